@@ -28,7 +28,7 @@ def ranged(default: Any, *, low: float | None = None, high: float | None = None)
 
 
 def like(example: str, default: str = "") -> Any:
-    """A dataclass field of text, with an example for whoever gives something else."""
+    """A string field of a dataclass. The error for a value of another type shows `example`."""
     return dataclasses.field(default=default, metadata={"example": f'"{example}"'})
 
 

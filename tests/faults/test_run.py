@@ -276,6 +276,13 @@ def test_a_learner_that_cannot_be_kept_alive_ends_the_run_by_name_and_it_can_be_
     assert json.loads((running.path / "summary.json").read_text())["finished"]
 
 
+def assert_ended_having_learnt_or_not(running: Running) -> None:
+    """A model of no size may solve no task at all: then the run says that nothing could be learnt, and is sound."""
+    code = running.end()
+    assert code == 0 or "error: nothing could be learnt" in running.said, running.said
+    running.assert_sound()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -293,8 +300,7 @@ def test_a_run_from_nothing_is_stopped_in_every_phase_and_ends_when_resumed(
             assert code == (-signal.SIGKILL if signum is signal.SIGKILL else 130), (phase, running.said)
             running.assert_nothing_left()
             running.resume()
-        assert running.end() == 0, running.said
-        running.assert_sound()
+        assert_ended_having_learnt_or_not(running)
     finally:
         running.stop()
 
@@ -312,8 +318,7 @@ def test_a_process_of_the_corpus_and_a_rank_of_mid_training_that_are_killed_cost
             running.in_phase(phase)
             running.until(lambda name=phase: _busy_child_of(running.pid(name)), f"a process of {phase}")
             os.kill(_busy_child_of(running.pid(phase)) or 0, signal.SIGKILL)
-        assert running.end() == 0, running.said
-        running.assert_sound()
+        assert_ended_having_learnt_or_not(running)
         starts = [e["name"] for e in running.events("process") if e["state"] == "start"]
         assert starts.count("corpus") == starts.count("mid-training") == 2
     finally:

@@ -93,7 +93,7 @@ def parity(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is compared, and how near is near enough."""
+    """The settings of one comparison, and the budget that its differences must stay within."""
 
     checkpoint: Path
     mode: str

@@ -45,7 +45,7 @@ def write_plot(path: Path, title: str, costs: Costs) -> None:
         ),
         _panel(
             "Ratio ÷ bound",
-            "1 is the bound: a delta may go below by a few per cent; what is whole has none",
+            "1 is the bound: deltas of training in bf16 come within some 5 per cent; what is whole has none",
             changed,
             {"share": lambda c: c.share_of_bound},
             log=False,

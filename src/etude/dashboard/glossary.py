@@ -12,8 +12,8 @@ GLOSSARY = {
     "lag": "optimiser steps from the version of a rollout's oldest token to the one trained, by their common ancestor",
     "idle": "share of the RL phase in which a process did not compute",
     "delta": "what an engine that holds the version before fetches of a new one",
-    "bound": "the bytes of a code of single changes that knows how many there are at each exponent; ours adapts "
-    "to each tile, too, and may go below by a few per cent",
+    "bound": "the bytes of a code of single changes that knows how many there are at each exponent; a delta "
+    "of training in bf16 is some 5 per cent longer or shorter, one of few or very regular changes is longer",
     "pause": "how long an engine with requests in flight stands still to take a new version",
     "probe": "a fixed text that engines and learner compute: r is the ratio of their probabilities, 1 when equal",
     "k3": "an estimate of the KL divergence from the policy that sampled to the one that is trained; 0 when they agree",

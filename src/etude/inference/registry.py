@@ -110,8 +110,8 @@ class Registry:
         self._catch_up(member)
 
     def head(self, version: Version) -> None:
-        """What was published last. A new lineage's must be held by everybody before they are given work again: a
-        step's number would let an engine go on with a lost lineage's weights."""
+        """Set the newest published version. If it starts a new lineage, no engine gets work before it holds it: step
+        numbers alone would admit an engine with weights of the abandoned lineage."""
         renewed = self._head is None or self._head.incarnation != version.incarnation
         self._head = version
         for member in self.members.values():

@@ -244,8 +244,8 @@ def led(leader: Leader, learning: Learning, work: Callable[..., object], *argume
     learning.group = leader.join()
     if learning.is_settled:
         leader.tell("settle")
-    leader.tell(work.__name__, *arguments)
-    return work(*arguments)
+    with leader.call(work.__name__, *arguments):
+        return work(*arguments)
 
 
 def unless_lost(leader: Leader | None, work: Callable[..., object], *arguments: object) -> object:

@@ -32,8 +32,8 @@ class Unreachable(EtudeError):
 
 
 class Probe:
-    """Asks engines for the probe's log-probabilities and compares them with the budget. `defend` is called to have the
-    learner take a defence."""
+    """Compares engines' log-probabilities of the probe text with the learner's, by the budget of `[parity]`.
+    `defend` makes the learner take a defence."""
 
     def __init__(
         self,

@@ -5,14 +5,17 @@ Rank 0 tells the others every call that is theirs, too (`Leader.tell`); each mak
 go through rank 0's store, since ranks may wait for minutes between batches, and no collective may. They are sealed with
 a secret that ranks are given as they start: a stranger who reaches the store has nothing done.
 
-A rank that ends takes rank 0 with it, at once and by name; one that hangs does at the deadline of a collective. Either
-way the conductor sees a learner that died: its successor starts ranks anew from the last checkpoint. Rank 0 takes no
-call after that, so no half of a group trains on.
+A rank that ends takes rank 0 with it, at once and by name. For one that hangs, every rank reports its progress to the
+store (`Progress`): when no rank has made any for long enough, all end, and the silent one is named. Collectives
+themselves wait for a day: another rank's share of a batch, or a publish, may take many minutes. Either way the
+conductor sees a learner that died: its successor starts ranks anew from the last checkpoint. Rank 0 takes no call after
+that, so no half of a group trains on.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hmac
 import os
 import pickle
@@ -20,13 +23,17 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+import msgspec
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from etude import progress
 from etude.errors import EtudeError
 from etude.loop.config import RunConfig, read_config
 from etude.loop.processes import AGAIN
@@ -41,7 +48,9 @@ if TYPE_CHECKING:
     from etude.loop.learning import Learning
 
 PATIENCE = 10
-"""A collective may take so many times what a silent process may: it waits for the slowest rank's share of a batch."""
+"""All ranks together may be without progress for so many times what a silent process may."""
+COLLECTIVE_S = 86_400.0
+REPORT_S = 1.0
 TAKEN = 8
 """So many calls ago every rank has taken its own: all but `settle` and `defend` end with every rank, and of those at
 most two come together."""
@@ -50,17 +59,99 @@ MET = "met"  # all have come
 _SEAL_BYTES = len(seal(b"", b""))
 
 
+class Progress:
+    """One rank's view of the progress of all ranks, by reports in the store. Keeps a connection of its own.
+
+    A report says how much this rank has done (`etude.progress`), how often it has reported, and which call it is in. On
+    rank 0 the progress of others counts as its own, so that the conductor, which sees rank 0 alone, does not take it
+    for hung while it waits for them.
+    """
+
+    def __init__(self, store: TCPStore, rank: int, ranks: int, limit_s: float) -> None:
+        self._store, self._rank, self._ranks, self._limit_s = store, rank, ranks, limit_s
+        self.call = ""
+        """The call that this rank is in; empty between calls."""
+        self._num_reports = self._num_echoed = 0
+        self._seen: dict[int, tuple[int, int, str]] = {}
+        self._moved = self._began = time.monotonic()
+        self._heard: dict[int, float] = {}  # when a rank's last report was new
+
+    def look(self) -> EtudeError | None:
+        """Report, read the others' reports, and return the error of a group that hangs. Raises `RuntimeError` when the
+        store is gone."""
+        now, moved = time.monotonic(), False
+        self._num_reports += 1
+        mine = (progress.count() - self._num_echoed, self._num_reports, self.call)
+        self._store.set(f"progress/{self._rank}", msgspec.json.encode(mine).decode())
+        for rank in range(self._ranks):
+            found = mine if rank == self._rank else self._report_of(rank)
+            if found is None:
+                continue
+            before = self._seen.get(rank)
+            self._seen[rank] = found
+            if before is None or found[1] != before[1]:
+                self._heard[rank] = now
+            if before is None or (found[0], found[2]) != (before[0], before[2]):
+                moved = True
+                if self._rank == 0 and rank != 0:
+                    self._num_echoed += 1
+                    progress.made()
+        if moved:
+            self._moved = now
+        if now - self._moved < self._limit_s or not any(call for _, _, call in self._seen.values()):
+            return None
+        return self._hung(now)
+
+    def _report_of(self, rank: int) -> tuple[int, int, str] | None:
+        if not self._store.check([f"progress/{rank}"]):
+            return None
+        try:
+            return msgspec.json.decode(self._store.get(f"progress/{rank}"), type=tuple[int, int, str])
+        except msgspec.DecodeError:
+            return None
+
+    def _hung(self, now: float) -> EtudeError:
+        quiet_s = max(5 * REPORT_S, self._limit_s / 2)
+        silent = [rank for rank in range(self._ranks) if now - self._heard.get(rank, self._began) > quiet_s]
+        calls = sorted({call for _, _, call in self._seen.values() if call})
+        named = f"learner rank {', '.join(map(str, silent))} reports nothing" if silent else "every rank still reports"
+        return EtudeError(
+            f"the learner's ranks made no progress for {now - self._moved:.0f} s in {', '.join(calls)}",
+            f"{named}; the limit is {PATIENCE} x fleet.hung_s",
+            hint="they start again from the last checkpoint; raise fleet.hung_s if one row or tensor takes this long",
+        )
+
+    def watch(self, lost: Callable[[EtudeError], NoReturn]) -> None:
+        """Look once a second, in a thread of its own."""
+
+        def work() -> None:
+            while True:
+                try:
+                    error = self.look()
+                except RuntimeError:
+                    return  # rank 0 has gone, which `_awaited` and the kernel see
+                if error is not None:
+                    lost(error)
+                time.sleep(REPORT_S)
+
+        threading.Thread(target=work, name="progress", daemon=True).start()
+
+
 class Leader:
-    """Rank 0's hold on the others. Made in the main thread: the kernel ends them with the thread that started them.
-    `away` of them come from other machines, to the address `at`."""
+    """Rank 0's control of the other ranks: it starts the local ones and sends every rank its calls.
+
+    Make it in the main thread: the kernel kills local ranks when the thread that started them ends. `away` ranks
+    connect from other machines, to the address `at`.
+    """
 
     def __init__(self, run: RunFolder, config: RunConfig, telemetry: Telemetry, *, at: str = "", away: int = 0) -> None:
         self._config, self._telemetry, self._secret = config, telemetry, new_secret()
         self._here, self._calls = config.learner.ranks - away, 0
         self._group: Sharded | None = None
+        self._progress: Progress | None = None
         host = at or LOOPBACK
         self._door = Door(run.path, host, away, self._secret, self.lost) if away else None
-        self._store = listen(host, deadline_of(config))
+        self._store = listen(host)
         self._at = joined(host, self._store.port)
         for rank in range(1, self._here):
             started = start_rank(run.path, rank, self._at, self._secret, local=rank)
@@ -73,6 +164,9 @@ class Leader:
             if self._door is not None:
                 self._meet(self._door)
             self._store.set(MET, "")
+            ranks, limit_s = self._config.learner.ranks, limit_of(self._config)
+            self._progress = Progress(reach(self._store.host, self._store.port), 0, ranks, limit_s)
+            self._progress.watch(self.lost)
             self._group = group_of(self._config, store=self._store, rank=0)
         return self._group
 
@@ -84,8 +178,19 @@ class Leader:
             self._telemetry.event("process", name=f"learner rank {rank}", state="start", host=host)
         self._telemetry.event("process", name="learner ranks", state="ready")
 
+    @contextlib.contextmanager
+    def call(self, method: str, *arguments: object) -> Iterator[None]:
+        """Have every other rank make a call of `Learning`, while this one makes it in the `with` block."""
+        self.tell(method, *arguments)
+        assert self._progress is not None, "it was made as the ranks met"
+        self._progress.call = method
+        try:
+            yield
+        finally:
+            self._progress.call = ""
+
     def tell(self, method: str, *arguments: object) -> None:
-        """Have every other rank make a call of `Learning` that this one is about to make."""
+        """Have every other rank make a call of `Learning`."""
         self.join()
         key = f"call/{self._calls}"
         said = pickle.dumps((method, arguments))
@@ -104,14 +209,14 @@ class Leader:
         end(error)
 
 
-def deadline_of(config: RunConfig) -> float:
-    """Seconds that a collective may take."""
+def limit_of(config: RunConfig) -> float:
+    """Seconds that all ranks together may be without progress, in a call."""
     return PATIENCE * config.fleet.hung_s
 
 
 def group_of(config: RunConfig, *, store: TCPStore, rank: int) -> Sharded:
     """A rank's place among the others."""
-    return Sharded(join(config.learner, store=store, rank=rank, deadline_s=deadline_of(config)))
+    return Sharded(join(config.learner, store=store, rank=rank, deadline_s=COLLECTIVE_S))
 
 
 def end(error: EtudeError) -> NoReturn:
@@ -120,7 +225,7 @@ def end(error: EtudeError) -> NoReturn:
     os._exit(AGAIN)
 
 
-def follow(learning: Learning, store: TCPStore, secret: bytes) -> NoReturn:
+def follow(learning: Learning, store: TCPStore, secret: bytes, report: Progress) -> NoReturn:
     """Make the calls that rank 0 tells, until it is gone."""
     number = 0
     while True:
@@ -131,12 +236,15 @@ def follow(learning: Learning, store: TCPStore, secret: bytes) -> NoReturn:
             end(EtudeError("a call that rank 0 did not make", f"{key}, in the store of the ranks", hint=hint))
         method, arguments = pickle.loads(said[_SEAL_BYTES:])
         number += 1
+        report.call = method
         try:
             getattr(learning, method)(*arguments)
         except RankLost as error:
             end(error)
         except EtudeError:
             continue  # every rank raised it; rank 0 tells
+        finally:
+            report.call = ""
 
 
 def _awaited(store: TCPStore, key: str) -> bytes:
@@ -168,12 +276,16 @@ def main() -> None:
     name = f"learner-rank-{args.rank}"
     telemetry = Telemetry(run / "events" / f"{name}.jsonl", process=name)
     try:
-        store = reach(*split(args.at), deadline_of(config))
+        store = reach(*split(args.at))
         _awaited(store, MET)
+        report = Progress(reach(*split(args.at)), args.rank, config.learner.ranks, limit_of(config))
+        report.call = "start"
+        report.watch(end)
         group = group_of(config, store=store, rank=args.rank)
+        report.call = ""
     except EtudeError as error:
         end(error)
-    follow(Learning(run, config, telemetry, group=group), store, secret)
+    follow(Learning(run, config, telemetry, group=group), store, secret, report)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ class Replay:
 
     @property
     def computed_by(self) -> dict[str, tuple[str, str]]:
-        """By name, where anything differs from what computed the run: the run's, and what redid it."""
+        """The software and hardware facts that differ, by name: (the run's value, the value of this replay)."""
         return {name: pair for one in self.steps for name, pair in one.computed_by.items()}
 
 

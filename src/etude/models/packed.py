@@ -91,8 +91,10 @@ class PackedWeights:
 def stored(
     name: str, shape: tuple[int, ...], names: Container[str], read: Callable[[str], torch.Tensor]
 ) -> torch.Tensor:
-    """A tensor out of what is stored under these names: the values that its packed parts say, float32; or, where it has
-    none, itself. Whoever `read`s has seen that dtypes and shapes fit."""
+    """Read one tensor of a checkpoint. A packed tensor is dequantised to float32; any other is returned as stored.
+
+    `names` are the checkpoint's tensors; `read` returns one of them. The caller has checked dtypes and shapes.
+    """
     kind = stored_as(name, names)
     if kind is Quantise.NONE:
         return read(name)

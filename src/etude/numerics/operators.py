@@ -91,9 +91,9 @@ class Operators:
     def linear_partial(self, x_NI: torch.Tensor, weight_OI: torch.Tensor, ranks: int) -> torch.Tensor:
         """`linear`, where x and the matrix are one rank's share of the inputs: what is added over ranks."""
         if self.exact and ranks > 1:
-            raise ConfigError(
-                f"{self.name} over {ranks} ranks", hint="sums over ranks are built for exact mode on CPUs"
-            )
+            facts = "exact sums over tensor-parallel ranks need CPUs and numerics.degree > 1"
+            hint = f"use CPUs and numerics.degree = {ranks}, or one rank"
+            raise ConfigError(f"cannot compute {self.name} over {ranks} ranks", facts, hint=hint)
         return self.linear(x_NI, weight_OI)
 
     def taken(self, x: torch.Tensor) -> torch.Tensor:

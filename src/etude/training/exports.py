@@ -23,7 +23,10 @@ _CODES = {
 
 
 def export(model: Transformer, weights: LiveWeights, quantise: Quantise = Quantise.NONE) -> dict[str, Tensor]:
-    """Every Hugging Face tensor of a model as raw codes (`published`); `quantise` packs the large matrices."""
+    """Every tensor of a model by its Hugging Face name, as the integers that hold its bits (see `published`).
+
+    `quantise` is the packed format of the large matrices.
+    """
     return published(hf_views(model) if quantise is Quantise.NONE else packed(model, FORMATS[quantise]), weights)
 
 

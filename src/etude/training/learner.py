@@ -112,7 +112,7 @@ class TorchLearner:
 
     @property
     def parity(self) -> str:
-        """The parity class: an engine of the same one says the same, to the bit, of the same weights."""
+        """The parity class: with the same weights, an engine of this class computes bit-identical log-probabilities."""
         return self.model.parity
 
     # training
@@ -317,8 +317,11 @@ class TorchLearner:
         return self.published()
 
     def offer(self, rollout_ids: Sequence[str]) -> None:
-        """Begin to publish: the live weights are read before this returns, and may be changed then. One version is on
-        its way at a time: what was offered before is waited for. Raises as `published` does."""
+        """Begin to publish the live weights. They are copied before this returns, so training may go on.
+
+        One version is published at a time: this waits first for the version that was offered before. Raises as
+        `published` does.
+        """
         if self._channel is None:
             raise WeightsError("the learner has no channel to publish to", hint="give TorchLearner a channel")
         if self._offered is not None:

@@ -51,7 +51,7 @@ class Rows:
         return replace(self, **moved)  # type: ignore[arg-type]  # each is a tensor
 
     def of(self, kept_N: torch.Tensor) -> Rows:
-        """Those of some tokens, ascending; the paths' lengths stay."""
+        """One rank's subset: the tokens at positions `kept_N` (ascending) and their rows. `lengths` is unchanged."""
         here = torch.zeros(len(self.tokens_N), dtype=torch.bool)
         here[kept_N] = True
         mine_R = here[self.rows_R]

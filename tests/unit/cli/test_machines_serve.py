@@ -20,7 +20,7 @@ GOOD = '[me]\nkey = "e2b_0123456789abcdef"\n'
         (["--keys", "absent.toml"], "no file of keys"),
         (["--keys", "keys.toml", "--templates", "absent.toml"], "no file of templates"),
         (["--backend", "nowhere"], "no backend 'nowhere'"),
-        (["--backend", "remote"], "whose machines are meant"),
+        (["--backend", "remote"], "the service of the remote machines is not configured"),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_a_hint(options, said, tmp_path: Path, monkeypatch, capsys):

@@ -268,5 +268,5 @@ def test_the_words_of_the_view_are_explained_where_they_are_used_as_the_list_of_
 def test_a_share_of_the_bound_over_one_is_not_called_impossible(writer):
     writer.everything()
     said = "\n".join([*result_lines(writer.path), page(RunView(writer.path))])
-    assert "may go below" in said
+    assert "above or below" in said
     assert "beat" not in said

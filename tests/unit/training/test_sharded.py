@@ -189,7 +189,7 @@ def test_a_rank_that_is_lost_in_a_collective_is_named(
 ) -> None:
     job, _, _ = told[SAVED]
     said = ranked_learner.lose_one(replace(job, store=tmp_path, publish=False, save=None), tmp_path, way)
-    assert "rank 1 did not come to the others'" in said
+    assert "rank 1 did not join the collective for" in said
     assert "hint:" in said
 
 

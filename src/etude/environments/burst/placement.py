@@ -111,7 +111,7 @@ class Placement:
         return True
 
     def holds(self, snapshot: str, name: str, now_s: float, *, need: Need | None = None, copyable: bool = True) -> None:
-        """The host has the snapshot. `need` and `copyable` are the snapshot's, as told first."""
+        """Record that a host has a snapshot. `need` and `copyable` are taken from the snapshot's first report only."""
         host = self.hosts.get(name)
         if host is not None:
             copies = self._copies.setdefault(snapshot, Copies(need if need is not None else Need(), copyable=copyable))

@@ -144,9 +144,11 @@ class Ground:
 
     @contextlib.asynccontextmanager
     async def machine(self, work: Work, hidden: Mapping[str, str] | None = None) -> AsyncIterator[Machine]:
-        """A fresh machine for a block, closed at its end. A second try is made where the host cannot make it. Raises
-        `Refused` where the host can make a machine without the agent's files, `Broken` where it cannot, and
-        `NotLaid`."""
+        """A fresh machine for a `with` block, closed at its end. A failed fork is retried up to `ATTEMPTS` times.
+
+        If every fork fails, raises `Refused` where a machine without the agent's files works, and else `Broken`. Raises
+        `NotLaid` where the hidden files cannot be written.
+        """
         machine = await self._forked(work, hidden or {})
         try:
             await self._lay(machine, work, hidden or {})

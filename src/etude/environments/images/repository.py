@@ -139,7 +139,8 @@ def _write_files(source: Path, tree_id: str, tree: Tree) -> None:
 def _answered(answer: IO[bytes], blob: bytes) -> int:
     words = answer.readline(256).split()
     if len(words) != 3 or words[0] != blob or words[1] != b"blob" or not words[2].isdigit():
-        raise BadSource("a repository is damaged", b" ".join(words).decode(errors="replace"), hint="git fsck")
+        facts = f"git cat-file answered {b' '.join(words).decode(errors='replace')!r}"
+        raise BadSource("the source repository is damaged", facts, hint="run git fsck in it")
     return int(words[2])
 
 
@@ -148,7 +149,8 @@ def _content(answer: IO[bytes], size: int) -> Iterator[bytes]:
     while left:
         chunk = answer.read(min(left, _CHUNK_BYTES))
         if not chunk:
-            raise BadSource("a repository is damaged", "git ended in the middle of a blob", hint="git fsck")
+            facts = "git ended in the middle of a blob"
+            raise BadSource("the source repository is damaged", facts, hint="run git fsck in it")
         left -= len(chunk)
         yield chunk
     answer.read(1)

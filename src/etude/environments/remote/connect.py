@@ -74,7 +74,7 @@ _CODES = {400: Code.INVALID_ARGUMENT, 409: Code.ALREADY_EXISTS, 502: Code.UNAVAI
 
 
 class RpcError(Exception):
-    """A call that failed, on either side of the wire. `hint` is ours: others ignore it.
+    """An RPC error, on the client or the server. The field `hint` is etude's extension; others ignore it.
 
     >>> RpcError(Code.NOT_FOUND, "no process 7", hint="see List").body()
     b'{"code":"not_found","message":"no process 7","hint":"see List"}'

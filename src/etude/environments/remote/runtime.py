@@ -89,7 +89,7 @@ class RemoteRuntime:
         url = environment.get("E2B_API_URL") or (f"https://api.{domain}" if domain else "")
         if not key or not url:
             hint = "set E2B_API_KEY, and E2B_API_URL (etude machines serve says both) or E2B_DOMAIN"
-            raise MachineError("it is not said whose machines are meant", hint=hint)
+            raise MachineError("the service of the remote machines is not configured", hint=hint)
         by_host = f"https://{_PORT}-{{id}}.{domain}" if domain else ""
         return cls(url, key=key, config=config, sandbox_url=environment.get("E2B_SANDBOX_URL") or by_host)
 

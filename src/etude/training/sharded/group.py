@@ -117,9 +117,9 @@ class Sharded:
             except RuntimeError:
                 silent.append(rank)
         names = ", ".join(map(self.mesh.named, silent)) or "?"
-        facts = f"rank {self.rank} of {self.size} waited for at most {self.mesh.deadline_s:g} s; {_first_line(error)}"
+        facts = f"rank {self.rank} of {self.size} waited; {_first_line(error)}"
         hint = "see its output; the ranks begin again from the last checkpoint"
-        return RankMissing(f"rank {names} did not come to the others' {what}", facts, hint=hint)
+        return RankMissing(f"rank {names} did not join the collective for {what}", facts, hint=hint)
 
     def add(self, counts: torch.Tensor) -> None:
         with self.waited("counts"):

@@ -267,7 +267,7 @@ class NativeKernels:
 def set_threads(count: int) -> None:
     """Set the number of threads of kernels that this process loads from now on; 0: the number of cores that it may
     use."""
-    global _threads  # noqa: PLW0603  a setting of the process, like torch's
+    global _threads
     _threads = count
 
 

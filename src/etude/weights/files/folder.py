@@ -65,7 +65,8 @@ class CheckpointFolder:
         self.path = path
         taken = next((place for place in (path, *path.parents) if place.exists()), path)
         if taken.exists() and not taken.is_dir():
-            raise InputError(f"{taken} is no directory", "weights are kept in one", hint="name another, or a new one")
+            facts, hint = "a checkpoint is kept in a directory", "give a directory, or a path that does not exist yet"
+            raise InputError(f"{taken} is no directory", facts, hint=hint)
         with refused(f"{path} cannot be kept"):
             path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(path / LOCK, _LOCK_FLAGS, 0o644)

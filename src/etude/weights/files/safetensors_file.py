@@ -125,9 +125,8 @@ def map_file(path: Path, places: Mapping[str, Place]) -> dict[str, Tensor]:
         with path.open("rb") as file:
             memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be mapped", str(error.strerror), hint="see the limits on memory"
-        ) from None
+        hint = "check that the file can be read, and the limits ulimit -v and vm.max_map_count"
+        raise CheckpointError(f"{path} cannot be mapped into memory", str(error.strerror), hint=hint) from None
     if len(memory) < max((place.stop for place in places.values()), default=0):
         raise CheckpointError(f"{path} became shorter while it was opened", hint="stop who writes it")
     return {name: _view(memory, place) for name, place in places.items()}

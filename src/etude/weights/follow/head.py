@@ -29,7 +29,7 @@ class Behind(WeightsError):
 
 
 class MovedBack(WeightsError):
-    """The pointer is at an older version than one that was followed, and nobody said that it was meant."""
+    """The pointer moved back to an older version without the new generation that marks an intended rollback."""
 
 
 class Followed(msgspec.Struct, frozen=True):
