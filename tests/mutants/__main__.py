@@ -86,9 +86,18 @@ class Baseline:
 
 
 def _node(case: ElementTree.Element) -> str:
-    """The name of a test in a report as pytest takes it; a file's where the file was skipped or broken as a whole."""
-    module, name = case.get("classname", ""), case.get("name", "")
-    return f"{module.replace('.', '/')}.py::{name}" if module else f"{name.replace('.', '/')}.py"
+    """The name of a test in a report as pytest takes it; a file's where the file was skipped or broken as a whole.
+
+    >>> _node(ElementTree.Element("testcase", {"classname": "tests.properties.test_ledger.TestX", "name": "runTest"}))
+    'tests/properties/test_ledger.py::TestX::runTest'
+    """
+    name = case.get("name", "")
+    parts, names = case.get("classname", "").split("."), [name]
+    if parts == [""]:
+        return f"{name.replace('.', '/')}.py"
+    while len(parts) > 1 and not parts[-1].startswith("test_"):  # a class
+        names.insert(0, parts.pop())
+    return "::".join([f"{'/'.join(parts)}.py", *names])
 
 
 def verdict(copy: Path, mutant: Mutant) -> tuple[str, str]:
