@@ -457,7 +457,7 @@ def test_a_runtime_is_the_service_that_e2bs_variables_name():
     by_domain = RemoteRuntime.of_environment({"E2B_API_KEY": ALICE, "E2B_DOMAIN": "machines.example"})
     assert by_domain.url == "https://api.machines.example"
     for missing in ({}, {"E2B_API_KEY": ALICE}, {"E2B_API_URL": "http://127.0.0.1:3000"}):
-        with pytest.raises(MachineError, match="whose machines"):
+        with pytest.raises(MachineError, match="is not configured"):
             RemoteRuntime.of_environment(missing)
 
 
