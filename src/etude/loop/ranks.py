@@ -71,7 +71,7 @@ class Progress:
         self._store, self._rank, self._ranks, self._limit_s = store, rank, ranks, limit_s
         self.call = ""
         """The call that this rank is in; empty between calls."""
-        self._num_reports = self._num_echoed = 0
+        self._num_reports = self._num_echoed = self._num_looks = 0
         self._seen: dict[int, tuple[int, int, str]] = {}
         self._moved = self._began = time.monotonic()
         self._heard: dict[int, float] = {}  # when a rank's last report was new
@@ -98,6 +98,7 @@ class Progress:
                     progress.made()
         if moved:
             self._moved = now
+        self._num_looks += 1
         if now - self._moved < self._limit_s or not any(call for _, _, call in self._seen.values()):
             return None
         return self._hung(now)
@@ -122,19 +123,36 @@ class Progress:
         )
 
     def watch(self, lost: Callable[[EtudeError], NoReturn]) -> None:
-        """Look once a second, in a thread of its own."""
+        """Look once a second, in a thread of its own. A second thread sees to it that the store answers: torch's
+        `TCPStore.check` has no deadline."""
 
         def work() -> None:
             while True:
                 try:
                     error = self.look()
-                except RuntimeError:
-                    return  # rank 0 has gone, which `_awaited` and the kernel see
+                except torch.distributed.DistNetworkError:
+                    os._exit(AGAIN)  # rank 0 has gone
+                except RuntimeError as failure:
+                    error = _no_answer(str(failure).split("\n")[0])
                 if error is not None:
                     lost(error)
                 time.sleep(REPORT_S)
 
+        def guard() -> None:
+            looks, waited_s = -1, 0.0  # by naps: a process that was stopped has not waited
+            while waited_s < self._limit_s:
+                waited_s = 0.0 if self._num_looks != looks else waited_s + REPORT_S
+                looks = self._num_looks
+                time.sleep(REPORT_S)
+            lost(_no_answer(f"it has been asked for {waited_s:.0f} s; the limit is {PATIENCE} x fleet.hung_s"))
+
         threading.Thread(target=work, name="progress", daemon=True).start()
+        threading.Thread(target=guard, name="progress-guard", daemon=True).start()
+
+
+def _no_answer(facts: str) -> EtudeError:
+    hint = "they start again from the last checkpoint; see whether the machines of the ranks can reach rank 0's"
+    return EtudeError("the store of the learner's ranks does not answer", facts, hint=hint)
 
 
 class Leader:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+
 import pytest
 
 from etude import progress
@@ -98,3 +103,41 @@ def test_progress_is_the_processs_own_counter() -> None:
     before = progress.count()
     progress.made()
     assert progress.count() > before
+
+
+HOST = """
+import sys, time
+from etude.training.sharded.mesh import LOOPBACK, listen
+store = listen(LOOPBACK)
+print(store.port, flush=True)
+time.sleep(60)
+"""
+RANK = """
+import sys, time
+from etude.loop import ranks
+from etude.training.sharded.mesh import LOOPBACK, reach
+ranks.REPORT_S = 0.05
+ranks.Progress(reach(LOOPBACK, int(sys.argv[1])), 1, 2, 2.0).watch(ranks.end)
+print("watching", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("ending", "named"), [(signal.SIGSTOP, "does not answer"), (signal.SIGKILL, "")])
+def test_a_rank_ends_when_the_store_is_silent_or_gone(ending: signal.Signals, named: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True) as host:
+        assert host.stdout is not None
+        port = host.stdout.readline().strip()
+        command = [sys.executable, "-c", RANK, port]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as rank:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "watching\n"
+            host.send_signal(ending)
+            try:
+                _, error = rank.communicate(timeout=50)
+            finally:
+                os.kill(host.pid, signal.SIGKILL)
+                rank.kill()
+    assert rank.returncode == ranks.AGAIN
+    assert named in error
+    assert ("the store of the learner's ranks" in error) == bool(named)

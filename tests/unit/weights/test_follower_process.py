@@ -277,9 +277,10 @@ def test_only_what_the_owner_of_the_public_key_signed_is_followed(tmp_path: Path
 def test_a_child_decodes_with_as_many_threads_as_it_was_told(tmp_path: Path, threads: int) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     program = (
-        "import sys; from etude.weights.follow import follower_child as child\n"
+        "import sys; from etude.weights.delta.codec import KERNELS\n"
+        "from etude.weights.follow import follower_child as child\n"
         "child._end_with = lambda connection: None\n"
-        "child.main(sys.argv); print(child.native.load().threads)"
+        "child.main(sys.argv); print(KERNELS.threads)"
     )
     with theirs:
         process = subprocess.Popen(

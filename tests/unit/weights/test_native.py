@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
@@ -15,7 +16,7 @@ from etude.weights.delta import native
 from etude.weights.delta.changes import Changes
 from etude.weights.delta.checksums import checksum
 from etude.weights.delta.choices import Mode
-from etude.weights.delta.codec import changes, encode
+from etude.weights.delta.codec import KERNELS, changes, encode
 from etude.weights.delta.layout import MAX_CLASSES, Piece, Tile, read_header
 from etude.weights.delta.native import LEVELS, NativeKernels
 from etude.weights.delta.tiles import NumpyKernels
@@ -283,3 +284,17 @@ def test_memory_that_starts_anywhere_is_listed_and_summed_alike(offset: int) -> 
     assert isinstance(found, Changes)
     assert found.checksums == (checksum(live.copy()), checksum(new.codes))
     np.testing.assert_array_equal(found.positions, np.flatnonzero(live != new.codes))
+
+
+def test_the_number_of_threads_holds_for_the_kernels_in_use_and_can_be_set_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(native, "_threads", 0)
+    kernels, own = native.load(), NativeKernels(threads=2)
+    assert kernels is not None
+    assert kernels is native.load() is KERNELS
+    for threads in (3, 1):
+        native.set_threads(threads)
+        assert (kernels.threads, own.threads) == (threads, 2)
+    native.set_threads(0)
+    assert kernels.threads == len(os.sched_getaffinity(0))

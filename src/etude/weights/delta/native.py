@@ -33,6 +33,8 @@ LEVELS = ("portable", "avx2", "avx512")
 _SUFFIX = {"darwin": "dylib", "win32": "dll"}.get(sys.platform, "so")
 LIBRARY = Path(__file__).with_name(f"libetude_native.{_SUFFIX}")
 
+_threads = 0  # `set_threads`
+
 _PIECE = np.dtype([(name, "u8") for name in ("old", "new", "rows", "cols", "stride", "first", "step")])
 _TILE = np.dtype([("first_piece", "u8"), ("num_pieces", "u4"), ("high", "u1"), ("classes", "u1"), ("unused", "u2")])
 _PAYLOAD = np.dtype([("start", "u8"), ("num_bytes", "u8")])
@@ -81,9 +83,6 @@ class _Wanted(ctypes.Structure):
     ]
 
 
-_threads = 0
-
-
 class _Refusal(ctypes.Structure):
     _fields_ = [("tile", ctypes.c_uint64), ("why", ctypes.c_char * 64)]
 
@@ -102,7 +101,7 @@ class NativeKernels:
         self._level = best if level is None else LEVELS.index(level)
         if self._level > best:
             raise ValueError(f"this machine has no {level}; its best is {LEVELS[best]}")
-        self._threads = threads or _threads or len(os.sched_getaffinity(0))
+        self._threads, self._cores = threads, len(os.sched_getaffinity(0))
 
     @property
     def level(self) -> str:
@@ -112,7 +111,7 @@ class NativeKernels:
     @property
     def threads(self) -> int:
         """Over which tiles are spread, at most."""
-        return self._threads
+        return self._threads or _threads or self._cores
 
     def sample(self, old: Codes, new: Codes, kind: DType, stride: int) -> tuple[Counts, Counts]:
         counts = np.zeros((2, 256), np.int64)
@@ -249,7 +248,7 @@ class NativeKernels:
         places, codes = np.ascontiguousarray(places), np.ascontiguousarray(codes)
         asked = _Summed(
             old.ctypes.data, old.nbytes, None if new is None else new.ctypes.data,
-            places.ctypes.data, codes.ctypes.data, places.size, old.itemsize, first_block, self._threads, self._level,
+            places.ctypes.data, codes.ctypes.data, places.size, old.itemsize, first_block, self.threads, self._level,
         )  # fmt: skip
         found = np.zeros(4, np.uint64)
         if places.size != codes.size or self._library.etude_checksum(ctypes.byref(asked), found.ctypes.data):
@@ -263,14 +262,16 @@ class NativeKernels:
         return count
 
 
-@cache
 def set_threads(count: int) -> None:
-    """Set the number of threads of kernels that this process loads from now on; 0: the number of cores that it may
-    use."""
+    """Set the number of threads of this process's kernels, for their next call on; 0: the number of cores it may use.
+
+    Kernels that were made with a number of their own keep it.
+    """
     global _threads
     _threads = count
 
 
+@cache
 def load() -> NativeKernels | None:
     """The native kernels of this process; None where they cannot be loaded (`why_not` gives the reason)."""
     return None if why_not() else NativeKernels()
@@ -323,7 +324,7 @@ class _Asked:
             _TILE,
         )
         self._request = _Request(
-            _kind(kind), kernels._level, kernels._threads,
+            _kind(kind), kernels._level, kernels.threads,
             self._pieces.ctypes.data, self._pieces.size, self._tiles.ctypes.data, self._tiles.size,
         )  # fmt: skip
         self.reference = ctypes.byref(self._request)
