@@ -124,11 +124,10 @@ def check_foreign(config: RunConfig, *, adopted: bool) -> None:
     if not kinds or config.start is None or adopted:
         return
     model = starting_model(config.start)
-    if model.family.is_latent:
+    if model.architecture.foreign:
         raise ConfigError(
             f"fleet.engines = {list(map(str, config.fleet.engines))}",
-            f"{MAKES[kinds[0]].name} keeps products of the latent attention's weights, which versions of {model.family}"
-            " do not reach",
+            f"{MAKES[kinds[0]].name} {model.architecture.foreign} (family {model.family})",
             hint="take reference engines for this model",
         )
 

@@ -11,7 +11,7 @@ import torch
 
 from etude.models import ModelConfig, Transformer, hf_views, save_model
 from etude.models.experts import choose
-from etude.models.parts import Family, Latent, Routing, Scores
+from etude.models.parts import Latent, Routing, Scores
 from etude.records import Batch, Sample
 from etude.records.rollout import Path as TokenPath
 from etude.stores import MemoryStore
@@ -20,7 +20,7 @@ from etude.training.balance import Balance, balance_bias_update, biases, loads
 from etude.weights import Channel, Follower
 
 SIZES = ModelConfig(
-    family=Family.DEEPSEEK_V3,
+    family="deepseek_v3",
     vocab_size=31,
     hidden_size=16,
     num_layers=3,
