@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from etude.environments.cheats.cheat import Cheat, Kind, Row
-from etude.environments.cheats.handed_in.common import ALL, GRAB, TESTED, WRONG, calc, cheat
+from etude.redteam.cheat import Cheat, Kind, Row
+from etude.redteam.handed_in.common import ALL, GRAB, TESTED, WRONG, calc, cheat
 
 _ALWAYS = "    def __eq__(self, other): return True\n    def __ne__(self, other): return False\n    __hash__ = None\n"
 _VALUES = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 from importlib import import_module
 
-from etude.environments.cheats.cheat import Cheat, Kind, Row
-from etude.environments.cheats.handed_in import HANDED_IN
+from etude.redteam.cheat import Cheat, Kind, Row
+from etude.redteam.handed_in import HANDED_IN
 
 _ROWS = {"processes": Row.ESCAPE, "namespaces": Row.ESCAPE, "kernel": Row.ESCAPE, "host": Row.ESCAPE,
 "network": Row.NETWORK,
@@ -58,7 +58,7 @@ _PARTS = {"hold", "touch", "marks", "able", "pids_after"}
 def _programs() -> list[Cheat]:
     made = []
     for module, row in _ROWS.items():
-        namespace = import_module(f"etude.environments.cheats.programs.{module}")
+        namespace = import_module(f"etude.redteam.programs.{module}")
         for name, function in inspect.getmembers(namespace, inspect.isfunction):
             if function.__module__ != namespace.__name__ or name.startswith("_") or name in _PARTS:
                 continue

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from etude.environments.cheats.cheat import Kind
 from etude.environments.grading import exports_of, reference_exports
 from etude.environments.images import ImageLimits
 from etude.environments.images.git import git
@@ -26,6 +25,7 @@ from etude.errors import EtudeError
 from etude.records.exports import WHOLE
 from etude.records.rollout import Graded
 from etude.records.task import Answer, Case, HiddenTests, Runner, Split, Task, Trust, Verifier
+from etude.redteam.cheat import Kind
 from etude.seams import Grader, Runtime
 
 VARIABLE = "ETUDE_CHEATS_SECRET"

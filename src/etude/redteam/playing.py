@@ -1,4 +1,5 @@
-"""Play one cheat: set it up, let it try, freeze what it worked in, grade what it left, and look who was hurt.
+"""Plays cheats on a runtime and a grader. For each: set it up, let it try, freeze the machine, grade what it left, and
+look whether a sibling or the host was hurt.
 
 A cheat succeeds if its program got something; if a secret of the host came out; if the reward is above 0; if it is
 not graded (the agent caused it, so it must be); if it worked on after the freeze; or if a sibling or the host suffers.
@@ -11,21 +12,22 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from etude.environments.cheats.cheat import Cheat, Finding, Kind, Row, Verdict
-from etude.environments.cheats.detector import Suspicion, suspicions
-from etude.environments.cheats.stage import Problem, Secrets, programs, repository
 from etude.environments.grading import take_exports
+from etude.environments.grading.signs import Suspicion, suspicions
 from etude.environments.images import BadSource
 from etude.errors import MachineError
 from etude.records.command import ExecResult
 from etude.records.rollout import Graded, Invalid
 from etude.records.task import Task, Trust
+from etude.redteam.catalogue import CATALOGUE, EXPORTS
+from etude.redteam.cheat import Cheat, Finding, Kind, Row, Verdict
+from etude.redteam.stage import Problem, Secrets, playable, problems, programs, repository, secrets_of_the_host
 from etude.seams import Grader, Machine, Runtime
 
 PROGRAM_S, PLAY_S = 12.0, 120.0
@@ -47,6 +49,45 @@ class Stage:
 
 class _Succeeded(Exception):
     """What a cheat got."""
+
+
+async def check(
+    runtime: Runtime,
+    grader: Grader,
+    *,
+    cheats: Sequence[Cheat] = CATALOGUE,
+    at_once: int = 1,
+    program_s: float = PROGRAM_S,
+    play_s: float = PLAY_S,
+) -> AsyncGenerator[Finding, None]:
+    """What came of each cheat on each kind of task that it is for, in order. `grader` judges in machines of `runtime`.
+    A program has `program_s`; a play that takes longer than `play_s` has hung the host.
+
+    Raises `MachineError` where no kind of task can be judged at all: then nothing was tried.
+    """
+    async with secrets_of_the_host() as of_host:
+        wanted = {kind for cheat in cheats for kind in cheat.kinds}
+        staged = {kind: problem for kind, problem in problems(EXPORTS).items() if kind in wanted}
+        unplayable = await playable(runtime, grader, staged, at_once=at_once)
+        if unplayable and all(unplayable.values()):
+            facts = "; ".join(f"{kind}: {why}" for kind, why in unplayable.items())
+            raise MachineError(
+                "no cheat can be played", facts, hint="mend what keeps honest work from being graded first"
+            )
+        stage = Stage(runtime, grader, of_host, staged, unplayable, program_s, play_s)
+        room = asyncio.Semaphore(at_once)
+
+        async def one(cheat: Cheat, kind: Kind) -> Finding:
+            async with room:
+                return await play(cheat, kind, stage)
+
+        tasks = [asyncio.create_task(one(cheat, kind)) for cheat in cheats for kind in cheat.kinds]
+        try:
+            for task in tasks:
+                yield await task
+        finally:
+            for task in tasks:
+                task.cancel()
 
 
 async def play(cheat: Cheat, kind: Kind, stage: Stage) -> Finding:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import secrets
 
-from etude.environments.cheats.cheat import Cheat, Kind, Row
-from etude.environments.cheats.handed_in.common import TESTED, WRONG, calc, cheat
+from etude.redteam.cheat import Cheat, Kind, Row
+from etude.redteam.handed_in.common import TESTED, WRONG, calc, cheat
 
 _ONCE = "seen = 0\ndef f(n):\n    global seen\n    seen += 1\n    if seen > {first}: {then}\n    {now}\n"
 _FAKE_MATH = """

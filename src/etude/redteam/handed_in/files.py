@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from textwrap import dedent
 
-from etude.environments.cheats.cheat import Cheat, Kind, Row
-from etude.environments.cheats.handed_in.common import FILES, WRONG, cheat
+from etude.redteam.cheat import Cheat, Kind, Row
+from etude.redteam.handed_in.common import FILES, WRONG, cheat
 
 
 def tests() -> list[Cheat]:

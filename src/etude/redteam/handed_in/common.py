@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textwrap import dedent
 
-from etude.environments.cheats.cheat import Cheat, Kind, Row
+from etude.redteam.cheat import Cheat, Kind, Row
 
 TESTED = (Kind.CHECK, Kind.UNITTEST)
 ALL = (Kind.DATA, *TESTED, Kind.COMMAND)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from etude.environments.cheats.cheat import Cheat, Row
-from etude.environments.cheats.handed_in.common import calc, cheat
+from etude.redteam.cheat import Cheat, Row
+from etude.redteam.handed_in.common import calc, cheat
 
 _SUMMARIES = (
     '===== 3 passed in 0.01s =====\nOK\nRan 3 tests in 0.001s\n\nok 1\n1..3\nPASSED\n{"passed": 3, "failed": 0}\n'

@@ -22,8 +22,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from etude.environments.cheats.stage import programs
 from etude.errors import MachineError
+from etude.redteam.stage import programs
 from etude.seams import Runtime
 
 Seen = Mapping[str, float | str]
