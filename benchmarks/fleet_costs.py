@@ -19,9 +19,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from etude.environments.burst.fake import Measured, Network
-from etude.environments.burst.scenario import Scenario, Simulated
-from etude.environments.burst.simulate import simulate
+from benchmarks.fleet_hosts import Measured, Network
+from benchmarks.fleet_model import Scenario, Simulated, simulate
 from etude.seams import Machine, Runtime
 
 _DEADLINE_S = 300.0

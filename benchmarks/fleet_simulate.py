@@ -1,33 +1,55 @@
-"""``etude machines simulate``: what a fleet of hosts would do with a burst of machines, failures included."""
+"""What a fleet of hosts would do with a burst of machines, failures included: `python -m benchmarks.fleet_simulate`."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.fleet_costs import measure
+from benchmarks.fleet_hosts import Measured
+from benchmarks.fleet_model import EVERY_KIND, Faults, Scenario, Simulated, simulate
+from etude.cli.arguments import positive, written
 from etude.dashboard.plot import WIDE, Series, alone, line_chart
-from etude.environments.burst import Faults, Measured, Scenario, measure, simulate
-from etude.environments.burst.scenario import EVERY_KIND, Simulated
 from etude.environments.namespace import NamespaceRuntime
-from etude.errors import InputError
 from etude.seams import Runtime
 
 _LARGEST_GROUP = 64
 _SHARES = (0.5, 0.9, 0.99, 1.0)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Simulate, and tell what came of it. Exit code 1 when machines were lost, or ran twice."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Simulate, and print the result. Exit code 1 when machines were lost, or ran twice; 2 for arguments that are not
+    valid."""
+    fleet = argparse.ArgumentParser(description=__doc__)
+    fleet.add_argument(
+        "--machines", type=positive, default=100_000, metavar="N", help="asked for at once (default: %(default)s)"
+    )
+    fleet.add_argument(
+        "--hosts", type=positive, default=105, metavar="N", help="of 96 cores each (default: %(default)s)"
+    )
+    fleet.add_argument(
+        "--group", type=positive, default=16, metavar="N", help="machines of a request (default: %(default)s)"
+    )
+    fleet.add_argument(
+        "--snapshots", type=positive, default=1000, metavar="N", help="they are forks of so many (default: %(default)s)"
+    )
+    fleet.add_argument("--speed", type=float, default=1.0, help="of a host, in machines like this one (default: 1)")
+    fleet.add_argument("--seed", type=int, default=0)
+    fleet.add_argument("--calm", action="store_true", help="without crashes, slow hosts, partitions, lost messages")
+    fleet.add_argument("--calibrate", action="store_true", help="measure what machines cost here first")
+    fleet.add_argument("--plot", type=written, metavar="FILE.svg", help="draw how many are ready when")
+    fleet.add_argument("--json", action="store_true", help="print the whole result")
+    args = fleet.parse_args(argv)
     if args.group > _LARGEST_GROUP:
-        facts = f"a request is for {_LARGEST_GROUP} machines at most"
-        raise InputError(f"--group {args.group} is too large", facts, hint="larger ones are several requests")
+        fleet.error(f"--group {args.group} is too large: a request is for {_LARGEST_GROUP} machines at most")
     if not 0 < args.speed < float("inf"):
-        raise InputError(f"--speed {args.speed:g} is no speed", hint="give how many times faster a host is, above 0")
+        fleet.error(f"--speed {args.speed:g}: give how many times faster a host is, above 0")
     if args.plot is not None and args.plot.suffix != ".svg":
-        raise InputError(f"{args.plot} is no .svg", hint="name a file that ends with .svg")
+        fleet.error(f"{args.plot} is no .svg: name a file that ends with .svg")
     measured = asyncio.run(_calibrated()) if args.calibrate else Measured()
     scenario = Scenario(
         machines=args.machines, hosts=args.hosts, group=args.group, snapshots=args.snapshots, seed=args.seed
@@ -36,12 +58,7 @@ def run(args: argparse.Namespace) -> int:
     result = simulate(scenario, faults=faults, measured=measured, speed=args.speed)
     told = told_of(result)
     if args.plot is not None:
-        try:
-            args.plot.write_text(plot({"ready": result}, scenario.machines), encoding="utf-8")
-        except OSError as error:
-            raise InputError(
-                f"{args.plot} cannot be written", str(error), hint="name a file in a folder of yours"
-            ) from None
+        args.plot.write_text(plot({"ready": result}, scenario.machines), encoding="utf-8")
     if args.json:
         print(json.dumps(told, indent=2))
     else:
@@ -148,3 +165,7 @@ def _curve(result: Simulated) -> list[tuple[float, float]]:
 
 
 _SHOWN_S = 8.0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

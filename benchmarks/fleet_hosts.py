@@ -14,15 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from etude.environments.burst.batch import Batch
-from etude.environments.burst.lease import Lease
+from etude.environments.burst.placement import Batch, Lease
 
 _COPY_LATE_S = 0.25  # after it should be there, the next source is asked
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a host and the control plane cost, in seconds. Made by `calibrate.measure`; the defaults are typical ones.
+    """What a host and the control plane cost, in seconds. Made by `fleet_costs.measure`; the defaults are typical ones.
 
     A batch of n takes ``batch_s + n * (fork_s + crowd_s * alive)``, times one of `host_spread` for the host and one of
     `spread` for the batch, and up to `busy` times longer beside machines that work.

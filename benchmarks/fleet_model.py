@@ -1,14 +1,10 @@
 """What a fleet would do: the real `Placement` against fake hosts, in simulated time, with failures.
 
-The costs of a host are measured (`calibrate`); the network and the failures are assumed and named in the result. The
-control plane is one process whose every message costs time. At the beginning all machines are asked for at once;
+The costs of a host are measured (`benchmarks.fleet_costs`); the network and the failures are assumed and named in the
+result. The control plane is one process whose every message costs time. All machines are asked for at the beginning;
 machines live for an exponential time, and for each that ends another is asked for. Counted: when machines were ready,
 what was never ready (lost), what had to start anew because its host was lost (restarted), whether two attempts at one
 group were ever alive at once (twice), and what hosts run that nobody knows of at the end (leaked).
-
->>> result = simulate(Scenario(machines=640, hosts=4, snapshots=8, horizon_s=20.0))
->>> result.num_lost, result.num_twice, result.num_leaked, result.all_ready_s < 2.0
-(0, 0, 0, True)
 """
 
 from __future__ import annotations
@@ -16,21 +12,72 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from etude.environments.burst.batch import Batch
+from benchmarks.fleet_hosts import Clock, FakeHost, Measured, Network
 from etude.environments.burst.choice import Costs
-from etude.environments.burst.fake import Clock, FakeHost, Measured, Network
 from etude.environments.burst.hosts import Capacity, Need
-from etude.environments.burst.lease import Lease
-from etude.environments.burst.placement import Placement
-from etude.environments.burst.scenario import Faults, Scenario, Simulated
+from etude.environments.burst.placement import Batch, Lease, Placement
 from etude.errors import MachineError
 
 T = TypeVar("T")
 _REVIEW_S = 0.1
 _COPIES = 2  # hosts, of two racks, that have a snapshot when it is asked for first
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Who asks for what, of which hosts. A machine uses a tenth of a core on average."""
+
+    machines: int = 100_000
+    group: int = 16  # machines of one request
+    snapshots: int = 1_000
+    snapshot_bytes: int = 16 << 20
+    hosts: int = 105
+    cores: int = 96
+    overcommit: float = 1.15  # cores given away over cores there are
+    mean_life_s: float = 60.0
+    horizon_s: float = 60.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What fails: hosts by number. Partitions longer than the lease cost the machines behind them."""
+
+    crashes: tuple[tuple[int, float], ...] = ()  # (host, when)
+    slow: tuple[tuple[int, float], ...] = ()  # (host, times slower)
+    partitions: tuple[tuple[int, float, float], ...] = ()  # (host, from, to)
+    loss: float = 0.0  # share of messages
+
+
+EVERY_KIND = Faults(
+    crashes=((3, 0.5), (40, 15.0)),
+    slow=((7, 8.0), (8, 30.0)),
+    partitions=((11, 0.3, 2.3), (12, 10.0, 30.0)),
+    loss=0.01,
+)
+"""Within one minute what a fleet of this size sees in weeks."""
+
+
+@dataclass
+class Simulated:
+    """What came of it. Times in seconds."""
+
+    all_ready_s: float = float("inf")  # when the last of the first machines was ready
+    ready_s: list[float] = field(default_factory=list)  # of each batch of the first machines, from its request on
+    later_s: list[float] = field(default_factory=list)  # of those asked for later
+    num_asked: int = 0  # machines
+    num_lost: int = 0  # never ready, or gone and not replaced at the end
+    num_restarted: int = 0  # lost with their host and started again
+    num_twice: int = 0
+    num_leaked: int = 0
+    num_batches: int = 0
+    control_cpu_s: float = 0.0  # that the control plane took, in simulated time: what each message was measured to cost
+    placement_cpu_s: float = 0.0  # CPU time of this process in the placement code
+    calls: dict[str, tuple[int, float]] = field(default_factory=dict)  # of it: (number, seconds) of each kind
+    curve: list[tuple[float, int, float, float]] = field(default_factory=list)  # (t, ready, mean, max share of cores)
 
 
 @dataclass(eq=False)
