@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import report
-from etude.environments.cheats import suspicions
+from etude.environments.grading.signs import suspicions
 from etude.evals.intervals import wilson
 from etude.harness import standard_tools
 from etude.records import Graded

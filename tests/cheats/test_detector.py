@@ -12,11 +12,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from etude.environments.cheats import CATALOGUE, Kind, Row, suspicions
-from etude.environments.cheats.stage import problems
+from etude.environments.grading.signs import suspicions
 from etude.harness import standard_tools
 from etude.records.rollout import Graded, ToolCall
 from etude.records.task import CANARY, Split, Task, Trust
+from etude.redteam import CATALOGUE, Kind, Row
+from etude.redteam.stage import problems
 from etude.rollouts.scripted import demonstrate
 from etude.tasks import RepairSource
 from etude.tasks.repair.demonstrations import demonstrations

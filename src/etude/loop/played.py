@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from etude.environments.cheats import Signs, signs_of
+from etude.environments.grading.signs import Signs, signs_of
 from etude.experience import RolloutFiles
 from etude.harness import ChatFormat
 from etude.records import Rollout, Task
