@@ -75,7 +75,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]
 
 
 def flip_the_sign(row: dict[str, Any], facts: dict[str, Any]) -> None:
-    row["advantage"] = -row["advantage"]
+    row["advantages"] = [-one for one in row["advantages"]]
 
 
 def test_every_step_is_redone_to_the_bit_from_any_checkpoint_before_it(done: RunFolder) -> None:

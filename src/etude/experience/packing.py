@@ -136,7 +136,7 @@ def samples_of(plan: BatchPlan, member: Member, found: Sequence[Path]) -> list[S
         for whole in found:
             path = bounded(whole, learner_step=plan.step - 1, max_lag=plan.max_lag, straggler=straggler)
             if path.mask.any():
-                samples.append(Sample(rollout_id=member.rollout_id, path=path, advantage=member.advantage))
+                samples.append(Sample.uniform(member.rollout_id, path, member.advantage))
     return samples
 
 
@@ -155,7 +155,7 @@ def teaches(group: Group, *, learner_step: int, max_lag: int) -> bool:
 def whole_samples(rollouts: Iterable[Rollout]) -> list[Sample]:
     """Make a sample of advantage 0 of every path of these rollouts: the input of a reference model."""
     return [
-        Sample(rollout_id=rollout.rollout_id, path=path, advantage=0.0)
+        Sample.uniform(rollout.rollout_id, path, 0.0)
         for rollout in rollouts
         for path in paths(rollout.trace)
         if path.mask.any()

@@ -31,14 +31,14 @@ import pyarrow.parquet as pq
 from etude.errors import EtudeError, LedgerError, StoreError
 from etude.experience.packing import Read, batch_of, paths, samples_of
 from etude.records.rollout import Boundary, Graded, Invalid, Path
-from etude.records.sample import Batch, Sample
+from etude.records.sample import Batch, Origin, Sample
 from etude.records.summary import BatchPlan, BatchRef, Member, as_seen
 from etude.records.task import Trust
 from etude.records.wire import I32, pack
 from etude.seams import BlobStore
 from etude.sums import PARQUET_KEY, prove_parquet, seal_parquet
 
-FORMAT = 1
+FORMAT = 2
 ROW_GROUP_BYTES = 64 << 20
 """Rows are written when they hold so much, whatever the step holds."""
 _KEY = b"etude.batch"
@@ -58,7 +58,9 @@ SCHEMA = pa.schema(
         pa.field("boundary", pa.string()),
         pa.field("evidence", pa.string()),
         pa.field("in_batch", pa.bool_(), nullable=False),
-        pa.field("advantage", pa.float64()),
+        pa.field("advantages", pa.list_(pa.float32())),
+        pa.field("temperatures", pa.list_(pa.float32())),
+        pa.field("origin", pa.string()),
         pa.field("token_ids", pa.list_(pa.int32())),
         pa.field("mask", pa.list_(pa.bool_())),
         pa.field("logprobs", pa.list_(pa.float32())),
@@ -172,7 +174,8 @@ def batch_digest(batch: Batch) -> str:
         digest.update(pack(one))
     digest.update(_array_head(len(batch.samples)))
     for sample in batch.samples:
-        digest.update(pack((sample.rollout_id, sample.advantage, *(getattr(sample.path, name) for name in names))))
+        own = (sample.rollout_id, sample.origin, sample.advantages, sample.temperatures)
+        digest.update(pack((*own, *(getattr(sample.path, name) for name in names))))
     return digest.hexdigest()
 
 
@@ -260,7 +263,7 @@ def _rows(plan: BatchPlan, member: Member, read: Read, samples: list[Sample]) ->
         mine = samples_of(plan, member, [path])
         samples += mine
         if mine:
-            yield base | {"in_batch": True, "advantage": mine[0].advantage} | _columns(mine[0].path)
+            yield base | _credited(mine[0]) | _columns(mine[0].path)
         else:
             yield base | _columns(path)
     if not found:
@@ -277,6 +280,15 @@ def _paths(member: Member, read: Read) -> list[Path]:
         if isinstance(member.outcome, Invalid):
             return []
         raise
+
+
+def _credited(sample: Sample) -> dict[str, Any]:
+    return {
+        "in_batch": True,
+        "advantages": sample.advantages,
+        "temperatures": sample.temperatures,
+        "origin": str(sample.origin),
+    }
 
 
 def _columns(path: Path) -> dict[str, Any]:
@@ -342,11 +354,7 @@ def read_trace(path: File) -> Recorded:
     try:
         rows = table.drop_columns(_LISTS).to_pylist()  # as Python's numbers the lists would take ten times their room
         arrays = {name: table.column(name) for name in _LISTS}
-        samples = tuple(
-            Sample(rollout_id=row["rollout_id"], path=_path(row, arrays, i), advantage=row["advantage"])
-            for i, row in enumerate(rows)
-            if row["in_batch"]
-        )
+        samples = tuple(_sample(row, _path(row, arrays, i)) for i, row in enumerate(rows) if row["in_batch"])
         judged = {row["rollout_id"]: _judged(row) for row in rows}
         batch = Batch(
             batch_id=facts["batch_id"],
@@ -453,11 +461,18 @@ def _judged(row: dict[str, Any]) -> Judged:
 def _path(row: dict[str, Any], arrays: dict[str, Any], i: int) -> Path:
     found = {name: column[i].values.to_numpy(zero_copy_only=False) for name, column in arrays.items()}
     shape, num_tokens = tuple(row["routes_shape"]), len(found["token_ids"])
-    if (
-        any(len(values) != num_tokens for values in found.values())
-        or shape[0] not in (0, num_tokens)
-        or row["advantage"] is None
-    ):
+    if any(len(values) != num_tokens for values in found.values()) or shape[0] not in (0, num_tokens):
         raise ValueError(f"the columns of rollout {row['rollout_id']} have different lengths")
     dtype = "<u2" if len(row["routes"]) > math.prod(shape) else np.uint8
     return Path(**found, routes=np.frombuffer(row["routes"], dtype).reshape(shape), digest=row["digest"])
+
+
+def _sample(row: dict[str, Any], path: Path) -> Sample:
+    temperatures = None if row["temperatures"] is None else np.array(row["temperatures"], np.float32)
+    return Sample(
+        rollout_id=row["rollout_id"],
+        path=path,
+        advantages=np.array(row["advantages"], np.float32),
+        temperatures=temperatures,
+        origin=Origin(row["origin"]),
+    )

@@ -175,7 +175,10 @@ def test_a_step_that_is_written_in_many_parts_reads_as_one(tmp_path, kit, monkey
 def test_the_digest_is_of_what_the_page_says(tmp_path, kit):
     batch, path = recorded(tmp_path, kit, max_lag=1)
     names = ("token_ids", "mask", "logprobs", "steps", "kv_epochs", "routes", "digest")
-    samples = [(s.rollout_id, s.advantage, *(getattr(s.path, name) for name in names)) for s in batch.samples]
+    samples = [
+        (s.rollout_id, s.origin, s.advantages, s.temperatures, *(getattr(s.path, name) for name in names))
+        for s in batch.samples
+    ]
     packed = pack((batch.step, batch.num_loss_tokens, batch.rollout_ids, samples))
     assert read_trace(path).digest == hashlib.sha256(packed).hexdigest()
     assert [trace_module._array_head(n) for n in (15, 16, 70_000)] == [
