@@ -51,8 +51,8 @@ SAMPLED_ANEW = 64
 class TorchLearner:
     """`seams.Learner` on torch. `load` comes first.
 
-    `num_steps` is the run's length, for the learning rate's tail (None: no tail); `temperature` is the one the
-    rollouts were sampled with, since the ratio is of the distribution sampled from. `reference` is what
+    `num_steps` is the run's length, for the learning rate's tail (None: no tail); `temperature` is the run's, since the
+    ratio is of the distribution sampled from; a sample may have others (`Sample.temperatures`). `reference` is what
     `config.kl` is taken to. `numerics` is what the engines have, too: in exact mode the ratio on the learner's own
     weights must be 1, to the bit, or the step is refused (`refuse_mismatch` False, and native mode: it is reported);
     in low precision what is published is packed (`models.packed`). `seed` keys what adapters begin with. `group`: the
@@ -169,7 +169,7 @@ class TorchLearner:
             again = functools.partial(self._run, rows) if group.size == 1 else None
             place = functools.partial(place_in, samples, rows)
             check_logits(done.logits, again, rows.rows_R, step=step, place=place)
-            logprobs_RV = self._logprobs(done.logits)
+            logprobs_RV = self._logprobs(done.logits, rows)
             logprobs_R = logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0]
             log_ratio_R = logprobs_R.detach() - rows.sampler_logprobs_R
             own_R = rows.picked([self._is_fresh(sample) for sample in samples])
@@ -214,7 +214,7 @@ class TorchLearner:
         found = []
         for samples in microbatches(few, budget_tokens=self.config.budget_tokens):
             rows = self._group.part(lay_flat(samples)).to(self._device)
-            logprobs_RV = self._logprobs(self._run(rows).logits)
+            logprobs_RV = self._logprobs(self._run(rows).logits, rows)
             found.append(logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0] - rows.sampler_logprobs_R)
         return [one.cpu() for one in found]
 
@@ -241,8 +241,8 @@ class TorchLearner:
                 low, high, cap = self.config.clip_low, self.config.clip_high, self.config.ratio_bound
                 return ppo_loss(*tokens, normaliser=normaliser, clip_low=low, clip_high=high, cap=cap)
 
-    def _logprobs(self, logits_RV: torch.Tensor) -> torch.Tensor:
-        return self.model.operators.log_softmax(logits_RV, self._temperature)
+    def _logprobs(self, logits_RV: torch.Tensor, rows: Rows) -> torch.Tensor:
+        return self.model.operators.log_softmax(logits_RV, rows.temperature(self._temperature))
 
     def _fresh_ratio(
         self, samples: Sequence[Sample], rows: Rows, log_ratio_R: torch.Tensor, own_R: torch.Tensor

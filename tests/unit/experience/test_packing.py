@@ -18,7 +18,10 @@ from etude.records import Completion, Trace
 def test_a_batch_holds_samples_of_non_zero_advantage_and_consumes_everybody(kit):
     groups = [kit.group("g000001", [1.0, 0.0, None]), kit.group("g000000", [1.0, 1.0, 1.0])]
     batch = make_batch(plan_batch(groups, batch_id="b000001", step=1, max_lag=0), kit.read)
-    assert [(s.rollout_id, s.advantage) for s in batch.samples] == [("g000001.0", 0.5), ("g000001.1", -0.5)]
+    assert {s.rollout_id: s.advantages.tolist() for s in batch.samples} == {
+        "g000001.0": [0.5] * 4,
+        "g000001.1": [-0.5] * 4,
+    }
     assert list(batch.rollout_ids) == sorted(i for g in groups for i in g.rollout_ids)
     assert batch.num_loss_tokens == 5 * 4  # five valid rollouts of four sampled tokens
 
@@ -95,7 +98,7 @@ def test_a_kl_in_the_reward_gives_signal_where_rewards_alone_have_none(kit):
     batch = make_batch(
         plan_batch([group], batch_id="b", step=1, max_lag=2, k1={ids[0]: 0.0, ids[1]: 2.0}, beta=0.1), kit.read
     )
-    assert {s.rollout_id: s.advantage for s in batch.samples} == pytest.approx({ids[0]: 0.1, ids[1]: -0.1})
+    assert {s.rollout_id: s.advantages[0] for s in batch.samples} == pytest.approx({ids[0]: 0.1, ids[1]: -0.1})
 
 
 def said_nothing(kit: Any) -> Completion:
@@ -126,7 +129,8 @@ def test_a_rollout_without_turns_and_one_that_sampled_nothing_are_consumed_and_c
     [sample] = batch.samples
     assert sample.rollout_id == "g000000.2"
     raw = [0.0, 0.0, 1.0]
-    assert sample.advantage == pytest.approx(advantages([0.0, 0.0, 1.0 - beta * 0.25], scheme, raw=raw)[2])
+    wanted = advantages([0.0, 0.0, 1.0 - beta * 0.25], scheme, raw=raw)[2]
+    assert sample.advantages.tolist() == pytest.approx([wanted] * 4)
     assert batch.rollout_ids == group.rollout_ids
     assert step_facts([group], ref)["lag"] == {"0": 1}
     path = trace_path(tmp_path, 1)
