@@ -19,7 +19,7 @@ from etude.records.rollout import Graded, ToolCall
 from etude.records.task import CANARY, Split, Task, Trust
 from etude.rollouts.scripted import demonstrate
 from etude.tasks import RepairSource
-from etude.tasks.repair.demonstrations import demonstrations
+from etude.tasks.scripts import demonstrations
 from etude.testing import MemoryMachine
 
 SOLVED = Graded(reward=1.0, terms={}, trust=Trust.DATA, reason="all pass")

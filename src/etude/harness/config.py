@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from etude.config import ranged
+from etude.config import Plugin, named, ranged
 
 LAPTOP_TOOLS = ("ls", "cat", "test", "edit", "submit")
 
@@ -17,7 +17,7 @@ class HarnessConfig:
     from them where that is measured (`ExecResult.lost_s`). Waiting for an engine is not the agent's time.
     """
 
-    tools: tuple[str, ...] = LAPTOP_TOOLS
+    tools: tuple[str | Plugin, ...] = LAPTOP_TOOLS
     max_turns: int = ranged(8, low=1, high=10_000)
     turn_tokens: int = ranged(24, low=1)  # tokens a turn may sample
     context_tokens: int = ranged(384, low=16)  # the whole conversation
@@ -29,6 +29,7 @@ class HarnessConfig:
     require_submit: bool = True  # a rollout that never submitted scores 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "tools", tuple(named(tool, ()) for tool in self.tools))
         if self.turn_tokens >= self.context_tokens:
             raise ValueError(
                 f"turn_tokens = {self.turn_tokens} leaves no room in context_tokens = {self.context_tokens}"

@@ -109,7 +109,7 @@ def check(config: RunConfig, runs: Path) -> None:
     open_tasks(config, canaries=False)
     runs.mkdir(parents=True, exist_ok=True)
     mark = runs.absolute() / f".seen-{secrets.token_hex(8)}"
-    named = [config.tasks.source, config.machines.images]
+    named = [str(config.tasks.source), config.machines.images]
     kinds = {*config.fleet.engines} - {EngineKind.REFERENCE}
     named += [str(environment(config.foreign(kind).environment, MAKES[kind]).folder) for kind in kinds]
     files: dict[str, str | None] = {str(Path(p).absolute()): None for p in named if p and Path(p).exists()}

@@ -9,7 +9,7 @@ import pytest
 from etude.errors import TaskError
 from etude.records.task import Split
 from etude.tasks import RepairSource, assert_no_heldout, code_documents, library_documents
-from etude.tasks.repair import demonstrations
+from etude.tasks.scripts import demonstrations
 from etude.tasks.repair.functions import keys_in, split_of_key
 
 
