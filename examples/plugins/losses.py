@@ -16,7 +16,9 @@ class Gspo:
 
     def __call__(self, tokens: SampledTokens) -> PolicyLoss:
         log_ratio_R = tokens.logprobs_R - tokens.sampler_logprobs_R
-        sums = torch.zeros(int(tokens.sequence_R.max()) + 1).to(log_ratio_R).index_add(0, tokens.sequence_R, log_ratio_R)
+        sums = (
+            torch.zeros(int(tokens.sequence_R.max()) + 1).to(log_ratio_R).index_add(0, tokens.sequence_R, log_ratio_R)
+        )
         mean = (sums / torch.bincount(tokens.sequence_R)).clamp(max=10.0)
         ratio_R = mean.exp()[tokens.sequence_R]
         cut_R = ratio_R.clamp(1 - self.clip_low, 1 + self.clip_high)

@@ -266,9 +266,7 @@ _KINDS: dict[Any, tuple[str, str]] = {
 """Each type in plain words, and an example of it."""
 
 
-def _refusal(
-    kind: Any, notes: Sequence[Any], value: Any, place: str, example: str | None, said: str
-) -> ConfigError:
+def _refusal(kind: Any, notes: Sequence[Any], value: Any, place: str, example: str | None, said: str) -> ConfigError:
     """The error for a value that msgspec refused with the message `said`."""
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return ConfigError(f"{place} = {value!r} is unknown", hint=nearest(str(value), [one.value for one in kind]))
@@ -276,7 +274,9 @@ def _refusal(
         what = "is out of range" if isinstance(value, int) or math.isfinite(value) else "is not a finite number"
         return ConfigError(f"{place} = {value!r} {what}", hint=f"it must be {_span(notes)}")
     if kind not in _KINDS:
-        return ConfigError(place, f"{said.partition(' - at ')[0]}; it is {_shown(value)}", hint="change it, or leave it")
+        return ConfigError(
+            place, f"{said.partition(' - at ')[0]}; it is {_shown(value)}", hint="change it, or leave it"
+        )
     words, any_example = _KINDS[kind]
     hint = f"write e.g. {place} = {example or any_example}"
     return ConfigError(place, f"{words} is wanted, not {_shown(value)}", hint=hint)

@@ -152,11 +152,13 @@ def found(path: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name == error.name or module_name.startswith(f"{error.name}.")):
             facts = f"{module_name} needs {error.name}, which is not installed on host {socket.gethostname()}"
-            raise PluginRefused(f"plug-in {path} cannot be imported", facts, hint=f"install {error.name} there") from None
+            raise PluginRefused(
+                f"plug-in {path} cannot be imported", facts, hint=f"install {error.name} there"
+            ) from None
         facts = f"host {socket.gethostname()} has no module {error.name}"
         hint = "install its package there, or put its folder on PYTHONPATH, on every host of the run"
         raise PluginRefused(f"plug-in {path} cannot be imported", facts, hint=hint) from None
-    except (Exception, SystemExit) as error:  # noqa: BLE001  any code may run in a module
+    except (Exception, SystemExit) as error:
         facts = f"importing {module_name} raised {described(error)}"
         raise PluginRefused(f"plug-in {path} cannot be imported", facts, hint="mend the module") from error
     target = getattr(module, name, None)
@@ -184,7 +186,7 @@ def make(kind: Kind, plugin: Plugin, *, where: str = "") -> Any:
         made = target(**arguments(target, plugin.settings, where))
     except EtudeError:
         raise
-    except (Exception, SystemExit) as error:  # noqa: BLE001  any code may run in a constructor
+    except (Exception, SystemExit) as error:
         facts = f"its constructor raised {described(error)}"
         raise PluginRefused(f"{owner} cannot be made", facts, hint=f"mend it, or its settings in [{where}]") from error
     if problems := lacking(found(KINDS[kind].protocol), made):
@@ -218,7 +220,7 @@ def _members(protocol: type) -> dict[str, Any]:
     bases = [base for base in reversed(protocol.__mro__) if getattr(base, "_is_protocol", False)]
     members: dict[str, Any] = {}
     for base in bases:
-        members |= {n: None for n in base.__dict__.get("__annotations__", {}) if not n.startswith("_")}
+        members |= {n: None for n in inspect.get_annotations(base) if not n.startswith("_")}
         members |= {
             n: v for n, v in vars(base).items() if inspect.isfunction(v) and (n == "__call__" or not n.startswith("_"))
         }
@@ -276,7 +278,9 @@ def called(kind: Kind, plugin: Plugin | str, doing: str) -> Iterator[None]:
         raise
     except Exception as error:
         facts = f"{doing} raised {described(error)}"
-        raise PluginError(f"{kind.noun} {plugin} failed", facts, hint="mend its code; the run can be resumed") from error
+        raise PluginError(
+            f"{kind.noun} {plugin} failed", facts, hint="mend its code; the run can be resumed"
+        ) from error
 
 
 def bounded(kind: Kind, plugin: Plugin | str, doing: str, work: Callable[[], T], *, deadline_s: float) -> T:
@@ -295,7 +299,9 @@ def bounded(kind: Kind, plugin: Plugin | str, doing: str, work: Callable[[], T],
         result, error = done.get(timeout=deadline_s)
     except queue.Empty:
         facts = f"{doing} has not returned within {deadline_s:g} s"
-        raise PluginError(f"{kind.noun} {plugin} hangs", facts, hint="see what it waits for; the run can be resumed") from None
+        raise PluginError(
+            f"{kind.noun} {plugin} hangs", facts, hint="see what it waits for; the run can be resumed"
+        ) from None
     with called(kind, plugin, doing):
         if error is not None:
             raise error
@@ -304,7 +310,9 @@ def bounded(kind: Kind, plugin: Plugin | str, doing: str, work: Callable[[], T],
 
 def unusable(kind: Kind, plugin: Plugin | str, facts: str) -> PluginError:
     """The error for a result of a plug-in that cannot be used."""
-    return PluginError(f"{kind.noun} {plugin} gave a result that cannot be used", facts, hint="mend it; the run can be resumed")
+    return PluginError(
+        f"{kind.noun} {plugin} gave a result that cannot be used", facts, hint="mend it; the run can be resumed"
+    )
 
 
 def finite(kind: Kind, plugin: Plugin | str, name: str, value: object) -> float:
@@ -358,7 +366,9 @@ def check_all(uses: Sequence[tuple[str, Plugin]], *, deadline_s: float = CHECK_S
         place, plugin = uses[len(identities)]
         last = words.decode(errors="replace").strip().rpartition("\n")[2]
         facts = f"importing and constructing it {ending}{f': {last}' if last else ''}"
-        raise PluginRefused(f"{kind_at(place).noun} {plugin.path} cannot be made", facts, hint="mend the module") from None
+        raise PluginRefused(
+            f"{kind_at(place).noun} {plugin.path} cannot be made", facts, hint="mend the module"
+        ) from None
     return identities
 
 

@@ -150,7 +150,7 @@ def without_types(weight=1.0):
 """
     )
     assert make(Kind.LOSS, Plugin(f"{name}:Struct", {"share": 1})).share == 1.0
-    assert "it must be from 0 to 1" in refused(Kind.LOSS, f"{name}:Struct", share=1.5)
+    assert "it must be from 0.0 to 1.0" in refused(Kind.LOSS, f"{name}:Struct", share=1.5)
     assert make(Kind.LOSS, Plugin(f"{name}:Plain", {"weight": 2})).weight == 2.0
     assert "'learner.policy_loss.weight' is missing" in refused(Kind.LOSS, f"{name}:Plain")
     assert make(Kind.LOSS, Plugin(f"{name}:function")).weight == 1.0
@@ -423,7 +423,7 @@ def test_a_task_source_is_opened_by_path_and_in_the_config(module):
     assert open_tasks(config).size(Split.HELDOUT) == 7
     assert build(RunConfig, {"tasks": {"source": path}}).tasks.source == Plugin(path)
     assert build(RunConfig, {"tasks": {"source": "harbor:Tasks"}}).tasks.source == "harbor:Tasks"
-    with pytest.raises(ConfigError, match="unknown key 'tasks.source.cuont'"):
+    with pytest.raises(ConfigError, match="cuont"):
         open_tasks(build(RunConfig, {"tasks": {"source": {"kind": path, "cuont": 7}}}))
     proof = asyncio.run(check(open_source(path, 0), FakeGrader(), Split.TRAIN, 8))
     proof.require()

@@ -141,7 +141,9 @@ def _plugin_commands(commands: Commands[Parser]) -> None:
     check = add(named, "check", "plugins:check", "run the contract suite on a class of yours")
     check.add_argument("path", metavar="my_package.module:Name")
     check.add_argument("--kind", metavar="KIND", help="as `etude plugins list` names it (default: found out)")
-    check.add_argument("--set", action="append", default=[], metavar="a=b", help="a setting of the plug-in (repeatable)")
+    check.add_argument(
+        "--set", action="append", default=[], metavar="a=b", help="a setting of the plug-in (repeatable)"
+    )
 
 
 def _run_argument(parser: argparse.ArgumentParser) -> None:

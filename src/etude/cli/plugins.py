@@ -17,7 +17,9 @@ def listed(args: argparse.Namespace) -> int:
         print(f"  built in   {', '.join(map(str, found(facts.built_in))) if facts.built_in else 'none'}")
         print(f"  protocol   {facts.protocol}")
         print(f"  contract   {facts.contract}")
-    print('yours: "my_package.module:Name" in the setting; examples are in examples/plugins, see docs/guides/plugins.md')
+    print(
+        'yours: "my_package.module:Name" in the setting; examples are in examples/plugins, see docs/guides/plugins.md'
+    )
     return Exit.DONE
 
 

@@ -256,5 +256,3 @@ class MemoryRuntime:
 
 def _num_bytes(files: Mapping[str, bytes]) -> int:
     return sum(len(path) + len(data) for path, data in files.items())
-
-

@@ -336,7 +336,9 @@ def same_plugins(run: RunFolder, now: Sequence[Identity], *, accept: bool) -> No
     other = [one for one in now if one.path in then and msgspec.to_builtins(one) != then[one.path]]
     if other and not accept:
         facts = "; ".join(f"now {one}, the run has {msgspec.convert(then[one.path], Identity)}" for one in other)
-        hint = f"install that version again; or go on with the new code: etude run --resume {run.path} --changed-plugins"
+        hint = (
+            f"install that version again; or go on with the new code: etude run --resume {run.path} --changed-plugins"
+        )
         raise RunRefused(f"{run.path} was made with another version of a plug-in", facts, hint=hint)
 
 

@@ -124,7 +124,9 @@ class _Member:
             self._waiting.put_nowait(call)
         except queue.Full:
             if not self._dropped:
-                self._tell(f"{MAX_WAITING} calls wait: it is slow or hangs, and misses numbers", "see what it waits for")
+                self._tell(
+                    f"{MAX_WAITING} calls wait: it is slow or hangs, and misses numbers", "see what it waits for"
+                )
             self._dropped += 1
 
     def _work(self) -> None:

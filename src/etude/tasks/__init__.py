@@ -75,5 +75,13 @@ def open_source(source: str | Plugin, seed: int, *, files: int = 3, functions_pe
     raise NoSource(
         f"no task source {source!r}",
         f"neither a known name nor a directory: {Path(path or source).absolute()} is none",
-        hint=nearest(name, ["repair", *(f"{known}:PATH" for known in _BY_PATH), "a directory of task folders", "my_package.module:Name"]),
+        hint=nearest(
+            name,
+            [
+                "repair",
+                *(f"{known}:PATH" for known in _BY_PATH),
+                "a directory of task folders",
+                "my_package.module:Name",
+            ],
+        ),
     )

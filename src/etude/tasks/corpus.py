@@ -19,7 +19,6 @@ from etude.plugins import Kind, bounded, make, unusable
 from etude.records.task import Split
 from etude.tasks.repair.functions import FUNCTION_NAMES, keys_in, random_function, split_of_key, wide_function
 
-
 DOCUMENT_S, MAX_DOCUMENT_CHARS, MAX_CHARS = 600.0, 4_000_000, 1_000_000_000
 """Of a plug-in: the deadline of one document, and the most characters of one and of all."""
 
@@ -31,7 +30,6 @@ class CorpusSource(Protocol):
     def documents(self, seed: int) -> Iterable[str]:
         """The texts, as many as are to be trained on: the same for the same seed."""
         ...
-
 
 
 def code_documents(*, count: int, seed: int) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""A task source and a grader without processes, for trusted code only. Machines in memory: `etude.environments.memory`."""
+"""A task source and a grader without processes, for trusted code only."""
 
 from __future__ import annotations
 

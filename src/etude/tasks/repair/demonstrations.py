@@ -70,4 +70,3 @@ def imperfect(
 def _wrong_bodies(function: Function) -> list[Body]:
     """Wrong by operator or operands, the constant kept."""
     return function.wrong_operators() + function.wrong_operands()
-
