@@ -53,6 +53,7 @@ class Kind(enum.StrEnum):
     SOURCE = "source"
     CORPUS = "corpus"
     TOOL = "tool"
+    HARNESS = "harness"
 
     @property
     def noun(self) -> str:
@@ -106,6 +107,13 @@ KINDS = {
         protocol="etude.harness.tools:ToolLike",
         contract="etude.testing.contracts:ToolContract",
         built_in="etude.harness.tools:STANDARD_TOOLS",
+    ),
+    Kind.HARNESS: KindFacts(
+        noun="harness",
+        setting="harness.program",
+        protocol="etude.harness.programs:Harness",
+        contract="etude.testing.contracts:HarnessContract",
+        built_in="etude.harness.config:PROGRAMS",
     ),
     Kind.TRACKER: KindFacts(
         noun="tracker",

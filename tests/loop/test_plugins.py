@@ -41,6 +41,13 @@ class Weights:
         return Corrected(ratio_R.clamp(max=1.5), ratio_R)
 
 
+class Same:
+    async def run(self, task, machine, **how):
+        from etude.harness import run_agent
+
+        return await run_agent(task, machine, **how)
+
+
 class Breaks:
     """A tracker that writes a file and breaks the loss once a step is trained."""
 
@@ -66,6 +73,8 @@ PARTS = (
     'harness.tools=["edit", "submit", "write", {kind="examples.plugins.tools:Grep", most=3}]',
     "--set",
     'trackers=["mine:Breaks", "examples.plugins.trackers:Csv"]',
+    "--set",
+    "harness.program=mine:Same",
     "--set",
     "harness.context_tokens=112",
     "--set",
@@ -104,7 +113,8 @@ def test_a_run_trains_with_a_users_parts_and_goes_on_after_one_has_failed(game, 
     assert {name.partition("/")[0] for name, _, _ in rows} == {"rl", "eval"}
     assert [step for name, step, _ in rows if name == "rl/loss"] == ["1", "2"]
     records = json.loads((run / "plugins.json").read_text())
-    paths = ["mine:Loss", "mine:Weights", "examples.plugins.tools:Grep", "mine:Breaks", "examples.plugins.trackers:Csv"]
+    paths = [f"mine:{name}" for name in ("Loss", "Weights", "Same", "Breaks")]
+    paths += [f"examples.plugins.{name}" for name in ("tools:Grep", "trackers:Csv")]
     assert [sorted(one["path"] for one in record["plugins"]) for record in records] == [sorted(paths)] * 2
     assert here("replay", run, "2").returncode == Exit.DONE
     assert here("fsck", run).returncode == Exit.DONE

@@ -18,7 +18,8 @@ import torch
 from etude import cli
 from etude.config import Plugin, build, load, plugins_in, to_plain, to_toml, with_digests
 from etude.errors import ConfigError, Exit, PluginError, PluginRefused, RunRefused, TaskError
-from etude.harness import Call, Workbench, standard_tools
+from etude.harness import Call, HarnessConfig, Workbench, standard_tools
+from etude.harness.programs import run_plugin
 from etude.loop.config import RunConfig, open_tasks, same_plugins
 from etude.plugins import KINDS, Identity, Kind, bounded, check_all, finite, found, identity, kind_at, make
 from etude.records.task import Split
@@ -38,6 +39,7 @@ EXAMPLES = {
     "examples.plugins.sources:Multiply": Kind.SOURCE,
     "examples.plugins.corpora:Folder": Kind.CORPUS,
     "examples.plugins.tools:Grep": Kind.TOOL,
+    "examples.plugins.harnesses:Oriented": Kind.HARNESS,
 }
 LOSS = """
 from dataclasses import dataclass
@@ -582,3 +584,41 @@ def test_the_guides_class_and_its_settings_are_so(tmp_path, monkeypatch, capsys)
     assert used == {*KINDS}
     for kind in KINDS:
         assert f"| `{kind}` | `{KINDS[kind].setting}` |" in GUIDE.read_text()
+
+
+HARNESS = """
+import asyncio
+from etude.harness import AgentRun
+from etude.records.rollout import Trace
+
+class Own:
+    async def run(self, task, machine, **how):
+        {body}
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("return 3", "run returned int, and AgentRun is wanted"),
+        ("return {}['x']", "run raised KeyError: 'x'"),
+        ("return AgentRun(Trace(()), [], 0.0, None)", "its ending is None and its failure None: one is set"),
+        ("raise TimeoutError('mine')", "run raised TimeoutError: mine"),
+        ("await asyncio.sleep(1000)", "run has not returned within"),
+    ],
+)
+def test_what_a_harness_raises_or_returns_is_named_with_whose_it_is(module, monkeypatch, body, says):
+    monkeypatch.setattr("etude.harness.programs.PLUGIN_GRACE_S", -0.1)
+    plugin = Plugin(f"{module(HARNESS.replace('{body}', body))}:Own")
+    limits = HarnessConfig(max_turns=1, turn_deadline_s=0.2, tool_deadline_s=0.1)
+    with pytest.raises(PluginError) as error:
+        asyncio.run(run_plugin(plugin, make(Kind.HARNESS, plugin), None, None, limits=limits, how={}))
+    assert f"harness {plugin}" in error.value.what
+    assert says in error.value.facts
+
+
+def test_a_harness_is_named_in_the_config(tmp_path):
+    config = build(RunConfig, {"harness": {"program": {"kind": "examples.plugins.harnesses:Oriented", "lines": 1}}})
+    assert list(plugins_in(config)) == [("harness.program", config.harness.program)]
+    with pytest.raises(ConfigError, match="neither 'loop' nor an import path"):
+        build(RunConfig, {"harness": {"program": "lop"}})

@@ -17,24 +17,29 @@ import contextlib
 import itertools
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from etude.config import Plugin
-from etude.errors import DeadlineExceeded, EtudeError, TaskError
+from etude.errors import DeadlineExceeded, EngineError, EtudeError, TaskError
 from etude.plugins import described
+from etude.records.completion import Completion, CompletionRequest
 from etude.records.exports import covers
+from etude.records.rollout import Ending
 from etude.records.task import Answer, Split, Task, Trust
 from etude.records.wire import pack, unpack
 from etude.seams import TaskSource, TrackedRun
-from etude.tasks.scripts import Demonstrating
+from etude.tasks.scripts import Demonstrating, Script
 
 if TYPE_CHECKING:
     import torch
 
+    from etude.harness import AgentRun
     from etude.training.corrections import Corrected
     from etude.training.losses import PolicyLoss, SampledTokens
 
@@ -411,3 +416,65 @@ class TaskSourceContract(Contract):
             calls = list(first.script)
             assert calls == list(again.script), f"demonstration {index} is another one the second time"
             assert calls, f"demonstration {index} makes no call"
+
+
+class HarnessContract(Contract):
+    """What a rollout relies on in an agent program (`etude.harness.programs.Harness`). Needs `etude[train]`."""
+
+    TASK = Task(
+        source="contract",
+        split=Split.TRAIN,
+        index=0,
+        family="contract",
+        instruction="fix the failing test",
+        files={"calc.py": "def add(a, b):\n    return a - b\n"},
+        exports=("calc.py",),
+    )
+
+    def played(self, script: Script | None, *, max_turns: int = 6) -> AgentRun:
+        """The program's run with a script in the model's place; None: with an engine that fails."""
+        from etude.environments.memory import MemoryMachine
+        from etude.harness import SPECIAL_TOKENS, Ask, ChatFormat, HarnessConfig, chat_template, standard_tools
+        from etude.harness.programs import run_plugin
+        from etude.rollouts import ScriptedPolicy
+        from etude.training.tokenizer import train_tokenizer
+
+        with tempfile.TemporaryDirectory() as folder:
+            special = {"special_tokens": SPECIAL_TOKENS, "chat_template": chat_template()}
+            train_tokenizer([*self.TASK.files.values(), self.TASK.instruction], folder, vocab_size=384, **special)
+            chat = ChatFormat.load(Path(folder))
+        limits = HarnessConfig(max_turns=max_turns, context_tokens=4096)
+        policy = _NoEngine() if script is None else ScriptedPolicy(script, chat)
+        how = {"policy": policy, "chat": chat, "tools": standard_tools(), "limits": limits, "clock": time.monotonic}
+        machine = MemoryMachine({path: text.encode() for path, text in self.TASK.files.items()})
+        how["ask"] = Ask(session_id="contract", seed=0)
+        return asyncio.run(run_plugin(self.name, self.make(), self.TASK, machine, limits=limits, how=how))
+
+    def test_a_run_that_submits_ends_so_and_has_its_turns(self) -> None:
+        run = self.played(_calls("ls", "submit"))
+        assert run.ending is Ending.SUBMITTED, f"it ended as {run.ending}"
+        assert run.trace.turns, "it has no turn: nothing of it could be trained on"
+        sampled = [len(turn.completion.token_ids) for turn in run.trace.turns]
+        assert all(sampled), f"its turns have {sampled} sampled tokens"
+
+    def test_it_keeps_the_limit_of_turns(self) -> None:
+        run = self.played(_calls(*["ls"] * 50), max_turns=3)
+        assert len(run.trace.turns) <= 3, f"it took {len(run.trace.turns)} turns, and harness.max_turns is 3"
+        assert run.ending is not Ending.SUBMITTED, "nothing was submitted"
+
+    def test_an_engine_that_fails_is_no_ending(self) -> None:
+        run = self.played(None)
+        assert run.ending is None, f"it ended as {run.ending}: the rollout would be graded"
+        assert isinstance(run.failure, EngineError), f"its failure is {run.failure!r}"
+
+
+class _NoEngine:
+    """A policy whose engines are gone."""
+
+    async def complete(self, request: CompletionRequest) -> Completion:
+        raise EngineError("no engine answers", hint="this is a test")
+
+
+def _calls(*tools: str) -> Script:
+    for tool in tools:
+        yield tool, {}
