@@ -186,7 +186,8 @@ def _fields(kind: Callable[..., Any]) -> Mapping[str, _Field]:
             continue
         if parameter.kind is parameter.POSITIONAL_ONLY or name not in hints:
             raise TypeError(f"its parameter {name!r} has no type, or cannot be given by name")
-        meta, hint = declared.get(name, {}), hints[name]
+        meta: Mapping[str, Any] = declared.get(name, {})
+        hint = hints[name]
         if "range" in meta:
             hint = Annotated[hint, meta["range"]]
         fields[name] = _Field(hint, parameter.default is parameter.empty, meta.get("example"))
@@ -220,7 +221,7 @@ def _converted(hint: Any, value: Any, place: str, example: str | None = None) ->
         return tuple(_converted(typing.get_args(bare)[0], one, f"{place}[{i}]") for i, one in enumerate(value))
     if float in kinds and type(value) is int:
         value = float(value) if abs(value) < 1 << 1023 else math.copysign(math.inf, 1 if value > 0 else -1)
-    whole = Annotated[(bare, *notes)] if notes else bare  # type: ignore[valid-type]
+    whole = Annotated[(bare, *notes)] if notes else bare
     try:
         converted = msgspec.convert(value, whole, dec_hook=_path)
     except msgspec.ValidationError as error:

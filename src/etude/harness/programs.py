@@ -1,7 +1,7 @@
 """The agent program of a rollout: the built-in loop, or a plug-in that is called in its place.
 
-A plug-in may call `run_agent` with other arguments (another instruction, a policy of its own around the one it gets), or
-ask the policy itself and return the turns that it made. Its calls have a deadline; its errors and wrong results say
+A plug-in may call `run_agent` with other arguments (another instruction, a policy of its own around the one it gets),
+or ask the policy itself and return the turns that it made. Its calls have a deadline; its errors and wrong results say
 whose they are.
 """
 
@@ -91,5 +91,7 @@ async def run_plugin(
     if not isinstance(run, AgentRun):
         raise unusable(Kind.HARNESS, plugin, f"run returned {type(run).__name__}, and AgentRun is wanted")
     if (run.ending is None) == (run.failure is None) or not isinstance(run.ending, Ending | None):
-        raise unusable(Kind.HARNESS, plugin, f"its ending is {run.ending!r} and its failure {run.failure!r}: one is set")
+        raise unusable(
+            Kind.HARNESS, plugin, f"its ending is {run.ending!r} and its failure {run.failure!r}: one is set"
+        )
     return run

@@ -254,15 +254,16 @@ def standard_tools(names: tuple[str | Plugin, ...] = tuple(STANDARD_TOOLS)) -> T
 
 def guarded(plugin: Plugin, tool: ToolLike) -> Tool:
     """A tool that is a plug-in: with a deadline, and errors that say whose they are."""
-    if not isinstance(tool.signature, Signature):
-        facts = f"it is {type(tool.signature).__name__}, and etude.harness.commands.Signature is wanted"
+    signature: object = tool.signature
+    if not isinstance(signature, Signature):
+        facts = f"it is {type(signature).__name__}, and etude.harness.commands.Signature is wanted"
         raise PluginRefused(f"the signature of tool {plugin} cannot be used", facts, hint="make one of its parameters")
 
     async def run(bench: Workbench, **arguments: Any) -> str:
         limit_s = bench.deadline_s + PLUGIN_GRACE_S
         try:
             async with asyncio.timeout(limit_s) as limit:
-                answer = await tool.run(bench, **arguments)
+                answer: object = await tool.run(bench, **arguments)
         except (OSError, ValueError, EtudeError) as error:
             if not limit.expired():
                 raise
@@ -275,4 +276,4 @@ def guarded(plugin: Plugin, tool: ToolLike) -> Tool:
             raise unusable(Kind.TOOL, plugin, f"run returned {type(answer).__name__}, and text is wanted")
         return answer
 
-    return Tool(tool.signature, run)
+    return Tool(signature, run)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from etude.environments.cheats import Suspicion
+from etude.environments.grading.signs import Suspicion
 from etude.errors import DeadlineExceeded, EngineBehind, EtudeError, LedgerError
 from etude.experience import Ledger
 from etude.experience.transitions import State

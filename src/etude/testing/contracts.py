@@ -408,11 +408,12 @@ class TaskSourceContract(Contract):
 
     def test_demonstrations_repeat_and_show_their_task(self) -> None:
         source = self.make()
+        tasks = self.some(source, Split.TRAIN)[:4]
         if not isinstance(source, Demonstrating):
             return
-        for index in range(4):
+        for index, task in enumerate(tasks):
             first, again = (source.demonstration(Split.TRAIN, index, seed=1, right=0.5) for _ in range(2))
-            assert first.task == source.task(Split.TRAIN, index), f"demonstration {index} shows another task"
+            assert first.task == task, f"demonstration {index} shows another task"
             calls = list(first.script)
             assert calls == list(again.script), f"demonstration {index} is another one the second time"
             assert calls, f"demonstration {index} makes no call"
@@ -440,12 +441,18 @@ class HarnessContract(Contract):
         from etude.training.tokenizer import train_tokenizer
 
         with tempfile.TemporaryDirectory() as folder:
-            special = {"special_tokens": SPECIAL_TOKENS, "chat_template": chat_template()}
-            train_tokenizer([*self.TASK.files.values(), self.TASK.instruction], folder, vocab_size=384, **special)
+            texts, template = [*self.TASK.files.values(), self.TASK.instruction], chat_template()
+            train_tokenizer(texts, folder, vocab_size=384, special_tokens=SPECIAL_TOKENS, chat_template=template)
             chat = ChatFormat.load(Path(folder))
         limits = HarnessConfig(max_turns=max_turns, context_tokens=4096)
         policy = _NoEngine() if script is None else ScriptedPolicy(script, chat)
-        how = {"policy": policy, "chat": chat, "tools": standard_tools(), "limits": limits, "clock": time.monotonic}
+        how: dict[str, Any] = {
+            "policy": policy,
+            "chat": chat,
+            "tools": standard_tools(),
+            "limits": limits,
+            "clock": time.monotonic,
+        }
         machine = MemoryMachine({path: text.encode() for path, text in self.TASK.files.items()})
         how["ask"] = Ask(session_id="contract", seed=0)
         return asyncio.run(run_plugin(self.name, self.make(), self.TASK, machine, limits=limits, how=how))

@@ -54,7 +54,7 @@ class Plugged:
 def loss_of(plugin: Plugin, function: PolicyLossFunction, tokens: SampledTokens) -> PolicyLoss:
     """The loss that a plug-in's object computes. Raises `PluginError`."""
     with called(Kind.LOSS, plugin, "computing the loss"):
-        done = function(tokens)
+        done: object = function(tokens)
     if not isinstance(done, PolicyLoss):
         facts = f"it is {type(done).__name__}, and etude.training.losses.PolicyLoss is wanted"
         raise unusable(Kind.LOSS, plugin, facts)
@@ -69,7 +69,7 @@ def weights_of(
 ) -> Corrected:
     """The weights that a plug-in's object computes. Raises `PluginError`."""
     with called(Kind.CORRECTION, plugin, "computing the weights"):
-        done = correction(log_ratio_R, sequence_R)
+        done: object = correction(log_ratio_R, sequence_R)
     if not isinstance(done, Corrected):
         facts = f"it is {type(done).__name__}, and etude.training.corrections.Corrected is wanted"
         raise unusable(Kind.CORRECTION, plugin, facts)
