@@ -89,7 +89,7 @@ def preflight(
     standard_tools(config.harness.tools)
     if config.harness.require_submit and "submit" not in config.harness.tools:
         raise ConfigError(
-            f"harness.tools = {list(config.harness.tools)}",
+            f"harness.tools = {list(map(str, config.harness.tools))}",
             "no rollout could submit, and harness.require_submit gives reward 0 to those that do not",
             hint="add 'submit', or set harness.require_submit=false",
         )
