@@ -105,8 +105,9 @@ def trace_of(sibling: int, own: int, kind: str) -> Trace:
             stop_reason=StopReason.STOP,
             engine="engine-0",
         )
+        sampling = Sampling(max_tokens=part, stop_token_ids=(0,), seed=sibling * TURNS + number)
         parent = number - 1 if number else None
-        turns.append(Turn(parent=parent, prompt_ids=context[start:said], completion=done))
+        turns.append(Turn(parent=parent, prompt_ids=context[start:said], completion=done, sampling=sampling))
         known, start = end - 1, end
     return Trace(tuple(turns))
 

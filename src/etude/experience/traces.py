@@ -35,8 +35,8 @@ import pyarrow.parquet as pq
 from etude.errors import EtudeError, LedgerError, StoreError
 from etude.experience.admission import masked
 from etude.experience.packing import Read, batch_of, samples_of
-from etude.records.completion import Completion, StopReason, Version, VersionSpan
-from etude.records.rollout import Boundary, Graded, Invalid, Path, Trace, Turn
+from etude.records.completion import Completion, Sampling, StopReason, Version, VersionSpan
+from etude.records.rollout import Boundary, Graded, Invalid, Path, Trace, Turn, TurnKind
 from etude.records.sample import Batch, Origin, Sample
 from etude.records.summary import BatchPlan, BatchRef, Member, as_seen
 from etude.records.task import Trust
@@ -62,6 +62,9 @@ _SPAN = pa.struct(
         "kv_epoch": pa.int32(),
     }
 )
+_SAMPLING = pa.struct(
+    {"max_tokens": pa.int32(), "stop_token_ids": _INTS, "temperature": pa.float64(), "seed": pa.int64()}
+)
 _OF_ROLLOUTS = {
     "group_id": pa.string(),
     "task_id": pa.string(),
@@ -78,6 +81,8 @@ _OF_ROLLOUTS = {
 _OF_TURNS = {
     "turn": pa.int32(),
     "parent": pa.int32(),
+    "kind": pa.string(),
+    "sampling": _SAMPLING,
     "engine": pa.string(),
     "stop_reason": pa.string(),
     "spans": pa.list_(_SPAN),
@@ -223,12 +228,13 @@ def record_batch(
     plan: BatchPlan,
     read: Read,
     *,
+    temperature: float = 1.0,
     computed_by: Mapping[str, str] | None = None,
     settings: Mapping[str, Any] | None = None,
     each: Callable[[], None] = lambda: None,
 ) -> tuple[Batch, BatchRef]:
     """Make the planned batch from the rollouts that `read` gives, and write its trace; complete or absent, and durable
-    when it returns. `computed_by`: what the learner that will train on it says of itself;
+    when it returns. `temperature`: the run's; `computed_by`: what the learner that will train on it says of itself;
     `settings`: those of its settings that are not the config's; `each` is called once a rollout. Raises `LedgerError`,
     `StoreError`."""
     samples = list[Sample]()
@@ -236,7 +242,7 @@ def record_batch(
     def rows() -> Iterator[dict[str, Any]]:
         prefixes = _Prefixes()
         for member in plan.members:
-            yield from _rows(plan, member, _trace(member, read), prefixes, samples)
+            yield from _rows(plan, member, _trace(member, read), prefixes, samples, temperature)
             each()
 
     @functools.cache
@@ -254,6 +260,7 @@ def record_batch(
             "step": plan.step,
             "num_loss_tokens": plan.num_loss_tokens,
             "lr_share": made().lr_share,
+            "temperature": temperature,
             "digest": digest(),
             "computed_by": dict(computed_by or {}),
             "settings": dict(settings or {}),
@@ -288,7 +295,7 @@ def _trace(member: Member, read: Read) -> Trace:
 
 
 def _rows(
-    plan: BatchPlan, member: Member, trace: Trace, prefixes: _Prefixes, samples: list[Sample]
+    plan: BatchPlan, member: Member, trace: Trace, prefixes: _Prefixes, samples: list[Sample], temperature: float
 ) -> Iterator[dict[str, Any]]:
     """The rows of one rollout, whose samples are added to `samples`."""
     yield {"row": _ROLLOUT, "rollout_id": member.rollout_id} | _rollout_columns(member)
@@ -296,7 +303,7 @@ def _rows(
     for number, turn in enumerate(trace.turns):
         found = _turn_columns(turn, prefixes.add(turn))
         yield {"row": _TURN, "rollout_id": member.rollout_id, "turn": number} | found
-    for leaf, sample in samples_of(plan, member, trace):
+    for leaf, sample in samples_of(plan, member, trace, temperature=temperature):
         samples.append(sample)
         yield {
             "row": _SAMPLE,
@@ -392,8 +399,11 @@ def _turn_columns(turn: Turn, shared: _Shared | None) -> dict[str, Any]:
         }
         for span in done.spans
     ]
+    sampling = {name: getattr(turn.sampling, name) for name in turn.sampling.__struct_fields__}
     return found | {
         "parent": turn.parent,
+        "kind": str(turn.kind),
+        "sampling": sampling,
         "engine": done.engine,
         "stop_reason": str(done.stop_reason),
         "spans": spans,
@@ -600,7 +610,8 @@ def _turn(row: dict[str, Any], table: pa.Table, i: int, turns: Sequence[Turn], g
     where their column was not read."""
     if row["turn"] != len(turns) or not (row["parent"] is None or 0 <= row["parent"] < len(turns)):
         raise ValueError(f"rollout {row['rollout_id']} has no turn that turn {row['turn']} could follow")
-    prompt_ids, routes = _array(table, "prompt_ids", i), np.zeros((0, 0, 0), np.uint8)
+    prompt_ids = _array(table, "prompt_ids", i)
+    routes: Routes = np.zeros((0, 0, 0), np.uint8)
     if "routes" in table.column_names:
         routes = _routes(table.column("routes")[i].as_buffer(), row["routes_shape"])
     if row["shared_with"] is not None:
@@ -609,6 +620,7 @@ def _turn(row: dict[str, Any], table: pa.Table, i: int, turns: Sequence[Turn], g
         routes = _differences(routes, other.completion.routes, min(len(routes), row["shared_routes"]))
     versions = [Version(one["step"], one["incarnation"], one["digest"]) for one in row["spans"]]
     counts = [(one["num_tokens"], one["kv_epoch"]) for one in row["spans"]]
+    stop_token_ids = tuple(row["sampling"]["stop_token_ids"])
     return Turn(
         parent=row["parent"],
         prompt_ids=prompt_ids,
@@ -622,6 +634,8 @@ def _turn(row: dict[str, Any], table: pa.Table, i: int, turns: Sequence[Turn], g
             stop_reason=StopReason(row["stop_reason"]),
             engine=row["engine"],
         ),
+        sampling=Sampling(**row["sampling"] | {"stop_token_ids": stop_token_ids}),
+        kind=TurnKind(row["kind"]),
     )
 
 

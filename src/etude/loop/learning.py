@@ -160,7 +160,15 @@ class Learning:
         next."""
         by, settings = self.computed()
         traces, read = traces_folder(self.run), rollout_files(self.run).read
-        batch, ref = record_batch(traces, plan, read, computed_by=by, settings=settings, each=progress.made)
+        batch, ref = record_batch(
+            traces,
+            plan,
+            read,
+            temperature=self.config.rl.temperature,
+            computed_by=by,
+            settings=settings,
+            each=progress.made,
+        )
         self._batch = ref.digest, batch
         return ref
 
@@ -234,7 +242,8 @@ class Learning:
         """Σ log π − log π_ref of each stored rollout, against the starting checkpoint. Read piece by piece."""
         files, found = rollout_files(self.run), dict[str, float]()
         for some in runs([one.num_prompt + one.num_sampled for one in rollouts], K1_TOKENS):
-            found |= self.reference.k1(whole_samples(map(files.read, rollouts[some])))
+            read = map(files.read, rollouts[some])
+            found |= self.reference.k1(whole_samples(read, temperature=self.config.rl.temperature))
         return found
 
     def save(self, path: str) -> None:

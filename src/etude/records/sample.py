@@ -37,10 +37,10 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"the sample of rollout {self.rollout_id} has {facts}")
 
     @staticmethod
-    def uniform(rollout_id: str, path: Path, advantage: float) -> Sample:
+    def uniform(rollout_id: str, path: Path, advantage: float, temperatures: F32 | None = None) -> Sample:
         """A sample whose tokens all have the same advantage."""
         advantages = np.full(int(path.mask.sum()), advantage, np.float32)
-        return Sample(rollout_id=rollout_id, path=path, advantages=advantages)
+        return Sample(rollout_id=rollout_id, path=path, advantages=advantages, temperatures=temperatures)
 
     @property
     def oldest_step(self) -> int:

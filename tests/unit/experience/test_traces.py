@@ -20,9 +20,9 @@ from etude.errors import LedgerError, StoreError
 from etude.experience import Finished, Group, Straggler, plan_batch, read_trace, record_batch
 from etude.experience import traces as trace_module
 from etude.experience.traces import SCHEMA, read_index, read_rollout, trace_path
-from etude.records import Batch, Completion, Version, VersionSpan
+from etude.records import Batch, Completion, Sampling, Version, VersionSpan
 from etude.records.completion import StopReason
-from etude.records.rollout import Trace, Turn
+from etude.records.rollout import Trace, Turn, TurnKind
 from etude.records.wire import I32, Routes, pack
 from etude.stores import MemoryStore
 
@@ -191,6 +191,9 @@ def test_the_digest_is_of_what_the_page_says(tmp_path, kit):
     ]
 
 
+SAMPLING = Sampling(max_tokens=8, stop_token_ids=(1, 2), temperature=1.0, seed=2**62)
+
+
 def routes_of(context: I32, version_step: int, kind: Any) -> Routes:
     """Routes that depend on a position's context and on the version, as an engine's do."""
     if kind is None:
@@ -222,7 +225,7 @@ def turn_of(
         stop_reason=StopReason.LENGTH,
         engine="engine-1",
     )
-    return Turn(parent=parent, prompt_ids=prompt, completion=done, **fields)
+    return Turn(parent=parent, prompt_ids=prompt, completion=done, **{"sampling": SAMPLING, **fields})
 
 
 def ids(*numbers: int) -> I32:
@@ -232,9 +235,7 @@ def ids(*numbers: int) -> I32:
 def of_traces(kit: Any, group_id: str, traces: Sequence[Trace]) -> Group:
     """A group whose members have these traces and different rewards."""
     finished = [
-        Finished(
-            rollout_id=f"{group_id}.{i}", outcome=kit.graded(float(i)), summary=kit.summary(f"{group_id}.{i}", one)
-        )
+        Finished(rollout_id=f"{group_id}.{i}", outcome=kit.graded(float(i)), summary=kit.summary(f"{group_id}.{i}", one))
         for i, one in enumerate(traces)
     ]
     return Group(group_id, tuple(one.rollout_id for one in finished), tuple(finished))
@@ -265,7 +266,7 @@ def test_what_siblings_begin_with_is_in_the_file_once(tmp_path, kit):
 def test_what_branches_of_a_rollout_begin_with_is_in_the_file_once(tmp_path, kit):
     first = turn_of(ids(), ids(1, 2, 3), ids(4, 5))
     before = ids(1, 2, 3, 4, 5)
-    branches = [turn_of(before, ids(6, 7, 8, i), ids(9, i), parent=0) for i in range(2)]
+    branches = [turn_of(before, ids(6, 7, 8, i), ids(9, i), parent=0, kind=TurnKind.SIDE) for i in range(2)]
     again = turn_of(ids(), ids(1, 2, 8), ids(4))  # another context, which begins like the first one
     trace = Trace((first, *branches, again))
     batch, rows = written(tmp_path, kit, of_traces(kit, "g000000", [trace, Trace((first,))]))
@@ -277,6 +278,7 @@ def test_what_branches_of_a_rollout_begin_with_is_in_the_file_once(tmp_path, kit
         (0, 2, [8]),
         (0, 3, []),
     ]
+    assert [row["kind"] for row in turns] == ["act", "side", "side", "act", "act"]
     leaves = [row["leaf"] for row in rows if row["row"] == "sample" and row["rollout_id"] == "g000000.0"]
     assert leaves == [1, 2, 3]
     assert [int(sample.path.mask.sum()) for sample in batch.samples] == [4, 2, 1, 2], "a token has loss once"
@@ -289,6 +291,21 @@ def test_a_sibling_is_stored_relative_to_one_of_its_own_version(tmp_path, kit):
     turns = [row for row in rows if row["row"] == "turn"]
     assert [row["shared_with"] for row in turns] == [None, 0, 1, 0, 1]
     assert [any(row["routes"]) for row in turns] == [True, True, False, False, False]
+
+
+def test_the_temperature_of_a_token_is_kept_where_it_is_not_the_runs(tmp_path, kit):
+    def sampled_at(temperature: float) -> Sampling:
+        return msgspec.structs.replace(SAMPLING, temperature=temperature)
+
+    first = turn_of(ids(), ids(1, 2), ids(3, 4), sampling=sampled_at(0.5))
+    second = turn_of(ids(1, 2, 3, 4), ids(5), ids(6), parent=0, sampling=sampled_at(0.0))
+    both, alike = Trace((first, second)), Trace((first,))
+    batch, rows = written(tmp_path, kit, of_traces(kit, "g000000", [both, alike]), temperature=0.5)
+    assert batch.samples[0].temperatures.tolist() == [0.5, 0.5, 1.0], "greedy ones are compared at 1"
+    assert batch.samples[1].temperatures is None
+    assert [row["sampling"]["temperature"] for row in rows if row["row"] == "turn"] == [0.5, 0.0, 0.5]
+    facts = json.loads(pq.read_schema(trace_path(tmp_path, 5)).metadata[b"etude.batch"])
+    assert (facts["format"], facts["temperature"]) == (2, 0.5)
 
 
 def grown(rng: np.random.Generator, stem: I32, kind: Any) -> Trace:
@@ -308,6 +325,7 @@ def grown(rng: np.random.Generator, stem: I32, kind: Any) -> Trace:
                 parent=parent,
                 version_step=int(rng.integers(3, 5)),
                 routes=kind,
+                kind=list(TurnKind)[int(rng.integers(3))],
             )
         )
         contexts.append(np.concatenate([before, prompt, sampled]))
