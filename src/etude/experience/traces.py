@@ -30,15 +30,16 @@ import pyarrow.parquet as pq
 
 from etude.errors import EtudeError, LedgerError, StoreError
 from etude.experience.packing import Read, batch_of, paths, samples_of
+from etude.records.reward import Term
 from etude.records.rollout import Boundary, Graded, Invalid, Path
 from etude.records.sample import Batch, Sample
 from etude.records.summary import BatchPlan, BatchRef, Member, as_seen
 from etude.records.task import Trust
-from etude.records.wire import I32, pack
+from etude.records.wire import I32, from_json, pack, to_json
 from etude.seams import BlobStore
 from etude.sums import PARQUET_KEY, prove_parquet, seal_parquet
 
-FORMAT = 1
+FORMAT = 2
 ROW_GROUP_BYTES = 64 << 20
 """Rows are written when they hold so much, whatever the step holds."""
 _KEY = b"etude.batch"
@@ -250,10 +251,12 @@ def _rows(plan: BatchPlan, member: Member, read: Read, samples: list[Sample]) ->
             "ending": str(summary.ending),
         }
     if isinstance(outcome, Graded):
-        base |= {"reward": outcome.reward, "terms": json.dumps(outcome.terms), "trust": str(outcome.trust)}
+        base |= {"terms": to_json(outcome.terms).decode(), "trust": str(outcome.trust)}
     elif isinstance(outcome, Invalid):
         base |= {"boundary": str(outcome.boundary), "evidence": outcome.evidence}
-    if outcome is not None:
+    if member.reward is not None:
+        base |= {"reward": member.reward.value, "reason": member.reward.reason}
+    elif outcome is not None:
         base["reason"] = outcome.reason
     found = _paths(member, read)
     for path in found:
@@ -441,9 +444,9 @@ def _damaged(path: File, error: Exception) -> LedgerError:
 
 def _judged(row: dict[str, Any]) -> Judged:
     outcome: Graded | Invalid | None = None
-    if row["reward"] is not None:
-        terms = {str(k): float(v) for k, v in json.loads(row["terms"]).items()}
-        outcome = Graded(reward=row["reward"], terms=terms, trust=Trust(row["trust"]), reason=row["reason"])
+    if row["terms"] is not None:
+        terms = from_json(row["terms"], tuple[Term, ...])
+        outcome = Graded(terms=terms, trust=Trust(row["trust"]))
     elif row["boundary"] is not None:
         outcome = Invalid(boundary=Boundary(row["boundary"]), reason=row["reason"], evidence=row["evidence"])
     names = ("rollout_id", "group_id", "task_id", "family", "attempt", "ending")
