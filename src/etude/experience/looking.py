@@ -212,8 +212,8 @@ class Looking:
         return [one for one in summaries if one is not None and one.stored is not None]
 
     def finished(self, rollout_id: str) -> Finished | None:
-        """The stored record of an ended rollout; None where there is none or it was pruned. Raises `LedgerError` for one
-        that cannot be read."""
+        """The stored record of an ended rollout; None where there is none or it was pruned. Raises `LedgerError` for a
+        record that cannot be read."""
         data = self.get(rollout_id, FINISHED)
         return None if data is None else _read(rollout_id, FINISHED, data, Finished)
 

@@ -81,8 +81,8 @@ def siblings(
 
 
 async def judge(crew: Crew, rollout: Played) -> Outcome:
-    """Have a finished rollout graded; returns its outcome, with all terms. When a grader dies another one is asked. It is
-    invalid where graders cannot read its file, or too many graders die."""
+    """Have a finished rollout graded; returns its outcome with all terms. When a grader dies another one is asked. It
+    is invalid where graders cannot read its file, or too many graders die."""
     if rollout.summary.invalid is not None:
         return rollout.summary.invalid
     error: EtudeError | None = None

@@ -1,7 +1,7 @@
 """Rewards: terms are measured once and stored; a reward is composed from them when it is needed.
 
-Graders, the check of submission, the detector of cheating and terms of your own each give one `Term`: a name, a version,
-a value or unknown, and evidence. `Composition` is the only place that makes a reward of them, so credit can be computed
+Graders, the check of submission, the detector of cheating and terms of your own each give `Term`s: a name, a version, a
+value or unknown, and evidence. `Composition` is the only place that makes a reward of them, so credit can be computed
 again from what is stored. Usable alone; knows nothing of ledgers and training.
 
 >>> from etude.records import Graded
