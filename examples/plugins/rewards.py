@@ -7,7 +7,7 @@ from etude.records.reward import Score
 class FewTurns:
     """The share of `most` turns that was not used, where the task is solved; else 0."""
 
-    name, version = "few_turns", "1"
+    version = "1"
 
     def __init__(self, most: int = 8) -> None:
         self.most = most

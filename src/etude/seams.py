@@ -162,7 +162,6 @@ class Grader(Protocol):
 class RewardTerm(Protocol):
     """Measures one part of the reward of a finished rollout, beside the grader."""
 
-    name: str  # unique among the terms of a run, and none of `records.reward.BUILT_IN`
     version: str  # another one wherever the same rollout could get another value: siblings are compared within one
 
     async def score(self, rollout: Rollout, graded: Graded) -> Score:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from examples.plugins.rewards import FewTurns
 
-from etude.errors import ConfigError, EtudeError
+from etude.errors import EtudeError
 from etude.records import Graded, Rollout
 from etude.records.reward import Score, Term
 from etude.records.task import Trust
-from etude.rewards import Composition, check_names, measure
+from etude.rewards import Composition, NamedTerm, measure
 from etude.seams import RewardTerm
 from etude.testing.rewards import RewardTermContract, finished
 
@@ -22,7 +22,7 @@ SOLVED = Graded.of(1.0, trust=Trust.DATA, reason="all pass")
 class Away:
     """A term whose service is never there."""
 
-    name, version = "away", "1"
+    version = "1"
 
     async def score(self, rollout: Rollout, graded: Graded) -> Score:
         return Score(value=None, evidence="the service\ndid not answer")
@@ -32,7 +32,7 @@ TERMS: list[RewardTerm] = [FewTurns(), FewTurns(most=2), Away()]
 
 
 class TestRewardTerm(RewardTermContract):
-    @pytest.fixture(autouse=True, params=TERMS, ids=lambda term: term.name)
+    @pytest.fixture(autouse=True, params=TERMS, ids=lambda term: type(term).__name__)
     def _take(self, request: pytest.FixtureRequest) -> None:
         self.term: RewardTerm = request.param
 
@@ -44,7 +44,7 @@ class TestRewardTerm(RewardTermContract):
 class Bad:
     """A term that gives `value`, raises it where it is an exception, or hangs where it is None."""
 
-    name, version = "bad", "7"
+    version = "7"
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -71,7 +71,9 @@ class Bad:
 )
 def test_a_term_that_fails_is_named_with_the_rollout(value: Any, facts: str) -> None:
     with pytest.raises(EtudeError) as caught:
-        asyncio.run(measure([FewTurns(), Bad(value)], finished(num_turns=1), SOLVED))
+        asyncio.run(
+            measure([NamedTerm("few", FewTurns()), NamedTerm("bad", Bad(value))], finished(num_turns=1), SOLVED)
+        )
     said = str(caught.value)
     assert "reward term 'bad'" in said
     assert "version 7" in said
@@ -82,24 +84,16 @@ def test_a_term_that_fails_is_named_with_the_rollout(value: Any, facts: str) -> 
 
 def test_a_term_that_hangs_is_named_at_its_deadline() -> None:
     with pytest.raises(EtudeError, match="reward term 'bad'.*did not end"):
-        asyncio.run(measure([Bad(None)], finished(num_turns=1), SOLVED, deadline_s=0.01))
+        asyncio.run(measure([NamedTerm("bad", Bad(None))], finished(num_turns=1), SOLVED, deadline_s=0.01))
 
 
 def test_terms_are_stored_with_name_version_value_and_evidence_and_weighed() -> None:
-    graded = asyncio.run(measure([FewTurns(most=4), Away()], finished(num_turns=1), SOLVED))
+    terms = [NamedTerm("few_turns", FewTurns(most=4), code="ab" * 32), NamedTerm("away", Away())]
+    graded = asyncio.run(measure(terms, finished(num_turns=1), SOLVED))
     assert graded.grade == 1.0
     assert graded.terms[1:] == (
-        Term(name="few_turns", value=0.75, version="1", evidence="1 of 4 turns"),
+        Term(name="few_turns", value=0.75, version="1+abababababab", evidence="1 of 4 turns"),
         Term(name="away", value=None, version="1", evidence="the service did not answer"),
     )
     reward = Composition(weights={"few_turns": 0.5, "away": 2.0}).of(graded)
     assert (reward.value, reward.missing) == (1.375, ("away",))
-
-
-@pytest.mark.parametrize(("names", "what"), [(["grade"], "is called 'grade'"), (["a", "a"], "2 reward terms")])
-def test_two_terms_of_one_name_and_a_name_of_etudes_own_are_refused(names: list[str], what: str) -> None:
-    terms = [Bad(0.0) for _ in names]
-    for term, name in zip(terms, names, strict=True):
-        term.name = name
-    with pytest.raises(ConfigError, match=what):
-        check_names(terms)

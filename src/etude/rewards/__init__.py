@@ -16,6 +16,6 @@ again from what is stored. Usable alone; knows nothing of ledgers and training.
 """
 
 from etude.rewards.composition import AS_MEASURED, Composition
-from etude.rewards.measuring import check_names, measure
+from etude.rewards.measuring import NamedTerm, measure
 
-__all__ = ["AS_MEASURED", "Composition", "check_names", "measure"]
+__all__ = ["AS_MEASURED", "Composition", "NamedTerm", "measure"]

@@ -153,7 +153,9 @@ def test_groups_whose_rollouts_all_have_no_turns_make_a_step_without_signal(
     kit: Any, tmp_path: Path, beta: float
 ) -> None:
     group = kit.group("g000000", [1.0, 0.0], Trace(()))
-    plan = plan_batch([group], batch_id="b", step=1, max_lag=0, k1={} if beta else None, composition=Composition(kl=beta))
+    plan = plan_batch(
+        [group], batch_id="b", step=1, max_lag=0, k1={} if beta else None, composition=Composition(kl=beta)
+    )
     batch, ref = record_batch(tmp_path, plan, kit.read)
     assert (batch.samples, batch.num_loss_tokens) == ((), 0)
     assert step_facts(plan, ref)["turns_mean"] == 0.0
@@ -162,7 +164,9 @@ def test_groups_whose_rollouts_all_have_no_turns_make_a_step_without_signal(
 
 def test_a_rollout_that_sampled_and_has_no_k1_is_a_defect_that_is_seen(kit: Any) -> None:
     with pytest.raises(KeyError):
-        plan_batch([kit.group("g000000", [1.0, 0.0])], batch_id="b", step=1, max_lag=0, k1={}, composition=Composition(kl=0.5))
+        plan_batch(
+            [kit.group("g000000", [1.0, 0.0])], batch_id="b", step=1, max_lag=0, k1={}, composition=Composition(kl=0.5)
+        )
 
 
 @pytest.mark.parametrize(("full_groups", "share"), [(0, 1.0), (1, 1.0), (2, 1.0), (4, 0.5), (8, 0.25)])

@@ -33,7 +33,9 @@ def test_the_grade_alone_is_the_reward_where_nothing_else_was_measured() -> None
     assert (reward.value, reward.raw, reward.reason, reward.gates) == (0.25, 0.25, "as the tests say", ())
 
 
-@pytest.mark.parametrize(("submitted", "require", "expected"), [(0, True, 0), (0, False, 1), (1, True, 1), (1, False, 1)])
+@pytest.mark.parametrize(
+    ("submitted", "require", "expected"), [(0, True, 0), (0, False, 1), (1, True, 1), (1, False, 1)]
+)
 def test_what_was_not_submitted_earns_nothing_where_that_is_required(
     submitted: float, require: bool, expected: float
 ) -> None:
@@ -72,7 +74,9 @@ def test_the_penalty_takes_kl_times_k1_and_raw_is_the_reward_before_it() -> None
 
 
 def rewards(how: Composition, *siblings: Sequence[Term]) -> list[tuple[float, tuple[str, ...]]]:
-    return [(one.value, one.missing) for one in how.rewards([graded(0.0).with_terms(*terms).terms for terms in siblings])]
+    return [
+        (one.value, one.missing) for one in how.rewards([graded(0.0).with_terms(*terms).terms for terms in siblings])
+    ]
 
 
 def test_a_weighted_term_counts_where_every_sibling_has_a_known_value_of_one_version() -> None:
