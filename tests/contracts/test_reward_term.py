@@ -83,7 +83,7 @@ def test_a_term_that_fails_is_named_with_the_rollout(value: Any, facts: str) -> 
 
 
 def test_a_term_that_hangs_is_named_at_its_deadline() -> None:
-    with pytest.raises(EtudeError, match="reward term 'bad'.*did not end"):
+    with pytest.raises(EtudeError, match=r"reward term 'bad'.*did not end"):
         asyncio.run(measure([NamedTerm("bad", Bad(None))], finished(num_turns=1), SOLVED, deadline_s=0.01))
 
 

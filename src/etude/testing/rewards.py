@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -55,7 +56,7 @@ class CreditSchemeContract:
     def test_equal_rewards_have_equal_advantages_and_a_higher_one_has_no_lower_one(self) -> None:
         for values in GROUPS:
             pairs = sorted(zip(values, self.given(values), strict=True))
-            for (low, first), (high, second) in zip(pairs, pairs[1:], strict=False):
+            for (low, first), (high, second) in pairwise(pairs):
                 assert first <= second + 1e-9, f"reward {low:g} has {first:g}, and {high:g} has {second:g}: {values}"
                 assert low != high or abs(first - second) < 1e-9, f"reward {low:g} has {first:g} and {second:g}"
 
