@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import report
-from etude.environments.cheats import suspicions
+from etude.environments.grading.signs import suspicions
 from etude.evals.intervals import wilson
 from etude.harness import standard_tools
 from etude.records import Graded
@@ -64,7 +64,7 @@ def in_demonstrations(count: int, seed: int) -> dict[str, Any]:
         machine = MemoryMachine({path: text.encode() for path, text in each.task.files.items()})
         talk = demonstrate(each.task, each.script, standard_tools(), machine)
         functions = [made["function"] for message in talk for made in message.get("tool_calls", ())]
-        calls = [ToolCall(name=f["name"], arguments=f["arguments"], output="") for f in functions]
+        calls = [[ToolCall(name=f["name"], arguments=f["arguments"], output="")] for f in functions]
         exports = {path: machine.files[path] for path in each.task.exports}
         changed = any(each.task.files[path].encode() != data for path, data in exports.items())
         outcome = Graded.of(float(changed), trust=Trust.DATA, reason="it was changed")

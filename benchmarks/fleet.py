@@ -2,11 +2,11 @@
 
 What has to be within 5 s is the last of the first 100,000 machines, asked for at once, in simulated time; the control
 plane is in it by what a message and each call of the real placement were measured to take. Fitted: bursts of up to 960
-machines (`calibrate.measure`). Held out: bursts of other sizes and groups, up to as many machines alive on this host as
-it is asked for, which is more than a simulated host has. `pessimistic` makes forks slower by the worst error that was
-seen in them. Assumed, not measured: the network, the failures, a tenth of a core of work a machine. A simulated host of
-96 cores forks no faster than this machine does with all of its own; `linear` says what 96 cores would make of it if
-forking scaled with them. `python -m benchmarks.fleet [--alive N] [--seeds N]`
+machines (`fleet_costs.measure`). Held out: bursts of other sizes and groups, up to as many machines alive on this host
+as it is asked for, which is more than a simulated host has. `pessimistic` makes forks slower by the worst error that
+was seen in them. Assumed, not measured: the network, the failures, a tenth of a core of work a machine. A simulated
+host of 96 cores forks no faster than this machine does with all of its own; `linear` says what 96 cores would make of
+it if forking scaled with them. `python -m benchmarks.fleet [--alive N] [--seeds N]`
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.fleet_costs import burst, held_out, measure
+from benchmarks.fleet_hosts import Measured, Network
+from benchmarks.fleet_model import EVERY_KIND, Scenario, Simulated, simulate
+from benchmarks.fleet_simulate import plot, quantiles, told_of
 from benchmarks.report import RESULTS, report
-from etude.cli.machines_simulate import plot, quantiles, told_of
 from etude.environments import NamespaceRuntime
-from etude.environments.burst import Capacity, Measured, Placement, Scenario, burst, measure, simulate
-from etude.environments.burst.calibrate import held_out
-from etude.environments.burst.fake import Network
-from etude.environments.burst.scenario import EVERY_KIND, Simulated
+from etude.environments.burst import Capacity, Placement
 from etude.seams import Machine
 
 PAGE = Path(__file__).parents[1] / "docs" / "concepts" / "burst.md"

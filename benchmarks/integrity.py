@@ -37,11 +37,11 @@ from benchmarks.machines_server import served
 from benchmarks.report import RESULTS, commit, report
 from etude.environments import MachineGrader, exports_of
 from etude.environments.backends import BACKENDS, open_runtime
-from etude.environments.cheats import CATALOGUE, Cheat, Finding, Verdict
-from etude.environments.cheats import check as play
 from etude.environments.remote import RemoteRuntime
 from etude.errors import MachineError, TaskError
 from etude.records.task import Split
+from etude.redteam import CATALOGUE, Cheat, Finding, Verdict
+from etude.redteam import check as play
 from etude.seams import Runtime, TaskSource
 from etude.tasks import HumanEvalSource, Proof, RepairSource, check
 from etude.tasks.canaries import WithCanaries

@@ -25,9 +25,8 @@ from typing import Any
 from benchmarks.machine_peers import Bubblewrap, Bundle, Peer
 from benchmarks.report import report
 from etude.environments import NamespaceRuntime
-from etude.environments.burst import Forecast, WarmRuntime
 from etude.environments.namespace.starting import default_python
-from etude.seams import Machine, Runtime
+from etude.seams import Machine
 
 FILES = {"calc.py": b"def f(n):\n    return n + 1\n", "tests.py": b"from calc import f\nassert f(1) == 2\n"}
 PROGRAM = "print(6 * 7)"
@@ -103,27 +102,6 @@ class Ours:
         await machine.close()
         return spent
 
-    async def warm(self, seconds: float, *, group: int = 16, pause_s: float = 0.5) -> dict[str, Any]:
-        """A group every half second, closed again: forked when it is asked for, and kept ready by forecast."""
-        told: dict[str, Any] = {}
-        runtimes: dict[str, Runtime] = {
-            "cold": self.runtime,
-            "warm": WarmRuntime(_Kept(self.runtime), forecast=Forecast(lead_s=1.0)),
-        }
-        for name, runtime in runtimes.items():
-            ready, began = [], time.perf_counter()
-            while time.perf_counter() - began < seconds:
-                asked_at = time.perf_counter()
-                machines = await runtime.fork(self.snapshot, group)
-                ready.append(time.perf_counter() - asked_at)
-                await asyncio.gather(*(machine.close() for machine in machines))
-                await asyncio.sleep(pause_s)
-            told[f"{name}_ready_ms"] = milliseconds(ready)
-            if isinstance(runtime, WarmRuntime):
-                told["counts"] = vars(runtime.counts)
-                await runtime.close()
-        return told
-
     async def memory(self, alive: int) -> dict[str, float]:
         """What so many machines take together, each: of processes (PSS), and of all that the kernel counts."""
         before, pids = available_bytes(), processes()
@@ -134,16 +112,6 @@ class Ours:
         for i in range(0, alive, 50):
             await asyncio.gather(*(machine.close() for machine in machines[i : i + 50]))
         return told
-
-
-class _Kept:
-    """A runtime that stays open when what stands before it is closed."""
-
-    def __init__(self, runtime: NamespaceRuntime) -> None:
-        self.info, self.prepare, self.fork = runtime.info, runtime.prepare, runtime.fork
-
-    async def close(self) -> None:
-        """Nothing."""
 
 
 def peer_loop(peer: Peer, seconds: float, workers: int, *, python: bool) -> Times:
@@ -333,7 +301,6 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             "fork_to_python": with_python.told(),
             "python_alone_ms": milliseconds(python_start_s()),
             "python_in_a_machine_ms": milliseconds(await ours.exec_s(["python", "-c", PROGRAM], 100)),
-            "group_of_16": await ours.warm(arguments.seconds / 3),
             "memory": await ours.memory(arguments.alive),
         }
         with tempfile.TemporaryDirectory() as folder:

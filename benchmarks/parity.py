@@ -27,12 +27,12 @@ import msgspec
 
 from benchmarks.report import RESULTS, commit, report
 from etude.environments.backends import open_runtime
-from etude.environments.cheats.booted import BootedRuntime
-from etude.environments.cheats.parity import Parity, Seen, compare, look_at
-from etude.environments.cheats.plain import PlainRuntime
 from etude.environments.microvm import MicroVMRuntime, find
 from etude.errors import MachineError
 from etude.records.image import Image
+from etude.redteam.booted import BootedRuntime
+from etude.redteam.parity import Parity, Seen, compare, look_at
+from etude.redteam.plain import PlainRuntime
 from etude.seams import Machine, Runtime, RuntimeInfo
 
 

@@ -19,9 +19,8 @@ from etude.inference import EngineConfig
 from etude.inference.foreign.engine import ForeignEngine
 from etude.inference.foreign.environment import Environment, environment, link_package
 from etude.inference.foreign.serving import initial_version, read_model
-from etude.inference.vllm.follow import VllmFollowing
 from etude.inference.vllm.process import Vllm, start
-from etude.inference.vllm.server import EXTENSION
+from etude.inference.vllm.server import EXTENSION, VllmFollowing
 from etude.seams import BlobStore
 from etude.weights.follow.head import Head
 

@@ -1,8 +1,8 @@
 """The interfaces of etude: the Protocols that implementations are written for. Imports no torch. The one function here,
 `told`, streams a completion from any policy or engine.
 
-Each Protocol has at most six methods, a fake in `etude.testing`, and a contract suite in `tests/contracts` that an
-implementation joins in one line. Deadlines are in seconds; a method that waits names what it waited for in its error.
+Each Protocol has a fake in `etude.testing`, and a contract suite in `tests/contracts` that an implementation
+joins in one line. Deadlines are in seconds; a method that waits names what it waited for in its error.
 """
 
 from __future__ import annotations

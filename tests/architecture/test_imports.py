@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,17 @@ def test_nobody_imports_the_loop_but_the_command_line():
     assert importers <= {"loop", "cli"}
 
 
+def test_attacks_are_imported_by_the_command_line_only():
+    importers = {p.relative_to(ROOT).parts[0] for p in ROOT.rglob("*.py") if "redteam" in imports(p)}
+    assert importers <= {"redteam", "cli"}
+
+
+@pytest.mark.parametrize("module", ["conductor", "worker", "grading", "phases"])
+def test_no_process_of_a_run_loads_an_attack(module):
+    loaded = loaded_after(f"import etude.loop.{module}")
+    assert not [name for name in loaded if name.startswith("etude.redteam")]
+
+
 def test_nobody_imports_the_command_line():
     assert {p.relative_to(ROOT).parts[0] for p in ROOT.rglob("*.py") if "cli" in imports(p)} <= {"cli"}
 
@@ -87,9 +100,49 @@ def test_a_folders_face_has_at_most_fifteen_names_and_says_what_it_is_for(folder
     assert all(len(ast.literal_eval(face)) <= 15 for face in faces)
 
 
-def test_a_seam_has_at_most_six_methods():
-    tree = ast.parse((ROOT / "seams.py").read_text())
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and any(getattr(b, "id", "") == "Protocol" for b in node.bases):
-            methods = [n for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
-            assert len(methods) <= 6, node.name
+def module_name(path: Path) -> str:
+    parts = ("etude", *path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_on_load(path: Path, modules: Collection[str]) -> set[str]:
+    """The modules of ours that a file imports when it is loaded: not within functions, not for type checkers."""
+    found, nodes = set[str](), list[ast.AST](ast.parse(path.read_text()).body)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = module_name(path).split(".")[: None if path.name == "__init__.py" else -1]
+            above = above[: len(above) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            found |= {full if (full := f"{base}.{alias.name}") in modules else base for alias in node.names}
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            nodes += ast.iter_child_nodes(node)
+    return found & set(modules)
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    files = {module_name(path): path for path in ROOT.rglob("*.py")}
+    graph = {name: imported_on_load(path, files) - {name} for name, path in files.items()}
+    assert len(graph["etude.loop.conductor"]) > 10
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
+
+
+HEAVY = {"torch", "transformers", "ray", "rich", "starlette", "uvicorn", "aiohttp", "pyarrow", "jinja2", "obstore",
+         "cryptography", "asyncio", "ssl", "http.client", "multiprocessing"}  # fmt: skip
+
+
+def test_importing_the_weights_loads_nothing_that_a_reader_of_deltas_does_without():
+    loaded = loaded_after("import etude.weights")
+    assert {"etude.weights", "numpy"} <= loaded
+    assert not HEAVY & loaded
+
+
+def test_the_help_of_the_command_line_loads_no_library():
+    show = "try:\n    etude.cli.main(['--help'])\nexcept SystemExit:\n    print()"
+    loaded = loaded_after(f"import etude.cli\n{show}")
+    assert "etude.cli.machine_commands" in loaded
+    assert not (HEAVY | {"numpy", "msgspec", "zstandard"}) & loaded

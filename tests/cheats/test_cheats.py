@@ -15,12 +15,12 @@ from tests import here
 
 from etude.environments import MachineGrader
 from etude.environments.backends import BACKENDS, open_runtime
-from etude.environments.cheats import CATALOGUE, Cheat, Finding, Kind, Row, Verdict, check
-from etude.environments.cheats.handed_in.second import second_look
-from etude.environments.cheats.plain import PlainRuntime
-from etude.environments.cheats.stage import programs, repository
 from etude.records.rollout import Graded
 from etude.records.task import Answer, Case, Split, Task
+from etude.redteam import CATALOGUE, Cheat, Finding, Kind, Row, Verdict, check
+from etude.redteam.handed_in.second import second_look
+from etude.redteam.plain import PlainRuntime
+from etude.redteam.stage import programs, repository
 from etude.seams import Grader, Runtime
 
 QUICK = (Row.ESCAPE, Row.NETWORK, Row.SIBLINGS, Row.INSTALLED, Row.HISTORY)

@@ -8,9 +8,9 @@ import numpy as np
 from tests.here import opened
 
 from etude.environments import NamespaceRuntime
-from etude.environments.cheats.booted import BootedRuntime
-from etude.environments.cheats.parity import Parity, Table, auc_of, judged, probe_parity, wilson
-from etude.environments.cheats.plain import PlainRuntime
+from etude.redteam.booted import BootedRuntime
+from etude.redteam.parity import Parity, Table, auc_of, judged, probe_parity, wilson
+from etude.redteam.plain import PlainRuntime
 
 
 def probed(other: bool, num_machines: int) -> Parity:

@@ -286,15 +286,6 @@ def test_invalid_members_of_a_lost_step_are_open_with_their_group(ledger, finish
     assert ledger.states() == {"invalid": 2}
 
 
-def test_a_parked_rollout_gives_up_its_slot_and_takes_one_when_it_returns(ledger, kit):
-    ledger.admit(kit.spec("g000000.0"))
-    ledger.move("g000000.0", "running")
-    ledger.move("g000000.0", "parked", reason="a straggler")
-    assert ledger.slots() == (0, 8)
-    ledger.move("g000000.0", "requeued")
-    assert ledger.slots() == (1, 8)
-
-
 def test_pruning_keeps_what_a_restart_may_need(ledger, kit, finish_group):
     for step in (1, 2):
         finish_group(f"g00000{step}", [1.0, 0.0])

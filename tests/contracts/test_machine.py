@@ -15,7 +15,7 @@ from tests.remote_server import PlainRuntime, ServedRuntime
 from tests.virtual import microvm
 
 from etude.environments import NamespaceRuntime
-from etude.environments.burst import Capacity, FleetHost, FleetRuntime, WarmRuntime
+from etude.environments.burst import Capacity, FleetHost, FleetRuntime
 from etude.environments.gvisor import GVisorRuntime
 from etude.errors import MachineError
 from etude.records.command import Printed, Started
@@ -33,7 +33,6 @@ RUNTIMES: dict[str, Callable[[], Runtime]] = {
     "namespace": NamespaceRuntime,
     "namespace without the agent": lambda: NamespaceRuntime(with_agent=False),
     "agent": LocalAgents,
-    "warm": lambda: WarmRuntime(NamespaceRuntime()),
     "fleet": fleet,
     "microvm": microvm,
     "gvisor": GVisorRuntime,

@@ -14,7 +14,7 @@ from tests.remote_server import PlainRuntime, ServedRuntime
 from tests.virtual import microvm
 
 from etude.environments import MachineGrader, exports_of, reference_exports, take_exports
-from etude.environments.burst import WarmRuntime
+from etude.environments.burst import Capacity, FleetHost, FleetRuntime
 from etude.environments.grading import exports
 from etude.errors import MachineError
 from etude.records.exports import STATE
@@ -23,7 +23,7 @@ from etude.records.task import Answer, Split, Task, Trust, Verifier
 from etude.seams import Portable, Runtime
 from etude.testing import MemoryRuntime
 
-NAMES = ["memory", "namespace", "warm", "fleet", "microvm", "gvisor", "remote"]
+NAMES = ["memory", "namespace", "fleet", "microvm", "gvisor", "remote"]
 PACKED_BYTES = 64 << 20
 TASK = Task(
     source="s",
@@ -171,8 +171,12 @@ def test_a_state_that_no_server_of_these_keys_has_packed_is_nobodys_reward():
 
 @pytest.mark.parametrize(
     "make",
-    [PlainRuntime, lambda: WarmRuntime(Keeping()), lambda: ServedRuntime(Keeping())],
-    ids=["plain", "warm", "ours"],
+    [
+        PlainRuntime,
+        lambda: FleetRuntime({"a": FleetHost(Keeping(), Capacity(2, 1 << 30))}),
+        lambda: ServedRuntime(Keeping()),
+    ],
+    ids=["plain", "fleet", "ours"],
 )
 def test_where_states_stay_it_is_said(make):
     async def test(runtime: Runtime) -> None:

@@ -52,7 +52,7 @@ async def rollout(engine: ReferenceEngine, number: int) -> Sample:
             routes_from=held,
         )
         done = await engine.generate(request)
-        turns.append(Turn(parent=turn - 1 if turn else None, prompt_ids=prompt, completion=done))
+        turns.append(Turn(parent=turn - 1 if turn else None, prompt_ids=prompt, completion=done, sampling=sampling))
         held, context = done.routes_start + len(done.routes), np.concatenate([context, done.token_ids])
     return Sample(rollout_id=f"r{number:03d}", path=Trace(tuple(turns)).path(1), advantage=(-1.0) ** number)
 

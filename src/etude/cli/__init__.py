@@ -32,12 +32,10 @@ from etude.cli.arguments import (
     within,
     written,
 )
-from etude.cli.engine_commands import engine_commands
-from etude.cli.fleet_commands import fleet_commands
 from etude.cli.machine_commands import accepts_unbounded, backend_and_jobs, machine_commands
-from etude.cli.parity import arguments as parity_arguments
 from etude.errors import EXITS, EtudeError, Exit, InputError, StoreError
 
+_DTYPES = ("float32", "bfloat16", "float16")
 _READABLE = "a directory, s3://bucket/prefix, gs://, az:// or http://"
 _WRITABLE = "a directory, s3://bucket/prefix, gs:// or az://"
 _EXTRAS = {
@@ -126,10 +124,10 @@ def _parser() -> argparse.ArgumentParser:
     _look_commands(commands)
     _task_commands(commands)
     machine_commands(commands)
-    engine_commands(commands)
+    _engine_commands(commands)
     _weights_commands(commands)
     _model_commands(commands)
-    fleet_commands(commands)
+    _fleet_commands(commands)
     return parser
 
 
@@ -377,10 +375,7 @@ def _model_commands(commands: Commands[Parser]) -> None:
     serve.add_argument("--max-concurrent", type=positive, default=32)
     serve.add_argument("--public-key", type=public_key, metavar="HEX", help="serve only versions that its owner signed")
     serve.add_argument("--fleet", metavar="URL", help="ask the engines of the run whose registry listens there")
-    doctor = add(
-        commands, "parity", "parity:parity", "how far an engine and the learner are apart, and where it begins"
-    )
-    parity_arguments(doctor, positive, written)
+    _parity_command(commands)
     export = add(commands, "export", "serve:export", "write a run's version as a Hugging Face directory")
     export.add_argument("source", metavar="CHECKPOINT|RUN|RUN@STEP")
     export.add_argument("out", type=Path, metavar="DIRECTORY")
@@ -388,3 +383,70 @@ def _model_commands(commands: Commands[Parser]) -> None:
     formats = ["none", "mxfp8", "nvfp4", "mxfp4"]
     export.add_argument("--quantise", choices=formats, default="none", help="the format of large matrices")
     export.add_argument("--adapter", action="store_true", help="the adapter alone, as peft and vLLM read it")
+
+
+def _engine_commands(commands: Commands[Parser]) -> None:
+    engines = commands.add_parser("engines", help="engines of another make: install, look, try").add_subparsers(
+        required=True, metavar="COMMAND"
+    )
+    install = add(engines, "install", "engines:install_kind", "make an environment for an engine; goes on where it was")
+    install.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: cpu)")
+    listing = add(engines, "list", "engines:listed", "every kind of engine, and whether it is here")
+    check = add(engines, "check", "engines:check", "start one over a tiny model, sample, score, and follow a version")
+    install.add_argument("kind", choices=["vllm", "sglang"], metavar="KIND", help="vllm or sglang")
+    check.add_argument(
+        "kind", choices=["reference", "vllm", "sglang"], metavar="KIND", help="reference, vllm or sglang"
+    )
+    for parser in (install, listing, check):
+        parser.add_argument(
+            "--folder",
+            type=Path,
+            metavar="DIR",
+            help="of the environment (default: $ETUDE_VLLM, $ETUDE_SGLANG, or the user's cache)",
+        )
+
+
+def _fleet_commands(commands: Commands[Parser]) -> None:
+    fleet = commands.add_parser("fleet", help="the engines that joined a run from elsewhere")
+    group = fleet.add_subparsers(required=True, metavar="COMMAND")
+    listing = add(group, "list", "fleet:listed", "each engine: state, version, load")
+    drain = add(group, "drain", "fleet:drain", "give an engine nothing new; it leaves when it has finished")
+    join = add(group, "join", "fleet:join", "register an engine of any kind that runs already, and keep it registered")
+    for one in (listing, drain, join):
+        one.add_argument("registry", metavar="REGISTRY", help="http://HOST:PORT, the run's fleet.listen")
+    drain.add_argument("name", metavar="ENGINE")
+    join.add_argument("engine", metavar="URL", help="of the engine, as the run reaches it")
+    join.add_argument("--name", required=True)
+    join.add_argument("--wait-s", type=within(0, 1e7), help="for a registry that is away (default 3600)")
+    join.add_argument("--region", default="", help="its lane in the report (default: its name)")
+    join.add_argument("--standby", action="store_true", help="work when others are lost")
+
+
+def _parity_command(commands: Commands[Parser]) -> None:
+    parser = add(
+        commands, "parity", "parity:parity", "how far an engine and the learner are apart, and where it begins"
+    )
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT|RUN")
+    parser.add_argument(
+        "--engine",
+        metavar="URL|transformers",
+        help="what samples: the URL of python -m etude.inference.server or of vllm serve, not that of etude serve "
+        "(default: our engine, in this process)",
+    )
+    parser.add_argument(
+        "--dtype", choices=_DTYPES, help="of both sides, or of the engine (default: a run's own, else float32)"
+    )
+    parser.add_argument("--learner-dtype", choices=_DTYPES, help="of the learner alone (default: --dtype)")
+    parser.add_argument(
+        "--mode", choices=["exact", "native"], help="default: a run's own, else exact; with --engine native"
+    )
+    parser.add_argument(
+        "--quant", choices=["none", "mxfp8", "nvfp4", "mxfp4"], help="default: a run's own; with --engine none"
+    )
+    parser.add_argument("--text", type=Path, metavar="FILE", help="what prompts are cut from (default: random tokens)")
+    parser.add_argument("--prompts", type=positive, default=8, metavar="N")
+    parser.add_argument("--tokens", type=positive, default=64, metavar="N", help="to sample after each prompt")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--k3", type=float, metavar="NATS", help="the budget (default: by dtype; 0 in exact mode)")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--out", type=written, metavar="FILE.html", help="write a page with the histograms")

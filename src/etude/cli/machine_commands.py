@@ -45,25 +45,6 @@ def machine_commands(commands: Commands[Parser]) -> None:
     parity.add_argument("b", metavar="B", help="likewise: your product's kind")
     parity.add_argument("--machines", type=positive, default=20, metavar="N", help="of each (default: %(default)s)")
     parity.add_argument("--out", type=written, metavar="FILE.json", help="write the result there")
-    fleet = add(machines, "simulate", "machines_simulate:run", "what a fleet of hosts would do with a burst")
-    fleet.add_argument(
-        "--machines", type=positive, default=100_000, metavar="N", help="asked for at once (default: %(default)s)"
-    )
-    fleet.add_argument(
-        "--hosts", type=positive, default=105, metavar="N", help="of 96 cores each (default: %(default)s)"
-    )
-    fleet.add_argument(
-        "--group", type=positive, default=16, metavar="N", help="machines of a request (default: %(default)s)"
-    )
-    fleet.add_argument(
-        "--snapshots", type=positive, default=1000, metavar="N", help="they are forks of so many (default: %(default)s)"
-    )
-    fleet.add_argument("--speed", type=float, default=1.0, help="of a host, in machines like this one (default: 1)")
-    fleet.add_argument("--seed", type=int, default=0)
-    fleet.add_argument("--calm", action="store_true", help="without crashes, slow hosts, partitions, lost messages")
-    fleet.add_argument("--calibrate", action="store_true", help="measure what machines cost here first")
-    fleet.add_argument("--plot", type=written, metavar="FILE.svg", help="draw how many are ready when")
-    fleet.add_argument("--json", action="store_true", help="print the whole result")
     _image_commands(machines)
 
 

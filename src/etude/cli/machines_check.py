@@ -14,12 +14,12 @@ from rich.text import Text
 from etude.cli.places import console
 from etude.environments import MachineGrader
 from etude.environments.backends import open_runtime
-from etude.environments.cheats import CATALOGUE, Cheat, Finding, Row, Verdict
-from etude.environments.cheats import check as play_all
-from etude.environments.cheats.booted import BootedRuntime
-from etude.environments.cheats.parity import Parity, probe_parity
-from etude.environments.cheats.plain import PlainRuntime
 from etude.errors import InputError, nearest
+from etude.redteam import CATALOGUE, Cheat, Finding, Row, Verdict
+from etude.redteam import check as play_all
+from etude.redteam.booted import BootedRuntime
+from etude.redteam.parity import Parity, probe_parity
+from etude.redteam.plain import PlainRuntime
 from etude.seams import Runtime
 
 _FEW = 0.8  # an AUC that chance reaches with that few machines

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,35 +27,6 @@ if TYPE_CHECKING:
     from etude.models import ModelConfig, Transformer
 
 MAX_TOKENS = 4096
-DTYPES = ("float32", "bfloat16", "float16")
-
-
-def arguments(parser: argparse.ArgumentParser, counted: Callable[[str], int], written: Callable[[str], Path]) -> None:
-    """What the command takes."""
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT|RUN")
-    parser.add_argument(
-        "--engine",
-        metavar="URL|transformers",
-        help="what samples: the URL of python -m etude.inference.server or of vllm serve, not that of etude serve "
-        "(default: our engine, in this process)",
-    )
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="of both sides, or of the engine (default: a run's own, else float32)"
-    )
-    parser.add_argument("--learner-dtype", choices=DTYPES, help="of the learner alone (default: --dtype)")
-    parser.add_argument(
-        "--mode", choices=["exact", "native"], help="default: a run's own, else exact; with --engine native"
-    )
-    parser.add_argument(
-        "--quant", choices=["none", "mxfp8", "nvfp4", "mxfp4"], help="default: a run's own; with --engine none"
-    )
-    parser.add_argument("--text", type=Path, metavar="FILE", help="what prompts are cut from (default: random tokens)")
-    parser.add_argument("--prompts", type=counted, default=8, metavar="N")
-    parser.add_argument("--tokens", type=counted, default=64, metavar="N", help="to sample after each prompt")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--k3", type=float, metavar="NATS", help="the budget (default: by dtype; 0 in exact mode)")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--out", type=written, metavar="FILE.html", help="write a page with the histograms")
 
 
 def parity(args: argparse.Namespace) -> int:

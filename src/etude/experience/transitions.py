@@ -23,7 +23,6 @@ class State(enum.StrEnum):
     TRAINED = "trained"  # in the lineage of the current weights
     NO_SIGNAL = "no-signal"  # consumed by a step in the lineage, without a gradient of its own
     REQUEUED = "requeued"  # will be run again, or its stored outcome will be used again
-    PARKED = "parked"  # set aside without a slot; may come back
     QUARANTINED = "quarantined"  # its record cannot be read or trusted; kept, never trained on
     CANCELLED = "cancelled"  # not needed any more
 
@@ -52,7 +51,6 @@ MOVES = (
     Move(State.RUNNING, State.GRADED, "it was judged"),
     Move(State.RUNNING, State.INVALID, "it failed outside the agent's reach"),
     Move(State.RUNNING, State.REQUEUED, "its worker or the run died, or no engine came to its version: once more"),
-    Move(State.RUNNING, State.PARKED, "it is set aside so that others may go on"),
     Move(State.RUNNING, State.CANCELLED, "the run ends"),
     Move(State.REQUEUED, State.RUNNING, "a worker takes it again"),
     Move(State.REQUEUED, State.GRADED, "its step was lost, its stored outcome stands"),
@@ -61,8 +59,6 @@ MOVES = (
         State.REQUEUED, State.QUARANTINED, "its stored record cannot be read, or was dropped before its step was lost"
     ),
     Move(State.REQUEUED, State.CANCELLED, "the run ends"),
-    Move(State.PARKED, State.REQUEUED, "there is room for it again"),
-    Move(State.PARKED, State.CANCELLED, "the run ends"),
     Move(State.GRADED, State.BATCHED, "its batch is formed"),
     Move(State.GRADED, State.QUARANTINED, "its stored record cannot be read or believed"),
     Move(State.GRADED, State.CANCELLED, "the run ends"),
@@ -86,7 +82,7 @@ def check(rollout_id: str, origin: State, to: State, reason: str) -> None:
     >>> check("g000001.0", State.RUNNING, State.TRAINED, "why not")
     Traceback (most recent call last):
     etude.errors.LedgerError: rollout g000001.0 cannot go from running to trained
-      hint: from running it may go to cancelled, graded, invalid, parked, requeued
+      hint: from running it may go to cancelled, graded, invalid, requeued
     """
     if (origin, to) not in _ALLOWED:
         ways = ", ".join(sorted(move.to for move in MOVES if move.origin == origin)) or "nowhere: it has ended"

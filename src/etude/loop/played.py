@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from etude.environments.cheats import Signs, signs_of
+from etude.environments.grading.signs import Signs, signs_of
 from etude.experience import RolloutFiles
 from etude.harness import ChatFormat
 from etude.records import Rollout, Task
@@ -42,7 +42,7 @@ def hand_over(
     `StoreError`."""
     stored, signs = files.write(rollout, durable=kept), Signs()
     if looks and rollout.invalid is None:
-        calls = [turn.call for turn in rollout.trace.turns]
+        calls = [turn.calls for turn in rollout.trace.turns]
         signs = signs_of(rollout.task, calls=calls, exports=rollout.exports)
     leaves = rollout.trace.leaves() if chat is not None else []
     transcript = chat.readable(rollout.trace.path(leaves[-1]).token_ids) if chat is not None and leaves else ""

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import msgspec
 
 from etude import __version__
-from etude.environments.cheats import Signs, Suspicion
+from etude.environments.grading.signs import Signs, Suspicion
 from etude.errors import DeadlineExceeded, EngineBehind, EtudeError, LedgerError
 from etude.experience import Ledger
 from etude.experience.transitions import State

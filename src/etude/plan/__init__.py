@@ -15,8 +15,7 @@ a machine is measured elsewhere and handed in.
 """
 
 from etude.plan.hardware import DEVICES, Device, Measured, device
-from etude.plan.planning import Memory, Plan, critical_batch, plan
-from etude.plan.remedies import engine_remedies, learner_remedies
+from etude.plan.planning import Memory, Plan, critical_batch, engine_remedies, learner_remedies, plan
 from etude.plan.shape import Layout, Region, Shape, Training
 
 __all__ = [

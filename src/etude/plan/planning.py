@@ -10,14 +10,14 @@ Pure: measured numbers are arguments.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from etude.models.config import ModelConfig
-from etude.plan import arithmetic, communication
-from etude.plan.hardware import Device, Measured
-from etude.plan.shape import Layout, Shape
+from etude.plan import arithmetic
+from etude.plan.hardware import MATRIX_BYTES, Device, Measured
+from etude.plan.shape import Layout, Shape, Training
 
 ROUNDS = 60
 ENCODE_BYTES_S = 2e9  # of a snapshot, a rank's cores together: docs/concepts/deltas.md
@@ -130,8 +130,8 @@ def _learner_s(model: ModelConfig, shape: Shape, layout: Layout, device: Device)
     flops = arithmetic.training_flops(model, shape.context / 2, training) * trained
     device_s = flops / (device.flops * device.training_share)
     forwards = math.ceil(trained / ranks / layout.budget_tokens) if trained else 0
-    shared_s = forwards * communication.sharing_s(model, training, ranks, device)
-    sent_s = communication.dispatch_s(model, training, trained / ranks, device)
+    shared_s = forwards * sharing_s(model, training, ranks, device)
+    sent_s = dispatch_s(model, training, trained / ranks, device)
     return device_s, max(device_s / ranks, shared_s) + sent_s, shared_s + sent_s
 
 
@@ -153,7 +153,7 @@ def _on_devices(model: ModelConfig, shape: Shape, layout: Layout, learners: Devi
         """One step of an engine: the roofline (Williams et al. 2009), and its all-reduces."""
         compute = arithmetic.forward_flops(model, mean) * batch / device.flops / ranks
         read = (arithmetic.read_bytes(model, batch, lean) / ranks + kv * batch) / device.bytes_s
-        reduced = communication.tensor_parallel_s(model, batch, ranks, device)
+        reduced = tensor_parallel_s(model, batch, ranks, device)
         return max(compute, read) / device.decoding_share + reduced
 
     flight = min(layout.max_running, (layout.max_lag + 1) * shape.rollouts) / layout.engines
@@ -266,3 +266,133 @@ def _made(
         step_dollars=sum(dollars.values()),
         million_tokens_dollars=1e6 * sum(dollars.values()) / (shape.rollouts * shape.sampled_tokens),
     )
+
+
+# ---------------------------------------------------------------------------------- bytes that devices send each other
+# Devices of one node talk over NVLink; a larger group also over the network, of which each device has its node's share.
+
+
+STEP_S, HOP_S = 10e-6, 30e-6
+"""Latency of a collective within a node and across nodes: assumptions of the size that NCCL's tests print."""
+
+
+def gathered_s(num_bytes: float, ranks: int, device: Device) -> float:
+    """An all-gather of a tensor of so many bytes by ranks that each have a share (a reduce-scatter takes as long). Each
+    rank receives what it lacks over NVLink; each node receives what it lacks over its network cards, which share it.
+    Rajbhandari et al. 2019, "ZeRO" (arXiv 1910.02054), section 7; rings: Patarasuk and Yuan 2009."""
+    if ranks == 1:
+        return 0.0
+    inside = num_bytes * (1 - 1 / ranks) / device.nvlink_bytes_s
+    if ranks <= device.node_devices:
+        return inside
+    lacking = num_bytes * (1 - device.node_devices / ranks)
+    return max(inside, lacking / (device.node_devices * device.network_bytes_s))
+
+
+def sharing_s(model: ModelConfig, training: Training, ranks: int, device: Device) -> float:
+    """Seconds of communication in one forward and backward pass of a learner's rank under full sharding: all weights
+    are gathered for the forward pass and for the backward one, and gradients of what trains are scattered. Rajbhandari
+    et al. 2019, section 7.2.2: three times the weights. Experts are gathered among the ranks that have the same
+    ones."""
+    experts = arithmetic.expert_parameters(model)
+    parts = (
+        (model.num_parameters - experts, ranks),
+        (experts / training.expert_parallel, ranks // training.expert_parallel),
+    )
+    times = 2 * training.gathered_bytes + (0 if training.lora_rank else arithmetic.FLOAT32_BYTES)
+    return sum(gathered_s(times * parameters, among, device) for parameters, among in parts)
+
+
+def dispatch_s(model: ModelConfig, training: Training, tokens: float, device: Device) -> float:
+    """Sending so many tokens to their experts and back, forward and backward, and forward once more where activations
+    are computed again. Lepikhin et al. 2020, "GShard" (arXiv 2006.16668), section 3.3."""
+    degree = training.expert_parallel
+    if degree == 1 or not model.num_moe_layers:
+        return 0.0
+    passes = 3 if training.recompute else 2
+    sent = 2.0 * passes * tokens * model.top_k * model.hidden_size * training.dtype_bytes * model.num_moe_layers
+    speed = device.nvlink_bytes_s if degree <= device.node_devices else device.network_bytes_s
+    return sent * (1 - 1 / degree) / speed
+
+
+def tensor_parallel_s(model: ModelConfig, batch: float, devices: int, device: Device) -> float:
+    """Seconds of communication in one forward of `batch` tokens on devices that share every matrix: two all-reduces a
+    layer. Shoeybi et al. 2019 (arXiv 1909.08053), section 3."""
+    if devices == 1:
+        return 0.0
+    within = devices <= device.node_devices
+    one = batch * model.hidden_size * arithmetic.BF16_BYTES
+    speed = device.nvlink_bytes_s if within else device.network_bytes_s
+    return 2 * model.num_layers * (2 * (1 - 1 / devices) * one / speed + (STEP_S if within else HOP_S))
+
+
+# --------------------------------------------------------------------------------- settings with which a run would fit
+
+
+MOST_RANKS = 65_536
+ADAPTER_RANK = 32
+FITTED_SHARE = 0.95
+"""Share of the memory that a suggestion of fewer tokens fills."""
+
+
+def learner_remedies(model: ModelConfig, layout: Layout, room: float) -> Iterator[str]:
+    """Yield settings with which one rank of the learner fits into `room` bytes, the cheapest first. Yields nothing
+    where it fits already."""
+
+    def memory(changed: Layout) -> Memory:
+        return memory_of(model, changed, room, room)[0]
+
+    if memory(layout).fits:
+        return
+    training = layout.training
+    again = replace(layout, training=replace(training, recompute=True))
+    if not training.recompute and memory(again).fits:
+        yield "learner.recompute = true"
+        return
+    beside = "" if training.recompute else " and learner.recompute = true"
+    if ranks := _fewest(layout.learner_ranks, lambda n: memory(replace(again, learner_ranks=n)).fits):
+        yield f"learner.ranks = {ranks}{beside}"
+    if not training.lora_rank:
+        adapters = replace(again, training=replace(again.training, lora_rank=ADAPTER_RANK))
+        if ranks := _fewest(layout.learner_ranks, lambda n: memory(replace(adapters, learner_ranks=n)).fits):
+            more = f", learner.ranks = {ranks}" if ranks != layout.learner_ranks else ""
+            yield f"adapters: learner.lora_rank = {ADAPTER_RANK}{more}{beside}"
+    if layout.budget_tokens > 1024:
+        less = replace(again, budget_tokens=layout.budget_tokens // 4)
+        if memory(less).fits:
+            yield f"a quarter of the tokens in a forward: learner.budget_tokens = {less.budget_tokens}{beside}"
+
+
+def engine_remedies(model: ModelConfig, layout: Layout, room: float) -> Iterator[str]:
+    """Yield settings with which one device of an engine fits into `room` bytes. Yields nothing where it fits
+    already."""
+
+    def memory(changed: Layout) -> Memory:
+        return memory_of(model, changed, room, room)[1]
+
+    now = memory(layout)
+    if now.fits:
+        return
+    left = FITTED_SHARE * room - now.weights
+    if left > 0:
+        tokens = int(left / now.cache * layout.kv_tokens)
+        yield f"keys and values of {tokens:,} tokens for {layout.kv_tokens:,}: fewer engine.max_sequences, or kv_tokens"
+
+    def fits_on(devices: int) -> bool:
+        return model.num_heads % devices == 0 and memory(replace(layout, engine_ranks=devices)).fits
+
+    if ranks := _fewest(layout.engine_ranks, fits_on):
+        yield f"{ranks} devices an engine (--engine-ranks {ranks})"
+    for name, width in MATRIX_BYTES.items():
+        if width < layout.matrix_bytes and memory(replace(layout, matrix_bytes=width)).fits:
+            yield f'weights in fewer bits: numerics.quantise = "{name}"'
+
+
+def _fewest(now: int, fits: Callable[[int], bool]) -> int:
+    """The smallest of `now`, 2 `now`, 4 `now` … ranks that fits; 0 where none does."""
+    ranks = now
+    while ranks <= MOST_RANKS:
+        if fits(ranks):
+            return ranks
+        ranks *= 2
+    return 0

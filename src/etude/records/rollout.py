@@ -10,7 +10,7 @@ from types import MappingProxyType
 import msgspec
 import numpy as np
 
-from etude.records.completion import Completion, missing_route
+from etude.records.completion import Completion, Sampling, missing_route
 from etude.records.reward import GRADE, Term
 from etude.records.task import Task, Trust
 from etude.records.wire import F32, I32, Bools, Routes
@@ -21,12 +21,20 @@ UNKNOWN = -1
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool call the model made and what came back. A malformed call is kept as one, with the error it was told."""
+    """A tool call of the model and its output. A call that could not be parsed is kept, with its error as output."""
 
     name: str  # "" when the call could not be parsed
     arguments: dict[str, str | int]
     output: str
     malformed: bool = False
+
+
+class TurnKind(enum.StrEnum):
+    """The purpose of a turn."""
+
+    ACT = "act"  # it works at the task
+    SUMMARY = "summary"  # it writes the text with which a cleared context goes on
+    SIDE = "side"  # beside the task: a title, a classification
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +46,9 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     parent: int | None  # index of the parent in Trace.turns
     prompt_ids: I32  # [P] what the harness appended: rendered messages and the generation prompt
     completion: Completion
-    call: ToolCall | None = None  # None: the model spoke without calling a tool
+    sampling: Sampling  # as the engine used it
+    calls: tuple[ToolCall, ...] = ()  # in the order in which the model made them; empty: it spoke without a call
+    kind: TurnKind = TurnKind.ACT
 
 
 class Path(msgspec.Struct, frozen=True, kw_only=True):
@@ -269,4 +279,5 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_malformed(self) -> int:
-        return sum(t.call is not None and t.call.malformed for t in self.trace.turns)
+        """Tool calls that could not be parsed."""
+        return sum(call.malformed for turn in self.trace.turns for call in turn.calls)

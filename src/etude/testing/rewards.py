@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from etude.experience.credit import advantages
-from etude.records.completion import Completion, StopReason, Version, VersionSpan
+from etude.records.completion import Completion, Sampling, StopReason, Version, VersionSpan
 from etude.records.reward import Reward, Term
 from etude.records.rollout import Ending, Graded, Rollout, Trace, Turn
 from etude.records.task import Split, Task, Trust
@@ -129,6 +129,7 @@ def finished(*, num_turns: int, ending: Ending = Ending.SUBMITTED, exports: dict
         Turn(
             parent=i - 1 if i else None,
             prompt_ids=np.arange(3, dtype=np.int32),
+            sampling=Sampling(max_tokens=4, stop_token_ids=(), seed=i),
             completion=Completion(
                 request_id=f"r{i}",
                 token_ids=np.arange(4, dtype=np.int32),

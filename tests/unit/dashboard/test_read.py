@@ -10,8 +10,7 @@ from rich.console import Console
 
 from etude.dashboard import RunView, plain_line, render, result_lines, summarise
 from etude.dashboard.progress import current_phase, progress
-from etude.dashboard.report import page
-from etude.dashboard.transcripts import pair
+from etude.dashboard.report import page, pair
 from etude.errors import RunError
 
 

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from etude.dashboard import RunView, write_report
 from etude.dashboard.panels import PANELS, correction, parity, replay
-from etude.dashboard.plot import Series, bar_chart, line_chart
-from etude.dashboard.scale import Scale, domain, ticks
-from etude.dashboard.transcripts import messages, pair
+from etude.dashboard.plot import Scale, Series, bar_chart, domain, line_chart, ticks
+from etude.dashboard.report import messages, pair
 from etude.errors import RunError, StoreError
 
 VOID = {"meta", "br", "path", "line", "circle", "rect"}

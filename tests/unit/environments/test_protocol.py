@@ -17,8 +17,7 @@ from tests.here import opened
 from etude.environments import NamespaceRuntime
 from etude.environments.agent.commands import Unconfined, as_outcome
 from etude.environments.namespace.guest import files, wire
-from etude.environments.namespace.machine import NamespaceMachine
-from etude.environments.namespace.output import Output
+from etude.environments.namespace.machine import NamespaceMachine, Output
 from etude.environments.namespace.snapshots import Snapshots
 from etude.environments.paths import inside
 from etude.errors import MachineError

@@ -360,7 +360,7 @@ def test_a_state_leaves_for_its_own_account_and_comes_back_for_whoever_has_it():
 
 
 def test_what_clients_of_ours_have_kept_makes_room_and_what_others_have_named_does_not(monkeypatch):
-    monkeypatch.setattr("etude.environments.remote.kept.MAX_KEPT", 3)
+    monkeypatch.setattr("etude.environments.remote.sandboxes.MAX_KEPT", 3)
 
     async def test(side):
         made = (await side.make(templateID="tpl")).json()["sandboxID"]

@@ -10,8 +10,7 @@ import pytest
 from tests.unit.environments.judging import RIGHT, TASK, judge, on_machines
 
 from etude.environments import MachineGrader, exports_of, reference_exports, take_exports
-from etude.environments.grading.installed import installed
-from etude.environments.grading.verifier import _judged
+from etude.environments.grading.verifier import _judged, installed
 from etude.records.exports import STATE
 from etude.records.rollout import Boundary, Graded, Invalid
 from etude.records.task import Answer, Trust, Verifier

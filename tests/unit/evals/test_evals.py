@@ -277,7 +277,7 @@ def test_another_kind_of_file_is_named(tmp_path: Path) -> None:
         read_rows(tmp_path / "x.parquet")
 
 
-@pytest.mark.parametrize("function", ["etude.evals:read_rows", "etude.dashboard.transcripts:_rows"])
+@pytest.mark.parametrize("function", ["etude.evals:read_rows", "etude.dashboard.report:_rows"])
 def test_reading_leaves_no_thread_that_could_abort_the_interpreter_at_its_end(
     tmp_path: Path, threads_left: Callable[[str, Path], int], function: str
 ) -> None:

@@ -14,7 +14,6 @@ from etude.experience.packing import paths, teaches, whole_samples
 from etude.experience.traces import read_index, read_trace, trace_path
 from etude.records import Completion, Graded, Trace
 from etude.records.reward import K1, SUBMITTED, Reward, Term
-from etude.records.rollout import Turn
 from etude.rewards import Composition
 
 
@@ -35,8 +34,8 @@ def test_the_order_of_the_groups_does_not_change_the_batch(kit):
 
 def test_in_a_branching_trace_each_sampled_token_is_in_the_loss_once(kit):
     stem = kit.chain([(0, 4)]).turns[0]
-    left = Turn(parent=0, prompt_ids=np.arange(2, dtype=np.int32), completion=kit.completion([(0, 5)], context=9))
-    right = Turn(parent=0, prompt_ids=np.arange(1, dtype=np.int32), completion=kit.completion([(0, 6)], context=8))
+    left = kit.turn(0, 2, kit.completion([(0, 5)], context=9))
+    right = kit.turn(0, 1, kit.completion([(0, 6)], context=8))
     first, second = paths(Trace((stem, left, right)))
     assert (first.mask.sum(), second.mask.sum()) == (9, 6)
     assert len(second.token_ids) == 3 + 4 + 1 + 6  # the stem is still context
@@ -123,7 +122,7 @@ NOTHING: dict[str, Any] = {"logprobs": np.zeros(0, np.float32), "spans": (), "ro
 def test_a_rollout_without_turns_and_one_that_sampled_nothing_are_consumed_and_count_in_the_baseline(
     kit: Any, tmp_path: Path, scheme: Any, beta: float
 ) -> None:
-    silent = Trace((Turn(parent=None, prompt_ids=np.arange(3, dtype=np.int32), completion=said_nothing(kit)),))
+    silent = Trace((kit.turn(None, 3, said_nothing(kit)),))
     group = kit.group("g000000", [0.0, 0.0, 1.0])
     finished = [
         msgspec.structs.replace(one, summary=kit.summary(one.rollout_id, trace))

@@ -8,7 +8,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.inference.foreign.repeats import BEGIN, JOINTS, MAX_KNOWN, MAX_LINES, Repeats
+from etude.inference.foreign.process import BEGIN, JOINTS, MAX_KNOWN, MAX_LINES, Repeats
 
 
 def passed(lines: list[str]) -> list[str]:

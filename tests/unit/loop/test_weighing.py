@@ -13,7 +13,7 @@ from etude.experience import Window
 from etude.experience.config import ExperienceConfig
 from etude.harness import HarnessConfig
 from etude.loop.config import RunConfig
-from etude.loop.weighing import TOKEN_BYTES, Weight, check_step
+from etude.loop.preflight import TOKEN_BYTES, Weight, check_step
 from etude.models.config import ModelConfig
 
 MODEL = ModelConfig(num_layers=48, num_experts=128, top_k=8)

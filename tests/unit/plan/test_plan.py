@@ -44,9 +44,8 @@ from etude.plan.arithmetic import (
     training_flops,
     weights_bytes,
 )
-from etude.plan.communication import dispatch_s, gathered_s, sharing_s
 from etude.plan.hardware import MATRIX_BYTES
-from etude.plan.planning import memory_of
+from etude.plan.planning import dispatch_s, gathered_s, memory_of, sharing_s
 from etude.records.adapter import AdapterConfig
 from etude.run import RunFolder
 from etude.training.config import LiveWeights, LoraOn

@@ -32,9 +32,8 @@ def completion(prompt: int, n: int, *, routes_start: int, spans=None) -> Complet
 
 def turn(parent, prompt_tokens, prompt_total, n, routes_start, spans=None) -> Turn:
     ids = np.arange(100, 100 + prompt_tokens, dtype=np.int32)
-    return Turn(
-        parent=parent, prompt_ids=ids, completion=completion(prompt_total, n, routes_start=routes_start, spans=spans)
-    )
+    done = completion(prompt_total, n, routes_start=routes_start, spans=spans)
+    return Turn(parent=parent, prompt_ids=ids, completion=done, sampling=Sampling(max_tokens=n, stop_token_ids=()))
 
 
 def test_a_completion_comes_back_the_same_in_both_forms():

@@ -1,8 +1,8 @@
-"""Many machines at once: warm forks by forecast on one host, placement over many hosts, and what a fleet would do.
+"""Many machines at once over many hosts: one runtime over several others, and the placement behind it.
 
-`WarmRuntime` stands before any runtime and has machines ready before they are asked for; `FleetRuntime` is one runtime
-over several. `Placement` decides where, pure and without I/O, for whoever has a fleet of their own; `simulate` runs it
-against hosts of measured costs.
+`FleetRuntime` is a `Runtime` over several others. `Placement` decides which host forks what, pure and without I/O, for
+whoever has a fleet of their own. A library for code that asks for it: no setting of a run leads here.
+`benchmarks.fleet_model` runs the placement against hosts of measured costs.
 
 >>> from etude.environments.burst import Capacity, Placement
 >>> placement = Placement()
@@ -13,32 +13,8 @@ against hosts of measured costs.
 128
 """
 
-from etude.environments.burst.calibrate import burst, measure
-from etude.environments.burst.fake import Measured
 from etude.environments.burst.fleet import FleetHost, FleetRuntime
-from etude.environments.burst.forecast import Forecast
 from etude.environments.burst.hosts import Capacity, Need
-from etude.environments.burst.lease import Lease
-from etude.environments.burst.placement import Placement
-from etude.environments.burst.pressure import Ceilings
-from etude.environments.burst.scenario import Faults, Scenario
-from etude.environments.burst.simulate import simulate
-from etude.environments.burst.warm import WarmRuntime
+from etude.environments.burst.placement import Lease, Placement
 
-__all__ = [
-    "Capacity",
-    "Ceilings",
-    "Faults",
-    "FleetHost",
-    "FleetRuntime",
-    "Forecast",
-    "Lease",
-    "Measured",
-    "Need",
-    "Placement",
-    "Scenario",
-    "WarmRuntime",
-    "burst",
-    "measure",
-    "simulate",
-]
+__all__ = ["Capacity", "FleetHost", "FleetRuntime", "Lease", "Need", "Placement"]

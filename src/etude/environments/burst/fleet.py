@@ -10,24 +10,37 @@ their back: their state is gone, and whoever had one starts a new attempt by ano
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Unpack
 
 import msgspec
 
-from etude.environments.burst.batch import Batch
 from etude.environments.burst.choice import Costs
 from etude.environments.burst.hosts import Capacity, Need
-from etude.environments.burst.lent import Lent, closed, portable
-from etude.environments.burst.placement import Placement
-from etude.environments.burst.recipes import Recipe, Recipes
+from etude.environments.burst.placement import Batch, Placement
 from etude.errors import MachineError
-from etude.records.command import check_count
+from etude.records.command import ExecOptions, ExecResult, check_count
 from etude.records.image import Image
-from etude.seams import Machine, Runtime, RuntimeInfo
+from etude.seams import Machine, Portable, Runtime, RuntimeInfo
+
+
+def portable(runtime: Runtime) -> Portable:
+    """A runtime as one whose snapshots can leave it. `MachineError` for one that keeps them."""
+    if not isinstance(runtime, Portable):
+        facts = f"{runtime.info.name} machines stay where they are"
+        raise MachineError("states cannot leave this runtime", facts, hint="use a runtime that is `Portable`")
+    return runtime
+
+
+async def closed(machine: Machine) -> None:
+    """Close it, or find it gone."""
+    with contextlib.suppress(MachineError):
+        await machine.close()
 
 
 @dataclass
@@ -362,21 +375,113 @@ class FleetRuntime:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-class _Placed(Lent):
-    """A machine on a host. Lost with it, for good."""
+class _Placed:
+    """A `Machine` by another one, `inner`, on a host. Lost with the host, for good."""
 
     def __init__(self, machine: Machine, fleet: FleetRuntime, batch: Batch) -> None:
-        super().__init__(machine, self._end)
-        self._fleet, self._batch = fleet, batch
+        self.inner, self._fleet, self._batch = machine, fleet, batch
+        self._has_ended, self._lost = False, ""
+
+    async def exec(
+        self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
+    ) -> ExecResult:
+        """See `Machine.exec`."""
+        return await self._there().exec(argv, key=key, deadline_s=deadline_s, **options)
+
+    async def read(self, path: str, *, max_bytes: int = 1_048_576) -> bytes:
+        """See `Machine.read`."""
+        return await self._there().read(path, max_bytes=max_bytes)
+
+    async def write(self, path: str, data: bytes) -> None:
+        """See `Machine.write`."""
+        await self._there().write(path, data)
+
+    async def freeze(self) -> None:
+        """See `Machine.freeze`."""
+        await self._there().freeze()
 
     async def snapshot(self) -> str:
         """See `Machine.snapshot`. It can be forked on this machine's host only."""
-        return self._fleet._keep(self._batch.host, await super().snapshot())
+        return self._fleet._keep(self._batch.host, await self._there().snapshot())
 
-    def _end(self) -> None:
-        self._fleet._machines[self._batch.host].discard(self)
-        self._fleet._spawn(self._fleet._ended(self._batch.id, 1))
+    async def close(self) -> None:
+        """See `Machine.close`."""
+        try:
+            if not self._lost:
+                await self.inner.close()
+        finally:
+            if not self._has_ended:
+                self._has_ended = True
+                self._fleet._machines[self._batch.host].discard(self)
+                self._fleet._spawn(self._fleet._ended(self._batch.id, 1))
+
+    def lose(self, host: str) -> None:
+        """Every later call raises `MachineError`, even if the host comes back."""
+        self._lost = host
+
+    def _there(self) -> Machine:
+        if self._lost:
+            facts = f"host {self._lost} was silent past its lease"
+            raise MachineError("the machine is lost with its host", facts, hint="fork another one, as a new attempt")
+        return self.inner
 
 
 def _unprepared(error: Exception) -> MachineError:
     return MachineError("a host could not prepare a snapshot", str(error), hint="prepare it again")
+
+
+# ----------------------------------------------------------------------------------- what snapshots were prepared from
+
+
+MAX_BYTES = 256 << 20  # of all files
+MAX_RECIPES = 16_384
+
+
+@dataclass
+class Recipe:
+    """Of one snapshot. Without files and image where it is the state of a machine in use: there is no other."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    image: Image | None = None
+    on: dict[str, str] = field(default_factory=dict)  # host: the snapshot's id there
+    of_machine: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.files.values()))
+
+
+class Recipes:
+    """By the fleet's names of snapshots, least recently used first."""
+
+    def __init__(self) -> None:
+        self._recipes: OrderedDict[str, Recipe] = OrderedDict()
+        self._num_bytes = 0
+
+    def __iter__(self) -> Iterator[Recipe]:
+        return iter(self._recipes.values())
+
+    def get(self, snapshot: str) -> Recipe | None:
+        """One of them, used now."""
+        if snapshot in self._recipes:
+            self._recipes.move_to_end(snapshot)
+        return self._recipes.get(snapshot)
+
+    def put(self, snapshot: str, recipe: Recipe) -> Recipe:
+        """Keep it, in the place of another."""
+        self.drop(snapshot)
+        self._recipes[snapshot] = recipe
+        self._num_bytes += recipe.num_bytes
+        return recipe
+
+    def drop(self, snapshot: str) -> None:
+        """Idempotent."""
+        if (recipe := self._recipes.pop(snapshot, None)) is not None:
+            self._num_bytes -= recipe.num_bytes
+
+    def surplus(self) -> Iterator[str]:
+        """Names of those that are dropped now, because there is too much."""
+        while len(self._recipes) > 1 and (len(self._recipes) > MAX_RECIPES or self._num_bytes > MAX_BYTES):
+            snapshot = next(iter(self._recipes))
+            self.drop(snapshot)
+            yield snapshot

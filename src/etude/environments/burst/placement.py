@@ -20,13 +20,61 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from etude.environments.burst.batch import Batch, Review
 from etude.environments.burst.choice import Choice, Chooser, Costs
 from etude.environments.burst.hosts import Capacity, Copies, Host, Hosts, Need
 from etude.errors import MachineError
 
 _MOST_ATTEMPTS = 3  # at one group, beside each other
 _SPARE_ATTEMPTS = 64  # that there may be beside others, and one for ten batches that have not started
+
+
+@dataclass(frozen=True)
+class Batch:
+    """n machines that a host is to fork: an attempt at a group."""
+
+    id: int
+    group: int
+    attempt: int  # from 1 on
+    snapshot: str
+    host: str
+    n: int
+    need: Need  # of each
+    sources: tuple[
+        str, ...
+    ]  # hosts that the snapshot is copied from, the next where one does not send; (): it is there
+    placed_s: float
+    there_s: float  # when the host should have the snapshot
+    expected_s: float  # when it should have started
+
+
+@dataclass(frozen=True)
+class Review:
+    """What has to be done after a look at the clock."""
+
+    batches: tuple[Batch, ...] = ()  # new attempts at groups that have not started
+    lost: tuple[Batch, ...] = ()  # started, and gone with their host; n is what had not ended
+    hosts: tuple[str, ...] = ()  # that are lost
+
+
+class Lease:
+    """The host kills its machines itself when this has run out.
+
+    >>> lease = Lease(10.0, now_s=0.0)
+    >>> lease.answered(sent_s=4.0)
+    >>> lease.is_over(13.9), lease.is_over(14.0)
+    (False, True)
+    """
+
+    def __init__(self, lease_s: float, *, now_s: float) -> None:
+        self._lease_s, self.ends_s = lease_s, now_s + lease_s
+
+    def answered(self, *, sent_s: float) -> None:
+        """The heartbeat that was sent then was answered. What counts is when it was sent: it came later."""
+        self.ends_s = max(self.ends_s, sent_s + self._lease_s)
+
+    def is_over(self, now_s: float) -> bool:
+        """Whether nothing may run here any more."""
+        return now_s >= self.ends_s
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,11 @@ cannot reach.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import random
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import NamedTuple
@@ -27,13 +29,13 @@ import msgspec
 
 from etude.environments.grading.canaries import anywhere
 from etude.environments.grading.ground import LIBRARY, Ground, NotLaid, Work
-from etude.environments.grading.installed import installed
 from etude.environments.grading.python import Pythons
 from etude.environments.grading.reports import new_nonce
 from etude.environments.grading.verdicts import Broken, Refused, earned, one_line
 from etude.errors import MachineError
 from etude.records.command import ExecResult
 from etude.records.exports import CONFIGURATION
+from etude.records.image import Image
 from etude.records.rollout import Boundary, Graded
 from etude.records.task import Task, Trust, Verifier
 from etude.seams import Machine, Runtime
@@ -245,3 +247,34 @@ def _number(text: bytes) -> float | None:
     except (ValueError, UnicodeDecodeError):
         return None
     return number if math.isfinite(number) and 0.0 <= number <= 1.0 else None
+
+
+# ------------------------------------------------------------------------------------------ modules that the image has
+# A new file named as a module that the verifier imports would be found in its place. So a machine of the image is asked
+# which modules there are. What the image has under such a name in the working folder is the task's own.
+
+
+_BYTES = 4 << 20
+_LIST = """import json, os, pkgutil, sys
+here = os.path.realpath(os.getcwd())
+away = [p for p in sys.path if p and not (os.path.realpath(p) + os.sep).startswith(here + os.sep)]
+there, own = ({m[1] for m in pkgutil.iter_modules(paths)} for paths in (away, sys.argv[1:]))
+print(json.dumps(sorted(there - own)))"""
+_LEFT_OUT = sys.stdlib_module_names | {"test", "tests"}  # known without asking; anybody's own
+
+
+async def installed(runtime: Runtime, image: Image | None, folders: Collection[str], python: str) -> frozenset[str]:
+    """Names of modules that new files in these folders could hide. None where there is no Python to import any.
+    Raises `MachineError`."""
+    [machine] = await runtime.fork(await runtime.prepare({}, image=image), 1)
+    try:
+        argv = [python, "-c", _LIST, *sorted(folders)]
+        listed = await machine.exec(argv, key="installed", deadline_s=60.0, output_bytes=_BYTES)
+    finally:
+        await machine.close()
+    if listed.timed_out:
+        raise MachineError("the modules of a task's machine were not listed", "not within 60 s", hint="grade again")
+    try:
+        return frozenset(json.loads(listed.output)) - _LEFT_OUT if listed.exit_code == 0 else frozenset()
+    except (ValueError, TypeError):
+        return frozenset()  # a Python that says something else beside

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from etude.environments.agent import AgentMachine, Channel, program
 from etude.environments.agent.channel import Lost
 from etude.environments.config import MachineLimits, require_bound
 from etude.environments.gvisor.bundle import WORK, config, make_image_root, make_root
-from etude.environments.gvisor.folder import room
 from etude.environments.gvisor.groups import Groups
 from etude.environments.gvisor.sandbox import Sandbox, memory_overlay, probe_platform, require_runsc
 from etude.environments.namespace.images import State, state_in
@@ -268,3 +268,20 @@ async def _undo(forking: list[asyncio.Task[AgentMachine]]) -> None:
         if isinstance(result, AgentMachine):
             with contextlib.suppress(MachineError):
                 await result.close()
+
+
+# ------------------------------------------------------------------------------------------------- a disk without room
+
+
+@contextlib.contextmanager
+def room(*made: Path) -> Iterator[None]:
+    """What cannot be written inside is a `MachineError`; whatever goes wrong, these folders are gone again."""
+    try:
+        yield
+    except BaseException as error:
+        for folder in made:
+            shutil.rmtree(folder, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
+        hint = "make room in the folder for temporary files, or set TMPDIR to one that has some"
+        raise MachineError("no room for a sandbox", str(error), hint=hint) from None

@@ -25,14 +25,15 @@ import hashlib
 import os
 import re
 import secrets
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from etude.environments.images import listing
-from etude.environments.images.copying import copy_entries
 from etude.environments.images.limits import ImageLimits
+from etude.environments.images.listing import Entry
+from etude.environments.images.openat import open_in
 from etude.environments.images.records import ImageRecord
 from etude.environments.images.tree import Tree, remove_below
 from etude.errors import InputError, StoreError, nearest
@@ -375,3 +376,21 @@ def _on_disk(path: Path, refusals: Collection[int] = _REFUSALS) -> Iterator[None
         else:
             raise
         raise StoreError(f"no image can be kept in {path}", str(error), hint=hint) from None
+
+
+# ----------------------------------------------------------------------------------------------- one tree into another
+
+
+def copy_entries(source: int, entries: Iterable[Entry], tree: Tree) -> None:
+    """Make what `entries` list of the tree in the open folder `source`, owners and permissions included."""
+    for entry in sorted(entries, key=lambda e: e.path.count("/") if e.path else -1):
+        if entry.kind == "d":
+            tree.folder(entry.path, entry.owner)
+        elif entry.kind == "l":
+            tree.link(entry.path, entry.content, entry.owner)
+        else:
+            fd = open_in(source, entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, follow=False)
+            try:
+                tree.copy(entry.path, entry.owner, fd)
+            finally:
+                os.close(fd)

@@ -10,25 +10,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from etude.environments.agent import program
+from etude.environments.agent import AgentMachine, Channel, program
 from etude.environments.agent.channel import Lost
 from etude.environments.bounded import Bounded
 from etude.environments.config import MachineLimits
 from etude.environments.microvm import overlay, snapshots
 from etude.environments.microvm import packed as packing
-from etude.environments.microvm.base import boot
+from etude.environments.microvm.base import Base, boot
 from etude.environments.microvm.guests import GuestImage, booting_of, users_of
 from etude.environments.microvm.image import find
-from etude.environments.microvm.machine import Guest
 from etude.environments.microvm.probe import Accelerator, probe
-from etude.environments.microvm.qemu import require_qemu
+from etude.environments.microvm.qemu import NUDGE_S, Qemu, require_qemu
 from etude.environments.microvm.snapshots import Snapshot
-from etude.environments.microvm.spares import Spares
 from etude.environments.namespace.snapshots import tree
 from etude.errors import MachineError
 from etude.records.command import check_count
@@ -266,3 +266,117 @@ async def _undo(forking: list[asyncio.Task[Guest]]) -> None:
         if isinstance(result, Guest):
             with contextlib.suppress(MachineError):
                 await result.machine.close()
+
+
+# --------------------------------------------------------------------------------------------------------- spare QEMUs
+
+
+class Spares:
+    """Up to `count` of one base, made anew beside what goes on."""
+
+    def __init__(self, base: Base, count: int) -> None:
+        self.base, self._count = base, count
+        self._waiting: deque[Qemu] = deque()
+        self._filling: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def take(self) -> Qemu:
+        """One that waits, or a new one. It is replaced by the next `fill`. Raises `MachineError`."""
+        while self._waiting:
+            guest = self._waiting.popleft()
+            if guest.process.is_alive:
+                return guest
+            await guest.close()
+        return await self._spawn()
+
+    def fill(self) -> None:
+        """Have missing ones made."""
+        if not self._closed and (self._filling is None or self._filling.done()):
+            self._filling = asyncio.create_task(self._fill())
+
+    async def filled(self) -> None:
+        """Wait until none is missing."""
+        self.fill()
+        if self._filling is not None:
+            await asyncio.shield(self._filling)
+
+    async def _fill(self) -> None:
+        with contextlib.suppress(MachineError):  # whoever needs one will meet the reason
+            while len(self._waiting) < self._count and not self._closed:
+                self._waiting.append(await self._spawn())
+
+    async def _spawn(self) -> Qemu:
+        guest = Qemu(self.base.hardware, self.base.ram)
+        try:
+            await guest.connect()
+        except BaseException:
+            await guest.close()
+            raise
+        return guest
+
+    async def close(self) -> None:
+        """End those that wait. Idempotent."""
+        self._closed = True
+        if self._filling is not None:
+            self._filling.cancel()
+            await asyncio.wait([self._filling])
+        waiting, self._waiting = self._waiting, deque()
+        await asyncio.gather(*(guest.close() for guest in waiting))
+
+
+# ---------------------------------------------------------------------------------------------- one guest as a Machine
+
+
+_QUIET_S = 20.0
+_NOTHING = 1 << 20  # bytes on a disk that is full
+
+
+class Guest:
+    """A running guest: its QEMU, and `machine`, which is how it is used. Closing the machine ends it."""
+
+    def __init__(
+        self,
+        qemu: Qemu,
+        image: str,
+        *,
+        after: bytes,
+        env: Mapping[str, str],
+        users: Sequence[str],
+        keep: Callable[[Snapshot], str],
+        ended: Callable[[Guest], None],
+    ) -> None:
+        self.qemu, self._image, self._keep, self._ended = qemu, image, keep, ended
+        self._channel = Channel(os.dup(qemu.channel.fileno()), after=after, nudge_s=NUDGE_S)
+        self._turn = asyncio.Lock()
+        self.machine = AgentMachine(
+            self._channel, env=env, users=users, snapshot=self._snapshot, end=self._end, blame=self._blame, used=True
+        )
+
+    async def take(self) -> Snapshot:
+        """Its state, memory and disk, between two frames of the channel. `Lost` where it is gone, `MachineError`."""
+        async with self._turn, self._channel.held(_QUIET_S):
+            return await snapshots.take(self.qemu, self._image)
+
+    async def go_on(self) -> None:
+        """Try again what its disk had no room for: QEMU stops it then. Nothing for one that runs or is gone."""
+        async with self._turn:
+            with contextlib.suppress(MachineError):
+                await (await self.qemu.connect()).execute("cont")
+
+    async def _snapshot(self, machine: AgentMachine) -> str:
+        return self._keep(await self.take())
+
+    def _blame(self) -> str:
+        """No answer comes. A guest can end or hang by what runs in it, and nothing but its end is owed to it; but one
+        whose writes find no room on the host stands still."""
+        full = overlay.free_bytes(self.qemu.disk) < _NOTHING
+        self.qemu.process.kill()
+        if full:
+            return f"the host's disk is full: {overlay.ROOM}"
+        return "" if self._channel.is_up else f"it was restored and said nothing: {self.qemu.process.said()}"
+
+    async def _end(self) -> None:
+        self._ended(self)
+        self.qemu.process.kill()
+        async with self._turn:  # what is being copied of it must not be closed
+            await self.qemu.close()

@@ -27,17 +27,16 @@ from etude.environments.agent import commands as agents
 from etude.environments.agent.channel import Channel, Lost
 from etude.environments.commands import Commands
 from etude.environments.fair_time import PATIENCE, FairClock, fairly, of_group
-from etude.environments.namespace.feed import feed
 from etude.environments.namespace.guest import files, python, wire
 from etude.environments.namespace.guest.packets import CONTINUE_ALL, END_ALL, ERRORS_APART, INPUT_GIVEN, STOP_ALL
 from etude.environments.namespace.guest.syscalls import acting_on_files_as
 from etude.environments.namespace.guest.tools import BROKEN_EXIT, ENVIRONMENT, request
 from etude.environments.namespace.launcher import Ended, LauncherProcess, Made
-from etude.environments.namespace.output import Output
 from etude.environments.network.inside import listen_inside
+from etude.environments.output import Capped
 from etude.environments.paths import inside
 from etude.errors import MachineError
-from etude.records.command import Command, ExecOptions, ExecResult, check_max_bytes
+from etude.records.command import Command, ExecOptions, ExecResult, Printed, Tell, check_max_bytes
 
 T = TypeVar("T")
 _SLACK_S = 5.0  # what the runner may take to end a command after its deadline, before the machine itself is killed
@@ -406,3 +405,90 @@ def _number_of(pidfd: int) -> int:
     """A process's number, as this process sees it; -1 when it is gone."""
     lines = Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pid:"))
+
+
+# -------------------------------------------------------------------------------------------------- a command's output
+
+
+_CHUNK_BYTES = 65_536
+_PIPE_CHUNKS = 4  # more than a pipe holds
+
+
+class Output(Capped):
+    """Fills itself from the reading ends of pipes, a chunk each time the event loop comes by, so that a flood from one
+    command takes turns with everything else. `tell` gets every byte as well, under its pipe's number: 1, 2."""
+
+    def __init__(self, pipes: Sequence[int], limit: int, tell: Tell | None = None) -> None:
+        super().__init__(limit)
+        self._loop, self._tell = asyncio.get_running_loop(), tell
+        self._open = dict(enumerate(pipes, start=1))
+        self._ended = False
+        for number, pipe in self._open.items():
+            os.set_blocking(pipe, False)
+            self._loop.add_reader(pipe, self._more, number)
+
+    def _more(self, number: int) -> bool:
+        try:
+            data = os.read(self._open[number], _CHUNK_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._let_go(number)
+        elif not self._ended:
+            self.add(data)
+            if self._tell is not None:
+                self._tell(Printed(number, data))
+        return bool(data)
+
+    def end(self) -> bool:
+        """Take what is there now that the command has ended. True when something that it left behind can still write:
+        then the pipe is emptied, into nothing, until that ends or `close` is called."""
+        for number in list(self._open):
+            for _ in range(_PIPE_CHUNKS):
+                if not self._more(number):
+                    break
+        self._ended = True
+        return bool(self._open)
+
+    def close(self) -> None:
+        """Stop reading. Idempotent."""
+        for number in list(self._open):
+            self._let_go(number)
+
+    def _let_go(self, number: int) -> None:
+        pipe = self._open.pop(number)
+        self._loop.remove_reader(pipe)
+        os.close(pipe)
+
+
+# ------------------------------------------------------------------------------------------ a command's standard input
+
+
+async def feed(pipe: int, parts: AsyncIterable[bytes]) -> None:
+    """Write each part into a pipe as it has room; close it at their end, or once nobody reads it any more."""
+    os.set_blocking(pipe, False)
+    try:
+        with contextlib.suppress(BrokenPipeError):
+            async for part in parts:
+                await _write(pipe, memoryview(part))
+    finally:
+        os.close(pipe)
+
+
+async def _write(pipe: int, view: memoryview) -> None:
+    while view:
+        try:
+            view = view[os.write(pipe, view) :]
+        except BlockingIOError:
+            await _room(pipe)
+
+
+async def _room(pipe: int) -> None:
+    """Ends with the command: whoever runs it cancels this."""
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_writer(pipe, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_writer(pipe)

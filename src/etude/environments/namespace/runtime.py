@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -27,9 +27,8 @@ from etude.environments.namespace.guest.confine import user_of
 from etude.environments.namespace.guest.overlay import COPIED, NUM_IDS
 from etude.environments.namespace.guest.root import SHARED
 from etude.environments.namespace.images import ImageMachine, State, launcher_facts, state_in
-from etude.environments.namespace.launcher import Blank, LauncherProcess
+from etude.environments.namespace.launcher import Blank, LauncherProcess, abandon_blank
 from etude.environments.namespace.machine import USERS, WITH_ROOT, NamespaceMachine
-from etude.environments.namespace.pool import Pool
 from etude.environments.namespace.snapshots import Snapshots
 from etude.environments.namespace.starting import default_python
 from etude.errors import MachineError
@@ -356,3 +355,58 @@ def probe() -> None:
             await runtime.close()
 
     asyncio.run(try_one())
+
+
+# -------------------------------------------------------------------------------------- a pool of machines of one kind
+
+
+class Pool:
+    """Blank machines from one launcher, which is started again after it has died. At most `spare` are kept ready."""
+
+    def __init__(
+        self, start: Callable[[], LauncherProcess], *, spare: int, release: Callable[[], None] = lambda: None
+    ) -> None:
+        self._start, self._spare, self._release = start, spare, release
+        self._ready: deque[Blank] = deque()
+        self.launcher = start()
+
+    def revive(self) -> bool:
+        """Have a living launcher; True when it is a new one, and every machine of the old one is gone."""
+        if self.launcher.failure is None:
+            return False
+        self._abandon()
+        self.launcher.wait()
+        self.launcher = self._start()
+        return True
+
+    def take(self, n: int) -> list[Blank]:
+        """n machines to be, of the launcher there is now."""
+        missing = n - len(self._ready)
+        if missing > 0:
+            self._ready.extend(self.launcher.spawn(missing))
+        return [self._ready.popleft() for _ in range(n)]
+
+    def give_back(self, blank: Blank) -> None:
+        """A machine that was taken and not used."""
+        self._ready.append(blank)
+
+    def refill(self) -> None:
+        """Have machines made for whatever comes next."""
+        missing = self._spare - len(self._ready)
+        if missing > 0:
+            self._ready.extend(self.launcher.spawn(missing))
+
+    def hang_up(self) -> None:
+        """End every machine; `wait` tells when they are gone."""
+        self.launcher.hang_up()
+        self._abandon()
+
+    async def wait(self) -> None:
+        """Wait, after `hang_up`, until no process, mount and control group is left; then `release`."""
+        await asyncio.to_thread(self.launcher.wait)
+        self._release()
+
+    def _abandon(self) -> None:
+        for blank in self._ready:
+            abandon_blank(blank)
+        self._ready.clear()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -22,8 +23,10 @@ from etude.environments.remote.files import Files
 from etude.environments.remote.processes import Process
 from etude.environments.remote.refusal import Refused
 from etude.environments.remote.sandboxes import Box, Boxes
-from etude.environments.remote.terminal import in_terminal, resize
+from etude.environments.remote.shells import quoted
 from etude.environments.remote.watch import Watch
+from etude.errors import MachineError
+from etude.seams import Machine
 
 T = TypeVar("T")
 _KEEPALIVE = "keepalive-ping-interval"
@@ -294,3 +297,47 @@ async def _give(process: Process, given: m.Input, offset: int | None) -> None:
 def _every_s(request: Request) -> float:
     text = request.headers.get(_KEEPALIVE, "")
     return float(min(max(int(text), 1), 3600)) if text.isascii() and text.isdigit() and len(text) < 6 else 90.0
+
+
+# ---------------------------------------------------------------------------------------------- commands in a terminal
+# The seam of machines has no terminals: util-linux's `script` makes one in the machine, `stty` sets its size. Both and
+# `/dev/ptmx` are needed; where one is missing, the command ends with 127 and says so.
+
+
+_MAX_SIDE = 10_000
+_START: Final = """command -v script >/dev/null || { echo 'no terminal: this machine has no `script`'; exit 127; }
+[ -c /dev/ptmx ] || { echo 'no terminal: this machine has no /dev/ptmx'; exit 127; }
+exec script -q -e -f -c "$1" /dev/null"""
+_INSIDE: Final = 'tty > "$ETUDE_TTY"; stty rows "$ETUDE_ROWS" cols "$ETUDE_COLS"; '
+_RESIZE: Final = """n=0; until [ -s "$1" ] || [ $n -ge 50 ]; do n=$((n + 1)); sleep 0.1; done
+exec stty -F "$(cat -- "$1")" rows "$2" cols "$3\""""
+
+
+def in_terminal(asked: m.Start) -> m.Start:
+    """The same request as one that `Machine.exec` can run."""
+    assert asked.pty is not None, "asks for a terminal"
+    size, config = asked.pty.size, asked.process
+    _check(size)
+    note = f"/tmp/.etude-tty-{secrets.token_hex(8)}"
+    env = {"ETUDE_TTY": note, "ETUDE_ROWS": str(size.rows), "ETUDE_COLS": str(size.cols)}
+    program = _INSIDE + "exec " + " ".join(quoted(word) for word in [config.cmd, *config.args])
+    process = m.Config(cmd="sh", args=["-c", _START, "sh", program], envs={**config.envs, **env}, cwd=config.cwd)
+    return msgspec.structs.replace(asked, process=process, stdin=True)
+
+
+async def resize(machine: Machine, process: Process, size: m.Size) -> None:
+    """Tell the terminal, which tells who runs in it. Raises `RpcError`."""
+    _check(size)
+    note = process.asked.process.envs["ETUDE_TTY"]
+    words = ["sh", "-c", _RESIZE, "sh", note, str(size.rows), str(size.cols)]
+    try:
+        done = await machine.exec(words, key=f"tty-{secrets.token_hex(8)}", deadline_s=10.0, user=process.user)
+    except MachineError as error:
+        raise RpcError(Code.UNAVAILABLE, error.what, hint=error.hint) from None
+    if done.exit_code:
+        raise RpcError(Code.FAILED_PRECONDITION, done.output[:200].decode(errors="replace"), hint="try again")
+
+
+def _check(size: m.Size) -> None:
+    if not (0 < size.rows <= _MAX_SIDE and 0 < size.cols <= _MAX_SIDE):
+        raise RpcError(Code.INVALID_ARGUMENT, f"a terminal of {size.rows} rows and {size.cols} columns")

@@ -5,16 +5,14 @@ from __future__ import annotations
 import secrets
 import time
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from etude.environments.output import Capped
 from etude.environments.remote import messages as m
 from etude.environments.remote.connect import Code, RpcError
 from etude.environments.remote.service import Service
 from etude.records.command import ExecResult, Printed, Started, Tell
-
-if TYPE_CHECKING:
-    from etude.environments.remote.machine import RemoteMachine
+from etude.seams import Machine
 
 _NOT_FOUND: Final = ("executable file not found", "no such file or directory")
 _SIGNALS: Final = {"signal: killed": 137, "signal: terminated": 143, "signal: interrupt": 130, "signal: hangup": 129}
@@ -101,6 +99,6 @@ async def check_links(service: Service, name: str, max_bytes: int) -> str:
     return str(place)
 
 
-async def kill_all(machine: RemoteMachine) -> None:
+async def kill_all(machine: Machine) -> None:
     """Kill what the machine's user runs."""
     await machine.exec(["sh", "-c", "kill -9 -1"], key=f"freeze-{secrets.token_hex(8)}", deadline_s=20.0)

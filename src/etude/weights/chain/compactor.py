@@ -8,6 +8,8 @@ nobody has to trust it, since the target's own digests prove the result.
 
 A tensor that a step replaced whole, or changed so densely that a list would be longer, is whole over that step, too:
 whole after anything is whole. Knows nothing of who publishes and who reads.
+
+Library only: no process of a run starts a compactor. Whoever wants one calls `Compactor.step` in a process of its own.
 """
 
 from __future__ import annotations

@@ -9,6 +9,9 @@ Over several deltas at once lists are merged, for which one object's tensors (`o
 time; so they are from an anchor, and those of packed 4 bits are unpacked one object at a time, always. A tensor that
 comes whole becomes a list against the live one, where that is the shorter; else it is in the update as it is, and at
 the start that may be all of them.
+
+Library only: the engines of a run follow by `FollowerProcess`, or `PartFollower` in vLLM. It is for your own engine
+(docs/guides/weights-alone.md).
 """
 
 from __future__ import annotations

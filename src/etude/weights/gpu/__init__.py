@@ -1,7 +1,7 @@
 """Deltas from and into device memory: what the CPU's kernels do, over torch tensors where they are, to the same bytes.
 
 For a trainer that publishes from its GPUs, and an engine that is kept at the head in its own. Needs torch and Triton,
-and is imported only by whoever asks for it: `etude.weights` itself knows nothing of either.
+and is library only: no process of a run imports it, and `etude.weights` itself knows nothing of either.
 
     delta = encode(new, old, specs)               # on the trainer: lists go to the host, no snapshot does
     update = prepare(delta, specs, live)          # on the engine, before the pause: all that takes time or can fail

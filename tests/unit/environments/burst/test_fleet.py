@@ -139,6 +139,27 @@ def test_who_waits_for_room_is_told_so_and_goes_on_when_there_is_some():
     on(test)
 
 
+def test_callers_wait_in_the_order_they_came_and_nobody_overtakes():
+    async def test(fleet):
+        snapshot = await fleet.fleet.prepare(FILES)
+        held = await fleet.fleet.fork(snapshot, 16)
+        on_a = [machine for machine in held if machine._batch.host == "a"]
+        many = asyncio.create_task(fleet.fleet.fork(snapshot, 4))
+        await asyncio.sleep(0)
+        one = asyncio.create_task(fleet.fleet.fork(snapshot, 1))
+        await on_a[0].close()  # room for one
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not one.done()
+        await asyncio.gather(*(machine.close() for machine in on_a[1:4]))
+        assert len(await many) == 4
+        assert not one.done()
+        await on_a[4].close()
+        assert len(await one) == 1
+
+    on(test)
+
+
 def test_a_snapshot_of_a_machine_in_use_is_forked_on_its_host_and_lost_with_it():
     async def test(fleet):
         [machine] = await fleet.fleet.fork(await fleet.fleet.prepare(FILES), 1)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.environments.burst import Capacity, Lease, Need, Placement
-from etude.environments.burst.batch import Batch
+from etude.environments.burst.placement import Batch
 from etude.errors import MachineError
 
 GIB = 1 << 30

@@ -7,15 +7,10 @@ import random
 
 import pytest
 
-from etude.environments.burst import Capacity, FleetHost, FleetRuntime, Forecast, Need, WarmRuntime
-from etude.environments.burst.pressure import Pressure
+from etude.environments.burst import Capacity, FleetHost, FleetRuntime, Need
 from etude.errors import MachineError
 from etude.seams import Machine, Runtime, RuntimeInfo
 from etude.testing import MemoryRuntime
-
-SHORT, IDLE = (
-    Pressure(load_per_core=0.1, available_bytes=available, processes=0.01) for available in (1 << 20, 1 << 40)
-)
 
 
 class Flaky:
@@ -52,38 +47,6 @@ async def customer(runtime: Runtime, snapshots: list[str], rng: random.Random) -
         for machine in machines:
             await asyncio.sleep(0)
             await machine.close()
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_warm_forks_are_all_accounted_for(seed):
-    async def main():
-        rng, now_s, flaky = random.Random(seed), 0.0, Flaky(random.Random(seed))
-        warm = WarmRuntime(
-            flaky,
-            max_machines=12,
-            spares=6,
-            forecast=Forecast(lead_s=0.5, quantile=0.9),
-            read=lambda: SHORT if rng.random() < 0.2 else IDLE,
-            clock=lambda: now_s,
-            tick_s=1e-3,
-        )
-        snapshots = [await warm.prepare({name: b""}) for name in "abc"]
-        customers = [asyncio.create_task(customer(warm, snapshots, random.Random(100 * seed + i))) for i in range(8)]
-        async with asyncio.timeout(30):
-            while not all(task.done() for task in customers):
-                now_s += 0.01
-                await asyncio.sleep(0)
-                await warm.tend()
-                assert flaky.alive() <= 12 + 6  # what was let go may not have ended yet
-        await asyncio.gather(*customers)
-        counts = warm.counts
-        assert (counts.alive, counts.waiting) == (0, 0)
-        now_s += 1e4
-        await warm.tend()
-        await warm.close()
-        assert flaky.alive() == 0
-
-    asyncio.run(main())
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from tests.unit.environments.images.archives import files_of, tar_of
 
 from etude.environments.images import BadSource, ImageLimits, ImageRecord, ImageStore
-from etude.environments.images.building import build_from_dockerfile
+from etude.environments.images.building import build_from_dockerfile, ignored
 from etude.environments.images.dockerfile import INSTRUCTIONS, parse
 from etude.environments.images.dockerfile_words import expand, pairs, unsupported, words_of
-from etude.environments.images.ignore import ignored
 from etude.errors import InputError, MachineError, StoreError
 
 LIMITS = ImageLimits()
@@ -367,7 +366,7 @@ def test_an_ignore_pattern_means_what_trying_everything_finds(pattern: str, path
 )
 def test_no_ignore_pattern_takes_long(pattern: str) -> None:
     paths = ["a" * 250, "a/" * 120 + "c", "/".join(["a" * 200] * 5) + "/c"]
-    code = f"from etude.environments.images.ignore import ignored\nprint([*map(ignored({pattern!r}), {paths!r})])"
+    code = f"from etude.environments.images.building import ignored\nprint([*map(ignored({pattern!r}), {paths!r})])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=True, text=True)
     assert found.stdout.startswith("[")
 

@@ -15,8 +15,8 @@ import torch
 from etude.errors import EngineError
 from etude.inference.config import EngineConfig
 from etude.inference.foreign.engine import ForeignEngine
-from etude.inference.sglang.follow import SglangFollowing
 from etude.inference.sglang.process import SglangCalls
+from etude.inference.sglang.server import SglangFollowing
 from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
 from etude.records.completion import Version
 from etude.stores import MemoryStore

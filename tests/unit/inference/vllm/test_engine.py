@@ -19,8 +19,8 @@ from etude.inference.config import EngineConfig
 from etude.inference.errors import EngineBusy, EngineLate
 from etude.inference.foreign.engine import ForeignEngine
 from etude.inference.foreign.serving import require_routes
-from etude.inference.vllm.follow import VllmFollowing
 from etude.inference.vllm.process import VllmCalls
+from etude.inference.vllm.server import VllmFollowing
 from etude.models.config import ModelConfig
 from etude.records.completion import Completion, CompletionRequest, Sampling, Version
 from etude.stores import MemoryStore

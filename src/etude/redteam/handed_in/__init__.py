@@ -1,0 +1,16 @@
+"""Cheats that are handed in: files that attack whoever grades them. Each is what an agent would write in earnest."""
+
+from etude.redteam.cheat import Cheat
+from etude.redteam.handed_in.code import clock, endings, exhausting, state
+from etude.redteam.handed_in.equality import equality
+from etude.redteam.handed_in.files import preload, rewards, tests
+from etude.redteam.handed_in.reports import forgery
+from etude.redteam.handed_in.second import second_look
+
+HANDED_IN: tuple[Cheat, ...] = (
+    *endings(), *equality(), *forgery(), *tests(), *preload(), *rewards(), *clock(), *state(), *exhausting(),
+    *second_look(),
+)  # fmt: skip
+"""Every cheat that is handed in."""
+
+__all__ = ["HANDED_IN"]

@@ -1,0 +1,233 @@
+"""The parity probe: can a program tell two kinds of machine apart, and by what?
+
+Machines of both kinds are made in random order, one at a time, and the same program lists what it sees in each
+(`programs.look`). A detector is trained on some and asked about the others (k folds): decision stumps chosen and
+weighted by boosting, which is weak enough to be honest about twenty machines a side and says which facts it used.
+The AUC is 0.5 when nothing tells them apart, 1.0 when everything does. What labels dealt at random give, refitted
+every time, is the interval that an AUC has to leave to mean anything; how far it may lie from that of many more such
+machines is Wilson's interval over as many pairs as there are machines of a kind, which leans to the wide side.
+
+A fact that differs in every single machine (a boot id) cannot be learned and is no giveaway by itself; a number that
+only grows with time is not one either, as both kinds are made in turns.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from etude.errors import MachineError
+from etude.redteam.stage import programs
+from etude.seams import Runtime
+
+Seen = Mapping[str, float | str]
+_LOOK_S = 300.0
+_ROUNDS, _FOLDS = 8, 5
+
+
+class Giveaway(msgspec.Struct, frozen=True):
+    """A fact that tells the two kinds apart by itself. `auc` is its own, from 0.5."""
+
+    fact: str
+    auc: float
+    of_a: str  # its most frequent value, or median
+    of_b: str
+
+
+class Parity(msgspec.Struct, frozen=True, kw_only=True):
+    """How well two kinds of machine are told apart."""
+
+    a: str
+    b: str
+    num_machines: int  # of each kind
+    auc: float  # of the detector, on machines that it was not trained on
+    interval: tuple[float, float]  # 95 %, of the AUC that many more machines would give
+    chance: tuple[float, float]  # 95 % of the AUCs with labels dealt at random
+    giveaways: tuple[Giveaway, ...]
+
+    @property
+    def told_apart(self) -> bool:
+        """Whether the AUC is above what chance gives."""
+        return self.auc > self.chance[1]
+
+
+async def probe_parity(
+    a: Runtime, b: Runtime, *, num_machines: int = 20, names: tuple[str, str] = ("", ""), seed: int = 0
+) -> Parity:
+    """Make that many machines of each, in random order, and train a detector. Raises `MachineError`."""
+    seen = await look_at((a, b), num_machines=num_machines, seed=seed)
+    return compare(seen[0], seen[1], names=(names[0] or a.info.name, names[1] or b.info.name), seed=seed)
+
+
+async def look_at(runtimes: Sequence[Runtime], *, num_machines: int, seed: int = 0) -> list[list[Seen]]:
+    """What is seen in that many machines of each runtime, all of them made in random order. Raises `MachineError`."""
+    seen: list[list[Seen]] = [[] for _ in runtimes]
+    for kind in np.random.default_rng(seed).permutation([*range(len(runtimes))] * num_machines):
+        seen[kind].append(await _look(runtimes[kind]))
+    return seen
+
+
+def compare(a: Sequence[Seen], b: Sequence[Seen], *, names: tuple[str, str], seed: int = 0) -> Parity:
+    """How well a detector tells two kinds apart by what was seen in as many machines of each."""
+    seen, labels = [*a, *b], np.array([0] * len(a) + [1] * len(b))
+    table = Table.of(seen)
+    auc, chance = judged(table.values, labels, seed=seed)
+    low, high = wilson(auc, min(len(a), len(b)))
+    return Parity(
+        a=names[0],
+        b=names[1],
+        num_machines=min(len(a), len(b)),
+        auc=round(auc, 4),
+        interval=(round(low, 4), round(high, 4)),
+        chance=(round(chance[0], 4), round(chance[1], 4)),
+        giveaways=tuple(_giveaways(seen, table, labels)),
+    )
+
+
+def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
+    """The 95 % interval of a share that was found among so many.
+
+    >>> tuple(round(end, 2) for end in wilson(1.0, 20))
+    (0.84, 1.0)
+    """
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * np.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
+    return float(max(0.0, middle - half)), float(min(1.0, middle + half))
+
+
+async def _look(runtime: Runtime) -> Seen:
+    [machine] = await runtime.fork(await runtime.prepare(programs()), 1)
+    try:
+        command = ["python3", "-m", "programs", "look", "look", json.dumps({})]
+        result = await machine.exec(command, key="look", deadline_s=_LOOK_S, output_bytes=1 << 20)
+    finally:
+        await machine.close()
+    for line in result.output.splitlines():
+        if line.startswith(b"SEEN "):
+            seen: Seen = json.loads(line[5:])
+            return seen
+    end = f"at its deadline of {_LOOK_S:g} s" if result.timed_out else f"with exit code {result.exit_code}"
+    facts = f"{runtime.info.name}: its program ended {end}: {result.output[-300:].decode(errors='replace')}"
+    raise MachineError("a machine did not say what it sees", facts, hint="it needs a python3 of 3.10 or later")
+
+
+@dataclass(frozen=True)
+class Table:
+    """What was seen, as numbers. Texts become one column for each value that two machines share."""
+
+    columns: tuple[str, ...]  # [F] "uptime", "file.vendor=QEMU"
+    values: npt.NDArray[np.float64]  # [N, F]
+
+    @classmethod
+    def of(cls, seen: Sequence[Seen]) -> Table:
+        """
+        >>> Table.of([{"os": "a", "n": 1}, {"os": "a", "n": 2}, {"os": "b", "n": 3}]).columns
+        ('n', 'os=a', 'os=absent')
+        """
+        columns: dict[str, npt.NDArray[np.float64]] = {}
+        for name in sorted({name for one in seen for name in one}):
+            values = [one.get(name, "absent") for one in seen]
+            if all(isinstance(value, int | float) for value in values):
+                columns[name] = np.array(values, np.float64)
+                continue
+            texts = [str(value) for value in values]
+            for value in sorted({*texts, "absent"}):
+                if texts.count(value) > 1 or value == "absent":
+                    columns[f"{name}={value}"] = np.array([text == value for text in texts], np.float64)
+        return cls(tuple(columns), np.stack(list(columns.values()), axis=1))
+
+
+def judged(
+    values: npt.NDArray[Any], labels: npt.NDArray[Any], *, seed: int = 0, deals: int = 100
+) -> tuple[float, tuple[float, float]]:
+    """The AUC of the detector on machines it did not see, and the 95 % interval of AUCs by labels dealt at random.
+
+    values [N, F] float, labels [N] 0 or 1.
+    """
+    rng = np.random.default_rng(seed)
+    dealt = [_cross_validated(values, rng.permutation(labels), rng) for _ in range(deals)]
+    low, high = np.quantile(dealt, [0.025, 0.975])
+    return _cross_validated(values, np.asarray(labels), rng), (float(low), float(high))
+
+
+def _cross_validated(values: npt.NDArray[Any], labels: npt.NDArray[Any], rng: np.random.Generator) -> float:
+    folds = np.empty(len(labels), np.int64)
+    for kind in (0, 1):  # as many of each kind in each fold
+        of_kind = np.flatnonzero(labels == kind)
+        folds[rng.permutation(of_kind)] = np.arange(len(of_kind)) % _FOLDS
+    scores = np.zeros(len(labels))
+    for fold in range(_FOLDS):
+        held = folds == fold
+        scores[held] = _boosted(values[~held], labels[~held], values[held])
+    return auc_of(scores, labels)
+
+
+def _boosted(values: npt.NDArray[Any], labels: npt.NDArray[Any], asked: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """AdaBoost over decision stumps: scores of the rows that are asked about."""
+    signs = np.where(labels == 1, 1.0, -1.0)
+    weights = np.full(len(labels), 1.0 / len(labels))
+    scores = np.zeros(len(asked))
+    order = np.argsort(values, axis=0, kind="stable")
+    for _ in range(_ROUNDS):
+        feature, cut, sign, error = _stump(values, order, signs, weights)
+        error = min(max(error, 1e-6), 0.5)
+        weight = 0.5 * np.log((1 - error) / error)
+        weights *= np.exp(-weight * signs * np.where(values[:, feature] > cut, sign, -sign))
+        weights /= weights.sum()
+        scores += weight * np.where(asked[:, feature] > cut, sign, -sign)
+    return scores
+
+
+def _stump(
+    values: npt.NDArray[Any], order: npt.NDArray[Any], signs: npt.NDArray[Any], weights: npt.NDArray[Any]
+) -> tuple[int, float, float, float]:
+    """(feature, cut, what lies above it is, weighted error) of the best single question."""
+    ordered = np.take_along_axis(values, order, axis=0)
+    carried = (weights * signs)[order]  # [N, F]
+    below = np.cumsum(carried, axis=0)[:-1]
+    above_less_below = carried.sum(axis=0) - 2 * below
+    cuttable = ordered[1:] > ordered[:-1]
+    strength = np.where(cuttable, np.abs(above_less_below), -1.0)
+    row, feature = np.unravel_index(int(strength.argmax()), strength.shape)
+    if strength[row, feature] < 0:
+        return 0, np.inf, 1.0, 0.5
+    cut = float((ordered[row, feature] + ordered[row + 1, feature]) / 2)
+    margin = float(above_less_below[row, feature])
+    return int(feature), cut, 1.0 if margin > 0 else -1.0, (1.0 - abs(margin)) / 2
+
+
+def auc_of(scores: npt.NDArray[Any], labels: npt.NDArray[Any]) -> float:
+    """The chance that a machine of kind 1 scores above one of kind 0; ties count half.
+
+    >>> auc_of(np.array([0.1, 0.9, 0.8]), np.array([0, 1, 1])), auc_of(np.array([1.0, 1.0]), np.array([0, 1]))
+    (1.0, 0.5)
+    """
+    ones, zeros = scores[labels == 1][:, None], scores[labels == 0][None, :]
+    return float(((ones > zeros) + 0.5 * (ones == zeros)).mean())
+
+
+def _giveaways(seen: Sequence[Seen], table: Table, labels: npt.NDArray[Any], most: int = 20) -> list[Giveaway]:
+    best: dict[str, float] = {}
+    for column, values in zip(table.columns, table.values.T, strict=True):
+        fact, auc = column.partition("=")[0], auc_of(values, labels)
+        best[fact] = max(best.get(fact, 0.5), auc, 1 - auc)
+    ranked = sorted(best, key=lambda fact: -best[fact])[:most]
+    return [
+        Giveaway(fact, round(best[fact], 3), *(_usual([s.get(fact, "absent") for s, at in zip(seen, labels,
+        strict=True) if at == k]) for k in (0, 1)))
+        for fact in ranked
+        if best[fact] >= 0.75
+    ]  # fmt: skip
+
+
+def _usual(values: Sequence[float | str]) -> str:
+    if all(isinstance(value, int | float) for value in values):
+        return f"{float(np.median(np.array(values, np.float64))):g}"
+    texts = [str(value) for value in values]
+    return " ".join(max(set(texts), key=texts.count).split())[:80]
