@@ -250,14 +250,14 @@ def _rows(plan: BatchPlan, member: Member, read: Read, samples: list[Sample]) ->
             "attempt": summary.attempt,
             "ending": str(summary.ending),
         }
+    if outcome is not None:
+        base["reason"] = outcome.reason
     if isinstance(outcome, Graded):
         base |= {"terms": to_json(outcome.terms).decode(), "trust": str(outcome.trust)}
+        if member.reward is not None:
+            base |= {"reward": member.reward.value, "reason": member.reward.reason}
     elif isinstance(outcome, Invalid):
         base |= {"boundary": str(outcome.boundary), "evidence": outcome.evidence}
-    if member.reward is not None:
-        base |= {"reward": member.reward.value, "reason": member.reward.reason}
-    elif outcome is not None:
-        base["reason"] = outcome.reason
     found = _paths(member, read)
     for path in found:
         mine = samples_of(plan, member, [path])
