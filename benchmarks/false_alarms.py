@@ -26,7 +26,7 @@ from etude.records.rollout import ToolCall
 from etude.records.task import Trust
 from etude.rollouts.scripted import demonstrate
 from etude.tasks import RepairSource
-from etude.tasks.repair.demonstrations import demonstrations
+from etude.tasks.scripts import demonstrations
 from etude.telemetry import read_events
 from etude.testing import MemoryMachine
 

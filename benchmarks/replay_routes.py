@@ -90,7 +90,7 @@ async def rollout(engine: ReferenceEngine, prompts: list[np.ndarray[Any, Any]], 
         turns.append(Turn(parent=parent, prompt_ids=prompt, completion=done, sampling=sampling))
         context = np.concatenate([context, done.token_ids])
     path = Trace(tuple(turns)).path(len(turns) - 1)
-    return Sample(rollout_id=f"r{number:04d}", path=path, advantage=(-1.0) ** number)
+    return Sample.uniform(f"r{number:04d}", path, (-1.0) ** number)
 
 
 def sampled(start: Path, num_rollouts: int, seed: int) -> list[Sample]:

@@ -20,7 +20,7 @@ from etude.redteam import CATALOGUE, Kind, Row
 from etude.redteam.stage import problems
 from etude.rollouts.scripted import demonstrate
 from etude.tasks import RepairSource
-from etude.tasks.repair.demonstrations import demonstrations
+from etude.tasks.scripts import demonstrations
 from etude.testing import MemoryMachine
 
 SOLVED = Graded.of(1.0, trust=Trust.DATA, reason="all pass")

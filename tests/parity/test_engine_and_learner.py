@@ -49,7 +49,7 @@ async def rollout(engine: ReferenceEngine, number: int) -> Sample:
         parent = turn - 1 if turn else None
         turns.append(Turn(parent=parent, prompt_ids=prompt, completion=done, sampling=request.sampling))
         context = np.concatenate([context, done.token_ids])
-    return Sample(rollout_id=f"r{number:03d}", path=Trace(tuple(turns)).path(2), advantage=(-1.0) ** number)
+    return Sample.uniform(f"r{number:03d}", Trace(tuple(turns)).path(2), (-1.0) ** number)
 
 
 def _request(request_id: str, session: str, context: np.ndarray, turns: list[Turn]) -> CompletionRequest:

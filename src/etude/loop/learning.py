@@ -41,6 +41,7 @@ from etude.telemetry import Telemetry
 from etude.training import TorchLearner
 from etude.training.batches import runs
 from etude.training.group import ONE, Group
+from etude.training.plugged import code_of
 from etude.training.reference import Reference
 from etude.weights import Channel
 from etude.weights.chain.channel import publish_once
@@ -100,6 +101,7 @@ def computed_by(learner: TorchLearner) -> dict[str, str]:
         "chip": str(host_facts()["cpu"]),
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
+        **code_of(learner.config),
     }
 
 

@@ -91,14 +91,16 @@ class Trace(msgspec.Struct, frozen=True):
         parents = {t.parent for t in self.turns}
         return [i for i in range(len(self.turns)) if i not in parents]
 
+    def chain(self, leaf: int) -> list[int]:
+        """Indices of the turns from the root to `leaf`."""
+        found = [leaf]
+        while (parent := self.turns[found[-1]].parent) is not None:
+            found.append(parent)
+        return found[::-1]
+
     def path(self, leaf: int) -> Path:
         """The path from the root to `leaf`. Raises `ValueError` when token, route and span counts disagree."""
-        chain: list[Turn] = []
-        at: int | None = leaf
-        while at is not None:
-            chain.append(self.turns[at])
-            at = self.turns[at].parent
-        chain.reverse()
+        chain = [self.turns[at] for at in self.chain(leaf)]
         num_tokens = sum(len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in chain)
         token_ids, mask = np.empty(num_tokens, np.int32), np.zeros(num_tokens, bool)
         logprobs, epochs = np.zeros(num_tokens, np.float32), np.zeros(num_tokens, np.int32)

@@ -15,9 +15,10 @@ from collections.abc import Callable
 from etude import __version__
 from etude.environments import prepare, take_exports
 from etude.errors import EngineBehind, EtudeError, MachineError, TaskError
-from etude.harness import AgentRun, Ask, ChatFormat, HarnessConfig, run_agent, standard_tools
 from etude.records.reward import SUBMITTED, Term
 from etude.records.rollout import Boundary, Ending, Invalid, Rollout, RolloutSpec, Trace
+from etude.harness import AgentRun, Ask, ChatFormat, HarnessConfig, standard_tools
+from etude.harness.programs import run_program
 from etude.records.summary import RolloutSummary
 from etude.seams import Machine, Policy, Runtime
 
@@ -59,7 +60,7 @@ async def on_machine(
 ) -> Rollout:
     """Run a rollout on a machine that was forked for it; closes the machine in any case. Otherwise as `run_rollout`."""
     try:
-        run = await run_agent(
+        run = await run_program(
             spec.task,
             machine,
             policy=policy,

@@ -125,7 +125,7 @@ def test_a_rollout_of_negative_apparent_steps_alone_is_of_one_version_and_traine
     assert [sample.oldest_step for sample in batch.samples] == [-1, 1]
     assert all(sample.single_version for sample in batch.samples)
     mixed = msgspec.structs.replace(batch.samples[1].path, steps=np.array([1, 1, -1, 1, 1], np.int32))
-    assert not Sample(rollout_id="r", path=mixed, advantage=1.0).single_version
+    assert not Sample.uniform("r", mixed, 1.0).single_version
 
 
 def test_a_group_of_the_lineage_is_left_as_it_is() -> None:

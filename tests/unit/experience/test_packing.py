@@ -20,7 +20,10 @@ from etude.rewards import Composition
 def test_a_batch_holds_samples_of_non_zero_advantage_and_consumes_everybody(kit):
     groups = [kit.group("g000001", [1.0, 0.0, None]), kit.group("g000000", [1.0, 1.0, 1.0])]
     batch = make_batch(plan_batch(groups, batch_id="b000001", step=1, max_lag=0), kit.read)
-    assert [(s.rollout_id, s.advantage) for s in batch.samples] == [("g000001.0", 0.5), ("g000001.1", -0.5)]
+    assert {s.rollout_id: s.advantages.tolist() for s in batch.samples} == {
+        "g000001.0": [0.5] * 4,
+        "g000001.1": [-0.5] * 4,
+    }
     assert list(batch.rollout_ids) == sorted(i for g in groups for i in g.rollout_ids)
     assert batch.num_loss_tokens == 5 * 4  # five valid rollouts of four sampled tokens
 
@@ -106,7 +109,7 @@ def test_a_kl_in_the_reward_gives_signal_where_rewards_alone_have_none(kit):
         ),
         kit.read,
     )
-    assert {s.rollout_id: s.advantage for s in batch.samples} == pytest.approx({ids[0]: 0.1, ids[1]: -0.1})
+    assert {s.rollout_id: s.advantages[0] for s in batch.samples} == pytest.approx({ids[0]: 0.1, ids[1]: -0.1})
 
 
 def said_nothing(kit: Any) -> Completion:
@@ -138,7 +141,8 @@ def test_a_rollout_without_turns_and_one_that_sampled_nothing_are_consumed_and_c
     [sample] = batch.samples
     assert sample.rollout_id == "g000000.2"
     rewards = [Reward(value=v, raw=r, reason="") for v, r in ((0.0, 0.0), (0.0, 0.0), (1.0 - beta * 0.25, 1.0))]
-    assert sample.advantage == pytest.approx(advantages(rewards, scheme)[2])
+    wanted = advantages(rewards, scheme)[2]
+    assert sample.advantages.tolist() == pytest.approx([wanted] * 4)
     assert batch.rollout_ids == group.rollout_ids
     assert step_facts(plan, ref)["lag"] == {"0": 1}
     path = trace_path(tmp_path, 1)
