@@ -67,7 +67,7 @@ def in_demonstrations(count: int, seed: int) -> dict[str, Any]:
         calls = [[ToolCall(name=f["name"], arguments=f["arguments"], output="")] for f in functions]
         exports = {path: machine.files[path] for path in each.task.exports}
         changed = any(each.task.files[path].encode() != data for path, data in exports.items())
-        outcome = Graded(reward=float(changed), terms={}, trust=Trust.DATA, reason="it was changed")
+        outcome = Graded.of(float(changed), trust=Trust.DATA, reason="it was changed")
         found = suspicions(each.task, calls=calls, exports=exports, outcome=outcome)
         alarmed += bool(found)
         rules.update({one.rule for one in found})

@@ -58,7 +58,7 @@ class Whole:
             began = time.perf_counter()
             outcome = await self._grader.grade(task, answer, exports)
             self.took_s.append(time.perf_counter() - began)
-        if not isinstance(outcome, Graded) or outcome.reward != float(solved):
+        if not isinstance(outcome, Graded) or outcome.grade != float(solved):
             label = "reference" if solved else "untouched"
             self.wrong.append(f"{task.split} {task.index}, {label}: {outcome.reason}")
 
@@ -143,7 +143,7 @@ async def verdict_ms(grader: MachineGrader, answer: Answer, text: str, n: int) -
         began = time.perf_counter()
         outcome = await grader.grade(task, answer, {"calc.py": text.encode()})
         took.append(1000 * (time.perf_counter() - began))
-        if not isinstance(outcome, Graded) or outcome.reward != float(text == RIGHT):
+        if not isinstance(outcome, Graded) or outcome.grade != float(text == RIGHT):
             raise SystemExit(f"a wrong verdict: {outcome}")
     return statistics.median(took)
 

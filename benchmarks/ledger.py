@@ -138,9 +138,7 @@ def ended(spec: RolloutSpec, files: RolloutFiles) -> tuple[RolloutSummary, Grade
         wall_s=0.0,
         tool_s=0.0,
     )
-    return summary_of(rollout, files.write(rollout, durable=False)), Graded(
-        reward=0.0, terms={}, trust=Trust.DATA, reason="judged"
-    )
+    return summary_of(rollout, files.write(rollout, durable=False)), Graded.of(0.0, trust=Trust.DATA, reason="judged")
 
 
 def play(ledger: Ledger, traces: Path, step: int, costs: Costs) -> list[str]:

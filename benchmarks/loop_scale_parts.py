@@ -68,7 +68,7 @@ def worker(run: RunFolder) -> Handlers:
 
     async def grade(task: Task, summary: RolloutSummary) -> Graded:
         reward = float(random.Random(summary.rollout_id).random() < 0.5)
-        return Graded(reward=reward, terms={"tests": reward}, trust=Trust.DATA, reason="drawn")
+        return Graded.of(reward, {"tests": reward}, trust=Trust.DATA, reason="drawn")
 
     return {"ready": ((), ready), "rollout": ((RolloutSpec, bool), rollout), "grade": ((Task, RolloutSummary), grade)}
 

@@ -107,7 +107,7 @@ class Successes:
         self.sampled += len(specs)
         files = self.members.files
         for played, outcome in await asyncio.gather(*(self._one(spec) for spec in specs)):
-            if isinstance(outcome, Graded) and outcome.reward == 1.0:
+            if isinstance(outcome, Graded) and outcome.grade == 1.0:
                 for path in paths(files.read(played.summary).trace):
                     sample = Sample.uniform(played.summary.rollout_id, path, 1.0)
                     self.samples.setdefault(path.token_ids.tobytes(), sample)

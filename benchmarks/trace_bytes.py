@@ -128,7 +128,7 @@ def step_of(own: int, kind: str) -> tuple[Group, Callable[[Any], Rollout]]:
             tool_s=0.5,
         )
         reward = sibling / SIBLINGS
-        outcome = Graded(reward=reward, terms={"tests": reward}, trust=Trust.DATA, reason="as drawn")
+        outcome = Graded.of(reward, {"tests": reward}, trust=Trust.DATA, reason="as drawn")
         summary = summary_of(rollout, Stored(1, "0" * 64))
         finished.append(Finished(rollout_id=rollout.rollout_id, outcome=outcome, summary=summary))
         whole[rollout.rollout_id] = rollout

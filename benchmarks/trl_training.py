@@ -97,7 +97,7 @@ class Repair:
             self._bench.machine, self._task, self._world.runtime, max_bytes=harness.export_bytes
         )
         outcome = await self._world.grader.grade(self._task, self._world.source.answer(self._task), exports)
-        return outcome.reward if isinstance(outcome, Graded) else 0.0
+        return outcome.grade if isinstance(outcome, Graded) else 0.0
 
     def ls(self) -> str:
         """List the repository's files."""

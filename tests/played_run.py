@@ -71,7 +71,7 @@ class Players(Crew):
 
     async def grade(self, rollout: Played) -> Graded:
         reward = float(int(rollout.summary.rollout_id[-1]) % 2)
-        return Graded(reward=reward, terms={"tests": reward}, trust=Trust.DATA, reason="as its number says")
+        return Graded.of(reward, {"tests": reward}, trust=Trust.DATA, reason="as its number says")
 
 
 class PlayedRun:

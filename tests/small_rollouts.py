@@ -100,7 +100,7 @@ def spec(rollout_id: str) -> RolloutSpec:
 
 
 def graded(reward: float) -> Graded:
-    return Graded(reward=reward, terms={"tests": reward}, trust=Trust.DATA, reason="as the tests say")
+    return Graded.of(reward, {"tests": reward}, trust=Trust.DATA, reason="as the tests say")
 
 
 INVALID = Invalid(boundary=Boundary.MACHINE, reason="the machine died", evidence="exit status 137")

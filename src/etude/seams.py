@@ -16,7 +16,8 @@ import msgspec
 from etude.records.command import ExecOptions, ExecResult
 from etude.records.completion import Completion, CompletionRequest, Version
 from etude.records.image import Image
-from etude.records.rollout import Graded, Invalid
+from etude.records.reward import Reward, Score
+from etude.records.rollout import Graded, Invalid, Rollout
 from etude.records.sample import Batch, Published, StepReport
 from etude.records.task import Answer, Split, Task
 
@@ -155,6 +156,32 @@ class Grader(Protocol):
     """Grades exported files. Never runs in a process, or a fork of one, that has run the agent's code."""
 
     async def grade(self, task: Task, answer: Answer, exports: Mapping[str, bytes]) -> Graded | Invalid: ...
+
+
+@runtime_checkable
+class RewardTerm(Protocol):
+    """Measures one part of the reward of a finished rollout, beside the grader."""
+
+    version: str  # another one wherever the same rollout could get another value: siblings are compared within one
+
+    async def score(self, rollout: Rollout, graded: Graded) -> Score:
+        """Measure a rollout from its task, trace, exports and times, and from what its grader found; it has no access
+        to hidden answers. A value that cannot be known now, since a service is away, is None with the reason as
+        evidence. What it raises ends the run, which can be resumed."""
+        ...
+
+
+@runtime_checkable
+class CreditScheme(Protocol):
+    """Turns the rewards of a group's judged siblings into advantages. Keeps no state."""
+
+    name: str
+    version: str
+
+    def advantages(self, rewards: Sequence[Reward]) -> Sequence[float]:
+        """One advantage per reward, in the same order. A rollout with advantage 0.0 is not trained on. The order of the
+        siblings does not matter; equal rewards have equal advantages."""
+        ...
 
 
 @runtime_checkable

@@ -31,6 +31,7 @@ ALONE = {
     "stores": {"torch"},
     "environments": {"torch"},
     "harness": {"torch"},
+    "rewards": {"torch"},
     "experience": {"torch"},
     "weights": {"torch"},
     "gateway": {"torch"},

@@ -45,7 +45,7 @@ class TrustingGrader:
         finally:
             await machine.close()
         reason = result.output[-150:].decode(errors="replace")
-        return Graded(reward=reward, terms={}, trust=task.trust, reason=reason)
+        return Graded.of(reward, trust=task.trust, reason=reason)
 
 
 def _command(answer: Answer) -> list[str]:

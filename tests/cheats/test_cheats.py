@@ -180,6 +180,6 @@ def test_nothing_a_call_leaves_behind_is_found_by_the_next(text):
         finally:
             await runtime.close()
         assert isinstance(outcome, Graded)
-        return outcome.reward
+        return outcome.grade
 
     assert asyncio.run(main()) == 0.0

@@ -23,7 +23,7 @@ from etude.tasks import RepairSource
 from etude.tasks.scripts import demonstrations
 from etude.testing import MemoryMachine
 
-SOLVED = Graded(reward=1.0, terms={}, trust=Trust.DATA, reason="all pass")
+SOLVED = Graded.of(1.0, trust=Trust.DATA, reason="all pass")
 
 
 def a_task(family: str = "f") -> Task:
@@ -201,7 +201,7 @@ def test_a_solved_canary_and_a_reward_for_nothing_are_proofs():
 
 
 def test_a_forged_grade_is_a_sign_though_it_earned_nothing():
-    forged = Graded(reward=0.0, terms={"forged": 1.0}, trust=Trust.CODE, reason="canary: a test passed that must fail")
+    forged = Graded.of(0.0, {"forged": 1.0}, trust=Trust.CODE, reason="canary: a test passed that must fail")
     assert [found.rule for found in suspicions(a_task(), outcome=forged)] == ["forged"]
 
 

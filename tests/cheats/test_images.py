@@ -65,7 +65,7 @@ def test_a_canary_of_an_images_test_is_not_known_by_its_age(tmp_path):
         try:
             grader = MachineGrader(runtime)
             found = [await grader.grade(task, answer, {"calc.py": text}) for text in (right.encode(), BY_AGE)]
-            return [outcome.reward for outcome in found]
+            return [outcome.grade for outcome in found]
         finally:
             await runtime.close()
 

@@ -62,7 +62,7 @@ def test_a_finished_rollout_is_stored_with_its_transition(ledger, kit, finish_gr
     finish_group("g000000", [1.0, 0.0])
     assert ledger.states() == {"graded": 2}
     stored = ledger.group("g000000")
-    assert stored.rewards == [1.0, 0.0]
+    assert [graded.grade for _, graded in stored.valid] == [1.0, 0.0]
     assert stored.valid[0][0] == kit.summary("g000000.0")
 
 
@@ -196,7 +196,7 @@ def test_the_answer_of_an_attempt_given_up_is_not_counted(ledger, kit):
     assert not ledger.finish(kit.summary("g000000.0", attempt=0), kit.graded(1.0))
     assert ledger.finish(kit.summary("g000000.0", attempt=1), kit.graded(0.0))
     assert not ledger.finish(kit.summary("g000000.0", attempt=1), kit.graded(1.0))  # delivered twice
-    assert ledger.group("g000000").rewards == [0.0]
+    assert [graded.grade for _, graded in ledger.group("g000000").valid] == [0.0]
 
 
 def test_a_rollout_whose_worker_left_nothing_is_invalid_data_of_its_group(ledger, kit):
@@ -259,7 +259,7 @@ def test_after_a_restart_the_ledger_agrees_with_the_lineage(place, kit, finish_g
     mended = reopened.reconcile([(1, first.rollout_ids)])  # the learner goes back to step 1
     assert (mended.trained, mended.freed, mended.requeued) == (0, 2, 0)
     assert reopened.open_groups() == ["g000001", "g000002"]
-    assert reopened.group("g000001").rewards == [1.0, 0.0]
+    assert [graded.grade for _, graded in reopened.group("g000001").valid] == [1.0, 0.0]
     reopened.close()
 
 

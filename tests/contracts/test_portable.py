@@ -134,7 +134,7 @@ def test_a_machines_state_is_judged_in_a_fork_of_the_frozen_one(name):
         solved = await reference_exports(runtime, TASK, ANSWER)
         untouched = await exports_of(runtime, TASK)
         grader = MachineGrader(runtime)
-        return [*solved], [(await grader.grade(TASK, ANSWER, each)).reward for each in (solved, untouched)]
+        return [*solved], [(await grader.grade(TASK, ANSWER, each)).grade for each in (solved, untouched)]
 
     assert running(test, RUNTIMES[name], needs=NEEDS.get(name, "namespace")) == ([STATE], [1.0, 0.0])
 
@@ -157,7 +157,7 @@ def test_whatever_an_agent_leaves_elsewhere_is_judged(name, script, reward):
 
     outcome = running(test, RUNTIMES[name])
     assert isinstance(outcome, Graded), outcome
-    assert outcome.reward == reward
+    assert outcome.grade == reward
 
 
 def test_a_state_that_no_server_of_these_keys_has_packed_is_nobodys_reward():
@@ -199,7 +199,7 @@ def test_a_running_service_is_judged_in_forks_that_hold_its_memory_and_reaches_n
             await machine.exec(["sh", "-c", script], key="1", deadline_s=60.0, user=user)
             outcomes.append(await grader.grade(SERVING, SERVES, await take_exports(machine, SERVING, runtime)))
             await machine.close()
-        return [(outcome.reward, outcome.reason) for outcome in outcomes]
+        return [(outcome.grade, outcome.reason) for outcome in outcomes]
 
     assert running(test, microvm, needs="microvm") == [
         (1.0, "the verifier says 1"),
@@ -229,4 +229,4 @@ def test_a_state_over_the_limit_earns_nothing_and_says_which_limit(monkeypatch):
 
     outcome = running(test, RUNTIMES["namespace"])
     assert isinstance(outcome, Graded)
-    assert (outcome.reward, outcome.terms["over_limit"], "at most 1000" in outcome.reason) == (0.0, 1.0, True)
+    assert (outcome.grade, outcome.values["over_limit"], "at most 1000" in outcome.reason) == (0.0, 1.0, True)

@@ -56,7 +56,7 @@ while True:
         ledger.move(i, "running")
         rollout = Rollout(rollout_id=i, group_id=i[:7], attempt=ledger.row(i).attempt, task=TASK, trace=trace(),
                           ending=Ending.SUBMITTED, exports={}, wall_s=0.0, tool_s=0.0)
-        graded = Graded(reward=float(i[-1] in "01"), terms={}, trust=Trust.DATA, reason="judged")
+        graded = Graded.of(float(i[-1] in "01"), trust=Trust.DATA, reason="judged")
         assert ledger.finish(summary_of(rollout, files.write(rollout)), graded)
         say("finished", i)
     step = len((folder / "lineage").read_text().splitlines()) + 1

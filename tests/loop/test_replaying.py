@@ -25,6 +25,7 @@ from etude.experience.looking import FINISHED
 from etude.experience.traces import SCHEMA, batch_digest, trace_path
 from etude.loop.redoing import redo
 from etude.loop.retention import keep_within, kept_from
+from etude.records import Graded
 from etude.records.wire import pack, unpack
 from etude.run import RunFolder
 from etude.stores import DirectoryStore
@@ -155,7 +156,8 @@ def test_a_step_that_was_trained_twice_is_the_one_of_the_current_lineage_with_th
                 data = conductor.ledger.get(row.rollout_id, FINISHED)
                 if data is not None:  # no checkpoint has learned from it
                     one = unpack(data, Finished)
-                    other = msgspec.structs.replace(one.outcome, reward=1.0 - one.outcome.reward)  # type: ignore[union-attr]
+                    assert isinstance(one.outcome, Graded)
+                    other = Graded.of(1.0 - one.outcome.grade, trust=one.outcome.trust, reason="")
                     changed = msgspec.structs.replace(one, outcome=other)
                     conductor.ledger.put(row.rollout_id, FINISHED, pack(changed))
             await conductor.reinforce()

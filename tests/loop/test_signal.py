@@ -29,7 +29,7 @@ class Some(Players):
 
     async def grade(self, rollout: Played) -> Graded:
         graded = await super().grade(rollout)
-        return graded if int(rollout.summary.group_id[1:]) % 4 == 0 else replace(graded, reward=1.0)
+        return graded if int(rollout.summary.group_id[1:]) % 4 == 0 else Graded.of(1.0, trust=graded.trust, reason="")
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_where_no_group_has_a_signal_a_step_ends_at_four_times_its_groups_and_mo
 ) -> None:
     class Nobody(Players):
         async def grade(self, rollout: Played) -> Graded:
-            return replace(await super().grade(rollout), reward=0.0)
+            return Graded.of(0.0, trust=(await super().grade(rollout)).trust, reason="")
 
     found = played(run("r", "experience.max_lag=0", players=Nobody))
     assert found["groups"] == [16, 16, 16]

@@ -70,7 +70,7 @@ def rollout(rollout_id: str, attempt: int, of: Trace) -> Rollout:
 
 
 OUTCOMES = st.one_of(
-    st.sampled_from([0.0, 1.0]).map(lambda r: Graded(reward=r, terms={}, trust=Trust.DATA, reason="judged")),
+    st.sampled_from([0.0, 1.0]).map(lambda r: Graded.of(r, trust=Trust.DATA, reason="judged")),
     st.sampled_from(Boundary).map(lambda b: Invalid(boundary=b, reason="it broke", evidence="errno 5")),
 )
 
@@ -118,7 +118,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def weighed(self, group: Group, *, lost: bool = False) -> list[str]:
         """Members with an advantage; `lost`: those of a lost lineage, too."""
-        uneven = len(set(group.rewards)) > 1
+        uneven = len({graded.grade for _, graded in group.valid}) > 1
         return [one.rollout_id for one, _ in group.valid if uneven and (lost or not self.is_lost(one.rollout_id))]
 
     def pick(self, data: st.DataObject, *states: State) -> str | None:
@@ -177,7 +177,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.start(data)
         running = sorted(i for i, state in self.state.items() if state is State.RUNNING)
         for i, name in enumerate(running):
-            outcome = Graded(reward=rewards[i % SIBLINGS], terms={}, trust=Trust.DATA, reason="judged")
+            outcome = Graded.of(rewards[i % SIBLINGS], trust=Trust.DATA, reason="judged")
             self.end(name, data, outcome, late=False, kept=kept)
 
     @precondition(lambda self: self.open_step is None)

@@ -16,16 +16,16 @@ from rich.table import Table
 from etude.cli.places import console, open_ledger, open_run
 from etude.errors import EtudeError, InputError, nearest
 from etude.evals import EvalRow, read_rows
-from etude.experience import Finished, Ledger
+from etude.experience import Ledger
 from etude.experience.database import NoLedger
-from etude.experience.looking import FINISHED
 from etude.experience.rows import Row
 from etude.experience.traces import read_rollout, trace_path
 from etude.experience.transitions import State
 from etude.harness import ChatFormat
+from etude.loop.config import read_config
 from etude.loop.places import read_ledger, rollout_files, traces_folder
 from etude.records import Graded, Outcome
-from etude.records.wire import I32, unpack
+from etude.records.wire import I32
 from etude.run import RunFolder
 
 
@@ -106,7 +106,11 @@ def _show_trained(run: RunFolder, rollout_id: str, screen: Console) -> bool:
     if sign is not None:
         screen.print(f"\nquarantined, graded {sign.graded:g}: {sign.reason}")
     if isinstance(outcome, Graded):
-        screen.print(f"\nreward {outcome.reward:g}: {outcome.reason} ({outcome.trust})")
+        reward = read_config(run).composition.of(outcome)
+        screen.print(f"\nreward {reward.value:g}: {reward.reason} ({outcome.trust})")
+        for term in outcome.terms:
+            value = "unknown" if term.value is None else f"{term.value:g}"
+            screen.print(f"  {term.name} {value}{term.evidence and ': ' + term.evidence}")
     elif outcome is not None:
         screen.print(f"\ninvalid at {outcome.boundary}: {outcome.reason}")
     chat = ChatFormat.load(run / "tokenizer")
@@ -117,9 +121,7 @@ def _show_trained(run: RunFolder, rollout_id: str, screen: Console) -> bool:
 
 def _kept(run: RunFolder, ledger: Ledger, row: Row) -> tuple[Outcome | None, list[I32]] | None:
     """Outcome and tokens of each path: from its file until that is deleted, then from its step's trace."""
-    data = ledger.get(row.rollout_id, FINISHED)
-    if data is not None:
-        finished = unpack(data, Finished)
+    if (finished := ledger.finished(row.rollout_id)) is not None:
         if finished.summary is None or finished.summary.stored is None:
             return finished.outcome, []
         trace = rollout_files(run).read(finished.summary).trace

@@ -13,7 +13,7 @@ namespaces, `NamespaceRuntime` says so and names the alternatives.
 ...     runtime = NamespaceRuntime()
 ...     outcome = await MachineGrader(runtime).grade(task, answer, {"calc.py": b"def f(n): return n + 1"})
 ...     await runtime.close()
-...     return outcome.reward, outcome.reason
+...     return outcome.grade, outcome.reason
 >>> asyncio.run(main())
 (1.0, 'all 1 hidden tests pass')
 """

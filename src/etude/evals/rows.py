@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from etude.errors import StoreError
-from etude.records.rollout import Graded, Outcome
+from etude.records.reward import Reward
+from etude.records.rollout import Invalid
 from etude.records.summary import RolloutSummary
 from etude.sums import PARQUET_KEY, prove_parquet, seal_parquet
 
@@ -74,18 +75,18 @@ _SCHEMA = pa.schema(
 )
 
 
-def make_row(rollout: RolloutSummary, outcome: Outcome, *, transcript: str, sign: str = "") -> EvalRow:
-    """The row of a rollout and its outcome. `sign`: of cheating, for which `outcome` is no reward any more."""
-    graded = isinstance(outcome, Graded)
+def make_row(rollout: RolloutSummary, judged: Reward | Invalid, *, transcript: str, sign: str = "") -> EvalRow:
+    """The row of a rollout and its reward. `sign`: of cheating, which took the reward."""
+    valid = isinstance(judged, Reward)
     return EvalRow(
         task_id=rollout.task_id,
         rollout_id=rollout.rollout_id,
         family=rollout.family,
         problem=rollout.problem,
-        outcome="graded" if isinstance(outcome, Graded) else outcome.boundary.value,
-        reward=outcome.reward if isinstance(outcome, Graded) else 0.0,
-        ending=rollout.ending.value if graded else "",
-        reason=outcome.reason,
+        outcome="graded" if isinstance(judged, Reward) else judged.boundary.value,
+        reward=judged.value if isinstance(judged, Reward) else 0.0,
+        ending=rollout.ending.value if valid else "",
+        reason=judged.reason,
         turns=rollout.num_turns,
         sampled=rollout.num_sampled,
         malformed=rollout.num_malformed,

@@ -3,14 +3,15 @@
 The ledger keeps every rollout's state and bytes; the window says who may start and who is trained next; the
 curriculum which tasks are worth it; credit turns
 rewards into advantages; packing makes batches; traces record them; the audit checks it all afterwards. Usable alone:
-numpy, pyarrow (for traces) and SQLite (or PostgreSQL, with psycopg), no torch and no other folder of etude. Names are
+numpy, pyarrow (for traces) and SQLite (or PostgreSQL, with psycopg), no torch and, of etude, `rewards` alone. Names are
 imported when first used.
 
 >>> from etude.experience import Window
 >>> from etude.experience.credit import advantages
+>>> from etude.records.reward import Reward
 >>> Window(max_lag=2, groups_per_step=16).room(num_open=0, batched_step=0, published_step=0)
 48
->>> advantages([1.0, 0.0, 0.0, 0.0])
+>>> advantages([Reward(value=value, raw=value, reason="") for value in (1.0, 0.0, 0.0, 0.0)])
 [0.75, -0.25, -0.25, -0.25]
 """
 

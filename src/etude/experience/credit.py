@@ -1,59 +1,82 @@
 """Credit schemes: each is a pure function from the rewards of a group to advantages.
 
-A scheme gets the rewards of the *valid* siblings of a group. With fewer than two valid siblings, or rewards that are
-all the same, there is no signal: `advantages` gives zeros. A scheme that divides by a deviation takes the deviation of
-the rewards as they were graded, before penalties, so that a penalty alone is not magnified. Knows nothing of tokens.
+A scheme gets the rewards of the *valid* siblings of a group. Where there is no signal, that is with fewer than two of
+them or equal rewards, all advantages are 0. A scheme that divides by a deviation takes the deviation of the rewards
+before the penalty (`Reward.raw`), so that a penalty alone is not magnified. Knows nothing of tokens.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-Scheme = Callable[[Sequence[float]], list[float]]
+from etude.errors import EtudeError
+from etude.records.reward import Reward
+from etude.records.rollout import Graded
+from etude.rewards import Composition
+from etude.seams import CreditScheme
 
 GRPO_EPSILON = 1e-6
 
 
-def dr_grpo(rewards: Sequence[float]) -> list[float]:
+class DrGrpo:
     """r − mean(r). It does not divide by the deviation, which would favour groups that are nearly solved or hopeless.
 
     Liu et al. 2025, "Understanding R1-Zero-Like Training: A Critical Perspective" (arXiv 2503.20783).
 
-    >>> dr_grpo([1.0, 0.0, 0.0, 0.0])
+    >>> DrGrpo().advantages([Reward(value=r, raw=r, reason="") for r in (1.0, 0.0, 0.0, 0.0)])
     [0.75, -0.25, -0.25, -0.25]
     """
-    mean = math.fsum(rewards) / len(rewards)
-    return [reward - mean for reward in rewards]
+
+    name, version = "dr-grpo", "1"
+
+    def advantages(self, rewards: Sequence[Reward]) -> list[float]:
+        values = [reward.value for reward in rewards]
+        return _centred(values) if _differ(values) else [0.0] * len(values)
 
 
-def grpo(rewards: Sequence[float], raw: Sequence[float] | None = None) -> list[float]:
-    """(r − mean(r)) / std(raw): the population standard deviation of the rewards before penalties (None: of
-    `rewards`).
+class Grpo:
+    """(r − mean(r)) / std(raw): the population standard deviation of the rewards before the penalty. There is no signal
+    where these are all the same.
 
     Shao et al. 2024, "DeepSeekMath" (arXiv 2402.03300). There the KL penalty is in the loss, so no penalty is in std.
 
-    >>> [round(a, 3) for a in grpo([1.0, 0.0])]
+    >>> [round(a, 3) for a in Grpo().advantages([Reward(value=r, raw=r, reason="") for r in (1.0, 0.0)])]
     [1.0, -1.0]
-    >>> [round(a, 3) for a in grpo([0.9, -0.2], raw=[1.0, 0.0])]
+    >>> penalised = [Reward(value=r, raw=raw, reason="") for r, raw in ((0.9, 1.0), (-0.2, 0.0))]
+    >>> [round(a, 3) for a in Grpo().advantages(penalised)]
     [1.1, -1.1]
     """
-    centred = dr_grpo(raw or rewards)
-    deviation = math.sqrt(math.fsum(a * a for a in centred) / len(centred))
-    return [a / (deviation + GRPO_EPSILON) for a in dr_grpo(rewards)]
+
+    name, version = "grpo", "1"
+
+    def advantages(self, rewards: Sequence[Reward]) -> list[float]:
+        raw = [reward.raw for reward in rewards]
+        if not _differ(raw):
+            return [0.0] * len(raw)
+        centred = _centred(raw)
+        deviation = math.sqrt(math.fsum(a * a for a in centred) / len(centred))
+        return [a / (deviation + GRPO_EPSILON) for a in _centred([reward.value for reward in rewards])]
 
 
-def rloo(rewards: Sequence[float]) -> list[float]:
+class Rloo:
     """r − the mean of the *other* siblings: the leave-one-out baseline, unbiased for any number of siblings.
 
     Kool et al. 2019, "Buy 4 REINFORCE Samples, Get a Baseline for Free!"; Ahmadian et al. 2024 (arXiv 2402.14740).
 
-    >>> rloo([1.0, 0.0, 0.0])
+    >>> Rloo().advantages([Reward(value=r, raw=r, reason="") for r in (1.0, 0.0, 0.0)])
     [1.0, -0.5, -0.5]
     """
-    total, others = math.fsum(rewards), len(rewards) - 1
-    return [reward - (total - reward) / others for reward in rewards]
+
+    name, version = "rloo", "1"
+
+    def advantages(self, rewards: Sequence[Reward]) -> list[float]:
+        values = [reward.value for reward in rewards]
+        if not _differ(values):
+            return [0.0] * len(values)
+        total, others = math.fsum(values), len(values) - 1
+        return [value - (total - value) / others for value in values]
 
 
 class Credit(enum.StrEnum):
@@ -64,37 +87,38 @@ class Credit(enum.StrEnum):
     RLOO = "rloo"
 
 
-SCHEMES: Mapping[Credit, Scheme] = {Credit.DR_GRPO: dr_grpo, Credit.GRPO: grpo, Credit.RLOO: rloo}
+DR_GRPO: CreditScheme = DrGrpo()
+SCHEMES: Mapping[Credit, CreditScheme] = {Credit.DR_GRPO: DR_GRPO, Credit.GRPO: Grpo(), Credit.RLOO: Rloo()}
 
 
-def advantages(
-    rewards: Sequence[float], scheme: Scheme = dr_grpo, *, raw: Sequence[float] | None = None
-) -> list[float]:
-    """The scheme's advantages, one per reward; zeros where the group has no signal. `raw`: the rewards before a
-    penalty, where there is one. With `grpo` a group has no signal where all of `raw` are the same; schemes that do not
-    divide use the penalised rewards.
-
-    >>> advantages([1.0, 1.0, 1.0]), advantages([1.0]), advantages([])
-    ([0.0, 0.0, 0.0], [0.0], [])
-    >>> advantages([0.99, 1.01], grpo, raw=[1.0, 1.0]), [round(a, 3) for a in advantages([0.99, 1.01], raw=[1.0, 1.0])]
-    ([0.0, 0.0], [-0.01, 0.01])
-    """
-    divides = scheme is grpo
-    signal = raw if divides and raw is not None else rewards
-    if len(rewards) < 2 or min(signal) == max(signal):
-        return [0.0] * len(rewards)
-    return grpo(rewards, raw) if divides else scheme(rewards)
+def advantages(rewards: Sequence[Reward], scheme: CreditScheme = DR_GRPO) -> list[float]:
+    """The scheme's advantages, one per reward. Raises `EtudeError`, which names the scheme, where it fails or gives
+    anything but one finite number per reward."""
+    what = f"credit scheme {scheme.name!r} ({type(scheme).__module__}:{type(scheme).__qualname__})"
+    hint = "mend the scheme, then resume the run: the group is kept"
+    facts = f"the rewards of the group: {[reward.value for reward in rewards]}"
+    try:
+        found = [float(advantage) for advantage in scheme.advantages(rewards)]
+    except Exception as error:
+        raise EtudeError(f"{what} failed", f"{type(error).__name__}: {error}; {facts}", hint=hint) from error
+    if len(found) != len(rewards) or not all(map(math.isfinite, found)):
+        raise EtudeError(f"{what} gave no finite number per reward", f"{found}; {facts}", hint=hint)
+    return found
 
 
-def with_k1_penalty(reward: float, k1: float, *, beta: float) -> float:
-    """The reward minus `beta` times the k1 estimate of KL(policy ‖ reference): Σ log π − log π_ref over a
-    rollout's sampled tokens. As part of the reward its gradient is right in expectation; as a loss k1 has no gradient
-    in expectation.
+def credited(
+    graded: Sequence[Graded], composition: Composition, scheme: CreditScheme = DR_GRPO
+) -> list[tuple[Reward, float]]:
+    """The reward and the advantage of each of a group's judged rollouts. Needs nothing but stored terms, so credit can
+    be computed again: with the same settings to the bit, or with other ones."""
+    rewards = composition.rewards([one.terms for one in graded])
+    return list(zip(rewards, advantages(rewards, scheme), strict=True))
 
-    Schulman 2020, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html); Ouyang et al. 2022
-    (arXiv 2203.02155, eq. 2).
 
-    >>> with_k1_penalty(1.0, 0.5, beta=0.1)
-    0.95
-    """
-    return reward - beta * k1
+def _centred(values: Sequence[float]) -> list[float]:
+    mean = math.fsum(values) / len(values)
+    return [value - mean for value in values]
+
+
+def _differ(values: Sequence[float]) -> bool:
+    return len(values) > 1 and min(values) != max(values)

@@ -14,9 +14,9 @@ the batches in order of admission, so synchronous RL repeats. Knows nothing of t
 from __future__ import annotations
 
 import enum
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 
-from etude.experience.groups import Group
+from etude.records.summary import BatchPlan
 
 FLOOR = 0.1  # of the best family's probability
 MEMORY = 0.9  # of a family's counts, at each new group of it: about ten groups are remembered
@@ -56,12 +56,12 @@ class Signals:
         with_signal, seen = self._counts.get(family, (0.0, 0.0))
         self._counts[family] = (MEMORY * with_signal + signal, MEMORY * seen + 1.0)
 
-    def count(self, groups: Iterable[Group], known: Container[str]) -> None:
+    def count(self, plan: BatchPlan, known: Container[str]) -> None:
         """Count the groups of a step, except those without a valid member and those whose id is in `known`: they were
         counted when a lineage that is lost now trained on them."""
-        for group in groups:
-            if group.valid and group.group_id not in known:
-                self.add(group.valid[0][0].family, signal=len(set(group.rewards)) > 1)
+        for group_id, judged in plan.judged.items():
+            if judged and group_id not in known:
+                self.add(judged[0][0].family, signal=len({reward.raw for _, reward in judged}) > 1)
 
     def chance(self, family: str) -> float:
         """The probability, in [0.1, 1], with which a drawn task of this family is taken: its share of groups with a

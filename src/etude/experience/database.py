@@ -15,10 +15,11 @@ from urllib.parse import parse_qs, urlsplit
 
 from etude.errors import LedgerError
 
-FORMAT = 2
+FORMAT = 3
 """Format number of the tables, the same in both databases."""
-READABLE = ("1",)
-"""Earlier formats that can only be read. They hold rollouts in the ledger itself, so such a run cannot be resumed."""
+READABLE = ("1", "2")
+"""Earlier formats that can only be read, so that such a run cannot be resumed: in format 1 the rollouts lie in the
+ledger, in format 2 an outcome has a reward in place of its terms."""
 SERVERS = ("postgresql://", "postgres://")
 AT_ONCE = 1000  # rows of values in one statement
 IN_ONE = 5_000  # values in one statement

@@ -37,11 +37,6 @@ class Group:
         )
 
     @property
-    def rewards(self) -> list[float]:
-        """Rewards of `valid`, in its order."""
-        return [graded.reward for _, graded in self.valid]
-
-    @property
     def invalid(self) -> tuple[Invalid, ...]:
         """The outcomes of the invalid members."""
         return tuple(one.outcome for one in self.finished if isinstance(one.outcome, Invalid))

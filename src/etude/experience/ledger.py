@@ -4,7 +4,7 @@ It is an SQLite file in the run folder, or a schema on a PostgreSQL server, by t
 and its transition are one transaction, so a kill at any moment leaves both or neither. "Trained" means *in the lineage
 of the current weights*: after a restart `reconcile` gets the lineage and corrects the states. Slots are rows of their
 own (double entry): a rollout in a holding state has exactly one, which is checked at every commit. See
-`docs/formats/ledger.md`. Knows nothing of how rollouts are run, of weights, or of what a reward means.
+`docs/formats/ledger.md`. Knows nothing of how rollouts are run or of weights.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from etude.records.rollout import Graded, Invalid, Outcome, RolloutSpec
 from etude.records.sample import Batch
 from etude.records.summary import BatchRef, RolloutSummary
 from etude.records.wire import pack
+from etude.rewards import AS_MEASURED, Composition
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -90,11 +91,18 @@ class Ledger(Looking):
     ({}, (0, 8))
     """
 
-    def __init__(self, place: Path | str, *, capacity: int, said: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        place: Path | str,
+        *,
+        capacity: int,
+        composition: Composition = AS_MEASURED,
+        said: Callable[[str], None] = lambda _: None,
+    ) -> None:
         """Open or create a ledger at a path or at `postgresql://host/database#run_id`. `capacity`: the number of slots.
-        `said` is called with a line when a server had to be waited for. Raises `LedgerError` for an existing ledger
-        with another capacity, or one that another process writes."""
-        self._capacity = capacity
+        `composition`: of the rewards that rows show. `said` is called with a line when a server had to be waited for.
+        Raises `LedgerError` for an existing ledger with another capacity, or one that another process writes."""
+        self._capacity, self._composition = capacity, composition
         self._db = open_database(place, check=self._check_slots, said=said)
         found = self.recall("capacity")
         if found is None:
@@ -217,16 +225,18 @@ class Ledger(Looking):
         self._end([(self.row(rollout_id), Finished(rollout_id=rollout_id, outcome=invalid))])
 
     def _end(self, ends: Sequence[tuple[Row, Finished]]) -> None:
+        """Rollouts have ended. Their terms are stored; the columns `reward` and `reason` are derived from them."""
         self._put(FINISHED, [(row.rollout_id, pack(finished)) for row, finished in ends])
         moves = []
         for row, finished in ends:
-            outcome = finished.outcome
-            judged: dict[str, float | str | None]
+            outcome, columns = finished.outcome, dict[str, float | str | None]()
             if isinstance(outcome, Graded):
-                to, judged = State.GRADED, {"reward": outcome.reward, "boundary": None}
+                reward = self._composition.of(outcome)
+                columns |= {"reward": reward.value, "boundary": None}
+                moves.append(_Move(row, State.GRADED, reward.reason or State.GRADED, columns=columns))
             else:
-                to, judged = State.INVALID, {"reward": None, "boundary": outcome.boundary}
-            moves.append(_Move(row, to, outcome.reason or to, columns=judged))
+                columns |= {"reward": None, "boundary": outcome.boundary}
+                moves.append(_Move(row, State.INVALID, outcome.reason or State.INVALID, columns=columns))
         self._move(moves)
 
     # Groups and batches

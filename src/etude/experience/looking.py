@@ -165,7 +165,7 @@ class Looking:
         return ready
 
     def with_signal(self, group_ids: Collection[str]) -> set[str]:
-        """Those of these groups whose graded members do not all have the same reward."""
+        """Those of these groups whose graded members do not all have the same reward in their rows."""
         having = set[str]()
         for some in parts(group_ids):
             sql = f"SELECT group_id FROM rollouts WHERE group_id IN ({marks(some)}) AND state = ?"
@@ -210,6 +210,12 @@ class Looking:
         found = self._db.rows("SELECT rollout_id, data FROM blobs WHERE name = ?", FINISHED)
         summaries = (_read(rollout_id, FINISHED, data, Finished).summary for rollout_id, data in found)
         return [one for one in summaries if one is not None and one.stored is not None]
+
+    def finished(self, rollout_id: str) -> Finished | None:
+        """The stored record of an ended rollout; None where there is none or it was pruned. Raises `LedgerError` for a
+        record that cannot be read."""
+        data = self.get(rollout_id, FINISHED)
+        return None if data is None else _read(rollout_id, FINISHED, data, Finished)
 
     def is_kept(self, rollout_id: str) -> bool:
         """Whether the record of a finished rollout is still wanted."""

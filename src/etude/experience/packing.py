@@ -1,6 +1,7 @@
 """Turns groups into the batch of one optimiser step, in two parts.
 
-`plan_batch` computes advantages; it needs only rewards and counts, so that the conductor holds no tokens. `make_batch`
+`plan_batch` composes rewards and computes advantages; it needs only terms and counts, so that the conductor holds no
+tokens. `make_batch`
 reads the planned rollouts and keeps the samples that carry a gradient. Both are deterministic: the same groups give the
 same batch. The learner splits a batch to fit its memory. Knows nothing of the ledger, of the window, or of torch.
 """
@@ -12,12 +13,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from etude.experience.admission import Straggler, bounded, masked
-from etude.experience.credit import Scheme, advantages, dr_grpo, with_k1_penalty
+from etude.experience.credit import DR_GRPO, credited
 from etude.experience.groups import Group
-from etude.records.rollout import Path, Rollout, Trace
+from etude.records.reward import K1, Term
+from etude.records.rollout import Graded, Path, Rollout, Trace
 from etude.records.sample import Batch, Sample
 from etude.records.summary import BatchPlan, Member, RolloutSummary, as_seen
 from etude.records.wire import F32, Array, Bools
+from etude.rewards import AS_MEASURED, Composition
+from etude.seams import CreditScheme
 
 Read = Callable[[RolloutSummary], Rollout]
 """A function that reads the whole rollout of a summary: `RolloutFiles.read`."""
@@ -56,61 +60,73 @@ def plan_batch(
     batch_id: str,
     step: int,
     max_lag: int,
-    scheme: Scheme = dr_grpo,
+    composition: Composition = AS_MEASURED,
+    scheme: CreditScheme = DR_GRPO,
     straggler: Straggler = Straggler.WAIT,
     k1: Mapping[str, float] | None = None,
-    beta: float = 0.0,
     full_groups: int = 0,
 ) -> BatchPlan:
-    """Plan the batch that makes version step `step`, trained at learner step `step - 1`.
+    """Plan the batch that makes version step `step`, trained at learner step `step - 1`. The rewards are composed here,
+    from the terms that are stored.
 
     Tokens of a lost lineage that are past the bound are masked under either `straggler`: no window can prevent that a
     restart makes them stale.
 
-    `k1`: by rollout id, Σ log π − log π_ref of each valid rollout that sampled a token; `beta` times that is
-    subtracted from its reward.
+    `k1`: by rollout id, Σ log π − log π_ref of each valid rollout that sampled a token. It becomes a term of the
+    rollout, of which `composition.kl` is the weight.
 
     Every rollout of the groups is consumed, and every token that a valid rollout sampled counts in the normaliser. So a
     batch with little signal has a small gradient, but not a small step: the optimiser divides by the gradient's recent
     size. One without any sample changes no weight. With `full_groups` the step's learning rate is scaled by the share
     of so many groups that have a sample (`Batch.lr_share`), at most 1.
+
+    Raises `EtudeError` where a reward or an advantage is no finite number.
     """
-    given: dict[str, float] = {}
-    num_loss_tokens = 0
-    for group in groups:
-        rewards = group.rewards
-        if k1 is not None:
-            of = [k1[rollout.rollout_id] if rollout.num_sampled else 0.0 for rollout, _ in group.valid]
-            rewards = [with_k1_penalty(reward, one, beta=beta) for reward, one in zip(rewards, of, strict=True)]
-        for (rollout, _), advantage in zip(group.valid, advantages(rewards, scheme, raw=group.rewards), strict=True):
-            num_loss_tokens += rollout.num_sampled
-            given[rollout.rollout_id] = advantage
+    members = [member for group in groups for member in _members(group, composition, scheme, straggler, k1)]
     return BatchPlan(
         batch_id=batch_id,
         step=step,
         max_lag=max_lag,
-        members=tuple(sorted(_members(groups, given, straggler), key=lambda member: member.rollout_id)),
-        num_loss_tokens=num_loss_tokens,
+        members=tuple(sorted(members, key=lambda member: member.rollout_id)),
+        num_loss_tokens=sum(one.summary.num_sampled for one in members if one.summary and one.reward is not None),
         full_groups=full_groups,
     )
 
 
-def _members(groups: Sequence[Group], given: Mapping[str, float], straggler: Straggler) -> Iterator[Member]:
-    for group in groups:
-        ended = {one.rollout_id: one for one in group.finished}
-        for i in group.rollout_ids:
-            if (one := ended.get(i)) is None:
-                yield Member(rollout_id=i, group_id=group.group_id)
-            else:
-                advantage = given.get(i, 0.0)
-                yield Member(
-                    rollout_id=i,
-                    group_id=group.group_id,
-                    outcome=one.outcome,
-                    summary=one.summary,
-                    advantage=advantage,
-                    masks_stale=straggler is Straggler.MASK or i in group.lost,
-                )
+def _members(
+    group: Group,
+    composition: Composition,
+    scheme: CreditScheme,
+    straggler: Straggler,
+    k1: Mapping[str, float] | None,
+) -> Iterator[Member]:
+    graded = [_with_k1(rollout, one, k1) for rollout, one in group.valid]
+    ids = [rollout.rollout_id for rollout, _ in group.valid]
+    credit = dict(zip(ids, credited(graded, composition, scheme), strict=True))
+    judged = dict(zip(ids, graded, strict=True))
+    ended = {one.rollout_id: one for one in group.finished}
+    for i in group.rollout_ids:
+        if (one := ended.get(i)) is None:
+            yield Member(rollout_id=i, group_id=group.group_id)
+        else:
+            reward, advantage = credit.get(i, (None, 0.0))
+            yield Member(
+                rollout_id=i,
+                group_id=group.group_id,
+                outcome=judged.get(i, one.outcome),
+                summary=one.summary,
+                reward=reward,
+                advantage=advantage,
+                masks_stale=straggler is Straggler.MASK or i in group.lost,
+            )
+
+
+def _with_k1(rollout: RolloutSummary, graded: Graded, k1: Mapping[str, float] | None) -> Graded:
+    """The verdict with the term `K1`, where that is measured."""
+    if k1 is None:
+        return graded
+    value = k1[rollout.rollout_id] if rollout.num_sampled else 0.0
+    return graded.with_terms(Term(name=K1, value=value, evidence="of the sampled tokens, to the starting checkpoint"))
 
 
 def make_batch(plan: BatchPlan, read: Read, *, temperature: float = 1.0) -> Batch:
@@ -153,13 +169,20 @@ def samples_of(plan: BatchPlan, member: Member, trace: Trace, *, temperature: fl
     return found
 
 
-def teaches(group: Group, *, learner_step: int, max_lag: int) -> bool:
+def teaches(
+    group: Group,
+    *,
+    learner_step: int,
+    max_lag: int,
+    composition: Composition = AS_MEASURED,
+    scheme: CreditScheme = DR_GRPO,
+) -> bool:
     """Whether a step trained at `learner_step` has a sample of the group, if all tokens past the bound are masked: some
     member with an advantage sampled a token within it."""
-    given = advantages(group.rewards)
+    credit = credited([graded for _, graded in group.valid], composition, scheme)
     return any(
         learner_step - step <= max_lag
-        for (rollout, _), advantage in zip(group.valid, given, strict=True)
+        for (rollout, _), (_, advantage) in zip(group.valid, credit, strict=True)
         if advantage
         for step in rollout.oldest_steps
     )

@@ -17,7 +17,7 @@ class Row:
     state: State
     attempt: int
     reason: str
-    reward: float | None  # None until graded
+    reward: float | None  # composed from the terms as it ended, without a KL penalty; None until graded
     boundary: str | None  # None unless invalid
     batch_id: str | None  # None until a batch took its group
     step: int | None  # the version step that batch produces

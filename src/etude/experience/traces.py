@@ -36,11 +36,12 @@ from etude.errors import EtudeError, LedgerError, StoreError
 from etude.experience.admission import masked
 from etude.experience.packing import Read, batch_of, samples_of
 from etude.records.completion import Completion, Sampling, StopReason, Version, VersionSpan
+from etude.records.reward import Term
 from etude.records.rollout import Boundary, Graded, Invalid, Path, Trace, Turn, TurnKind
 from etude.records.sample import Batch, Origin, Sample
 from etude.records.summary import BatchPlan, BatchRef, Member, as_seen
 from etude.records.task import Trust
-from etude.records.wire import I32, Array, Routes, pack
+from etude.records.wire import I32, Array, Routes, from_json, pack, to_json
 from etude.seams import BlobStore
 from etude.sums import PARQUET_KEY, prove_parquet, seal_parquet
 
@@ -322,12 +323,14 @@ def _rollout_columns(member: Member) -> dict[str, Any]:
     if summary is not None:
         found |= {"task_id": summary.task_id, "family": summary.family, "attempt": summary.attempt}
         found["ending"] = str(summary.ending)
-    if isinstance(outcome, Graded):
-        found |= {"reward": outcome.reward, "terms": json.dumps(outcome.terms), "trust": str(outcome.trust)}
-    elif isinstance(outcome, Invalid):
-        found |= {"boundary": str(outcome.boundary), "evidence": outcome.evidence}
     if outcome is not None:
         found["reason"] = outcome.reason
+    if isinstance(outcome, Graded):
+        found |= {"terms": to_json(outcome.terms).decode(), "trust": str(outcome.trust)}
+        if member.reward is not None:
+            found |= {"reward": member.reward.value, "reason": member.reward.reason}
+    elif isinstance(outcome, Invalid):
+        found |= {"boundary": str(outcome.boundary), "evidence": outcome.evidence}
     return found
 
 
@@ -578,9 +581,8 @@ def _damaged(path: File, error: Exception) -> LedgerError:
 
 def _judged(row: dict[str, Any]) -> Judged:
     outcome: Graded | Invalid | None = None
-    if row["reward"] is not None:
-        terms = {str(k): float(v) for k, v in json.loads(row["terms"]).items()}
-        outcome = Graded(reward=row["reward"], terms=terms, trust=Trust(row["trust"]), reason=row["reason"])
+    if row["terms"] is not None:
+        outcome = _graded(row)
     elif row["boundary"] is not None:
         outcome = Invalid(boundary=Boundary(row["boundary"]), reason=row["reason"], evidence=row["evidence"])
     names = ("rollout_id", "group_id", "task_id", "family", "attempt", "ending")
@@ -679,3 +681,12 @@ def _samples_1(table: pa.Table) -> list[Sample]:
             path = Path(**found, routes=routes, digest=row["digest"])
             samples.append(Sample.uniform(row["rollout_id"], path, row["advantage"]))
     return samples
+
+
+def _graded(row: dict[str, Any]) -> Graded:
+    """The verdict of a row. In format 1 its terms are numbers by name, and its reward is the grade."""
+    trust = Trust(row["trust"])
+    if row["terms"].startswith("{"):
+        measures = {str(name): float(value) for name, value in json.loads(row["terms"]).items()}
+        return Graded.of(row["reward"], measures, trust=trust, reason=row["reason"])
+    return Graded(terms=from_json(row["terms"], tuple[Term, ...]), trust=trust)

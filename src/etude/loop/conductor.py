@@ -54,7 +54,7 @@ from etude.loop.wire import Caller, Lost
 from etude.numerics.config import Mode
 from etude.records import RolloutSpec, Task
 from etude.records.sample import Published, StepReport
-from etude.records.summary import BatchRef
+from etude.records.summary import BatchPlan, BatchRef
 from etude.records.task import Split
 from etude.run import RunFolder
 from etude.seams import TaskSource
@@ -85,7 +85,9 @@ class Conductor:
         self._scales = config.experience.little_signal is LittleSignal.SCALE
         self.window = config.experience.window
         capacity = self.window.num_groups * config.experience.group_size
-        self.ledger = Ledger(ledger_place(run), capacity=capacity, said=self._ledger_said)
+        self.ledger = Ledger(
+            ledger_place(run), capacity=capacity, composition=config.composition, said=self._ledger_said
+        )
         self.books = InOrder("ledger")  # a server may be away for seconds: engines and children are heard meanwhile
         self.rolling = Rolling(self.ledger, self.books, crew, telemetry)
         self.signals = Signals(self.ledger.recall("signals"))
@@ -206,7 +208,7 @@ class Conductor:
         if self._lacks_evaluation():
             await self._evaluate_during()
         late_s = 0.0  # waited for the version of the step before, where nothing may run beside it
-        async for batch, groups, wait_s in self._batches():
+        async for batch, plan, wait_s in self._batches():
             began = time.perf_counter()
             try:
                 report = await self._call("forward_backward", StepReport, batch.step, batch.digest)
@@ -218,7 +220,7 @@ class Conductor:
             await self.probe.trained(batch.step, report.fresh_ratio_max)
             mine, read_s = await self._offer(batch.rollout_ids)
             facts = {
-                **step_facts(groups, batch),
+                **step_facts(plan, batch),
                 **{name: getattr(report, name) for name in report.__struct_fields__},
                 **optim,
                 "wait_s": round(wait_s, 4),
@@ -269,8 +271,8 @@ class Conductor:
             await self._on_its_way
         return time.perf_counter() - began
 
-    async def _batches(self) -> AsyncIterator[tuple[BatchRef, list[Group], float]]:
-        """The batch of each next step, its groups, and the seconds it was waited for."""
+    async def _batches(self) -> AsyncIterator[tuple[BatchRef, BatchPlan, float]]:
+        """The batch of each next step, its plan, and the seconds it was waited for."""
         while self.trained < self.config.rl.steps:
             began = time.perf_counter()
             taken = await self._next_groups()
@@ -280,36 +282,35 @@ class Conductor:
             while True:
                 groups = [await self.books(self.ledger.group, group_id) for group_id in taken]
                 try:
-                    batch = await self._recorded(groups)
+                    plan = await self._planned(groups)
+                    batch = await self._call("record", BatchRef, plan)
                     break
                 except LedgerError:
                     if not await self._quarantined(groups):
                         raise
             self._batched, self._taken, self._size = batch.step, self._taken + len(groups), 0
-            await self.books(self.ledger.transaction, functools.partial(self._take_batch, batch, groups))
+            await self.books(self.ledger.transaction, functools.partial(self._take_batch, batch, plan))
             self._room.set()
             self._admitted.set()  # what waits has moved up
-            yield batch, groups, time.perf_counter() - began
+            yield batch, plan, time.perf_counter() - began
 
-    async def _recorded(self, groups: list[Group]) -> BatchRef:
-        """The next step's batch, of these groups: read, made and recorded by the learner. Raises `LedgerError` where a
-        stored rollout cannot be read."""
+    async def _planned(self, groups: list[Group]) -> BatchPlan:
+        """The plan of the next step's batch, of these groups. Raises `LedgerError` where a rollout cannot be read."""
         experience, k1 = self.config.experience, None
         if experience.kl:
             valid = [rollout for group in groups for rollout, _ in group.valid]
             k1 = await self._call("k1", dict[str, float], valid)
-        plan = plan_batch(
+        return plan_batch(
             groups,
             batch_id=f"b{self.trained + 1:06d}",
             step=self.trained + 1,
             max_lag=experience.max_lag,
+            composition=self.config.composition,
             scheme=SCHEMES[experience.credit],
             straggler=experience.straggler,
             k1=k1,
-            beta=experience.kl,
             full_groups=experience.signal_groups if self._scales else 0,
         )
-        return await self._call("record", BatchRef, plan)
 
     async def _quarantined(self, groups: list[Group]) -> bool:
         """Set aside whatever cannot be read of some groups, if it is the lesser part: else it is not their files that
@@ -328,10 +329,10 @@ class Conductor:
             self.telemetry.event("rollout.signs", rollout_id=one.rollout_id, state="quarantined", signs=[UNREAD])
         return True
 
-    def _take_batch(self, batch: BatchRef, groups: list[Group]) -> None:
+    def _take_batch(self, batch: BatchRef, plan: BatchPlan) -> None:
         signals = Signals(self.ledger.recall("signals"))  # not this object's: this may be done again
         if self.config.experience.curriculum is Curriculum.SIGNAL:
-            signals.count(groups, self.ledger.batched_groups([group.group_id for group in groups]))
+            signals.count(plan, self.ledger.batched_groups(plan.judged))
         self.ledger.batch(batch)
         self.ledger.remember("signals", signals.counts)
         self.signals = signals
@@ -354,8 +355,15 @@ class Conductor:
     def _with_signal(self, ready: Collection[str], seen: dict[str, bool]) -> set[str]:
         """Those of some groups that the next step has a sample of. `seen`: what was found of a group for this step."""
         found = self.ledger.with_signal(ready)
-        bound = {"learner_step": self.trained, "max_lag": self.config.experience.max_lag}
-        seen |= {group: teaches(self.ledger.group(group), **bound) for group in found - seen.keys()}
+        experience = self.config.experience
+        learned = functools.partial(
+            teaches,
+            learner_step=self.trained,
+            max_lag=experience.max_lag,
+            composition=self.config.composition,
+            scheme=SCHEMES[experience.credit],
+        )
+        seen |= {group: learned(self.ledger.group(group)) for group in found - seen.keys()}
         return {group for group in found if seen[group]}
 
     async def _admit(self) -> None:

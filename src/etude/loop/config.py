@@ -24,6 +24,7 @@ from etude.loop.task_images import with_built_images
 from etude.models.config import ModelConfig
 from etude.numerics.config import ComputeDtype, Mode, NumericsConfig, Quantise
 from etude.plugins import Identity
+from etude.rewards import Composition
 from etude.run import HINT_COPY, RunFolder
 from etude.seams import TaskSource
 from etude.stores.places import parse_place
@@ -247,6 +248,14 @@ class RunConfig:
     def wants_routes(self) -> bool:
         """Whether engines send routes: the learner replays them, or a parity defence may make it do so."""
         return self.learner.replays(self.numerics.mode) or self.parity.over_budget is OverBudget.FALL_BACK
+
+    @property
+    def composition(self) -> Composition:
+        """How rewards are composed from their terms."""
+        experience = self.experience
+        return Composition(
+            require_submit=self.harness.require_submit, quarantine=experience.quarantine, kl=experience.kl
+        )
 
     @property
     def max_running(self) -> int:

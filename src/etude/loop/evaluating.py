@@ -12,10 +12,11 @@ from etude.evals import EvalResult, EvalRow, make_row, write_rows
 from etude.evals import evaluate as sum_up
 from etude.loop.crew import Crew
 from etude.loop.played import Played
-from etude.loop.rolling import judged_once, outcome_that_counts, run_once, siblings
+from etude.loop.rolling import judged_once, reward_of, run_once, siblings, signs_that_count
 from etude.loop.room import Room
 from etude.records import Outcome, RolloutSpec
 from etude.records.task import Split
+from etude.rewards import Composition
 from etude.seams import TaskSource
 from etude.telemetry import Telemetry
 
@@ -57,16 +58,17 @@ async def evaluate(
 
     specs = _specs(source, split, num_tasks, tries, seed=seed, temperature=temperature, pin_step=step)
     done = await played(crew, specs, one, name=name, telemetry=telemetry, each=each)
-    rows = [_row(*one) for one in done]
+    rows = [_row(*one, crew.config.composition) for one in done]
     write_rows(out / file_name(name, split, step), rows)
     result = sum_up(rows, name=name, split=split, step=step, wall_s=round(time.perf_counter() - began, 3))
     telemetry.event("eval.result", **result.facts())
     return result
 
 
-def _row(played: Played, outcome: Outcome) -> EvalRow:
-    outcome, signs = outcome_that_counts(played, outcome)
-    return make_row(played.summary, outcome, transcript=played.transcript, sign=str(signs[0]) if signs else "")
+def _row(played: Played, outcome: Outcome, composition: Composition) -> EvalRow:
+    reward = reward_of(outcome, composition.without_weights)  # 1.0 where it is solved, whatever else a run weighs
+    signs = signs_that_count(played, outcome, reward)
+    return make_row(played.summary, reward, transcript=played.transcript, sign=str(signs[0]) if signs else "")
 
 
 def file_name(name: str, split: Split, step: int) -> str:
@@ -112,7 +114,7 @@ async def baseline(
 
     specs = _specs(source, Split.HELDOUT, num_tasks, 1, seed=seed, temperature=1.0, pin_step=None)
     done = await played(crew, specs, one, name=kind, telemetry=telemetry)
-    rows = [make_row(one.summary, outcome, transcript="") for one, outcome in done]
+    rows = [_row(*one, crew.config.composition) for one in done]
     return sum_up(rows, name=kind, split=Split.HELDOUT, step=0, wall_s=0.0).rate
 
 

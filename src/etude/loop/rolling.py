@@ -17,12 +17,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from etude.environments.grading.signs import Suspicion
+from etude import __version__
+from etude.environments.grading.signs import Signs, Suspicion
 from etude.errors import DeadlineExceeded, EngineBehind, EtudeError, LedgerError
 from etude.experience import Ledger
 from etude.experience.transitions import State
@@ -32,12 +33,13 @@ from etude.loop.played import Played
 from etude.loop.room import Room
 from etude.loop.wire import Lost
 from etude.records import Graded, Invalid, Outcome, RolloutSpec, Task
+from etude.records.reward import SIGNS, SIGNS_IF_REWARDED, Reward, Term
 from etude.records.rollout import Boundary
 from etude.records.summary import RolloutSummary, summary_of
-from etude.rollouts import not_run, settle
+from etude.rewards import Composition
+from etude.rollouts import not_run, submitted
 from etude.telemetry import Telemetry
 
-GRADED = "graded"  # the term with the grader's reward of a rollout in quarantine
 AT_ONCE = 64  # the most rollouts that one transaction starts or stores
 
 
@@ -79,8 +81,8 @@ def siblings(
 
 
 async def judge(crew: Crew, rollout: Played) -> Outcome:
-    """Have a finished rollout graded; returns its outcome. When a grader dies another one is asked. The rollout is
-    invalid where graders cannot read its file, or too many graders die."""
+    """Have a finished rollout graded; returns its outcome with all terms. When a grader dies another one is asked. It
+    is invalid where graders cannot read its file, or too many graders die."""
     if rollout.summary.invalid is not None:
         return rollout.summary.invalid
     error: EtudeError | None = None
@@ -88,7 +90,7 @@ async def judge(crew: Crew, rollout: Played) -> Outcome:
     for _ in range(attempts):
         try:
             outcome = await crew.grade(rollout)
-            return settle(rollout.summary, outcome, require_submit=crew.config.harness.require_submit)
+            return with_host_terms(rollout, outcome, looked=crew.config.experience.quarantine)
         except (Lost, DeadlineExceeded) as lost:
             error = lost
         except LedgerError as unread:
@@ -119,23 +121,31 @@ async def judged_once(crew: Crew, rollout: Played) -> Outcome:
         crew.files.drop(rollout.summary)
 
 
-def unearned(graded: Graded, sign: str) -> Graded:
-    """The grade of a rollout with a sign of cheating: its reward is at most 0, so that training makes cheating less
-    likely. The grader's reward is kept as the term `graded`."""
-    return Graded(
-        reward=min(0.0, graded.reward),
-        terms={**graded.terms, GRADED: graded.reward},
-        trust=graded.trust,
-        reason=f"quarantined: {sign}; the grader said: {graded.reason}",
-    )
+def with_host_terms(rollout: Played, outcome: Outcome, *, looked: bool) -> Outcome:
+    """The outcome with the terms that the host measures: whether the agent submitted and, where somebody `looked`, the
+    number of signs of cheating. What is invalid has no terms, as it counts nowhere."""
+    if isinstance(outcome, Invalid):
+        return outcome
+    terms = [submitted(rollout.summary)]
+    if looked:
+        plain = Signs(found=rollout.signs.found).of(outcome)
+        terms += [_signs(SIGNS, plain), _signs(SIGNS_IF_REWARDED, rollout.signs.if_rewarded)]
+    return outcome.with_terms(*terms)
 
 
-def outcome_that_counts(rollout: Played, outcome: Outcome) -> tuple[Outcome, list[Suspicion]]:
-    """The outcome that counts, in training and in evaluations alike, and the signs of cheating, the gravest first: with
-    any the grade is `unearned`. What is invalid bears none, as it counts nowhere."""
-    if isinstance(outcome, Invalid) or not (signs := rollout.signs.of(outcome)):
-        return outcome, []
-    return unearned(outcome, str(signs[0])), signs
+def _signs(name: str, found: Sequence[Suspicion]) -> Term:
+    evidence = str(found[0]) if found else ""
+    return Term(name=name, value=float(len(found)), version=__version__, evidence=evidence)
+
+
+def reward_of(outcome: Outcome, composition: Composition) -> Reward | Invalid:
+    """The composed reward, in training and in evaluations alike; `Invalid` as it is."""
+    return outcome if isinstance(outcome, Invalid) else composition.of(outcome)
+
+
+def signs_that_count(rollout: Played, outcome: Outcome, reward: Reward | Invalid) -> list[Suspicion]:
+    """The signs of cheating that took a rollout's reward, the gravest first."""
+    return rollout.signs.of(outcome) if isinstance(reward, Reward) and SIGNS in reward.gates else []
 
 
 class _Ended(NamedTuple):
@@ -195,11 +205,12 @@ class Rolling:
                 await self._give_back(spec, error)
                 more.set()
                 return
-            outcome, signs = outcome_that_counts(rollout, outcome)
+            reward = reward_of(outcome, self.crew.config.composition)
+            signs = signs_that_count(rollout, outcome, reward)
             summary = _readable(rollout.summary, outcome)
             if await self._finish(summary, outcome, signs):
-                self._tell(summary, outcome)
-                self._tell_signs(summary, outcome, signs)
+                self._tell(summary, reward)
+                self._tell_signs(summary, outcome, reward, signs)
         finally:
             room.release()
 
@@ -225,7 +236,7 @@ class Rolling:
             counts[:] = self.ledger.finish_all([(one.rollout, one.outcome) for one in ended])
             for one, counted in zip(ended, counts, strict=True):
                 if counted and one.signs and isinstance(one.outcome, Graded):
-                    graded = one.outcome.terms[GRADED]
+                    graded = one.outcome.grade
                     self.ledger.quarantine(one.rollout.rollout_id, reason=str(one.signs[0]), graded=graded)
 
         try:
@@ -240,9 +251,11 @@ class Rolling:
             if not one.counts.done():  # its task was cancelled
                 one.counts.set_result(counted)
 
-    def _tell_signs(self, rollout: RolloutSummary, outcome: Outcome, signs: list[Suspicion]) -> None:
+    def _tell_signs(
+        self, rollout: RolloutSummary, outcome: Outcome, reward: Reward | Invalid, signs: list[Suspicion]
+    ) -> None:
         draw = keyed_seed(self.crew.config.seed, "review", rollout.rollout_id) / 2**63
-        solved = isinstance(outcome, Graded) and outcome.reward > 0
+        solved = isinstance(reward, Reward) and reward.value > 0
         review = not signs and solved and draw < self.crew.config.experience.review_share
         if signs or review:
             self.telemetry.event(
@@ -250,7 +263,7 @@ class Rolling:
                 rollout_id=rollout.rollout_id,
                 state="review" if review else "quarantined",
                 signs=[str(sign) for sign in signs],
-                graded=outcome.terms.get(GRADED, outcome.reward) if isinstance(outcome, Graded) else None,
+                graded=outcome.grade if isinstance(outcome, Graded) else None,
             )
 
     async def _give_back(self, spec: RolloutSpec, error: EtudeError) -> None:
@@ -272,14 +285,14 @@ class Rolling:
             self._ready |= ready
             self._settled.set()
 
-    def _tell(self, rollout: RolloutSummary, outcome: Outcome) -> None:
+    def _tell(self, rollout: RolloutSummary, reward: Reward | Invalid) -> None:
         self.telemetry.event(
             "rollout",
             rollout_id=rollout.rollout_id,
             task_id=rollout.task_id,
             family=rollout.family,
-            outcome="graded" if isinstance(outcome, Graded) else "invalid",
-            reward=outcome.reward if isinstance(outcome, Graded) else None,
+            outcome="graded" if isinstance(reward, Reward) else "invalid",
+            reward=reward.value if isinstance(reward, Reward) else None,
             ending=rollout.ending,
             turns=rollout.num_turns,
             sampled=rollout.num_sampled,

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import enum
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import msgspec
 import numpy as np
 
 from etude.records.completion import Completion, Sampling, missing_route
+from etude.records.reward import GRADE, Term
 from etude.records.task import Task, Trust
 from etude.records.wire import F32, I32, Bools, Routes
 
+NO_MEASURES: Mapping[str, float] = MappingProxyType({})
 UNKNOWN = -1
 """In `Path.steps`: it is not known who read the token. So is what nobody sampled and has an apparent step of -1."""
 
@@ -176,12 +181,54 @@ class Boundary(enum.StrEnum):
 
 
 class Graded(msgspec.Struct, frozen=True, kw_only=True, tag="graded"):
-    """The rollout was judged. `terms` are the raw parts of the reward, so that credit can be recomputed."""
+    """The rollout was judged. `terms` are the raw parts of its reward, the grader's grade first. The reward itself is
+    composed from them, see `etude.rewards`. Raises `ValueError` where the first term is no known grade."""
 
-    reward: float
-    terms: dict[str, float]
+    terms: tuple[Term, ...]
     trust: Trust
-    reason: str  # one line: "all 12 hidden tests pass", "calc.py does not import: SyntaxError"
+
+    def __post_init__(self) -> None:
+        if not self.terms or self.terms[0].name != GRADE or self.terms[0].value is None:
+            raise ValueError(f"the first term of a judged rollout must be its {GRADE}, a number")
+
+    @classmethod
+    def of(
+        cls, grade: float, measures: Mapping[str, float] = NO_MEASURES, *, trust: Trust, reason: str, version: str = ""
+    ) -> Graded:
+        """Make a verdict. `reason`: one line, such as "all 12 hidden tests pass"; `measures`: further numbers by name;
+        `version`: of the grader. A measure that is not finite is unknown.
+
+        >>> Graded.of(0.0, {"tests": 0.5}, trust=Trust.DATA, reason="1 of 2 hidden tests pass").values
+        {'grade': 0.0, 'tests': 0.5}
+        """
+        terms = [Term(name=GRADE, value=grade, version=version, evidence=reason)]
+        for name, value in measures.items():
+            known = math.isfinite(value)
+            evidence = "" if known else f"the grader gave {value}"
+            terms.append(Term(name=name, value=value if known else None, version=version, evidence=evidence))
+        return cls(terms=tuple(terms), trust=trust)
+
+    @property
+    def grade(self) -> float:
+        """What the grader gave."""
+        value = self.terms[0].value
+        assert value is not None, "checked when it was made"
+        return value
+
+    @property
+    def reason(self) -> str:
+        """Why the grader gave it, in one line."""
+        return self.terms[0].evidence
+
+    @property
+    def values(self) -> dict[str, float | None]:
+        """The values of all terms by name; None where unknown."""
+        return {term.name: term.value for term in self.terms}
+
+    def with_terms(self, *terms: Term) -> Graded:
+        """The same with further terms, which replace those of the same names."""
+        names = {term.name for term in terms}
+        return Graded(terms=(*(one for one in self.terms if one.name not in names), *terms), trust=self.trust)
 
 
 class Invalid(msgspec.Struct, frozen=True, kw_only=True, tag="invalid"):

@@ -9,6 +9,7 @@ from itertools import pairwise
 import msgspec
 
 from etude.records.completion import Version
+from etude.records.reward import Reward
 from etude.records.rollout import Ending, Graded, Invalid, Rollout, Trace
 
 
@@ -111,12 +112,13 @@ def summary_of(rollout: Rollout, stored: Stored | None = None) -> RolloutSummary
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout of a step, with its outcome and advantage."""
+    """One rollout of a step, with its outcome, its reward and its advantage."""
 
     rollout_id: str
     group_id: str
     outcome: Graded | Invalid | None = None  # None: cancelled or quarantined
     summary: RolloutSummary | None = None  # None also where the process that ran it died
+    reward: Reward | None = None  # composed from the outcome's terms; None unless it was judged
     advantage: float = 0.0  # 0.0: it is recorded and not trained on
     masks_stale: bool = False  # mask tokens older than the bound: set for all by the config, or for a lost lineage
 
@@ -135,6 +137,15 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def rollout_ids(self) -> tuple[str, ...]:
         return tuple(member.rollout_id for member in self.members)
+
+    @property
+    def judged(self) -> dict[str, list[tuple[RolloutSummary, Reward]]]:
+        """The judged members of each group, by the group's id; empty for a group without one."""
+        found: dict[str, list[tuple[RolloutSummary, Reward]]] = {member.group_id: [] for member in self.members}
+        for member in self.members:
+            if member.summary is not None and member.reward is not None:
+                found[member.group_id].append((member.summary, member.reward))
+        return found
 
 
 class BatchRef(msgspec.Struct, frozen=True, kw_only=True):

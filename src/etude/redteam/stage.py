@@ -243,6 +243,6 @@ async def _unproven(runtime: Runtime, grader: Grader, problem: Problem) -> str:
         outcome = await grader.grade(task, answer, exports)
         if not isinstance(outcome, Graded):
             return f"not to be had here: {outcome.reason}: {outcome.evidence}"
-        if outcome.reward != reward:
-            return f"the {'reference' if reward else 'untouched state'} scores {outcome.reward:g}: {outcome.reason}"
+        if outcome.grade != reward:
+            return f"the {'reference' if reward else 'untouched state'} scores {outcome.grade:g}: {outcome.reason}"
     return ""

@@ -18,7 +18,7 @@ Baselines run through the same code, with a script in the policy's place:
 (['1 def f():\\n2  return 0', 'ok'], b'def f():\\n    return 1\\n')
 """
 
-from etude.rollouts.rollout import not_run, run_rollout, settle
+from etude.rollouts.rollout import not_run, run_rollout, submitted
 from etude.rollouts.scripted import Script, ScriptedPolicy, demonstrate
 
-__all__ = ["Script", "ScriptedPolicy", "demonstrate", "not_run", "run_rollout", "settle"]
+__all__ = ["Script", "ScriptedPolicy", "demonstrate", "not_run", "run_rollout", "submitted"]

@@ -12,11 +12,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from etude import __version__
 from etude.environments import prepare, take_exports
 from etude.errors import EngineBehind, EtudeError, MachineError, TaskError
 from etude.harness import AgentRun, Ask, ChatFormat, HarnessConfig, standard_tools
 from etude.harness.programs import run_program
-from etude.records.rollout import Boundary, Ending, Graded, Invalid, Outcome, Rollout, RolloutSpec, Trace
+from etude.records.reward import SUBMITTED, Term
+from etude.records.rollout import Boundary, Ending, Invalid, Rollout, RolloutSpec, Trace
 from etude.records.summary import RolloutSummary
 from etude.seams import Machine, Policy, Runtime
 
@@ -93,17 +95,11 @@ async def on_machine(
         await machine.close()
 
 
-def settle(rollout: Rollout | RolloutSummary, outcome: Outcome, *, require_submit: bool) -> Outcome:
-    """The final outcome of a graded rollout: with `require_submit` one that never submitted gets reward 0, its terms
-    kept.
-
-    Otherwise a policy could idle until its limits with the work half done, and would never learn to stop.
-    """
-    if not require_submit or isinstance(outcome, Invalid) or rollout.ending is Ending.SUBMITTED:
-        return outcome
-    reason = f"not submitted ({rollout.ending.value}); {outcome.reason}"
-    terms = {**outcome.terms, "submitted": 0.0}
-    return Graded(reward=0.0, terms=terms, trust=outcome.trust, reason=reason)
+def submitted(rollout: Rollout | RolloutSummary) -> Term:
+    """Whether the agent submitted, as a term of the reward. Without it a policy could idle until its limits with the
+    work half done, and would never learn to stop."""
+    value = float(rollout.ending is Ending.SUBMITTED)
+    return Term(name=SUBMITTED, value=value, version=__version__, evidence=rollout.ending.value)
 
 
 def session_of(spec: RolloutSpec) -> str:

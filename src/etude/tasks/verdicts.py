@@ -54,8 +54,8 @@ async def verdict(
             return Verdict(None, f"could not be graded ({Boundary.MACHINE}): {reason}: {why}")
         case Invalid(boundary=boundary, reason=reason):
             return Verdict(None, f"could not be graded ({boundary}): {reason}")
-        case Graded(reward=reward, reason=reason):
-            return Verdict(reward, reason)
+        case Graded(grade=grade, reason=reason):
+            return Verdict(grade, reason)
 
 
 def _bytes(content: str | bytes) -> bytes:

@@ -55,8 +55,8 @@ class FakeGrader:
         else:
             passed, total = self._cases(answer, dict(exports)), len(answer.cases)
         solved = float(passed == total > 0)
-        terms = {"tests": passed / max(total, 1), "pass": solved}
-        return Graded(reward=solved, terms=terms, trust=task.trust, reason=f"{passed} of {total} hidden tests pass")
+        measures = {"tests": passed / max(total, 1), "pass": solved}
+        return Graded.of(solved, measures, trust=task.trust, reason=f"{passed} of {total} hidden tests pass")
 
     def _cases(self, answer: Answer, files: dict[str, bytes]) -> int:
         lines = [f"    ({c.module!r}, {c.function!r}, {c.args!r})," for c in answer.cases]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.here import opened
 from tests.unit.environments.judging import on_machines
 
+from etude import __version__
 from etude.environments import MachineGrader, NamespaceRuntime, validate_exports
 from etude.environments.grading.data import same
 from etude.environments.grading.ground import Ground
@@ -73,22 +74,26 @@ def grade(
 
 
 def test_a_right_answer_scores_one_and_says_so():
-    assert grade("def f(n): return n + 1") == Graded(
-        reward=1.0, terms={"tests": 1.0, "pass": 1.0}, trust=Trust.DATA, reason="all 3 hidden tests pass"
+    assert grade("def f(n): return n + 1") == Graded.of(
+        1.0,
+        {"tests": 1.0, "pass": 1.0},
+        trust=Trust.DATA,
+        reason="all 3 hidden tests pass",
+        version=__version__,
     )
 
 
 def test_a_partly_right_answer_scores_zero_and_keeps_its_share_as_a_term():
     outcome = grade("def f(n): return 3 if n == 2 else -7")
-    assert (outcome.reward, outcome.terms["pass"]) == (0.0, 0.0)
-    assert outcome.terms["tests"] == pytest.approx(1 / 3)
+    assert (outcome.grade, outcome.values["pass"]) == (0.0, 0.0)
+    assert outcome.values["tests"] == pytest.approx(1 / 3)
     assert outcome.reason == "1 of 3 hidden tests pass; calc.f is wrong"
 
 
 def test_the_untouched_and_the_deleted_file_score_zero():
-    assert grade("def f(n):\n    return None\n").reward == 0.0
+    assert grade("def f(n):\n    return None\n").grade == 0.0
     deleted = grade({})
-    assert deleted.reward == 0.0
+    assert deleted.grade == 0.0
     assert "ModuleNotFoundError" in deleted.reason
 
 
@@ -190,8 +195,8 @@ CHEATS = {
 def test_a_cheat_is_graded_and_scores_zero(name):
     outcome = grade(CHEATS[name], deadline_s=2 if name == "stop the grader" else 20)
     assert isinstance(outcome, Graded)
-    assert outcome.reward == 0.0
-    assert outcome.terms["pass"] == 0.0
+    assert outcome.grade == 0.0
+    assert outcome.values["pass"] == 0.0
     assert outcome.reason
     assert "\n" not in outcome.reason
 
@@ -201,7 +206,7 @@ def test_a_cheat_is_graded_and_scores_zero(name):
 )
 def test_code_that_never_ends_scores_zero_at_the_deadline(code):
     outcome = grade(code, deadline_s=1)
-    assert (outcome.reward, outcome.reason) == (0.0, "the hidden tests did not end before their deadline")
+    assert (outcome.grade, outcome.reason) == (0.0, "the hidden tests did not end before their deadline")
 
 
 @pytest.mark.parametrize(
@@ -209,18 +214,18 @@ def test_code_that_never_ends_scores_zero_at_the_deadline(code):
 )
 def test_a_file_that_is_not_declared_is_refused_whatever_the_rest_does(name):
     outcome = grade({"calc.py": b"def f(n): return n + 1", name: b"x"})
-    assert outcome.reward == 0.0
+    assert outcome.grade == 0.0
     assert "not a declared export" in outcome.reason
 
 
 def test_an_export_that_is_too_large_is_graded_zero_not_invalid():
     outcome = grade({"calc.py": b"#" * (2 << 20)})
-    assert outcome.reward == 0.0
+    assert outcome.grade == 0.0
     assert "at most" in outcome.reason
 
 
 def test_printing_in_a_right_answer_does_no_harm():
-    assert grade("print('hello')\ndef f(n):\n    print(n)\n    return n + 1").reward == 1.0
+    assert grade("print('hello')\ndef f(n):\n    print(n)\n    return n + 1").grade == 1.0
 
 
 # ---------------------------------------------------------------------------------------------- code-graded
@@ -248,7 +253,7 @@ FRESH = {
 @pytest.mark.parametrize("name", FRESH)
 def test_a_call_counts_as_if_no_other_had_been_made(name):
     code, reward = FRESH[name]
-    assert grade(code).reward == reward
+    assert grade(code).grade == reward
 
 
 def test_a_number_that_is_too_long_is_a_wrong_result_of_its_call_alone():
@@ -258,7 +263,7 @@ def test_a_number_that_is_too_long_is_a_wrong_result_of_its_call_alone():
 
 def test_a_right_answer_to_a_code_graded_task_scores_one_with_its_label():
     outcome = grade("def f(n): return n + 1", trust=Trust.CODE)
-    assert (outcome.reward, outcome.trust) == (1.0, Trust.CODE)
+    assert (outcome.grade, outcome.trust) == (1.0, Trust.CODE)
 
 
 CODE_CHEATS = {
@@ -288,7 +293,7 @@ CODE_CHEATS = {
 @pytest.mark.parametrize("name", CODE_CHEATS)
 def test_a_cheat_against_a_code_graded_task_scores_zero(name):
     outcome = grade(CODE_CHEATS[name], trust=Trust.CODE)
-    assert (outcome.reward, outcome.trust) == (0.0, Trust.CODE)
+    assert (outcome.grade, outcome.trust) == (0.0, Trust.CODE)
 
 
 def test_the_agents_code_shares_neither_process_nor_machine_with_a_check():
@@ -304,7 +309,7 @@ def test_the_agents_code_shares_neither_process_nor_machine_with_a_check():
     """
     check = f"# SECRET\n{CHECK}"
     answer = Answer(reference={}, test_code=check, entry_point="calc:f")
-    assert grade(code, trust=Trust.CODE, answer=answer).reward == 1.0
+    assert grade(code, trust=Trust.CODE, answer=answer).grade == 1.0
 
 
 CHECKS = {
@@ -338,7 +343,7 @@ def test_what_a_check_can_do_with_code_that_is_elsewhere(name):
             return n + 1 if type(n) is int else n
     """
     answer = Answer(reference={}, test_code=textwrap.dedent(CHECKS[name]), entry_point="calc:f")
-    assert grade(code, trust=Trust.CODE, answer=answer).reward == 1.0
+    assert grade(code, trust=Trust.CODE, answer=answer).grade == 1.0
 
 
 @pytest.mark.parametrize(
@@ -362,7 +367,7 @@ def test_whatever_the_other_side_of_a_check_does_is_graded(code, reason):
     )
     outcome = grade(code, trust=Trust.CODE, answer=answer)
     assert isinstance(outcome, Graded)
-    assert outcome.reward == 0.0
+    assert outcome.grade == 0.0
     assert reason in outcome.reason
 
 

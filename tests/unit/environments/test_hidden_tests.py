@@ -44,15 +44,15 @@ def units(names: tuple[str, ...] = NAMES, source: str = UNITS, **options: Any) -
 
 def test_a_right_answer_passes_every_named_test_and_one_that_is_half_right_keeps_its_share():
     right, half = judge(units(), RIGHT, "def f(n): return 3", grader=QUICK)
-    assert (right.reward, right.reason) == (1.0, "all 2 hidden tests pass")
-    assert (half.reward, half.terms) == (0.0, {"tests": 0.5, "pass": 0.0})
+    assert (right.grade, right.reason) == (1.0, "all 2 hidden tests pass")
+    assert (half.grade, half.values) == (0.0, {"grade": 0.0, "tests": 0.5, "pass": 0.0})
     assert half.reason == "1 of 2 hidden tests pass; t.test_u.A.test_c does not: AssertionError: 3 != 41"
 
 
 @pytest.mark.parametrize("name", ["test_skipped", "test_expected"])
 def test_skipped_and_expected_to_fail_is_not_passed(name):
     outcome = judge(units((NAMES[0], f"t.test_u.A.{name}")), RIGHT, grader=QUICK)
-    assert (outcome.reward, outcome.terms["tests"]) == (0.0, 0.5)
+    assert (outcome.grade, outcome.values["tests"]) == (0.0, 0.5)
 
 
 RAISES = """
@@ -83,8 +83,8 @@ def f(n): return n + 1
 def test_a_check_of_errors_that_was_disarmed_is_found_out():
     answer = Answer(reference={"calc.py": CHECKED}, tests=units(source=RAISES).tests)
     right, wrong, disarmed = judge(answer, CHECKED.encode(), "def f(n): return n + 1", DISARMED, grader=QUICK)
-    assert (right.reward, wrong.reward) == (1.0, 0.0)
-    assert disarmed.reward == 0.0
+    assert (right.grade, wrong.grade) == (1.0, 0.0)
+    assert disarmed.grade == 0.0
     assert "canary" in disarmed.reason
 
 
@@ -110,7 +110,7 @@ def test_code_that_puts_its_own_cases_in_the_place_of_a_tests_is_found_out():
     )
     answer = Answer(reference={"calc.py": RIGHT.decode()}, tests=tests)
     right, wrong, own = judge(answer, RIGHT, "def f(n): return 3", OWN_CASES, grader=QUICK)
-    assert (right.reward, wrong.reward, own.reward) == (1.0, 0.0, 0.0)
+    assert (right.grade, wrong.grade, own.grade) == (1.0, 0.0, 0.0)
     assert "canary" in own.reason
 
 
@@ -210,15 +210,15 @@ CHEATS = {
 def test_a_cheat_scores_zero_and_one_that_passes_the_tests_is_caught_by_a_canary(name):
     code, passes = CHEATS[name]
     outcome = judge(units(), code, grader=QUICK)
-    assert (outcome.reward, outcome.terms["pass"]) == (0.0, 0.0), outcome
+    assert (outcome.grade, outcome.values["pass"]) == (0.0, 0.0), outcome
     assert outcome.reason.startswith("canary") is passes, outcome
-    assert ("forged" in outcome.terms) is passes
+    assert ("forged" in outcome.values) is passes
 
 
 def test_a_pass_that_does_not_repeat_is_no_pass():
     lucky = "import random\ndef f(n): return n + random.SystemRandom().choice([1, 1, 1, 0])"
     outcome = judge(units(), lucky, grader={"repeats": 40, "canaries": 1})
-    assert outcome.reward == 0.0
+    assert outcome.grade == 0.0
 
 
 def test_code_that_hangs_costs_one_deadline_not_one_for_each_test():
@@ -230,7 +230,7 @@ def test_code_that_hangs_costs_one_deadline_not_one_for_each_test():
         "while True: pass",
         grader={**QUICK, "longest_s": 60.0},
     )
-    assert outcome.reward == 0.0
+    assert outcome.grade == 0.0
     assert "deadline" in outcome.reason
 
 
@@ -244,7 +244,7 @@ def test_what_the_tests_need_from_the_agent_is_taken_and_what_decides_how_they_r
         "t/__pycache__/test_u.cpython-311.pyc": b"x",
     }
     outcome = judge(units(), files, exports=("./",), grader=QUICK)
-    assert outcome.reward == 1.0, outcome
+    assert outcome.grade == 1.0, outcome
 
 
 @pytest.mark.parametrize(
@@ -318,8 +318,8 @@ def machines_have_pytest() -> None:
 def test_parameters_fixtures_and_classes_are_pytests_own():
     answers = [RIGHT, "def f(n): return 41", "import sys\nf = lambda n: sys._getframe(1).f_locals.get('result', 3)"]
     right, wrong, reader = judge(pytests(), *answers, grader={"repeats": 0, "canaries": 3})
-    assert right.reward == 1.0, right
-    assert (wrong.reward, wrong.terms["tests"]) == (0.0, 0.5)
+    assert right.grade == 1.0, right
+    assert (wrong.grade, wrong.values["tests"]) == (0.0, 0.5)
     assert reader.reason.startswith("canary"), reader
 
 
@@ -328,7 +328,7 @@ def test_what_pytest_skips_or_expects_to_fail_is_not_passed():
     answer = pytests(
         (PYTEST_NAMES[0], *(f"t/test_p.py::{name}" for name in ("test_skipped", "test_xfail", "test_xpass")))
     )
-    assert judge(answer, RIGHT, grader={"repeats": 0, "canaries": 1}).terms["tests"] == 0.25
+    assert judge(answer, RIGHT, grader={"repeats": 0, "canaries": 1}).values["tests"] == 0.25
 
 
 PYTEST_CHEATS = {
@@ -351,7 +351,7 @@ PYTEST_CHEATS = {
 @pytest.mark.usefixtures("machines_have_pytest")
 def test_a_pytest_that_the_agent_has_bent_is_caught():
     for outcome in judge(pytests(), *PYTEST_CHEATS.values(), grader={"repeats": 0, "canaries": 2}):
-        assert (outcome.reward, outcome.reason[:6]) == (0.0, "canary"), outcome
+        assert (outcome.grade, outcome.reason[:6]) == (0.0, "canary"), outcome
 
 
 @pytest.mark.usefixtures("machines_have_pytest")
@@ -367,7 +367,7 @@ def test_no_configuration_of_the_agents_reaches_pytest():
         "calc_evil.py": b"raise SystemExit(0)\n",
     }
     outcome = judge(pytests(), files, exports=("./",), grader={"repeats": 0, "canaries": 1})
-    assert outcome.reward == 1.0, outcome
+    assert outcome.grade == 1.0, outcome
 
 
 # ---------------------------------------------------------------------------------------------- without pytest

@@ -28,8 +28,8 @@ def verified(source: str, **options: Any) -> Answer:
 
 def test_an_exit_code_is_a_verdict():
     right, wrong = judge(verified(EXIT), RIGHT, "def f(n): return n")
-    assert (right.reward, right.trust, right.reason) == (1.0, Trust.CODE, "the verifier accepts")
-    assert (wrong.reward, wrong.reason) == (0.0, "the verifier ends with exit code 1: it is not 3")
+    assert (right.grade, right.trust, right.reason) == (1.0, Trust.CODE, "the verifier accepts")
+    assert (wrong.grade, wrong.reason) == (0.0, "the verifier ends with exit code 1: it is not 3")
 
 
 def test_a_written_number_is_a_verdict_and_only_the_verifiers_counts():
@@ -40,15 +40,15 @@ def test_a_written_number_is_a_verdict_and_only_the_verifiers_counts():
         {"calc.py": b"def f(n): raise SystemExit", "reward.txt": b"1"},
         exports=("calc.py", "reward.txt"),
     )
-    assert (right.reward, right.terms["tests"]) == (1.0, 1.0)
-    assert (wrong.reward, wrong.terms) == (0.25, {"tests": 0.25, "pass": 0.0})
-    assert (cheat.reward, cheat.reason) == (0.0, "the verifier ended with exit code 0 and wrote nothing for a reward")
+    assert (right.grade, right.values["tests"]) == (1.0, 1.0)
+    assert (wrong.grade, wrong.values) == (0.25, {"grade": 0.25, "tests": 0.25, "pass": 0.0})
+    assert (cheat.grade, cheat.reason) == (0.0, "the verifier ended with exit code 0 and wrote nothing for a reward")
 
 
 def test_work_that_is_partly_right_and_gives_what_a_canary_wants_is_no_forgery():
     unlucky = "class But3(int):\n    __eq__ = lambda self, other: other != 3\ndef f(n): return But3(n)"
     outcome = judge(verified(WRITE, reward_path="reward.txt"), unlucky, exports=("calc.py", "reward.txt"))
-    assert (outcome.reward, outcome.terms) == (0.25, {"tests": 0.25, "pass": 0.0})
+    assert (outcome.grade, outcome.values) == (0.25, {"grade": 0.25, "tests": 0.25, "pass": 0.0})
 
 
 def test_what_would_configure_a_verifier_or_be_found_instead_of_the_library_is_taken_only_if_declared_by_name():
@@ -94,7 +94,7 @@ CHEATS = {
 @pytest.mark.parametrize("name", CHEATS)
 def test_code_that_ends_the_verifier_is_caught_by_a_canary(name):
     outcome = judge(verified(EXIT), CHEATS[name])
-    assert (outcome.reward, outcome.terms.get("forged")) == (0.0, 1.0), outcome
+    assert (outcome.grade, outcome.values.get("forged")) == (0.0, 1.0), outcome
     assert outcome.reason.startswith("canary")
 
 
@@ -108,7 +108,7 @@ def f(n): return None
 
 @pytest.mark.parametrize("code", [WRITES_ITS_OWN, LEAVES_A_WRITER])
 def test_a_reward_that_the_agent_writes_is_caught(code):
-    assert judge(verified(WRITE, reward_path="reward.txt"), code).reward < 1.0
+    assert judge(verified(WRITE, reward_path="reward.txt"), code).grade < 1.0
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_reward_that_the_agent_writes_is_caught(code):
 def test_a_verifier_that_the_agents_code_breaks_is_a_verdict_never_invalid(code, reason):
     outcome = judge(verified(WRITE, reward_path="reward.txt", deadline_s=3.0), code)
     assert isinstance(outcome, Graded)
-    assert outcome.reward == 0.0
+    assert outcome.grade == 0.0
     assert reason in outcome.reason
 
 
@@ -149,7 +149,7 @@ def test_a_verifier_that_breaks_on_the_untouched_machine_is_the_tasks_fault(answ
 
 def test_a_verdict_that_does_not_repeat_is_the_lesser_one():
     coin = "import os, sys\nsys.exit(os.urandom(1)[0] % 4 == 0)\n"
-    rewards = [outcome.reward for outcome in judge(verified(coin), *[RIGHT] * 24)]
+    rewards = [outcome.grade for outcome in judge(verified(coin), *[RIGHT] * 24)]
     assert 0.0 in rewards
     assert set(rewards) <= {0.0, 1.0}
 
@@ -185,7 +185,7 @@ def test_the_state_of_a_machine_is_judged_in_a_fork_of_the_frozen_one():
         solved = await reference_exports(runtime, STATE_TASK, MIGRATED)
         untouched = await exports_of(runtime, STATE_TASK)
         grader = MachineGrader(runtime)
-        return [*solved], [(await grader.grade(STATE_TASK, MIGRATED, each)).reward for each in (solved, untouched)]
+        return [*solved], [(await grader.grade(STATE_TASK, MIGRATED, each)).grade for each in (solved, untouched)]
 
     assert on_machines(work) == ([STATE], [1.0, 0.0])
 
@@ -209,7 +209,7 @@ def test_the_state_of_a_machine_is_judged_in_a_fork_of_the_frozen_one():
 def test_whatever_an_agent_leaves_is_judged(script, reward):
     _, outcome = left_by(script)
     assert isinstance(outcome, Graded), outcome
-    assert outcome.reward == reward, outcome
+    assert outcome.grade == reward, outcome
 
 
 @pytest.mark.parametrize("path", ["{here}/locked/reward", "locked/reward"])
@@ -230,4 +230,4 @@ def test_a_reward_that_lies_there_and_cannot_be_taken_away_is_no_verdict(path):
 def test_a_state_that_is_none_scores_zero(state):
     outcome = judge(MIGRATED, {STATE: state}, state=True, trust=Trust.DATA, exports=())
     assert isinstance(outcome, Graded)
-    assert outcome.reward == 0.0
+    assert outcome.grade == 0.0

@@ -26,10 +26,11 @@ from etude.evals import (
     write_rows,
 )
 from etude.evals.intervals import Interval, clustered_rate, over_seeds
-from etude.records import Graded, Invalid, Rollout, Task, Trace
+from etude.records import Invalid, Rollout, Task, Trace
+from etude.records.reward import Reward
 from etude.records.rollout import Boundary, Ending
 from etude.records.summary import summary_of
-from etude.records.task import Split, Trust
+from etude.records.task import Split
 
 
 def row(
@@ -220,7 +221,7 @@ def test_rows_are_made_of_rollouts_and_their_outcomes() -> None:
         tool_s=0.5,
     )
     summary = summary_of(rollout)
-    graded = make_row(summary, Graded(reward=1.0, terms={}, trust=Trust.DATA, reason="all"), transcript="t")
+    graded = make_row(summary, Reward(value=1.0, raw=1.0, reason="all"), transcript="t")
     assert (graded.solved, graded.task_id, graded.ending, graded.outcome) == (True, task.task_id, "submitted", "graded")
     lost = make_row(summary, Invalid(boundary=Boundary.GRADER, reason="died", evidence="exit 9"), transcript="t")
     assert (lost.valid, lost.outcome, lost.reward, lost.ending) == (False, "grader", 0.0, "")

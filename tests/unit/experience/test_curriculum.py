@@ -59,8 +59,9 @@ def test_a_group_that_is_trained_again_after_its_lineage_was_lost_is_counted_onc
 
     def train(step: int) -> None:
         groups = [ledger.group(group_id) for group_id in ids]
-        signals.count(groups, ledger.batched_groups(ids))
-        ledger.batch(make_batch(plan_batch(groups, batch_id=f"b{step}", step=step, max_lag=1), kit.read))
+        plan = plan_batch(groups, batch_id=f"b{step}", step=step, max_lag=1)
+        signals.count(plan, ledger.batched_groups(ids))
+        ledger.batch(make_batch(plan, kit.read))
 
     train(1)
     assert signals.counts == {"fix": (1.0, 1.0)}

@@ -102,7 +102,7 @@ def test_tokens_of_a_lost_lineage_past_the_bound_are_masked_and_none_has_a_negat
         "g000000.1": 3,
         "g000000.2": 4,
     }
-    assert step_facts([found], ref)["token_lag"] == {"0": 8, "3": 3, "6": 3}
+    assert step_facts(plan, ref)["token_lag"] == {"0": 8, "3": 3, "6": 3}
 
 
 def test_keys_of_a_lost_lineage_that_were_kept_make_what_comes_after_as_old() -> None:

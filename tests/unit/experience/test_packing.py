@@ -9,10 +9,12 @@ import pytest
 
 from etude.errors import LedgerError
 from etude.experience import SCHEMES, Straggler, make_batch, plan_batch, record_batch, step_facts
-from etude.experience.credit import advantages
+from etude.experience.credit import advantages, credited
 from etude.experience.packing import paths, teaches, whole_samples
 from etude.experience.traces import read_index, read_trace, trace_path
-from etude.records import Completion, Trace
+from etude.records import Completion, Graded, Trace
+from etude.records.reward import K1, SUBMITTED, Reward, Term
+from etude.rewards import Composition
 
 
 def test_a_batch_holds_samples_of_non_zero_advantage_and_consumes_everybody(kit):
@@ -56,7 +58,7 @@ def test_masking_stragglers_trains_only_their_fresh_spans(kit, tmp_path):
     batch, ref = record_batch(tmp_path, plan, kit.read)
     assert [int(s.path.mask.sum()) for s in batch.samples] == [3, 3]
     assert {int(s) for s in batch.samples[0].path.steps} == {2, 5}
-    facts = step_facts(groups, ref)
+    facts = step_facts(plan, ref)
     assert facts["masked_share"] == pytest.approx(5 / 8)
     assert facts["lag"] == {"3": 2}
     assert facts["token_lag"] == {"0": 6, "3": 10}
@@ -69,13 +71,14 @@ def test_a_wholly_stale_straggler_leaves_no_sample_but_is_consumed_and_told_of(k
     assert batch == make_batch(plan, kit.read)
     assert batch.samples == ()
     assert batch.rollout_ids == ("g000000.0", "g000000.1")
-    assert step_facts(groups, ref)["masked_share"] == 1.0
+    assert step_facts(plan, ref)["masked_share"] == 1.0
 
 
 def test_step_facts_count_what_a_step_saw(kit, tmp_path):
     groups = [kit.group("g000000", [1.0, 0.0, None]), kit.group("g000001", [0.0, 0.0, 0.0]), kit.group("g2", [None])]
-    _, ref = record_batch(tmp_path, plan_batch(groups, batch_id="b", step=1, max_lag=0), kit.read)
-    facts = step_facts(groups, ref)
+    plan = plan_batch(groups, batch_id="b", step=1, max_lag=0)
+    _, ref = record_batch(tmp_path, plan, kit.read)
+    facts = step_facts(plan, ref)
     assert facts == {
         "reward_mean": 0.2,
         "best_of_k": 0.5,
@@ -96,7 +99,15 @@ def test_a_kl_in_the_reward_gives_signal_where_rewards_alone_have_none(kit):
     assert make_batch(plan_batch([group], batch_id="b", step=1, max_lag=2), kit.read).samples == ()
     assert [s.rollout_id for s in whole_samples(kit.read(rollout) for rollout, _ in group.valid)] == ids
     batch = make_batch(
-        plan_batch([group], batch_id="b", step=1, max_lag=2, k1={ids[0]: 0.0, ids[1]: 2.0}, beta=0.1), kit.read
+        plan_batch(
+            [group],
+            batch_id="b",
+            step=1,
+            max_lag=2,
+            k1={ids[0]: 0.0, ids[1]: 2.0},
+            composition=Composition(kl=0.1),
+        ),
+        kit.read,
     )
     assert {s.rollout_id: s.advantages[0] for s in batch.samples} == pytest.approx({ids[0]: 0.1, ids[1]: -0.1})
 
@@ -123,19 +134,20 @@ def test_a_rollout_without_turns_and_one_that_sampled_nothing_are_consumed_and_c
     group = type(group)(group.group_id, group.rollout_ids, tuple(finished))
     k1 = {sample.rollout_id: 0.25 for sample in whole_samples(kit.read(one) for one, _ in group.valid)}
     assert set(k1) == {"g000000.2"}, "a reference model is asked about sampled tokens alone"
-    given = {"scheme": scheme, "k1": k1 if beta else None, "beta": beta}
+    composition = Composition(kl=beta)
+    given = {"scheme": scheme, "k1": k1 if beta else None, "composition": composition}
     plan = plan_batch([group], batch_id="b", step=1, max_lag=0, **given)
     batch, ref = record_batch(tmp_path, plan, kit.read)
     [sample] = batch.samples
     assert sample.rollout_id == "g000000.2"
-    raw = [0.0, 0.0, 1.0]
-    wanted = advantages([0.0, 0.0, 1.0 - beta * 0.25], scheme, raw=raw)[2]
+    rewards = [Reward(value=v, raw=r, reason="") for v, r in ((0.0, 0.0), (0.0, 0.0), (1.0 - beta * 0.25, 1.0))]
+    wanted = advantages(rewards, scheme)[2]
     assert sample.advantages.tolist() == pytest.approx([wanted] * 4)
     assert batch.rollout_ids == group.rollout_ids
-    assert step_facts([group], ref)["lag"] == {"0": 1}
+    assert step_facts(plan, ref)["lag"] == {"0": 1}
     path = trace_path(tmp_path, 1)
     again = read_trace(path)
-    assert [one.outcome.reward for one in again.rollouts] == [0.0, 0.0, 1.0]
+    assert [one.outcome.grade for one in again.rollouts] == [0.0, 0.0, 1.0]
     assert read_index(path).trained == {"g000000.2"}
 
 
@@ -144,16 +156,20 @@ def test_groups_whose_rollouts_all_have_no_turns_make_a_step_without_signal(
     kit: Any, tmp_path: Path, beta: float
 ) -> None:
     group = kit.group("g000000", [1.0, 0.0], Trace(()))
-    plan = plan_batch([group], batch_id="b", step=1, max_lag=0, k1={} if beta else None, beta=beta)
+    plan = plan_batch(
+        [group], batch_id="b", step=1, max_lag=0, k1={} if beta else None, composition=Composition(kl=beta)
+    )
     batch, ref = record_batch(tmp_path, plan, kit.read)
     assert (batch.samples, batch.num_loss_tokens) == ((), 0)
-    assert step_facts([group], ref)["turns_mean"] == 0.0
+    assert step_facts(plan, ref)["turns_mean"] == 0.0
     assert read_index(trace_path(tmp_path, 1)).rollout_ids == set(group.rollout_ids)
 
 
 def test_a_rollout_that_sampled_and_has_no_k1_is_a_defect_that_is_seen(kit: Any) -> None:
     with pytest.raises(KeyError):
-        plan_batch([kit.group("g000000", [1.0, 0.0])], batch_id="b", step=1, max_lag=0, k1={}, beta=0.5)
+        plan_batch(
+            [kit.group("g000000", [1.0, 0.0])], batch_id="b", step=1, max_lag=0, k1={}, composition=Composition(kl=0.5)
+        )
 
 
 @pytest.mark.parametrize(("full_groups", "share"), [(0, 1.0), (1, 1.0), (2, 1.0), (4, 0.5), (8, 0.25)])
@@ -181,3 +197,34 @@ def test_a_group_whose_tokens_are_all_past_the_bound_teaches_nothing_and_counts_
     batch = make_batch(plan_batch([stale, partly, alike], batch_id="b", step=6, **masks), kit.read)
     assert {sample.rollout_id for sample in batch.samples} == set(partly.rollout_ids)
     assert batch.lr_share == 0.5
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("kl", [0.0, 0.3])
+def test_credit_is_computed_again_from_a_trace_to_the_bit_and_under_other_settings(
+    kit: Any, tmp_path: Path, scheme: Any, kl: float
+) -> None:
+    whole = kit.group("g000000", [1.0, 0.1, 0.7, None])
+    left = Term(name=SUBMITTED, value=0.0, evidence="turns")
+    finished = list(whole.finished)
+    finished[2] = msgspec.structs.replace(finished[2], outcome=finished[2].outcome.with_terms(left))
+    group = type(whole)(whole.group_id, whole.rollout_ids, tuple(finished))
+    k1 = {f"g000000.{i}": 0.1 * (i + 1) for i in range(3)}
+    composition = Composition(kl=kl)
+    plan = plan_batch(
+        [group], batch_id="b", step=1, max_lag=0, scheme=scheme, k1=k1 if kl else None, composition=composition
+    )
+    record_batch(tmp_path, plan, kit.read)
+    judged = [one.outcome for one in read_trace(trace_path(tmp_path, 1)).rollouts]
+    graded = [one for one in judged if isinstance(one, Graded)]
+    assert [one.value for one, _ in credited(graded, composition, scheme)] == [
+        1.0 - kl * k1["g000000.0"],
+        0.1 - kl * k1["g000000.1"],
+        0.0 - kl * k1["g000000.2"],
+    ]
+    assert credited(graded, composition, scheme) == [
+        (member.reward, member.advantage) for member in plan.members if member.reward is not None
+    ]
+    others = credited(graded, Composition(require_submit=False), scheme)
+    assert [one.value for one, _ in others] == [1.0, 0.1, 0.7]
+    assert all((K1 in one.values) is bool(kl) for one in graded)

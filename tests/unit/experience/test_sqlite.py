@@ -8,7 +8,10 @@ import pytest
 
 from etude.errors import LedgerError, StoreError
 from etude.experience import Ledger, row_sums
+from etude.experience.database import READABLE
+from etude.experience.looking import FINISHED
 from etude.experience.sqlite import SqliteDatabase
+from etude.records.wire import pack
 
 
 @pytest.mark.parametrize("content", [b"not sqlite at all" * 100, b"SQLite format 3\0" + b"\xff" * 4096])
@@ -39,15 +42,25 @@ def test_a_ledger_of_an_earlier_etude_is_given_the_indexes_that_it_lacks_and_cou
     reopened.close()
 
 
-def test_a_ledger_that_kept_rollouts_itself_can_be_looked_at_and_not_gone_on_with(ledger, tmp_path, finish_group):
+@pytest.mark.parametrize("earlier", READABLE)
+def test_a_ledger_of_an_earlier_format_can_be_listed_and_not_gone_on_with(ledger, tmp_path, finish_group, earlier):
     finish_group("g000000", [1.0])
-    ledger._db.execute("UPDATE meta SET value = '1' WHERE key = 'format'")
+    ledger._db.execute("UPDATE meta SET value = ? WHERE key = 'format'", earlier)
     ledger.close()
     reading = Ledger.reading(tmp_path / "ledger.sqlite")
     assert reading.states() == {"graded": 1}
     reading.close()
-    with pytest.raises(LedgerError, match="has ledger format 1"):
+    with pytest.raises(LedgerError, match=f"has ledger format {earlier}"):
         Ledger(tmp_path / "ledger.sqlite", capacity=8)
+
+
+def test_an_outcome_of_format_2_is_an_error_in_words(ledger, finish_group):
+    finish_group("g000000", [1.0])
+    old = {"type": "graded", "reward": 1.0, "terms": {"tests": 1.0}, "trust": "data-graded", "reason": "all pass"}
+    ledger.put("g000000.0", FINISHED, pack({"rollout_id": "g000000.0", "outcome": old, "summary": None}))
+    for read in (lambda: ledger.finished("g000000.0"), lambda: ledger.group("g000000")):
+        with pytest.raises(LedgerError, match=r"the finished of rollout g000000\.0 cannot be read"):
+            read()
 
 
 def test_a_ledger_with_checksums_of_an_earlier_form_is_read_and_gets_new_ones(tmp_path: Path) -> None:

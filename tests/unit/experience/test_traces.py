@@ -163,7 +163,7 @@ def test_a_trace_in_a_store_comes_back_as_from_a_folder_and_is_replaced_when_its
     assert trace_module.recorded(store) == [3]
     assert read_index(trace_path(store, 3)).graded == {"g000000.0", "g000000.1"}
     outcome, _ = read_rollout(trace_path(store, 3), "g000000.0")
-    assert outcome.reward == 0.5
+    assert outcome.grade == 0.5
     with pytest.raises(LedgerError, match="no trace at batch-000004"):
         read_trace(trace_path(store, 4))
 
@@ -235,8 +235,8 @@ def ids(*numbers: int) -> I32:
 def of_traces(kit: Any, group_id: str, traces: Sequence[Trace]) -> Group:
     """A group whose members have these traces and different rewards."""
     finished = [
-        Finished(rollout_id=f"{group_id}.{i}", outcome=kit.graded(float(i)), summary=kit.summary(f"{group_id}.{i}", one))
-        for i, one in enumerate(traces)
+        Finished(rollout_id=f"{group_id}.{i}", outcome=kit.graded(float(i)), summary=kit.summary(f"{group_id}.{i}", t))
+        for i, t in enumerate(traces)
     ]
     return Group(group_id, tuple(one.rollout_id for one in finished), tuple(finished))
 

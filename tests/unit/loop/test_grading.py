@@ -34,7 +34,7 @@ class Counting:
 
 
 def graded(reward: float) -> Graded:
-    return Graded(reward=reward, terms={}, trust=Trust.DATA, reason="r")
+    return Graded.of(reward, trust=Trust.DATA, reason="r")
 
 
 def run(work):
@@ -48,7 +48,7 @@ def test_the_same_files_of_a_task_are_judged_once_even_when_asked_at_once():
     async def work():
         return await asyncio.gather(*(verdicts.grade(TASK, ANSWER, {"a.py": b"x"}) for _ in range(8)))
 
-    assert [o.reward for o in run(work())] == [1.0] * 8
+    assert [o.grade for o in run(work())] == [1.0] * 8
     assert inner.calls == 1
 
 
@@ -78,7 +78,7 @@ def test_invalid_and_failures_are_never_remembered():
 
     first, last = run(work())
     assert first is invalid
-    assert last.reward == 1.0
+    assert last.grade == 1.0
 
 
 def test_each_grade_that_ends_is_a_sign_of_life_to_those_that_wait_for_a_turn():

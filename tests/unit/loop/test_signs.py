@@ -17,18 +17,19 @@ from etude.config import load, to_toml
 from etude.evals import read_rows
 from etude.experience import Ledger, RolloutFiles, make_batch, plan_batch
 from etude.experience.config import ExperienceConfig
-from etude.experience.credit import advantages
+from etude.experience.credit import credited
 from etude.experience.looking import Quarantined
 from etude.loop import worker
 from etude.loop.apart import InOrder
 from etude.loop.config import RunConfig
 from etude.loop.evaluating import evaluate
 from etude.loop.played import HandedOver, Played, hand_over
-from etude.loop.rolling import Rolling, siblings, unearned
+from etude.loop.rolling import Rolling, siblings
 from etude.loop.room import Limit
 from etude.records import Graded, Rollout, RolloutSpec, Task, Version
 from etude.records.rollout import Ending, Trace
 from etude.records.task import Split, Trust
+from etude.rewards import Composition
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
 from etude.testing import FakeCrew
@@ -61,7 +62,7 @@ def play(spec: RolloutSpec) -> Rollout:
 
 
 def fooled(rollout: Played) -> Graded:
-    return Graded(reward=1.0, terms={"tests": 1.0}, trust=Trust.CODE, reason="all pass")
+    return Graded.of(1.0, {"tests": 1.0}, trust=Trust.CODE, reason="all pass")
 
 
 def rolled(folder: Path, **experience: Any) -> tuple[Ledger, list[dict[str, Any]]]:
@@ -92,18 +93,25 @@ def rolled(folder: Path, **experience: Any) -> tuple[Ledger, list[dict[str, Any]
     return ledger, [event for event in map(json.loads, lines) if event["kind"] == "rollout.signs"]
 
 
+def rewards(ledger: Ledger, **settings: bool) -> list[float]:
+    """The rewards of the only group, composed from its stored terms."""
+    graded = [graded for _, graded in ledger.group("g000000").valid]
+    return [reward.value for reward, _ in credited(graded, Composition(**settings))]
+
+
 def test_a_flagged_rollout_earns_nothing_and_stays_in_the_baseline_and_the_gradient(tmp_path):
     ledger, events = rolled(tmp_path)
     sign = "exit: ends the process by os._exit (calc.py:3)"
     assert ledger.states() == {"graded": 4}
     assert ledger.ready_groups(["g000000"]) == ledger.with_signal(["g000000"]) == {"g000000"}
     group = ledger.group("g000000")
-    assert group.rewards == [0.0, 1.0, 1.0, 1.0]
+    assert rewards(ledger) == [0.0, 1.0, 1.0, 1.0]
     assert ledger.row("g000000.0").reward == 0.0
     plan = plan_batch([group], batch_id="b000001", step=1, max_lag=0)
     batch = make_batch(plan, RolloutFiles(tmp_path / "rollouts").read)
     assert batch.rollout_ids == tuple(f"g000000.{i}" for i in range(4))
-    assert advantages(group.rewards) == [-0.75, 0.25, 0.25, 0.25], "the cheat is what the others are better than"
+    given = [member.advantage for member in plan.members]
+    assert given == [-0.75, 0.25, 0.25, 0.25], "the cheat is what the others are better than"
     ledger.batch(batch)
     ledger.commit(batch.rollout_ids, Version(1, "0" * 8, "1" * 64))
     assert ledger.prune(1) > 0
@@ -117,18 +125,16 @@ def test_a_flagged_rollout_earns_nothing_and_stays_in_the_baseline_and_the_gradi
 def test_what_the_grader_gave_and_why_it_does_not_count_are_kept_with_the_grade(tmp_path):
     ledger, _ = rolled(tmp_path)
     _, graded = ledger.group("g000000").valid[0]
-    assert graded.terms == {"tests": 1.0, "graded": 1.0}
-    assert graded.reason == ("quarantined: exit: ends the process by os._exit (calc.py:3); the grader said: all pass")
-
-
-def test_quarantine_never_pays():
-    worse = Graded(reward=-1.0, terms={"tests": -1.0}, trust=Trust.CODE, reason="broke it")
-    assert unearned(worse, "exit: it ends").reward == -1.0
+    assert graded.values == {"grade": 1.0, "tests": 1.0, "submitted": 1.0, "signs": 1.0, "signs_if_rewarded": 0.0}
+    assert (graded.grade, graded.reason) == (1.0, "all pass")
+    reason = "quarantined: exit: ends the process by os._exit (calc.py:3); the grader said: all pass"
+    assert ledger.row("g000000.0").reason == reason
+    assert rewards(ledger, quarantine=False) == [1.0] * 4, "credit can be computed again under other settings"
 
 
 def test_quarantine_can_be_turned_off(tmp_path):
     ledger, events = rolled(tmp_path, quarantine=False)
-    assert ledger.group("g000000").rewards == [1.0] * 4
+    assert rewards(ledger) == [1.0] * 4
     assert ledger.quarantined() == {}
     assert events == []
 

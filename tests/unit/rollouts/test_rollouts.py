@@ -14,7 +14,8 @@ from etude.records import Completion, CompletionRequest, Graded, Invalid, Rollou
 from etude.records.rollout import Boundary, Ending
 from etude.records.task import Split, Trust
 from etude.records.wire import pack, unpack
-from etude.rollouts import Script, ScriptedPolicy, demonstrate, run_rollout, settle
+from etude.rewards import Composition
+from etude.rollouts import Script, ScriptedPolicy, demonstrate, run_rollout, submitted
 from etude.seams import Machine
 from etude.testing import MemoryMachine, MemoryRuntime
 
@@ -194,17 +195,15 @@ def test_a_rollout_that_is_cancelled_closes_its_machine() -> None:
 
 
 def test_an_agent_that_never_submitted_scores_nothing_and_keeps_its_terms() -> None:
-    graded = Graded(reward=1.0, terms={"tests": 1.0}, trust=Trust.DATA, reason="all pass")
+    graded = Graded.of(1.0, {"tests": 1.0}, trust=Trust.DATA, reason="all pass")
     done = roll(repair())
-    assert settle(done, graded, require_submit=True) == graded
+    assert Composition().of(graded.with_terms(submitted(done))).value == 1.0
     idle = msgspec.structs.replace(done, ending=Ending.TURNS)
-    settled = settle(idle, graded, require_submit=True)
-    assert isinstance(settled, Graded)
-    assert (settled.reward, settled.terms) == (0.0, {"tests": 1.0, "submitted": 0.0})
-    assert settled.reason == "not submitted (turns); all pass"
-    assert settle(idle, graded, require_submit=False) == graded
-    invalid = Invalid(boundary=Boundary.GRADER, reason="x", evidence="y")
-    assert settle(idle, invalid, require_submit=True) == invalid
+    outcome = graded.with_terms(submitted(idle))
+    assert outcome.values == {"grade": 1.0, "tests": 1.0, "submitted": 0.0}
+    reward = Composition().of(outcome)
+    assert (reward.value, reward.reason) == (0.0, "not submitted (turns); all pass")
+    assert Composition(require_submit=False).of(outcome).value == 1.0
 
 
 def machine() -> MemoryMachine:

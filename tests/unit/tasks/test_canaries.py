@@ -57,7 +57,7 @@ def test_the_reference_scores_1_and_the_honest_solution_0():
             exports = await reference_exports(runtime, task, solution)
             outcome = await MachineGrader(runtime).grade(task, answer, exports)
             assert isinstance(outcome, Graded)
-            return outcome.reward
+            return outcome.grade
         finally:
             await runtime.close()
 

@@ -41,7 +41,7 @@ async def _play(task: Task, script: Script) -> tuple[float, list[tuple[str, str]
         said.append((call[0], await _tool(machine, task, str(len(said)), *call)))
         call = script.send(said[-1][1])
     exports = {path: await machine.read(path) for path in task.exports}
-    return (await FakeGrader().grade(task, SOURCE.answer(task), exports)).reward, said
+    return (await FakeGrader().grade(task, SOURCE.answer(task), exports)).grade, said
 
 
 def _rate(problems: list[tuple[Task, Script]]) -> float:

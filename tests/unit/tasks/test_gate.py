@@ -59,7 +59,7 @@ class Flaky(FakeGrader):
         self.count += 1
         if self.count % 3 == 0:
             return Invalid(boundary=Boundary.MACHINE, reason="lost", evidence="")
-        return Graded(reward=float(self.count % 2), terms={}, trust=Trust.DATA, reason="")
+        return Graded.of(float(self.count % 2), trust=Trust.DATA, reason="")
 
 
 def test_a_verdict_that_changes_is_seen_and_one_that_does_not_come_is_no_survivor() -> None:
@@ -101,7 +101,7 @@ def test_a_hidden_test_of_a_wrong_version_has_as_long_as_the_references_need_and
         async def grade(self, task: Task, answer: Answer, exports: Mapping[str, bytes]) -> Graded | Invalid:
             assert answer.tests is not None
             seen[exports["m.py"] == RIGHT.encode()] = answer.tests.deadline_s
-            return Graded(reward=0.0, terms={}, trust=Trust.CODE, reason="")
+            return Graded.of(0.0, trust=Trust.CODE, reason="")
 
     task, answer = _source(STRONG).task(Split.TRAIN, 0), Answer(reference={"m.py": RIGHT}, tests=tests)
     asyncio.run(gate(ListSource([(task, answer)]), Watching(), Split.TRAIN, num_mutants=2))

@@ -80,7 +80,7 @@ def test_hidden_tests_use_the_prompts_helpers_and_not_the_agents(tmp_path: Path)
     bent = "def half(n):\n    return 0\n\n\ndef area(r, scale):\n    return 3.141592653589793 if r == 0 else 0\n"
     for text, reward in ((source.answer(task).reference["solution.py"], 1.0), (bent, 0.0)):
         outcome = asyncio.run(FakeGrader().grade(task, source.answer(task), {"solution.py": text.encode()}))
-        assert outcome.reward == reward
+        assert outcome.grade == reward
 
 
 @pytest.mark.parametrize(

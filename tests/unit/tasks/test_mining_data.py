@@ -112,7 +112,7 @@ def test_what_tests_read_is_hidden_and_no_agents(tmp_path: Path, using, data: st
         for code, reward in ((RIGHT, 1.0), (WRONG, 0.0)):
             done = await grader.grade(task, answer, await exported(runtime, task, code))
             assert isinstance(done, Graded)
-            assert done.reward == reward
+            assert done.grade == reward
         forged = json.dumps([[1], 1]).encode() + b"\n"
         exports = {"programs/bitcount.py": WRONG.encode(), f"{data}/bitcount.json": forged}
         with pytest.raises(ValueError, match="is not a declared export"):

@@ -61,7 +61,7 @@ def test_a_task_that_does_not_prove_itself_is_named_with_the_reason() -> None:
 
 def test_a_task_that_is_solved_untouched_is_a_failure() -> None:
     def always(task: Task) -> Graded:
-        return Graded(reward=1.0, terms={}, trust=Trust.DATA, reason="all pass")
+        return Graded.of(1.0, trust=Trust.DATA, reason="all pass")
 
     proof = asyncio.run(check(ListSource([_pair({"own.py": RIGHT})]), FakeGrader(always), Split.TRAIN))
     assert [f.reason for f in proof.failures] == ["untouched state scores 1: all pass"]

@@ -172,7 +172,7 @@ def test_breaking_another_function_while_repairing_scores_nothing() -> None:
     outcome = asyncio.run(
         FakeGrader().grade(task, answer, {**exports, other: f"{signature}\n    return ()\n".encode()})
     )
-    assert outcome.reward == 0.0
+    assert outcome.grade == 0.0
 
 
 def test_several_functions_a_file_are_supported_and_impossible_sizes_refused() -> None:

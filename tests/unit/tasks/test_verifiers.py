@@ -90,11 +90,11 @@ def test_rows_are_tasks_whose_answer_is_judged_by_the_environment(source: Verifi
     right, wrong = _graded(source, task, f" {number + 2}\n"), _graded(source, task, "x")
     assert isinstance(right, Graded)
     assert isinstance(wrong, Graded)
-    assert (right.reward, wrong.reward) == (1.0, 0.0)
-    assert right.terms["length"] == len(str(number + 2))
+    assert (right.grade, wrong.grade) == (1.0, 0.0)
+    assert right.values["verifiers.length"] == len(str(number + 2))
     left = asyncio.run(source.grader().grade(task, Answer(reference={}), {}))
     assert isinstance(left, Graded)
-    assert left.reward == 0
+    assert left.grade == 0
 
 
 def test_every_row_is_in_one_split_and_past_the_end_is_an_error(source: VerifiersSource) -> None:
@@ -125,7 +125,7 @@ def test_what_fails_on_one_answer_alone_is_that_answers_fault_and_the_child_goes
     number, task = _first(source)
     outcome = _graded(source, task, text)
     assert isinstance(outcome, Graded)
-    assert outcome.reward == 0
+    assert outcome.grade == 0
     assert "on this answer alone" in outcome.reason
     assert isinstance(_graded(source, task, str(number + 2)), Graded)
 

@@ -10,7 +10,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from etude.experience.credit import with_k1_penalty
+from etude.records import Graded
+from etude.records.reward import K1, Term
+from etude.records.task import Trust
+from etude.rewards import Composition
 from etude.training.losses import cispo_loss, entropy, k1, k2, k2_loss, k3, ppo_loss
 
 V = 5
@@ -118,7 +121,9 @@ def test_k1_as_a_loss_has_no_gradient_in_expectation() -> None:
 
 def test_k1_in_the_reward_has_the_gradient_of_the_divergence() -> None:
     total = k1(log_ratio(LOGITS)).sum(1)
-    penalised = torch.tensor([with_k1_penalty(0.0, float(k), beta=1.0) for k in total], dtype=torch.float64)
+    graded = Graded.of(0.0, trust=Trust.DATA, reason="")
+    rewards = [Composition(kl=1.0).of(graded.with_terms(Term(name=K1, value=float(k)))) for k in total]
+    penalised = torch.tensor([reward.value for reward in rewards], dtype=torch.float64)
     assert same(expected(lambda logits: -penalised * tokens(logits).sum(1)), TRUE_KL)
 
 

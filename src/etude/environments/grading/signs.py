@@ -47,9 +47,9 @@ class Signs(msgspec.Struct, frozen=True):
     def of(self, outcome: Graded | Invalid | None) -> list[Suspicion]:
         """The signs that count for this outcome, the gravest first: at most `MAX_SUSPICIONS`. Adds `if_rewarded` for a
         reward above 0, and a sign of its own for a forged grade."""
-        rewarded = isinstance(outcome, Graded) and outcome.reward > 0
+        rewarded = isinstance(outcome, Graded) and outcome.grade > 0
         graver = list(self.if_rewarded) if rewarded else []
-        if isinstance(outcome, Graded) and outcome.terms.get("forged"):
+        if isinstance(outcome, Graded) and outcome.values.get("forged"):
             graver.append(Suspicion("forged", outcome.reason, "the grade"))
         return [*graver, *self.found][:MAX_SUSPICIONS]
 

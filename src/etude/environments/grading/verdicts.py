@@ -1,4 +1,4 @@
-"""How a grade ends: a reward with its terms and a reason in one line, or evidence that it says nothing of the agent.
+"""How a grade ends: a number with a reason in one line, or evidence that it says nothing of the agent.
 
 The rule of blame is here in two exceptions. `Refused` is the agent's: its work earns nothing, for this reason.
 `Broken` is nobody's but the host's, the task's or the grader's, and may only be raised for what also happens without
@@ -7,6 +7,7 @@ any file of the agent's (`Ground.host_works`, `Ground.starts`, a verifier on the
 
 from __future__ import annotations
 
+from etude import __version__
 from etude.records.rollout import Boundary, Graded, Invalid
 from etude.records.task import Trust
 
@@ -33,18 +34,18 @@ class Broken(Exception):
         return Invalid(boundary=self.boundary, reason=self.reason, evidence=self.evidence)
 
 
-def earned(reward: float, share: float, trust: Trust, reason: str) -> Graded:
-    """A verdict. `share` is that of the hidden tests which pass; `reward` alone counts."""
-    terms = {"tests": share, "pass": float(reward == 1.0)}
-    return Graded(reward=reward, terms=terms, trust=trust, reason=one_line(reason))
+def earned(grade: float, share: float, trust: Trust, reason: str) -> Graded:
+    """A verdict. `share` is that of the hidden tests which pass; `grade` alone counts."""
+    measures = {"tests": share, "pass": float(grade == 1.0)}
+    return Graded.of(grade, measures, trust=trust, reason=one_line(reason), version=__version__)
 
 
 def refused(refusal: Refused, trust: Trust) -> Graded:
     """The verdict on work that earns nothing. A forged one says so in a term, one over a limit too: they are to be
     looked at."""
     said = {"forged": refusal.forged, "over_limit": refusal.over_limit}
-    terms = {"tests": 0.0, "pass": 0.0, **{name: 1.0 for name, is_so in said.items() if is_so}}
-    return Graded(reward=0.0, terms=terms, trust=trust, reason=refusal.reason)
+    measures = {"tests": 0.0, "pass": 0.0, **{name: 1.0 for name, is_so in said.items() if is_so}}
+    return Graded.of(0.0, measures, trust=trust, reason=refusal.reason, version=__version__)
 
 
 def one_line(text: str) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from etude import __version__
 from etude.errors import NoSource, TaskError
 from etude.records.rollout import Boundary, Graded, Invalid
 from etude.records.task import Answer, Split, Task, Trust
@@ -168,7 +169,9 @@ class VerifiersGrader:
 
 
 def _graded(reward: float, metrics: Mapping[str, float], reason: str) -> Graded:
-    return Graded(reward=reward, terms={**metrics, "pass": float(reward == 1.0)}, trust=Trust.DATA, reason=reason)
+    """The environment's metrics are named "verifiers.NAME", so that none is taken for a term of ours."""
+    measures = {**{f"verifiers.{name}": value for name, value in metrics.items()}, "pass": float(reward == 1.0)}
+    return Graded.of(reward, measures, trust=Trust.DATA, reason=reason, version=__version__)
 
 
 def grader_for(source: TaskSource, usual: Grader) -> Grader:

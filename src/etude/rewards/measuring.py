@@ -1,0 +1,67 @@
+"""Measures reward terms of finished rollouts, with a deadline, and names the term that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from etude.errors import EtudeError
+from etude.records.reward import Score, Term
+from etude.records.rollout import Graded, Rollout
+from etude.seams import RewardTerm
+
+DEADLINE_S = 600.0  # of one term of one rollout
+EVIDENCE_CHARS = 2_000
+
+
+@dataclass(frozen=True)
+class NamedTerm:
+    """A reward term of a run under the name that its values are stored by."""
+
+    name: str
+    term: RewardTerm
+    code: str = ""  # digest of its code and settings, added to its version; "": unknown
+
+    @property
+    def version(self) -> str:
+        """Of the values."""
+        return f"{self.term.version}+{self.code[:12]}" if self.code else self.term.version
+
+    def __str__(self) -> str:
+        kind = type(self.term)
+        return f"reward term {self.name!r} ({kind.__module__}:{kind.__qualname__}, version {self.version})"
+
+
+async def measure(
+    terms: Sequence[NamedTerm], rollout: Rollout, graded: Graded, *, deadline_s: float = DEADLINE_S
+) -> Graded:
+    """Measure all terms of a judged rollout at once; returns the verdict with them. Raises `EtudeError` for a term that
+    raises, does not end, or gives anything but a `Score` of a finite number or None."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_measured(one, rollout, graded, deadline_s)) for one in terms]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return graded.with_terms(*(task.result() for task in tasks))
+
+
+async def _measured(one: NamedTerm, rollout: Rollout, graded: Graded, deadline_s: float) -> Term:
+    at = f"rollout {rollout.rollout_id}"
+    hint = "mend the term, then resume the run: nothing that was judged is lost"
+    try:
+        async with asyncio.timeout(deadline_s) as timeout:
+            score: object = await one.term.score(rollout, graded)
+    except Exception as error:
+        if timeout.expired():
+            raise EtudeError(f"{one} did not end", f"{at}: no value in {deadline_s:g} s", hint=hint) from None
+        raise EtudeError(f"{one} failed", f"{at}: {type(error).__name__}: {error}", hint=hint) from error
+    if not isinstance(score, Score) or not isinstance(score.value, int | float | None):
+        raise EtudeError(f"{one} gave no Score of a number", f"{at}: {score!r:.200}", hint=hint)
+    if score.value is not None and not math.isfinite(score.value):
+        unknown = "where a value cannot be known, return Score(value=None, evidence=...)"
+        raise EtudeError(f"{one} gave {score.value}", at, hint=unknown)
+    value = None if score.value is None else float(score.value)
+    evidence = " ".join(str(score.evidence).split())[:EVIDENCE_CHARS]
+    return Term(name=one.name, value=value, version=one.version, evidence=evidence)

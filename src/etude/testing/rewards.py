@@ -1,0 +1,165 @@
+"""Contract suites for reward terms and credit schemes: what etude relies on, as tests to run on a class of your own.
+
+With pytest, subclass the suite::
+
+    class TestMyScheme(CreditSchemeContract):
+        def make(self):
+            return MyScheme()
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from etude.experience.credit import advantages
+from etude.records.completion import Completion, Sampling, StopReason, Version, VersionSpan
+from etude.records.reward import Reward, Term
+from etude.records.rollout import Ending, Graded, Rollout, Trace, Turn
+from etude.records.task import Split, Task, Trust
+from etude.records.wire import pack
+from etude.rewards import NamedTerm, measure
+from etude.seams import CreditScheme, RewardTerm
+
+GROUPS: tuple[tuple[float, ...], ...] = (
+    (1.0, 0.0),
+    (1.0, 0.0, 0.0, 0.0),
+    (0.0, 0.25, 1.0, 0.25),
+    (-1.0, 0.5, 0.5, 2.0, 0.1),
+    (1.0, 1.0, 1.0),
+    (0.0,) * 8,
+)
+"""Rewards of groups, those without a signal included."""
+
+
+class CreditSchemeContract:
+    """What a batch relies on in a credit scheme (`etude.seams.CreditScheme`)."""
+
+    def make(self) -> CreditScheme:
+        """A new scheme to test."""
+        raise NotImplementedError("override make() to return your scheme")
+
+    def given(self, values: Sequence[float]) -> list[float]:
+        """The scheme's advantages for these rewards."""
+        return advantages([Reward(value=value, raw=value, reason="") for value in values], self.make())
+
+    def test_every_reward_has_one_finite_advantage(self) -> None:
+        for values in GROUPS:
+            self.given(values)
+
+    def test_a_group_without_siblings_or_with_one_has_as_many_advantages(self) -> None:
+        assert [len(self.given(values)) for values in ((), (1.0,))] == [0, 1]
+
+    def test_equal_rewards_have_equal_advantages_and_a_higher_one_has_no_lower_one(self) -> None:
+        for values in GROUPS:
+            pairs = sorted(zip(values, self.given(values), strict=True))
+            for (low, first), (high, second) in pairwise(pairs):
+                assert first <= second + 1e-9, f"reward {low:g} has {first:g}, and {high:g} has {second:g}: {values}"
+                assert low != high or abs(first - second) < 1e-9, f"reward {low:g} has {first:g} and {second:g}"
+
+    def test_the_order_of_the_siblings_does_not_matter(self) -> None:
+        for values in GROUPS:
+            forth, back = self.given(values), self.given(values[::-1])[::-1]
+            assert np.allclose(forth, back, atol=1e-9), f"{values}: {forth}; in the other order {back}"
+
+    def test_the_same_rewards_give_the_same_bits(self) -> None:
+        for values in GROUPS:
+            scheme = self.make()
+            rewards = [Reward(value=value, raw=value, reason="") for value in values]
+            first, again = advantages(rewards, scheme), advantages(rewards, scheme)
+            assert first == again, f"{values}: first {first}, then {again}"
+
+    def test_it_has_a_name_and_a_version(self) -> None:
+        scheme = self.make()
+        for what in ("name", "version"):
+            assert isinstance(getattr(scheme, what), str), f"its {what} is no text"
+            assert getattr(scheme, what), f"its {what} is empty"
+
+
+class RewardTermContract:
+    """What graders rely on in a reward term (`etude.seams.RewardTerm`)."""
+
+    def make(self) -> RewardTerm:
+        """A new term to test."""
+        raise NotImplementedError("override make() to return your term")
+
+    def rollouts(self) -> Sequence[tuple[Rollout, Graded]]:
+        """Judged rollouts to measure. Override it for a term that only knows certain tasks."""
+        solved = Graded.of(1.0, {"tests": 1.0}, trust=Trust.DATA, reason="all 3 hidden tests pass")
+        failed = Graded.of(0.0, {"tests": 0.0}, trust=Trust.DATA, reason="0 of 3 hidden tests pass")
+        return (
+            (finished(num_turns=3), solved),
+            (finished(num_turns=1, exports={}), failed),
+            (finished(num_turns=0, ending=Ending.CONTEXT), failed),
+        )
+
+    def measured(self, term: RewardTerm, rollout: Rollout, graded: Graded) -> Term:
+        """The term's value of a rollout, as a run stores it."""
+        return asyncio.run(measure([NamedTerm("yours", term)], rollout, graded, deadline_s=30.0)).terms[-1]
+
+    def test_every_rollout_has_a_finite_value_or_an_unknown_one_with_the_reason(self) -> None:
+        for rollout, graded in self.rollouts():
+            found = self.measured(self.make(), rollout, graded)
+            assert found.value is not None or found.evidence, "an unknown value has no evidence that says why"
+
+    def test_the_same_rollout_has_the_same_value(self) -> None:
+        for rollout, graded in self.rollouts():
+            term = self.make()
+            first, again = (self.measured(term, rollout, graded).value for _ in range(2))
+            assert first == again, f"first {first}, then {again}"
+
+    def test_it_changes_nothing_of_the_rollout(self) -> None:
+        for rollout, graded in self.rollouts():
+            before = pack(rollout)
+            self.measured(self.make(), rollout, graded)
+            assert pack(rollout) == before, "the rollout was changed in place"
+
+    def test_it_has_a_version(self) -> None:
+        version = self.make().version
+        assert isinstance(version, str), "its version is no text"
+        assert version, "its version is empty"
+
+
+def finished(*, num_turns: int, ending: Ending = Ending.SUBMITTED, exports: dict[str, bytes] | None = None) -> Rollout:
+    """A linear rollout that sampled four tokens a turn and handed in one file."""
+    turns = [
+        Turn(
+            parent=i - 1 if i else None,
+            prompt_ids=np.arange(3, dtype=np.int32),
+            sampling=Sampling(max_tokens=4, stop_token_ids=(), seed=i),
+            completion=Completion(
+                request_id=f"r{i}",
+                token_ids=np.arange(4, dtype=np.int32),
+                logprobs=np.full(4, -0.5, np.float32),
+                routes=np.zeros((0, 1, 1), np.uint8),
+                routes_start=7 * i + 6,
+                spans=(VersionSpan(Version(0, "0" * 8, "0" * 64), 4),),
+                stop_reason=StopReason.STOP,
+                engine="engine-0",
+            ),
+        )
+        for i in range(num_turns)
+    ]
+    task = Task(
+        source="contract",
+        split=Split.TRAIN,
+        index=0,
+        family="double",
+        instruction="write double",
+        files={"own.py": "def double(n):\n    return None\n"},
+        exports=("own.py",),
+    )
+    return Rollout(
+        rollout_id="g000000.0",
+        group_id="g000000",
+        attempt=0,
+        task=task,
+        trace=Trace(tuple(turns)),
+        ending=ending,
+        exports={"own.py": b"def double(n):\n    return 2 * n\n"} if exports is None else exports,
+        wall_s=1.0,
+        tool_s=0.25,
+    )
