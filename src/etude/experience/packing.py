@@ -19,9 +19,9 @@ from etude.records.reward import K1, Term
 from etude.records.rollout import Graded, Path, Rollout, Trace
 from etude.records.sample import Batch, Sample
 from etude.records.summary import BatchPlan, Member, RolloutSummary, as_seen
+from etude.records.wire import Array
 from etude.rewards import AS_MEASURED, Composition
 from etude.seams import CreditScheme
-from etude.records.wire import Array
 
 Read = Callable[[RolloutSummary], Rollout]
 """A function that reads the whole rollout of a summary: `RolloutFiles.read`."""

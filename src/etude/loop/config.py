@@ -23,8 +23,8 @@ from etude.loop.parity import OverBudget, ParityConfig
 from etude.loop.task_images import with_built_images
 from etude.models.config import ModelConfig
 from etude.numerics.config import ComputeDtype, Mode, NumericsConfig, Quantise
-from etude.rewards import Composition
 from etude.plugins import Identity
+from etude.rewards import Composition
 from etude.run import HINT_COPY, RunFolder
 from etude.seams import TaskSource
 from etude.stores.places import parse_place

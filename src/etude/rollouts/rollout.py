@@ -15,10 +15,10 @@ from collections.abc import Callable
 from etude import __version__
 from etude.environments import prepare, take_exports
 from etude.errors import EngineBehind, EtudeError, MachineError, TaskError
-from etude.records.reward import SUBMITTED, Term
-from etude.records.rollout import Boundary, Ending, Invalid, Rollout, RolloutSpec, Trace
 from etude.harness import AgentRun, Ask, ChatFormat, HarnessConfig, standard_tools
 from etude.harness.programs import run_program
+from etude.records.reward import SUBMITTED, Term
+from etude.records.rollout import Boundary, Ending, Invalid, Rollout, RolloutSpec, Trace
 from etude.records.summary import RolloutSummary
 from etude.seams import Machine, Policy, Runtime
 
