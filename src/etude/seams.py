@@ -267,8 +267,9 @@ class Engine(Protocol):
     """One inference server, reached by its URL."""
 
     async def generate(self, request: CompletionRequest) -> Completion:
-        """Sample a completion. Raises `EngineBehind` (HTTP 409), `ContextFull` (413), `EngineError` for anything else
-        that is not the caller's fault."""
+        """Sample a completion. An engine that shares prefixes among its sessions anyway may ignore `fork_from`, which
+        saves work and changes no result. Raises `EngineBehind` (HTTP 409), `ContextFull` (413), `EngineError` for
+        anything else that is not the caller's fault."""
         ...
 
     async def pause(self) -> None:

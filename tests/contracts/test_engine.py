@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import uvicorn
+from msgspec.structs import replace as replaced
 from tests import vllm_server
 
 from etude.errors import ContextFull, EngineBehind, EngineError
@@ -312,6 +313,56 @@ def test_the_next_turn_of_a_session_reuses_its_context_and_changes_no_bit(tell: 
         assert hit.routes_start == len(context) - 1
         assert len(hit.routes) == 30 + 1 + 20 - 1
         assert np.array_equal(hit.routes, miss.routes[hit.routes_start :])
+
+    tell(story)
+
+
+def test_a_fork_changes_no_bit_and_leaves_its_source_as_it_is(tell: Callable[[Story], None]) -> None:
+    async def story(world: World) -> None:
+        first = ask("one", 300, 20, session="s")
+        done = await world.engine.generate(first)
+        context = [*first.prompt_ids, *done.token_ids]
+        second = ask("two", [*context, *range(40)], 20, session="s")
+        later = await world.engine.generate(second)
+        stem = context[:310]  # the branch leaves in the middle of the first completion
+        branch = ask("branch", [*stem, *range(63, 33, -1)], 20, session="s+1", fork_from="s")
+        forked = await world.engine.generate(branch)
+        alone = await world.engine.generate(replaced(branch, session_id="t", fork_from=None))
+        assert forked.num_cached > len(stem) - world.block_tokens
+        assert alone.num_cached == 0 or world.shares_prefixes
+        assert same(forked, alone, within=await slack(world))
+        third = ask("three", [*second.prompt_ids, *later.token_ids, 1, 2, 3], 20, session="s", fork_from="nobody")
+        hit = await world.engine.generate(third)
+        assert hit.num_cached >= len(third.prompt_ids) - 4 - world.block_tokens
+        assert same(hit, await world.engine.generate(replaced(third, session_id="u")), within=await slack(world))
+
+    tell(story)
+
+
+def test_a_session_can_be_forked_while_it_runs(tell: Callable[[Story], None]) -> None:
+    async def story(world: World) -> None:
+        long = ask("long", 300, LONG, session="s")
+        task = asyncio.ensure_future(world.engine.generate(long))
+        await running(world)
+        branch = ask("branch", [*long.prompt_ids[:250], 7, 7], 20, fork_from="s")
+        forked = await world.engine.generate(branch)
+        whole = await task
+        alone = [await world.engine.generate(replaced(r, session_id=f"alone {r.request_id}")) for r in (branch, long)]
+        assert same(forked, alone[0], within=await slack(world))
+        assert same(whole, alone[1], within=await slack(world))
+
+    tell(story)
+
+
+def test_a_fork_of_a_session_of_another_version_is_computed_anew(tell: Callable[[Story], None]) -> None:
+    async def story(world: World) -> None:
+        first = ask("one", 100, 10, session="s")
+        await world.engine.generate(first)
+        world.publish(1)
+        await world.engine.adopt(1, deadline_s=20.0)
+        branch = ask("branch", first.prompt_ids, 10, fork_from="s")
+        forked = await world.engine.generate(branch)
+        assert (forked.num_cached, spans(forked)) == (0, [(1, 0)])
 
     tell(story)
 

@@ -10,6 +10,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 pytest.importorskip("triton", reason="triton is not installed (pip install 'etude[gpu]')")
 
@@ -49,9 +50,15 @@ def request(i: int, num_prompt: int, max_tokens: int, vocab_size: int, temperatu
     return CompletionRequest(request_id=f"r{i}", session_id=f"r{i}", prompt_ids=prompt, sampling=sampling)
 
 
-def served(runner: DeviceRunner, requests: list[CompletionRequest], chunk_tokens: int) -> list[Sequence]:
+def scheduling(chunk_tokens: int) -> Scheduler:
+    return Scheduler(num_slots=4, chunk_tokens=chunk_tokens, step_tokens=chunk_tokens, max_waiting=8)
+
+
+def served(
+    runner: DeviceRunner, requests: list[CompletionRequest], chunk_tokens: int, scheduler: Scheduler | None = None
+) -> list[Sequence]:
     """All of them together, prompts in chunks beside decoding rows."""
-    scheduler = Scheduler(num_slots=4, chunk_tokens=chunk_tokens, step_tokens=chunk_tokens, max_waiting=8)
+    scheduler = scheduler or scheduling(chunk_tokens)
     sequences = [Sequence(one, arrived=0.0) for one in requests]
     for sequence in sequences:
         scheduler.submit(sequence)
@@ -96,6 +103,23 @@ def test_in_exact_mode_the_engines_log_probabilities_are_trainings_to_the_bit(fa
     (alone,) = served(DeviceRunner(held, num_slots=1, context_tokens=24), requests[:1], chunk_tokens=16)
     assert alone.logprobs == together[0].logprobs
     assert alone.token_ids == together[0].token_ids
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3"])
+def test_a_fork_has_the_bits_of_a_session_that_computed_its_prefix(family: str) -> None:
+    sizes = FAMILIES[family]
+    held = model(sizes, ExactGpu(torch.bfloat16))
+    runner, scheduler = DeviceRunner(held, num_slots=4, context_tokens=24), scheduling(4)
+    first, other = request(0, 9, 3, sizes.vocab_size), request(1, 3, 4, sizes.vocab_size)
+    served(runner, [first], 4, scheduler)
+    prompt = np.concatenate([first.prompt_ids[:7], other.prompt_ids])
+    branch = replace(other, prompt_ids=prompt, fork_from=first.session_id)
+    (forked,) = served(runner, [branch], 4, scheduler)
+    alone_runner = DeviceRunner(held, num_slots=1, context_tokens=24)
+    (alone,) = served(alone_runner, [branch], 16)
+    assert (forked.num_cached >= 7, alone.num_cached) == (True, 0)
+    assert (forked.token_ids, forked.logprobs) == (alone.token_ids, alone.logprobs)
+    assert np.array_equal(runner.routes(forked), alone_runner.routes(alone))
 
 
 @on_a_gpu

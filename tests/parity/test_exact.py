@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from tests.parity.same_bits import VERSION, asked, learned, prompts, said, sampled, sharp, verified
 
 from etude.inference.config import EngineConfig
@@ -18,6 +19,7 @@ from etude.models.parts import Latent, Routing, Scores
 from etude.numerics.exact import products
 from etude.numerics.exact.operators import Exact
 from etude.numerics.native import Native
+from etude.records import Completion
 
 QWEN = ModelConfig(
     vocab_size=61, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, expert_size=20,
@@ -85,6 +87,25 @@ def test_neither_what_stays_in_the_cache_nor_a_pause_changes_a_bit(family: str) 
             return with_cache.logprobs.tolist(), (await engine.verify(texts[0]))[1][-20:]
 
     assert len(set(map(tuple, asyncio.run(story())))) == 1
+
+
+@every_model
+def test_a_fork_changes_no_bit(family: str, dtype: torch.dtype) -> None:
+    model = sharp(FAMILIES[family], Exact(dtype))
+    first, more = prompts(model.config, (70, 31))
+
+    async def story() -> tuple[Completion, Completion]:
+        config = EngineConfig(context_tokens=512, chunk_tokens=16)
+        async with ReferenceEngine(model, version=VERSION, config=config) as engine:
+            before = await engine.generate(asked(0, first, tokens=20))
+            branch = asked(5, np.concatenate([first, before.token_ids[:9], more]), tokens=20)
+            forked = await engine.generate(replace(branch, session_id="fork", fork_from="r0"))
+            return forked, await engine.generate(branch)
+
+    forked, alone = asyncio.run(story())
+    assert (forked.num_cached >= 79, alone.num_cached) == (True, 0)
+    assert said([forked]) == said([alone])
+    assert np.array_equal(forked.routes, alone.routes)
 
 
 def test_one_temperature_is_one_number_in_sampler_and_learner() -> None:

@@ -4,28 +4,20 @@
     async with serving(app, config=GatewayConfig(port=8000)) as base_url:
         ...
 
-Any OpenAI client works with ``base_url``. Conversations are never tokenised twice:
-
->>> from etude.gateway import TokenTree
->>> len(TokenTree(max_tokens=1000))
-0
+Any OpenAI client works with ``base_url``. Conversations are never tokenised twice (`etude.capture`).
 """
 
 from etude.gateway.app import Gateway, create_app
 from etude.gateway.config import GatewayConfig
 from etude.gateway.refusal import Refused
 from etude.gateway.requests import ChatRequest, read_request
-from etude.gateway.seam import Chat
 from etude.gateway.server import serving
-from etude.gateway.tree import TokenTree
 
 __all__ = [
-    "Chat",
     "ChatRequest",
     "Gateway",
     "GatewayConfig",
     "Refused",
-    "TokenTree",
     "create_app",
     "read_request",
     "serving",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from etude.gateway.seam import Chat
+from etude.capture import Chat, Message
 from etude.records.completion import Completion, StopReason
 from etude.records.wire import I32
 
@@ -49,6 +49,11 @@ class Answer:
         if self.calls:
             message |= {"content": self.text or None, "tool_calls": self.tool_calls()}
         return message
+
+    def canonical(self) -> Message:
+        """The same message in the form of `ChatRequest.messages`."""
+        calls = [{"type": "function", "function": call} for call in self.calls]
+        return {"role": "assistant", "content": self.text} | ({"tool_calls": calls} if calls else {})
 
     def tool_calls(self) -> list[dict[str, Any]]:
         """The calls in OpenAI's shape: named by their place in the answer, arguments as a JSON text."""

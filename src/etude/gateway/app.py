@@ -29,15 +29,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from etude.capture import Chat, Prompt, TurnTree
 from etude.errors import EtudeError
 from etude.gateway.answers import Answer, make_answer, whole_chat, whole_text
 from etude.gateway.config import GatewayConfig
 from etude.gateway.http import HANDLERS, host, is_loopback, until_gone
 from etude.gateway.refusal import Refused, context_exceeded, invalid, of_error
 from etude.gateway.requests import Asked, ChatRequest, TextRequest, read_request, read_text_request
-from etude.gateway.seam import Chat
 from etude.gateway.streams import ChatStream, TextStream, broken
-from etude.gateway.tree import Node, TokenTree, chain
 from etude.records.completion import Completion, CompletionRequest, Sampling, StopReason, Traffic
 from etude.records.wire import I32
 from etude.seams import Policy, told
@@ -73,15 +72,6 @@ def create_app(
 
 
 @dataclass(frozen=True, slots=True)
-class Talk:
-    """The place of a completion in a conversation, for `TokenTree`."""
-
-    asked: ChatRequest
-    known: Node | None  # the deepest completion that the gateway remembers
-    new_ids: I32  # tokens of the prompt behind it
-
-
-@dataclass(frozen=True, slots=True)
 class Asking:
     """A checked request on its way to the policy, and what is needed to tell its answer."""
 
@@ -90,7 +80,7 @@ class Asking:
     answer_id: str
     created: int  # unix seconds
     signatures: Any = None  # None: no call is looked for
-    talk: Talk | None = None
+    prompt: Prompt | None = None  # of a chat: where its completion is recorded
 
 
 class Gateway:
@@ -109,7 +99,7 @@ class Gateway:
         self.config = config or GatewayConfig()
         self.model, self.context_tokens = model, context_tokens
         self._policy, self._chat, self._key = policy, chat, key
-        self._tree = TokenTree(max_tokens=self.config.remembered_tokens)
+        self._tree = TurnTree(chat, session_id=f"chat-{uuid.uuid4().hex}", max_tokens=self.config.remembered_tokens)
         self._running = asyncio.Semaphore(self.config.max_running)
         self._num_waiting = 0
         self._tokenising = ThreadPoolExecutor(TOKENISING, thread_name_prefix="tokenise")
@@ -240,19 +230,15 @@ class Gateway:
         return await asyncio.get_running_loop().run_in_executor(self._tokenising, work)
 
     async def _ask_chat(self, asked: ChatRequest) -> Asking:
-        """The conversation's tokens, those it knows as they were sampled."""
+        """The tokens of a conversation; those that were sampled here are the sampled ones."""
         try:
             signatures = self._chat.signatures(asked.tools)
         except ValueError as error:
             raise invalid(str(error), "tools") from None
-        keys = await self._apart(partial(chain, asked.tools, asked.messages))
-        known = self._tree.deepest(keys[:-1])
-        new_ids = await self._apart(partial(self._new_tokens, asked, keys, known, signatures))
-        prompt_ids = new_ids if known is None else np.concatenate([known.context(), new_ids])
-        session_id = known.session_id if known else f"chat-{uuid.uuid4().hex}"
-        request = self._request(asked, session_id, prompt_ids, keep=True)
-        talk = Talk(asked, known, new_ids)
-        return Asking(asked, request, f"chatcmpl-{uuid.uuid4().hex}", int(time.time()), signatures, talk)
+        render = partial(self._tree.prompt, asked.messages, signatures, tools=asked.tools, most=self.context_tokens)
+        prompt = await self._apart(render)
+        request = self._request(asked, prompt.session_id, prompt.token_ids, fork_from=prompt.fork_from, keep=True)
+        return Asking(asked, request, f"chatcmpl-{uuid.uuid4().hex}", int(time.time()), signatures, prompt)
 
     async def _ask_text(self, asked: TextRequest) -> Asking:
         if isinstance(asked.prompt, str):
@@ -264,7 +250,9 @@ class Gateway:
         request = self._request(asked, f"text-{uuid.uuid4().hex}", prompt_ids, keep=False)
         return Asking(asked, request, f"cmpl-{uuid.uuid4().hex}", int(time.time()))
 
-    def _request(self, asked: Asked, session_id: str, prompt_ids: I32, *, keep: bool) -> CompletionRequest:
+    def _request(
+        self, asked: Asked, session_id: str, prompt_ids: I32, *, fork_from: str | None = None, keep: bool
+    ) -> CompletionRequest:
         return CompletionRequest(
             request_id=f"{session_id}/{uuid.uuid4().hex}",
             session_id=session_id,
@@ -278,11 +266,12 @@ class Gateway:
             routes_from=None,
             deadline_s=self.config.deadline_s,
             keep_session=keep,
+            fork_from=fork_from,
             traffic=Traffic.PRODUCTION,
         )
 
     def _told(self, asking: Asking, completion: Completion) -> Answer:
-        """Make the client's answer of a completion. A completion of a conversation is remembered first."""
+        """Make the client's answer of a completion; that of a chat is recorded."""
         if completion.stop_reason is StopReason.CANCELLED:
             raise Refused(503, f"{completion.engine} cancelled the request", code="engine_unavailable")
         answer = make_answer(
@@ -295,28 +284,12 @@ class Gateway:
             model=self.model,
             created=asking.created,
         )
-        if asking.talk is not None and not answer.cut:  # the client will not repeat what it was not told
-            self._remember(asking.talk, answer, asking.request.session_id)
+        if asking.prompt is not None and not answer.cut:  # a client cannot repeat text that it did not get
+            self._tree.record(asking.prompt, completion, answer.canonical(), sampling=asking.request.sampling)
         return answer
 
     def _late(self) -> Refused:
         return Refused(504, f"no answer within {self.config.deadline_s:g} s", code="timeout")
-
-    def _new_tokens(self, asked: ChatRequest, keys: list[bytes], known: Node | None, signatures: Any) -> I32:
-        """The tokens that a prompt adds to the deepest completion of it that is known."""
-        if known is None:
-            return self._chat.first(asked.messages, signatures, most=self.context_tokens)
-        said, most = keys.index(known.key) + 1, max(0, self.context_tokens - known.num_tokens)
-        before, new = asked.messages[:said], asked.messages[said:]
-        return self._chat.continuation(before, new, signatures, ended=known.ended, most=most)
-
-    def _remember(self, talk: Talk, answer: Answer, session_id: str) -> None:
-        calls = [{"type": "function", "function": c} for c in answer.calls]
-        message = {"role": "assistant", "content": answer.text} | ({"tool_calls": calls} if calls else {})
-        key = chain(talk.asked.tools, [*talk.asked.messages, message])[-1]
-        added = np.concatenate([talk.new_ids, answer.completion.token_ids])
-        ended = answer.completion.stop_reason is StopReason.STOP
-        self._tree.add(key, talk.known, added, session_id=session_id, ended=ended)
 
     def _room(self, asked: Asked, num_prompt: int) -> int:
         """Tokens the answer may have. Raises `Refused` past the context."""

@@ -10,9 +10,9 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from etude.capture import Chat
 from etude.gateway.answers import Answer
 from etude.gateway.refusal import Refused
-from etude.gateway.seam import Chat
 
 DONE = b"data: [DONE]\n\n"
 CHARACTER_TOKENS = 4  # at most, as a character has four bytes at most

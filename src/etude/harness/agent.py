@@ -14,17 +14,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from etude.capture import Prompt, TurnTree
 from etude.errors import ContextFull, EngineError, MachineError
 from etude.harness.chat import ChatFormat, Message, Reply
 from etude.harness.commands import Call
 from etude.harness.config import HarnessConfig
 from etude.harness.tools import ToolSet, Workbench
 from etude.records.completion import Completion, CompletionRequest, Sampling, StopReason
-from etude.records.rollout import Ending, ToolCall, Trace, Turn
+from etude.records.rollout import Ending, ToolCall, Trace
 from etude.records.task import Task
-from etude.records.wire import I32
 from etude.seams import Machine, Policy
 
 SPEAK_BY_TOOLS = "call a tool"
@@ -72,28 +70,35 @@ async def run_agent(
 ) -> AgentRun:
     """Work at a task on its machine. How long a turn may take is the policy's to bound, which sees whether tokens still
     come (`CompletionRequest.deadline_s`). Raises `ChatError` for a template that only etude's user can mend."""
-    talk = _Talk(chat, tools, task.instruction)
+    tree = TurnTree(chat, session_id=ask.session_id)
+    messages: list[Message] = [{"role": "user", "content": task.instruction}]
     bench = Workbench.of(
         task, machine, key=ask.session_id, deadline_s=limits.tool_deadline_s, output_chars=limits.output_chars
     )
     tool_s = 0.0
 
     def ended(ending: Ending | None, failure: EngineError | MachineError | None = None) -> AgentRun:
-        return AgentRun(Trace(tuple(talk.turns)), talk.messages, tool_s, ending, failure)
+        return AgentRun(tree.trace(), messages, tool_s, ending, failure)
 
     try:
-        for _ in range(limits.max_turns):
-            prompt_ids = talk.prompt()
-            if talk.num_tokens + len(prompt_ids) + limits.turn_tokens > limits.context_tokens:
+        for turn in range(limits.max_turns):
+            prompt = tree.prompt(messages, tools.signatures)
+            if len(prompt.token_ids) + limits.turn_tokens > limits.context_tokens:
                 return ended(Ending.CONTEXT)
-            request = talk.request(prompt_ids, ask, limits)
+            request = _request(prompt, turn, ask, limits, chat.stop_token_ids)
             completion = await _complete(policy, request)
             reply = chat.parse(completion.token_ids, tools.signatures)
             began, lost_s = clock(), bench.lost_s
             bench.deadline_s = min(limits.tool_deadline_s, limits.rollout_deadline_s - tool_s)
             output = await tools.run(reply.call, bench) if reply.call else reply.error
             tool_s += max(0.0, clock() - began - (bench.lost_s - lost_s)) if reply.call else 0.0
-            talk.add(prompt_ids, request.sampling, completion, reply, output)
+            calls, call_id = _tool_calls(reply, output), f"call_{turn}"
+            messages.append(assistant_message(reply.text, reply.call, call_id=call_id))
+            tree.record(prompt, completion, messages[-1], sampling=request.sampling, calls=calls)
+            if calls:
+                messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+            else:
+                messages.append({"role": "user", "content": SPEAK_BY_TOOLS})
             if bench.submitted:
                 return ended(Ending.SUBMITTED)
             if tool_s >= limits.rollout_deadline_s:
@@ -122,66 +127,26 @@ async def _complete(policy: Policy, request: CompletionRequest) -> Completion:
     return completion
 
 
-class _Talk:
-    """A linear conversation: its messages, its turns and its tokens, each token once."""
-
-    def __init__(self, chat: ChatFormat, tools: ToolSet, instruction: str) -> None:
-        self._chat, self._signatures = chat, tools.signatures
-        self.messages: list[Message] = [{"role": "user", "content": instruction}]
-        self.turns: list[Turn] = []
-        self._context: I32 = np.zeros(0, np.int32)
-        self._num_said = 0  # messages whose tokens are in the context
-        self._ended = True  # whether the last completion ended with a stop token
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self._context)
-
-    def prompt(self) -> I32:
-        """The tokens that the messages since the last completion add, the generation prompt included."""
-        if not self.turns:
-            return self._chat.first(self.messages, self._signatures)
-        said, new = self.messages[: self._num_said], self.messages[self._num_said :]
-        return self._chat.continuation(said, new, self._signatures, ended=self._ended)
-
-    def request(self, prompt_ids: I32, ask: Ask, limits: HarnessConfig) -> CompletionRequest:
-        context = np.concatenate([self._context, prompt_ids])
-        last = self.turns[-1].completion if self.turns else None
-        known = last.routes_start + len(last.routes) if last else 0
-        turn = len(self.turns)
-        return CompletionRequest(
-            request_id=f"{ask.session_id}/{turn}",
-            session_id=ask.session_id,
-            prompt_ids=context,
-            sampling=Sampling(
-                max_tokens=limits.turn_tokens,
-                stop_token_ids=self._chat.stop_token_ids,
-                temperature=ask.temperature,
-                seed=turn_seed(ask.seed, turn),
-            ),
-            min_step=ask.min_step,
-            pin_step=ask.pin_step,
-            routes_from=known if ask.keep_routes else None,
-            deadline_s=limits.turn_deadline_s,
-            keep_session=turn + 1 < limits.max_turns,
-        )
-
-    def add(self, prompt_ids: I32, sampling: Sampling, completion: Completion, reply: Reply, output: str) -> None:
-        """Record a turn: what was asked, what came, and what it will be told."""
-        turn = len(self.turns)
-        parent = turn - 1 if turn else None
-        calls = _tool_calls(reply, output)
-        self.turns.append(
-            Turn(parent=parent, prompt_ids=prompt_ids, completion=completion, sampling=sampling, calls=calls)
-        )
-        self._context = np.concatenate([self._context, prompt_ids, completion.token_ids])
-        self._ended = completion.stop_reason is StopReason.STOP
-        self.messages.append(assistant_message(reply.text, reply.call, call_id=f"call_{turn}"))
-        self._num_said = len(self.messages)
-        if not calls:
-            self.messages.append({"role": "user", "content": SPEAK_BY_TOOLS})
-        else:
-            self.messages.append({"role": "tool", "tool_call_id": f"call_{turn}", "content": output})
+def _request(
+    prompt: Prompt, turn: int, ask: Ask, limits: HarnessConfig, stop_token_ids: tuple[int, ...]
+) -> CompletionRequest:
+    return CompletionRequest(
+        request_id=f"{ask.session_id}/{turn}",
+        session_id=prompt.session_id,
+        fork_from=prompt.fork_from,
+        prompt_ids=prompt.token_ids,
+        sampling=Sampling(
+            max_tokens=limits.turn_tokens,
+            stop_token_ids=stop_token_ids,
+            temperature=ask.temperature,
+            seed=turn_seed(ask.seed, turn),
+        ),
+        min_step=ask.min_step,
+        pin_step=ask.pin_step,
+        routes_from=prompt.routes_from if ask.keep_routes else None,
+        deadline_s=limits.turn_deadline_s,
+        keep_session=turn + 1 < limits.max_turns,
+    )
 
 
 def assistant_message(text: str, call: Call | None, *, call_id: str) -> Message:

@@ -73,6 +73,11 @@ class DeviceMemory:
         sequences = Sequences(starts, slots, firsts, stops, longest=max(counts))
         return DeviceStep(self, slots_N, positions_N, sequences)
 
+    def copy(self, source: int, target: int, stop: int) -> None:
+        """Copy positions [0, stop) of a slot to another slot."""
+        for memory in self.keys if self.shared else (*self.keys, *self.values):
+            memory[target, :stop] = memory[source, :stop]
+
     def decoding(self, slots_B: torch.Tensor, positions_B: torch.Tensor, starts: torch.Tensor) -> DeviceStep:
         """The cache of one token of each of many sequences, of what the device has already: it can be captured.
         `starts`: int32, 0 to B."""

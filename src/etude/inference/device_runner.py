@@ -104,6 +104,9 @@ class DeviceRunner:
         """As `Runner.step`."""
         sampling = plan.decode + [c.sequence for c in plan.chunks if c.last]
         with on(self.device):
+            for copy in plan.copies:
+                self.kv.copy(copy.source, copy.target, copy.stop)
+                self._routes[copy.target, : copy.stop] = self._routes[copy.source, : copy.stop]
             tokens, logprobs = self._mixed(plan, sampling) if plan.chunks else self._decode(plan.decode)
             for sequence in plan.decode:
                 sequence.num_computed += 1

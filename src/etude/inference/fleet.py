@@ -265,8 +265,9 @@ class Fleet:
         return dict(Counter(self._sessions.values()))
 
     def forget(self, session_id: str) -> None:
-        """The session will not come back. Unknown ones are fine."""
-        self._sessions.pop(session_id, None)
+        """Forget a session that will not come back, and its forks ("s+1" of "s"). Unknown ones are ignored."""
+        for one in [s for s in self._sessions if s == session_id or s.startswith(f"{session_id}+")]:
+            del self._sessions[one]
 
     async def complete(self, request: CompletionRequest) -> Completion:
         """See `seams.Policy`. `MalformedRequest` and `ContextFull` are the caller's own and raised at once."""
@@ -337,10 +338,12 @@ class Fleet:
             return home or max(able, key=stable, default=None)
         if rollout:
             able = [m for m in able if m.has_room(at.request)]
-        return self._quickest(at, able, home, self._regions.get(group))
+        near = home or next((m for m in able if m.name == self._sessions.get(at.request.fork_from or "")), None)
+        return self._quickest(at, able, near, self._regions.get(group))
 
     def _quickest(self, at: _Try, able: list[_Member], home: _Member | None, region: str | None) -> _Member | None:
-        """Where the request is expected to end first, or in its `home`, or in the `region`, while that is worth it."""
+        """Where the request is expected to end first, or in its `home` (which has its session, or the one that it forks
+        from), or in the `region`, while that is worth it."""
         paces = [m.pace.seconds(m.num_running + 1) for m in able if m.is_known]
         typical_s = sum(paces) / len(paces) if paces else None
         tried = [m for m in able if m.is_known or m.num_running < TRIAL or not m.region]

@@ -48,6 +48,11 @@ class KVCache:
         """The cache of one forward."""
         return StepCache(self, decode_slots, decode_positions, chunks)
 
+    def copy(self, source: int, target: int, stop: int) -> None:
+        """Copy positions [0, stop) of a slot to another slot."""
+        for memory in {id(t): t for t in (*self.keys, *self.values)}.values():
+            memory[target, :, :stop] = memory[source, :, :stop]
+
     @property
     def num_bytes(self) -> int:
         """Address space of all keys and values; resident only as far as used."""

@@ -42,6 +42,9 @@ class Runner:
     @torch.inference_mode()
     def step(self, plan: Plan) -> list[Sequence]:
         """Compute the plan; returns the sequences that sampled a token, which is now the last of theirs."""
+        for copy in plan.copies:
+            self.kv.copy(copy.source, copy.target, copy.stop)
+            self._routes[copy.target, : copy.stop] = self._routes[copy.source, : copy.stop]
         slots = np.array([s.row for s in plan.decode], np.int64)
         positions = np.array([s.num_computed for s in plan.decode], np.int64)
         cache = StepCache(self.kv, slots, positions, [Span(c.sequence.row, c.start, c.stop) for c in plan.chunks])

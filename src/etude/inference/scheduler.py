@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from etude.inference.errors import EngineBusy, EngineLate
-from etude.inference.slots import Slot, SlotTable
+from etude.inference.slots import Slot, SlotTable, num_shared
 from etude.records.completion import Completion, CompletionRequest, Traffic, Version, VersionSpan
 from etude.records.wire import I32
 
@@ -52,6 +52,11 @@ class Sequence:
         """The index of its slot; it must have one."""
         assert self.slot is not None, f"request {self.request.request_id} has no slot"
         return self.slot.index
+
+    @property
+    def stale(self) -> bool:
+        """Whether its slot holds keys of an older version."""
+        return self.slot is not None and self.slot.stale
 
     @property
     def finished(self) -> bool:
@@ -109,11 +114,21 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Copy:
+    """Positions [0, stop) of a row's keys, values and routes are copied to another row."""
+
+    source: int
+    target: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """One forward: `decode` in order of slot, one token each, then the chunks."""
+    """One step: the copies, in order; then one forward: `decode` in order of slot, one token each, and the chunks."""
 
     decode: list[Sequence]
     chunks: list[Chunk]
+    copies: list[Copy] = field(default_factory=list)  # there are some only where there are chunks
 
     def __bool__(self) -> bool:
         return bool(self.decode or self.chunks)
@@ -127,6 +142,7 @@ class Scheduler:
         self.chunk_tokens, self.step_tokens, self.max_waiting = chunk_tokens, step_tokens, max_waiting
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self._copies: list[Copy] = []  # for the next plan
         self.num_preempted = 0  # rollouts that gave up their slot
 
     def submit(self, sequence: Sequence) -> None:
@@ -156,7 +172,8 @@ class Scheduler:
                     break
                 chunks.append(chunk)
                 budget -= chunk.stop - chunk.start
-        return Plan(decode, chunks)
+        copies, self._copies = self._copies, []
+        return Plan(decode, chunks, copies)
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a request, at its end or before it. Its slot stays with its session, or becomes free."""
@@ -202,20 +219,38 @@ class Scheduler:
                 return
         for only_kept in (True, False):
             for sequence in list(self.waiting):
-                if only_kept and not self.slots.keeps(sequence.request.session_id):
+                if only_kept and self.slots.idle(sequence.request.session_id) is None:
                     continue
                 if not self._take_slot(sequence):
                     return
 
     def _take_slot(self, sequence: Sequence) -> bool:
-        got = self.slots.acquire(sequence.request.session_id, sequence.request.prompt_ids)
+        request = sequence.request
+        source = self._fork_source(request) if self.slots.num_available else None
+        got = self.slots.acquire(request.session_id, request.prompt_ids, spare=request.fork_from)
         if got is None:
             return False
         sequence.slot, sequence.num_cached = got
+        if source is not None:
+            row, sequence.num_cached = source
+            if row != sequence.row:
+                self._copies.append(Copy(row, sequence.row, sequence.num_cached))
         sequence.num_computed = sequence.num_cached
         self.waiting.remove(sequence)
         self.running.append(sequence)
         return True
+
+    def _fork_source(self, request: CompletionRequest) -> tuple[int, int] | None:
+        """The row whose keys a new session begins with, and the number of positions that it can use. None where the
+        session has a slot already, and where nothing of `fork_from` is held under the current version."""
+        if request.fork_from is None or self.slots.idle(request.session_id) is not None:
+            return None
+        held = [(s.row, s.context()) for s in self.running if s.request.session_id == request.fork_from and not s.stale]
+        if (idle := self.slots.idle(request.fork_from)) is not None and idle.kept is not None:
+            held.append((idle.index, idle.kept))
+        new = request.prompt_ids[:-1]  # the last token is always computed: its logits are what the request wants
+        row, num_tokens = max(((row, num_shared(ids, new)) for row, ids in held), key=lambda s: s[1], default=(0, 0))
+        return (row, num_tokens) if num_tokens else None
 
     def _preempt(self) -> bool:
         """Have the rollout that loses least start again, before the others that wait. One whose tokens were told while

@@ -48,12 +48,13 @@ class SlotTable:
         """Slots that requests could have now: free ones and those of idle sessions."""
         return len(self._free) + len(self._idle)
 
-    def keeps(self, session_id: str) -> bool:
-        """Whether the session has an idle slot waiting for its next call."""
-        return session_id in self._idle
+    def idle(self, session_id: str) -> Slot | None:
+        """The slot that an idle session keeps."""
+        return self._idle.get(session_id)
 
-    def acquire(self, session_id: str, prompt_ids: I32) -> tuple[Slot, int] | None:
-        """A slot for the request and how many of the prompt's tokens it holds already; None when all are busy.
+    def acquire(self, session_id: str, prompt_ids: I32, *, spare: str | None = None) -> tuple[Slot, int] | None:
+        """A slot for the request and how many of the prompt's tokens it holds already; None when all are busy. The idle
+        session `spare` loses its slot only when no other can be had.
 
         The last token of a prompt always counts as new: its logits are what the request wants.
         """
@@ -63,7 +64,7 @@ class SlotTable:
         elif self._free:
             slot = self._free.pop(0)
         elif self._idle:
-            slot = self._idle.pop(next(iter(self._idle)))
+            slot = self._idle.pop(next((s for s in self._idle if s != spare), next(iter(self._idle))))
         else:
             return None
         slot.session_id, slot.busy, slot.stale, slot.kept = session_id, True, False, None
@@ -103,3 +104,14 @@ def _num_extended(slot: Slot, prompt_ids: I32) -> int:
     if kept is None or len(prompt_ids) < len(kept) or not np.array_equal(prompt_ids[: len(kept)], kept):
         return 0
     return min(len(kept), len(prompt_ids) - 1)
+
+
+def num_shared(one: I32, other: I32) -> int:
+    """The number of leading tokens in which two contexts agree.
+
+    >>> num_shared(np.array([5, 6, 7], np.int32), np.array([5, 6, 9, 9], np.int32))
+    2
+    """
+    length = min(len(one), len(other))
+    differ = np.flatnonzero(one[:length] != other[:length])
+    return int(differ[0]) if len(differ) else length

@@ -156,6 +156,29 @@ def test_another_history_is_another_session() -> None:
     run(work)
 
 
+def test_equal_conversations_keep_their_own_tokens_and_a_second_answer_is_forked() -> None:
+    async def work() -> None:
+        odd = [*[int(i) for c in "ls" for i in CHAT.encode(c)], END]
+        assert odd != text("ls")
+        async with door([odd, text("ls"), text("a"), text("b"), text("c")]) as (client, engine, _):
+            for _ in range(2):
+                await client.chat.completions.create(model="laptop", messages=USER)
+            on = [*USER, {"role": "assistant", "content": "ls"}, {"role": "user", "content": "more"}]
+            for _ in range(3):
+                await client.chat.completions.create(model="laptop", messages=on)
+            left, right, *later = engine.requests
+            start = len(left.prompt_ids)
+            assert left.session_id != right.session_id
+            assert [r.session_id for r in later[:2]] == [right.session_id, left.session_id]
+            assert later[0].prompt_ids[start : start + len(text("ls"))].tolist() == text("ls")
+            assert later[1].prompt_ids[start : start + len(odd)].tolist() == odd
+            assert later[2].fork_from in (left.session_id, right.session_id)
+            assert later[2].session_id not in (left.session_id, right.session_id)
+            assert [r.fork_from for r in (left, right, *later[:2])] == [None] * 4
+
+    run(work)
+
+
 def test_arguments_reach_the_client_as_json_and_come_back() -> None:
     async def work() -> None:
         edit = call("edit", path="calc.py", line="3", text='return "ü"\n')

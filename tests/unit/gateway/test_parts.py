@@ -14,11 +14,10 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsNon
 from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as TextParams
 from tests.unit.harness.tokeniser import laptop_chat
 
-from etude.gateway import ChatRequest, Refused, TokenTree, read_request
+from etude.gateway import ChatRequest, Refused, read_request
 from etude.gateway.answers import make_answer
 from etude.gateway.requests import HARMLESS, NEUTRAL_OF_CHAT, NEUTRAL_OF_TEXT, TextRequest, read_text_request
 from etude.gateway.streams import Spoken
-from etude.gateway.tree import chain
 from etude.harness import standard_tools
 from etude.records import Completion
 from etude.records.completion import StopReason, VersionSpan
@@ -296,61 +295,3 @@ def test_tokens_that_are_no_characters_are_said_and_not_decoded_again_and_again(
 def test_hostile_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(Refused):
         read_request(data)
-
-
-def test_keys_ignore_the_order_of_fields_and_tell_histories_apart() -> None:
-    one = chain([], [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
-    same = chain([], [{"content": "a", "role": "user"}, {"role": "assistant", "content": "b"}])
-    assert one == same
-    assert one[0] == chain([], [{"role": "user", "content": "a"}])[0]
-    assert one[1] != chain([], [{"role": "assistant", "content": "b"}])[0]
-    assert one[0] != chain([{"type": "function"}], [{"role": "user", "content": "a"}])[0]
-
-
-def ids(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
-
-
-def test_the_deepest_known_completion_is_found_and_holds_the_whole_context() -> None:
-    tree = TokenTree(max_tokens=100)
-    root = tree.add(b"a", None, ids(1, 2), session_id="s", ended=True)
-    tree.add(b"b", root, ids(3), session_id="s", ended=False)
-    found = tree.deepest([b"a", b"x", b"b", b"y"])
-    assert found is not None
-    assert (found.key, found.ended, found.context().tolist(), found.num_tokens) == (b"b", False, [1, 2, 3], 3)
-    assert tree.deepest([b"x"]) is None
-
-
-def test_the_least_recently_used_leaf_is_forgotten_first() -> None:
-    tree = TokenTree(max_tokens=6)
-    root = tree.add(b"root", None, ids(1, 2), session_id="s", ended=True)
-    tree.add(b"left", root, ids(3, 4), session_id="s", ended=True)
-    tree.add(b"right", root, ids(5, 6), session_id="s", ended=True)
-    tree.deepest([b"left"])
-    tree.add(b"new", root, ids(7, 8), session_id="s", ended=True)
-    assert tree.deepest([b"right"]) is None
-    assert tree.deepest([b"left"]) is not None
-    assert (len(tree), tree.num_tokens) == (3, 6)
-
-
-@given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8), st.integers(1, 5)), max_size=40))
-def test_the_tree_stays_within_its_bound_and_counts_what_it_holds(steps: list[tuple[int, int, int]]) -> None:
-    tree = TokenTree(max_tokens=12)
-    for key, parent, size in steps:
-        node = tree.deepest([bytes([parent])])
-        if node is not None and bytes([key]) in _line(node):
-            continue
-        added = np.zeros(size, np.int32)
-        tree.add(bytes([key]), node, added, session_id="s", ended=True)
-        assert tree.num_tokens <= 12
-        kept = [n for n in (tree.deepest([bytes([k])]) for k in range(9)) if n is not None]
-        assert tree.num_tokens == sum(len(n.added) for n in kept)
-        assert len(kept) == len(tree)
-
-
-def _line(node: object) -> set[bytes]:
-    keys: set[bytes] = set()
-    while node is not None:
-        keys.add(node.key)  # type: ignore[attr-defined]
-        node = node.parent  # type: ignore[attr-defined]
-    return keys

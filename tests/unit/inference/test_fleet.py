@@ -544,3 +544,20 @@ def test_a_slow_region_is_given_what_it_ends_in_about_the_time_that_others_need(
         await asyncio.gather(*asking)
 
     asyncio.run(story())
+
+
+def test_a_fork_goes_to_the_engine_of_the_session_that_it_leaves_while_that_takes_new_ones() -> None:
+    async def story() -> None:
+        policy, members = fleet(2)
+        members["engine-0"].busy = True
+        assert await served_by(policy, "a") == ["engine-1"]
+        members["engine-0"].busy = False
+        assert await served_by(policy, "b") == ["engine-0"]
+        assert await served_by(policy, "a+1", fork_from="a") == ["engine-1"]
+        policy.tell("engine-1", listed(State.DRAINING))
+        assert await served_by(policy, "a+2", fork_from="a") == ["engine-0"]
+        assert await served_by(policy, "more", session="a+1") == ["engine-1"]
+        policy.forget("a")
+        assert policy.sessions() == {"engine-0": 1}  # of "b"
+
+    asyncio.run(story())

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from etude.errors import EngineError
 from etude.inference.errors import EngineBusy
-from etude.inference.scheduler import Plan, Scheduler, Sequence
+from etude.inference.scheduler import Copy, Plan, Scheduler, Sequence
 from etude.records.completion import Traffic
 
 from .helpers import ask, version
@@ -27,7 +32,9 @@ def compute(plan: Plan) -> None:
         s.logprobs.append(-1.0)
 
 
-def join(queue: Scheduler, name: str, prompt: int = 10, arrived: float = 0.0, **fields: object) -> Sequence:
+def join(
+    queue: Scheduler, name: str, prompt: int | np.ndarray = 10, arrived: float = 0.0, **fields: object
+) -> Sequence:
     sequence = Sequence(ask(name, prompt, **fields), arrived)
     queue.submit(sequence)
     return sequence
@@ -224,3 +231,104 @@ def test_a_queue_full_of_rollouts_refuses_rollouts_and_takes_production() -> Non
         join(queue, f"p{i}", traffic=Traffic.PRODUCTION)
     with pytest.raises(EngineBusy):
         join(queue, "p2", traffic=Traffic.PRODUCTION)
+
+
+def test_a_fork_begins_with_a_copy_of_what_both_contexts_share_and_its_source_stays() -> None:
+    queue = scheduler(num_slots=3)
+    source = join(queue, "source", np.arange(10), max_tokens=1)
+    compute(queue.plan())
+    queue.finish(source)
+    branch = join(queue, "branch", np.array([0, 1, 2, 3, 9, 9]), fork_from="source")
+    plan = queue.plan()
+    assert plan.copies == [Copy(0, 1, 4)]
+    assert [(c.start, c.stop) for c in plan.chunks] == [(4, 6)]
+    assert (branch.num_cached, branch.row) == (4, 1)
+    again = join(queue, "again", np.arange(12), session="source")
+    compute(plan)
+    assert (queue.plan().copies, again.num_cached, again.row) == ([], 10, 0)
+
+
+def test_a_fork_whose_prompt_is_all_known_computes_its_last_token() -> None:
+    queue = scheduler()
+    source = join(queue, "source", np.arange(10), max_tokens=1)
+    compute(queue.plan())
+    queue.finish(source)
+    branch = join(queue, "branch", np.arange(10), fork_from="source")
+    queue.plan()
+    assert branch.num_cached == 9
+
+
+def test_the_source_of_a_fork_loses_its_slot_last_and_then_nothing_is_copied() -> None:
+    queue = scheduler(num_slots=2)
+    for name in ("source", "other"):
+        one = join(queue, name, np.arange(10), max_tokens=1)
+        compute(queue.plan())
+        queue.finish(one)
+    first = join(queue, "first", np.arange(8), fork_from="source")
+    plan = queue.plan()
+    assert (plan.copies, first.row) == ([Copy(0, 1, 7)], 1)
+    compute(plan)
+    second = join(queue, "second", np.arange(8), fork_from="source")
+    plan = queue.plan()
+    assert (plan.copies, second.row, second.num_cached) == ([], 0, 7)  # it takes the source's own slot
+
+
+def test_after_a_swap_nothing_is_forked_from_keys_of_the_old_version() -> None:
+    queue = scheduler(num_slots=3)
+    idle, running = join(queue, "idle", np.arange(10), max_tokens=1), join(queue, "running", np.arange(10))
+    compute(queue.plan())
+    queue.finish(idle)
+    queue.swapped(version(0))
+    for name in ("idle", "running"):
+        branch = join(queue, f"of {name}", np.arange(10), fork_from=name)
+        plan = queue.plan()
+        assert (branch.num_cached, plan.copies) == (0, [])
+        queue.finish(branch)
+    assert running.stale
+
+
+CALLS = st.tuples(
+    st.sampled_from("abcd"),
+    st.sampled_from([None, *"abcd"]),
+    st.lists(st.integers(0, 2), min_size=1, max_size=24),
+    st.sampled_from(Traffic),
+    st.booleans(),
+)
+
+
+@settings(max_examples=300)
+@given(st.lists(st.one_of(CALLS, st.just("step"), st.just("swap")), max_size=30))
+def test_whatever_is_forked_each_row_holds_the_keys_of_its_own_context(moves: list[Any]) -> None:
+    """A model of the runner's memory: a row's key at a position is (version, token)."""
+    queue = scheduler(num_slots=3, max_waiting=99)
+    rows: list[list[Any]] = [[None] * 64 for _ in range(3)]
+    current, number = 0, 0
+
+    def step() -> None:
+        plan = queue.plan()
+        for copy in plan.copies:
+            rows[copy.target][: copy.stop] = rows[copy.source][: copy.stop]
+        before = {s: s.num_computed for s in queue.running}
+        compute(plan)
+        for s in queue.running:
+            for at in range(before[s], s.num_computed):
+                rows[s.row][at] = (current, int(s.context()[at]))
+            assert [token for _, token in rows[s.row][: s.num_computed]] == s.context().tolist()
+            if not s.stale:
+                assert {made for made, _ in rows[s.row][: s.num_computed]} <= {current}
+        for s in [s for s in queue.running if s.finished]:
+            queue.finish(s)
+
+    for move in moves:
+        if move == "step":
+            step()
+        elif move == "swap":
+            queue.swapped(version(current))
+            current += 1
+        else:
+            session, source, prompt, traffic, keep = move
+            number += 1
+            fields = {"session": session, "fork_from": source, "traffic": traffic, "keep_session": keep}
+            join(queue, f"r{number}", np.array(prompt), max_tokens=3, **fields)
+    while queue.running or queue.waiting:
+        step()

@@ -57,8 +57,8 @@ def test_the_session_unused_for_longest_loses_its_slot_first() -> None:
     slot, _ = take(table, "a", ids(1, 2))
     table.release(slot, ids(1, 2))
     take(table, "c", ids(5))
-    assert table.keeps("a")
-    assert not table.keeps("b")
+    assert table.idle("a") is not None
+    assert table.idle("b") is None
 
 
 def test_no_slot_is_given_while_all_are_busy() -> None:

@@ -1,5 +1,4 @@
-"""The interface of chat formats that the gateway needs, so that it imports no other folder. `etude.harness.ChatFormat`
-has it."""
+"""The interface of chat formats: messages to tokens and back. `etude.harness.ChatFormat` has it."""
 
 from __future__ import annotations
 

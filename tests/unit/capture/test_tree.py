@@ -1,0 +1,271 @@
+"""A tree of turns: nothing is tokenised twice, and every turn is who it is."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.unit.harness.tokeniser import laptop_chat
+
+from etude.capture import Message, Node, Prompt, TurnTree
+from etude.capture.tree import chain
+from etude.errors import ContextFull
+from etude.harness import standard_tools
+from etude.records import Completion, Sampling, VersionSpan
+from etude.records.completion import StopReason
+from etude.records.rollout import ToolCall, TurnKind
+from etude.testing import make_version
+
+CHAT = laptop_chat()
+SIGNATURES = standard_tools().signatures
+TOOLS = standard_tools().to_openai()
+SAMPLING = Sampling(max_tokens=64, stop_token_ids=CHAT.stop_token_ids, temperature=0.5, seed=7)
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def said(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def plain(text: str) -> list[int]:
+    """The tokens of a whole answer."""
+    return [*CHAT.encode(text).tolist(), CHAT.end_id]
+
+
+def odd(text: str) -> list[int]:
+    """The same answer in tokens that the tokeniser would not give."""
+    return [*(int(i) for letter in text for i in CHAT.encode(letter)), CHAT.end_id]
+
+
+def sampled(prompt: Prompt, ids: list[int], stop: StopReason = StopReason.STOP) -> Completion:
+    """A completion of these tokens, with the routes that the prompt lacks."""
+    start = prompt.routes_from
+    return Completion(
+        request_id="r",
+        token_ids=np.array(ids, np.int32),
+        logprobs=np.zeros(len(ids), np.float32),
+        routes=np.zeros((len(prompt.token_ids) + len(ids) - 1 - start, 1, 1), np.uint8),
+        routes_start=start,
+        spans=(VersionSpan(make_version(0), len(ids)),),
+        stop_reason=stop,
+        engine="e",
+    )
+
+
+def tree(max_tokens: int | None = None) -> TurnTree:
+    return TurnTree(CHAT, session_id="s", max_tokens=max_tokens)
+
+
+def answer(one: TurnTree, prompt: Prompt, text: str, ids: list[int] | None = None, **fields: Any) -> Node:
+    fields = {"sampling": SAMPLING, **fields}
+    return one.record(prompt, sampled(prompt, ids or plain(text)), said(text), **fields)
+
+
+def talk(one: TurnTree, *texts: str, first: str = "fix") -> list[Node]:
+    """A conversation in which the user says `first`, then "go on"."""
+    messages, nodes = [user(first)], []
+    for text in texts:
+        nodes.append(answer(one, one.prompt(messages, SIGNATURES), text))
+        messages += [said(text), user("go on")]
+    return nodes
+
+
+def test_a_conversation_becomes_a_chain_of_turns_with_the_tokens_of_the_whole() -> None:
+    one = tree()
+    nodes = talk(one, "ls", "cat", "test")
+    trace = one.trace()
+    assert [turn.parent for turn in trace.turns] == [None, 0, 1]
+    whole = [user("fix"), said("ls"), user("go on"), said("cat"), user("go on"), said("test")]
+    assert trace.path(2).token_ids.tolist() == CHAT.whole(whole, SIGNATURES).tolist() == nodes[2].context().tolist()
+    assert trace.path(2).mask.sum() == sum(len(plain(text)) for text in ("ls", "cat", "test"))
+    assert {node.session_id for node in nodes} == {"s"}
+    assert len(one) == 3
+    assert one.num_tokens == nodes[2].num_tokens == len(trace.path(2).token_ids)
+
+
+def test_sampled_tokens_are_never_tokenised_again_and_known_messages_never_rendered() -> None:
+    class Watched:
+        def __init__(self) -> None:
+            self.calls: list[tuple[int, int]] = []
+
+        def first(self, messages: list[Message], *rest: Any, **options: Any) -> Any:
+            self.calls.append((0, len(messages)))
+            return CHAT.first(messages, *rest, **options)
+
+        def continuation(self, previous: list[Message], new: list[Message], *rest: Any, **options: Any) -> Any:
+            self.calls.append((len(previous), len(new)))
+            return CHAT.continuation(previous, new, *rest, **options)
+
+    chat = Watched()
+    one = TurnTree(chat, session_id="s")  # type: ignore[arg-type]
+    first = one.prompt([user("fix")], SIGNATURES)
+    answer(one, first, "ls", odd("ls"))
+    second = one.prompt([user("fix"), said("ls"), user("more")], SIGNATURES)
+    assert odd("ls") != plain("ls")
+    assert second.token_ids.tolist() == [*first.token_ids.tolist(), *odd("ls"), *second.new_ids.tolist()]
+    assert chat.calls == [(0, 1), (2, 1)]
+    assert second.routes_from == len(first.token_ids) + len(odd("ls")) - 1
+
+
+def test_a_turn_keeps_its_calls_its_kind_and_how_it_was_sampled() -> None:
+    one, call = tree(), ToolCall(name="ls", arguments={}, output="calc.py")
+    answer(one, one.prompt([user("fix")], SIGNATURES), "ls", calls=(call,), kind=TurnKind.SUMMARY)
+    [turn] = one.trace().turns
+    assert (turn.calls, turn.kind, turn.sampling) == ((call,), TurnKind.SUMMARY, SAMPLING)
+
+
+def test_an_answer_that_was_cut_off_is_ended_by_the_next_prompt() -> None:
+    one = tree()
+    first = one.prompt([user("fix")], SIGNATURES)
+    cut = sampled(first, plain("ls")[:-1], StopReason.LENGTH)
+    one.record(first, cut, said("ls"), sampling=SAMPLING)
+    assert one.prompt([user("fix"), said("ls"), user("more")], SIGNATURES).new_ids[0] == CHAT.end_id
+
+
+def test_siblings_that_say_the_same_keep_their_own_tokens_and_sessions() -> None:
+    one, messages = tree(), [user("fix")]
+    left, right = (one.prompt(messages, SIGNATURES) for _ in range(2))
+    answer(one, left, "ls", odd("ls"))
+    answer(one, right, "ls", plain("ls"), sampling=Sampling(max_tokens=64, stop_token_ids=(), seed=8))
+    assert (left.session_id, right.session_id) == ("s", "s+1")
+    both = [one.prompt([*messages, said("ls"), user("more")], SIGNATURES) for _ in range(2)]
+    assert [prompt.parent and prompt.parent.session_id for prompt in both] == ["s+1", "s"]
+    assert [(prompt.session_id, prompt.fork_from) for prompt in both] == [("s+1", None), ("s", None)]
+    assert [len(prompt.token_ids) - len(prompt.new_ids) - len(left.token_ids) for prompt in both] == [
+        len(plain("ls")),
+        len(odd("ls")),
+    ]
+
+
+def test_a_second_continuation_is_a_branch_with_a_fork_of_the_session() -> None:
+    one = tree()
+    [stem, *_] = talk(one, "ls", "cat")
+    branch = one.prompt([user("fix"), said("ls"), user("another way")], SIGNATURES)
+    assert (branch.parent, branch.session_id, branch.fork_from) == (stem, "s+1", "s")
+    answer(one, branch, "test")
+    trace = one.trace()
+    assert [turn.parent for turn in trace.turns] == [None, 0, 0]
+    assert trace.leaves() == [1, 2]
+    whole = [user("fix"), said("ls"), user("another way"), said("test")]
+    assert trace.path(2).token_ids.tolist() == CHAT.whole(whole, SIGNATURES).tolist()
+    on = one.prompt([*whole, user("go on")], SIGNATURES)
+    assert (on.session_id, on.fork_from) == ("s+1", None)  # the branch goes on in its own session
+
+
+def test_a_request_that_is_sent_again_is_the_same_turn() -> None:
+    one = tree()
+    talk(one, "ls")
+    messages = [user("fix"), said("ls"), user("go on")]
+    prompts = [one.prompt(messages, SIGNATURES) for _ in range(3)]
+    assert [prompt.fork_from for prompt in prompts] == [None, "s", "s"]
+    node = answer(one, prompts[0], "cat")
+    assert answer(one, prompts[1], "cat") is node
+    other = answer(one, prompts[2], "cat", sampling=Sampling(max_tokens=64, stop_token_ids=(), seed=9))
+    assert other is not node
+    assert [turn.parent for turn in one.trace().turns] == [None, 0, 0]
+
+
+def test_another_history_or_other_tools_are_another_root_and_a_changed_end_leaves_at_the_last_common_turn() -> None:
+    one = tree()
+    first, second, _ = talk(one, "ls", "cat", "test")
+    long = [user("fix"), said("ls"), user("go on"), said("cat"), user("go on"), said("test")]
+    changed = [*long[:4], user("stop"), said("test"), user("more")]
+    assert one.prompt(changed, SIGNATURES).parent is second
+    assert one.prompt([*long[:3], said("no"), user("more")], SIGNATURES).parent is first
+    assert one.prompt([user("fix it"), *long[1:], user("more")], SIGNATURES).parent is None
+    assert one.prompt([*long, user("more")], SIGNATURES, tools=TOOLS).parent is None
+
+
+def test_keys_ignore_how_a_message_is_written_and_tell_histories_apart() -> None:
+    one = chain([], [user("a"), said("b")])
+    assert one == chain([], [{"content": "a", "role": "user"}, said("b")])
+    assert one[0] == chain([], [user("a")])[0]
+    assert one[1] != chain([], [said("b")])[0]
+    assert one[0] != chain([{"type": "function"}], [user("a")])[0]
+
+
+def test_a_prompt_that_surely_does_not_fit_is_refused_before_it_is_tokenised() -> None:
+    one = tree()
+    [node] = talk(one, "ls")
+    messages = [user("fix"), said("ls"), user("x" * 4000)]
+    with pytest.raises(ContextFull):
+        one.prompt(messages, SIGNATURES, most=node.num_tokens + 20)
+    with pytest.raises(ContextFull):
+        one.prompt([user("x" * 4000)], SIGNATURES, most=20)
+    again = one.prompt(messages, SIGNATURES)
+    assert (again.parent, again.fork_from) == (node, "s")  # the refused request had taken the session
+
+
+def test_the_least_recently_used_turn_is_forgotten_first_and_a_parent_after_its_children() -> None:
+    size = talk(tree(), "ls", first="a")[0].num_tokens
+    one = tree(max_tokens=3 * size)
+    for first in "abc":
+        talk(one, "ls", first=first)
+    assert one.prompt([user("a"), said("ls"), user("x")], SIGNATURES).parent is not None
+    talk(one, "ls", first="d")
+    assert one.prompt([user("b"), said("ls"), user("x")], SIGNATURES).parent is None
+    assert one.prompt([user("a"), said("ls"), user("x")], SIGNATURES).parent is not None
+    assert (len(one), one.num_tokens) == (3, 3 * size)
+
+
+def test_a_turn_whose_parent_was_forgotten_meanwhile_brings_it_back() -> None:
+    size = talk(tree(), "ls", first="a")[0].num_tokens
+    one = tree(max_tokens=4 * size)
+    [parent] = talk(one, "ls", first="a")
+    prompt = one.prompt([user("a"), said("ls"), user("x")], SIGNATURES)
+    for first in "bcde":
+        talk(one, "ls", first=first)
+    answer(one, prompt, "cat")
+    assert one.num_tokens <= 4 * size
+    trace = one.trace()
+    [leaf] = [i for i, turn in enumerate(trace.turns) if turn.parent is not None]
+    assert trace.path(leaf).token_ids[: parent.num_tokens].tolist() == parent.context().tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.lists(st.sampled_from(["ls", "cat"]), max_size=3)), max_size=14))
+def test_a_bounded_tree_counts_what_it_holds_and_holds_the_parents_of_all(talks: list[tuple[str, list[str]]]) -> None:
+    one = tree(max_tokens=60)
+    for first, texts in talks:
+        messages = [user(first)]
+        for text in texts:
+            prompt = one.prompt(messages, SIGNATURES)
+            assert prompt.token_ids.tolist() == CHAT.first(messages, SIGNATURES).tolist()
+            answer(one, prompt, text)
+            messages += [said(text), user("go on")]
+            trace = one.trace()  # every parent has an index
+            assert len(trace.turns) == len(one)
+            total = sum(len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in trace.turns)
+            assert total == one.num_tokens <= 60
+
+
+def test_many_threads_lose_no_turn_and_share_no_session() -> None:
+    one, number = tree(), 8
+    start = threading.Barrier(number)
+
+    def work(index: int) -> list[str]:
+        messages, sessions = [user("fix")], []
+        start.wait(timeout=30)
+        for i in range(6):
+            prompt = one.prompt(messages, SIGNATURES)
+            answer(one, prompt, "ls", sampling=Sampling(max_tokens=64, stop_token_ids=(), seed=10 * index + i))
+            messages += [said("ls"), user("go on")]
+            sessions.append(prompt.session_id)
+        return sessions
+
+    with ThreadPoolExecutor(number) as pool:
+        found = list(pool.map(work, range(number)))
+    trace = one.trace()
+    assert len(trace.turns) == len(one) == 6 * number
+    for depth in range(6):  # equal turns, each continued by one request, or forked
+        assert len({sessions[depth] for sessions in found}) == number
+    whole = [user("fix"), *[said("ls"), user("go on")] * 5, said("ls")]
+    assert all(trace.path(leaf).token_ids.tolist() == CHAT.whole(whole, SIGNATURES).tolist() for leaf in trace.leaves())
