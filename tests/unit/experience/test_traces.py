@@ -235,8 +235,8 @@ def ids(*numbers: int) -> I32:
 def of_traces(kit: Any, group_id: str, traces: Sequence[Trace]) -> Group:
     """A group whose members have these traces and different rewards."""
     finished = [
-        Finished(rollout_id=f"{group_id}.{i}", outcome=kit.graded(float(i)), summary=kit.summary(f"{group_id}.{i}", one))
-        for i, one in enumerate(traces)
+        Finished(rollout_id=name, outcome=kit.graded(float(i)), summary=kit.summary(name, one))
+        for i, (name, one) in enumerate((f"{group_id}.{i}", one) for i, one in enumerate(traces))
     ]
     return Group(group_id, tuple(one.rollout_id for one in finished), tuple(finished))
 
