@@ -71,7 +71,7 @@ CHECKPOINTS: dict[str, tuple[Any, Any]] = {
     "olmoe, 64 experts": (
         OlmoeForCausalLM,
         OlmoeConfig(
-            **{**SHARED, "hidden_size": 36, "intermediate_size": 8}, num_key_value_heads=2, num_experts_per_tok=8
+            **{**SHARED, "hidden_size": 48, "intermediate_size": 8}, num_key_value_heads=2, num_experts_per_tok=8
         ),
     ),
     "mixtral": (
