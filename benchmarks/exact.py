@@ -31,7 +31,7 @@ from benchmarks.report import RESULTS, commit, report
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
 from etude.models import ModelConfig, Packed, Transformer
-from etude.models.parts import Family, Latent, Routing, Scores
+from etude.models.parts import Latent, Routing, Scores
 from etude.numerics.exact.operators import Exact
 from etude.numerics.native import Native
 from etude.numerics.operators import Operators
@@ -43,7 +43,7 @@ SIZES: dict[str, Any] = {"vocab_size": 512, "hidden_size": 128, "num_layers": 3,
 FAMILIES = {
     "qwen3-moe": ModelConfig(**SIZES),
     "deepseek-v3": ModelConfig(
-        **SIZES, num_heads=4, num_kv_heads=4, head_dim=48, family=Family.DEEPSEEK_V3, dense_layers=(0,), dense_size=256,
+        **SIZES, num_heads=4, num_kv_heads=4, head_dim=48, family="deepseek_v3", dense_layers=(0,), dense_size=256,
         num_shared=1, routing=Routing(Scores.SIGMOID, scaling=2.5, num_groups=4, top_groups=2),
         latent=Latent(kv_rank=64, nope_dim=32, rope_dim=16, value_dim=32, q_rank=64),
     ),

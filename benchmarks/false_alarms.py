@@ -26,7 +26,7 @@ from etude.records.rollout import ToolCall
 from etude.records.task import Trust
 from etude.rollouts.scripted import demonstrate
 from etude.tasks import RepairSource
-from etude.tasks.repair.demonstrations import demonstrations
+from etude.tasks.scripts import demonstrations
 from etude.telemetry import read_events
 from etude.testing import MemoryMachine
 
@@ -64,7 +64,7 @@ def in_demonstrations(count: int, seed: int) -> dict[str, Any]:
         machine = MemoryMachine({path: text.encode() for path, text in each.task.files.items()})
         talk = demonstrate(each.task, each.script, standard_tools(), machine)
         functions = [made["function"] for message in talk for made in message.get("tool_calls", ())]
-        calls = [ToolCall(name=f["name"], arguments=f["arguments"], output="") for f in functions]
+        calls = [[ToolCall(name=f["name"], arguments=f["arguments"], output="")] for f in functions]
         exports = {path: machine.files[path] for path in each.task.exports}
         changed = any(each.task.files[path].encode() != data for path, data in exports.items())
         outcome = Graded(reward=float(changed), terms={}, trust=Trust.DATA, reason="it was changed")

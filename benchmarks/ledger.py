@@ -84,8 +84,8 @@ def past_traces(folder: Path, first_step: int, last_step: int) -> None:
     folder.mkdir(exist_ok=True)
     for step in range(first_step, last_step + 1):
         ids = past_step(step)
-        facts = {"format": 1, "batch_id": f"b{step}", "step": step, "num_loss_tokens": 0}
-        known = {"rollout_id": ids, "group_id": ids, "in_batch": [False] * len(ids), "reward": [0.0] * len(ids)}
+        facts = {"format": 2, "batch_id": f"b{step}", "step": step, "num_loss_tokens": 0}
+        known = {"row": ["rollout"] * len(ids), "rollout_id": ids, "group_id": ids, "reward": [0.0] * len(ids)}
         columns = [known.get(field.name, [None] * len(ids)) for field in SCHEMA]
         table = pa.Table.from_arrays(
             [pa.array(column, field.type) for column, field in zip(columns, SCHEMA, strict=True)],

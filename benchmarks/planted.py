@@ -22,7 +22,7 @@ from torch import nn
 
 from etude.models import ModelConfig, Transformer
 from etude.models.attention import Cache
-from etude.models.parts import Family, Latent, Routing, Scores, Yarn
+from etude.models.parts import Latent, Routing, Scores, Yarn
 from etude.models.rope import halves, tables
 from etude.models.watch import Watch
 from etude.numerics.operators import Operators
@@ -33,7 +33,7 @@ QWEN = ModelConfig(
 )  # fmt: skip
 DEEPSEEK = ModelConfig(
     vocab_size=96, hidden_size=64, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=24, expert_size=32,
-    num_experts=9, top_k=2, context_tokens=128, family=Family.DEEPSEEK_V3, dense_layers=(0,), dense_size=48,
+    num_experts=9, top_k=2, context_tokens=128, family="deepseek_v3", dense_layers=(0,), dense_size=48,
     num_shared=1, routing=Routing(Scores.SIGMOID, scaling=2.5, num_groups=3, top_groups=2),
     latent=Latent(kv_rank=32, nope_dim=16, rope_dim=8, value_dim=16, q_rank=40),
     yarn=Yarn(original_tokens=32, mscale=1.0, mscale_all_dim=1.0),

@@ -109,7 +109,7 @@ class Successes:
         for played, outcome in await asyncio.gather(*(self._one(spec) for spec in specs)):
             if isinstance(outcome, Graded) and outcome.reward == 1.0:
                 for path in paths(files.read(played.summary).trace):
-                    sample = Sample(rollout_id=played.summary.rollout_id, path=path, advantage=1.0)
+                    sample = Sample.uniform(played.summary.rollout_id, path, 1.0)
                     self.samples.setdefault(path.token_ids.tobytes(), sample)
             files.drop(played.summary)
 

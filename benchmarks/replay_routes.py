@@ -75,20 +75,22 @@ async def rollout(engine: ReferenceEngine, prompts: list[np.ndarray[Any, Any]], 
     context, turns, held = np.zeros(0, np.int32), list[Turn](), 0
     for turn, prompt in enumerate(prompts):
         context = np.concatenate([context, prompt])
+        sampling = Sampling(max_tokens=SAMPLED, stop_token_ids=(), seed=number)
         done = await engine.generate(
             CompletionRequest(
                 request_id=f"r{number}.{turn}",
                 session_id=f"r{number}",
                 prompt_ids=context,
-                sampling=Sampling(max_tokens=SAMPLED, stop_token_ids=(), seed=number),
+                sampling=sampling,
                 routes_from=held,
             )
         )
         held = done.routes_start + len(done.routes)
-        turns.append(Turn(parent=turn - 1 if turn else None, prompt_ids=prompt, completion=done))
+        parent = turn - 1 if turn else None
+        turns.append(Turn(parent=parent, prompt_ids=prompt, completion=done, sampling=sampling))
         context = np.concatenate([context, done.token_ids])
     path = Trace(tuple(turns)).path(len(turns) - 1)
-    return Sample(rollout_id=f"r{number:04d}", path=path, advantage=(-1.0) ** number)
+    return Sample.uniform(f"r{number:04d}", path, (-1.0) ** number)
 
 
 def sampled(start: Path, num_rollouts: int, seed: int) -> list[Sample]:

@@ -81,7 +81,7 @@ def batches(
             logits = model.train().run(tokens[:-1], Packed([len(tokens) - 1], model.operators)).logits
             said = model.operators.log_softmax(logits).gather(1, tokens[1:, None])[:, 0].numpy()
             path.logprobs[1:] = np.where(path.mask[1:], said, 0)
-            samples.append(Sample(rollout_id=f"g{step:06d}.{n}", path=path, advantage=1.0 - 2.0 * (n % 2)))
+            samples.append(Sample.uniform(f"g{step:06d}.{n}", path, 1.0 - 2.0 * (n % 2)))
         found.append(
             Batch(
                 batch_id=f"b{step + 1:06d}",

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from etude.loop import child, learning
-from etude.records import Batch
+from etude.records import Batch, Sample
 from etude.records.sample import StepReport
 from etude.training import TorchLearner
 
@@ -18,8 +18,8 @@ from etude.training import TorchLearner
 def shuffled(batch: Batch) -> Batch:
     """The batch with its samples' advantages permuted."""
     order = np.random.default_rng(batch.step).permutation(len(batch.samples))
-    dealt = [batch.samples[int(i)].advantage for i in order]
-    samples = (msgspec.structs.replace(s, advantage=a) for s, a in zip(batch.samples, dealt, strict=True))
+    dealt = [batch.samples[int(i)].advantages[0] for i in order]  # a sample has one, for all of its tokens
+    samples = (Sample.uniform(s.rollout_id, s.path, float(a)) for s, a in zip(batch.samples, dealt, strict=True))
     return msgspec.structs.replace(batch, samples=tuple(samples))
 
 

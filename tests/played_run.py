@@ -22,7 +22,7 @@ from etude.loop.played import Played, hand_over
 from etude.loop.processes import Supervisor
 from etude.loop.standalone import take_checkpoint
 from etude.loop.wire import MAX_FRAME_BYTES, Caller, serve
-from etude.records import Completion, Graded, Rollout, RolloutSpec, Trace, Version, VersionSpan
+from etude.records import Completion, Graded, Rollout, RolloutSpec, Sampling, Trace, Version, VersionSpan
 from etude.records.completion import StopReason
 from etude.records.rollout import Ending, Turn
 from etude.records.task import Trust
@@ -55,12 +55,14 @@ class Players(Crew):
             stop_reason=StopReason.STOP,
             engine="engine-0",
         )
+        prompt_ids, sampling = np.arange(PROMPT, dtype=np.int32), Sampling(max_tokens=self.sampled, stop_token_ids=())
+        turn = Turn(parent=None, prompt_ids=prompt_ids, completion=sampled, sampling=sampling)
         return Rollout(
             rollout_id=spec.rollout_id,
             group_id=spec.group_id,
             attempt=spec.attempt,
             task=spec.task,
-            trace=Trace((Turn(parent=None, prompt_ids=np.arange(PROMPT, dtype=np.int32), completion=sampled),)),
+            trace=Trace((turn,)),
             ending=Ending.SUBMITTED,
             exports={},
             wall_s=0.1,

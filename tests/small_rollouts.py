@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from etude.experience import Finished, Group, Ledger
-from etude.records import Completion, Graded, Invalid, Rollout, RolloutSpec, Task, Trace, Version, VersionSpan
+from etude.records import Completion, Graded, Invalid, Rollout, RolloutSpec, Sampling, Task, Trace, Version, VersionSpan
 from etude.records.completion import StopReason
 from etude.records.rollout import Boundary, Ending, Turn
 from etude.records.summary import RolloutSummary, Stored, summary_of
@@ -46,12 +46,18 @@ def completion(spans: Sequence[tuple[int, int]], *, context: int, routes_start: 
     )
 
 
+def turn(parent: int | None, num_prompt: int, completion: Completion) -> Turn:
+    """A turn that adds `num_prompt` tokens and a completion."""
+    prompt_ids, sampling = np.arange(num_prompt, dtype=np.int32), Sampling(max_tokens=64, stop_token_ids=())
+    return Turn(parent=parent, prompt_ids=prompt_ids, completion=completion, sampling=sampling)
+
+
 def chain(*turns: Sequence[tuple[int, int]]) -> Trace:
     """A linear trace: each turn adds 3 prompt tokens and what its spans sampled."""
     made, context = [], 0
     for i, spans in enumerate(turns):
         one = completion(spans, context=context + 3, routes_start=max(0, context - 1))
-        made.append(Turn(parent=i - 1 if i else None, prompt_ids=np.arange(3, dtype=np.int32), completion=one))
+        made.append(turn(i - 1 if i else None, 3, one))
         context += 3 + sum(n for _, n in spans)
     return Trace(tuple(made))
 
@@ -118,6 +124,7 @@ class Kit:
 
     version = staticmethod(version)
     completion = staticmethod(completion)
+    turn = staticmethod(turn)
     chain = staticmethod(chain)
     rollout = staticmethod(rollout)
     summary = staticmethod(summary)

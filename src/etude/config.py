@@ -1,30 +1,67 @@
 """Configs: frozen dataclasses, read from TOML, overridden by ``--set a.b=c``.
 
-An unknown key, a wrong type and a value out of range are errors that name the place and the nearest match.
-Each folder owns its dataclass; only `loop` composes them. This file knows the mechanics and no setting.
-Ranges are declared on the field: ``steps: int = ranged(45, low=1)``.
+An unknown key, a wrong type and a value out of range are errors that name the place and the nearest match. msgspec
+converts the values. Each folder owns its dataclass; only `loop` composes them. This file knows the mechanics and no
+setting. Ranges are declared on the field: ``steps: int = ranged(45, low=1)``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import enum
+import functools
+import inspect
+import json
 import math
+import re
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar, Union
+
+import msgspec
 
 from etude.errors import ConfigError, ConfigUnreadable, nearest
 
 T = TypeVar("T")
+_IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plugin:
+    """A plug-in that a config names, and the table of its own settings, which only the plug-in's code can check.
+
+    In TOML it is the import path alone, ``policy_loss = "my_package.losses:Gspo"``, or a table with `kind` and its
+    settings. `digest`: of its module's source where a run's record has one (`etude.plugins`); "" where none has.
+    """
+
+    path: str  # "my_package.module:Name"
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    digest: str = dataclasses.field(default="", compare=False)
+
+    def __str__(self) -> str:
+        return self.path
+
+
+def named(value: str | Plugin, built_in: Collection[str]) -> str | Plugin:
+    """A plug-in for an import path: its first part is not the name of something built in, and it has a dot or names a
+    class, which no path or typing error has.
+
+    >>> named("my_package.module:Name", ["harbor"]).path, named("harbor:tasks", ["harbor"]), named("ls", ["ls"])
+    ('my_package.module:Name', 'harbor:tasks', 'ls')
+    """
+    if not isinstance(value, str) or not _IMPORT_PATH.fullmatch(value):
+        return value
+    module, _, name = value.partition(":")
+    return Plugin(value) if module not in built_in and ("." in module or name[0].isupper()) else value
 
 
 def ranged(default: Any, *, low: float | None = None, high: float | None = None) -> Any:
     """A dataclass field with an inclusive range."""
-    return dataclasses.field(default=default, metadata={"low": low, "high": high})
+    return dataclasses.field(default=default, metadata={"range": msgspec.Meta(ge=low, le=high)})
 
 
 def like(example: str, default: str = "") -> Any:
@@ -90,8 +127,9 @@ def _override(raw: dict[str, Any], override: str) -> None:
     at[last] = value
 
 
-def build(kind: type[T], raw: Mapping[str, Any], where: str = "") -> T:
-    """A dataclass from plain data.
+def build(kind: Callable[..., T], raw: Mapping[str, Any], where: str = "") -> T:
+    """An object from plain data: a dataclass or a `msgspec.Struct` by its fields, or any other class or function by its
+    annotated parameters. `where`: the section, for errors. Raises `ConfigError`.
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class Sizes:
@@ -103,50 +141,120 @@ def build(kind: type[T], raw: Mapping[str, Any], where: str = "") -> T:
     etude.errors.ConfigError: unknown key 'wdith'
       hint: did you mean 'width'?
     """
-    hints = typing.get_type_hints(kind)
-    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    values: dict[str, Any] = {}
-    for key, value in raw.items():
-        place = f"{where}.{key}" if where else key
-        if key not in fields:
-            raise ConfigError(f"unknown key {place!r}", hint=nearest(key, fields, where))
-        values[key] = _convert(hints[key], value, place, fields[key].metadata.get("example"))
-        _check_range(fields[key].metadata, values[key], place)
-    missing = [
-        n
-        for n, f in fields.items()
-        if n not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    ]
-    if missing:
-        place = f"{where}.{missing[0]}" if where else missing[0]
-        raise ConfigError(f"{place!r} is missing", hint=f"it has no default: write {missing[0]} = ...")
     try:
-        return kind(**values)
+        return kind(**arguments(kind, raw, where))
     except ValueError as error:  # a dataclass's own __post_init__ check across fields
         raise ConfigError(f"[{where or 'config'}]", str(error), hint="change one of the values it names") from None
 
 
-def _check_range(limits: Mapping[str, Any], value: Any, place: str) -> None:
-    """Raises `ConfigError` for a number out of its field's range, and for one that is no number or without end."""
-    low, high = limits.get("low"), limits.get("high")
-    if isinstance(value, tuple):
-        for i, item in enumerate(value):
-            _check_range({}, item, f"{place}[{i}]")
-    if not isinstance(value, int | float):
-        return
-    finite = isinstance(value, int) or math.isfinite(value)
-    if not finite or (low is not None and value < low) or (high is not None and value > high):
-        what = "is out of range" if finite else "is not a finite number"
-        raise ConfigError(f"{place} = {value!r} {what}", hint=f"it must be {_span(low, high)}")
+def arguments(kind: Callable[..., Any], raw: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """What `build` calls `kind` with. Raises `ConfigError`, and `TypeError` for a parameter without a type."""
+    fields, values = _fields(kind), dict[str, Any]()
+    for key, value in raw.items():
+        place = f"{where}.{key}" if where else key
+        if key not in fields:
+            raise ConfigError(f"unknown key {place!r}", hint=nearest(key, fields, where) if fields else "it has none")
+        values[key] = _converted(fields[key].hint, value, place, fields[key].example)
+    missing = [name for name, field in fields.items() if name not in values and field.required]
+    if missing:
+        place = f"{where}.{missing[0]}" if where else missing[0]
+        raise ConfigError(f"{place!r} is missing", hint=f"it has no default: write {missing[0]} = ...")
+    return values
 
 
-def _span(low: float | None, high: float | None) -> str:
-    """A range in words."""
-    if low is None and high is None:
-        return "a finite number"
-    if high is None:
-        return f"at least {low}"
-    return f"at most {high}" if low is None else f"from {low} to {high}"
+@dataclasses.dataclass(frozen=True)
+class _Field:
+    """What `build` knows of one field or parameter."""
+
+    hint: Any
+    required: bool
+    example: str | None
+
+
+@functools.cache
+def _fields(kind: Callable[..., Any]) -> Mapping[str, _Field]:
+    """The fields of a dataclass or Struct, or the parameters of any other callable. Raises `TypeError` for a parameter
+    without a type, or one that cannot be given by name."""
+    declared = {f.name: f.metadata for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else {}
+    if declared or hasattr(kind, "__struct_fields__"):
+        hints = typing.get_type_hints(kind, include_extras=True)
+    else:
+        hints = typing.get_type_hints(kind.__init__ if isinstance(kind, type) else kind, include_extras=True)  # type: ignore[misc]
+    fields = {}
+    for name, parameter in inspect.signature(kind).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if parameter.kind is parameter.POSITIONAL_ONLY or name not in hints:
+            raise TypeError(f"its parameter {name!r} has no type, or cannot be given by name")
+        meta: Mapping[str, Any] = declared.get(name, {})
+        hint = hints[name]
+        if "range" in meta:
+            hint = Annotated[hint, meta["range"]]
+        fields[name] = _Field(hint, parameter.default is parameter.empty, meta.get("example"))
+    return fields
+
+
+def _converted(hint: Any, value: Any, place: str, example: str | None = None) -> Any:
+    """A value of TOML as what the field declares. Raises `ConfigError`."""
+    bare, *notes = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
+    kinds = typing.get_args(bare) if typing.get_origin(bare) in (types.UnionType, Union) else (bare,)
+    if type(None) in kinds and value in (None, "none"):
+        return None
+    kinds = tuple(kind for kind in kinds if kind is not type(None))
+    if Plugin in kinds:
+        kinds = tuple(kind for kind in kinds if kind is not Plugin)
+        value = _plugin(kinds, value, place)
+        if isinstance(value, Plugin):
+            return value
+        if not kinds:
+            facts = f"an import path is wanted, not {_shown(value)}"
+            raise ConfigError(place, facts, hint=f'write e.g. {place} = "my_package.module:Name"')
+    bare = kinds[0] if len(kinds) == 1 else Union[kinds]  # noqa: UP007  of a tuple
+    if isinstance(bare, type) and (dataclasses.is_dataclass(bare) or issubclass(bare, msgspec.Struct)):
+        if not isinstance(value, Mapping):
+            facts = f"a section is wanted, not {_shown(value)}"
+            raise ConfigError(place, facts, hint=f"write [{place}] and keys under it")
+        return build(bare, value, place)
+    if typing.get_origin(bare) is tuple and typing.get_args(bare)[-1] is ...:
+        if not isinstance(value, list):
+            raise ConfigError(place, f"a list is wanted, not {_shown(value)}", hint=f"write {place} = [...]")
+        return tuple(_converted(typing.get_args(bare)[0], one, f"{place}[{i}]") for i, one in enumerate(value))
+    if float in kinds and type(value) is int:
+        value = float(value) if abs(value) < 1 << 1023 else math.copysign(math.inf, 1 if value > 0 else -1)
+    whole = Annotated[(bare, *notes)] if notes else bare
+    try:
+        converted = msgspec.convert(value, whole, dec_hook=_path)
+    except msgspec.ValidationError as error:
+        raise _refusal(bare, notes, value, place, example, str(error)) from None
+    if isinstance(converted, float) and not math.isfinite(converted):
+        raise ConfigError(f"{place} = {value!r} is not a finite number", hint=f"it must be {_span(notes)}")
+    return converted
+
+
+def _plugin(built_in: Sequence[Any], value: Any, place: str) -> Any:
+    """A plug-in for a table with `kind`, and for an import path where the built-in ones are an enumeration; any other
+    value as it is. Raises `ConfigError`."""
+    names = [str(name) for kind in built_in if issubclass(kind, enum.Enum) for name in kind]
+    if isinstance(value, Mapping):
+        settings = dict(value)
+        kind = settings.pop("kind", None)
+        if not isinstance(kind, str):
+            hint = f'write kind = "my_package.module:Name" under [{place}], with its settings'
+            raise ConfigError(f"{place}.kind", "the name of a plug-in is wanted", hint=hint)
+        if _IMPORT_PATH.fullmatch(kind) and kind not in names:
+            return Plugin(kind, settings)
+        if settings:
+            hint = f"only a plug-in has a table of its own: {place} = {kind!r} has its settings beside it"
+            raise ConfigError(f"unknown key {f'{place}.{next(iter(settings))}'!r}", hint=hint)
+        return kind
+    return named(value, names) if isinstance(value, str) and (names or not built_in) else value
+
+
+def _path(kind: type, value: Any) -> Any:
+    """The value as a path, the one type that msgspec does not convert by itself."""
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    raise msgspec.ValidationError(f"Expected `{kind.__name__}`, got `{type(value).__name__}`")
 
 
 _KINDS: dict[Any, tuple[str, str]] = {
@@ -159,47 +267,69 @@ _KINDS: dict[Any, tuple[str, str]] = {
 """Each type in plain words, and an example of it."""
 
 
+def _refusal(kind: Any, notes: Sequence[Any], value: Any, place: str, example: str | None, said: str) -> ConfigError:
+    """The error for a value that msgspec refused with the message `said`."""
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return ConfigError(f"{place} = {value!r} is unknown", hint=nearest(str(value), [one.value for one in kind]))
+    if kind in (int, float) and ", got " not in said:
+        what = "is out of range" if isinstance(value, int) or math.isfinite(value) else "is not a finite number"
+        return ConfigError(f"{place} = {value!r} {what}", hint=f"it must be {_span(notes)}")
+    if kind not in _KINDS:
+        return ConfigError(
+            place, f"{said.partition(' - at ')[0]}; it is {_shown(value)}", hint="change it, or leave it"
+        )
+    words, any_example = _KINDS[kind]
+    hint = f"write e.g. {place} = {example or any_example}"
+    return ConfigError(place, f"{words} is wanted, not {_shown(value)}", hint=hint)
+
+
+def _span(notes: Sequence[Any]) -> str:
+    """A range in words."""
+    ends = next(((note.ge, note.le) for note in notes if isinstance(note, msgspec.Meta)), (None, None))
+    match ends:
+        case None, None:
+            return "a finite number"
+        case low, None:
+            return f"at least {low}"
+        case None, high:
+            return f"at most {high}"
+    return f"from {ends[0]} to {ends[1]}"
+
+
 def _shown(value: Any) -> str:
     """A value that was given, as TOML writes it where TOML can."""
     return f"the section {value!r}" if isinstance(value, Mapping) else _toml_value(value)
 
 
-def _convert(kind: Any, value: Any, place: str, example: str | None = None) -> Any:
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (types.UnionType, typing.Union):
-        if value is None or (value == "none" and type(None) in args):
-            return None
-        return _convert(next(a for a in args if a is not type(None)), value, place)
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        if not isinstance(value, Mapping):
-            raise ConfigError(
-                place, f"a section is wanted, not {_shown(value)}", hint=f"write [{place}] and keys under it"
-            )
-        return build(kind, value, place)
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise ConfigError(place, f"a list is wanted, not {_shown(value)}", hint=f"write {place} = [...]")
-        return tuple(_convert(args[0], v, f"{place}[{i}]") for i, v in enumerate(value))
-    if isinstance(kind, type) and issubclass(kind, enum.StrEnum):
-        if value not in list(kind):
-            raise ConfigError(f"{place} = {value!r} is unknown", hint=nearest(str(value), list(kind)))
-        return kind(value)
-    if kind is Path and isinstance(value, str):
-        return Path(value)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            return math.inf if value > 0 else -math.inf  # its range refuses it
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        words, any_example = _KINDS[kind]
-        hint = f"write e.g. {place} = {example or any_example}"
-        raise ConfigError(place, f"{words} is wanted, not {_shown(value)}", hint=hint)
-    return value
+def plugins_in(config: Any, where: str = "") -> Iterator[tuple[str, Plugin]]:
+    """The plug-ins that a config names, each with its place: ``("learner.policy_loss", Plugin(...))``."""
+    if isinstance(config, Plugin):
+        yield where, config
+    elif isinstance(config, tuple):
+        for i, one in enumerate(config):
+            yield from plugins_in(one, f"{where}[{i}]")
+    elif dataclasses.is_dataclass(config) and not isinstance(config, type):
+        for field in dataclasses.fields(config):
+            yield from plugins_in(getattr(config, field.name), f"{where}.{field.name}" if where else field.name)
+
+
+def with_digests(config: T, digests: Mapping[str, str]) -> T:
+    """A config whose plug-ins have the digests of a run's record, by import path."""
+    if isinstance(config, Plugin):
+        return dataclasses.replace(config, digest=digests.get(config.path, ""))
+    if isinstance(config, tuple):
+        return type(config)(with_digests(one, digests) for one in config)
+    if not dataclasses.is_dataclass(config) or isinstance(config, type) or not any(plugins_in(config)):
+        return config
+    return dataclasses.replace(
+        config, **{f.name: with_digests(getattr(config, f.name), digests) for f in dataclasses.fields(config)}
+    )
 
 
 def to_plain(config: Any) -> Any:
     """The effective config as plain data, None left out: what is stored in the run folder and digested."""
+    if isinstance(config, Plugin):
+        return {"kind": config.path, **config.settings}
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         items = ((f.name, getattr(config, f.name)) for f in dataclasses.fields(config))
         return {k: to_plain(v) for k, v in items if v is not None}
@@ -216,12 +346,16 @@ def to_toml(config: Any) -> str:
 
 
 def _toml_section(plain: Mapping[str, Any], prefix: str) -> list[str]:
-    lines = [f"{k} = {_toml_value(v)}" for k, v in plain.items() if not isinstance(v, Mapping)]
+    lines = [f"{_toml_key(k)} = {_toml_value(v)}" for k, v in plain.items() if not isinstance(v, Mapping)]
     for key, value in plain.items():
         if isinstance(value, Mapping):
-            name = f"{prefix}.{key}" if prefix else key
+            name = f"{prefix}.{_toml_key(key)}" if prefix else _toml_key(key)
             lines += ["", f"[{name}]", *_toml_section(value, name)]
     return lines
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
 
 
 def _toml_value(value: Any) -> str:
@@ -232,4 +366,6 @@ def _toml_value(value: Any) -> str:
         return f'"{escaped}"'
     if isinstance(value, list):
         return "[" + ", ".join(_toml_value(v) for v in value) + "]"
-    return repr(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_toml_key(k)} = {_toml_value(v)}" for k, v in value.items()) + "}"
+    return value.isoformat() if isinstance(value, datetime.date | datetime.time) else repr(value)

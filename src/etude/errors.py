@@ -143,6 +143,14 @@ class NothingLearnt(EtudeError):
     """A run that ended without learning: in no group did the rewards of two rollouts differ."""
 
 
+class PluginError(EtudeError):
+    """A plug-in that failed in the middle of a run, gave a result that cannot be used, or differs from the run's."""
+
+
+class PluginRefused(PluginError, InputError):
+    """A plug-in that cannot be imported or constructed, or is not of the kind that the setting needs."""
+
+
 class DeadlineExceeded(EtudeError):
     """A wait that reached its deadline; `what` names what it waited for."""
 

@@ -166,6 +166,25 @@ class RunFolder:
         done = [*self.phases(), {"phase": phase, "wall_s": round(wall_s, 3), "facts": dict(facts or {})}]
         write_durably(self.path / "phases.json", json.dumps(sealed_list(done), indent=2).encode())
 
+    def plugins(self) -> list[dict[str, str]]:
+        """Which code the run's plug-ins are now (`etude.plugins.Identity`). Raises `RunError`."""
+        return self._plugin_records()[-1]["plugins"] if (self.path / "plugins.json").exists() else []
+
+    def record_plugins(self, plugins: list[dict[str, str]]) -> None:
+        """Record, durably, which code the run's plug-ins are from now on. The records before it are kept."""
+        records = self._plugin_records() if (self.path / "plugins.json").exists() else []
+        since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        records.append({"since": since, "plugins": plugins})
+        write_durably(self.path / "plugins.json", json.dumps(sealed_list(records), indent=2).encode())
+
+    def _plugin_records(self) -> list[dict[str, Any]]:
+        try:
+            found = json.loads((self.path / "plugins.json").read_text())
+            opened(found, self.path / "plugins.json", kind=RunError)
+            return [{"since": one["since"], "plugins": list(one["plugins"])} for one in found]
+        except (ValueError, TypeError, KeyError) as error:
+            raise RunError(f"{self.path}/plugins.json is damaged", str(error), hint=HINT_COPY) from None
+
     def __truediv__(self, name: str) -> Path:
         return self.path / name
 

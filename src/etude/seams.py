@@ -312,9 +312,33 @@ class ExperienceStore(Protocol):
         ...
 
 
-class Sink(Protocol):
-    """A further receiver of metrics, such as TensorBoard or W&B."""
+class TrackedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tracker is told of the run when it starts."""
 
-    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+    name: str  # the folder's name
+    run_id: str  # unique, and the same when the run is resumed
+    folder: str  # the run folder
+    resumed: bool  # whether an earlier session has logged numbers of this run
+    config: Mapping[str, Any]  # the effective settings, as nested plain data
+    facts: Mapping[str, Any]  # versions and the host: `run.json`
 
-    def close(self) -> None: ...
+
+@runtime_checkable
+class Tracker(Protocol):
+    """A further receiver of a run's numbers, such as TensorBoard or W&B. A plug-in of kind "tracker" is one.
+
+    Called in one thread of the conductor, in order. What it raises is reported and never ends the run.
+    """
+
+    def start(self, run: TrackedRun) -> None:
+        """Called once, first."""
+        ...
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Numbers of a step, by names such as "rl/loss". Steps count from 0 or 1 within the part before the slash; a
+        step that is trained again after a restart comes again."""
+        ...
+
+    def finish(self, outcome: str) -> None:
+        """Called last: "finished", "stopped" or "failed". Whatever is buffered is to be written."""
+        ...

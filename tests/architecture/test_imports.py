@@ -13,7 +13,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2] / "src" / "etude"
-SHARED = {"records", "seams", "errors", "telemetry", "config", "listening", "progress", "scratch", "syntax", "sums"}
+SHARED = {
+    "records",
+    "seams",
+    "errors",
+    "telemetry",
+    "config",
+    "plugins",
+    "listening",
+    "progress",
+    "scratch",
+    "syntax",
+    "sums",
+}
 ALONE = {
     # usable alone: imports no sibling; the second value lists what must not be loaded either
     "stores": {"torch"},

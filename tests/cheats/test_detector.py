@@ -20,7 +20,7 @@ from etude.redteam import CATALOGUE, Kind, Row
 from etude.redteam.stage import problems
 from etude.rollouts.scripted import demonstrate
 from etude.tasks import RepairSource
-from etude.tasks.repair.demonstrations import demonstrations
+from etude.tasks.scripts import demonstrations
 from etude.testing import MemoryMachine
 
 SOLVED = Graded(reward=1.0, terms={}, trust=Trust.DATA, reason="all pass")
@@ -105,7 +105,7 @@ def test_settings_that_are_nothing_to_tests_and_a_tasks_own_modules_alarm_nobody
     }
     assert [s.rule for s in suspicions(task, exports=bad, outcome=SOLVED)] == ["configuration"] * 2
     more, less = (call("write", path="tests.py", text=text) for text in ("assert 1\nassert 2\n", "assert 2\n"))
-    assert [s.place for s in suspicions(task, calls=[more, less])] == ["turn 1"]
+    assert [s.place for s in suspicions(task, calls=[[more], [less]])] == ["turn 1"]
 
 
 HOSTILE = {
@@ -124,7 +124,7 @@ def test_no_code_breaks_the_detector(name):
 
 def test_more_code_than_is_read_is_a_sign_and_long_commands_are_read_in_part():
     assert rules("x = 1\n" * 50_000) == {"hidden"}
-    assert suspicions(a_task(), calls=[call("run", command="true " + "rm " * 300_000)]) == []
+    assert suspicions(a_task(), calls=[[call("run", command="true " + "rm " * 300_000)]]) == []
 
 
 def test_only_what_was_not_there_before_counts():
@@ -156,7 +156,7 @@ def test_only_what_was_not_there_before_counts():
     ],
 )
 def test_a_sign_in_a_call_is_seen_with_its_turn(made, rule):
-    [found] = suspicions(a_task(), calls=[None, made])
+    [found] = suspicions(a_task(), calls=[[], [made]])
     assert (found.rule, found.place) == (rule, "turn 1")
 
 
@@ -191,7 +191,7 @@ def test_a_sign_in_a_call_is_seen_with_its_turn(made, rule):
     ],
 )
 def test_an_honest_command_alarms_nobody(command):
-    assert suspicions(a_task(), calls=[call("run", command=command)]) == []
+    assert suspicions(a_task(), calls=[[call("run", command=command)]]) == []
 
 
 def test_a_solved_canary_and_a_reward_for_nothing_are_proofs():
@@ -211,7 +211,7 @@ def test_demonstrations_of_the_laptop_example_alarm_nobody():
         machine = MemoryMachine({path: text.encode() for path, text in each.task.files.items()})
         talk = demonstrate(each.task, each.script, standard_tools(), machine)
         functions = [made["function"] for message in talk for made in message.get("tool_calls", ())]
-        calls = [ToolCall(name=f["name"], arguments=f["arguments"], output="") for f in functions]
+        calls = [[ToolCall(name=f["name"], arguments=f["arguments"], output="")] for f in functions]
         exports = {path: machine.files[path] for path in each.task.exports}
         changed = any(each.task.files[path].encode() != data for path, data in exports.items())
         alarmed += suspicions(each.task, calls=calls, exports=exports, outcome=SOLVED if changed else None)

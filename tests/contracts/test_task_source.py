@@ -11,15 +11,13 @@ import pytest
 from tests.unit.tasks.test_harbor import hello
 from tests.unit.tasks.test_swe import row
 
-from etude.errors import TaskError
-from etude.records.exports import covers
-from etude.records.task import Answer, Case, Split, Task, Trust
-from etude.records.wire import pack, unpack
+from etude.records.task import Answer, Case, Split, Task
 from etude.seams import TaskSource
-from etude.tasks import DirectorySource, HumanEvalSource, RepairSource, check
+from etude.tasks import DirectorySource, HumanEvalSource, RepairSource, check, open_source
 from etude.tasks.harbor import HarborSource
 from etude.tasks.swe import SweSource
 from etude.testing import FakeGrader, ListSource
+from etude.testing.contracts import TaskSourceContract
 
 STUB = 'def double(n):\n    """twice n"""\n'
 
@@ -92,6 +90,7 @@ SOURCES: dict[str, Callable[[Path], TaskSource]] = {
     "humaneval": _humaneval,
     "directory": _directory,
     "list": _list,
+    "plug-in": lambda folder: open_source("examples.plugins.sources:Multiply", 0),
     "swe": _swe,
     "harbor": _harbor,
 }
@@ -103,67 +102,16 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> TaskSource:
     return SOURCES[request.param](tmp_path)
 
 
-def _some(source: TaskSource, split: Split) -> list[Task]:
-    size = source.size(split)
-    return [source.task(split, index) for index in range(8 if size is None else min(size, 8))]
+@pytest.mark.parametrize("promise", [name for name in dir(TaskSourceContract) if name.startswith("test_")])
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_source_keeps_the_contract(name: str, promise: str, tmp_path: Path) -> None:
+    contract, source = TaskSourceContract(), SOURCES[name](tmp_path)
+    contract.make = lambda: source  # type: ignore[method-assign]
+    getattr(contract, promise)()
 
 
 def test_it_is_a_task_source(source: TaskSource) -> None:
     assert isinstance(source, TaskSource)
-
-
-@pytest.mark.parametrize("split", Split)
-def test_every_split_has_tasks_that_know_their_place(source: TaskSource, split: Split) -> None:
-    tasks = _some(source, split)
-    assert tasks or split is Split.TRANSFER, "only a source that knows kinds of problems has transfer tasks"
-    for index, task in enumerate(tasks):
-        assert (task.source, task.split, task.index) == (source.name, split, index)
-        assert task.instruction
-        assert task.family
-
-
-def test_access_is_random_and_repeats(source: TaskSource) -> None:
-    tasks = _some(source, Split.TRAIN)
-    assert [source.task(Split.TRAIN, i) for i in reversed(range(len(tasks)))] == tasks[::-1]
-
-
-def test_the_same_content_is_never_in_two_splits(source: TaskSource) -> None:
-    ids = [{task.task_id for task in _some(source, split)} for split in Split]
-    assert len(set.union(*ids)) == sum(map(len, ids))
-
-
-def test_past_the_end_and_before_the_start_is_an_error(source: TaskSource) -> None:
-    with pytest.raises(TaskError, match="no task"):
-        source.task(Split.TRAIN, -1)
-    size = source.size(Split.TRAIN)
-    if size is not None:
-        with pytest.raises(TaskError, match="no task"):
-            source.task(Split.TRAIN, size)
-
-
-def test_an_answer_is_one_kind_and_nothing_of_it_is_in_the_task(source: TaskSource) -> None:
-    for task in _some(source, Split.HELDOUT):
-        answer = source.answer(task)
-        kinds = [bool(answer.cases), bool(answer.test_code), answer.tests is not None, answer.verifier is not None]
-        assert sum(kinds) == 1
-        assert bool(answer.cases) == (task.trust is Trust.DATA)
-        assert bool(answer.test_code) == bool(answer.entry_point)
-        assert answer.reference_argv or all(covers(task.exports, path) for path in answer.reference)
-        assert any(text not in task.files.values() for text in answer.reference.values())
-
-
-def test_an_answer_is_refused_for_a_task_that_was_changed(source: TaskSource) -> None:
-    task = source.task(Split.TRAIN, 0)
-    fields = {name: getattr(task, name) for name in task.__struct_fields__}
-    other = Task(**{**fields, "files": {path: text + "\n# changed\n" for path, text in task.files.items()}})
-    with pytest.raises(TaskError, match="is not of"):
-        source.answer(other)
-
-
-def test_tasks_and_answers_travel_between_processes(source: TaskSource) -> None:
-    task = source.task(Split.VALIDATION, 0)
-    assert unpack(pack(task), Task) == task
-    assert source.answer(unpack(pack(task), Task)) == unpack(pack(source.answer(task)), Answer)
 
 
 @pytest.mark.parametrize("split", Split)

@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 import numpy as np
 from etude.experience import Ledger, RolloutFiles, plan_batch, record_batch
-from etude.records import Completion, Graded, Rollout, RolloutSpec, Task, Trace, Version
+from etude.records import Completion, Graded, Rollout, RolloutSpec, Sampling, Task, Trace, Version
 from etude.records.completion import StopReason, VersionSpan
 from etude.records.rollout import Ending, Turn
 from etude.records.summary import summary_of
@@ -37,7 +37,8 @@ def trace():  # one turn of two tokens
     said = Completion(request_id="r", token_ids=np.arange(2, dtype=np.int32), logprobs=np.full(2, -1.0, np.float32),
                       routes=np.zeros((0, 0, 0), np.uint8), routes_start=3,
                       spans=(VersionSpan(Version(0, "0" * 8, "0" * 64), 2),), stop_reason=StopReason.STOP, engine="e")
-    return Trace((Turn(parent=None, prompt_ids=np.arange(2, dtype=np.int32), completion=said),))
+    sampling = Sampling(max_tokens=2, stop_token_ids=())
+    return Trace((Turn(parent=None, prompt_ids=np.arange(2, dtype=np.int32), completion=said, sampling=sampling),))
 
 def say(*words):  # one write: it is out before the next instruction
     os.write(1, (" ".join(words) + "\\n").encode())

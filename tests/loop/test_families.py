@@ -27,7 +27,7 @@ from etude.loop.preflight import check_start
 from etude.loop.standalone import take_checkpoint
 from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
 from etude.models.checkpoint import load_tensors, save_tensors
-from etude.models.parts import Family, Latent, Routing, Scores
+from etude.models.parts import Latent, Routing, Scores
 from etude.records import Version
 from etude.run import RunFolder
 from etude.telemetry import Telemetry, read_events
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.timeout(180)
 
 SIZES = ModelConfig(
     vocab_size=300, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=12, expert_size=12,
-    num_experts=4, top_k=2, context_tokens=2048, family=Family.DEEPSEEK_V3, dense_layers=(0,), dense_size=20,
+    num_experts=4, top_k=2, context_tokens=2048, family="deepseek_v3", dense_layers=(0,), dense_size=20,
     num_shared=1, routing=Routing(Scores.SIGMOID), latent=Latent(kv_rank=8, nope_dim=8, rope_dim=4, value_dim=6),
 )  # fmt: skip
 SMALL = {

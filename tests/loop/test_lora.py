@@ -26,14 +26,13 @@ from etude.loop.redoing import redo
 from etude.models import ModelConfig, Transformer, load_model, save_model
 from etude.models.adapter_files import read_adapter
 from etude.models.headers import check_rank, hf_shapes
-from etude.models.parts import Family
 from etude.run import RunFolder
 from etude.stores import DirectoryStore
 from etude.training import LiveWeights, TorchLearner
 from etude.weights import lineage
 
 SETS = ("rl.steps=3", "rl.checkpoint_every=2", "evals.every=50", "experience.max_lag=0", "learner.lora_rank=2")
-DENSE = ModelConfig(**SMALL, family=Family.QWEN3, num_experts=0, top_k=0, expert_size=32, context_tokens=128)  # type: ignore[arg-type]
+DENSE = ModelConfig(**SMALL, family="qwen3", num_experts=0, top_k=0, expert_size=32, context_tokens=128)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

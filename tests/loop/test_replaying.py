@@ -62,7 +62,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]
     """Write a trace anew with its first sample's row or its facts changed; `sealed`: under a digest that fits."""
     table = pq.read_table(path)
     rows, facts = table.to_pylist(), json.loads(table.schema.metadata[b"etude.batch"])
-    change(next(row for row in rows if row["in_batch"]), facts)
+    change(next(row for row in rows if row["row"] == "sample"), facts)
 
     def write() -> None:
         told = SCHEMA.with_metadata({b"etude.batch": json.dumps(facts).encode()})
@@ -75,7 +75,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]
 
 
 def flip_the_sign(row: dict[str, Any], facts: dict[str, Any]) -> None:
-    row["advantage"] = -row["advantage"]
+    row["advantages"] = [-one for one in row["advantages"]]
 
 
 def test_every_step_is_redone_to_the_bit_from_any_checkpoint_before_it(done: RunFolder) -> None:

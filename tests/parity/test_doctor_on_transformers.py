@@ -21,6 +21,10 @@ with warnings.catch_warnings():
     from transformers import (
         DeepseekV3Config,
         DeepseekV3ForCausalLM,
+        MixtralConfig,
+        MixtralForCausalLM,
+        OlmoeConfig,
+        OlmoeForCausalLM,
         Qwen3Config,
         Qwen3ForCausalLM,
         Qwen3MoeConfig,
@@ -63,6 +67,16 @@ CHECKPOINTS: dict[str, tuple[Any, Any]] = {
     "kimi k2's layout, 384 experts": (
         DeepseekV3ForCausalLM,
         DeepseekV3Config(**LATENT, n_routed_experts=384, num_experts_per_tok=8, n_group=1, topk_group=1),
+    ),
+    "olmoe, 64 experts": (
+        OlmoeForCausalLM,
+        OlmoeConfig(
+            **{**SHARED, "hidden_size": 36, "intermediate_size": 8}, num_key_value_heads=2, num_experts_per_tok=8
+        ),
+    ),
+    "mixtral": (
+        MixtralForCausalLM,
+        MixtralConfig(**{**QWEN, "intermediate_size": 8}, num_local_experts=8, num_experts_per_tok=2),
     ),
     "deepseek-v3, one product of queries": (
         DeepseekV3ForCausalLM,

@@ -44,10 +44,12 @@ async def rollout(engine: ReferenceEngine, number: int) -> Sample:
     for turn, size in enumerate(TURNS):
         prompt = generator.integers(0, SIZES.vocab_size, size + number % 5).astype(np.int32)
         context = np.concatenate([context, prompt])
-        done = await engine.generate(_request(f"r{number}.{turn}", f"r{number}", context, turns))
-        turns.append(Turn(parent=turn - 1 if turn else None, prompt_ids=prompt, completion=done))
+        request = _request(f"r{number}.{turn}", f"r{number}", context, turns)
+        done = await engine.generate(request)
+        parent = turn - 1 if turn else None
+        turns.append(Turn(parent=parent, prompt_ids=prompt, completion=done, sampling=request.sampling))
         context = np.concatenate([context, done.token_ids])
-    return Sample(rollout_id=f"r{number:03d}", path=Trace(tuple(turns)).path(2), advantage=(-1.0) ** number)
+    return Sample.uniform(f"r{number:03d}", Trace(tuple(turns)).path(2), (-1.0) ** number)
 
 
 def _request(request_id: str, session: str, context: np.ndarray, turns: list[Turn]) -> CompletionRequest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from tests.parity.same_bits import VERSION, asked, learned, prompts, said, sampl
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
 from etude.models import ModelConfig
-from etude.models.parts import Family, Latent, Routing, Scores
+from etude.models.parts import Latent, Routing, Scores
 from etude.numerics.exact import products
 from etude.numerics.exact.operators import Exact
 from etude.numerics.native import Native
@@ -24,11 +25,12 @@ QWEN = ModelConfig(
 )  # fmt: skip
 DEEPSEEK = ModelConfig(
     vocab_size=61, hidden_size=32, num_layers=2, num_heads=3, num_kv_heads=3, head_dim=14, expert_size=20,
-    num_experts=6, top_k=3, context_tokens=512, family=Family.DEEPSEEK_V3, dense_layers=(0,), dense_size=36,
+    num_experts=6, top_k=3, context_tokens=512, family="deepseek_v3", dense_layers=(0,), dense_size=36,
     num_shared=1, routing=Routing(Scores.SIGMOID, scaling=2.5, num_groups=3, top_groups=2),
     latent=Latent(kv_rank=24, nope_dim=8, rope_dim=6, value_dim=10, q_rank=20),
 )  # fmt: skip
-FAMILIES = {"qwen3-moe": QWEN, "deepseek-v3": DEEPSEEK}
+OLMOE = replace(QWEN, head_dim=8, family="olmoe")
+FAMILIES = {"qwen3-moe": QWEN, "deepseek-v3": DEEPSEEK, "olmoe": OLMOE}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (3, 17, 70, 150, 201)
 NUM = 12

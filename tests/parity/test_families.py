@@ -24,6 +24,10 @@ with warnings.catch_warnings():
         AutoModelForCausalLM,
         DeepseekV3Config,
         DeepseekV3ForCausalLM,
+        MixtralConfig,
+        MixtralForCausalLM,
+        OlmoeConfig,
+        OlmoeForCausalLM,
         PreTrainedModel,
         Qwen3Config,
         Qwen3ForCausalLM,
@@ -61,6 +65,8 @@ DEEPSEEK = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 14,
 }
+OLMOE = {**SHARED, "num_key_value_heads": 2, "intermediate_size": 20, "num_experts": 6, "num_experts_per_tok": 3}
+MIXTRAL = {**QWEN, "intermediate_size": 20, "num_local_experts": 6, "num_experts_per_tok": 3}
 DEEPSEEK_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 
@@ -72,8 +78,14 @@ class Variant:
 
 
 def variant(kind: type[PreTrainedModel], sizes: dict[str, Any], layers_with_router: int, **changed: Any) -> Variant:
-    configs = {Qwen3MoeForCausalLM: Qwen3MoeConfig, Qwen3ForCausalLM: Qwen3Config}
-    return Variant(kind, configs.get(kind, DeepseekV3Config)(**{**sizes, **changed}), layers_with_router)
+    configs = {
+        Qwen3MoeForCausalLM: Qwen3MoeConfig,
+        Qwen3ForCausalLM: Qwen3Config,
+        DeepseekV3ForCausalLM: DeepseekV3Config,
+        OlmoeForCausalLM: OlmoeConfig,
+        MixtralForCausalLM: MixtralConfig,
+    }
+    return Variant(kind, configs[kind](**{**sizes, **changed}), layers_with_router)
 
 
 VARIANTS = {
@@ -104,10 +116,18 @@ VARIANTS = {
     "deepseek-v3 two bytes a route": variant(
         DeepseekV3ForCausalLM, DEEPSEEK, 1, n_routed_experts=260, moe_intermediate_size=4, num_hidden_layers=2
     ),
+    "olmoe": variant(OlmoeForCausalLM, OLMOE, 3),
+    "olmoe gates sum to 1, tied, a key for each head, yarn": variant(
+        OlmoeForCausalLM, OLMOE, 3, norm_topk_prob=True, tie_word_embeddings=True, num_key_value_heads=None,
+        rope_parameters=YARN,
+    ),
+    "mixtral": variant(MixtralForCausalLM, MIXTRAL, 3),
+    "mixtral tied, yarn": variant(MixtralForCausalLM, MIXTRAL, 3, tie_word_embeddings=True, rope_parameters=YARN),
+    "mixtral, heads as wide as the model allows": variant(MixtralForCausalLM, MIXTRAL, 3, head_dim=None),
 }  # fmt: skip
 
 
-FEW = ["qwen3-moe every second layer", "qwen3 tied, yarn", "deepseek-v3 yarn"]
+FEW = ["qwen3-moe every second layer", "qwen3 tied, yarn", "deepseek-v3 yarn", "olmoe", "mixtral"]
 
 
 @pytest.fixture(scope="module")

@@ -53,8 +53,8 @@ async def rollout(engine: ReferenceEngine, number: int) -> Sample:
         sampling=Sampling(max_tokens=12, stop_token_ids=(), seed=number),
     )
     done = await engine.generate(request)
-    trace = Trace((Turn(parent=None, prompt_ids=prompt, completion=done),))
-    return Sample(rollout_id=request.request_id, path=trace.path(0), advantage=(-1.0) ** number)
+    trace = Trace((Turn(parent=None, prompt_ids=prompt, completion=done, sampling=request.sampling),))
+    return Sample.uniform(request.request_id, trace.path(0), (-1.0) ** number)
 
 
 @pytest.mark.parametrize("sizes", families.FAMILIES.values(), ids=families.FAMILIES)

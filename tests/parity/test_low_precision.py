@@ -16,7 +16,7 @@ from etude.inference.follow import Following
 from etude.inference.server import live_weights
 from etude.models import ModelConfig, Transformer, load_model, save_model
 from etude.models.checkpoint import load_tensors
-from etude.models.parts import Family, Latent, Routing, Scores
+from etude.models.parts import Latent, Routing, Scores
 from etude.numerics import NumericsConfig, Quantise
 from etude.numerics.choosing import operators_for
 from etude.records import Batch, CompletionRequest, Sample, Sampling, Trace, Version
@@ -31,7 +31,7 @@ QWEN = ModelConfig(
 )  # fmt: skip
 DEEPSEEK = ModelConfig(
     vocab_size=64, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=48, expert_size=32,
-    num_experts=4, top_k=2, context_tokens=96, family=Family.DEEPSEEK_V3, routing=Routing(scores=Scores.SIGMOID),
+    num_experts=4, top_k=2, context_tokens=96, family="deepseek_v3", routing=Routing(scores=Scores.SIGMOID),
     num_shared=1, latent=Latent(kv_rank=32, nope_dim=32, rope_dim=16, value_dim=32, q_rank=32),
 )  # fmt: skip
 LOW = [kind for kind in Quantise if kind is not Quantise.NONE]
@@ -52,9 +52,9 @@ async def rollout(engine: ReferenceEngine, number: int) -> Sample:
             routes_from=held,
         )
         done = await engine.generate(request)
-        turns.append(Turn(parent=turn - 1 if turn else None, prompt_ids=prompt, completion=done))
+        turns.append(Turn(parent=turn - 1 if turn else None, prompt_ids=prompt, completion=done, sampling=sampling))
         held, context = done.routes_start + len(done.routes), np.concatenate([context, done.token_ids])
-    return Sample(rollout_id=f"r{number:03d}", path=Trace(tuple(turns)).path(1), advantage=(-1.0) ** number)
+    return Sample.uniform(f"r{number:03d}", Trace(tuple(turns)).path(1), (-1.0) ** number)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from etude.errors import LedgerError
 from etude.experience import Ledger, RolloutFiles, Straggler, audit, plan_batch, record_batch
 from etude.experience.groups import Group
 from etude.experience.transitions import MOVES, State
-from etude.records import Completion, Graded, Invalid, Rollout, RolloutSpec, Task, Trace, Version
+from etude.records import Completion, Graded, Invalid, Rollout, RolloutSpec, Sampling, Task, Trace, Version
 from etude.records.completion import StopReason, VersionSpan
 from etude.records.rollout import Boundary, Ending, Turn
 from etude.records.summary import summary_of
@@ -51,7 +51,8 @@ def trace(versions: list[Version], *, kept: bool) -> Trace:
         stop_reason=StopReason.STOP,
         engine="e",
     )
-    return Trace((Turn(parent=None, prompt_ids=np.arange(PROMPT, dtype=np.int32), completion=completion),))
+    prompt_ids, sampling = np.arange(PROMPT, dtype=np.int32), Sampling(max_tokens=len(ids), stop_token_ids=())
+    return Trace((Turn(parent=None, prompt_ids=prompt_ids, completion=completion, sampling=sampling),))
 
 
 def rollout(rollout_id: str, attempt: int, of: Trace) -> Rollout:

@@ -50,14 +50,15 @@ def test_every_fake_stands_behind_its_seam() -> None:
 def test_scripted_completions_make_a_whole_path_with_every_route() -> None:
     async def two_turns() -> Trace:
         policy = EnginePolicy(ScriptedEngine([[5, 9, 7], [6, 6, 6, 6, 6]], step=3))
-        first = await policy.complete(_request([1, 2, 3]))
+        asked = _request([1, 2, 3])
+        first = await policy.complete(asked)
         second = await policy.complete(_request([1, 2, 3, 5, 9, 4], routes_from=first.routes_start + len(first.routes)))
         assert first.stop_reason is StopReason.STOP
         assert second.stop_reason is StopReason.LENGTH
         return Trace(
             (
-                Turn(parent=None, prompt_ids=np.array([1, 2, 3], np.int32), completion=first),
-                Turn(parent=0, prompt_ids=np.array([4], np.int32), completion=second),
+                Turn(parent=None, prompt_ids=asked.prompt_ids, completion=first, sampling=asked.sampling),
+                Turn(parent=0, prompt_ids=np.array([4], np.int32), completion=second, sampling=asked.sampling),
             )
         )
 

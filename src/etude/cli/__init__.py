@@ -128,7 +128,20 @@ def _parser() -> argparse.ArgumentParser:
     _weights_commands(commands)
     _model_commands(commands)
     _fleet_commands(commands)
+    _plugin_commands(commands)
     return parser
+
+
+def _plugin_commands(commands: Commands[Parser]) -> None:
+    plugins = commands.add_parser("plugins", help="parts of your own package: list the kinds, check a class")
+    named = plugins.add_subparsers(required=True, metavar="COMMAND")
+    add(named, "list", "plugins:listed", "every kind of plug-in, the setting that names it, and what is built in")
+    check = add(named, "check", "plugins:check", "run the contract suite on a class of yours")
+    check.add_argument("path", metavar="my_package.module:Name")
+    check.add_argument("--kind", metavar="KIND", help="as `etude plugins list` names it (default: found out)")
+    check.add_argument(
+        "--set", action="append", default=[], metavar="a=b", help="a setting of the plug-in (repeatable)"
+    )
 
 
 def _run_argument(parser: argparse.ArgumentParser) -> None:
@@ -180,6 +193,9 @@ def _run_commands(commands: Commands[Parser]) -> None:
         default=LOCAL,
         metavar="PLACE",
         help="local (default), ray, HOST:PORT or ray://HOST:PORT: a Ray cluster",
+    )
+    run.add_argument(
+        "--changed-plugins", action="store_true", help="with --resume: go on with plug-ins whose code has changed"
     )
     run.add_argument("--name", help="the run's folder under runs/ (default: config name, date and time)")
     init = add(commands, "init", "init:init", "write a config and tasks to start from, into a new folder")

@@ -14,20 +14,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 from rich.console import Console, Group
 from rich.live import Live
 
 from etude.cli.arguments import LOCAL
 from etude.cli.places import RUNS, newest_run, open_run
-from etude.config import leaves, overridden, read, to_toml
+from etude.config import leaves, overridden, plugins_in, read, to_toml, with_digests
 from etude.dashboard import RunView, explained, plain_line, render
 from etude.dashboard.progress import current_phase
 from etude.errors import ConfigError, DeadlineExceeded, EtudeError, Exit, NothingLearnt, RunError
 from etude.experience.database import NoLedger
-from etude.loop.config import RunConfig, resumed
+from etude.loop.config import RunConfig, resumed, same_plugins
 from etude.loop.limits import configured
 from etude.loop.places import read_ledger
 from etude.loop.preflight import check_ledger, preflight
+from etude.plugins import check_all
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
 from etude.training.kept import kept_step
@@ -56,6 +58,10 @@ def run(args: argparse.Namespace) -> int:
         check_ledger(folder)
     if args.on != LOCAL:
         _join(args.on, config, RUNS if folder is None else folder.path.parent)
+    plugins = check_all(list(plugins_in(config)))
+    if folder is not None:
+        same_plugins(folder, plugins, accept=args.changed_plugins)
+    config = with_digests(config, {one.path: one.digest for one in plugins})
     adopted = folder is not None and folder.ended("corpus")
     said = partial(print, file=sys.stderr)
     preflight(config, adopted=adopted, elsewhere=args.on != LOCAL, given=leaves(given), said=said)
@@ -66,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
         path = RUNS / (args.name if args.name is not None else _new_name(args.config))
         folder = RunFolder.create(path, config_toml=to_toml(config), seed=config.seed, given=leaves(given))
     folder.lock()
+    if (code := msgspec.to_builtins(plugins)) != folder.plugins():
+        folder.record_plugins(code)
     print(f"run {folder.path}", flush=True)
     try:
         interrupted = asyncio.run(_watched(folder, config, on=args.on))

@@ -93,7 +93,7 @@ def _verdict(found: Mapping[str, Any]) -> str:
         return "no held-out result: the run did not come so far"
     return (
         f"held-out solve rate {before['rate']:.3f} [{before['low']:.3f}, {before['high']:.3f}] → "
-        f"{after['rate']:.3f} [{after['low']:.3f}, {after['high']:.3f}] on {after['num_tasks']} tasks"
+        f"{after['rate']:.3f} [{after['low']:.3f}, {after['high']:.3f}] on {words.number(after['num_tasks'], 'task')}"
         f"{words.of_problems(after)}{words.of_cheats(after)}"
     )
 

@@ -17,6 +17,7 @@ from etude.experience.groups import Group
 from etude.records.rollout import Path, Rollout, Trace
 from etude.records.sample import Batch, Sample
 from etude.records.summary import BatchPlan, Member, RolloutSummary, as_seen
+from etude.records.wire import F32, Array, Bools
 
 Read = Callable[[RolloutSummary], Rollout]
 """A function that reads the whole rollout of a summary: `RolloutFiles.read`."""
@@ -29,15 +30,24 @@ def paths(trace: Trace) -> Iterator[Path]:
     """
     seen: set[int] = set()
     for leaf in trace.leaves():
-        keep: list[np.ndarray[tuple[int], np.dtype[np.bool_]]] = []
-        at: int | None = leaf
-        while at is not None:
-            turn = trace.turns[at]
-            keep.append(np.full(len(turn.prompt_ids) + len(turn.completion.token_ids), at not in seen))
-            seen.add(at)
-            at = turn.parent
-        path = trace.path(leaf)
-        yield path if all(k.all() for k in keep) else masked(path, np.concatenate(keep[::-1]))
+        chain, path = trace.chain(leaf), trace.path(leaf)
+        yield path if seen.isdisjoint(chain) else masked(path, _by_turn(trace, chain, [at not in seen for at in chain]))
+        seen.update(chain)
+
+
+def _by_turn(trace: Trace, chain: Sequence[int], values: Sequence[float]) -> Array:
+    """[T] each token of a path has the value of its turn."""
+    turns = [trace.turns[at] for at in chain]
+    return np.repeat(values, [len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in turns])
+
+
+def temperatures(trace: Trace, leaf: int, mask: Bools, *, run: float) -> F32 | None:
+    """[S] the temperature of the distribution that each token with loss was sampled from, which is 1 where sampling was
+    greedy; None where all are `run`, the temperature of the run."""
+    chain = trace.chain(leaf)
+    found = _by_turn(trace, chain, [trace.turns[at].sampling.temperature or 1.0 for at in chain])
+    sampled = found[mask].astype(np.float32)
+    return None if (sampled == np.float32(run)).all() else sampled
 
 
 def plan_batch(
@@ -103,13 +113,14 @@ def _members(groups: Sequence[Group], given: Mapping[str, float], straggler: Str
                 )
 
 
-def make_batch(plan: BatchPlan, read: Read) -> Batch:
+def make_batch(plan: BatchPlan, read: Read, *, temperature: float = 1.0) -> Batch:
     """Make the planned batch: read its rollouts, and keep the samples with a non-zero advantage, in order of rollout
-    id."""
+    id. `temperature`: the run's."""
     samples = list[Sample]()
     for member in plan.members:
         if member.summary is not None and member.advantage:
-            samples += samples_of(plan, member, list(paths(as_seen(read(member.summary), member.summary).trace)))
+            trace = as_seen(read(member.summary), member.summary).trace
+            samples += [sample for _, sample in samples_of(plan, member, trace, temperature=temperature)]
     return batch_of(plan, samples)
 
 
@@ -127,17 +138,19 @@ def batch_of(plan: BatchPlan, samples: Sequence[Sample]) -> Batch:
     )
 
 
-def samples_of(plan: BatchPlan, member: Member, found: Sequence[Path]) -> list[Sample]:
-    """Make the samples of one member from `found`, the paths of its rollout. Tokens that are too stale are masked.
-    Empty where the advantage is 0, or no token with loss is left."""
+def samples_of(plan: BatchPlan, member: Member, trace: Trace, *, temperature: float) -> list[tuple[int, Sample]]:
+    """Make the samples of one member from the trace of its rollout, each with the turn at which its path ends. Tokens
+    that are too stale are masked. Empty where the advantage is 0, or no token with loss is left."""
+    if not member.advantage:
+        return []
     straggler = Straggler.MASK if member.masks_stale else Straggler.WAIT
-    samples = list[Sample]()
-    if member.advantage:
-        for whole in found:
-            path = bounded(whole, learner_step=plan.step - 1, max_lag=plan.max_lag, straggler=straggler)
-            if path.mask.any():
-                samples.append(Sample(rollout_id=member.rollout_id, path=path, advantage=member.advantage))
-    return samples
+    found = list[tuple[int, Sample]]()
+    for leaf, whole in zip(trace.leaves(), paths(trace), strict=True):
+        path = bounded(whole, learner_step=plan.step - 1, max_lag=plan.max_lag, straggler=straggler)
+        if path.mask.any():
+            own = temperatures(trace, leaf, path.mask, run=temperature)
+            found.append((leaf, Sample.uniform(member.rollout_id, path, member.advantage, own)))
+    return found
 
 
 def teaches(group: Group, *, learner_step: int, max_lag: int) -> bool:
@@ -152,11 +165,12 @@ def teaches(group: Group, *, learner_step: int, max_lag: int) -> bool:
     )
 
 
-def whole_samples(rollouts: Iterable[Rollout]) -> list[Sample]:
-    """Make a sample of advantage 0 of every path of these rollouts: the input of a reference model."""
+def whole_samples(rollouts: Iterable[Rollout], *, temperature: float = 1.0) -> list[Sample]:
+    """Make a sample of advantage 0 of every path of these rollouts: the input of a reference model. `temperature`: the
+    run's."""
     return [
-        Sample(rollout_id=rollout.rollout_id, path=path, advantage=0.0)
-        for rollout in rollouts
-        for path in paths(rollout.trace)
+        Sample.uniform(one.rollout_id, path, 0.0, temperatures(one.trace, leaf, path.mask, run=temperature))
+        for one in rollouts
+        for leaf, path in zip(one.trace.leaves(), paths(one.trace), strict=True)
         if path.mask.any()
     ]

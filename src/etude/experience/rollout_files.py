@@ -1,11 +1,11 @@
 """Stores finished rollouts as files: workers write them, graders and the learner read them, so that no rollout is sent
 between processes.
 
-There is one file per rollout and attempt, `g000012.3.0.rollout`: a packed `Rollout`. It is on the disk before the
-ledger records that the rollout has finished. It is read with the size and SHA-256 that the ledger keeps, so a changed
-file is an error. Files that no rollout of the ledger refers to are deleted (`keep_only`): those of attempts that were
-given up, and those of rollouts whose step no restart can go back to. Safe for any number of readers and writers. Knows
-nothing of the ledger. See `docs/formats/run.md`.
+There is one file per rollout and attempt, `g000012.3.0.rollout`: `HEAD`, then a packed `Rollout`. It is on the disk
+before the ledger records that the rollout has finished. It is read with the size and SHA-256 that the ledger keeps, so
+a changed file is an error. Files that no rollout of the ledger refers to are deleted (`keep_only`): those of attempts
+that were given up, and those of rollouts whose step no restart can go back to. Safe for any number of readers and
+writers. Knows nothing of the ledger. See `docs/formats/run.md`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from etude.records.summary import RolloutSummary, Stored
 from etude.records.wire import pack, unpack
 
 SUFFIX = ".rollout"
+HEAD = b"etude-rollout 2\n"
+"""The first line of a file: its format. Files of format 1 have no such line."""
 T = TypeVar("T")
 
 
@@ -49,7 +51,7 @@ class RolloutFiles:
     def write(self, rollout: Rollout, *, durable: bool = True) -> Stored:
         """Store a rollout: the file appears whole or not at all, and with `durable` it is on the disk when this
         returns. Raises `StoreError`."""
-        data, path = pack(rollout), self.path(rollout.rollout_id, rollout.attempt)
+        data, path = HEAD + pack(rollout), self.path(rollout.rollout_id, rollout.attempt)
         scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
             self.folder.mkdir(exist_ok=True)
@@ -80,7 +82,8 @@ class RolloutFiles:
         """Read the exports of a rollout: path to content. Raises `LedgerError`."""
         return self._read(summary, _Exports).exports
 
-    def _read(self, summary: RolloutSummary, kind: type[T]) -> T:
+    def _proven(self, summary: RolloutSummary) -> bytes:
+        """The file's content. Raises `LedgerError` unless it has the size and digest that the ledger keeps."""
         path, stored = self.path(summary.rollout_id, summary.attempt), summary.stored
         try:
             data = path.read_bytes()
@@ -90,15 +93,25 @@ class RolloutFiles:
         if found != stored:
             was = f"{stored.num_bytes} bytes, {stored.sha256[:12]}" if stored else "nothing"
             raise _lost(summary, f"{path} holds {found.num_bytes} bytes, {found.sha256[:12]}; stored was {was}")
+        return data
+
+    def _read(self, summary: RolloutSummary, kind: type[T]) -> T:
+        data, path = self._proven(summary), self.path(summary.rollout_id, summary.attempt)
+        if not data.startswith(HEAD):
+            raise LedgerError(
+                f"the stored rollout {summary.rollout_id} has another format",
+                f"{path} does not begin with {HEAD.decode().strip()!r}, as this etude writes it",
+                hint="go on with the etude that began the run; or begin a new run",
+            )
         try:
-            return unpack(data, kind)
+            return unpack(memoryview(data)[len(HEAD) :], kind)
         except ValueError as error:
             raise _lost(summary, f"{path}: {error}") from error
 
     def has(self, summary: RolloutSummary) -> bool:
-        """Whether `read` would give it."""
+        """Whether its file is there, with the content that was stored."""
         try:
-            self.read(summary)
+            self._proven(summary)
         except LedgerError:
             return False
         return True

@@ -1,13 +1,15 @@
-"""Traces: what each step trained on, one Parquet file a batch, so that the step can be redone bit for bit.
+"""Traces: what each step trained on, one Parquet file a step, from which the step can be redone bit for bit.
 
-A row is one root-to-leaf path of one rollout; a rollout that left no path (it is invalid) has one row without
-tokens. Rows of `in_batch` are the batch's samples as they were trained, masks included; the others are kept because
-a step's baseline came from them. The batch's digest is kept beside them, so what is read back is what was trained on,
-or an error; and the file has a digest of all its bytes (`etude.sums`). `record_batch` makes the batch from the
-rollouts' files and writes as it reads: beside the samples it holds a bounded part of the step. See
-`docs/formats/traces.md`. Files are read in the caller's thread (`pre_buffer`, `use_threads`): one of pyarrow's that
-still holds a Python file when the interpreter ends aborts the process, after its work was done. Knows nothing of SQLite
-and of what made the batch.
+A file has rows of three kinds. A *rollout* has its outcome; rollouts without a sample are there because a step's
+baseline came from them. A *turn* has the tokens that it adds to the turn before it, as its engine returned them. A
+*sample* is one row of the batch: the path that ends at one turn, with its mask and advantages. What turns of a group
+begin with in common, tokens and routes, is in the file once.
+
+The digest of the batch is in the file, so a reader gets the batch that was trained on, or an error; and the file has a
+digest of all its bytes (`etude.sums`). `record_batch` makes the batch from the rollouts' files and writes as it reads:
+beside the samples it holds a bounded part of the step. See `docs/formats/traces.md`. Files are read in the caller's
+thread (`pre_buffer`, `use_threads`): a thread of pyarrow that still holds a Python file when the interpreter ends
+aborts the process after its work was done. Knows nothing of SQLite and of what made the batch.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any, BinaryIO
@@ -29,49 +33,84 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from etude.errors import EtudeError, LedgerError, StoreError
-from etude.experience.packing import Read, batch_of, paths, samples_of
-from etude.records.rollout import Boundary, Graded, Invalid, Path
-from etude.records.sample import Batch, Sample
+from etude.experience.admission import masked
+from etude.experience.packing import Read, batch_of, samples_of
+from etude.records.completion import Completion, Sampling, StopReason, Version, VersionSpan
+from etude.records.rollout import Boundary, Graded, Invalid, Path, Trace, Turn, TurnKind
+from etude.records.sample import Batch, Origin, Sample
 from etude.records.summary import BatchPlan, BatchRef, Member, as_seen
 from etude.records.task import Trust
-from etude.records.wire import I32, pack
+from etude.records.wire import I32, Array, Routes, pack
 from etude.seams import BlobStore
 from etude.sums import PARQUET_KEY, prove_parquet, seal_parquet
 
-FORMAT = 1
+FORMAT = 2
 ROW_GROUP_BYTES = 64 << 20
 """Rows are written when they hold so much, whatever the step holds."""
+MAX_COMPARED = 64
+"""A turn is compared with so many earlier turns to find a common prefix."""
 _KEY = b"etude.batch"
+_ROLLOUT, _TURN, _SAMPLE = "rollout", "turn", "sample"
 
-SCHEMA = pa.schema(
-    [
-        pa.field("rollout_id", pa.string(), nullable=False),
-        pa.field("group_id", pa.string(), nullable=False),
-        pa.field("task_id", pa.string()),
-        pa.field("family", pa.string()),
-        pa.field("attempt", pa.int32()),
-        pa.field("ending", pa.string()),
-        pa.field("reward", pa.float64()),
-        pa.field("terms", pa.string()),
-        pa.field("trust", pa.string()),
-        pa.field("reason", pa.string()),
-        pa.field("boundary", pa.string()),
-        pa.field("evidence", pa.string()),
-        pa.field("in_batch", pa.bool_(), nullable=False),
-        pa.field("advantage", pa.float64()),
-        pa.field("token_ids", pa.list_(pa.int32())),
-        pa.field("mask", pa.list_(pa.bool_())),
-        pa.field("logprobs", pa.list_(pa.float32())),
-        pa.field("steps", pa.list_(pa.int32())),
-        pa.field("kv_epochs", pa.list_(pa.int32())),
-        pa.field("routes", pa.binary()),
-        pa.field("routes_shape", pa.list_(pa.int32())),
-        pa.field("digest", pa.string()),
-    ]
+_INTS, _FLOATS = pa.list_(pa.int32()), pa.list_(pa.float32())
+_SPAN = pa.struct(
+    {
+        "step": pa.int32(),
+        "incarnation": pa.string(),
+        "digest": pa.string(),
+        "num_tokens": pa.int32(),
+        "kv_epoch": pa.int32(),
+    }
 )
+_SAMPLING = pa.struct(
+    {"max_tokens": pa.int32(), "stop_token_ids": _INTS, "temperature": pa.float64(), "seed": pa.int64()}
+)
+_OF_ROLLOUTS = {
+    "group_id": pa.string(),
+    "task_id": pa.string(),
+    "family": pa.string(),
+    "attempt": pa.int32(),
+    "ending": pa.string(),
+    "reward": pa.float64(),
+    "terms": pa.string(),
+    "trust": pa.string(),
+    "reason": pa.string(),
+    "boundary": pa.string(),
+    "evidence": pa.string(),
+}
+_OF_TURNS = {
+    "turn": pa.int32(),
+    "parent": pa.int32(),
+    "kind": pa.string(),
+    "sampling": _SAMPLING,
+    "engine": pa.string(),
+    "stop_reason": pa.string(),
+    "spans": pa.list_(_SPAN),
+    "shared_with": pa.int32(),
+    "shared_tokens": pa.int32(),
+    "shared_routes": pa.int32(),
+    "prompt_ids": _INTS,
+    "token_ids": _INTS,
+    "logprobs": _FLOATS,
+    "routes": pa.binary(),
+    "routes_shape": _INTS,
+    "routes_start": pa.int32(),
+}
+_OF_SAMPLES = {
+    "leaf": pa.int32(),
+    "origin": pa.string(),
+    "mask": pa.list_(pa.bool_()),
+    "advantages": _FLOATS,
+    "temperatures": _FLOATS,
+}
+_NAMED = [pa.field("row", pa.string(), nullable=False), pa.field("rollout_id", pa.string(), nullable=False)]
+SCHEMA = pa.schema([*_NAMED, *_OF_ROLLOUTS.items(), *_OF_TURNS.items(), *_OF_SAMPLES.items()])
 """The columns; `docs/formats/traces.md` says what each holds."""
-_LISTS = ("token_ids", "mask", "logprobs", "steps", "kv_epochs")
-_JUDGED = [*SCHEMA.names[: SCHEMA.names.index("in_batch")]]
+_ARRAYS = ("prompt_ids", "token_ids", "logprobs", "routes", "mask", "advantages", "temperatures")
+"""Columns that are read without Python numbers, which would take ten times their memory."""
+_JUDGED = ["rollout_id", *_OF_ROLLOUTS]
+_DAMAGES = (pa.ArrowException, ValueError, KeyError, TypeError, AttributeError, IndexError)
+_ARRAYS_1 = ("token_ids", "mask", "logprobs", "steps", "kv_epochs")
 
 
 @dataclass(frozen=True)
@@ -172,7 +211,8 @@ def batch_digest(batch: Batch) -> str:
         digest.update(pack(one))
     digest.update(_array_head(len(batch.samples)))
     for sample in batch.samples:
-        digest.update(pack((sample.rollout_id, sample.advantage, *(getattr(sample.path, name) for name in names))))
+        own = (sample.rollout_id, sample.origin, sample.advantages, sample.temperatures)
+        digest.update(pack((*own, *(getattr(sample.path, name) for name in names))))
     return digest.hexdigest()
 
 
@@ -188,18 +228,21 @@ def record_batch(
     plan: BatchPlan,
     read: Read,
     *,
+    temperature: float = 1.0,
     computed_by: Mapping[str, str] | None = None,
     settings: Mapping[str, Any] | None = None,
     each: Callable[[], None] = lambda: None,
 ) -> tuple[Batch, BatchRef]:
     """Make the planned batch from the rollouts that `read` gives, and write its trace; complete or absent, and durable
-    when it returns. `computed_by`: what the learner that will train on it says of itself; `settings`: those of its
-    settings that are not the config's; `each` is called once a rollout. Raises `LedgerError`, `StoreError`."""
+    when it returns. `temperature`: the run's; `computed_by`: what the learner that will train on it says of itself;
+    `settings`: those of its settings that are not the config's; `each` is called once a rollout. Raises `LedgerError`,
+    `StoreError`."""
     samples = list[Sample]()
 
     def rows() -> Iterator[dict[str, Any]]:
+        prefixes = _Prefixes()
         for member in plan.members:
-            yield from _rows(plan, member, read, samples)
+            yield from _rows(plan, member, _trace(member, read), prefixes, samples, temperature)
             each()
 
     @functools.cache
@@ -217,6 +260,7 @@ def record_batch(
             "step": plan.step,
             "num_loss_tokens": plan.num_loss_tokens,
             "lr_share": made().lr_share,
+            "temperature": temperature,
             "digest": digest(),
             "computed_by": dict(computed_by or {}),
             "settings": dict(settings or {}),
@@ -238,58 +282,144 @@ def record_batch(
     return batch, ref
 
 
-def _rows(plan: BatchPlan, member: Member, read: Read, samples: list[Sample]) -> Iterator[dict[str, Any]]:
-    """The rows of one rollout, whose samples are added to `samples`."""
-    base: dict[str, Any] = {"rollout_id": member.rollout_id, "group_id": member.group_id, "in_batch": False}
-    summary, outcome = member.summary, member.outcome
-    if summary is not None:
-        base |= {
-            "task_id": summary.task_id,
-            "family": summary.family,
-            "attempt": summary.attempt,
-            "ending": str(summary.ending),
-        }
-    if isinstance(outcome, Graded):
-        base |= {"reward": outcome.reward, "terms": json.dumps(outcome.terms), "trust": str(outcome.trust)}
-    elif isinstance(outcome, Invalid):
-        base |= {"boundary": str(outcome.boundary), "evidence": outcome.evidence}
-    if outcome is not None:
-        base["reason"] = outcome.reason
-    found = _paths(member, read)
-    for path in found:
-        mine = samples_of(plan, member, [path])
-        samples += mine
-        if mine:
-            yield base | {"in_batch": True, "advantage": mine[0].advantage} | _columns(mine[0].path)
-        else:
-            yield base | _columns(path)
-    if not found:
-        yield base
-
-
-def _paths(member: Member, read: Read) -> list[Path]:
-    """The paths of a member: none where nothing was stored, or where what is invalid cannot be read any more."""
+def _trace(member: Member, read: Read) -> Trace:
+    """The trace of a member: empty where nothing was stored, or where what is invalid cannot be read any more."""
     if member.summary is None or member.summary.stored is None:
-        return []
+        return Trace(())
     try:
-        return list(paths(as_seen(read(member.summary), member.summary).trace))
+        return as_seen(read(member.summary), member.summary).trace
     except LedgerError:
         if isinstance(member.outcome, Invalid):
-            return []
+            return Trace(())
         raise
 
 
-def _columns(path: Path) -> dict[str, Any]:
-    return {
-        "token_ids": path.token_ids,
-        "mask": path.mask,
-        "logprobs": path.logprobs,
-        "steps": path.steps,
-        "kv_epochs": path.kv_epochs,
-        "routes": path.routes.tobytes(),
-        "routes_shape": list(path.routes.shape),
-        "digest": path.digest,
+def _rows(
+    plan: BatchPlan, member: Member, trace: Trace, prefixes: _Prefixes, samples: list[Sample], temperature: float
+) -> Iterator[dict[str, Any]]:
+    """The rows of one rollout, whose samples are added to `samples`."""
+    yield {"row": _ROLLOUT, "rollout_id": member.rollout_id} | _rollout_columns(member)
+    prefixes.begin(member.group_id)
+    for number, turn in enumerate(trace.turns):
+        found = _turn_columns(turn, prefixes.add(turn))
+        yield {"row": _TURN, "rollout_id": member.rollout_id, "turn": number} | found
+    for leaf, sample in samples_of(plan, member, trace, temperature=temperature):
+        samples.append(sample)
+        yield {
+            "row": _SAMPLE,
+            "rollout_id": member.rollout_id,
+            "leaf": leaf,
+            "origin": str(sample.origin),
+            "mask": sample.path.mask,
+            "advantages": sample.advantages,
+            "temperatures": sample.temperatures,
+        }
+
+
+def _rollout_columns(member: Member) -> dict[str, Any]:
+    found: dict[str, Any] = {"group_id": member.group_id}
+    summary, outcome = member.summary, member.outcome
+    if summary is not None:
+        found |= {"task_id": summary.task_id, "family": summary.family, "attempt": summary.attempt}
+        found["ending"] = str(summary.ending)
+    if isinstance(outcome, Graded):
+        found |= {"reward": outcome.reward, "terms": json.dumps(outcome.terms), "trust": str(outcome.trust)}
+    elif isinstance(outcome, Invalid):
+        found |= {"boundary": str(outcome.boundary), "evidence": outcome.evidence}
+    if outcome is not None:
+        found["reason"] = outcome.reason
+    return found
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """An earlier turn of the group that begins like another one, after the same context."""
+
+    number: int  # of that turn among the turns of its group
+    turn: Turn
+    num_tokens: int  # that both prompts begin with
+
+
+class _Prefixes:
+    """Finds common prefixes among the turns of a group: of the first turns of its rollouts, and of turns that follow
+    the same turn of a rollout."""
+
+    def __init__(self) -> None:
+        self._group_id, self._num_turns = "", 0
+        self._after: dict[int | None, deque[tuple[int, Turn]]] = {}
+
+    def begin(self, group_id: str) -> None:
+        """Begin a rollout. Rollouts of a group come one after another."""
+        if group_id != self._group_id:
+            self._group_id, self._num_turns, self._after = group_id, 0, {}
+        self._after = {None: self._after.get(None, deque(maxlen=MAX_COMPARED))}
+
+    def add(self, turn: Turn) -> _Shared | None:
+        """The earlier turn that has the longest prefix in common with the rollout's next turn."""
+        known = self._after.setdefault(turn.parent, deque(maxlen=MAX_COMPARED))
+        found = [_Shared(number, one, _num_common(one.prompt_ids, turn.prompt_ids)) for number, one in known]
+        alike = [_first_version(one.turn) == _first_version(turn) for one in found]
+        best, same_version = max(
+            zip(found, alike, strict=True), key=lambda pair: (pair[0].num_tokens, pair[1]), default=(None, False)
+        )
+        if best is None or not same_version or best.num_tokens < len(turn.prompt_ids):
+            known.append((self._num_turns, turn))  # else it holds nothing that later ones could not find there
+        self._num_turns += 1
+        return best if best is not None and best.num_tokens else None
+
+
+def _num_common(one: I32, other: I32) -> int:
+    """Number of tokens that both begin with."""
+    length = min(len(one), len(other))
+    differs = np.flatnonzero(one[:length] != other[:length])
+    return int(differs[0]) if len(differs) else length
+
+
+def _first_version(turn: Turn) -> Version | None:
+    return turn.completion.spans[0].version if turn.completion.spans else None
+
+
+def _turn_columns(turn: Turn, shared: _Shared | None) -> dict[str, Any]:
+    done, prompt_ids, routes = turn.completion, turn.prompt_ids, turn.completion.routes
+    found: dict[str, Any] = {}
+    if shared is not None:
+        other, num_routes = shared.turn.completion, 0
+        kinds = [(one.routes.dtype, one.routes.shape[1:], one.routes_start) for one in (done, other)]
+        if kinds[0] == kinds[1]:
+            num_routes = min(shared.num_tokens, len(routes), len(other.routes))
+        prompt_ids, routes = prompt_ids[shared.num_tokens :], _differences(routes, other.routes, num_routes)
+        found = {"shared_with": shared.number, "shared_tokens": shared.num_tokens, "shared_routes": num_routes}
+    spans = [
+        {
+            "step": span.version.step,
+            "incarnation": span.version.incarnation,
+            "digest": span.version.digest,
+            "num_tokens": span.num_tokens,
+            "kv_epoch": span.kv_epoch,
+        }
+        for span in done.spans
+    ]
+    sampling = {name: getattr(turn.sampling, name) for name in turn.sampling.__struct_fields__}
+    return found | {
+        "parent": turn.parent,
+        "kind": str(turn.kind),
+        "sampling": sampling,
+        "engine": done.engine,
+        "stop_reason": str(done.stop_reason),
+        "spans": spans,
+        "prompt_ids": prompt_ids,
+        "token_ids": done.token_ids,
+        "logprobs": done.logprobs,
+        "routes": routes.tobytes(),
+        "routes_shape": list(routes.shape),
+        "routes_start": done.routes_start,
     }
+
+
+def _differences(routes: Routes, other: Routes, count: int) -> Routes:
+    """The routes with the first `count` of them XOR those of another turn: zeros where they are equal. Applied again,
+    it gives the routes back."""
+    return np.concatenate([routes[:count] ^ other[:count], routes[count:]]) if count else routes
 
 
 def _write(path: File, rows: Iterator[dict[str, Any]], facts: Callable[[], dict[str, Any]]) -> None:
@@ -322,12 +452,13 @@ def _write(path: File, rows: Iterator[dict[str, Any]], facts: Callable[[], dict[
 
 
 def _write_rows(file: BinaryIO, rows: Iterator[dict[str, Any]], facts: Callable[[], dict[str, Any]]) -> None:
-    """`facts` is asked once all rows are written."""
+    """Write rows as they come. `facts` is called once all are written."""
     with pq.ParquetWriter(file, SCHEMA, compression="zstd", write_page_checksum=True, store_schema=False) as writer:
         waiting, size = list[dict[str, Any]](), 0
         for row in rows:
             waiting.append(row)
-            size += sum(len(row[name]) * 4 for name in _LISTS if name in row) + len(row.get("routes", b""))
+            held = [value for name in _ARRAYS if (value := row.get(name)) is not None]
+            size += sum(len(value) if isinstance(value, bytes) else value.nbytes for value in held)
             if size >= ROW_GROUP_BYTES:
                 writer.write_table(pa.Table.from_pylist(waiting, SCHEMA))
                 waiting, size = [], 0
@@ -340,32 +471,32 @@ def read_trace(path: File) -> Recorded:
     """The batch, equal to what was written, and every rollout's outcome. A damaged file is a `LedgerError`."""
     table, facts = _read(path)
     try:
-        rows = table.drop_columns(_LISTS).to_pylist()  # as Python's numbers the lists would take ten times their room
-        arrays = {name: table.column(name) for name in _LISTS}
-        samples = tuple(
-            Sample(rollout_id=row["rollout_id"], path=_path(row, arrays, i), advantage=row["advantage"])
-            for i, row in enumerate(rows)
-            if row["in_batch"]
-        )
-        judged = {row["rollout_id"]: _judged(row) for row in rows}
+        if facts["format"] == 1:
+            rows = {row["rollout_id"]: row for row in table.select(_JUDGED).to_pylist()}
+            judged, samples = [_judged(row) for row in rows.values()], _samples_1(table)
+        else:
+            judged, samples = [], []
+            for row, trace, numbered in _rollouts(table):
+                judged.append(_judged(row))
+                samples += [_sample(one, table, i, trace) for i, one in numbered]
         batch = Batch(
             batch_id=facts["batch_id"],
             step=facts["step"],
-            samples=samples,
-            rollout_ids=tuple(judged),
+            samples=tuple(samples),
+            rollout_ids=tuple(one.rollout_id for one in judged),
             num_loss_tokens=facts["num_loss_tokens"],
             lr_share=_share(facts.get("lr_share", 1.0)),
         )
-    except (pa.ArrowException, ValueError, KeyError, TypeError, AttributeError) as error:
+    except _DAMAGES as error:
         raise _damaged(path, error) from error
     computed_by, settings = facts.get("computed_by", {}), facts.get("settings", {})
     if not isinstance(computed_by, dict) or not isinstance(settings, dict):
         raise _damaged(path, ValueError("computed_by or settings is no object"))
     found, recorded = batch_digest(batch), facts.get("digest")
-    if recorded not in (None, found):
+    if facts["format"] == FORMAT and recorded not in (None, found):
         raise _damaged(path, ValueError(f"its digest is {found[:12]}, recorded was {str(recorded)[:12]}"))
     computed_by = {name: str(value) for name, value in computed_by.items()}
-    return Recorded(batch, tuple(judged.values()), computed_by, settings, found)
+    return Recorded(batch, tuple(judged), computed_by, settings, found)
 
 
 def _share(value: object) -> float:
@@ -378,55 +509,61 @@ def _share(value: object) -> float:
 def read_rollout(path: File, rollout_id: str) -> tuple[Graded | Invalid | None, list[I32]] | None:
     """A rollout's outcome and the tokens of each of its paths, [T] int32; None when the file has none of that name. A
     damaged file is a `LedgerError`."""
-    table, _ = _read(path, columns=[*_JUDGED, "token_ids"])
-    names = table.column("rollout_id").to_pylist()
-    rows = [row for i, name in enumerate(names) if name == rollout_id for row in table.slice(i, 1).to_pylist()]
-    if not rows:
-        return None
+    old = [*_JUDGED, "token_ids"]
+    table, facts = _read(path, {1: old, FORMAT: [name for name in SCHEMA.names if name != "routes"]})
     try:
-        tokens = [np.array(row["token_ids"], np.int32) for row in rows if row["token_ids"] is not None]
-        return _judged(rows[0]).outcome, tokens
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if facts["format"] == 1:
+            names = enumerate(table.column("rollout_id").to_pylist())
+            rows = [table.select(old).slice(i, 1).to_pylist()[0] for i, name in names if name == rollout_id]
+            paths = [np.array(row["token_ids"], np.int32) for row in rows if row["token_ids"] is not None]
+            return (_judged(rows[0]).outcome, paths) if rows else None
+        for row, trace, _ in _rollouts(table):
+            if row["rollout_id"] == rollout_id:
+                return _judged(row).outcome, [trace.path(leaf).token_ids for leaf in trace.leaves()]
+    except _DAMAGES as error:
         raise _damaged(path, error) from error
+    return None
 
 
 def read_index(path: File) -> Index:
     """Which rollouts a trace file holds, without reading their tokens."""
-    table, facts = _read(path, columns=["rollout_id", "in_batch", "reward"])
-    rows = table.to_pylist()
+    columns = {1: ["rollout_id", "reward", "in_batch"], FORMAT: ["rollout_id", "reward", "row"]}
+    table, facts = _read(path, columns)
+    rows = table.select(columns[facts["format"]]).to_pylist()
     return Index(
         path=path,
         batch_id=facts["batch_id"],
         step=facts["step"],
         rollout_ids=frozenset(row["rollout_id"] for row in rows),
-        trained=frozenset(row["rollout_id"] for row in rows if row["in_batch"]),
+        trained=frozenset(row["rollout_id"] for row in rows if row.get("in_batch", row.get("row") == _SAMPLE)),
         graded=frozenset(row["rollout_id"] for row in rows if row["reward"] is not None),
     )
 
 
-def _read(path: File, columns: list[str] | None = None) -> tuple[pa.Table, dict[str, Any]]:
+def _read(path: File, columns: Mapping[int, list[str]] | None = None) -> tuple[pa.Table, dict[str, Any]]:
+    """The table of a file, with these columns for its format (None: all), and its facts."""
     try:
         with path.open("rb") as handle:
             has_digest = prove_parquet(handle, path, kind=LedgerError)
             return _table(handle, columns if has_digest else None)  # else all of its pages are read, which have a CRC
     except FileNotFoundError as error:
         raise LedgerError(f"no trace at {path}", hint="the step was not recorded, or its trace was removed") from error
-    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, MemoryError) as error:
+    except (*_DAMAGES, OSError, MemoryError) as error:
         raise _damaged(path, error) from error
 
 
-def _table(handle: BinaryIO, columns: list[str] | None) -> tuple[pa.Table, dict[str, Any]]:
+def _table(handle: BinaryIO, columns: Mapping[int, list[str]] | None) -> tuple[pa.Table, dict[str, Any]]:
     with pq.ParquetFile(handle, page_checksum_verification=True, pre_buffer=False) as file:
         schema = file.schema_arrow
-        if not schema.equals(SCHEMA, check_metadata=False):
-            raise ValueError("its columns are not those of a trace")
-        facts = json.loads((schema.metadata or {})[_KEY])
+        facts = json.loads((schema.metadata or {}).get(_KEY, b"{}"))
         kinds = {"format": int, "batch_id": str, "step": int, "num_loss_tokens": int}
         if not isinstance(facts, dict) or any(not isinstance(facts.get(k), t) for k, t in kinds.items()):
-            raise ValueError("its facts about the batch are incomplete")
-        if facts["format"] != FORMAT:
-            raise ValueError(f"it has format {facts['format']}, this etude reads {FORMAT}")
-        table = file.read(columns=columns, use_threads=False)
+            raise ValueError("its columns are not those of a trace, or its facts about the batch are incomplete")
+        if facts["format"] not in (1, FORMAT):
+            raise ValueError(f"it has format {facts['format']}, this etude reads 1 and {FORMAT}")
+        if facts["format"] == FORMAT and not schema.equals(SCHEMA, check_metadata=False):
+            raise ValueError("its columns are not those of a trace")
+        table = file.read(columns=columns and columns[facts["format"]], use_threads=False)
         table.validate(full=True)
         return table, facts
 
@@ -450,14 +587,95 @@ def _judged(row: dict[str, Any]) -> Judged:
     return Judged(**{name: row[name] for name in names}, outcome=outcome)
 
 
-def _path(row: dict[str, Any], arrays: dict[str, Any], i: int) -> Path:
-    found = {name: column[i].values.to_numpy(zero_copy_only=False) for name, column in arrays.items()}
-    shape, num_tokens = tuple(row["routes_shape"]), len(found["token_ids"])
-    if (
-        any(len(values) != num_tokens for values in found.values())
-        or shape[0] not in (0, num_tokens)
-        or row["advantage"] is None
-    ):
-        raise ValueError(f"the columns of rollout {row['rollout_id']} have different lengths")
-    dtype = "<u2" if len(row["routes"]) > math.prod(shape) else np.uint8
-    return Path(**found, routes=np.frombuffer(row["routes"], dtype).reshape(shape), digest=row["digest"])
+def _rollouts(table: pa.Table) -> Iterator[tuple[dict[str, Any], Trace, list[tuple[int, dict[str, Any]]]]]:
+    """Yield the row of each rollout, its trace, and the rows of its samples with their numbers."""
+    rows = enumerate(table.drop_columns([name for name in _ARRAYS if name in table.column_names]).to_pylist())
+    group_id, group = None, list[Turn]()
+    for rollout_id, some in itertools.groupby(rows, key=lambda numbered: numbered[1]["rollout_id"]):
+        (_, rollout), *others = some
+        if rollout["row"] != _ROLLOUT:
+            raise ValueError(f"the rows of rollout {rollout_id} do not begin with its own")
+        if rollout["group_id"] != group_id:
+            group_id, group = rollout["group_id"], []
+        turns = list[Turn]()
+        for i, row in others:
+            if row["row"] == _TURN:
+                turns.append(_turn(row, table, i, turns, group))
+                group.append(turns[-1])
+        yield rollout, Trace(tuple(turns)), [(i, row) for i, row in others if row["row"] == _SAMPLE]
+
+
+def _turn(row: dict[str, Any], table: pa.Table, i: int, turns: Sequence[Turn], group: Sequence[Turn]) -> Turn:
+    """A turn as it was written: `turns` are those of its rollout before it, `group` those of its group. Without routes
+    where their column was not read."""
+    if row["turn"] != len(turns) or not (row["parent"] is None or 0 <= row["parent"] < len(turns)):
+        raise ValueError(f"rollout {row['rollout_id']} has no turn that turn {row['turn']} could follow")
+    prompt_ids = _array(table, "prompt_ids", i)
+    routes: Routes = np.zeros((0, 0, 0), np.uint8)
+    if "routes" in table.column_names:
+        routes = _routes(table.column("routes")[i].as_buffer(), row["routes_shape"])
+    if row["shared_with"] is not None:
+        other = group[row["shared_with"]]
+        prompt_ids = np.concatenate([other.prompt_ids[: row["shared_tokens"]], prompt_ids])
+        routes = _differences(routes, other.completion.routes, min(len(routes), row["shared_routes"]))
+    versions = [Version(one["step"], one["incarnation"], one["digest"]) for one in row["spans"]]
+    counts = [(one["num_tokens"], one["kv_epoch"]) for one in row["spans"]]
+    stop_token_ids = tuple(row["sampling"]["stop_token_ids"])
+    return Turn(
+        parent=row["parent"],
+        prompt_ids=prompt_ids,
+        completion=Completion(
+            request_id=f"{row['rollout_id']}/{row['turn']}",
+            token_ids=_array(table, "token_ids", i),
+            logprobs=_array(table, "logprobs", i),
+            routes=routes,
+            routes_start=row["routes_start"],
+            spans=tuple(VersionSpan(version, *count) for version, count in zip(versions, counts, strict=True)),
+            stop_reason=StopReason(row["stop_reason"]),
+            engine=row["engine"],
+        ),
+        sampling=Sampling(**row["sampling"] | {"stop_token_ids": stop_token_ids}),
+        kind=TurnKind(row["kind"]),
+    )
+
+
+def _sample(row: dict[str, Any], table: pa.Table, i: int, trace: Trace) -> Sample:
+    path, mask = trace.path(row["leaf"]), _array(table, "mask", i)
+    if len(mask) != len(path.mask) or (mask & ~path.mask).any():
+        raise ValueError(f"the mask of a sample of rollout {row['rollout_id']} is not of its path")
+    has_own = table.column("temperatures")[i].is_valid
+    return Sample(
+        rollout_id=row["rollout_id"],
+        path=path if (mask == path.mask).all() else masked(path, mask),
+        advantages=_array(table, "advantages", i).copy(),
+        temperatures=_array(table, "temperatures", i).copy() if has_own else None,
+        origin=Origin(row["origin"]),
+    )
+
+
+def _array(table: pa.Table, name: str, i: int) -> Array:
+    """A list of a row, as an array over the table's own memory."""
+    found: Array = table.column(name)[i].values.to_numpy(zero_copy_only=False)
+    return found
+
+
+def _routes(data: pa.Buffer | bytes, shape: Sequence[int]) -> Routes:
+    """[R, MoE layers, top_k], of the dtype that the number of bytes tells."""
+    found: Routes = np.frombuffer(data, "<u2" if len(data) > math.prod(shape) else np.uint8).reshape(shape)
+    return found
+
+
+# Format 1: a row is a path of a rollout, with all of its tokens; a rollout without a path has a row without tokens.
+
+
+def _samples_1(table: pa.Table) -> list[Sample]:
+    samples = list[Sample]()
+    for i, row in enumerate(table.drop_columns(_ARRAYS_1).to_pylist()):
+        if row["in_batch"]:
+            found = {name: _array(table, name, i) for name in _ARRAYS_1}
+            routes, num_tokens = _routes(row["routes"], row["routes_shape"]), len(found["token_ids"])
+            if {len(values) for values in found.values()} != {num_tokens} or len(routes) not in (0, num_tokens):
+                raise ValueError(f"the columns of rollout {row['rollout_id']} have different lengths")
+            path = Path(**found, routes=routes, digest=row["digest"])
+            samples.append(Sample.uniform(row["rollout_id"], path, row["advantage"]))
+    return samples

@@ -93,7 +93,7 @@ async def run_agent(
             bench.deadline_s = min(limits.tool_deadline_s, limits.rollout_deadline_s - tool_s)
             output = await tools.run(reply.call, bench) if reply.call else reply.error
             tool_s += max(0.0, clock() - began - (bench.lost_s - lost_s)) if reply.call else 0.0
-            talk.add(prompt_ids, completion, reply, output)
+            talk.add(prompt_ids, request.sampling, completion, reply, output)
             if bench.submitted:
                 return ended(Ending.SUBMITTED)
             if tool_s >= limits.rollout_deadline_s:
@@ -166,17 +166,19 @@ class _Talk:
             keep_session=turn + 1 < limits.max_turns,
         )
 
-    def add(self, prompt_ids: I32, completion: Completion, reply: Reply, output: str) -> None:
+    def add(self, prompt_ids: I32, sampling: Sampling, completion: Completion, reply: Reply, output: str) -> None:
         """Record a turn: what was asked, what came, and what it will be told."""
         turn = len(self.turns)
         parent = turn - 1 if turn else None
-        made = _tool_call(reply, output)
-        self.turns.append(Turn(parent=parent, prompt_ids=prompt_ids, completion=completion, call=made))
+        calls = _tool_calls(reply, output)
+        self.turns.append(
+            Turn(parent=parent, prompt_ids=prompt_ids, completion=completion, sampling=sampling, calls=calls)
+        )
         self._context = np.concatenate([self._context, prompt_ids, completion.token_ids])
         self._ended = completion.stop_reason is StopReason.STOP
         self.messages.append(assistant_message(reply.text, reply.call, call_id=f"call_{turn}"))
         self._num_said = len(self.messages)
-        if made is None:
+        if not calls:
             self.messages.append({"role": "user", "content": SPEAK_BY_TOOLS})
         else:
             self.messages.append({"role": "tool", "tool_call_id": f"call_{turn}", "content": output})
@@ -191,11 +193,11 @@ def assistant_message(text: str, call: Call | None, *, call_id: str) -> Message:
     return message
 
 
-def _tool_call(reply: Reply, output: str) -> ToolCall | None:
+def _tool_calls(reply: Reply, output: str) -> tuple[ToolCall, ...]:
     if reply.call is not None:
         arguments = {k: _plain(v) for k, v in reply.call.arguments.items()}
-        return ToolCall(name=reply.call.name, arguments=arguments, output=output)
-    return ToolCall(name="", arguments={}, output=output, malformed=True) if reply.error else None
+        return (ToolCall(name=reply.call.name, arguments=arguments, output=output),)
+    return (ToolCall(name="", arguments={}, output=output, malformed=True),) if reply.error else ()
 
 
 def _plain(value: Any) -> str | int:

@@ -7,19 +7,25 @@ prompt tokens of every later turn. Knows nothing of tokens, policies or grading.
 
 from __future__ import annotations
 
+import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, Protocol
 
-from etude.errors import ConfigError, nearest
+from etude.config import Plugin
+from etude.errors import ConfigError, EtudeError, PluginError, PluginRefused, nearest
 from etude.harness.commands import Call, Parameter, Signature
+from etude.plugins import Kind, called, make, unusable
 from etude.records.command import ExecResult
 from etude.records.task import Task
 from etude.seams import Machine
 
 FILE_BYTES = 262_144
 """The largest file that `cat` and `edit` open."""
+PLUGIN_GRACE_S = 30.0
+"""How long a tool that is a plug-in may take beyond the deadline of its commands."""
 
 
 @dataclass(slots=True)
@@ -76,6 +82,17 @@ class Tool:
     run: Callable[..., Awaitable[str]]
 
 
+class ToolLike(Protocol):
+    """A tool. A plug-in of kind "tool" is one."""
+
+    signature: Signature
+
+    async def run(self, bench: Workbench, **arguments: Any) -> str:
+        """Carry a call out; `arguments` are those of the signature, by name. The answer is text for the model. An
+        `OSError` or a `ValueError` is answered as what the agent caused; anything else is the tool's defect."""
+        ...
+
+
 class ToolSet:
     """The tools of one harness, by name.
 
@@ -86,6 +103,10 @@ class ToolSet:
 
     def __init__(self, tools: tuple[Tool, ...]) -> None:
         self._tools: Mapping[str, Tool] = {t.signature.name: t for t in tools}
+        if len(self._tools) < len(tools):
+            names = [t.signature.name for t in tools]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ConfigError(f"two tools are named {twice!r}", "a call names one tool", hint="leave one of them out")
         self.signatures: Mapping[str, Signature] = {n: t.signature for n, t in self._tools.items()}
 
     def to_openai(self) -> list[dict[str, Any]]:
@@ -215,8 +236,10 @@ STANDARD_TOOLS: Mapping[str, Tool] = {
 }
 
 
-def standard_tools(names: tuple[str, ...] = tuple(STANDARD_TOOLS)) -> ToolSet:
-    """The standard tools of these names. Raises `ConfigError` for an unknown name.
+@functools.lru_cache(maxsize=16)
+def standard_tools(names: tuple[str | Plugin, ...] = tuple(STANDARD_TOOLS)) -> ToolSet:
+    """The standard tools of these names, and plug-ins. Raises `ConfigError` for an unknown name and for one that two
+    tools have, `PluginRefused`.
 
     >>> standard_tools(("submti",))
     Traceback (most recent call last):
@@ -224,6 +247,33 @@ def standard_tools(names: tuple[str, ...] = tuple(STANDARD_TOOLS)) -> ToolSet:
       hint: did you mean 'submit'?
     """
     for name in names:
-        if name not in STANDARD_TOOLS:
+        if isinstance(name, str) and name not in STANDARD_TOOLS:
             raise ConfigError(f"unknown tool {name!r}", hint=nearest(name, STANDARD_TOOLS))
-    return ToolSet(tuple(STANDARD_TOOLS[n] for n in names))
+    return ToolSet(tuple(guarded(n, make(Kind.TOOL, n)) if isinstance(n, Plugin) else STANDARD_TOOLS[n] for n in names))
+
+
+def guarded(plugin: Plugin, tool: ToolLike) -> Tool:
+    """A tool that is a plug-in: with a deadline, and errors that say whose they are."""
+    signature: object = tool.signature
+    if not isinstance(signature, Signature):
+        facts = f"it is {type(signature).__name__}, and etude.harness.commands.Signature is wanted"
+        raise PluginRefused(f"the signature of tool {plugin} cannot be used", facts, hint="make one of its parameters")
+
+    async def run(bench: Workbench, **arguments: Any) -> str:
+        limit_s = bench.deadline_s + PLUGIN_GRACE_S
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                answer: object = await tool.run(bench, **arguments)
+        except (OSError, ValueError, EtudeError) as error:
+            if not limit.expired():
+                raise
+            facts = f"run has not returned within {limit_s:g} s"
+            raise PluginError(f"tool {plugin} hangs", facts, hint="give what it waits for a deadline") from error
+        except Exception as error:
+            with called(Kind.TOOL, plugin, "run"):
+                raise error
+        if not isinstance(answer, str):
+            raise unusable(Kind.TOOL, plugin, f"run returned {type(answer).__name__}, and text is wanted")
+        return answer
+
+    return Tool(signature, run)

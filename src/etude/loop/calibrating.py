@@ -77,7 +77,7 @@ def sample_of(number: int, vocab_size: int, layers: int, top_k: int) -> Sample:
         kv_epochs=np.zeros(TOKENS, np.int32),
         routes=np.zeros((0, layers, top_k), np.uint8),
     )
-    return Sample(rollout_id=f"g{number:06d}.0", path=path, advantage=1.0 if number % 2 else -1.0)
+    return Sample.uniform(f"g{number:06d}.0", path, 1.0 if number % 2 else -1.0)
 
 
 def learner_constants(config: RunConfig, checkpoint: Path) -> dict[str, float]:

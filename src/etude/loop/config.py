@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from etude import __version__
-from etude.config import build, leaves, like, load, ranged, to_plain
+from etude.config import Plugin, build, leaves, like, load, ranged, to_plain, with_digests
 from etude.environments.config import MachinesConfig
 from etude.environments.images import ImageStore
 from etude.errors import ConfigError, ConfigUnreadable, RunError, RunRefused, StoreError
@@ -21,6 +23,7 @@ from etude.loop.parity import OverBudget, ParityConfig
 from etude.loop.task_images import with_built_images
 from etude.models.config import ModelConfig
 from etude.numerics.config import ComputeDtype, Mode, NumericsConfig, Quantise
+from etude.plugins import Identity
 from etude.run import HINT_COPY, RunFolder
 from etude.seams import TaskSource
 from etude.stores.places import parse_place
@@ -145,6 +148,7 @@ class RunConfig:
     stores: StoresConfig = field(default_factory=StoresConfig)
     retention: RetentionConfig = field(default_factory=RetentionConfig)
     evals: EvalsConfig = field(default_factory=EvalsConfig)
+    trackers: tuple[Plugin, ...] = ()  # further receivers of the run's numbers: `seams.Tracker`
 
     def __post_init__(self) -> None:
         if self.numerics.mode is Mode.EXACT and self.engine.dtype is not self.learner.dtype:
@@ -284,7 +288,7 @@ def read_config(run: RunFolder) -> RunConfig:
     if not path.is_file():
         raise RunError(f"{path} is gone", "a run keeps its settings there", hint=HINT_COPY)
     try:
-        return load(path, RunConfig)
+        return with_digests(load(path, RunConfig), {one["path"]: one["digest"] for one in run.plugins()})
     except ConfigUnreadable as error:
         raise RunError(f"{path} is damaged", error.facts, hint=HINT_COPY) from None
     except ConfigError as error:
@@ -307,8 +311,9 @@ def resumed(run: RunFolder, given: Mapping[str, Any], *, whole: bool = True) -> 
     now, then = set(leaves(given)), set(map(str, run.identity().get("given", ())))
     other = [
         f"{name} is {_shown(now_plain, name)}, the run has {_shown(had_plain, name)}"
-        for name in sorted(now | then if whole and given else now)
+        for name in sorted({*now_plain, *had_plain})
         if now_plain.get(name) != had_plain.get(name)
+        and any(_overlap(name, one) for one in (now | then if whole and given else now))
     ]
     if other:
         raise RunRefused(
@@ -317,6 +322,24 @@ def resumed(run: RunFolder, given: Mapping[str, Any], *, whole: bool = True) -> 
             hint=f"go on with its own: etude run --resume {run.path}; or start a new run",
         )
     return had
+
+
+def _overlap(name: str, other: str) -> bool:
+    """Whether one of two dotted names is the other, or the section that it is in: a plug-in is written in both ways."""
+    return f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.")
+
+
+def same_plugins(run: RunFolder, now: Sequence[Identity], *, accept: bool) -> None:
+    """Check that the plug-ins of a run to resume are the code that its steps so far were made with, unless the user
+    accepts another. Raises `RunRefused`."""
+    then = {one["path"]: one for one in run.plugins()}
+    other = [one for one in now if one.path in then and msgspec.to_builtins(one) != then[one.path]]
+    if other and not accept:
+        facts = "; ".join(f"now {one}, the run has {msgspec.convert(then[one.path], Identity)}" for one in other)
+        hint = (
+            f"install that version again; or go on with the new code: etude run --resume {run.path} --changed-plugins"
+        )
+        raise RunRefused(f"{run.path} was made with another version of a plug-in", facts, hint=hint)
 
 
 def must_be_unchanged(run: RunFolder) -> None:

@@ -18,6 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice, pairwise
 from pathlib import Path
 
+from etude.environments.memory import MemoryMachine
 from etude.errors import EtudeError
 from etude.harness import SPECIAL_TOKENS, ChatFormat, chat_template, standard_tools
 from etude.harness.chat import Message
@@ -27,9 +28,9 @@ from etude.records.task import Split
 from etude.rollouts import demonstrate
 from etude.run import RunFolder
 from etude.tasks import RepairSource, assert_no_heldout, code_documents, library_documents
-from etude.tasks.repair.demonstrations import demonstrations
+from etude.tasks.corpus import plugged_documents
+from etude.tasks.scripts import Demonstrating, demonstrations
 from etude.telemetry import Telemetry
-from etude.testing import MemoryMachine
 from etude.training.corpus import write_corpus
 from etude.training.tokenizer import train_tokenizer
 
@@ -49,9 +50,10 @@ def build(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
     heldout = _play(
         source, HELDOUT_DOCUMENTS, seed=config.seed, first=2_000_000, right_body=1.0, split=Split.VALIDATION
     )
-    assert_no_heldout(code)
+    own = [text for plugin in corpus.sources for text in plugged_documents(plugin, seed=config.seed)]
+    assert_no_heldout(chain(code, own))
     with telemetry.span("corpus.tokenizer", vocab_size=config.model.vocab_size):
-        texts = chain(code[:TOKENIZER_SAMPLE], library, *map(_spoken, talks[:TOKENIZER_SAMPLE]))
+        texts = chain(code[:TOKENIZER_SAMPLE], library, own, *map(_spoken, talks[:TOKENIZER_SAMPLE]))
         train_tokenizer(
             texts,
             run / "tokenizer",
@@ -63,17 +65,17 @@ def build(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
     signatures = standard_tools(config.harness.tools).signatures
     documents = [chat.whole(talk, signatures) for talk in talks]
     documents += [chat.document("".join(some)) for some in _batched(code, CODE_PER_DOCUMENT)]
-    documents += [chat.document(text) for text in library]
+    documents += [chat.document(text) for text in chain(library, own)]
     random.Random(f"corpus {config.seed}").shuffle(documents)
     write_corpus(run / "corpus", documents, heldout=[chat.whole(talk, signatures) for talk in heldout])
     telemetry.event("corpus.done", documents=len(documents), tokens=sum(len(d) for d in documents))
 
 
-def _taught(config: RunConfig) -> RepairSource:
-    """The tasks that are demonstrated: the run's own where they are generated, else generated ones, which teach a model
-    the tools before it meets the run's."""
+def _taught(config: RunConfig) -> Demonstrating:
+    """The tasks that are demonstrated: the run's own where they can be, else generated ones, which teach a model the
+    tools before it meets the run's."""
     source, tasks = open_tasks(config, canaries=False), config.tasks
-    if isinstance(source, RepairSource):
+    if isinstance(source, Demonstrating):
         return source
     return RepairSource(tasks.seed, files=tasks.files, functions_per_file=tasks.functions_per_file)
 
@@ -95,7 +97,7 @@ def _demonstrate_part(config: RunConfig, start: int, stop: int) -> list[list[Mes
 
 
 def _play(
-    source: RepairSource, count: int, *, seed: int, first: int, right_body: float, split: Split = Split.TRAIN
+    source: Demonstrating, count: int, *, seed: int, first: int, right_body: float, split: Split = Split.TRAIN
 ) -> list[list[Message]]:
     tools = standard_tools()
     return [

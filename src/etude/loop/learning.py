@@ -41,6 +41,7 @@ from etude.telemetry import Telemetry
 from etude.training import TorchLearner
 from etude.training.batches import runs
 from etude.training.group import ONE, Group
+from etude.training.plugged import code_of
 from etude.training.reference import Reference
 from etude.weights import Channel
 from etude.weights.chain.channel import publish_once
@@ -100,6 +101,7 @@ def computed_by(learner: TorchLearner) -> dict[str, str]:
         "chip": str(host_facts()["cpu"]),
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
+        **code_of(learner.config),
     }
 
 
@@ -158,7 +160,15 @@ class Learning:
         next."""
         by, settings = self.computed()
         traces, read = traces_folder(self.run), rollout_files(self.run).read
-        batch, ref = record_batch(traces, plan, read, computed_by=by, settings=settings, each=progress.made)
+        batch, ref = record_batch(
+            traces,
+            plan,
+            read,
+            temperature=self.config.rl.temperature,
+            computed_by=by,
+            settings=settings,
+            each=progress.made,
+        )
         self._batch = ref.digest, batch
         return ref
 
@@ -232,7 +242,8 @@ class Learning:
         """Σ log π − log π_ref of each stored rollout, against the starting checkpoint. Read piece by piece."""
         files, found = rollout_files(self.run), dict[str, float]()
         for some in runs([one.num_prompt + one.num_sampled for one in rollouts], K1_TOKENS):
-            found |= self.reference.k1(whole_samples(map(files.read, rollouts[some])))
+            read = map(files.read, rollouts[some])
+            found |= self.reference.k1(whole_samples(read, temperature=self.config.rl.temperature))
         return found
 
     def save(self, path: str) -> None:

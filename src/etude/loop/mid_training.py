@@ -15,21 +15,18 @@ from pathlib import Path
 
 import torch
 
+from etude.environments.memory import MemoryMachine
 from etude.errors import EtudeError
 from etude.harness import ChatFormat, standard_tools
 from etude.loop.config import RunConfig, open_tasks, read_config
 from etude.loop.processes import AGAIN
 from etude.models import Transformer
 from etude.models.attention import Packed
-from etude.records.task import Split
 from etude.records.wire import I32
 from etude.rollouts import demonstrate
 from etude.run import RunFolder
-from etude.tasks import RepairSource, Script
-from etude.tasks.repair.problem import Problem, line_of
-from etude.tasks.repair.source import task_of
+from etude.tasks.scripts import WithCopyProbe
 from etude.telemetry import Telemetry
-from etude.testing import MemoryMachine
 from etude.training import mid_train
 from etude.training.ranks import RankDied
 
@@ -53,28 +50,19 @@ class CopyProbe:
 
 
 def copy_probe(run: RunFolder, config: RunConfig) -> CopyProbe | None:
-    """The probe of a generated source; None for any other."""
+    """The probe of a source that has one; None for any other."""
     source = open_tasks(config, canaries=False)
-    if not isinstance(source, RepairSource):
+    if not isinstance(source, WithCopyProbe):
         return None
     chat, tools = ChatFormat.load(run / "tokenizer"), standard_tools()
     texts, num_answer = [], []
     for index in range(PROBE_FIRST, PROBE_FIRST + PROBE_TASKS):
-        problem = source.problem(Split.TRAIN, index)
-        machine = MemoryMachine(
-            {path: text.encode() for path, text in task_of(problem, Split.TRAIN, index).files.items()}
-        )
-        talk = demonstrate(task_of(problem, Split.TRAIN, index), _to_the_edit(problem), tools, machine)
+        task, script, end = source.copy_probe(index)
+        machine = MemoryMachine({path: text.encode() for path, text in task.files.items()})
+        talk = demonstrate(task, script, tools, machine)
         texts.append(chat.whole(talk[:-1], tools.signatures))  # without the edit's answer
-        num_answer.append(len(chat.encode(f" return {problem.function.body.text}")) + 1)  # and the end of the turn
+        num_answer.append(len(chat.encode(end)) + 1)  # and the end of the turn
     return CopyProbe(tuple(texts), tuple(num_answer))
-
-
-def _to_the_edit(problem: Problem) -> Script:
-    yield "test", {}
-    yield "cat", {"path": f"{problem.module}.py"}
-    text = f"return {problem.function.body.text}"
-    yield "edit", {"path": f"{problem.module}.py", "line": line_of(problem.place), "text": text}
 
 
 def main() -> int:

@@ -31,6 +31,7 @@ from etude.loop.places import read_ledger
 from etude.loop.preflight import used_splits
 from etude.loop.processes import AGAIN, KEEPS_MEMORY, Child, Supervisor
 from etude.loop.standalone import take_checkpoint
+from etude.loop.tracking import tracked
 from etude.loop.wire import Lost
 from etude.records.task import Split
 from etude.run import RunFolder, write_durably
@@ -49,19 +50,20 @@ async def run_phases(
     telemetry.event("session")
     watching = asyncio.create_task(usage.watch(supervisor.usage, telemetry), name="usage")
     try:
-        preparing = {"corpus": "etude.loop.corpus", "mid-training": "etude.loop.mid_training"}
-        if config.start is not None:
-            await _phase(run, telemetry, "corpus", functools.partial(_adopt_start, run, config, telemetry))
-        else:
-            for phase, module in preparing.items():
-                program = functools.partial(_program, run, telemetry, supervisor, phase, module)
-                await _phase(run, telemetry, phase, program)
-                if phase == "corpus" and not run.ended("mid-training"):
-                    await asyncio.to_thread(_check_limits, run, config)
-        if not run.ended("eval-after"):
-            async with crew(run, config, telemetry, supervisor) as members:
-                await _with_crew(run, config, telemetry, members)
-        await _phase(run, telemetry, "report", functools.partial(_report, run))
+        async with tracked(run, config, telemetry):
+            preparing = {"corpus": "etude.loop.corpus", "mid-training": "etude.loop.mid_training"}
+            if config.start is not None:
+                await _phase(run, telemetry, "corpus", functools.partial(_adopt_start, run, config, telemetry))
+            else:
+                for phase, module in preparing.items():
+                    program = functools.partial(_program, run, telemetry, supervisor, phase, module)
+                    await _phase(run, telemetry, phase, program)
+                    if phase == "corpus" and not run.ended("mid-training"):
+                        await asyncio.to_thread(_check_limits, run, config)
+            if not run.ended("eval-after"):
+                async with crew(run, config, telemetry, supervisor) as members:
+                    await _with_crew(run, config, telemetry, members)
+            await _phase(run, telemetry, "report", functools.partial(_report, run))
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)

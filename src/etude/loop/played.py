@@ -42,7 +42,7 @@ def hand_over(
     `StoreError`."""
     stored, signs = files.write(rollout, durable=kept), Signs()
     if looks and rollout.invalid is None:
-        calls = [turn.call for turn in rollout.trace.turns]
+        calls = [turn.calls for turn in rollout.trace.turns]
         signs = signs_of(rollout.task, calls=calls, exports=rollout.exports)
     leaves = rollout.trace.leaves() if chat is not None else []
     transcript = chat.readable(rollout.trace.path(leaves[-1]).token_ids) if chat is not None and leaves else ""

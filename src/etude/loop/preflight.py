@@ -89,7 +89,7 @@ def preflight(
     standard_tools(config.harness.tools)
     if config.harness.require_submit and "submit" not in config.harness.tools:
         raise ConfigError(
-            f"harness.tools = {list(config.harness.tools)}",
+            f"harness.tools = {list(map(str, config.harness.tools))}",
             "no rollout could submit, and harness.require_submit gives reward 0 to those that do not",
             hint="add 'submit', or set harness.require_submit=false",
         )
@@ -127,11 +127,10 @@ def check_foreign(config: RunConfig, *, adopted: bool) -> None:
     if not kinds or config.start is None or adopted:
         return
     model = starting_model(config.start)
-    if model.family.is_latent:
+    if model.architecture.foreign:
         raise ConfigError(
             f"fleet.engines = {list(map(str, config.fleet.engines))}",
-            f"{MAKES[kinds[0]].name} keeps products of the latent attention's weights, which versions of {model.family}"
-            " do not reach",
+            f"{MAKES[kinds[0]].name} {model.architecture.foreign} (family {model.family})",
             hint="take reference engines for this model",
         )
 

@@ -20,12 +20,15 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from etude import __version__
+from etude.config import Plugin, plugins_in
 from etude.errors import ConfigError, EtudeError, TaskError
 from etude.inference.config import EngineKind
 from etude.inference.foreign.environment import MAKES, environment
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.devices import gpus_of
 from etude.loop.preflight import prove_tasks
+from etude.plugins import CHECK_S as PLUGINS_S
+from etude.plugins import check_all
 
 ROLES = ("learner", "engine", "worker", "grader")
 CHECK_S = 60.0  # for a node to say what it lacks
@@ -109,7 +112,7 @@ def check(config: RunConfig, runs: Path) -> None:
     open_tasks(config, canaries=False)
     runs.mkdir(parents=True, exist_ok=True)
     mark = runs.absolute() / f".seen-{secrets.token_hex(8)}"
-    named = [config.tasks.source, config.machines.images]
+    named = [str(config.tasks.source), config.machines.images]
     kinds = {*config.fleet.engines} - {EngineKind.REFERENCE}
     named += [str(environment(config.foreign(kind).environment, MAKES[kind]).folder) for kind in kinds]
     files: dict[str, str | None] = {str(Path(p).absolute()): None for p in named if p and Path(p).exists()}
@@ -118,6 +121,8 @@ def check(config: RunConfig, runs: Path) -> None:
         _each(ROLES, CHECK_S, _lacking, {**files, str(mark): mark.name}, __version__)
     finally:
         mark.unlink()
+    if plugins := list(plugins_in(config)):
+        _each(("learner", "worker", "grader"), CHECK_S + PLUGINS_S, _without_plugins, plugins, os.getcwd())
     _check_devices(config)
     _each(("worker", "grader"), PROVE_S, _unproven, config, os.getcwd())
     _enough_gpus(config)
@@ -190,6 +195,16 @@ def _holds(path: Path, text: str | None) -> bool:
         return path.exists() if text is None else path.read_text() == text
     except OSError:
         return False
+
+
+def _without_plugins(plugins: Sequence[tuple[str, Plugin]], folder: str) -> str:
+    """Which plug-in the node that this runs on cannot use."""
+    os.chdir(folder)
+    try:
+        check_all(plugins)
+    except EtudeError as error:
+        return f"cannot use a plug-in: {error.what}: {error.facts}"
+    return ""
 
 
 def _unproven(config: RunConfig, folder: str) -> str:

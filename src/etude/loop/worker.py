@@ -8,7 +8,6 @@ run here is the conductor's to bound.
 from __future__ import annotations
 
 import asyncio
-import random
 
 from etude.environments.backends import runtime_of
 from etude.harness import ChatFormat
@@ -24,8 +23,7 @@ from etude.rollouts import ScriptedPolicy, run_rollout
 from etude.rollouts.rollout import session_of
 from etude.run import RunFolder
 from etude.seams import TaskSource
-from etude.tasks import RepairSource, Script, write_reference
-from etude.tasks.repair.demonstrations import oracle, random_agent
+from etude.tasks.scripts import Script, WithBaselines, write_reference
 from etude.telemetry import Telemetry
 
 HEARTBEAT_S, FAR_HEARTBEAT_S = 5.0, 2.0
@@ -80,15 +78,14 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
 
 
 def _submit() -> Script:
-    """The agent that does nothing: the baseline of a source whose tasks have no random edit."""
+    """The agent that does nothing: the random baseline of a source without baselines of its own."""
     yield "submit", {}
 
 
 def _script(kind: str, source: TaskSource, spec: RolloutSpec) -> Script:
     """What a baseline plays. Only the oracle sees an answer, and nothing of a model runs beside it."""
-    if isinstance(source, RepairSource):
-        problem = source.problem(spec.task.split, spec.task.index)
-        return oracle(problem) if kind == "oracle" else random_agent(problem, random.Random(spec.seed))
+    if isinstance(source, WithBaselines):
+        return source.baseline(spec.task, kind, seed=spec.seed)
     return write_reference(spec.task, source.answer(spec.task)) if kind == "oracle" else _submit()
 
 

@@ -1,12 +1,12 @@
-"""Who attends to whom: the seam between the one model definition and whoever keeps its keys and values.
+"""Attention: the interface to whoever keeps keys and values, and the layer of grouped queries.
 
-`Cache` is what a forward asks for; the engine has its own (keys and values by slot), training has `Packed`.
+A forward asks a `Cache` who attends to whom; the engine has its own (keys and values by slot), training has `Packed`.
 
 A model may hand over its keys and values *compressed* (multi-head latent attention, arXiv 2405.04434, in the absorbed
 form): one key head for all queries, a value that is the key's first numbers, and a softmax scale that is not 1/√width.
 `ModelConfig.kept` says so before the first forward, so that a cache keeps such a value once.
 
-Shapes: N tokens of the forward, H query heads, G key/value heads, A key width, B value width.
+Shapes: N tokens of the forward, D width, H query heads, G key/value heads, A key width, B value width.
 """
 
 from __future__ import annotations
@@ -15,8 +15,14 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+from torch import nn
 
+from etude.models.config import ModelConfig
+from etude.models.parts import Grouped, QkNorm
+from etude.models.rope import Rope
+from etude.models.watch import Watch
 from etude.numerics.operators import Operators
+from etude.numerics.parallel import ALONE, Parallel
 
 
 class Cache(Protocol):
@@ -66,3 +72,65 @@ class Packed:
         self, layer: int, q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGB: torch.Tensor, scale: float | None = None
     ) -> torch.Tensor:
         return self._attend(q_NHA, k_NGA, v_NGB, scale)
+
+
+class AttentionLayer(Protocol):
+    """What a layer of attention must have to be part of a `Transformer`; it is an `nn.Module`."""
+
+    def __call__(self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, see: Watch) -> torch.Tensor:
+        """What is added to the residual stream, [N, D]. `see` is called with each operator's result and its name."""
+        ...
+
+    def views(self) -> dict[str, torch.Tensor]:
+        """Each weight as a view into the parameters, by the names of `parts.AttentionKind.shapes`."""
+        ...
+
+    def matrices(self) -> dict[str, list[int]]:
+        """The parameters that Muon moves, each with the rows of the matrices that lie in it one below the other."""
+        ...
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions; queries and keys are RMS-normalised as `Grouped.qk_norm` says."""
+
+    def __init__(self, c: ModelConfig, operators: Operators, parallel: Parallel = ALONE) -> None:
+        super().__init__()
+        kind = c.attention
+        assert isinstance(kind, Grouped)
+        self.operators, self.parallel, self.qk_norm = operators, parallel, kind.qk_norm
+        self.heads, self.kv_heads, self.head_dim, self.eps = c.num_heads, c.num_kv_heads, c.head_dim, c.rms_eps
+        self.qkv = nn.Parameter(torch.empty((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size))
+        self.out = nn.Parameter(torch.empty(c.hidden_size, c.num_heads * c.head_dim))
+        norms = kind.norms(c)
+        self.q_norm = nn.Parameter(torch.ones(norms["q_norm"])) if norms else None
+        self.k_norm = nn.Parameter(torch.ones(norms["k_norm"])) if norms else None
+
+    def forward(self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, see: Watch) -> torch.Tensor:
+        n, h, g, a = len(x_ND), self.heads, self.kv_heads, self.head_dim
+        ops, parallel = self.operators, self.parallel
+        qkv = see("attention.qkv", parallel.columns(ops, x_ND, self.qkv))
+        qk, v = torch.split(qkv.view(n, h + 2 * g, a), [h + g, g], 1)
+        if self.q_norm is not None and self.k_norm is not None:
+            qk = see("attention.qk_norm", self._normed(qk, self.q_norm, self.k_norm))
+        q, k = torch.split(see("attention.rotated", ops.rotate(qk, rope.cos, rope.sin)), [h, g], 1)
+        o = see("attention.attended", cache.attend(layer, q, k, v).reshape(n, h * a))
+        return see("attention.out", parallel.rows(ops, o, self.out, "attention.out"))
+
+    def _normed(self, qk: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        """Queries and keys after their norms, [N, H + G, A]."""
+        ops, parts = self.operators, [self.heads, self.kv_heads]
+        if self.qk_norm is QkNorm.WIDTH:
+            wide = zip(torch.split(qk, parts, 1), weights, strict=True)
+            return torch.cat([ops.rms_norm(x.flatten(1), w, self.eps).view_as(x) for x, w in wide], 1)
+        norms = (self.parallel.entered(ops, weight) for weight in weights)
+        scale = torch.cat([norm.expand(n, self.head_dim) for norm, n in zip(norms, parts, strict=True)]).to(qk.dtype)
+        return ops.rms_norm(qk, None, self.eps) * scale
+
+    def views(self) -> dict[str, torch.Tensor]:
+        q, k, v = torch.split(self.qkv, [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)])
+        found = {"q_proj": q, "k_proj": k, "v_proj": v, "o_proj": self.out}
+        norms = {"q_norm": self.q_norm, "k_norm": self.k_norm}
+        return found | {name: norm for name, norm in norms.items() if norm is not None}
+
+    def matrices(self) -> dict[str, list[int]]:
+        return {"qkv": [self.head_dim] * (self.heads + 2 * self.kv_heads), "out": [self.out.shape[0]]}

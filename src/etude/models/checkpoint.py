@@ -27,9 +27,9 @@ from etude.errors import CheckpointError
 from etude.models.adapter_config import ADAPTER_CONFIG
 from etude.models.config import ModelConfig
 from etude.models.finite import not_finite
-from etude.models.headers import HEAD, HINT_DAMAGED, INDEX, WEIGHTS, check_weights, shard_names
+from etude.models.headers import EMBEDDING, HEAD, HINT_DAMAGED, INDEX, WEIGHTS, check_weights, shard_names
 from etude.models.low import quantization_config
-from etude.models.naming import hf_views, stays_float32
+from etude.models.naming import hf_views, stays_float32, views
 from etude.models.packed import packed, stored
 from etude.models.parallel import share, whole_shape
 from etude.models.quantised import SCALE, dequantised
@@ -100,7 +100,8 @@ def write_about(
     name = _DTYPES[dtype][1]
     config = {**model.to_hf(), **_carried(assets), "dtype": name, "torch_dtype": name}
     if quantise is not Quantise.NONE:
-        config["quantization_config"] = quantization_config(quantise)
+        router = model.architecture.outside(".mlp.gate.").strip(".")
+        config["quantization_config"] = quantization_config(quantise, router=router)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for asset in ASSETS:
         if assets is not None and (Path(assets) / asset).is_file():
@@ -179,12 +180,13 @@ def load_model(
     operators = Exact(dtype) if operators is None else operators
     with device:
         model = Transformer(config, seed=None, operators=operators, parallel=parallel)
-    views = hf_views(model.to(device))
+    own, outside = views(model.to(device)), config.architecture.outside
     with opened(path, found) as tensors, torch.no_grad():
-        for name, view in views.items():
-            view.copy_(share(name, tensors.whole(name, whole_shape(name, view, parallel)), parallel))
-        if model.head is None and HEAD in found:
-            require_tied(path, tensors.stored(HEAD), views["model.embed_tokens.weight"])
+        for name, view in own.items():
+            whole = tensors.whole(outside(name), whole_shape(name, view, parallel))
+            view.copy_(share(name, whole, parallel))
+        if model.head is None and outside(HEAD) in found:
+            require_tied(path, tensors.stored(outside(HEAD)), own[EMBEDDING])
     require_finite(hf_views(model.cast(held or operators.held)), path)
     return model
 
@@ -196,10 +198,10 @@ def each_weight(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     found = check_weights(path, config)
     prove_weights(path)
     with torch.device("meta"):
-        views = hf_views(Transformer(config, seed=None))
+        named = hf_views(Transformer(config, seed=None))
     with opened(path, found) as tensors:
-        for name in sorted(views):
-            yield name, tensors.whole(name, tuple(views[name].shape)).float()
+        for name in sorted(named):
+            yield name, tensors.whole(name, tuple(named[name].shape)).float()
 
 
 def prove_weights(path: Path, *, part: int = 0, parts: int = 1) -> None:

@@ -1,21 +1,55 @@
-"""The sizes of a model. Torch-free: a config can be read where no model will be built.
+"""The sizes of a model, and what a family of models is. Torch-free: a config can be read where no model will be built.
 
-One class for every family that is computed (`parts.Family`); what they differ in are its parts. `families` writes and
-reads them as Hugging Face's config.json.
+One `ModelConfig` serves every family; what they differ in are its parts (`parts`). A `ModelFamily` reads and writes it
+as Hugging Face's config.json, and says what its layers and the names of its tensors are. The families are the modules
+of `models/families`, and classes of the user's own by import path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import importlib
+import os
+import pkgutil
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from math import prod
+from typing import Any, ClassVar, TypeGuard
 
 from etude.config import ranged
-from etude.errors import ConfigError
-from etude.models import families
-from etude.models.families import MAX_CONTEXT_TOKENS, MAX_EXPERTS, MAX_LAYERS
-from etude.models.parts import Family, Kept, Latent, Routing, Scores, Yarn
+from etude.errors import CheckpointError, ConfigError, nearest
+from etude.models.config_json import (
+    MAX_CONTEXT_TOKENS,
+    MAX_EXPERTS,
+    MAX_LAYERS,
+    flag,
+    head_dim,
+    positive,
+    read_rope,
+    wholes,
+    write_rope,
+)
+from etude.models.parts import AttentionKind, Grouped, Kept, Latent, QkNorm, Routing, Yarn
+from etude.models.quantised import check_scheme
 from etude.records.completion import route_dtype
+
+FAMILIES = "etude.models.families"
+"""The package with a module for each family."""
+OWN_FAMILIES = "ETUDE_MODEL_FAMILIES"
+"""The environment variable with the import paths of the user's own families, separated by commas. One that a config
+names is added to it, so that processes which are started from here know it."""
+SIZES = {  # a ModelConfig's field -> the key of config.json
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "context_tokens": "max_position_embeddings",
+}
+MOE = {**SIZES, "expert_size": "moe_intermediate_size", "num_experts": "num_experts", "top_k": "num_experts_per_tok"}
+WIDTH = "intermediate_size"
+"""The key of config.json with the width of layers without a router."""
+FIXED: dict[str, tuple[Any, Any]] = {"hidden_act": ("silu", "silu"), "attention_bias": (False, False)}
 
 
 @dataclass(frozen=True)
@@ -43,7 +77,7 @@ class ModelConfig:
     rms_eps: float = ranged(1e-6, low=0.0)
     tie_embeddings: bool = False
     context_tokens: int = ranged(1024, low=1, high=MAX_CONTEXT_TOKENS)
-    family: Family = Family.QWEN3_MOE
+    family: str = "qwen3_moe"  # a module of `models/families`, or the import path of a class of your own
     dense_layers: tuple[int, ...] = ()  # those without a router
     dense_size: int = ranged(0, low=0)  # their width; 0: an expert's
     num_shared: int = ranged(0, low=0)  # experts that every token passes
@@ -52,36 +86,29 @@ class ModelConfig:
     yarn: Yarn | None = None  # None: plain rotary positions
 
     def __post_init__(self) -> None:
-        self._check_attention()
-        self._check_experts()
-
-    def _check_attention(self) -> None:
+        family = self.architecture  # an unknown one is refused first
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads = {self.num_heads} is no multiple of num_kv_heads = {self.num_kv_heads}")
         if self.head_dim < 2 or self.rope_dim % 2:
             raise ValueError(f"head_dim = {self.head_dim}, but rotary positions turn pairs")
-        if (self.latent is not None) != self.family.is_latent:
-            raise ValueError(f"family = {str(self.family)!r} {'wants a' if self.family.is_latent else 'has no'} latent")
         if self.latent is not None and (self.num_kv_heads, self.head_dim) != (self.num_heads, self.latent.head_dim):
             raise ValueError(f"num_kv_heads = {self.num_kv_heads} and head_dim = {self.head_dim} are not the latent's")
-
-    def _check_experts(self) -> None:
         if self.top_k > self.num_experts or (self.num_experts and not self.top_k):
             raise ValueError(f"top_k = {self.top_k} of num_experts = {self.num_experts}")
-        if (self.num_experts == 0) != (self.family is Family.QWEN3):
-            wants = "num_experts = 0 and top_k = 0" if self.family is Family.QWEN3 else "num_experts > 0"
-            raise ValueError(f"family = {str(self.family)!r} with num_experts = {self.num_experts}: it wants {wants}")
         if list(self.dense_layers) != sorted(set(self.dense_layers) & set(range(self.num_layers))):
             raise ValueError(f"dense_layers = {list(self.dense_layers)[:8]}, not some of {self.num_layers} layers")
-        if self.family.is_latent and self.dense_layers != tuple(range(len(self.dense_layers))):
-            raise ValueError(f"dense_layers = {list(self.dense_layers)[:8]}, but this family's are the first ones")
-        if (self.routing.scores is Scores.SIGMOID) != self.family.is_latent:
-            raise ValueError(f"routing.scores = {str(self.routing.scores)!r} is not of family {str(self.family)!r}")
-        if not self.family.is_latent and (self.num_shared or self.routing != Routing(normalise=self.routing.normalise)):
-            raise ValueError(f"family = {str(self.family)!r} has no shared experts, scaling or groups")
-        if self.family.is_latent and not self.num_shared:
-            raise ValueError(f"family = {str(self.family)!r} has a shared expert or more, num_shared = 0")
         self.routing.check(self.num_experts, self.top_k)
+        family.check(self)
+
+    @property
+    def architecture(self) -> ModelFamily:
+        """The family of `family`. Raises `ConfigError` for an unknown one."""
+        return family_of(self.family)
+
+    @property
+    def attention(self) -> AttentionKind:
+        """The sizes of its attention, and the layer that computes it."""
+        return self.architecture.attention(self)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -118,10 +145,12 @@ class ModelConfig:
     @property
     def kept(self) -> Kept:
         """What an engine's cache keeps of a token."""
-        if self.latent is None:
-            return Kept(heads=self.num_kv_heads, key_width=self.head_dim, value_width=self.head_dim, shared=False)
-        rank = self.latent.kv_rank
-        return Kept(heads=1, key_width=rank + self.latent.rope_dim, value_width=rank, shared=True)
+        return self.attention.kept(self)
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's value."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
 
     @property
     def num_parameters(self) -> int:
@@ -129,24 +158,14 @@ class ModelConfig:
         d, dense = self.hidden_size, self.num_layers - self.num_moe_layers
         experts = d * (self.num_experts * (3 * self.expert_size + 1) + 3 * self.num_shared * self.expert_size)
         embeddings = self.vocab_size * d * (1 if self.tie_embeddings else 2)
-        blocks = self.num_layers * (self._attention_parameters + 2 * d)
+        blocks = self.num_layers * (sum(map(prod, self.attention.shapes(self).values())) + 2 * d)
         return blocks + self.num_moe_layers * experts + dense * 3 * d * self.dense_width + embeddings + d
-
-    @property
-    def _attention_parameters(self) -> int:
-        at, d, heads = self.latent, self.hidden_size, self.num_heads
-        if at is None:
-            return self.head_dim * d * (2 * heads + 2 * self.num_kv_heads) + 2 * self.head_dim
-        queries = heads * at.head_dim
-        asked = queries * d if at.q_rank is None else at.q_rank * (d + 1 + queries)
-        kept = (at.kv_rank + at.rope_dim) * d + at.kv_rank * (1 + heads * (at.nope_dim + at.value_dim))
-        return asked + kept + d * heads * at.value_dim
 
     @property
     def products(self) -> set[tuple[int, int]]:
         """(out, in) of every matrix product; what a parity class is told by."""
         d = self.hidden_size
-        found = {(self.vocab_size, d)} | self._attention_products
+        found = {(self.vocab_size, d)} | self.attention.products(self)
         if self.num_moe_layers:
             found |= {(self.num_experts, d), (2 * self.expert_size, d), (d, self.expert_size)}
         widths = {self.num_shared * self.expert_size}
@@ -154,19 +173,15 @@ class ModelConfig:
             widths.add(self.dense_width)
         return found | {pair for width in widths if width for pair in ((2 * width, d), (d, width))}
 
-    @property
-    def _attention_products(self) -> set[tuple[int, int]]:
-        at, d, heads = self.latent, self.hidden_size, self.num_heads
-        if at is None:
-            return {((heads + 2 * self.num_kv_heads) * self.head_dim, d), (d, heads * self.head_dim)}
-        queries, kept = heads * at.head_dim, at.kv_rank + at.rope_dim
-        first = {(queries + kept, d)} if at.q_rank is None else {(at.q_rank + kept, d), (queries, at.q_rank)}
-        absorbed = {(at.kv_rank, at.nope_dim), (at.value_dim, at.kv_rank)}
-        return first | absorbed | {(heads * (at.nope_dim + at.value_dim), at.kv_rank), (d, heads * at.value_dim)}
-
     def shared(self, degree: int) -> ModelConfig:
         """The sizes of one of so many tensor-parallel ranks: its heads, and its part of each width between. Raises
         `ConfigError`."""
+        if degree > 1 and (why := self.attention.undivided):
+            raise ConfigError(
+                f"a model of family {self.family} shared by {degree} tensor-parallel ranks",
+                why,
+                hint="set numerics.degree = 1; ranks that share by data or by experts are possible",
+            )
         cut: dict[str, Any] = {
             "num_heads": self.num_heads,
             "num_kv_heads": self.num_kv_heads,
@@ -184,9 +199,236 @@ class ModelConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """The content of a Hugging Face config.json."""
-        return families.write(self)
+        return self.architecture.to_hf(self)
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """From a Hugging Face config.json. Raises `CheckpointError` that names what is not computed."""
-        return families.read(raw, cls)
+        family = _family_for(raw)
+        check_scheme(raw)
+        return family.from_hf(raw)
+
+
+class ModelFamily:
+    """What one family of models differs in from the others.
+
+    Derive from this class, or from a family that is near to yours, and override what differs: as it stands it is a
+    family of grouped queries and softmax routers. One object serves all models of the family, so it keeps nothing of
+    any. It is used where there is no torch. `etude.testing.model_family` has its contract suite.
+    """
+
+    model_type: ClassVar[str]
+    """Of config.json; no two families have the same."""
+    hf_class: ClassVar[str]
+    """The class that transformers computes it with, the first of config.json's `architectures`."""
+    sizes: ClassVar[Mapping[str, str]] = MOE
+    """Whole numbers of at least 1: a `ModelConfig`'s field, and the key of config.json."""
+    fixed: ClassVar[Mapping[str, tuple[Any, Any]]] = FIXED
+    """Keys of config.json with the only value that is computed, and transformers' default. Another value is refused."""
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    """What a config.json means that lacks a key, where that is not what `from_hf` takes."""
+    varies: ClassVar[str] = "norm_topk_prob, tie_word_embeddings"
+    """What may vary beside sizes and positions: for hints."""
+    qk_norm: ClassVar[QkNorm] = QkNorm.HEAD
+    """Of grouped queries."""
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Parts of tensors' names that differ from etude's (which are Qwen3's and DeepSeek-V3's): etude's, then this
+    family's. Each is replaced wherever it occurs. A bias for the choice keeps its last part, by which it is known."""
+    foreign: ClassVar[str] = "was not tested with weights of this family"
+    """Why vLLM and SGLang cannot follow a run's weights, as what such an engine does; empty where they can."""
+    tiny_sizes: ClassVar[Mapping[str, Any]] = {
+        "vocab_size": 24,
+        "hidden_size": 16,
+        "num_layers": 2,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 8,
+        "context_tokens": 64,
+    }
+
+    @property
+    def name(self) -> str:
+        """What a config calls it: a module's name in `models/families`, or an import path."""
+        kind = type(self)
+        return (
+            self.model_type if kind.__module__.startswith(f"{FAMILIES}.") else f"{kind.__module__}:{kind.__qualname__}"
+        )
+
+    def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of a `ModelConfig` from a config.json, beside those that `from_hf` reads for every family. Raises
+        `ValueError`."""
+        key = self.sizes["num_experts"]
+        sizes = wholes({**raw, key: raw.get(key, raw.get("num_local_experts"))}, self.sizes)
+        routing = Routing(normalise=flag(raw, "norm_topk_prob", default=False))
+        return {**sizes, "head_dim": head_dim(raw, sizes), "routing": routing}
+
+    def write(self, c: ModelConfig) -> dict[str, Any]:
+        """The keys of config.json that `read` reads."""
+        sizes = {theirs: getattr(c, ours) for ours, theirs in self.sizes.items()}
+        return {**sizes, "head_dim": c.head_dim, "norm_topk_prob": c.routing.normalise}
+
+    def check(self, c: ModelConfig) -> None:
+        """Raises `ValueError` for sizes that no model of this family has."""
+        self.check_experts(c)
+        self.check_plain(c)
+
+    def check_experts(self, c: ModelConfig) -> None:
+        """Raises `ValueError` for a model without experts."""
+        if not c.num_experts:
+            raise ValueError(f"family = {self.name!r} with num_experts = 0: it wants num_experts > 0")
+
+    def check_plain(self, c: ModelConfig) -> None:
+        """Raises `ValueError` for latent attention, shared experts, and other routers than a plain softmax's."""
+        if c.latent is not None:
+            raise ValueError(f"family = {self.name!r} has no latent")
+        if c.num_shared or c.routing != Routing(normalise=c.routing.normalise):
+            raise ValueError(f"family = {self.name!r} has no shared experts, sigmoids, scaling or groups")
+
+    def check_routers(self, c: ModelConfig) -> None:
+        """Raises `ValueError` for layers without a router."""
+        if c.dense_layers or c.dense_size:
+            raise ValueError(f"family = {self.name!r} has a router in every layer, no dense_layers and dense_size")
+
+    def attention(self, c: ModelConfig) -> AttentionKind:
+        """The kind of attention that its layers have."""
+        return Grouped(self.qk_norm) if c.latent is None else c.latent
+
+    def unused(self, names: Iterable[str], c: ModelConfig) -> set[str]:
+        """Tensors of a checkpoint that nothing computes, by their names there: they are left out, and reported."""
+        return set()
+
+    def outside(self, name: str) -> str:
+        """The name of a tensor in this family's checkpoints, from etude's."""
+        for ours, theirs in self.renamed.items():
+            name = name.replace(ours, theirs)
+        return name
+
+    def inside(self, name: str) -> str:
+        """Etude's name of a tensor, from that in this family's checkpoints."""
+        for ours, theirs in self.renamed.items():
+            name = name.replace(theirs, ours)
+        return name
+
+    def tiny(self) -> ModelConfig:
+        """A model of this family that is small enough for a test."""
+        return ModelConfig(**self.tiny_sizes, expert_size=12, num_experts=4, top_k=2, family=self.name)
+
+    def from_hf(self, raw: Mapping[str, Any]) -> ModelConfig:
+        """A model's sizes from a config.json of this family. Raises `CheckpointError`."""
+        for key, (ours, default) in self.fixed.items():
+            found = default if raw.get(key) is None else raw[key]
+            if found != ours:
+                raise CheckpointError(
+                    f"a {self.model_type} variant with {key} = {found!r}",
+                    f"this build computes {key} = {ours!r} only",
+                    hint=self._may_vary,
+                )
+        raw = {**self.defaults, **raw}
+        try:
+            rope_theta, yarn = read_rope(raw)
+            return ModelConfig(
+                family=self.name,
+                rope_theta=rope_theta,
+                yarn=yarn,
+                rms_eps=positive(raw.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
+                tie_embeddings=flag(raw, "tie_word_embeddings", default=False),
+                **self.read(raw),
+            )
+        except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
+            what = f"config.json does not describe a {self.model_type} that is computed here"
+            raise CheckpointError(what, str(error), hint=self._may_vary) from None
+
+    def to_hf(self, c: ModelConfig) -> dict[str, Any]:
+        """The content of a config.json."""
+        return {
+            "architectures": [self.hf_class],
+            "model_type": self.model_type,
+            **self.write(c),
+            WIDTH: c.dense_width,
+            **write_rope(c.rope_theta, c.yarn),
+            "rms_norm_eps": c.rms_eps,
+            "tie_word_embeddings": c.tie_embeddings,
+            **{key: ours for key, (ours, _) in self.fixed.items()},
+            "attention_dropout": 0.0,
+            "use_cache": True,
+        }
+
+    @property
+    def _may_vary(self) -> str:
+        """What a checkpoint of this family may be, as a hint."""
+        return f"take a {self.model_type} that differs in nothing but sizes, {self.varies} and plain or YaRN positions"
+
+
+@functools.cache
+def family_names() -> list[str]:
+    """The families that come with etude."""
+    return sorted(one.name for one in pkgutil.iter_modules(importlib.import_module(FAMILIES).__path__))
+
+
+@functools.cache
+def family_of(name: str) -> ModelFamily:
+    """The family of a name: one that comes with etude, or a class by its import path. Raises `ConfigError`."""
+    if name in family_names():
+        module = importlib.import_module(f"{FAMILIES}.{name}")
+        (kind,) = (one for one in vars(module).values() if _is_family(one) and one.__module__ == module.__name__)
+        family: ModelFamily = kind()
+        return family
+    if ":" not in name:
+        hint = f'{nearest(name, family_names())}; a family of your own is "package.module:Class"'
+        raise ConfigError(f"model.family = {name!r} is unknown", hint=hint)
+    family = _imported(name)
+    types = {one: one for one in family_names()} | {_imported(one).model_type: one for one in _own_names()}
+    if types.get(family.model_type, name) != name:
+        raise ConfigError(
+            f"the model family {name} has model_type = {family.model_type!r}",
+            f"so has the family {types[family.model_type]}",
+            hint="give it a model_type of its own, and the same to its checkpoints' config.json",
+        )
+    os.environ[OWN_FAMILIES] = ",".join(dict.fromkeys([*_own_names(), name]))
+    return family
+
+
+def _own_names() -> list[str]:
+    """The import paths of the user's own families that this process knows."""
+    return [name for name in os.environ.get(OWN_FAMILIES, "").split(",") if name]
+
+
+def _imported(path: str) -> ModelFamily:
+    """A family by its class's import path. Raises `ConfigError`."""
+    module, _, name = path.partition(":")
+    try:
+        kind = getattr(importlib.import_module(module), name)
+        family = kind() if _is_family(kind) else None
+        _ = family is None or (family.model_type, family.hf_class)  # it has both
+    except Exception as error:  # whatever the user's module raises
+        raise ConfigError(
+            f"the model family {path} cannot be used",
+            f"{type(error).__name__}: {error}",
+            hint='write "package.module:Class", and have the package installed or on PYTHONPATH',
+        ) from error
+    if family is None:
+        hint = "derive it from etude.models.config.ModelFamily"
+        raise ConfigError(f"{path} is no model family", f"it is {kind!r:.80}", hint=hint)
+    return family
+
+
+def _is_family(found: object) -> TypeGuard[type[ModelFamily]]:
+    return isinstance(found, type) and issubclass(found, ModelFamily)
+
+
+def _family_for(raw: Mapping[str, Any]) -> ModelFamily:
+    """The family of a config.json. Raises `CheckpointError` that names an unknown architecture."""
+    names, kind = raw.get("architectures"), raw.get("model_type")
+    listed = names[0] if isinstance(names, list) and names else None
+    own = {family_of(name).model_type: name for name in _own_names()}
+    name = kind if kind in family_names() else own.get(kind) if isinstance(kind, str) else None
+    family = None if name is None else family_of(name)
+    if family is None or (listed is not None and listed != family.hf_class):
+        known = [family_of(name) for name in (*family_names(), *_own_names())]
+        classes, types = ", ".join(dict.fromkeys(one.hf_class for one in known)), [one.model_type for one in known]
+        raise CheckpointError(
+            f"a checkpoint of architecture {listed or kind or 'unnamed'} (model_type {kind})",
+            f"this build computes {classes} (model_type {', '.join(types)}) only",
+            hint=f"start from a checkpoint of one of these families, or name a family of your own in {OWN_FAMILIES}",
+        )
+    return family

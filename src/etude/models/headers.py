@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from etude.errors import CheckpointError, ConfigError
 from etude.models.adapter_config import base_of
 from etude.models.config import ModelConfig
 from etude.models.low import is_rounded, parts, stored_as, unused
-from etude.models.parts import Latent, Scores
+from etude.models.parts import Scores, Shape
 from etude.models.quantised import DTYPE as QUANTISED
 from etude.models.quantised import SCALE, scale_shape
 from etude.numerics.config import Quantise
@@ -29,17 +28,13 @@ from etude.numerics.formats import FORMATS
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-HEAD = "lm_head.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MAX_HEADER_BYTES = 100 << 20
 """The limit of the format itself."""
 
 READABLE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 _BYTES = READABLE_BYTES | {QUANTISED: 1, "U8": 1}
 HINT_DAMAGED = "copy the checkpoint again; or, if it is a run's newest, delete it: --resume goes on from the one before"
-
-_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -55,10 +50,10 @@ def check_weights(folder: Path, config: ModelConfig) -> dict[str, Stored]:
     """What the directory holds. Raises `CheckpointError` that names file, tensor, and the shape that was found and
     wanted."""
     found = read_headers(folder)
-    known = {HEAD}  # some writers repeat a tied one: whoever loads it looks whether it is the embedding
+    known = {config.architecture.outside(HEAD)}  # some writers repeat a tied one: the loader compares it
     for name, shape in hf_shapes(config):
         known |= _check_tensor(name, found, shape, folder)
-    extra = sorted(found.keys() - known - further_predictors(found, config))
+    extra = sorted(found.keys() - known - config.architecture.unused(found, config))
     if extra:
         raise CheckpointError(
             f"{found[extra[0]].file} has a tensor {extra[0]!r}",
@@ -70,41 +65,33 @@ def check_weights(folder: Path, config: ModelConfig) -> dict[str, Stored]:
 
 def check_blocks(config: ModelConfig, kind: Quantise) -> None:
     """Raises `ConfigError` for a model whose large matrices have no whole blocks of a format."""
-    for name, shape in hf_shapes(config):
+    outside = config.architecture.outside
+    for name, shape in shapes(config):
         if is_rounded(name) and kind is not Quantise.NONE and shape[-1] % FORMATS[kind].block:
             block = FORMATS[kind].block
             raise ConfigError(
                 f"numerics.quantise = {str(kind)!r}",
-                f"{name} {list(shape)} has no whole blocks of {block}",
+                f"{outside(name)} {list(shape)} has no whole blocks of {block}",
                 hint=f'give the model widths that are multiples of {block}, or set numerics.quantise = "none"',
             )
 
 
 def check_rank(config: ModelConfig, rank: int) -> None:
     """Raises `ConfigError` for adapters that would have more numbers than what they adapt."""
-    for name, shape in hf_shapes(config):
+    outside = config.architecture.outside
+    for name, shape in shapes(config):
         if is_rounded(name) and rank > (most := math.prod(shape) // sum(shape)):
             raise ConfigError(
                 f"learner.lora_rank = {rank}",
-                f"{name} is {list(shape)}: an adapter of more than {most} is no smaller than it",
+                f"{outside(name)} is {list(shape)}: an adapter of more than {most} is no smaller than it",
                 hint="lower it: 1 to 32 are usual; or set learner.lora_rank = 0, and all weights train",
             )
 
 
-def further_predictors(names: Iterable[str], config: ModelConfig) -> set[str]:
-    """Tensors of the layers behind the last that predict more than the next token (arXiv 2412.19437, §2.2). They are
-    not computed, and left out where a checkpoint is written. Such a layer is known by its `eh_proj`."""
-    if not config.family.is_latent:
-        return set()
-    layers = [(_LAYER.match(name), name) for name in names]
-    behind = {m[1] for m, name in layers if m and int(m[1]) >= config.num_layers and name.endswith(".eh_proj.weight")}
-    return {name for m, name in layers if m and m[1] in behind}
-
-
 def left_out(folder: Path, config: ModelConfig) -> dict[str, int]:
-    """Layers that a directory holds and nothing computes (`further_predictors`), each with its number of tensors: they
+    """Layers that a directory holds and nothing computes (`ModelFamily.unused`), each with its number of tensors: they
     are lost wherever the weights are written again. Raises `CheckpointError`."""
-    names = further_predictors(read_headers(folder), config)
+    names = config.architecture.unused(read_headers(folder), config)
     return dict(Counter(sorted(".".join(name.split(".", 3)[:3]) for name in names)))
 
 
@@ -175,11 +162,12 @@ def _described(tensor: Stored | None) -> str:
     return "there is none" if tensor is None else f"found is {tensor.dtype} {list(tensor.shape)}"
 
 
-def hf_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    """Every Hugging Face name of a model's weights and its shape; one after another, as a wild config names many."""
+def shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
+    """Etude's name of every weight of a model (`naming.views`), and its shape; one by one, since a wild config names
+    many."""
     d, moe = config.hidden_size, set(config.moe_layers)
-    attention = _grouped_shapes(config) if config.latent is None else _latent_shapes(config, config.latent)
-    yield "model.embed_tokens.weight", (config.vocab_size, d)
+    attention = config.attention.shapes(config)
+    yield EMBEDDING, (config.vocab_size, d)
     for layer in range(config.num_layers):
         at = f"model.layers.{layer}."
         yield at + "input_layernorm.weight", (d,)
@@ -191,26 +179,10 @@ def hf_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
         yield HEAD, (config.vocab_size, d)
 
 
-def _grouped_shapes(config: ModelConfig) -> dict[str, Shape]:
-    d, head = config.hidden_size, config.head_dim
-    queries, keys = config.num_heads * head, config.num_kv_heads * head
-    products: dict[str, Shape] = {"q_proj": (queries, d), "k_proj": (keys, d), "v_proj": (keys, d)}
-    return products | {"o_proj": (d, queries), "q_norm": (head,), "k_norm": (head,)}
-
-
-def _latent_shapes(config: ModelConfig, latent: Latent) -> dict[str, Shape]:
-    d, heads, rank = config.hidden_size, config.num_heads, latent.kv_rank
-    queries = heads * latent.head_dim
-    shapes: dict[str, Shape] = {"q_proj": (queries, d)}
-    if latent.q_rank is not None:
-        shapes = {
-            "q_a_proj": (latent.q_rank, d),
-            "q_a_layernorm": (latent.q_rank,),
-            "q_b_proj": (queries, latent.q_rank),
-        }
-    shapes |= {"kv_a_proj_with_mqa": (rank + latent.rope_dim, d), "kv_a_layernorm": (rank,)}
-    shapes["kv_b_proj"] = (heads * (latent.nope_dim + latent.value_dim), rank)
-    return shapes | {"o_proj": (d, heads * latent.value_dim)}
+def hf_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
+    """`shapes` by the names that the family's Hugging Face checkpoints have."""
+    outside = config.architecture.outside
+    return ((outside(name), shape) for name, shape in shapes(config))
 
 
 def _expert_shapes(config: ModelConfig, at: str) -> Iterator[tuple[str, Shape]]:

@@ -64,6 +64,22 @@ class LatentAttention(nn.Module):
         o_ND = self.parallel.rows(ops, o_NO, self.out, "attention.out")
         return see("attention.out", o_ND)
 
+    def views(self) -> dict[str, torch.Tensor]:
+        q, kv = torch.split(self.inward, [self.widths[0], sum(self.widths[1:])])
+        found = {"q_proj": q}
+        if self.q_up is not None and self.q_norm is not None:
+            found = {"q_a_proj": q, "q_a_layernorm": self.q_norm, "q_b_proj": self.q_up}
+        found |= {"kv_a_proj_with_mqa": kv, "kv_a_layernorm": self.kv_norm, "kv_b_proj": self.kv_up}
+        return found | {"o_proj": self.out}
+
+    def matrices(self) -> dict[str, list[int]]:
+        first, latent, rope = self.widths
+        heads, at = self.heads, self.latent
+        by_head = {"kv_up": [at.nope_dim, at.value_dim] * heads, "out": [self.out.shape[0]]}
+        if self.q_up is None:
+            return {"inward": [first // heads] * heads + [latent, rope], **by_head}
+        return {"inward": [first, latent, rope], "q_up": [at.head_dim] * heads, **by_head}
+
     def _inward(self, x_ND: torch.Tensor) -> torch.Tensor:
         """[N, Q + R + P]. Of queries that have no latent a rank makes its own heads', beside what every rank makes."""
         ops = self.operators

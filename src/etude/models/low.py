@@ -14,6 +14,7 @@ so a directory in which only some are rounded is read as well. Torch-free.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Mapping
 from typing import Any
 
@@ -29,7 +30,6 @@ _FORMAT_NAMES = {
     Quantise.MXFP4: "mxfp4-pack-quantized",
     Quantise.NVFP4: "nvfp4-pack-quantized",
 }
-_NOT_ROUNDED = ["lm_head", "re:.*mlp\\.gate$"]  # of the modules that hold a matrix
 
 
 def is_rounded(name: str) -> bool:
@@ -70,8 +70,8 @@ def is_known(scheme: Mapping[str, Any]) -> bool:
     return scheme.get("quant_method") == METHOD and scheme.get("format") in _FORMAT_NAMES.values()
 
 
-def quantization_config(kind: Quantise) -> dict[str, Any]:
-    """What config.json says of a directory in a format.
+def quantization_config(kind: Quantise, *, router: str = "mlp.gate") -> dict[str, Any]:
+    """What config.json says of a directory in a format. `router`: the name of a router in the family's checkpoints.
 
     Of NVFP4 it speaks of weights only: an outer scale for each token, which is what activations have here, cannot be
     said in it. Who serves the directory with activations rounded in another way computes other numbers.
@@ -98,5 +98,5 @@ def quantization_config(kind: Quantise) -> dict[str, Any]:
         "format": _FORMAT_NAMES[kind],
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": _NOT_ROUNDED,
+        "ignore": ["lm_head", f"re:.*{re.escape(router)}$"],
     }

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from etude.models.low import is_rounded, parts, stored_as
-from etude.models.naming import hf_views
+from etude.models.naming import hf_views, views
 from etude.models.transformer import Transformer
 from etude.numerics.config import Quantise
 from etude.numerics.formats import FORMATS, Format
@@ -124,9 +124,10 @@ def matrices(model: Transformer) -> list[Matrix]:
     starts = [parameter.data_ptr() for parameter in parameters]
     storages = [parameter.untyped_storage() for parameter in parameters]  # each its own, where none has memory yet
     without = {id(storage): at for at, storage in enumerate(storages)} if model.embedding.is_meta else {}
+    outside = model.config.architecture.outside
     found: dict[int, Matrix] = {}
-    for name, view in hf_views(model).items():
+    for name, view in views(model).items():
         if is_rounded(name):
             at = without[id(view.untyped_storage())] if without else bisect_right(starts, view.data_ptr()) - 1
-            found.setdefault(at, Matrix(parameters[at], {})).rows[name] = view.shape[0]
+            found.setdefault(at, Matrix(parameters[at], {})).rows[outside(name)] = view.shape[0]
     return list(found.values())

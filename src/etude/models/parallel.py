@@ -1,4 +1,4 @@
-"""What each rank of a shared model holds: sizes, and which part of each tensor by its Hugging Face name.
+"""What each rank of a shared model holds: sizes, and which part of each tensor by etude's name of it.
 
 `Transformer(config, parallel=...)` is one rank's share, and computes with the others (`numerics.parallel`). Its weights
 come from a whole model (`share_of`) or from a directory (`load_model`), which is whole whatever the number of ranks, so
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from etude.models.naming import hf_views
+from etude.models.naming import views
 from etude.models.transformer import Transformer
 from etude.numerics.parallel import Parallel
 
@@ -21,7 +21,7 @@ have some whole, and no other tensor is cut."""
 
 
 def cut(name: str, parallel: Parallel) -> int | None:
-    """The dimension in which ranks share a tensor of this Hugging Face name; None: each has it whole.
+    """The dimension in which ranks share a tensor of this name (etude's: `naming.views`); None: each has it whole.
 
     >>> two = Parallel(2)
     >>> [cut(f"model.layers.0.{n}.weight", two) for n in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate")]
@@ -49,7 +49,7 @@ def share_of(whole: Transformer, parallel: Parallel) -> Transformer:
     """This rank's share of a whole model, as a model of its own. Raises `ConfigError`."""
     dtype = whole.embedding.dtype
     model = Transformer(whole.config, seed=None, dtype=dtype, operators=whole.operators, parallel=parallel)
-    tensors = hf_views(whole)
-    for name, view in hf_views(model).items():
+    tensors = views(whole)
+    for name, view in views(model).items():
         view.copy_(share(name, tensors[name], parallel))
     return model

@@ -1,39 +1,109 @@
-"""The parts that families of models differ in: latent attention, routing, longer rotary positions. Torch-free."""
+"""Parts that families of models are made of: attention, routing, longer rotary positions. Torch-free.
+
+A family (`config.ModelFamily`) says which of them it has. What computes with them is in `attention`, `latent` and
+`experts`.
+"""
 
 from __future__ import annotations
 
 import enum
 import math
 from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 from etude.config import ranged
 
+Shape = tuple[int, ...]
 
-class Family(enum.StrEnum):
-    """`model_type` of a Hugging Face config.json."""
 
-    QWEN3_MOE = "qwen3_moe"
-    QWEN3 = "qwen3"  # the degenerate case: no router
-    DEEPSEEK_V3 = "deepseek_v3"
-    KIMI_K2 = "kimi_k2"  # DeepSeek-V3 by another name
+class Sizes(Protocol):
+    """What an attention asks of a model (`config.ModelConfig`)."""
 
     @property
-    def architecture(self) -> str:
-        """The class that transformers computes it with."""
-        return _ARCHITECTURES[self]
+    def hidden_size(self) -> int: ...
 
     @property
-    def is_latent(self) -> bool:
-        """Whether its attention compresses keys and values, and its routers take sigmoids."""
-        return self in (Family.DEEPSEEK_V3, Family.KIMI_K2)
+    def num_heads(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
 
 
-_ARCHITECTURES = {
-    Family.QWEN3_MOE: "Qwen3MoeForCausalLM",
-    Family.QWEN3: "Qwen3ForCausalLM",
-    Family.DEEPSEEK_V3: "DeepseekV3ForCausalLM",
-    Family.KIMI_K2: "DeepseekV3ForCausalLM",
-}
+@dataclass(frozen=True)
+class Kept:
+    """What a cache keeps of one token in one layer."""
+
+    heads: int  # G
+    key_width: int  # A
+    value_width: int  # B
+    shared: bool  # a value is the first B numbers of its key: kept once
+
+
+class AttentionKind(Protocol):
+    """The sizes of an attention, and the layer that computes it."""
+
+    layer: ClassVar[str]
+    """The import path of the layer, "package.module:Name": an `nn.Module` and an `attention.AttentionLayer`, made from
+    a `ModelConfig`, operators and `Parallel`."""
+
+    @property
+    def undivided(self) -> str:
+        """Why tensor-parallel ranks cannot share its heads; empty where they can."""
+        ...
+
+    def shapes(self, c: Sizes) -> dict[str, Shape]:
+        """Each weight by its name under `self_attn`, without `.weight`. A matrix's name ends in `_proj`."""
+        ...
+
+    def products(self, c: Sizes) -> set[tuple[int, int]]:
+        """(out, in) of each matrix product that a layer computes."""
+        ...
+
+    def kept(self, c: Sizes) -> Kept:
+        """What an engine's cache keeps of a token."""
+        ...
+
+
+class QkNorm(enum.StrEnum):
+    """Which numbers of queries and of keys are normalised together before positions turn them."""
+
+    NONE = "none"
+    HEAD = "head"  # those of one head; all heads have the same weight
+    WIDTH = "width"  # those of all heads
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Grouped-query attention (arXiv 2305.13245)."""
+
+    layer: ClassVar[str] = "etude.models.attention:Attention"
+    qk_norm: QkNorm = QkNorm.HEAD
+
+    @property
+    def undivided(self) -> str:
+        return "queries and keys are normalised over all heads" if self.qk_norm is QkNorm.WIDTH else ""
+
+    def shapes(self, c: Sizes) -> dict[str, Shape]:
+        d, queries, keys = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        products: dict[str, Shape] = {"q_proj": (queries, d), "k_proj": (keys, d), "v_proj": (keys, d)}
+        return products | {"o_proj": (d, queries)} | self.norms(c)
+
+    def norms(self, c: Sizes) -> dict[str, Shape]:
+        """The weights of the norms of queries and keys."""
+        if self.qk_norm is QkNorm.NONE:
+            return {}
+        heads = (1, 1) if self.qk_norm is QkNorm.HEAD else (c.num_heads, c.num_kv_heads)
+        return {"q_norm": (heads[0] * c.head_dim,), "k_norm": (heads[1] * c.head_dim,)}
+
+    def products(self, c: Sizes) -> set[tuple[int, int]]:
+        queries = c.num_heads * c.head_dim
+        return {(queries + 2 * c.num_kv_heads * c.head_dim, c.hidden_size), (c.hidden_size, queries)}
+
+    def kept(self, c: Sizes) -> Kept:
+        return Kept(heads=c.num_kv_heads, key_width=c.head_dim, value_width=c.head_dim, shared=False)
 
 
 class Scores(enum.StrEnum):
@@ -73,6 +143,8 @@ class Latent:
     """Widths of multi-head latent attention (arXiv 2405.04434, §2.1): the keys and values of all heads are products of
     one latent a token, and one rotary key is shared by all heads."""
 
+    layer: ClassVar[str] = "etude.models.latent:LatentAttention"
+    undivided: ClassVar[str] = ""
     kv_rank: int = ranged(64, low=1)
     nope_dim: int = ranged(32, low=1)  # of a head's query and key, without positions
     rope_dim: int = ranged(16, low=2)  # of a head's query, and of the shared key: turned
@@ -90,6 +162,26 @@ class Latent:
     def head_dim(self) -> int:
         """Width of a head's query."""
         return self.nope_dim + self.rope_dim
+
+    def shapes(self, c: Sizes) -> dict[str, Shape]:
+        d, queries = c.hidden_size, c.num_heads * self.head_dim
+        found: dict[str, Shape] = {"q_proj": (queries, d)}
+        if self.q_rank is not None:
+            found = {"q_a_proj": (self.q_rank, d), "q_a_layernorm": (self.q_rank,), "q_b_proj": (queries, self.q_rank)}
+        found |= {"kv_a_proj_with_mqa": (self.kv_rank + self.rope_dim, d), "kv_a_layernorm": (self.kv_rank,)}
+        found["kv_b_proj"] = (c.num_heads * (self.nope_dim + self.value_dim), self.kv_rank)
+        return found | {"o_proj": (d, c.num_heads * self.value_dim)}
+
+    def products(self, c: Sizes) -> set[tuple[int, int]]:
+        d, heads, kept = c.hidden_size, c.num_heads, self.kv_rank + self.rope_dim
+        queries = heads * self.head_dim
+        first = {(queries + kept, d)} if self.q_rank is None else {(self.q_rank + kept, d), (queries, self.q_rank)}
+        absorbed = {(self.kv_rank, self.nope_dim), (self.value_dim, self.kv_rank)}
+        expanded = {(heads * (self.nope_dim + self.value_dim), self.kv_rank), (d, heads * self.value_dim)}
+        return first | absorbed | expanded
+
+    def kept(self, c: Sizes) -> Kept:
+        return Kept(heads=1, key_width=self.kv_rank + self.rope_dim, value_width=self.kv_rank, shared=True)
 
 
 @dataclass(frozen=True)
@@ -146,13 +238,3 @@ class Yarn:
         if low == high:
             high += 0.001
         return [min(max((i - low) / (high - low), 0.0), 1.0) for i in range(rope_dim // 2)]
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What a cache keeps of one token in one layer."""
-
-    heads: int  # G
-    key_width: int  # A
-    value_width: int  # B
-    shared: bool  # a value is the first B numbers of its key: kept once

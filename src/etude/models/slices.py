@@ -14,9 +14,7 @@ import torch
 
 from etude.models.checkpoint import opened, read_json, require_finite, require_tied
 from etude.models.config import ModelConfig
-from etude.models.headers import HEAD, check_weights
-
-EMBEDDING = "model.embed_tokens.weight"
+from etude.models.headers import EMBEDDING, HEAD, check_weights
 
 
 @dataclass(frozen=True)
@@ -35,10 +33,11 @@ def read_rows(path: Path, wanted: Iterable[Rows]) -> None:
     """Fill memory with rows of a checkpoint directory. Raises `CheckpointError` as `checkpoint.load_model` does."""
     config = ModelConfig.from_hf(read_json(path / "config.json"))
     found = check_weights(path, config)
-    tied = config.tie_embeddings and HEAD in found
+    embedding, head = map(config.architecture.outside, (EMBEDDING, HEAD))
+    tied = config.tie_embeddings and head in found
     with opened(path, found) as tensors:
         for one in wanted:
             one.out.copy_(tensors.rows(one.name, one.shape, one.start, one.stop))
             require_finite({one.name: one.out}, path)
-            if tied and one.name == EMBEDDING:
-                require_tied(path, tensors.rows(HEAD, one.shape, one.start, one.stop), one.out)
+            if tied and one.name == embedding:
+                require_tied(path, tensors.rows(head, one.shape, one.start, one.stop), one.out)

@@ -1,4 +1,4 @@
-"""The one model definition, used by the engine and by the learner, for every family in `parts.Family`, with the
+"""The one model definition, used by the engine and by the learner, for every family in `models/families`, with the
 semantics of its implementation in transformers.
 
 Tokens are flat: a forward takes N tokens, of one sequence or of many, and whoever keeps the keys and values (a
@@ -11,6 +11,7 @@ G key/value heads, A head width, E experts, K experts a token, F expert width.
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import dataclass, replace
 
@@ -23,7 +24,6 @@ from etude.errors import ConfigError
 from etude.models.attention import Cache, Packed
 from etude.models.config import ModelConfig
 from etude.models.experts import Choice, choose, mix
-from etude.models.latent import LatentAttention
 from etude.models.parts import Scores
 from etude.models.replay import Recorded
 from etude.models.rope import Rope, tables
@@ -44,31 +44,6 @@ class Forward:
     balance: torch.Tensor | None  # scalar: mean over layers of the load-balancing loss, 1.0 at perfect balance
 
 
-class Attention(nn.Module):
-    """Grouped-query attention with RMS-normalised queries and keys per head, and rotary positions."""
-
-    def __init__(self, c: ModelConfig, operators: Operators, parallel: Parallel = ALONE) -> None:
-        super().__init__()
-        self.operators, self.parallel = operators, parallel
-        self.heads, self.kv_heads, self.head_dim, self.eps = c.num_heads, c.num_kv_heads, c.head_dim, c.rms_eps
-        self.qkv = nn.Parameter(torch.empty((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size))
-        self.out = nn.Parameter(torch.empty(c.hidden_size, c.num_heads * c.head_dim))
-        self.q_norm = nn.Parameter(torch.ones(c.head_dim))
-        self.k_norm = nn.Parameter(torch.ones(c.head_dim))
-
-    def forward(self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, see: Watch) -> torch.Tensor:
-        n, h, g, a = len(x_ND), self.heads, self.kv_heads, self.head_dim
-        ops, parallel = self.operators, self.parallel
-        qkv = see("attention.qkv", parallel.columns(ops, x_ND, self.qkv))
-        qk, v = torch.split(qkv.view(n, h + 2 * g, a), [h + g, g], 1)
-        norms = (parallel.entered(ops, norm) for norm in (self.q_norm, self.k_norm))
-        scale = torch.cat([norm.expand(heads, a) for norm, heads in zip(norms, (h, g), strict=True)]).to(qk.dtype)
-        qk = see("attention.qk_norm", ops.rms_norm(qk, None, self.eps) * scale)
-        q, k = torch.split(see("attention.rotated", ops.rotate(qk, rope.cos, rope.sin)), [h, g], 1)
-        o = see("attention.attended", cache.attend(layer, q, k, v).reshape(n, h * a))
-        return see("attention.out", parallel.rows(ops, o, self.out, "attention.out"))
-
-
 class Mlp(nn.Module):
     """A gated product that every token passes: a layer without experts, or the experts that all tokens share."""
 
@@ -86,6 +61,15 @@ class Mlp(nn.Module):
         act = see(f"{self.name}.activated", ops.gated(h))
         return see(down, self.parallel.rows(ops, act, self.down, down))
 
+    def views(self) -> dict[str, torch.Tensor]:
+        """Each weight as a view, by its name in a checkpoint's `mlp`."""
+        gate, up = self.gate_up.chunk(2)
+        return {"gate_proj.weight": gate, "up_proj.weight": up, "down_proj.weight": self.down}
+
+    def matrices(self) -> dict[str, list[int]]:
+        """As of `attention.AttentionLayer`."""
+        return {"gate_up": [self.down.shape[1]] * 2, "down": [self.down.shape[0]]}
+
 
 class Stack(nn.Module):
     """The matrices of the experts that this rank has, stacked: a module of their own, since ranks may share them by
@@ -99,6 +83,10 @@ class Stack(nn.Module):
 
     def forward(self, x_ND: torch.Tensor, choice: Choice, see: Watch) -> torch.Tensor:
         return mix(x_ND, choice, self.gate_up, self.down, self.operators, see, parallel=self.parallel)
+
+    def matrices(self) -> dict[str, list[int]]:
+        """As of `attention.AttentionLayer`, in each expert."""
+        return {"gate_up": [self.down.shape[2]] * 2, "down": [self.down.shape[1]]}
 
 
 class Experts(nn.Module):
@@ -140,6 +128,18 @@ class Experts(nn.Module):
         y_ND = see("experts.mixed", self.stack(x_ND, choice, see))
         return y_ND if self.shared is None else y_ND + self.shared(x_ND, see), choice
 
+    def views(self) -> dict[str, torch.Tensor]:
+        """Each weight as a view, by its name in a checkpoint's `mlp`; of experts those that this rank has."""
+        found: dict[str, torch.Tensor] = {"gate.weight": self.router}
+        if self.bias is not None:
+            found["gate.e_score_correction_bias"] = self.bias
+        for e, gate_up, down in zip(self.held, self.gate_up.unbind(), self.down.unbind(), strict=True):
+            gate, up = gate_up.chunk(2)
+            found |= {f"experts.{e}.gate_proj.weight": gate, f"experts.{e}.up_proj.weight": up}
+            found[f"experts.{e}.down_proj.weight"] = down
+        shared = {} if self.shared is None else self.shared.views()
+        return found | {f"shared_experts.{name}": view for name, view in shared.items()}
+
 
 class Block(nn.Module):
     """One layer: attention, then experts or what every token passes, each on the normalised residual stream."""
@@ -148,8 +148,8 @@ class Block(nn.Module):
         super().__init__()
         self.operators = operators
         self.attention_norm = nn.Parameter(torch.ones(c.hidden_size))
-        kind = Attention if c.latent is None else LatentAttention
-        self.attention = kind(c, operators, parallel.tensor)
+        module, _, name = c.attention.layer.partition(":")
+        self.attention: nn.Module = getattr(importlib.import_module(module), name)(c, operators, parallel.tensor)
         self.experts_norm = nn.Parameter(torch.ones(c.hidden_size))
         dense = layer not in c.moe_layers
         self.mlp = Mlp("mlp", c.dense_width, c.hidden_size, operators, parallel.tensor) if dense else None

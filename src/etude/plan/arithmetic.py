@@ -8,7 +8,7 @@ from __future__ import annotations
 from math import log2, prod
 
 from etude.models.config import ModelConfig
-from etude.models.headers import hf_shapes
+from etude.models.headers import shapes
 from etude.models.low import is_rounded
 from etude.plan.shape import Training
 
@@ -30,8 +30,7 @@ def active_parameters(model: ModelConfig) -> int:
 def attention_flops(model: ModelConfig, context: float) -> float:
     """FLOPs of one token's attention to `context` keys: 2 products of 2 FLOPs each for every head and layer. Chowdhery
     et al. 2022, "PaLM" (arXiv 2204.02311), appendix B."""
-    kept = model.kept
-    width = model.head_dim + (kept.value_width if model.latent is None else model.latent.value_dim)
+    width = model.head_dim + model.value_dim
     return 2.0 * model.num_layers * model.num_heads * width * context
 
 
@@ -97,7 +96,7 @@ def expert_parameters(model: ModelConfig) -> int:
 
 def matrices(model: ModelConfig, on: str = "all") -> list[tuple[int, ...]]:
     """Shapes of attention's and MLP's matrices, experts one by one: what Muon moves and adapters are of."""
-    found = ((".mlp." in name, shape) for name, shape in hf_shapes(model) if is_rounded(name))
+    found = ((".mlp." in name, shape) for name, shape in shapes(model) if is_rounded(name))
     return [shape for is_mlp, shape in found if on == "all" or is_mlp == (on == "mlp")]
 
 
@@ -105,7 +104,7 @@ def expert_adapters(model: ModelConfig, training: Training) -> int:
     """Numbers in the adapters of experts."""
     if training.lora_on == "attention" or not model.num_moe_layers:
         return 0
-    found = (shape for name, shape in hf_shapes(model) if is_rounded(name) and ".experts." in name)
+    found = (shape for name, shape in shapes(model) if is_rounded(name) and ".experts." in name)
     return training.lora_rank * sum(map(sum, found))
 
 

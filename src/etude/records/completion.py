@@ -88,6 +88,10 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     its KV if the version is the same. `routes_from` says from which position on the caller wants routes (it holds
     the earlier ones already); None wants none.
 
+    `fork_from` names another session: where the engine still holds that session's KV under the same version, the new
+    session begins with a copy of it, as far as both contexts have the same tokens. It saves work and changes no result:
+    an engine without that KV computes the prompt. Engines with a prefix cache of their own (vLLM, SGLang) ignore it.
+
     `deadline_s` bounds how long nothing may happen: it begins anew whenever the engine that has the request makes a
     step. So a long completion on a slow engine lives, one on an engine that hangs or is paused does not. To bound the
     whole time, cancel the call.
@@ -102,6 +106,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     routes_from: int | None = 0
     deadline_s: float = 60.0  # without a step of the engine
     keep_session: bool = True  # False: the last call of a session, its KV may go at once
+    fork_from: str | None = None  # id of the session that this new one branches off
     traffic: Traffic = Traffic.ROLLOUT
 
 

@@ -7,7 +7,7 @@ import enum
 import msgspec
 import numpy as np
 
-from etude.records.completion import Completion, missing_route
+from etude.records.completion import Completion, Sampling, missing_route
 from etude.records.task import Task, Trust
 from etude.records.wire import F32, I32, Bools, Routes
 
@@ -16,12 +16,20 @@ UNKNOWN = -1
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool call the model made and what came back. A malformed call is kept as one, with the error it was told."""
+    """A tool call of the model and its output. A call that could not be parsed is kept, with its error as output."""
 
     name: str  # "" when the call could not be parsed
     arguments: dict[str, str | int]
     output: str
     malformed: bool = False
+
+
+class TurnKind(enum.StrEnum):
+    """The purpose of a turn."""
+
+    ACT = "act"  # it works at the task
+    SUMMARY = "summary"  # it writes the text with which a cleared context goes on
+    SIDE = "side"  # beside the task: a title, a classification
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +41,9 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     parent: int | None  # index of the parent in Trace.turns
     prompt_ids: I32  # [P] what the harness appended: rendered messages and the generation prompt
     completion: Completion
-    call: ToolCall | None = None  # None: the model spoke without calling a tool
+    sampling: Sampling  # as the engine used it
+    calls: tuple[ToolCall, ...] = ()  # in the order in which the model made them; empty: it spoke without a call
+    kind: TurnKind = TurnKind.ACT
 
 
 class Path(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,14 +86,16 @@ class Trace(msgspec.Struct, frozen=True):
         parents = {t.parent for t in self.turns}
         return [i for i in range(len(self.turns)) if i not in parents]
 
+    def chain(self, leaf: int) -> list[int]:
+        """Indices of the turns from the root to `leaf`."""
+        found = [leaf]
+        while (parent := self.turns[found[-1]].parent) is not None:
+            found.append(parent)
+        return found[::-1]
+
     def path(self, leaf: int) -> Path:
         """The path from the root to `leaf`. Raises `ValueError` when token, route and span counts disagree."""
-        chain: list[Turn] = []
-        at: int | None = leaf
-        while at is not None:
-            chain.append(self.turns[at])
-            at = self.turns[at].parent
-        chain.reverse()
+        chain = [self.turns[at] for at in self.chain(leaf)]
         num_tokens = sum(len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in chain)
         token_ids, mask = np.empty(num_tokens, np.int32), np.zeros(num_tokens, bool)
         logprobs, epochs = np.zeros(num_tokens, np.float32), np.zeros(num_tokens, np.int32)
@@ -222,4 +234,5 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_malformed(self) -> int:
-        return sum(t.call is not None and t.call.malformed for t in self.trace.turns)
+        """Tool calls that could not be parsed."""
+        return sum(call.malformed for turn in self.trace.turns for call in turn.calls)

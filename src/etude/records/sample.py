@@ -1,19 +1,46 @@
-"""Training rows: paths of traces with their advantage, and batches of them."""
+"""Training rows: paths of traces with their advantages, and batches of them."""
 
 from __future__ import annotations
 
+import enum
+
 import msgspec
+import numpy as np
 
 from etude.records.completion import Version
 from etude.records.rollout import UNKNOWN, Path
+from etude.records.wire import F32
+
+
+class Origin(enum.StrEnum):
+    """Where the path of a sample comes from."""
+
+    ROLLOUT = "rollout"  # one try at a task
+    PRODUCTION = "production"  # a user's request
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One training row: a path with its advantage. Made by experience/, read by the learner."""
+    """One training row: a path with an advantage for each of its S tokens with loss (`path.mask`). Made by experience/,
+    read by the learner. Raises `ValueError` where a number of advantages or temperatures is not S."""
 
     rollout_id: str
     path: Path
-    advantage: float
+    advantages: F32  # [S]
+    temperatures: F32 | None = None  # [S] of the distribution that `path.logprobs` are of; None: the run's for all
+    origin: Origin = Origin.ROLLOUT
+
+    def __post_init__(self) -> None:
+        num_sampled = int(self.path.mask.sum())
+        for name, values in (("advantages", self.advantages), ("temperatures", self.temperatures)):
+            if values is not None and values.shape != (num_sampled,):
+                facts = f"{name} of shape {values.shape} for {num_sampled} tokens with loss"
+                raise ValueError(f"the sample of rollout {self.rollout_id} has {facts}")
+
+    @staticmethod
+    def uniform(rollout_id: str, path: Path, advantage: float, temperatures: F32 | None = None) -> Sample:
+        """A sample whose tokens all have the same advantage."""
+        advantages = np.full(int(path.mask.sum()), advantage, np.float32)
+        return Sample(rollout_id=rollout_id, path=path, advantages=advantages, temperatures=temperatures)
 
     @property
     def oldest_step(self) -> int:

@@ -14,7 +14,8 @@ from collections.abc import Callable
 
 from etude.environments import prepare, take_exports
 from etude.errors import EngineBehind, EtudeError, MachineError, TaskError
-from etude.harness import AgentRun, Ask, ChatFormat, HarnessConfig, run_agent, standard_tools
+from etude.harness import AgentRun, Ask, ChatFormat, HarnessConfig, standard_tools
+from etude.harness.programs import run_program
 from etude.records.rollout import Boundary, Ending, Graded, Invalid, Outcome, Rollout, RolloutSpec, Trace
 from etude.records.summary import RolloutSummary
 from etude.seams import Machine, Policy, Runtime
@@ -57,7 +58,7 @@ async def on_machine(
 ) -> Rollout:
     """Run a rollout on a machine that was forked for it; closes the machine in any case. Otherwise as `run_rollout`."""
     try:
-        run = await run_agent(
+        run = await run_program(
             spec.task,
             machine,
             policy=policy,

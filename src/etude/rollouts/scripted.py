@@ -60,7 +60,7 @@ def demonstrate(
 ) -> list[Message]:
     """Play a script on a machine in memory; the conversation, as `ChatFormat.whole` encodes it.
 
-    For machines whose coroutines never really wait (`etude.testing.MemoryMachine`): thousands a second. Raises
+    For machines whose coroutines never really wait (`etude.environments.memory`): thousands a second. Raises
     `RuntimeError` for one that waits, and `MachineError` from the machine.
     """
     bench = Workbench.of(task, machine, key="demonstration", deadline_s=_DEADLINE_S, output_chars=output_chars)

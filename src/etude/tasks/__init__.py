@@ -14,13 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from etude.config import Plugin, named
 from etude.errors import NoSource, nearest
 from etude.seams import TaskSource
-from etude.tasks.config import CorpusConfig, TasksConfig
+from etude.tasks.config import SOURCES, CorpusConfig, TasksConfig
 from etude.tasks.corpus import assert_no_heldout, code_documents, library_documents
 from etude.tasks.files import DirectorySource
 from etude.tasks.harbor import HarborSource
 from etude.tasks.humaneval import HumanEvalSource
+from etude.tasks.plugged import PluggedSource
 from etude.tasks.proof import Proof, check, show
 from etude.tasks.repair import RepairSource
 from etude.tasks.scripts import Script, write_reference
@@ -53,21 +55,33 @@ _BY_PATH: dict[str, Callable[[str], TaskSource]] = {
 }
 
 
-def open_source(name_or_path: str, seed: int, *, files: int = 3, functions_per_file: int = 1) -> TaskSource:
+def open_source(source: str | Plugin, seed: int, *, files: int = 3, functions_per_file: int = 1) -> TaskSource:
     """The source "repair", "humaneval:PATH" and "swe:PATH" (JSON lines), "harbor:PATH" (folders), "verifiers:NAME", or
-    a directory of task folders. Raises `NoSource`, and `TaskError` for one that is damaged.
+    a directory of task folders, or a plug-in. Raises `NoSource`, `PluginRefused`, and `TaskError` for one that is
+    damaged.
 
     `seed`, `files` and `functions_per_file` are for the generated source; the others are what they are.
     """
-    name, _, path = name_or_path.partition(":")
-    if name_or_path == "repair":
+    source = named(source, SOURCES)
+    if isinstance(source, Plugin):
+        return PluggedSource(source)
+    name, _, path = source.partition(":")
+    if source == "repair":
         return RepairSource(seed, files=files, functions_per_file=functions_per_file)
     if path and name in _BY_PATH:
         return _BY_PATH[name](path)
-    if Path(name_or_path).is_dir():
-        return DirectorySource(name_or_path)
+    if Path(source).is_dir():
+        return DirectorySource(source)
     raise NoSource(
-        f"no task source {name_or_path!r}",
-        f"neither a known name nor a directory: {Path(path or name_or_path).absolute()} is none",
-        hint=nearest(name, ["repair", *(f"{known}:PATH" for known in _BY_PATH), "a directory of task folders"]),
+        f"no task source {source!r}",
+        f"neither a known name nor a directory: {Path(path or source).absolute()} is none",
+        hint=nearest(
+            name,
+            [
+                "repair",
+                *(f"{known}:PATH" for known in _BY_PATH),
+                "a directory of task folders",
+                "my_package.module:Name",
+            ],
+        ),
     )

@@ -11,10 +11,25 @@ import os
 import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
+from etude.config import Plugin
 from etude.errors import TaskError
+from etude.plugins import Kind, bounded, make, unusable
 from etude.records.task import Split
 from etude.tasks.repair.functions import FUNCTION_NAMES, keys_in, random_function, split_of_key, wide_function
+
+DOCUMENT_S, MAX_DOCUMENT_CHARS, MAX_CHARS = 600.0, 4_000_000, 1_000_000_000
+"""Of a plug-in: the deadline of one document, and the most characters of one and of all."""
+
+
+@runtime_checkable
+class CorpusSource(Protocol):
+    """Further texts for mid-training. A plug-in of kind "corpus source" is one."""
+
+    def documents(self, seed: int) -> Iterable[str]:
+        """The texts, as many as are to be trained on: the same for the same seed."""
+        ...
 
 
 def code_documents(*, count: int, seed: int) -> Iterator[str]:
@@ -68,6 +83,27 @@ def _pieces(text: str, piece_chars: int) -> list[str]:
             at = ""
         at += line
     return [*pieces, at] if at.strip() else pieces
+
+
+def plugged_documents(plugin: Plugin, *, seed: int) -> Iterator[str]:
+    """The texts of a plug-in, each awaited for at most `DOCUMENT_S`. Raises `PluginError`, `PluginRefused`."""
+    source: CorpusSource = make(Kind.CORPUS, plugin)
+    texts = bounded(Kind.CORPUS, plugin, "documents", lambda: iter(source.documents(seed)), deadline_s=DOCUMENT_S)
+    count = chars = 0
+    while True:
+        text = bounded(Kind.CORPUS, plugin, f"document {count}", lambda: next(texts, None), deadline_s=DOCUMENT_S)
+        if text is None:
+            break
+        if not isinstance(text, str) or not text.strip() or len(text) > MAX_DOCUMENT_CHARS:
+            found = f"has {len(text):,} characters" if isinstance(text, str) else f"is {type(text).__name__}"
+            facts = f"document {count} {found}, and a text of 1 to {MAX_DOCUMENT_CHARS:,} characters is wanted"
+            raise unusable(Kind.CORPUS, plugin, facts)
+        count, chars = count + 1, chars + len(text)
+        if chars > MAX_CHARS:
+            raise unusable(Kind.CORPUS, plugin, f"its first {count:,} documents have over {MAX_CHARS:,} characters")
+        yield text
+    if not count:
+        raise unusable(Kind.CORPUS, plugin, "it has no document")
 
 
 def assert_no_heldout(texts: Iterable[str]) -> int:

@@ -2,20 +2,21 @@
 
 A fake keeps the seam's contract, errors included, without processes, files or weights. What one cannot do is said
 in its docstring; the most important: **nothing here isolates anything**. `MemoryMachine` and `FakeGrader` run code
-in this very process, so hand them only code that we generated ourselves. Knows no folder of etude.
+in this very process, so hand them only code that we generated ourselves. `contracts` has the suites for plug-ins.
 """
 
+from etude.environments.memory import MemoryMachine, MemoryRuntime, run_python
 from etude.testing.crews import FakeCrew
 from etude.testing.learning import (
     EnginePolicy,
     FakeLearner,
     MemoryExperience,
-    MemorySink,
+    MemoryTracker,
     ScriptedEngine,
     StreamingPolicy,
     make_version,
 )
-from etude.testing.machines import FakeGrader, ListSource, MemoryMachine, MemoryRuntime, run_python
+from etude.testing.machines import FakeGrader, ListSource
 
 __all__ = [
     "EnginePolicy",
@@ -26,7 +27,7 @@ __all__ = [
     "MemoryExperience",
     "MemoryMachine",
     "MemoryRuntime",
-    "MemorySink",
+    "MemoryTracker",
     "ScriptedEngine",
     "StreamingPolicy",
     "make_version",

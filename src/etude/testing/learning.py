@@ -15,7 +15,7 @@ import numpy as np
 from etude.errors import ContextFull, EngineBehind, EngineError, LedgerError
 from etude.records.completion import Completion, CompletionRequest, StopReason, Version, VersionSpan
 from etude.records.sample import Batch, Published, StepReport
-from etude.seams import Engine, EngineInfo
+from etude.seams import Engine, EngineInfo, TrackedRun
 
 
 def make_version(step: int, content: str = "") -> Version:
@@ -229,14 +229,19 @@ class MemoryExperience:
             raise
 
 
-class MemorySink:
-    """A `Sink` that remembers."""
+class MemoryTracker:
+    """A `Tracker` that remembers."""
 
     def __init__(self) -> None:
+        self.run: TrackedRun | None = None
         self.rows: list[tuple[int, dict[str, float]]] = []
+        self.outcome = ""
+
+    def start(self, run: TrackedRun) -> None:
+        self.run = run
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.rows.append((step, dict(values)))
 
-    def close(self) -> None:
-        """Nothing to free."""
+    def finish(self, outcome: str) -> None:
+        self.outcome = outcome

@@ -6,7 +6,7 @@ import enum
 import math
 from dataclasses import dataclass
 
-from etude.config import ranged
+from etude.config import Plugin, ranged
 from etude.numerics.config import ComputeDtype, Mode, check_device
 
 
@@ -50,7 +50,7 @@ class LoraOn(enum.StrEnum):
     MLP = "mlp"  # of experts, shared experts, and layers without a router
 
 
-_BOUNDS: dict[CorrectionKind, tuple[float, float]] = {  # as published; those of sequences for 0.01 nats a token
+_BOUNDS: dict[CorrectionKind | Plugin, tuple[float, float]] = {  # as published; of sequences: for 0.01 nats a token
     CorrectionKind.NONE: (0.0, math.inf),
     CorrectionKind.TRUNCATED: (0.0, 2.0),
     CorrectionKind.TRUNCATED_SEQUENCES: (0.0, 2.0),
@@ -66,8 +66,8 @@ class LearnerConfig:
     lr: float = ranged(5e-4, low=0.0)  # constant, then linear to a tenth over the last 40 % of the steps
     warmup_steps: int = ranged(0, low=0)
     grad_clip: float = ranged(1.0, low=0.0)  # largest norm of the whole gradient
-    policy_loss: PolicyLossKind = PolicyLossKind.PPO  # cispo collapsed at lag 4: docs/lab/LOG.md
-    ratio_cap: float | None = ranged(None, low=1.0)  # the most that a token's ratio weighs; none: cispo 2, ppo 3
+    policy_loss: PolicyLossKind | Plugin = PolicyLossKind.PPO  # cispo collapsed at lag 4: docs/lab/LOG.md
+    ratio_cap: float | None = ranged(None, low=1.0)  # the most that a token's ratio weighs; none: cispo 2, others 3
     clip_low: float = ranged(0.8, low=0.0, high=1.0)  # ppo
     clip_high: float = ranged(1.28, low=1.0)  # ppo
     budget_tokens: int = ranged(8192, low=1)  # of one forward; bounds memory, changes nothing else
@@ -79,7 +79,7 @@ class LearnerConfig:
     kl: float = ranged(
         0.0, low=0.0
     )  # of k2 to the starting checkpoint, in the loss; `experience.kl`: k1, in the reward
-    correction: CorrectionKind = CorrectionKind.NONE  # for engines that are not exact
+    correction: CorrectionKind | Plugin = CorrectionKind.NONE  # for engines that are not exact
     correction_low: float | None = ranged(None, low=0.0, high=1.0)  # none: the correction's own
     correction_high: float | None = ranged(None, low=1.0)  # none: the correction's own; the cap of one that truncates
     weights: LiveWeights = LiveWeights.BF16
@@ -147,12 +147,12 @@ class LearnerConfig:
 
     @property
     def correction_bounds(self) -> tuple[float, float]:
-        """Low and high, as the correction takes them.
+        """Low and high, as a built-in correction takes them.
 
         >>> LearnerConfig(correction=CorrectionKind.MASKED, correction_high=2.0).correction_bounds
         (0.5, 2.0)
         """
-        low, high = _BOUNDS[self.correction]
+        low, high = _BOUNDS.get(self.correction, (0.0, math.inf))  # a plug-in has settings of its own
         return (
             low if self.correction_low is None else self.correction_low,
             high if self.correction_high is None else self.correction_high,

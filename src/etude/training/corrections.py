@@ -22,6 +22,7 @@ Shapes: R rows, one a sampled token. Log-ratios are in nats, detached; everythin
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -39,6 +40,15 @@ class Corrected:
 
     weight_R: torch.Tensor  # never negative; 0 where the token is masked
     uncut_R: torch.Tensor  # the unbiased weight that was cut
+
+
+class Correction(Protocol):
+    """Weights of sampled tokens. A plug-in of kind "correction" is one."""
+
+    def __call__(self, log_ratio_R: torch.Tensor, sequence_R: torch.Tensor) -> Corrected:
+        """`log_ratio_R` (float32, nats): the learner's log-probability minus the sampler's. `sequence_R` (int64): the
+        sequence of each token, from 0."""
+        ...
 
 
 def correct(

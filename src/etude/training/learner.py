@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from etude import progress
+from etude.config import Plugin
 from etude.errors import CheckpointError, DeadlineExceeded, ParityError, WeightsError
 from etude.models.transformer import Forward, Transformer
 from etude.models.watch import Watch, unwatched
@@ -32,10 +33,11 @@ from etude.training.config import CorrectionKind, LearnerConfig, OptimizerKind, 
 from etude.training.corrections import Corrected, correct, decoupled
 from etude.training.group import ONE, Group
 from etude.training.guard import check_logits, check_loss, check_sampled, check_weights, place_in, stepped
-from etude.training.losses import PolicyLoss, cispo_loss, entropy, k2_loss, ppo_loss
+from etude.training.losses import PolicyLoss, SampledTokens, cispo_loss, entropy, k2_loss, ppo_loss
 from etude.training.muon import Muon
 from etude.training.optimizer import AdamW
 from etude.training.packing import Cost, pack
+from etude.training.plugged import Plugged
 from etude.training.reference import Reference
 from etude.training.report import Tally, merged
 from etude.training.routes import Replay
@@ -51,8 +53,8 @@ SAMPLED_ANEW = 64
 class TorchLearner:
     """`seams.Learner` on torch. `load` comes first.
 
-    `num_steps` is the run's length, for the learning rate's tail (None: no tail); `temperature` is the one the
-    rollouts were sampled with, since the ratio is of the distribution sampled from. `reference` is what
+    `num_steps` is the run's length, for the learning rate's tail (None: no tail); `temperature` is the run's, since the
+    ratio is of the distribution sampled from; a sample may have others (`Sample.temperatures`). `reference` is what
     `config.kl` is taken to. `numerics` is what the engines have, too: in exact mode the ratio on the learner's own
     weights must be 1, to the bit, or the step is refused (`refuse_mismatch` False, and native mode: it is reported);
     in low precision what is published is packed (`models.packed`). `seed` keys what adapters begin with. `group`: the
@@ -85,6 +87,7 @@ class TorchLearner:
         self._reference = reference if config.kl else None
         self._channel, self._num_steps, self._temperature = channel, num_steps, temperature
         self._publisher: Publisher | None = None
+        self._plugged = Plugged()
         self._offered: int | None = None  # the step of the version that is on its way
         self._lr_share = 1.0  # of the batch whose gradient is accumulated
         self._device = torch.device("cpu")
@@ -169,7 +172,7 @@ class TorchLearner:
             again = functools.partial(self._run, rows) if group.size == 1 else None
             place = functools.partial(place_in, samples, rows)
             check_logits(done.logits, again, rows.rows_R, step=step, place=place)
-            logprobs_RV = self._logprobs(done.logits)
+            logprobs_RV = self._logprobs(done.logits, rows)
             logprobs_R = logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0]
             log_ratio_R = logprobs_R.detach() - rows.sampler_logprobs_R
             own_R = rows.picked([self._is_fresh(sample) for sample in samples])
@@ -214,7 +217,7 @@ class TorchLearner:
         found = []
         for samples in microbatches(few, budget_tokens=self.config.budget_tokens):
             rows = self._group.part(lay_flat(samples)).to(self._device)
-            logprobs_RV = self._logprobs(self._run(rows).logits)
+            logprobs_RV = self._logprobs(self._run(rows).logits, rows)
             found.append(logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0] - rows.sampler_logprobs_R)
         return [one.cpu() for one in found]
 
@@ -224,25 +227,31 @@ class TorchLearner:
         """The loss, and what each token weighs in it before the loss's own clip."""
         sampler_R, advantages_R = rows.sampler_logprobs_R, rows.advantages_R
         kind, (low, high) = self.config.correction, self.config.correction_bounds
-        corrected = correct(kind, logprobs_R.detach() - sampler_R, rows.sample_R, low=low, high=high)
+        log_ratio_R = logprobs_R.detach() - sampler_R
+        if isinstance(kind, Plugin):
+            corrected = self._plugged.corrected(kind, log_ratio_R, rows.sample_R)
+        else:
+            corrected = correct(kind, log_ratio_R, rows.sample_R, low=low, high=high)
         if kind is CorrectionKind.NONE:
-            return self._loss(logprobs_R, sampler_R, advantages_R, normaliser), corrected
+            return self._loss(SampledTokens(logprobs_R, sampler_R, advantages_R, rows.sample_R, normaliser)), corrected
         anchor_R, factor_R = decoupled(corrected.weight_R, logprobs_R, sampler_R, own_R)
-        return self._loss(logprobs_R, anchor_R, advantages_R * factor_R, normaliser), corrected
+        tokens = SampledTokens(logprobs_R, anchor_R, advantages_R * factor_R, rows.sample_R, normaliser)
+        return self._loss(tokens), corrected
 
-    def _loss(
-        self, logprobs_R: torch.Tensor, anchor_R: torch.Tensor, advantages_R: torch.Tensor, normaliser: float
-    ) -> PolicyLoss:
-        tokens = (logprobs_R, anchor_R, advantages_R)
-        match self.config.policy_loss:
+    def _loss(self, tokens: SampledTokens) -> PolicyLoss:
+        config, cap, normaliser = self.config, self.config.ratio_bound, tokens.normaliser
+        rows = (tokens.logprobs_R, tokens.sampler_logprobs_R, tokens.advantages_R)
+        match config.policy_loss:
+            case Plugin():
+                return self._plugged.loss(config.policy_loss, tokens)
             case PolicyLossKind.CISPO:
-                return cispo_loss(*tokens, normaliser=normaliser, cap=self.config.ratio_bound)
+                return cispo_loss(*rows, normaliser=normaliser, cap=cap)
             case PolicyLossKind.PPO:
-                low, high, cap = self.config.clip_low, self.config.clip_high, self.config.ratio_bound
-                return ppo_loss(*tokens, normaliser=normaliser, clip_low=low, clip_high=high, cap=cap)
+                low, high = config.clip_low, config.clip_high
+                return ppo_loss(*rows, normaliser=normaliser, clip_low=low, clip_high=high, cap=cap)
 
-    def _logprobs(self, logits_RV: torch.Tensor) -> torch.Tensor:
-        return self.model.operators.log_softmax(logits_RV, self._temperature)
+    def _logprobs(self, logits_RV: torch.Tensor, rows: Rows) -> torch.Tensor:
+        return self.model.operators.log_softmax(logits_RV, rows.temperature(self._temperature))
 
     def _fresh_ratio(
         self, samples: Sequence[Sample], rows: Rows, log_ratio_R: torch.Tensor, own_R: torch.Tensor
@@ -380,6 +389,8 @@ class TorchLearner:
     def load(self, path: Path | str) -> None:
         """Go on from what `save` left, or begin at step 0 from any Hugging Face directory. Raises `CheckpointError`,
         and then the learner holds what it held."""
+        with self._group.agreed("plug-ins"):
+            self._plugged.load(self.config)
         path = Path(path)
         resumed, step, version = (path / ABOUT).is_file(), 0, None
         if resumed:

@@ -7,8 +7,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """What a policy loss is computed of: one row per sampled token of one forward pass, in the order of the sequences.
+    Only `logprobs_R` has a gradient. A batch is several forward passes, whose losses are added.
+    """
+
+    logprobs_R: torch.Tensor  # float32, of the learner
+    sampler_logprobs_R: torch.Tensor  # float32, of the engine that sampled the token
+    advantages_R: torch.Tensor  # float32
+    sequence_R: torch.Tensor  # int64, from 0: the sequence of each token. With learner.context_parallel, a part of it
+    normaliser: float  # what the summed loss is divided by: the number of sampled tokens in the whole batch
 
 
 @dataclass(frozen=True)
@@ -18,6 +32,12 @@ class PolicyLoss:
     loss: torch.Tensor
     ratio_R: torch.Tensor  # trainer's probability over sampler's
     clipped_R: torch.Tensor  # bool: the ratio lies outside the range that the loss takes as it is
+
+
+class PolicyLossFunction(Protocol):
+    """The loss of sampled tokens. A plug-in of kind "policy loss" is one."""
+
+    def __call__(self, tokens: SampledTokens) -> PolicyLoss: ...
 
 
 def ppo_loss(

@@ -19,19 +19,24 @@ computed once, by somebody. Experts are whole where they are.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
-from etude.models.latent import LatentAttention
-from etude.models.transformer import Attention, Mlp, Stack
 from etude.training.optimizer import AdamW
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NUM_STEPS = 5
 MOMENTUM = 0.95
 SIZE = 0.2
+
+
+@runtime_checkable
+class HasMatrices(Protocol):
+    """A layer with matrices (`models.attention.AttentionLayer`)."""
+
+    def matrices(self) -> dict[str, list[int]]: ...
 
 
 class Together(Protocol):
@@ -76,29 +81,8 @@ class Muon(AdamW):
 def matrices(model: nn.Module) -> dict[str, list[int]]:
     """The parameters that are moved so, each with the numbers of rows of the matrices that lie in it one below the
     other; of stacked experts, in each."""
-    found: dict[str, list[int]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, Attention):
-            found[f"{name}.qkv"] = [module.head_dim] * (module.heads + 2 * module.kv_heads)
-            found[f"{name}.out"] = [module.out.shape[0]]
-        elif isinstance(module, LatentAttention):
-            found |= {f"{name}.{part}": rows for part, rows in _latent(module).items()}
-        elif isinstance(module, Mlp):
-            found[f"{name}.gate_up"] = [module.down.shape[1]] * 2
-            found[f"{name}.down"] = [module.down.shape[0]]
-        elif isinstance(module, Stack):
-            found[f"{name}.gate_up"] = [module.down.shape[2]] * 2
-            found[f"{name}.down"] = [module.down.shape[1]]
-    return found
-
-
-def _latent(module: LatentAttention) -> dict[str, list[int]]:
-    first, latent, rope = module.widths
-    heads, at = module.heads, module.latent
-    by_head = {"kv_up": [at.nope_dim, at.value_dim] * heads, "out": [module.out.shape[0]]}
-    if module.q_up is None:
-        return {"inward": [first // heads] * heads + [latent, rope], **by_head}
-    return {"inward": [first, latent, rope], "q_up": [at.head_dim] * heads, **by_head}
+    layers = ((name, module) for name, module in model.named_modules() if isinstance(module, HasMatrices))
+    return {f"{name}.{part}": rows for name, module in layers for part, rows in module.matrices().items()}
 
 
 def orthogonalised(whole: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:

@@ -37,8 +37,7 @@ class Cost:
         met = c.num_parameters - c.vocab_size * c.hidden_size  # an embedding is looked up
         met += c.vocab_size * c.hidden_size if c.tie_embeddings else 0
         met -= 3 * c.num_moe_layers * (c.num_experts - c.top_k) * c.expert_size * c.hidden_size
-        values = c.head_dim if c.latent is None else c.latent.value_dim
-        return cls(2 * met / (c.num_layers * c.num_heads * (c.head_dim + values)))
+        return cls(2 * met / (c.num_layers * c.num_heads * (c.head_dim + c.value_dim)))
 
     def of(self, num_tokens: int) -> float:
         """The cost of one text."""

@@ -41,7 +41,7 @@ class Reference:
         logits, _ = self._model(
             rows.tokens_N, Packed(rows.forwarded, self._model.operators, device=self._device), rows=rows.rows_R
         )
-        logprobs_RV = self._model.operators.log_softmax(logits, self._temperature)
+        logprobs_RV = self._model.operators.log_softmax(logits, rows.temperature(self._temperature))
         return logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0]
 
     def k1(self, samples: Sequence[Sample]) -> dict[str, float]:

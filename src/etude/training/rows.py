@@ -29,6 +29,7 @@ class Rows:
     sampler_logprobs_R: torch.Tensor  # float32
     advantages_R: torch.Tensor  # float32
     sample_R: torch.Tensor  # int64: index of the sample each row belongs to
+    temperatures_R: torch.Tensor | None = None  # float32, NaN: the run's; None: the run's for all
     kept_N: torch.Tensor | None = None  # int64: which of the paths' tokens are here, where ranks share them; None: all
 
     @property
@@ -44,6 +45,12 @@ class Rows:
     def picked(self, of_samples: Sequence[bool]) -> torch.Tensor:
         """bool [R]: what is said of each row's sample."""
         return torch.tensor(of_samples, dtype=torch.bool, device=self.sample_R.device)[self.sample_R]
+
+    def temperature(self, run: float) -> torch.Tensor | float:
+        """The temperature to compute each row's log-probability at: `run` for all, or [R, 1]."""
+        if self.temperatures_R is None:
+            return run
+        return torch.where(self.temperatures_R.isnan(), run, self.temperatures_R)[:, None]
 
     def to(self, device: torch.device) -> Rows:
         """The same on a device."""
@@ -63,6 +70,7 @@ class Rows:
             targets_R=self.targets_R[mine_R],
             sampler_logprobs_R=self.sampler_logprobs_R[mine_R],
             advantages_R=self.advantages_R[mine_R],
+            temperatures_R=None if self.temperatures_R is None else self.temperatures_R[mine_R],
             sample_R=self.sample_R[mine_R],
             kept_N=kept_N,
         )
@@ -102,8 +110,9 @@ def lay_flat(samples: Sequence[Sample], replay: Replay | None = None) -> Rows:
         sampler_logprobs_R=_tensor(
             [path.logprobs[where] for path, where in zip(paths, sampled, strict=True)], np.float32
         ),
-        advantages_R=_tensor([np.repeat([s.advantage for s in samples], counts)], np.float32),
+        advantages_R=_tensor([sample.advantages for sample in samples], np.float32),
         sample_R=_tensor([np.repeat(np.arange(len(samples)), counts)], np.int64),
+        temperatures_R=_temperatures(samples),
     )
 
 
@@ -117,3 +126,11 @@ def forwarded(sample: Sample) -> int:
 
 def _tensor(parts: Sequence[np.ndarray], dtype: type) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(parts).astype(dtype))
+
+
+def _temperatures(samples: Sequence[Sample]) -> torch.Tensor | None:
+    """`Rows.temperatures_R`."""
+    if all(sample.temperatures is None for sample in samples):
+        return None
+    of = [np.full_like(s.advantages, np.nan) if s.temperatures is None else s.temperatures for s in samples]
+    return _tensor(of, np.float32)

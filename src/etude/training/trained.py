@@ -185,8 +185,9 @@ def recomputing(model: Transformer, recompute: bool) -> Transformer:
 
 def chosen_modules(model: Transformer, on: LoraOn) -> tuple[str, ...]:
     """The modules of a model that are adapted, by the last parts of their names."""
-    found = {module_of(name) for matrix in matrices(model) for name in matrix.rows}
-    return tuple(sorted(name for name in found if on is LoraOn.ALL or (name in MLP) == (on is LoraOn.MLP)))
+    inside, names = model.config.architecture.inside, [name for matrix in matrices(model) for name in matrix.rows]
+    is_mlp = {module_of(name): module_of(inside(name)) in MLP for name in names}
+    return tuple(sorted(name for name in is_mlp if on is LoraOn.ALL or is_mlp[name] == (on is LoraOn.MLP)))
 
 
 def _check_same(path: Path, wanted: AdapterConfig, found: AdapterConfig) -> None:

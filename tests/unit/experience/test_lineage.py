@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.small_rollouts import graded, read, summary
+from tests.small_rollouts import graded, read, summary, turn
 
 from etude.experience import Finished, Group, Ledger, Straggler, make_batch, plan_batch, record_batch, step_facts
 from etude.experience.lineage import KEPT, Branches, seen_from
 from etude.records import Completion, Sample, Trace, Version, VersionSpan
 from etude.records.completion import StopReason
-from etude.records.rollout import Turn
 from etude.records.summary import as_seen
 
 
@@ -38,7 +37,7 @@ def trace(*spans: tuple[Version, int, int]) -> Trace:
         stop_reason=StopReason.STOP,
         engine="engine-0",
     )
-    return Trace((Turn(parent=None, prompt_ids=np.arange(2, dtype=np.int32), completion=completion),))
+    return Trace((turn(None, 2, completion),))
 
 
 def group(*traces: Trace) -> Group:
@@ -126,7 +125,7 @@ def test_a_rollout_of_negative_apparent_steps_alone_is_of_one_version_and_traine
     assert [sample.oldest_step for sample in batch.samples] == [-1, 1]
     assert all(sample.single_version for sample in batch.samples)
     mixed = msgspec.structs.replace(batch.samples[1].path, steps=np.array([1, 1, -1, 1, 1], np.int32))
-    assert not Sample(rollout_id="r", path=mixed, advantage=1.0).single_version
+    assert not Sample.uniform("r", mixed, 1.0).single_version
 
 
 def test_a_group_of_the_lineage_is_left_as_it_is() -> None:

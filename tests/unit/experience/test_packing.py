@@ -13,13 +13,15 @@ from etude.experience.credit import advantages
 from etude.experience.packing import paths, teaches, whole_samples
 from etude.experience.traces import read_index, read_trace, trace_path
 from etude.records import Completion, Trace
-from etude.records.rollout import Turn
 
 
 def test_a_batch_holds_samples_of_non_zero_advantage_and_consumes_everybody(kit):
     groups = [kit.group("g000001", [1.0, 0.0, None]), kit.group("g000000", [1.0, 1.0, 1.0])]
     batch = make_batch(plan_batch(groups, batch_id="b000001", step=1, max_lag=0), kit.read)
-    assert [(s.rollout_id, s.advantage) for s in batch.samples] == [("g000001.0", 0.5), ("g000001.1", -0.5)]
+    assert {s.rollout_id: s.advantages.tolist() for s in batch.samples} == {
+        "g000001.0": [0.5] * 4,
+        "g000001.1": [-0.5] * 4,
+    }
     assert list(batch.rollout_ids) == sorted(i for g in groups for i in g.rollout_ids)
     assert batch.num_loss_tokens == 5 * 4  # five valid rollouts of four sampled tokens
 
@@ -33,8 +35,8 @@ def test_the_order_of_the_groups_does_not_change_the_batch(kit):
 
 def test_in_a_branching_trace_each_sampled_token_is_in_the_loss_once(kit):
     stem = kit.chain([(0, 4)]).turns[0]
-    left = Turn(parent=0, prompt_ids=np.arange(2, dtype=np.int32), completion=kit.completion([(0, 5)], context=9))
-    right = Turn(parent=0, prompt_ids=np.arange(1, dtype=np.int32), completion=kit.completion([(0, 6)], context=8))
+    left = kit.turn(0, 2, kit.completion([(0, 5)], context=9))
+    right = kit.turn(0, 1, kit.completion([(0, 6)], context=8))
     first, second = paths(Trace((stem, left, right)))
     assert (first.mask.sum(), second.mask.sum()) == (9, 6)
     assert len(second.token_ids) == 3 + 4 + 1 + 6  # the stem is still context
@@ -96,7 +98,7 @@ def test_a_kl_in_the_reward_gives_signal_where_rewards_alone_have_none(kit):
     batch = make_batch(
         plan_batch([group], batch_id="b", step=1, max_lag=2, k1={ids[0]: 0.0, ids[1]: 2.0}, beta=0.1), kit.read
     )
-    assert {s.rollout_id: s.advantage for s in batch.samples} == pytest.approx({ids[0]: 0.1, ids[1]: -0.1})
+    assert {s.rollout_id: s.advantages[0] for s in batch.samples} == pytest.approx({ids[0]: 0.1, ids[1]: -0.1})
 
 
 def said_nothing(kit: Any) -> Completion:
@@ -112,7 +114,7 @@ NOTHING: dict[str, Any] = {"logprobs": np.zeros(0, np.float32), "spans": (), "ro
 def test_a_rollout_without_turns_and_one_that_sampled_nothing_are_consumed_and_count_in_the_baseline(
     kit: Any, tmp_path: Path, scheme: Any, beta: float
 ) -> None:
-    silent = Trace((Turn(parent=None, prompt_ids=np.arange(3, dtype=np.int32), completion=said_nothing(kit)),))
+    silent = Trace((kit.turn(None, 3, said_nothing(kit)),))
     group = kit.group("g000000", [0.0, 0.0, 1.0])
     finished = [
         msgspec.structs.replace(one, summary=kit.summary(one.rollout_id, trace))
@@ -127,7 +129,8 @@ def test_a_rollout_without_turns_and_one_that_sampled_nothing_are_consumed_and_c
     [sample] = batch.samples
     assert sample.rollout_id == "g000000.2"
     raw = [0.0, 0.0, 1.0]
-    assert sample.advantage == pytest.approx(advantages([0.0, 0.0, 1.0 - beta * 0.25], scheme, raw=raw)[2])
+    wanted = advantages([0.0, 0.0, 1.0 - beta * 0.25], scheme, raw=raw)[2]
+    assert sample.advantages.tolist() == pytest.approx([wanted] * 4)
     assert batch.rollout_ids == group.rollout_ids
     assert step_facts([group], ref)["lag"] == {"0": 1}
     path = trace_path(tmp_path, 1)

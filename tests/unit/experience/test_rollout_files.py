@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tests.small_rollouts import Kit
 from etude.errors import LedgerError, StoreError
 from etude.experience import Ledger, RolloutFiles, plan_batch, record_batch
 from etude.experience.groups import Finished, Group
-from etude.records.summary import RolloutSummary, summary_of
+from etude.records.summary import RolloutSummary, Stored, summary_of
 from etude.records.wire import pack
 
 
@@ -109,3 +110,17 @@ def test_what_was_invalid_and_cannot_be_read_costs_no_step(files, tmp_path):
     with pytest.raises(LedgerError, match=r"the stored rollout g000000\.0 cannot be read"):
         record_batch(tmp_path, plan, files.read)
     assert [path.name for path in tmp_path.glob("batch*")] == ["batch-000001.parquet"]
+
+
+def test_a_file_of_an_earlier_format_is_refused_by_name_and_counts_as_stored(files):
+    stored(files, "g000000.0")
+    path, rollout = files.path("g000000.0", 0), Kit.rollout("g000000.0")
+    earlier = pack(rollout)
+    path.write_bytes(earlier)
+    summary = summary_of(rollout, Stored(len(earlier), hashlib.sha256(earlier).hexdigest()))
+    for read in (files.read, files.read_exports):
+        with pytest.raises(LedgerError, match=r"the stored rollout g000000\.0 has another format") as caught:
+            read(summary)
+        assert "etude-rollout 2" in caught.value.facts
+        assert "the etude that began the run" in caught.value.hint
+    assert files.has(summary)

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import resource
 import signal
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,8 +20,10 @@ from etude.errors import LedgerError, StoreError
 from etude.experience import Finished, Group, Straggler, plan_batch, read_trace, record_batch
 from etude.experience import traces as trace_module
 from etude.experience.traces import SCHEMA, read_index, read_rollout, trace_path
-from etude.records.rollout import Trace
-from etude.records.wire import pack
+from etude.records import Batch, Completion, Sampling, Version, VersionSpan
+from etude.records.completion import StopReason
+from etude.records.rollout import Trace, Turn, TurnKind
+from etude.records.wire import I32, Routes, pack
 from etude.stores import MemoryStore
 
 
@@ -175,9 +180,187 @@ def test_a_step_that_is_written_in_many_parts_reads_as_one(tmp_path, kit, monkey
 def test_the_digest_is_of_what_the_page_says(tmp_path, kit):
     batch, path = recorded(tmp_path, kit, max_lag=1)
     names = ("token_ids", "mask", "logprobs", "steps", "kv_epochs", "routes", "digest")
-    samples = [(s.rollout_id, s.advantage, *(getattr(s.path, name) for name in names)) for s in batch.samples]
+    samples = [
+        (s.rollout_id, s.origin, s.advantages, s.temperatures, *(getattr(s.path, name) for name in names))
+        for s in batch.samples
+    ]
     packed = pack((batch.step, batch.num_loss_tokens, batch.rollout_ids, samples))
     assert read_trace(path).digest == hashlib.sha256(packed).hexdigest()
     assert [trace_module._array_head(n) for n in (15, 16, 70_000)] == [
         pack([0] * n)[:k] for n, k in ((15, 1), (16, 3), (70_000, 5))
     ]
+
+
+SAMPLING = Sampling(max_tokens=8, stop_token_ids=(1, 2), temperature=1.0, seed=2**62)
+
+
+def routes_of(context: I32, version_step: int, kind: Any) -> Routes:
+    """Routes that depend on a position's context and on the version, as an engine's do."""
+    if kind is None:
+        return np.zeros((0, 2, 2), np.uint8)
+    seen = np.cumsum(context.astype(np.int64) * 31 + 7) + version_step
+    return (seen[:, None, None] * np.array([[1, 3], [5, 7]]) % 200).astype(kind)
+
+
+def turn_of(
+    before: I32,
+    prompt: I32,
+    sampled: I32,
+    *,
+    parent: int | None = None,
+    version_step: int = 3,
+    routes: Any = np.uint8,
+    **fields: Any,
+) -> Turn:
+    """A turn after the context `before`, whose routes its caller has up to the last but one token."""
+    known = max(0, len(before) - 1)
+    context = np.concatenate([before, prompt, sampled])[:-1]
+    done = Completion(
+        request_id="r",
+        token_ids=sampled,
+        logprobs=-np.arange(len(sampled), dtype=np.float32),
+        routes=routes_of(context, version_step, routes)[known:],
+        routes_start=known,
+        spans=(VersionSpan(Version(version_step, "0" * 8, f"{version_step:064d}"), len(sampled)),),
+        stop_reason=StopReason.LENGTH,
+        engine="engine-1",
+    )
+    return Turn(parent=parent, prompt_ids=prompt, completion=done, **{"sampling": SAMPLING, **fields})
+
+
+def ids(*numbers: int) -> I32:
+    return np.array(numbers, np.int32)
+
+
+def of_traces(kit: Any, group_id: str, traces: Sequence[Trace]) -> Group:
+    """A group whose members have these traces and different rewards."""
+    finished = [
+        Finished(rollout_id=f"{group_id}.{i}", outcome=kit.graded(float(i)), summary=kit.summary(f"{group_id}.{i}", one))
+        for i, one in enumerate(traces)
+    ]
+    return Group(group_id, tuple(one.rollout_id for one in finished), tuple(finished))
+
+
+def written(tmp_path: Path, kit: Any, *groups: Group, **options: Any) -> tuple[Batch, list[dict[str, Any]]]:
+    """The batch of some groups, as it comes back to the byte, and the rows of its file."""
+    batch, _ = record_batch(tmp_path, plan_batch(groups, batch_id="b", step=5, max_lag=9), kit.read, **options)
+    path = trace_path(tmp_path, 5)
+    assert pack(read_trace(path).batch) == pack(batch)
+    return batch, pq.read_table(path).to_pylist()
+
+
+def test_what_siblings_begin_with_is_in_the_file_once(tmp_path, kit):
+    stem = np.arange(100, dtype=np.int32)
+    traces = [Trace((turn_of(ids(), np.append(stem, ids(i, 7)), ids(i, i, 1)),)) for i in range(3)]
+    batch, rows = written(tmp_path, kit, of_traces(kit, "g000000", traces), of_traces(kit, "g000001", traces))
+    turns = [row for row in rows if row["row"] == "turn"]
+    assert [len(row["prompt_ids"]) for row in turns] == [102, 2, 2] * 2, "groups are apart: each may be read alone"
+    assert [(row["shared_with"], row["shared_tokens"]) for row in turns] == [(None, None), (0, 100), (0, 100)] * 2
+    for row in turns[1:3]:
+        assert row["shared_routes"] == 100
+        assert not any(row["routes"][: 100 * 4])
+        assert any(row["routes"][100 * 4 :])
+    assert [len(sample.path.token_ids) for sample in batch.samples] == [105] * 4, "the second has the mean reward"
+
+
+def test_what_branches_of_a_rollout_begin_with_is_in_the_file_once(tmp_path, kit):
+    first = turn_of(ids(), ids(1, 2, 3), ids(4, 5))
+    before = ids(1, 2, 3, 4, 5)
+    branches = [turn_of(before, ids(6, 7, 8, i), ids(9, i), parent=0, kind=TurnKind.SIDE) for i in range(2)]
+    again = turn_of(ids(), ids(1, 2, 8), ids(4))  # another context, which begins like the first one
+    trace = Trace((first, *branches, again))
+    batch, rows = written(tmp_path, kit, of_traces(kit, "g000000", [trace, Trace((first,))]))
+    turns = [row for row in rows if row["row"] == "turn"]
+    assert [(row["shared_with"], row["shared_tokens"], row["prompt_ids"]) for row in turns] == [
+        (None, None, [1, 2, 3]),
+        (None, None, [6, 7, 8, 0]),
+        (1, 3, [1]),
+        (0, 2, [8]),
+        (0, 3, []),
+    ]
+    assert [row["kind"] for row in turns] == ["act", "side", "side", "act", "act"]
+    leaves = [row["leaf"] for row in rows if row["row"] == "sample" and row["rollout_id"] == "g000000.0"]
+    assert leaves == [1, 2, 3]
+    assert [int(sample.path.mask.sum()) for sample in batch.samples] == [4, 2, 1, 2], "a token has loss once"
+
+
+def test_a_sibling_is_stored_relative_to_one_of_its_own_version(tmp_path, kit):
+    stem = np.arange(50, dtype=np.int32)
+    traces = [Trace((turn_of(ids(), stem, ids(i), version_step=step),)) for i, step in enumerate((3, 4, 4, 3, 4))]
+    _, rows = written(tmp_path, kit, of_traces(kit, "g000000", traces))
+    turns = [row for row in rows if row["row"] == "turn"]
+    assert [row["shared_with"] for row in turns] == [None, 0, 1, 0, 1]
+    assert [any(row["routes"]) for row in turns] == [True, True, False, False, False]
+
+
+def test_the_temperature_of_a_token_is_kept_where_it_is_not_the_runs(tmp_path, kit):
+    def sampled_at(temperature: float) -> Sampling:
+        return msgspec.structs.replace(SAMPLING, temperature=temperature)
+
+    first = turn_of(ids(), ids(1, 2), ids(3, 4), sampling=sampled_at(0.5))
+    second = turn_of(ids(1, 2, 3, 4), ids(5), ids(6), parent=0, sampling=sampled_at(0.0))
+    both, alike = Trace((first, second)), Trace((first,))
+    batch, rows = written(tmp_path, kit, of_traces(kit, "g000000", [both, alike]), temperature=0.5)
+    assert batch.samples[0].temperatures.tolist() == [0.5, 0.5, 1.0], "greedy ones are compared at 1"
+    assert batch.samples[1].temperatures is None
+    assert [row["sampling"]["temperature"] for row in rows if row["row"] == "turn"] == [0.5, 0.0, 0.5]
+    facts = json.loads(pq.read_schema(trace_path(tmp_path, 5)).metadata[b"etude.batch"])
+    assert (facts["format"], facts["temperature"]) == (2, 0.5)
+
+
+def grown(rng: np.random.Generator, stem: I32, kind: Any) -> Trace:
+    """A tree of a few turns, many of whose prompts begin alike."""
+    turns, contexts = list[Turn](), list[I32]()
+    for _ in range(int(rng.integers(1, 6))):
+        parent = None if not turns or rng.random() < 0.3 else int(rng.integers(len(turns)))
+        before = ids() if parent is None else contexts[parent]
+        tail = rng.integers(0, 3, int(rng.integers(1, 4)), np.int32)
+        prompt = np.concatenate([stem[: int(rng.integers(len(stem) + 1))], tail])
+        sampled = rng.integers(0, 700, int(rng.integers(0, 4)), np.int32)
+        turns.append(
+            turn_of(
+                before,
+                prompt,
+                sampled,
+                parent=parent,
+                version_step=int(rng.integers(3, 5)),
+                routes=kind,
+                kind=list(TurnKind)[int(rng.integers(3))],
+            )
+        )
+        contexts.append(np.concatenate([before, prompt, sampled]))
+    return Trace(tuple(turns))
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    kind=st.sampled_from([np.uint8, np.uint16, None]),
+    group_bytes=st.sampled_from([1, trace_module.ROW_GROUP_BYTES]),
+)
+def test_every_turn_of_any_tree_comes_back(tmp_path, kit, seed, kind, group_bytes):
+    rng = np.random.default_rng(seed)
+    stem = rng.integers(0, 700, 12, np.int32)
+    traces = [[grown(rng, stem, kind) for _ in range(4)] for _ in range(2)]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(trace_module, "ROW_GROUP_BYTES", group_bytes)
+        written(tmp_path, kit, *(of_traces(kit, f"g00000{i}", some) for i, some in enumerate(traces)))
+    table, _ = trace_module._read(trace_path(tmp_path, 5))
+    found = [trace.turns for _, trace, _ in trace_module._rollouts(table)]
+    assert len(found) == 8
+    for turns, was in zip(found, (trace for some in traces for trace in some), strict=True):
+        for turn, written_turn in zip(turns, was.turns, strict=True):
+            done = msgspec.structs.replace(turn.completion, request_id="r")
+            if not len(done.routes):
+                done = msgspec.structs.replace(done, routes=written_turn.completion.routes)
+            assert pack(msgspec.structs.replace(turn, completion=done)) == pack(written_turn)
+
+
+def test_a_file_of_a_later_format_is_refused_by_name(tmp_path, kit):
+    _, path = recorded(tmp_path, kit, max_lag=1)
+    table = pq.read_table(path)
+    facts = json.loads(table.schema.metadata[b"etude.batch"]) | {"format": 3}
+    pq.write_table(table.replace_schema_metadata({b"etude.batch": json.dumps(facts).encode()}), path)
+    for read in (read_trace, read_index, lambda path: read_rollout(path, "g000000.0")):
+        with pytest.raises(LedgerError, match="it has format 3, this etude reads 1 and 2"):
+            read(path)

@@ -98,12 +98,10 @@ def test_malformed_calls_are_answered_as_errors_and_kept_as_such() -> None:
     nonsense = [CHAT.end_id + 100, CHAT.end_id]
     bad = say("edit", path="calc.py")
     run, _ = act([bad, nonsense, say("submit")])
-    first, second, third = (t.call for t in run.trace.turns)
-    assert first is not None
+    (first,), none, (third,) = (turn.calls for turn in run.trace.turns)
     assert first.malformed
     assert (first.name, first.output) == ("", "usage: edit PATH LINE TEXT")
-    assert second is None  # spoke without a call
-    assert third is not None
+    assert none == ()  # it spoke without a call
     assert third.name == "submit"
     assert run.messages[4] == {"role": "user", "content": SPEAK_BY_TOOLS}
     assert run.ending is Ending.SUBMITTED
@@ -112,8 +110,7 @@ def test_malformed_calls_are_answered_as_errors_and_kept_as_such() -> None:
 def test_a_call_of_half_a_character_is_malformed_and_the_rollout_can_be_kept() -> None:
     half = [say("ls")[0], *CHAT.encode(r'edit "\ud800" 3 x').tolist(), CHAT.end_id]
     run, _ = act([half, say("submit")])
-    first = run.trace.turns[0].call
-    assert first is not None
+    (first,) = run.trace.turns[0].calls
     assert (first.malformed, first.output) == (True, "path holds half of a character")
     assert run.ending is Ending.SUBMITTED
     assert pack(run.trace)
@@ -124,8 +121,7 @@ def test_a_completion_cut_off_by_length_is_malformed_and_its_message_is_ended_fo
     run, engine = act([say("cat", path="calc.py")[:-1] * 2, say("submit")], limits)
     first = run.trace.turns[0]
     assert first.completion.stop_reason is StopReason.LENGTH
-    assert first.call is not None
-    assert first.call.malformed
+    assert [call.malformed for call in first.calls] == [True]
     assert run.trace.turns[1].prompt_ids[0] == CHAT.end_id
     assert run.ending is Ending.SUBMITTED
     assert len(engine.requests) == 2

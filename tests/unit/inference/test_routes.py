@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from etude.models import Transformer, hf_views
-from etude.records import Completion, Trace
+from etude.records import Completion, CompletionRequest, Trace
 from etude.records.rollout import Turn
 from etude.weights import Tensor
 
@@ -33,6 +33,10 @@ def context(prompt: np.ndarray, done: Completion) -> np.ndarray:
     return np.concatenate([prompt, done.token_ids])
 
 
+def one_turn(request: CompletionRequest, done: Completion) -> Trace:
+    return Trace((Turn(parent=None, prompt_ids=request.prompt_ids, completion=done, sampling=request.sampling),))
+
+
 def test_routes_of_a_cached_prefix_are_kept_with_it_and_given_to_whoever_asks() -> None:
     async def story() -> None:
         async with engine() as served:
@@ -50,11 +54,11 @@ def test_routes_of_a_cached_prefix_are_kept_with_it_and_given_to_whoever_asks() 
 def test_nobody_is_sent_routes_that_it_does_not_want() -> None:
     async def story() -> None:
         async with engine() as served:
-            done = await served.generate(ask("one", 20, 6, routes_from=None))
+            request = ask("one", 20, 6, routes_from=None)
+            done = await served.generate(request)
             assert done.routes.shape == (0, TINY.num_layers, TINY.top_k)
             assert done.routes_start == 25
-            trace = Trace((Turn(parent=None, prompt_ids=ask("one", 20).prompt_ids, completion=done),))
-            assert len(trace.path(0).routes) == 0
+            assert len(one_turn(request, done).path(0).routes) == 0
 
     asyncio.run(story())
 
@@ -93,10 +97,9 @@ def test_a_truncated_completion_must_leave_the_routes_of_what_was_cut() -> None:
     cut = {"token_ids": done.token_ids[:4], "logprobs": done.logprobs[:4], "spans": spans}
     long = Completion(**{**{f: getattr(done, f) for f in done.__struct_fields__}, **cut})
     right = Completion(**{**{f: getattr(done, f) for f in done.__struct_fields__}, **cut, "routes": done.routes[:-2]})
-    prompt = ask("one", 20).prompt_ids
     with pytest.raises(ValueError, match="do not fit its tokens"):
-        Trace((Turn(parent=None, prompt_ids=prompt, completion=long),)).path(0)
-    path = Trace((Turn(parent=None, prompt_ids=prompt, completion=right),)).path(0)
+        one_turn(ask("one", 20), long).path(0)
+    path = one_turn(ask("one", 20), right).path(0)
     assert np.array_equal(path.routes[:-1], done.routes[:-2])
 
 
@@ -132,7 +135,7 @@ def test_routes_of_more_experts_than_a_byte_names_come_in_two() -> None:
             with torch.inference_mode():
                 tokens = torch.from_numpy(context(request.prompt_ids, done)[:-1].astype(np.int64))
                 assert np.array_equal(done.routes, model(tokens)[1].numpy())
-            path = Trace((Turn(parent=None, prompt_ids=request.prompt_ids, completion=done),)).path(0)
+            path = one_turn(request, done).path(0)
             assert path.routes.dtype == np.uint16
             assert (path.routes[-1] == 65535).all()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from etude.models import ModelConfig
-from etude.models.parts import Family, Latent, Routing, Scores, Yarn
+from etude.models.parts import Latent, Routing, Scores, Yarn
 
 MOE = ModelConfig(
     vocab_size=24, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, expert_size=12,
@@ -11,13 +11,21 @@ MOE = ModelConfig(
 )  # fmt: skip
 DENSE = ModelConfig(
     vocab_size=24, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, dense_size=20,
-    num_experts=0, top_k=0, context_tokens=64, family=Family.QWEN3, yarn=Yarn(original_tokens=16), tie_embeddings=True,
+    num_experts=0, top_k=0, context_tokens=64, family="qwen3", yarn=Yarn(original_tokens=16), tie_embeddings=True,
 )  # fmt: skip
 DEEPSEEK = ModelConfig(
     vocab_size=24, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=12, expert_size=12,
-    num_experts=6, top_k=2, context_tokens=64, family=Family.DEEPSEEK_V3, dense_layers=(0,), dense_size=20,
+    num_experts=6, top_k=2, context_tokens=64, family="deepseek_v3", dense_layers=(0,), dense_size=20,
     num_shared=1, routing=Routing(Scores.SIGMOID, scaling=2.5, num_groups=3, top_groups=2),
     latent=Latent(kv_rank=8, nope_dim=8, rope_dim=4, value_dim=6, q_rank=10),
     yarn=Yarn(original_tokens=16, mscale=1.0, mscale_all_dim=1.0),
 )  # fmt: skip
-FAMILIES = {"qwen3-moe": MOE, "qwen3": DENSE, "deepseek-v3": DEEPSEEK}
+OLMOE = ModelConfig(
+    vocab_size=24, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, expert_size=12,
+    num_experts=4, top_k=2, context_tokens=64, family="olmoe", routing=Routing(normalise=False), rms_eps=1e-5,
+)  # fmt: skip
+MIXTRAL = ModelConfig(
+    vocab_size=24, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, expert_size=12,
+    num_experts=4, top_k=2, context_tokens=64, family="mixtral", rms_eps=1e-5,
+)  # fmt: skip
+FAMILIES = {"qwen3-moe": MOE, "qwen3": DENSE, "deepseek-v3": DEEPSEEK, "olmoe": OLMOE, "mixtral": MIXTRAL}

@@ -17,7 +17,7 @@ from etude.models.checkpoint import load_tensors, save_tensors
 from etude.models.headers import check_blocks
 from etude.models.low import is_rounded, parts
 from etude.models.packed import PackedWeights, packed
-from etude.models.parts import Family, Latent, Routing, Scores
+from etude.models.parts import Latent, Routing, Scores
 from etude.numerics import NumericsConfig, Quantise
 from etude.numerics.choosing import operators_for
 from etude.numerics.formats import FORMATS
@@ -71,10 +71,22 @@ def test_names_and_dtypes_in_a_directory_are_those_that_engines_read(tmp_path: P
 
 
 @EACH
+def test_a_family_with_names_of_its_own_is_stored_by_them_and_read_again(tmp_path: Path, kind: Quantise) -> None:
+    model = model_of(replace(QWEN, family="mixtral"), kind)
+    save_model(model, tmp_path / "low", dtype="f32", quantise=kind)
+    scheme = json.loads((tmp_path / "low" / "config.json").read_text())["quantization_config"]
+    assert scheme["ignore"] == ["lm_head", r"re:.*block_sparse_moe\.gate$"]
+    stems = {name.rpartition(".")[0] for name in load_tensors(tmp_path / "low" / "model.safetensors")}
+    assert {f"model.layers.1.block_sparse_moe.experts.3.{part}" for part in ("w1", "w2", "w3")} < stems
+    given = operators_for(NumericsConfig(quantise=kind), torch.float32, rounds_weights=False)
+    assert torch.equal(load_model(tmp_path / "low", operators=given)(TOKENS)[0], model(TOKENS)[0])
+
+
+@EACH
 def test_what_is_decoded_is_what_the_learner_rounds_to_for_latent_attention_too(kind: Quantise) -> None:
     sizes = ModelConfig(
         **SMALL | {"num_kv_heads": 2, "head_dim": 48},
-        family=Family.DEEPSEEK_V3, routing=Routing(scores=Scores.SIGMOID), num_shared=1,
+        family="deepseek_v3", routing=Routing(scores=Scores.SIGMOID), num_shared=1,
         latent=Latent(kv_rank=32, nope_dim=32, rope_dim=16, value_dim=32, q_rank=32),
     )  # fmt: skip
     learner, engine = model_of(sizes, kind), model_of(sizes, kind, rounds_weights=False)

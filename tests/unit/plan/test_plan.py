@@ -16,7 +16,7 @@ from etude.loop.measured import Steps
 from etude.models import Transformer
 from etude.models.config import ModelConfig
 from etude.models.lora import Adapters
-from etude.models.parts import Family, Latent, Routing, Scores
+from etude.models.parts import Latent, Routing, Scores
 from etude.numerics.config import Quantise
 from etude.plan import (
     Layout,
@@ -93,7 +93,7 @@ def test_a_known_model_has_the_sizes_that_its_maker_tells():
 
 
 K2 = ModelConfig(  # Kimi K2 as its config.json describes it: 1.03T parameters, 32B active
-    family=Family.DEEPSEEK_V3,
+    family="deepseek_v3",
     hidden_size=7168,
     num_layers=61,
     num_heads=64,
@@ -174,7 +174,7 @@ def test_what_ranks_send_each_other_is_told_by_hand_computed_bytes():
     slow = replace(h200, network_bytes_s=5e9)
     assert gathered_s(whole, 16, slow) == pytest.approx(4e9 / 40e9)  # a slow network is what is waited for
     # weights twice in bf16, gradients once in float32
-    dense = ModelConfig(family=Family.QWEN3, num_experts=0, top_k=0, dense_size=512)
+    dense = ModelConfig(family="qwen3", num_experts=0, top_k=0, dense_size=512)
     assert sharing_s(dense, Training(gathered_bytes=2), 8, h200) == pytest.approx(
         8 * dense.num_parameters * 7 / 8 / 450e9
     )
@@ -202,7 +202,7 @@ def test_the_farthest_region_decides_when_a_version_is_everywhere():
 def test_a_latent_is_kept_once_for_all_heads():
     latent = Latent(kv_rank=512, rope_dim=64, nope_dim=128, value_dim=128, q_rank=1536)
     model = ModelConfig(
-        family=Family.DEEPSEEK_V3,
+        family="deepseek_v3",
         num_heads=128,
         num_kv_heads=128,
         head_dim=192,
@@ -227,7 +227,7 @@ def test_the_critical_batch_is_where_arithmetic_takes_as_long_as_reading():
     batch = critical_batch(QWEN, h200)
     compute, read = 2 * active_parameters(QWEN) * batch / h200.flops, read_bytes(QWEN, batch) / h200.bytes_s
     assert compute == pytest.approx(read, rel=1e-6)
-    dense = ModelConfig(family=Family.QWEN3, num_experts=0, top_k=0, dense_size=512, tie_embeddings=True)
+    dense = ModelConfig(family="qwen3", num_experts=0, top_k=0, dense_size=512, tie_embeddings=True)
     assert critical_batch(dense, h200) == pytest.approx(h200.flops / h200.bytes_s, rel=1e-6)  # 2 operations, 2 bytes
 
 
@@ -258,7 +258,7 @@ def test_kept_activations_are_what_a_forward_holds_for_its_backward_pass():
     )
 
 
-@pytest.mark.parametrize("sizes", [{}, {"family": Family.QWEN3, "num_experts": 0, "top_k": 0, "dense_size": 96}])
+@pytest.mark.parametrize("sizes", [{}, {"family": "qwen3", "num_experts": 0, "top_k": 0, "dense_size": 96}])
 def test_of_adapters_and_muon_a_plan_counts_the_numbers_that_the_learners_optimiser_holds(sizes):
     config = ModelConfig(**sizes)
     model = Transformer(config, seed=0)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from etude.records import Completion, CompletionRequest, Sample, Sampling, Trace, Version, VersionSpan
 from etude.records.completion import StopReason
 from etude.records.rollout import Turn
+from etude.records.sample import Origin
 from etude.records.wire import from_json, pack, to_json, unpack
 
 V1, V2 = Version(1, "0" * 8, "a" * 64), Version(2, "0" * 8, "b" * 64)
@@ -32,9 +33,8 @@ def completion(prompt: int, n: int, *, routes_start: int, spans=None) -> Complet
 
 def turn(parent, prompt_tokens, prompt_total, n, routes_start, spans=None) -> Turn:
     ids = np.arange(100, 100 + prompt_tokens, dtype=np.int32)
-    return Turn(
-        parent=parent, prompt_ids=ids, completion=completion(prompt_total, n, routes_start=routes_start, spans=spans)
-    )
+    done = completion(prompt_total, n, routes_start=routes_start, spans=spans)
+    return Turn(parent=parent, prompt_ids=ids, completion=done, sampling=Sampling(max_tokens=n, stop_token_ids=()))
 
 
 def test_a_completion_comes_back_the_same_in_both_forms():
@@ -135,8 +135,8 @@ def test_the_oldest_version_behind_a_token_is_that_of_the_keys_it_attended_to():
     path = trace.path(1)
     assert path.steps.tolist() == [1] * 4 + [2] * 3 + [2] * 2 + [2, 5, 5]
     assert path.oldest_steps.tolist() == [1] * 7 + [2] * 5
-    assert Sample(rollout_id="r", path=path, advantage=1.0).oldest_step == 1
-    assert not Sample(rollout_id="r", path=path, advantage=1.0).single_version
+    assert Sample.uniform("r", path, 1.0).oldest_step == 1
+    assert not Sample.uniform("r", path, 1.0).single_version
 
 
 def test_keys_that_were_computed_anew_have_no_age():
@@ -162,3 +162,19 @@ def test_a_completion_without_routes_leaves_its_positions_missing():
     path = Trace((first, msgspec.structs.replace(second, completion=bare))).path(1)
     assert (path.routes[:6] == 3).all()
     assert (path.routes[6:] == 255).all()
+
+
+def test_a_sample_has_one_advantage_for_each_token_with_loss_and_comes_back_from_bytes():
+    path = Trace((turn(None, 4, 4, 3, routes_start=0),)).path(0)
+    sample = Sample(
+        rollout_id="r",
+        path=path,
+        advantages=np.array([0.5, 0.0, -1.0], np.float32),
+        temperatures=np.array([1.0, 1.0, 0.5], np.float32),
+        origin=Origin.PRODUCTION,
+    )
+    assert pack(unpack(pack(sample), Sample)) == pack(sample)
+    assert Sample.uniform("r", path, 0.1).advantages.tolist() == [np.float32(0.1)] * 3
+    for name in ("advantages", "temperatures"):
+        with pytest.raises(ValueError, match=f"{name} of shape .2,. for 3 tokens with loss"):
+            Sample(**{"rollout_id": "r", "path": path, "advantages": sample.advantages, name: np.zeros(2, np.float32)})

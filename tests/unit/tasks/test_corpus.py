@@ -9,8 +9,8 @@ import pytest
 from etude.errors import TaskError
 from etude.records.task import Split
 from etude.tasks import RepairSource, assert_no_heldout, code_documents, library_documents
-from etude.tasks.repair import demonstrations
 from etude.tasks.repair.functions import keys_in, split_of_key
+from etude.tasks.scripts import demonstrations
 
 
 def test_code_documents_are_seeded_compile_and_hold_no_heldout_function() -> None:

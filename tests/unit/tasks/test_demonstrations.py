@@ -8,7 +8,8 @@ import random
 from etude.records.task import Split, Task
 from etude.seams import Machine
 from etude.tasks import Script, write_reference
-from etude.tasks.repair import Problem, RepairSource, demonstrations, imperfect, oracle, random_agent
+from etude.tasks.repair import Problem, RepairSource, imperfect, oracle, random_agent
+from etude.tasks.scripts import demonstrations
 from etude.testing import FakeGrader, MemoryMachine
 
 SOURCE = RepairSource(seed=0)

@@ -11,7 +11,7 @@ import torch
 
 from etude.models import ModelConfig, Transformer, hf_views, save_model
 from etude.models.experts import choose
-from etude.models.parts import Family, Latent, Routing, Scores
+from etude.models.parts import Latent, Routing, Scores
 from etude.records import Batch, Sample
 from etude.records.rollout import Path as TokenPath
 from etude.stores import MemoryStore
@@ -20,7 +20,7 @@ from etude.training.balance import Balance, balance_bias_update, biases, loads
 from etude.weights import Channel, Follower
 
 SIZES = ModelConfig(
-    family=Family.DEEPSEEK_V3,
+    family="deepseek_v3",
     vocab_size=31,
     hidden_size=16,
     num_layers=3,
@@ -93,7 +93,7 @@ def sample_of(learner: TorchLearner, shift: int) -> tuple[Sample, torch.Tensor]:
     )
     recorded = torch.from_numpy(path.routes[:-1])
     live = learner.model.run(tokens[:-1], None, recorded).live
-    return Sample(rollout_id="g.0", path=path, advantage=1.0), loads(live, SIZES.num_experts)
+    return Sample.uniform("g.0", path, 1.0), loads(live, SIZES.num_experts)
 
 
 def batch(sample: Sample) -> Batch:
@@ -133,7 +133,7 @@ def test_a_step_that_failed_counts_nothing_and_without_a_speed_no_bias_moves(tmp
     sample, _ = sample_of(learner, 0)
     learner.forward_backward(batch(sample))
     with pytest.raises(ValueError, match="no sampled token"):
-        learner.forward_backward(batch(Sample(rollout_id="g.0", path=unsampled(sample.path), advantage=1.0)))
+        learner.forward_backward(batch(Sample.uniform("g.0", unsampled(sample.path), 1.0)))
     learner.optim_step()
     assert not torch.stack(biases(learner.model)).any()
     still = learner_of(tmp_path)

@@ -71,7 +71,7 @@ def sampled(learner: TorchLearner, seed: int, advantage: float = 1.0, *, tempera
         kv_epochs=np.zeros(length, np.int32),
         routes=np.concatenate([routes.numpy(), np.full((1, 2, 2), 255, np.uint8)]),
     )
-    return Sample(rollout_id=f"g.{seed}", path=path, advantage=advantage)
+    return Sample.uniform(f"g.{seed}", path, advantage)
 
 
 def batch(*samples: Sample) -> Batch:
@@ -156,7 +156,8 @@ def test_without_a_correction_nothing_is_cut_and_with_one_a_token_its_sampler_go
         logprobs, mask = odd.path.logprobs.copy(), odd.path.mask.copy()
         logprobs[10] -= 3.0
         mask[10] = fields.get("keep", True)
-        both = (whole, changed(odd, logprobs=logprobs, mask=mask))
+        other = msgspec.structs.replace(odd.path, logprobs=logprobs, mask=mask)
+        both = (whole, Sample.uniform(odd.rollout_id, other, 1.0))
         num_loss_tokens = int(whole.path.mask.sum() + odd.path.mask.sum())
         report = learner.forward_backward(msgspec.structs.replace(batch(*both), num_loss_tokens=num_loss_tokens))
         return report, learner.optimizer.grad.clone()
@@ -259,6 +260,60 @@ def test_the_ratio_is_of_the_distribution_sampled_from(checkpoint: Path) -> None
     learner = TorchLearner(CONFIG, temperature=0.7)
     learner.load(checkpoint)
     assert learner.forward_backward(batch(sampled(learner, 1, temperature=0.7))).ratio_max < 1e-5
+
+
+def gradient(checkpoint: Path, *samples: Sample, temperature: float = 1.0) -> tuple[StepReport, torch.Tensor]:
+    learner = TorchLearner(CONFIG, temperature=temperature, refuse_mismatch=False)
+    learner.load(checkpoint)
+    return learner.forward_backward(batch(*samples)), learner.optimizer.grad.clone()
+
+
+def test_each_token_weighs_what_its_own_advantage_says(checkpoint: Path, learner: TorchLearner) -> None:
+    one, other = sampled(learner, 0), sampled(learner, 1)
+    given = np.linspace(-1.0, 2.0, len(one.advantages), dtype=np.float32)
+    report, found = gradient(checkpoint, msgspec.structs.replace(one, advantages=given), other)
+    assert report.loss == pytest.approx(-(given.sum() + len(other.advantages)) / report.num_sampled, abs=1e-5)
+
+    # the loss is linear in the advantages: token by token it adds up to the same gradient
+    total = torch.zeros_like(found)
+    for place, value in enumerate(given):
+        alone = np.zeros_like(given)
+        alone[place] = value
+        total += gradient(checkpoint, msgspec.structs.replace(one, advantages=alone), sampled(learner, 1, 0.0))[1]
+    total += gradient(checkpoint, sampled(learner, 0, 0.0), other)[1]
+    torch.testing.assert_close(found, total, rtol=1e-4, atol=1e-6)
+    _, all_alike = gradient(checkpoint, one, other)
+    assert not torch.allclose(found, all_alike, atol=1e-3)
+
+
+def test_a_token_is_compared_at_the_temperature_that_it_was_sampled_at(checkpoint: Path, learner: TorchLearner) -> None:
+    def at(temperature: float, seed: int, *, recorded: bool = True) -> Sample:
+        sample = sampled(learner, seed, temperature=temperature)
+        own = np.full_like(sample.advantages, temperature)
+        return msgspec.structs.replace(sample, temperatures=own if recorded else None)
+
+    report, _ = gradient(checkpoint, at(0.7, 1), at(1.0, 2, recorded=False), at(1.3, 3))
+    assert report.ratio_max < 1e-5
+    hot, cold = at(1.3, 1), at(0.7, 1)
+    first = np.arange(len(hot.advantages)) < 3  # two turns of one path, each with its own temperature
+    logprobs = hot.path.logprobs.copy()
+    logprobs[4:7] = cold.path.logprobs[4:7]
+    own = np.where(first, np.float32(0.7), np.float32(1.3))
+    mixed = changed(msgspec.structs.replace(hot, temperatures=own), logprobs=logprobs)
+    assert gradient(checkpoint, mixed)[0].ratio_max < 1e-5
+    assert gradient(checkpoint, hot, temperature=0.9)[0].ratio_max < 1e-5
+    assert gradient(checkpoint, msgspec.structs.replace(hot, temperatures=None))[0].ratio_max > 1e-2
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_runs_own_temperature_on_each_token_changes_no_bit(
+    checkpoint: Path, learner: TorchLearner, temperature: float
+) -> None:
+    plain = [sampled(learner, seed, seed - 1.5, temperature=temperature) for seed in range(3)]
+    named = [msgspec.structs.replace(s, temperatures=np.full_like(s.advantages, temperature)) for s in plain]
+    (one, grad), (two, same) = (gradient(checkpoint, *each, temperature=temperature) for each in (plain, named))
+    assert torch.equal(grad, same)
+    assert (one.loss, one.entropy, one.ratio_max) == (two.loss, two.entropy, two.ratio_max)
 
 
 def test_a_batch_without_samples_trains_nothing_and_reports_it(learner: TorchLearner) -> None:

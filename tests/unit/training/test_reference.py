@@ -40,7 +40,7 @@ def sample_of(model: Transformer, rollout_id: str, tokens: list[int], first: int
         kv_epochs=np.zeros(len(ids), np.int32),
         routes=np.full((len(ids), 2, 2), 255, np.uint8),
     )
-    return Sample(rollout_id=rollout_id, path=path, advantage=0.0)
+    return Sample.uniform(rollout_id, path, 0.0)
 
 
 @pytest.mark.parametrize("budget_tokens", [4, 8192])

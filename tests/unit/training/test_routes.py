@@ -29,7 +29,7 @@ def sample(steps: list[int], of: ModelConfig = SIZES) -> Sample:
         kv_epochs=np.zeros(num, np.int32),
         routes=routes,
     )
-    return Sample(rollout_id="g000003.1", path=path, advantage=1.0)
+    return Sample.uniform("g000003.1", path, 1.0)
 
 
 def with_routes(one: Sample, routes: np.ndarray) -> Sample:

@@ -57,12 +57,12 @@ class Signs(msgspec.Struct, frozen=True):
 def suspicions(
     task: Task,
     *,
-    calls: Sequence[ToolCall | None] = (),
+    calls: Sequence[Sequence[ToolCall]] = (),
     exports: Mapping[str, bytes] | None = None,
     outcome: Graded | Invalid | None = None,
 ) -> list[Suspicion]:
-    """Find the signs of cheating in a rollout, the gravest first: at most `MAX_SUSPICIONS`. `calls`: the tool call of
-    each turn, in order; `exports`: path to content of what was handed in.
+    """Find the signs of cheating in a rollout, the gravest first: at most `MAX_SUSPICIONS`. `calls`: the tool calls
+    of each turn, in order; `exports`: path to content of what was handed in.
 
     >>> from etude.records.task import Split
     >>> task = Task(source="s", split=Split.TRAIN, index=0, family="f", instruction="i",
@@ -74,7 +74,9 @@ def suspicions(
     return signs_of(task, calls=calls, exports=exports).of(outcome)
 
 
-def signs_of(task: Task, *, calls: Sequence[ToolCall | None] = (), exports: Mapping[str, bytes] | None = None) -> Signs:
+def signs_of(
+    task: Task, *, calls: Sequence[Sequence[ToolCall]] = (), exports: Mapping[str, bytes] | None = None
+) -> Signs:
     """Find what `suspicions` finds, before the outcome is known; `Signs.of` then gives the list for an outcome."""
     exports, found, room = exports or {}, list[Suspicion](), MAX_CODE_BYTES
     for path, data in exports.items():
@@ -89,8 +91,8 @@ def signs_of(task: Task, *, calls: Sequence[ToolCall | None] = (), exports: Mapp
                 found.append(Suspicion("hidden", "hands in more code than anybody reads", path))
                 break
             found += [Suspicion(*sign) for sign in signs_in_code(path, data, before or "")]
-    for turn, call in enumerate(calls):
-        if call is not None:
+    for turn, made in enumerate(calls):
+        for call in made:
             found += [Suspicion(rule, reason, f"turn {turn}") for rule, reason in signs_in_call(call, task.files)]
     return Signs(tuple(found[:MAX_SUSPICIONS]), tuple(_of_reward(task, exports)))
 

@@ -128,15 +128,22 @@ def _watched(model: Any) -> list[tuple[str, nn.Module, bool, Take]]:
     def part(i: int) -> Take:
         return lambda value: value[i]
 
+    def by_head(width: int) -> Take:
+        return lambda value: value.reshape(*value.shape[:2], -1, width)
+
     found: list[tuple[str, nn.Module, bool, Take]] = [("embedding", model.model.embed_tokens, False, whole)]
     for i, layer in enumerate(model.model.layers):
         attention, mlp = layer.self_attn, layer.mlp
+        heads = by_head(attention.head_dim) if hasattr(attention, "head_dim") else whole
         projections = LATENT if hasattr(attention, "kv_a_proj_with_mqa") else GROUPED
         passed = "mlp" if hasattr(mlp, "down_proj") else "shared"  # a product that every token passes
         product = mlp if passed == "mlp" else getattr(mlp, "shared_experts", None)
         own: list[tuple[str, nn.Module | None, bool, Take]] = [
             ("attention_norm", layer.input_layernorm, False, whole),
-            *((name, getattr(attention, module, None), False, whole) for name, module in projections),
+            *(
+                (name, getattr(attention, module, None), False, heads if "qk_norm" in name else whole)
+                for name, module in projections
+            ),
             ("attention.attended", attention.o_proj, True, whole),
             ("attention.out", attention.o_proj, False, whole),
             ("middle", layer.post_attention_layernorm, True, whole),

@@ -6,8 +6,8 @@
 ['test', 'cat', 'edit', 'test', 'submit']
 """
 
-from etude.tasks.repair.demonstrations import Demonstration, demonstrations, imperfect, oracle, random_agent
+from etude.tasks.repair.demonstrations import imperfect, oracle, random_agent
 from etude.tasks.repair.problem import Problem
 from etude.tasks.repair.source import RepairSource
 
-__all__ = ["Demonstration", "Problem", "RepairSource", "demonstrations", "imperfect", "oracle", "random_agent"]
+__all__ = ["Problem", "RepairSource", "imperfect", "oracle", "random_agent"]

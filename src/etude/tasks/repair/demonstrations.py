@@ -8,13 +8,9 @@ constant would teach not to copy, and copying is the skill that forms last.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
 
-from etude.records.task import Split, Task
 from etude.tasks.repair.functions import Body, Function
 from etude.tasks.repair.problem import Problem, line_of
-from etude.tasks.repair.source import RepairSource, task_of
 from etude.tasks.scripts import Call, Script
 
 
@@ -74,31 +70,3 @@ def imperfect(
 def _wrong_bodies(function: Function) -> list[Body]:
     """Wrong by operator or operands, the constant kept."""
     return function.wrong_operators() + function.wrong_operands()
-
-
-@dataclass(frozen=True, slots=True)
-class Demonstration:
-    """A task and a script to play on it, once. `problem` is what the script knows."""
-
-    task: Task
-    problem: Problem
-    script: Script
-
-
-def demonstrations(
-    source: RepairSource,
-    *,
-    count: int,
-    seed: int,
-    right_body: float = 0.6,
-    first: int = 1_000_000,
-    split: Split = Split.TRAIN,
-) -> Iterator[Demonstration]:
-    """Imperfect demonstrations on tasks from index `first` on, far from those that rollouts try.
-
-    Only training tasks may be learned from; those of another split serve to measure a loss.
-    """
-    for index in range(first, first + count):
-        problem = source.problem(split, index)
-        script = imperfect(problem, random.Random(f"demonstration {seed} {index}"), right_body=right_body)
-        yield Demonstration(task_of(problem, split, index), problem, script)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from etude.records.task import Case, Split
+from etude.records.task import Case, Split, Task
 from etude.tasks.repair.functions import (
     FUNCTION_NAMES,
     MISSING,
@@ -23,7 +23,9 @@ from etude.tasks.repair.functions import (
     random_args,
     random_function,
 )
+from etude.tasks.visible import TEST_COMMAND, TEST_FILE, call_text, visible_tests
 
+SOURCE = "repair"  # the name of the source
 MISSING_SHARE = 0.15
 HIDDEN_CASES = 10  # on the broken function
 HIDDEN_CASES_ELSEWHERE = 2  # on each of the others, so that breaking one is no repair
@@ -129,3 +131,20 @@ def _tells(function: Function, bug: Bug, args: Sequence[Any]) -> bool:
 
 def _cases(module: str, function: Function, calls: Sequence[list[Any]]) -> list[Case]:
     return [Case(module, function.name, args, function.body.value(function.variables, args)) for args in calls]
+
+
+def task_of(problem: Problem, split: Split, index: int) -> Task:
+    """The public side of a problem."""
+    files = problem.files()
+    tests = visible_tests((c.module, call_text(c.function, c.args), c.expected) for c in problem.visible)
+    return Task(
+        source=SOURCE,
+        split=split,
+        index=index,
+        family=problem.family,
+        problem=problem.function.key,
+        instruction="fix the failing test",
+        files={**files, TEST_FILE: tests},
+        exports=tuple(files),
+        test_command=TEST_COMMAND,
+    )

@@ -12,11 +12,10 @@ import random
 
 from etude.errors import TaskError
 from etude.records.task import Answer, Split, Task
+from etude.tasks.repair.demonstrations import imperfect, oracle, random_agent
 from etude.tasks.repair.functions import FUNCTION_NAMES, MODULE_NAMES
-from etude.tasks.repair.problem import Problem, make_problem
-from etude.tasks.visible import TEST_COMMAND, TEST_FILE, call_text, visible_tests
-
-INSTRUCTION = "fix the failing test"
+from etude.tasks.repair.problem import SOURCE, Problem, line_of, make_problem, task_of
+from etude.tasks.scripts import Demonstration, Script
 
 
 class RepairSource:
@@ -28,7 +27,7 @@ class RepairSource:
     ('fix the failing test', 3, True)
     """
 
-    name = "repair"
+    name = SOURCE
 
     def __init__(self, seed: int, *, files: int = 3, functions_per_file: int = 1) -> None:
         most = len(FUNCTION_NAMES) // max(files, 1)
@@ -65,19 +64,25 @@ class RepairSource:
             )
         return Answer(reference=problem.reference(), cases=problem.hidden)
 
+    def demonstration(self, split: Split, index: int, *, seed: int, right: float) -> Demonstration:
+        """A task and a script with perfect syntax and poor judgement: `right` of its edits have the right body."""
+        problem = self.problem(split, index)
+        script = imperfect(problem, random.Random(f"demonstration {seed} {index}"), right_body=right)
+        return Demonstration(task_of(problem, split, index), script)
 
-def task_of(problem: Problem, split: Split, index: int) -> Task:
-    """The public side of a problem."""
-    files = problem.files()
-    tests = visible_tests((c.module, call_text(c.function, c.args), c.expected) for c in problem.visible)
-    return Task(
-        source=RepairSource.name,
-        split=split,
-        index=index,
-        family=problem.family,
-        problem=problem.function.key,
-        instruction=INSTRUCTION,
-        files={**files, TEST_FILE: tests},
-        exports=tuple(files),
-        test_command=TEST_COMMAND,
-    )
+    def baseline(self, task: Task, kind: str, *, seed: int) -> Script:
+        """The oracle, or a well-formed edit without judgement."""
+        problem = self.problem(task.split, task.index)
+        return oracle(problem) if kind == "oracle" else random_agent(problem, random.Random(seed))
+
+    def copy_probe(self, index: int) -> tuple[Task, Script, str]:
+        """A training task, a script up to the right edit, and the end of that edit."""
+        problem = self.problem(Split.TRAIN, index)
+        return task_of(problem, Split.TRAIN, index), _to_the_edit(problem), f" return {problem.function.body.text}"
+
+
+def _to_the_edit(problem: Problem) -> Script:
+    yield "test", {}
+    yield "cat", {"path": f"{problem.module}.py"}
+    text = f"return {problem.function.body.text}"
+    yield "edit", {"path": f"{problem.module}.py", "line": line_of(problem.place), "text": text}

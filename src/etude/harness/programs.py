@@ -1,0 +1,97 @@
+"""The agent program of a rollout: the built-in loop, or a plug-in that is called in its place.
+
+A plug-in may call `run_agent` with other arguments (another instruction, a policy of its own around the one it gets),
+or ask the policy itself and return the turns that it made. Its calls have a deadline; its errors and wrong results say
+whose they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from etude.config import Plugin
+from etude.errors import EngineError, EtudeError, MachineError, PluginError
+from etude.harness.agent import AgentRun, Ask, run_agent
+from etude.harness.chat import ChatFormat
+from etude.harness.config import HarnessConfig
+from etude.harness.tools import PLUGIN_GRACE_S, ToolSet
+from etude.plugins import Kind, called, make, unusable
+from etude.records.rollout import Ending, Trace
+from etude.records.task import Task
+from etude.seams import Machine, Policy
+
+
+class Harness(Protocol):
+    """An agent program. A plug-in of kind "harness" is one; the built-in loop is `run_agent`."""
+
+    async def run(
+        self,
+        task: Task,
+        machine: Machine,
+        *,
+        policy: Policy,
+        chat: ChatFormat,
+        tools: ToolSet,
+        limits: HarnessConfig,
+        ask: Ask,
+        clock: Callable[[], float],
+    ) -> AgentRun:
+        """Work at a task on its machine, within the limits. What the agent causes is an `Ending`; an `EngineError` or a
+        `MachineError` is raised, or returned as `failure`."""
+        ...
+
+
+@functools.lru_cache(maxsize=16)
+def _made(plugin: Plugin) -> Harness:
+    harness: Harness = make(Kind.HARNESS, plugin)
+    return harness
+
+
+async def run_program(
+    task: Task,
+    machine: Machine,
+    *,
+    policy: Policy,
+    chat: ChatFormat,
+    tools: ToolSet,
+    limits: HarnessConfig,
+    ask: Ask,
+    clock: Callable[[], float] = time.monotonic,
+) -> AgentRun:
+    """Run the agent program that the limits name (`harness.program`). Raises what `run_agent` raises, `PluginError`."""
+    plugin = limits.program
+    if not isinstance(plugin, Plugin):
+        return await run_agent(
+            task, machine, policy=policy, chat=chat, tools=tools, limits=limits, ask=ask, clock=clock
+        )
+    how = {"policy": policy, "chat": chat, "tools": tools, "limits": limits, "ask": ask, "clock": clock}
+    return await run_plugin(plugin, _made(plugin), task, machine, limits=limits, how=how)
+
+
+async def run_plugin(
+    plugin: Plugin, harness: Harness, task: Task, machine: Machine, *, limits: HarnessConfig, how: Mapping[str, Any]
+) -> AgentRun:
+    """Run a plug-in's object; `how`: the other arguments of `Harness.run`. Raises `PluginError`."""
+    limit_s = limits.max_turns * (limits.turn_deadline_s + limits.tool_deadline_s) + PLUGIN_GRACE_S
+    try:
+        async with asyncio.timeout(limit_s) as limit:
+            with called(Kind.HARNESS, plugin, "run"):
+                run = await harness.run(task, machine, **how)
+    except (EngineError, MachineError) as error:
+        return AgentRun(Trace(()), [], 0.0, None, error)
+    except (EtudeError, TimeoutError) as error:
+        if not limit.expired():
+            raise
+        facts = f"run has not returned within {limit_s:g} s"
+        raise PluginError(f"harness {plugin} hangs", facts, hint="give what it waits for a deadline") from error
+    if not isinstance(run, AgentRun):
+        raise unusable(Kind.HARNESS, plugin, f"run returned {type(run).__name__}, and AgentRun is wanted")
+    if (run.ending is None) == (run.failure is None) or not isinstance(run.ending, Ending | None):
+        raise unusable(
+            Kind.HARNESS, plugin, f"its ending is {run.ending!r} and its failure {run.failure!r}: one is set"
+        )
+    return run

@@ -1,0 +1,487 @@
+"""Contract suites for plug-ins: what etude relies on, as tests that a user runs on their own class.
+
+With pytest, subclass the suite of the kind::
+
+    class TestMyLoss(PolicyLossContract):
+        def make(self):
+            return MyLoss(clip_low=0.1)
+
+``etude plugins check my_package.module:Name`` runs the same tests without pytest (`results`). Each suite makes a new
+object for every test. Torch is loaded by the suites that need it only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from etude.config import Plugin
+from etude.errors import DeadlineExceeded, EngineError, EtudeError, TaskError
+from etude.plugins import described
+from etude.records.completion import Completion, CompletionRequest
+from etude.records.exports import covers
+from etude.records.rollout import Ending
+from etude.records.task import Answer, Split, Task, Trust
+from etude.records.wire import pack, unpack
+from etude.seams import TaskSource, TrackedRun
+from etude.tasks.scripts import Demonstrating, Script
+
+if TYPE_CHECKING:
+    import torch
+
+    from etude.harness import AgentRun
+    from etude.training.corrections import Corrected
+    from etude.training.losses import PolicyLoss, SampledTokens
+
+TEST_S = 60.0
+"""Deadline of one test."""
+
+
+class Contract:
+    """A suite: every method whose name begins with ``test_`` is one promise."""
+
+    def make(self) -> Any:
+        """A new plug-in to test."""
+        raise NotImplementedError("override make() to return your plug-in")
+
+    @property
+    def name(self) -> Plugin:
+        """What errors call the plug-in."""
+        made = type(self.make())
+        return Plugin(f"{made.__module__}:{made.__qualname__}")
+
+
+def results(suite: type[Contract], make: Callable[[], Any], *, deadline_s: float = TEST_S) -> Iterator[tuple[str, str]]:
+    """Run a suite on a plug-in. Yields each test's promise in words, and how it was broken ("" where it was kept). Runs
+    in the main thread only: a test that hangs is ended by a signal."""
+
+    def late(_: int, __: FrameType | None) -> None:
+        raise DeadlineExceeded("the test did not end", f"within {deadline_s:g} s", hint="see where it waits")
+
+    for name in (name for name in dir(suite) if name.startswith("test_")):
+        contract = suite()
+        contract.make = make  # type: ignore[method-assign]
+        before = signal.signal(signal.SIGALRM, late)
+        signal.setitimer(signal.ITIMER_REAL, deadline_s)
+        try:
+            getattr(contract, name)()
+            broken = ""
+        except EtudeError as error:
+            broken = f"{error.what}: {error.facts}"
+        except AssertionError as error:
+            broken = str(error) or described(error)
+        except Exception as error:  # noqa: BLE001  a plug-in may raise anything
+            broken = described(error)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        yield name.removeprefix("test_").replace("_", " "), broken
+
+
+class PolicyLossContract(Contract):
+    """What the learner relies on in a policy loss (`etude.training.losses.PolicyLossFunction`)."""
+
+    def loss(self, tokens: SampledTokens) -> PolicyLoss:
+        from etude.training.plugged import loss_of
+
+        return loss_of(self.name, self.make(), tokens)
+
+    def gradient(self, tokens: SampledTokens) -> torch.Tensor:
+        """Of the loss by the learner's log-probabilities, [R]."""
+        import torch
+
+        (gradient_R,) = torch.autograd.grad(self.loss(tokens).loss, tokens.logprobs_R)
+        return gradient_R
+
+    def test_the_loss_is_a_finite_scalar_with_a_gradient(self) -> None:
+        self.loss(sampled_tokens(staleness=0.1))
+
+    def test_one_token_alone_has_a_loss(self) -> None:
+        self.loss(sampled_tokens(lengths=(1,)))
+
+    def test_on_policy_the_gradient_raises_tokens_of_positive_advantage(self) -> None:
+        tokens = sampled_tokens()
+        gain = float((self.gradient(tokens) * tokens.advantages_R).sum())
+        assert gain < 0, f"the sum of gradient times advantage is {gain:.4g}: a step would lower the expected reward"
+
+    def test_the_same_tokens_give_the_same_bits(self) -> None:
+        import torch
+
+        tokens = sampled_tokens(staleness=0.1)
+        function = self.make()
+        first, again = (function(tokens).loss for _ in range(2))
+        assert torch.equal(first, again), f"the first call gave {float(first)!r}, the second {float(again)!r}"
+
+    def test_tokens_are_not_changed(self) -> None:
+        import torch
+
+        tokens, same = sampled_tokens(staleness=0.1), sampled_tokens(staleness=0.1)
+        self.loss(tokens)
+        for name in ("logprobs_R", "sampler_logprobs_R", "advantages_R", "sequence_R"):
+            assert torch.equal(getattr(tokens, name), getattr(same, name)), f"{name} was changed in place"
+
+    def test_the_normaliser_divides_the_loss(self) -> None:
+        one, ten = (float(self.loss(sampled_tokens(staleness=0.1, normaliser=n)).loss.detach()) for n in (1.0, 10.0))
+        assert abs(one - 10 * ten) <= 1e-4 * max(1.0, abs(one)), f"{one:.6g} by 1 and {ten:.6g} by 10"
+
+    def test_the_losses_of_parts_of_a_batch_add_up_to_its_loss(self) -> None:
+        lengths, whole = (5, 2, 4), sampled_tokens(lengths=(5, 2, 4), staleness=0.1)
+        total, together = 0.0, float(self.loss(whole).loss.detach())
+        for sequence in range(len(lengths)):
+            total += float(self.loss(_sequence(whole, sequence)).loss.detach())
+        facts = f"{together:.6g} together, {total:.6g} as the sum: the learner divides a batch into forward passes"
+        assert abs(together - total) <= 1e-4 * max(1.0, abs(together)), facts
+
+    def test_ratios_far_from_one_keep_loss_and_gradient_finite(self) -> None:
+        import torch
+
+        for staleness in (-20.0, 20.0):
+            gradient_R = self.gradient(sampled_tokens(staleness=staleness))
+            assert bool(torch.isfinite(gradient_R).all()), f"log-ratios around {staleness:g} give an infinite gradient"
+
+
+class CorrectionContract(Contract):
+    """What the learner relies on in a correction (`etude.training.corrections.Correction`)."""
+
+    def weights(self, tokens: SampledTokens) -> Corrected:
+        from etude.training.plugged import weights_of
+
+        log_ratio_R = tokens.logprobs_R.detach() - tokens.sampler_logprobs_R
+        return weights_of(self.name, self.make(), log_ratio_R, tokens.sequence_R)
+
+    def test_weights_are_finite_and_not_negative(self) -> None:
+        for staleness in (-20.0, -0.1, 0.1, 20.0):
+            self.weights(sampled_tokens(staleness=staleness))
+
+    def test_where_sampler_and_learner_agree_every_token_weighs_one(self) -> None:
+        weight_R = self.weights(sampled_tokens()).weight_R
+        assert bool((weight_R - 1).abs().max() < 1e-5), f"the weights are {weight_R.tolist()}"
+
+    def test_the_same_tokens_give_the_same_bits(self) -> None:
+        import torch
+
+        first, again = (self.weights(sampled_tokens(staleness=0.1)).weight_R for _ in range(2))
+        assert torch.equal(first, again), "two calls gave other weights"
+
+    def test_a_sequence_weighs_the_same_alone_and_among_others(self) -> None:
+        import torch
+
+        whole = sampled_tokens(lengths=(5, 2, 4), staleness=0.1)
+        together = self.weights(whole).weight_R
+        alone = torch.cat([self.weights(_sequence(whole, sequence)).weight_R for sequence in range(3)])
+        facts = f"{together.tolist()} among others, {alone.tolist()} alone: a batch is divided into forward passes"
+        assert bool(torch.allclose(together, alone, atol=1e-5)), facts
+
+
+def _task_error(work: Callable[[], object]) -> str:
+    """What the `TaskError` of a call says; "no error" where it returns."""
+    try:
+        work()
+    except TaskError as error:
+        return error.what
+    return "no error"
+
+
+def sampled_tokens(
+    *, lengths: tuple[int, ...] = (5, 2, 4), staleness: float = 0.0, normaliser: float = 11.0
+) -> SampledTokens:
+    """Sampled tokens of sequences of these lengths, with advantages of both signs. `staleness`: the mean of the
+    learner's log-probability minus the sampler's, in nats; 0: they are equal."""
+    import torch
+
+    from etude.training.losses import SampledTokens
+
+    generator = torch.Generator().manual_seed(7)
+    sampler_R = -3 * torch.rand(sum(lengths), generator=generator)
+    spread_R = torch.rand(sum(lengths), generator=generator) + 0.5
+    advantages = [1.0 if sequence % 2 == 0 else -0.75 for sequence, length in enumerate(lengths) for _ in range(length)]
+    sequences = [sequence for sequence, length in enumerate(lengths) for _ in range(length)]
+    return SampledTokens(
+        (sampler_R + staleness * spread_R).requires_grad_(),
+        sampler_R,
+        torch.tensor(advantages),
+        torch.tensor(sequences),
+        normaliser,
+    )
+
+
+def _sequence(tokens: SampledTokens, sequence: int) -> SampledTokens:
+    """One sequence as a forward pass of its own."""
+    from etude.training.losses import SampledTokens
+
+    kept_R = tokens.sequence_R == sequence
+    return SampledTokens(
+        tokens.logprobs_R.detach()[kept_R].requires_grad_(),
+        tokens.sampler_logprobs_R[kept_R],
+        tokens.advantages_R[kept_R],
+        tokens.sequence_R[kept_R] - sequence,
+        tokens.normaliser,
+    )
+
+
+class TrackerContract(Contract):
+    """What the conductor relies on in a tracker (`etude.seams.Tracker`)."""
+
+    @contextlib.contextmanager
+    def started(self, **changes: Any) -> Iterator[Any]:
+        """A tracker that has started, of a run in a folder of its own."""
+        with tempfile.TemporaryDirectory() as folder:
+            config = {"seed": 0, "rl": {"steps": 3}, "harness": {"tools": ["ls"]}}
+            run = {"name": "try", "run_id": "try-1", "folder": folder, "resumed": False, "config": config, "facts": {}}
+            tracker = self.make()
+            tracker.start(TrackedRun(**{**run, **changes}))
+            yield tracker
+
+    def test_it_takes_the_numbers_of_a_run(self) -> None:
+        with self.started() as tracker:
+            for step in (1, 2, 3):
+                tracker.log(step, {"rl/loss": -0.5 / step, "rl/reward/mean": 0.25})
+            tracker.log(3, {"eval/during/rate": 0.5})
+            tracker.finish("finished")
+
+    def test_steps_may_come_again_and_parts_count_by_themselves(self) -> None:
+        with self.started() as tracker:
+            for name, step in (("mid-training/loss", 900), ("rl/loss", 1), ("rl/loss", 2), ("rl/loss", 1)):
+                tracker.log(step, {name: 1.0})
+            tracker.finish("stopped")
+
+    def test_a_run_that_fails_at_once_is_finished_without_a_number(self) -> None:
+        with self.started() as tracker:
+            tracker.finish("failed")
+
+    def test_a_resumed_run_starts_again(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            for resumed in (False, True):
+                with self.started(folder=folder, resumed=resumed) as tracker:
+                    tracker.log(1, {"rl/loss": 1.0})
+                    tracker.finish("stopped")
+
+    def test_the_numbers_are_not_changed(self) -> None:
+        values = {"rl/loss": 1.0}
+        with self.started() as tracker:
+            tracker.log(1, values)
+            tracker.finish("finished")
+        assert values == {"rl/loss": 1.0}, f"log changed its argument: {values}"
+
+
+class CorpusSourceContract(Contract):
+    """What mid-training relies on in a corpus source (`etude.tasks.corpus.CorpusSource`)."""
+
+    FIRST = 50
+
+    def first(self, seed: int = 0) -> list[str]:
+        return list(itertools.islice(self.make().documents(seed), self.FIRST))
+
+    def test_documents_are_texts_with_content(self) -> None:
+        documents = self.first()
+        assert documents, "there is no document"
+        for number, text in enumerate(documents):
+            assert isinstance(text, str), f"document {number} is {type(text).__name__}"
+            assert text.strip(), f"document {number} is empty"
+
+    def test_documents_can_be_written_as_utf_8(self) -> None:
+        for number, text in enumerate(self.first()):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise AssertionError(f"document {number}: {error}") from None
+
+    def test_the_same_seed_gives_the_same_documents(self) -> None:
+        assert self.first(3) == self.first(3), (
+            "two calls with one seed gave other documents: a run could not be resumed"
+        )
+
+
+class ToolContract(Contract):
+    """What the agent loop relies on in a tool (`etude.harness.tools.ToolLike`)."""
+
+    FILES: Mapping[str, bytes] = {"calc.py": b"def add(a, b):\n    return a - b\n", "notes/todo.txt": b"mend add\n"}
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of a call that the tool can carry out on `FILES`. Override it where these are not."""
+        values = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
+        parameters = self.make().signature.parameters
+        return {p.name: "calc.py" if "path" in p.name else values.get(p.kind, "add") for p in parameters if p.required}
+
+    def answered(self, arguments: Mapping[str, Any]) -> str:
+        """The answer to a call, as the agent loop would have it."""
+        from etude.environments.memory import MemoryMachine
+        from etude.harness.commands import Call
+        from etude.harness.tools import ToolSet, Workbench, guarded
+
+        tool = guarded(self.name, self.make())
+        machine = MemoryMachine(self.FILES)
+        bench = Workbench(machine, ("python", "tests.py"), {*self.FILES}, "contract", 5.0, 400)
+        return asyncio.run(ToolSet((tool,)).run(Call(tool.signature.name, dict(arguments)), bench))
+
+    def test_its_signature_can_be_shown_to_a_model(self) -> None:
+        schema = self.make().signature.to_openai()["function"]
+        assert schema["name"].isidentifier(), f"{schema['name']!r} is no name: letters, digits and underscores are"
+        assert schema["description"].strip(), "it has no description"
+
+    def test_a_call_is_answered_with_text(self) -> None:
+        self.answered(self.arguments())
+
+    def test_an_answer_has_at_most_the_characters_that_are_left(self) -> None:
+        answer = self.answered(self.arguments())
+        assert len(answer) <= 400, f"the answer has {len(answer)} characters"
+
+    def test_odd_texts_are_answered_and_raise_nothing(self) -> None:
+        given = self.arguments()
+        for odd in ("", "../../etc/passwd", "no/such/file", "\x00", "é" * 300, "-rf *"):
+            self.answered({name: odd if isinstance(value, str) else value for name, value in given.items()})
+
+
+class TaskSourceContract(Contract):
+    """What a run relies on in a task source (`etude.seams.TaskSource`). That each task can be solved and is not solved
+    already is proven in machines: `etude tasks check my_package.module:Name`."""
+
+    def some(self, source: TaskSource, split: Split) -> list[Task]:
+        size = source.size(split)
+        return [source.task(split, index) for index in range(8 if size is None else min(size, 8))]
+
+    def test_every_split_has_tasks_that_know_their_place(self) -> None:
+        source = self.make()
+        for split in Split:
+            tasks = self.some(source, split)
+            assert tasks or split is Split.TRANSFER, f"the split {split} has no task"
+            for index, task in enumerate(tasks):
+                is_at = (task.source, task.split, task.index)
+                assert is_at == (source.name, split, index), f"task({split}, {index}) says that it is {is_at}"
+                assert task.instruction, f"{split} task {index} has no instruction"
+                assert task.family, f"{split} task {index} has no family"
+
+    def test_access_is_random_and_repeats(self) -> None:
+        source = self.make()
+        tasks = self.some(source, Split.TRAIN)
+        again = [self.make().task(Split.TRAIN, index) for index in reversed(range(len(tasks)))]
+        assert again == tasks[::-1], "the same index gave another task: another process would grade another one"
+
+    def test_the_same_content_is_never_in_two_splits(self) -> None:
+        source = self.make()
+        ids = [{task.task_id for task in self.some(source, split)} for split in Split]
+        assert len(set.union(*ids)) == sum(map(len, ids)), "a task is in two splits"
+
+    def test_past_the_end_and_before_the_start_is_a_task_error(self) -> None:
+        source = self.make()
+        size = source.size(Split.TRAIN)
+        for index in (-1,) if size is None else (-1, size):
+            refused = _task_error(lambda: source.task(Split.TRAIN, index))  # noqa: B023  called at once
+            assert "no task" in refused, f"task(train, {index}) is no TaskError that says 'no task': {refused}"
+
+    def test_an_answer_is_one_kind_and_nothing_of_it_is_in_the_task(self) -> None:
+        source = self.make()
+        for task in self.some(source, Split.HELDOUT):
+            answer = source.answer(task)
+            kinds = [bool(answer.cases), bool(answer.test_code), answer.tests is not None, answer.verifier is not None]
+            assert sum(kinds) == 1, "an answer has cases, or test_code, or tests, or a verifier: one of them"
+            assert bool(answer.cases) == (task.trust is Trust.DATA), f"trust is {task.trust}"
+            assert bool(answer.test_code) == bool(answer.entry_point), "test_code and entry_point need each other"
+            declared = answer.reference_argv or all(covers(task.exports, path) for path in answer.reference)
+            assert declared, "the reference writes a file that the task does not export"
+            shown = all(text in task.files.values() for text in answer.reference.values())
+            assert not shown, "the reference lies in the task's files"
+
+    def test_an_answer_is_refused_for_a_task_that_was_changed(self) -> None:
+        source = self.make()
+        task = source.task(Split.TRAIN, 0)
+        files = {path: text + "\n# changed\n" for path, text in task.files.items()}
+        other = msgspec.structs.replace(task, files=files, instruction=f"{task.instruction}.")
+        refused = _task_error(lambda: source.answer(other))
+        assert "is not of" in refused, f"a task with other files is no TaskError that says 'is not of': {refused}"
+
+    def test_tasks_and_answers_travel_between_processes(self) -> None:
+        source = self.make()
+        task = source.task(Split.VALIDATION, 0)
+        assert unpack(pack(task), Task) == task
+        assert source.answer(unpack(pack(task), Task)) == unpack(pack(source.answer(task)), Answer)
+
+    def test_demonstrations_repeat_and_show_their_task(self) -> None:
+        source = self.make()
+        tasks = self.some(source, Split.TRAIN)[:4]
+        if not isinstance(source, Demonstrating):
+            return
+        for index, task in enumerate(tasks):
+            first, again = (source.demonstration(Split.TRAIN, index, seed=1, right=0.5) for _ in range(2))
+            assert first.task == task, f"demonstration {index} shows another task"
+            calls = list(first.script)
+            assert calls == list(again.script), f"demonstration {index} is another one the second time"
+            assert calls, f"demonstration {index} makes no call"
+
+
+class HarnessContract(Contract):
+    """What a rollout relies on in an agent program (`etude.harness.programs.Harness`). Needs `etude[train]`."""
+
+    TASK = Task(
+        source="contract",
+        split=Split.TRAIN,
+        index=0,
+        family="contract",
+        instruction="fix the failing test",
+        files={"calc.py": "def add(a, b):\n    return a - b\n"},
+        exports=("calc.py",),
+    )
+
+    def played(self, script: Script | None, *, max_turns: int = 6) -> AgentRun:
+        """The program's run with a script in the model's place; None: with an engine that fails."""
+        from etude.environments.memory import MemoryMachine
+        from etude.harness import SPECIAL_TOKENS, Ask, ChatFormat, HarnessConfig, chat_template, standard_tools
+        from etude.harness.programs import run_plugin
+        from etude.rollouts import ScriptedPolicy
+        from etude.training.tokenizer import train_tokenizer
+
+        with tempfile.TemporaryDirectory() as folder:
+            texts, template = [*self.TASK.files.values(), self.TASK.instruction], chat_template()
+            train_tokenizer(texts, folder, vocab_size=384, special_tokens=SPECIAL_TOKENS, chat_template=template)
+            chat = ChatFormat.load(Path(folder))
+        limits = HarnessConfig(max_turns=max_turns, context_tokens=4096)
+        policy = _NoEngine() if script is None else ScriptedPolicy(script, chat)
+        how: dict[str, Any] = {
+            "policy": policy,
+            "chat": chat,
+            "tools": standard_tools(),
+            "limits": limits,
+            "clock": time.monotonic,
+        }
+        machine = MemoryMachine({path: text.encode() for path, text in self.TASK.files.items()})
+        how["ask"] = Ask(session_id="contract", seed=0)
+        return asyncio.run(run_plugin(self.name, self.make(), self.TASK, machine, limits=limits, how=how))
+
+    def test_a_run_that_submits_ends_so_and_has_its_turns(self) -> None:
+        run = self.played(_calls("ls", "submit"))
+        assert run.ending is Ending.SUBMITTED, f"it ended as {run.ending}"
+        assert run.trace.turns, "it has no turn: nothing of it could be trained on"
+        sampled = [len(turn.completion.token_ids) for turn in run.trace.turns]
+        assert all(sampled), f"its turns have {sampled} sampled tokens"
+
+    def test_it_keeps_the_limit_of_turns(self) -> None:
+        run = self.played(_calls(*["ls"] * 50), max_turns=3)
+        assert len(run.trace.turns) <= 3, f"it took {len(run.trace.turns)} turns, and harness.max_turns is 3"
+        assert run.ending is not Ending.SUBMITTED, "nothing was submitted"
+
+    def test_an_engine_that_fails_is_no_ending(self) -> None:
+        run = self.played(None)
+        assert run.ending is None, f"it ended as {run.ending}: the rollout would be graded"
+        assert isinstance(run.failure, EngineError), f"its failure is {run.failure!r}"
+
+
+class _NoEngine:
+    """A policy whose engines are gone."""
+
+    async def complete(self, request: CompletionRequest) -> Completion:
+        raise EngineError("no engine answers", hint="this is a test")
+
+
+def _calls(*tools: str) -> Script:
+    for tool in tools:
+        yield tool, {}
