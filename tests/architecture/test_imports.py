@@ -148,9 +148,10 @@ HEAVY = {"torch", "transformers", "ray", "rich", "starlette", "uvicorn", "aiohtt
          "cryptography", "asyncio", "ssl", "http.client", "multiprocessing"}  # fmt: skip
 
 
-def test_importing_the_weights_loads_nothing_that_a_reader_of_deltas_does_without():
-    loaded = loaded_after("import etude.weights")
-    assert {"etude.weights", "numpy"} <= loaded
+def test_importing_the_weights_loads_nothing_before_a_name_is_used():
+    assert not (HEAVY | {"numpy", "msgspec", "zstandard"}) & loaded_after("import etude.weights")
+    loaded = loaded_after("from etude.weights import Channel, Follower, chain, encode\nassert callable(chain)")
+    assert {"numpy", "etude.weights.chain.channel"} <= loaded
     assert not HEAVY & loaded
 
 

@@ -1,7 +1,10 @@
 """Weights on their way from the trainer to every engine: exact deltas under a chain of digests. Usable alone.
 
+What these names need (numpy first of all) is imported when one of them is first used.
+
 >>> import numpy as np
 >>> from etude.stores import MemoryStore
+>>> from etude.weights import Channel, Follower, Tensor
 >>> store = MemoryStore()
 >>> channel, follower = Channel(store), Follower(store)
 >>> old = {"w": Tensor("bf16", (3,), np.array([0x3F80, 0x3F81, 0x3F82], np.uint16))}
@@ -15,13 +18,19 @@ True
 ([2], [16259])
 """
 
-from etude.weights.chain.channel import Channel
-from etude.weights.chain.history import chain, lineage
-from etude.weights.chain.manifest import Manifest
-from etude.weights.delta.deltas import apply, bound, encode
-from etude.weights.follow.follower import Follower, Update
-from etude.weights.follow.follower_process import FollowerProcess
-from etude.weights.tensors import Spec, Tensor, content_digest, tensor_digest
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from etude.weights.chain.channel import Channel
+    from etude.weights.chain.history import chain, lineage
+    from etude.weights.chain.manifest import Manifest
+    from etude.weights.delta.deltas import apply, bound, encode
+    from etude.weights.follow.follower import Follower, Update
+    from etude.weights.follow.follower_process import FollowerProcess
+    from etude.weights.tensors import Spec, Tensor, content_digest, tensor_digest
 
 __all__ = [
     "Channel",
@@ -39,3 +48,22 @@ __all__ = [
     "lineage",
     "tensor_digest",
 ]
+
+_HOME = {
+    "Channel": "chain.channel",
+    **dict.fromkeys(("chain", "lineage"), "chain.history"),
+    "Manifest": "chain.manifest",
+    **dict.fromkeys(("apply", "bound", "encode"), "delta.deltas"),
+    **dict.fromkeys(("Follower", "Update"), "follow.follower"),
+    "FollowerProcess": "follow.follower_process",
+    **dict.fromkeys(("Spec", "Tensor", "content_digest", "tensor_digest"), "tensors"),
+}
+
+import_module("etude.weights.chain")  # the folder, now: a later first import would put it in the place of the function
+globals().pop("chain")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
