@@ -54,6 +54,8 @@ class Kind(enum.StrEnum):
     CORPUS = "corpus"
     TOOL = "tool"
     HARNESS = "harness"
+    REWARD = "reward"
+    CREDIT = "credit"
 
     @property
     def noun(self) -> str:
@@ -114,6 +116,20 @@ KINDS = {
         protocol="etude.harness.programs:Harness",
         contract="etude.testing.contracts:HarnessContract",
         built_in="etude.harness.config:PROGRAMS",
+    ),
+    Kind.REWARD: KindFacts(
+        noun="reward term",
+        setting="rewards.terms",
+        protocol="etude.seams:RewardTerm",
+        contract="etude.testing.rewards:RewardTermContract",
+        built_in="etude.records.reward:BUILT_IN",
+    ),
+    Kind.CREDIT: KindFacts(
+        noun="credit scheme",
+        setting="experience.credit",
+        protocol="etude.seams:CreditScheme",
+        contract="etude.testing.rewards:CreditSchemeContract",
+        built_in="etude.experience.credit:Credit",
     ),
     Kind.TRACKER: KindFacts(
         noun="tracker",

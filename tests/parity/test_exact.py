@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
-from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
-from msgspec.structs import replace
 from tests.parity.same_bits import VERSION, asked, learned, prompts, said, sampled, sharp, verified
 
 from etude.inference.config import EngineConfig
@@ -31,7 +31,7 @@ DEEPSEEK = ModelConfig(
     num_shared=1, routing=Routing(Scores.SIGMOID, scaling=2.5, num_groups=3, top_groups=2),
     latent=Latent(kv_rank=24, nope_dim=8, rope_dim=6, value_dim=10, q_rank=20),
 )  # fmt: skip
-OLMOE = replace(QWEN, head_dim=8, family="olmoe")
+OLMOE = dataclasses.replace(QWEN, head_dim=8, family="olmoe")
 FAMILIES = {"qwen3-moe": QWEN, "deepseek-v3": DEEPSEEK, "olmoe": OLMOE}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (3, 17, 70, 150, 201)
@@ -99,7 +99,7 @@ def test_a_fork_changes_no_bit(family: str, dtype: torch.dtype) -> None:
         async with ReferenceEngine(model, version=VERSION, config=config) as engine:
             before = await engine.generate(asked(0, first, tokens=20))
             branch = asked(5, np.concatenate([first, before.token_ids[:9], more]), tokens=20)
-            forked = await engine.generate(replace(branch, session_id="fork", fork_from="r0"))
+            forked = await engine.generate(msgspec.structs.replace(branch, session_id="fork", fork_from="r0"))
             return forked, await engine.generate(branch)
 
     forked, alone = asyncio.run(story())

@@ -40,6 +40,8 @@ EXAMPLES = {
     "examples.plugins.corpora:Folder": Kind.CORPUS,
     "examples.plugins.tools:Grep": Kind.TOOL,
     "examples.plugins.harnesses:Oriented": Kind.HARNESS,
+    "examples.plugins.rewards:FewTurns": Kind.REWARD,
+    "examples.plugins.credit:ByRank": Kind.CREDIT,
 }
 LOSS = """
 from dataclasses import dataclass

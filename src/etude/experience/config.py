@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from etude.config import ranged
+from etude.config import Plugin, ranged
 from etude.experience.admission import LittleSignal, Straggler, Window
 from etude.experience.credit import Credit
 from etude.experience.curriculum import Curriculum
@@ -22,7 +22,7 @@ class ExperienceConfig:
     ledger: str = ""  # a file in the run folder; or a server that runs share: "postgresql://host/database"
     max_lag: int = ranged(2, low=0, high=64)
     straggler: Straggler = Straggler.WAIT
-    credit: Credit = Credit.DR_GRPO
+    credit: Credit | Plugin = Credit.DR_GRPO
     curriculum: Curriculum = Curriculum.SIGNAL
     kl: float = ranged(
         0.0, low=0.0

@@ -11,7 +11,7 @@ import enum
 import math
 from collections.abc import Mapping, Sequence
 
-from etude.errors import EtudeError
+from etude.errors import PluginError
 from etude.records.reward import Reward
 from etude.records.rollout import Graded
 from etude.rewards import Composition
@@ -92,7 +92,7 @@ SCHEMES: Mapping[Credit, CreditScheme] = {Credit.DR_GRPO: DR_GRPO, Credit.GRPO: 
 
 
 def advantages(rewards: Sequence[Reward], scheme: CreditScheme = DR_GRPO) -> list[float]:
-    """The scheme's advantages, one per reward. Raises `EtudeError`, which names the scheme, where it fails or gives
+    """The scheme's advantages, one per reward. Raises `PluginError`, which names the scheme, where it fails or gives
     anything but one finite number per reward."""
     what = f"credit scheme {scheme.name!r} ({type(scheme).__module__}:{type(scheme).__qualname__})"
     hint = "mend the scheme, then resume the run: the group is kept"
@@ -100,9 +100,9 @@ def advantages(rewards: Sequence[Reward], scheme: CreditScheme = DR_GRPO) -> lis
     try:
         found = [float(advantage) for advantage in scheme.advantages(rewards)]
     except Exception as error:
-        raise EtudeError(f"{what} failed", f"{type(error).__name__}: {error}; {facts}", hint=hint) from error
+        raise PluginError(f"{what} failed", f"{type(error).__name__}: {error}; {facts}", hint=hint) from error
     if len(found) != len(rewards) or not all(map(math.isfinite, found)):
-        raise EtudeError(f"{what} gave no finite number per reward", f"{found}; {facts}", hint=hint)
+        raise PluginError(f"{what} gave no finite number per reward", f"{found}; {facts}", hint=hint)
     return found
 
 

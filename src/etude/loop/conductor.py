@@ -32,6 +32,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
+from etude.config import Plugin
 from etude.errors import EngineError, EtudeError, LedgerError, NotFinite
 from etude.evals import EvalResult
 from etude.experience import SCHEMES, Group, Ledger, plan_batch, step_facts
@@ -52,6 +53,7 @@ from etude.loop.retention import goes_back_to, keep_within, kept_from
 from etude.loop.rolling import Rolling, keyed_seed, siblings
 from etude.loop.wire import Caller, Lost
 from etude.numerics.config import Mode
+from etude.plugins import Kind, make
 from etude.records import RolloutSpec, Task
 from etude.records.sample import Published, StepReport
 from etude.records.summary import BatchPlan, BatchRef
@@ -83,6 +85,8 @@ class Conductor:
         self.crew, self.source = crew, source
         self.traces = traces_folder(run)
         self._scales = config.experience.little_signal is LittleSignal.SCALE
+        credit = config.experience.credit
+        self._scheme = make(Kind.CREDIT, credit) if isinstance(credit, Plugin) else SCHEMES[credit]
         self.window = config.experience.window
         capacity = self.window.num_groups * config.experience.group_size
         self.ledger = Ledger(
@@ -306,7 +310,7 @@ class Conductor:
             step=self.trained + 1,
             max_lag=experience.max_lag,
             composition=self.config.composition,
-            scheme=SCHEMES[experience.credit],
+            scheme=self._scheme,
             straggler=experience.straggler,
             k1=k1,
             full_groups=experience.signal_groups if self._scales else 0,
@@ -361,7 +365,7 @@ class Conductor:
             learner_step=self.trained,
             max_lag=experience.max_lag,
             composition=self.config.composition,
-            scheme=SCHEMES[experience.credit],
+            scheme=self._scheme,
         )
         seen |= {group: learned(self.ledger.group(group)) for group in found - seen.keys()}
         return {group for group in found if seen[group]}

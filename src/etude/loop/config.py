@@ -25,6 +25,7 @@ from etude.models.config import ModelConfig
 from etude.numerics.config import ComputeDtype, Mode, NumericsConfig, Quantise
 from etude.plugins import Identity
 from etude.rewards import Composition
+from etude.rewards.config import RewardsConfig
 from etude.run import HINT_COPY, RunFolder
 from etude.seams import TaskSource
 from etude.stores.places import parse_place
@@ -143,6 +144,7 @@ class RunConfig:
     sglang: ForeignConfig = field(default_factory=ForeignConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
     experience: ExperienceConfig = field(default_factory=ExperienceConfig)
+    rewards: RewardsConfig = field(default_factory=RewardsConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     rl: RlConfig = field(default_factory=RlConfig)
     parity: ParityConfig = field(default_factory=ParityConfig)
@@ -254,7 +256,10 @@ class RunConfig:
         """How rewards are composed from their terms."""
         experience = self.experience
         return Composition(
-            require_submit=self.harness.require_submit, quarantine=experience.quarantine, kl=experience.kl
+            require_submit=self.harness.require_submit,
+            quarantine=experience.quarantine,
+            kl=experience.kl,
+            weights=self.rewards.weights,
         )
 
     @property

@@ -34,7 +34,7 @@ from etude.loop.played import HandedOver, Played
 from etude.loop.processes import KEEPS_MEMORY, READY_S, Child, Role, Supervisor
 from etude.loop.room import Limit
 from etude.loop.wire import Caller, Lost
-from etude.records import Outcome, RolloutSpec, Version
+from etude.records import Graded, Outcome, RolloutSpec, Version
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
 from etude.weights.chain.signing import read_signer
@@ -192,6 +192,10 @@ class Crew:
             "grade", AnyOutcome, rollout.task, rollout.summary, deadline_s=GRADE_S
         )
         return graded
+
+    async def measure(self, rollout: Played, graded: Graded) -> Graded:
+        """Have a grader measure the run's own reward terms of a judged rollout; returns the verdict with them."""
+        return await self.graders.call("measure", Graded, rollout.summary, graded, deadline_s=GRADE_S)
 
     def _child(
         self, name: str, argv: list[str], *, nice: int = 0, env: Mapping[str, str] = NOTHING, devices: int = 0

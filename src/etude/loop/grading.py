@@ -17,10 +17,13 @@ from etude.environments.backends import runtime_of
 from etude.loop import child
 from etude.loop.config import open_tasks, read_config
 from etude.loop.places import rollout_files
+from etude.plugins import Kind, make
 from etude.records import Answer, Graded, Invalid, Outcome, Task
 from etude.records.summary import RolloutSummary
 from etude.records.task import Trust
 from etude.records.wire import pack
+from etude.rewards import NamedTerm, measure
+from etude.rewards.config import TermConfig
 from etude.run import RunFolder
 from etude.seams import Grader
 from etude.tasks.verifiers import grader_for
@@ -79,7 +82,8 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
     source = open_tasks(config)
     runtime = runtime_of(config.machines)
     grader = Verdicts(grader_for(source, MachineGrader(runtime)))
-    room, files = Turns(GRADES_AT_ONCE), rollout_files(run)
+    terms = [_named(i, one) for i, one in enumerate(config.rewards.terms)]
+    room, measuring, files = Turns(GRADES_AT_ONCE), Turns(GRADES_AT_ONCE), rollout_files(run)
 
     async def grade(task: Task, summary: RolloutSummary) -> Outcome:
         """The outcome of what a stored rollout handed in."""
@@ -87,10 +91,27 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
             exports = await asyncio.to_thread(files.read_exports, summary)
             return await grader.grade(task, source.answer(task), exports)
 
+    async def measured(summary: RolloutSummary, graded: Graded) -> Graded:
+        """The verdict on a stored rollout, with the run's own reward terms."""
+        async with measuring.turn():
+            return await measure(terms, await asyncio.to_thread(files.read, summary), graded)
+
     async def ready() -> bool:
         return True
 
-    return {"grade": ((Task, RolloutSummary), grade), "ready": ((), ready)}
+    return {
+        "grade": ((Task, RolloutSummary), grade),
+        "measure": ((RolloutSummary, Graded), measured),
+        "ready": ((), ready),
+    }
+
+
+def _named(i: int, config: TermConfig) -> NamedTerm:
+    """The plug-in of `[[rewards.terms]]` number i, with the digest of its code and settings."""
+    plugin = config.kind
+    term = make(Kind.REWARD, plugin, where=f"rewards.terms[{i}].kind")
+    code = hashlib.sha256(pack((plugin.digest, sorted(plugin.settings.items())))).hexdigest()
+    return NamedTerm(config.name, term, code)
 
 
 if __name__ == "__main__":

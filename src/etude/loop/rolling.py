@@ -80,7 +80,7 @@ def siblings(
     ]
 
 
-async def judge(crew: Crew, rollout: Played) -> Outcome:
+async def judge(crew: Crew, rollout: Played, *, own_terms: bool = False) -> Outcome:
     """Have a finished rollout graded; returns its outcome with all terms. When a grader dies another one is asked. It
     is invalid where graders cannot read its file, or too many graders die."""
     if rollout.summary.invalid is not None:
@@ -89,8 +89,10 @@ async def judge(crew: Crew, rollout: Played) -> Outcome:
     attempts = crew.config.experience.max_attempts
     for _ in range(attempts):
         try:
-            outcome = await crew.grade(rollout)
-            return with_host_terms(rollout, outcome, looked=crew.config.experience.quarantine)
+            outcome = with_host_terms(rollout, await crew.grade(rollout), looked=crew.config.experience.quarantine)
+            if own_terms and crew.config.rewards.terms and isinstance(outcome, Graded):
+                return await crew.measure(rollout, outcome)
+            return outcome
         except (Lost, DeadlineExceeded) as lost:
             error = lost
         except LedgerError as unread:
@@ -200,7 +202,7 @@ class Rolling:
         try:
             try:
                 rollout = await self.crew.rollout(spec)
-                outcome = await judge(self.crew, rollout)
+                outcome = await judge(self.crew, rollout, own_terms=True)
             except (Lost, DeadlineExceeded, EngineBehind) as error:
                 await self._give_back(spec, error)
                 more.set()

@@ -9,7 +9,7 @@ SUBMITTED = "submitted"  # 1.0 where the agent submitted, else 0.0
 SIGNS = "signs"  # number of signs of cheating
 SIGNS_IF_REWARDED = "signs_if_rewarded"  # number of signs that count only where the other terms earn more than 0
 K1 = "k1"  # Σ log π − log π_ref over the sampled tokens; measured when a batch is made
-BUILT_IN = frozenset({GRADE, SUBMITTED, SIGNS, SIGNS_IF_REWARDED, K1})
+BUILT_IN = (GRADE, SUBMITTED, SIGNS, SIGNS_IF_REWARDED, K1)
 """Names of the terms that etude measures itself."""
 
 

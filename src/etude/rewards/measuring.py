@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from etude.errors import EtudeError
+from etude.errors import PluginError
 from etude.records.reward import Score, Term
 from etude.records.rollout import Graded, Rollout
 from etude.seams import RewardTerm
@@ -37,7 +37,7 @@ class NamedTerm:
 async def measure(
     terms: Sequence[NamedTerm], rollout: Rollout, graded: Graded, *, deadline_s: float = DEADLINE_S
 ) -> Graded:
-    """Measure all terms of a judged rollout at once; returns the verdict with them. Raises `EtudeError` for a term that
+    """Measure all terms of a judged rollout at once; returns the verdict with them. Raises `PluginError` for one that
     raises, does not end, or gives anything but a `Score` of a finite number or None."""
     try:
         async with asyncio.TaskGroup() as group:
@@ -55,13 +55,13 @@ async def _measured(one: NamedTerm, rollout: Rollout, graded: Graded, deadline_s
             score: object = await one.term.score(rollout, graded)
     except Exception as error:
         if timeout.expired():
-            raise EtudeError(f"{one} did not end", f"{at}: no value in {deadline_s:g} s", hint=hint) from None
-        raise EtudeError(f"{one} failed", f"{at}: {type(error).__name__}: {error}", hint=hint) from error
+            raise PluginError(f"{one} did not end", f"{at}: no value in {deadline_s:g} s", hint=hint) from None
+        raise PluginError(f"{one} failed", f"{at}: {type(error).__name__}: {error}", hint=hint) from error
     if not isinstance(score, Score) or not isinstance(score.value, int | float | None):
-        raise EtudeError(f"{one} gave no Score of a number", f"{at}: {score!r:.200}", hint=hint)
+        raise PluginError(f"{one} gave no Score of a number", f"{at}: {score!r:.200}", hint=hint)
     if score.value is not None and not math.isfinite(score.value):
         unknown = "where a value cannot be known, return Score(value=None, evidence=...)"
-        raise EtudeError(f"{one} gave {score.value}", at, hint=unknown)
+        raise PluginError(f"{one} gave {score.value}", at, hint=unknown)
     value = None if score.value is None else float(score.value)
     evidence = " ".join(str(score.evidence).split())[:EVIDENCE_CHARS]
     return Term(name=one.name, value=value, version=one.version, evidence=evidence)

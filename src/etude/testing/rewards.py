@@ -23,6 +23,7 @@ from etude.records.task import Split, Task, Trust
 from etude.records.wire import pack
 from etude.rewards import NamedTerm, measure
 from etude.seams import CreditScheme, RewardTerm
+from etude.testing.contracts import Contract
 
 GROUPS: tuple[tuple[float, ...], ...] = (
     (1.0, 0.0),
@@ -35,7 +36,7 @@ GROUPS: tuple[tuple[float, ...], ...] = (
 """Rewards of groups, those without a signal included."""
 
 
-class CreditSchemeContract:
+class CreditSchemeContract(Contract):
     """What a batch relies on in a credit scheme (`etude.seams.CreditScheme`)."""
 
     def make(self) -> CreditScheme:
@@ -79,7 +80,7 @@ class CreditSchemeContract:
             assert getattr(scheme, what), f"its {what} is empty"
 
 
-class RewardTermContract:
+class RewardTermContract(Contract):
     """What graders rely on in a reward term (`etude.seams.RewardTerm`)."""
 
     def make(self) -> RewardTerm:

@@ -7,11 +7,19 @@ import asyncio
 import pytest
 
 from etude import progress
-from etude.errors import MachineError
+from etude.config import build, load, to_toml
+from etude.errors import ConfigError, MachineError
+from etude.loop import grading
+from etude.loop.config import RunConfig, read_config
 from etude.loop.grading import Turns, Verdicts
+from etude.loop.places import rollout_files
 from etude.records import Answer, Graded, Invalid, Task
 from etude.records.rollout import Boundary
+from etude.records.summary import summary_of
 from etude.records.task import Split, Trust
+from etude.run import RunFolder
+from etude.telemetry import Telemetry
+from etude.testing.rewards import finished
 
 TASK = Task(source="s", split=Split.TRAIN, index=0, family="f", instruction="i", files={"a.py": ""}, exports=("a.py",))
 CODE = Task(
@@ -99,3 +107,34 @@ def test_each_grade_that_ends_is_a_sign_of_life_to_those_that_wait_for_a_turn():
     first, second, *others = seen
     assert first == second, "two at once"
     assert first < others[0] <= others[-1] < progress.count()
+
+
+def test_a_grader_measures_the_runs_own_terms_of_a_stored_rollout(game, tmp_path, monkeypatch):
+    terms = [
+        '{name = "short", weight = 0.5, kind = {kind = "examples.plugins.rewards:FewTurns", most = 4}}',
+        '{name = "watched", weight = 0.0, kind = "examples.plugins.rewards:FewTurns"}',
+    ]
+    config = load(game.config, RunConfig, [f"rewards.terms=[{', '.join(terms)}]"])
+    run_folder = RunFolder.create(tmp_path / "run", config_toml=to_toml(config), seed=0)
+    assert read_config(run_folder).rewards == config.rewards
+    monkeypatch.setattr(grading, "runtime_of", lambda _: None)
+    rollout = finished(num_turns=1)
+    summary = summary_of(rollout, rollout_files(run_folder).write(rollout))
+
+    async def work():
+        telemetry = Telemetry(tmp_path / "events.jsonl", process="grader-0")
+        _, measured = (await grading.handlers(run_folder, "grader-0", telemetry))["measure"]
+        return await measured(summary, graded(1.0))
+
+    found = run(work())
+    assert found.values == {"grade": 1.0, "short": 0.75, "watched": 0.875}
+    assert found.terms[1].version.startswith("1+")
+    assert found.terms[1].version != found.terms[2].version, "settings are part of it"
+    assert config.composition.of(found).value == 1.0 + 0.5 * 0.75
+
+
+@pytest.mark.parametrize(("names", "says"), [(("k1",), "measures itself"), (("a", "a"), "2 terms are called 'a'")])
+def test_terms_of_one_name_and_of_a_name_of_etudes_own_are_refused(names, says):
+    terms = [{"name": name, "kind": "my_package.rewards:Term"} for name in names]
+    with pytest.raises(ConfigError, match=says):
+        build(RunConfig, {"rewards": {"terms": terms}})
