@@ -19,4 +19,4 @@ def test_there_are_promises():
 def test_what_enforces_a_promise_exists(name):
     path, _, test = name.partition("::")
     text = (ROOT / path).read_text()
-    assert not test or re.search(rf"^(async )?def {test}\b", text, re.M)
+    assert not test or re.search(rf"^(async def|def|class) {test}\b", text, re.M)
