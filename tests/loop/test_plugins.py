@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,10 +85,9 @@ PARTS = (
 
 @pytest.fixture
 def here(tmp_path: Path, cli_in: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    root = Path(__file__).parents[2]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(root), str(root / "src")]))
     (tmp_path / "mine.py").write_text(MINE)
-    import os
-
     return type(cli_in(tmp_path))(tmp_path, dict(os.environ))
 
 
