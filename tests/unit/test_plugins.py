@@ -22,6 +22,7 @@ from etude.harness import Call, HarnessConfig, Workbench, standard_tools
 from etude.harness.programs import run_plugin
 from etude.loop.config import RunConfig, open_tasks, same_plugins
 from etude.plugins import KINDS, Identity, Kind, bounded, check_all, finite, found, identity, kind_at, make
+from etude.records.rollout import Ending
 from etude.records.task import Split
 from etude.run import RunFolder
 from etude.tasks import check, open_source
@@ -614,9 +615,40 @@ def test_what_a_harness_raises_or_returns_is_named_with_whose_it_is(module, monk
     plugin = Plugin(f"{module(HARNESS.replace('{body}', body))}:Own")
     limits = HarnessConfig(max_turns=1, turn_deadline_s=0.2, tool_deadline_s=0.1)
     with pytest.raises(PluginError) as error:
-        asyncio.run(run_plugin(plugin, make(Kind.HARNESS, plugin), None, None, limits=limits, how={}))
+        asyncio.run(run_plugin(plugin, make(Kind.HARNESS, plugin), None, None, policy=None, limits=limits, how={}))
     assert f"harness {plugin}" in error.value.what
     assert says in error.value.facts
+
+
+SLOW = """
+import asyncio
+from etude.harness import AgentRun
+from etude.records.rollout import Ending, Trace
+
+class Own:
+    async def run(self, task, machine, *, policy, **how):
+        await asyncio.gather(policy.complete(1), policy.complete(2))
+        await asyncio.sleep({after})
+        return AgentRun(Trace(()), [], 0.0, Ending.SUBMITTED)
+"""
+
+
+class SlowPolicy:
+    async def complete(self, request):
+        await asyncio.sleep(0.4 * request)
+
+
+@pytest.mark.parametrize(("after", "hangs"), [(0.0, False), (1000.0, True)])
+def test_the_deadline_of_a_harness_stands_still_while_it_waits_for_the_policy(module, monkeypatch, after, hangs):
+    monkeypatch.setattr("etude.harness.programs.PLUGIN_GRACE_S", 0.1)
+    plugin = Plugin(f"{module(SLOW.replace('{after}', str(after)))}:Own")
+    limits, harness = HarnessConfig(max_turns=1, tool_deadline_s=0.1), make(Kind.HARNESS, plugin)
+    running = run_plugin(plugin, harness, None, None, policy=SlowPolicy(), limits=limits, how={})
+    if hangs:
+        with pytest.raises(PluginError, match="hangs"):
+            asyncio.run(running)
+    else:
+        assert asyncio.run(running).ending is Ending.SUBMITTED
 
 
 def test_a_harness_is_named_in_the_config(tmp_path):

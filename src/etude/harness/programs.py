@@ -8,6 +8,7 @@ whose they are.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from etude.harness.chat import ChatFormat
 from etude.harness.config import HarnessConfig
 from etude.harness.tools import PLUGIN_GRACE_S, ToolSet
 from etude.plugins import Kind, called, make, unusable
+from etude.records.completion import Completion, CompletionRequest
 from etude.records.rollout import Ending, Trace
 from etude.records.task import Task
 from etude.seams import Machine, Policy
@@ -68,25 +70,61 @@ async def run_program(
         return await run_agent(
             task, machine, policy=policy, chat=chat, tools=tools, limits=limits, ask=ask, clock=clock
         )
-    how = {"policy": policy, "chat": chat, "tools": tools, "limits": limits, "ask": ask, "clock": clock}
-    return await run_plugin(plugin, _made(plugin), task, machine, limits=limits, how=how)
+    how = {"chat": chat, "tools": tools, "ask": ask, "clock": clock}
+    return await run_plugin(plugin, _made(plugin), task, machine, policy=policy, limits=limits, how=how)
+
+
+class _Unhurried:
+    """The policy that a plug-in asks. The plug-in's deadline stands still meanwhile: how long an engine may be silent
+    is bounded by the policy, and a completion of a slow engine may take as long as it takes."""
+
+    def __init__(self, policy: Policy, limit: asyncio.Timeout, limit_s: float) -> None:
+        self._policy, self._limit, self._left_s = policy, limit, limit_s
+        self._since, self._asking = asyncio.get_running_loop().time(), 0
+
+    async def complete(self, request: CompletionRequest) -> Completion:
+        loop = asyncio.get_running_loop()
+        if not self._asking:
+            self._left_s -= loop.time() - self._since
+            self._move(None)
+        self._asking += 1
+        try:
+            return await self._policy.complete(request)
+        finally:
+            self._asking -= 1
+            if not self._asking:
+                self._since = loop.time()
+                self._move(self._since + self._left_s)
+
+    def _move(self, when: float | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the run has ended, or is about to
+            self._limit.reschedule(when)
 
 
 async def run_plugin(
-    plugin: Plugin, harness: Harness, task: Task, machine: Machine, *, limits: HarnessConfig, how: Mapping[str, Any]
+    plugin: Plugin,
+    harness: Harness,
+    task: Task,
+    machine: Machine,
+    *,
+    policy: Policy,
+    limits: HarnessConfig,
+    how: Mapping[str, Any],
 ) -> AgentRun:
-    """Run a plug-in's object; `how`: the other arguments of `Harness.run`. Raises `PluginError`."""
-    limit_s = limits.max_turns * (limits.turn_deadline_s + limits.tool_deadline_s) + PLUGIN_GRACE_S
+    """Run a plug-in's object; `how`: the other arguments of `Harness.run`. Raises `PluginError`, also where the run
+    takes longer than its tools may, the time in which it waits for the policy left out."""
+    limit_s = limits.max_turns * limits.tool_deadline_s + PLUGIN_GRACE_S
     try:
         async with asyncio.timeout(limit_s) as limit:
+            asked = _Unhurried(policy, limit, limit_s)
             with called(Kind.HARNESS, plugin, "run"):
-                run = await harness.run(task, machine, **how)
+                run = await harness.run(task, machine, policy=asked, limits=limits, **how)
     except (EngineError, MachineError) as error:
         return AgentRun(Trace(()), [], 0.0, None, error)
     except (EtudeError, TimeoutError) as error:
         if not limit.expired():
             raise
-        facts = f"run has not returned within {limit_s:g} s"
+        facts = f"run has not returned within {limit_s:g} s, without the time in which it waited for the policy"
         raise PluginError(f"harness {plugin} hangs", facts, hint="give what it waits for a deadline") from error
     if not isinstance(run, AgentRun):
         raise unusable(Kind.HARNESS, plugin, f"run returned {type(run).__name__}, and AgentRun is wanted")

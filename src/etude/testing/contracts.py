@@ -446,16 +446,12 @@ class HarnessContract(Contract):
             chat = ChatFormat.load(Path(folder))
         limits = HarnessConfig(max_turns=max_turns, context_tokens=4096)
         policy = _NoEngine() if script is None else ScriptedPolicy(script, chat)
-        how: dict[str, Any] = {
-            "policy": policy,
-            "chat": chat,
-            "tools": standard_tools(),
-            "limits": limits,
-            "clock": time.monotonic,
-        }
+        ask = Ask(session_id="contract", seed=0)
+        how = {"chat": chat, "tools": standard_tools(), "ask": ask, "clock": time.monotonic}
         machine = MemoryMachine({path: text.encode() for path, text in self.TASK.files.items()})
-        how["ask"] = Ask(session_id="contract", seed=0)
-        return asyncio.run(run_plugin(self.name, self.make(), self.TASK, machine, limits=limits, how=how))
+        return asyncio.run(
+            run_plugin(self.name, self.make(), self.TASK, machine, policy=policy, limits=limits, how=how)
+        )
 
     def test_a_run_that_submits_ends_so_and_has_its_turns(self) -> None:
         run = self.played(_calls("ls", "submit"))
