@@ -184,7 +184,7 @@ def test_a_task_source_without_tasks_or_with_a_wrong_reference_is_refused(
     assert "1 of 12 train tasks" in refuse(1, "tasks", "check", wrong)
     given = shutil.copytree(game.tasks, tmp_path / "given")
     (given / "train-01" / "files" / "m.py").write_text("def f():\n    return 2\n")
-    assert "untouched" in start(given)
+    assert "unmodified" in start(given)
 
 
 def test_a_run_in_use_of_another_config_or_absent_is_not_resumed(

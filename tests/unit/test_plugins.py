@@ -26,7 +26,7 @@ from etude.records.rollout import Ending
 from etude.records.task import Split
 from etude.run import RunFolder
 from etude.tasks import check, open_source
-from etude.tasks.corpus import plugged_documents
+from etude.tasks.corpus import plugin_documents
 from etude.tasks.scripts import Demonstrating, WithBaselines
 from etude.testing import FakeGrader, MemoryMachine
 from etude.testing.contracts import results, sampled_tokens
@@ -493,7 +493,7 @@ def test_what_a_source_offers_beside_tasks_is_found_by_what_it_has(module):
 def test_nonsense_of_a_corpus_source_is_named_with_whose_it_is(module, body, says):
     name = module(f"class Texts:\n    def documents(self, seed):\n        {body}\n")
     with pytest.raises(PluginError) as error:
-        list(plugged_documents(Plugin(f"{name}:Texts"), seed=0))
+        list(plugin_documents(Plugin(f"{name}:Texts"), seed=0))
     assert f"corpus source {name}:Texts" in error.value.what
     assert says in error.value.facts
 
@@ -502,7 +502,7 @@ def test_the_texts_of_a_corpus_source_come_in_its_order(tmp_path):
     (tmp_path / "a.md").write_text("first")
     (tmp_path / "b.md").write_text("second")
     plugin = Plugin("examples.plugins.corpora:Folder", {"path": str(tmp_path)})
-    assert sorted(plugged_documents(plugin, seed=0)) == ["first", "second"]
+    assert sorted(plugin_documents(plugin, seed=0)) == ["first", "second"]
 
 
 TOOL = """

@@ -28,7 +28,7 @@ from etude.records.task import Split
 from etude.rollouts import demonstrate
 from etude.run import RunFolder
 from etude.tasks import RepairSource, assert_no_heldout, code_documents, library_documents
-from etude.tasks.corpus import plugged_documents
+from etude.tasks.corpus import plugin_documents
 from etude.tasks.scripts import Demonstrating, demonstrations
 from etude.telemetry import Telemetry
 from etude.training.corpus import write_corpus
@@ -50,7 +50,7 @@ def build(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
     heldout = _play(
         source, HELDOUT_DOCUMENTS, seed=config.seed, first=2_000_000, right_body=1.0, split=Split.VALIDATION
     )
-    own = [text for plugin in corpus.sources for text in plugged_documents(plugin, seed=config.seed)]
+    own = [text for plugin in corpus.sources for text in plugin_documents(plugin, seed=config.seed)]
     assert_no_heldout(chain(code, own))
     with telemetry.span("corpus.tokenizer", vocab_size=config.model.vocab_size):
         texts = chain(code[:TOKENIZER_SAMPLE], library, own, *map(_spoken, talks[:TOKENIZER_SAMPLE]))

@@ -1,20 +1,20 @@
-"""`DirectorySource`: bring your own tasks, one folder each. Mined tasks are written in the same form.
+"""`DirectorySource`: user-written tasks, one folder each. Mined tasks are written in the same format.
 
 ::
 
     my-tasks/
       add-discount/
-        task.toml            instruction, exports; test_command, family, split, trust, entry_point where wanted
-        files/               the prepared tree of the machine
-        answer/reference/    the exported files of a solution
+        task.toml            instruction, exports; optional: test_command, family, split, trust, entry_point
+        files/               the files in the machine
+        answer/reference/    the exported files of a correct solution
         answer/cases.json    hidden cases [{"module", "function", "args", "expected"}]: data-graded, or
         answer/check.py      hidden code that defines check(candidate): code-graded, with entry_point "module:function"
         answer/tests.json    or the exact names of hidden tests, their files in answer/hidden/
-        answer/verifier.json or a command that judges, its files in answer/verifier/
+        answer/verifier.json or a command that grades, its files in answer/verifier/
 
-docs/formats/tasks.md has every key. A task without `split` gets one by the hash of its `problem`, or of its content
-where it names no problem, so variants of one problem are never in two splits. The answer's folder is read when a grader
-asks for it, never with the task. Links are refused: a task holds only what its folder holds.
+All keys are in docs/formats/tasks.md. Without `split`, the hash of `problem` (or of the content, if there is no
+`problem`) decides the split, so variants of one problem are never in two splits. The answer is read only when a grader
+needs it, never together with the task. Symbolic links are refused.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from etude.records.image import Image
 from etude.records.task import Answer, Split, Task, Trust
 from etude.tasks.hidden import Kind, kind_of, read_answer, write_answer
 from etude.tasks.splits import split_of
-from etude.tasks.trees import read_tree, refuse_link, write_tree
+from etude.tasks.text_files import read_tree, refuse_link, write_tree
 
 BASES = ".bases"
-"""The folder of trees that several tasks share."""
+"""The folder with sets of files that several tasks share."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class ImageFile:
 
 @dataclass(frozen=True)
 class TaskFile:
-    """The content of ``task.toml``. `trust` may be left out; where it is given it must be that of the answer's kind.
-    `base` names a tree in ``.bases/``, to which ``files/`` adds or replaces files."""
+    """The content of ``task.toml``. `trust` is optional and must match the kind of the answer. `base` names a set of
+    files in ``.bases/``, to which ``files/`` adds or replaces files."""
 
     instruction: str
     exports: tuple[str, ...] = ()
@@ -76,19 +76,19 @@ class TaskFile:
         for path in self.exports:
             if not is_declarable(path):
                 raise ValueError(
-                    f"exports names {path!r}, which is no plain path inside the machine's working directory"
+                    f"exports has {path!r}, which is not a plain path inside the machine's working directory"
                 )
         if self.base and (not is_plain(self.base) or "/" in self.base):
-            raise ValueError(f"base = {self.base!r} is no name of a tree in {BASES}/")
+            raise ValueError(f"base = {self.base!r} is not the name of a folder in {BASES}/")
 
 
 def _range(size: int) -> str:
-    return f"give an index from 0 to {size - 1}" if size else "name another --split: validation, heldout or train"
+    return f"give an index from 0 to {size - 1}" if size else "give another --split: validation, heldout or train"
 
 
 class DirectorySource:
-    """A `TaskSource` over the task folders of a directory, in order of their names. Raises `NoSource` where there are
-    none, `TaskError` for a folder that is not a valid task."""
+    """A `TaskSource` over the task folders of a directory, in the order of their names. Raises `NoSource` if there are
+    none, and `TaskError` for a folder that is not a valid task."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -195,11 +195,11 @@ def _image(said: ImageFile | None) -> Image | None:
 
 
 def write_task(root: Path, name: str, task: Task, answer: Answer, base: Mapping[str, str] | None = None) -> Path:
-    """Write a task with hidden tests or a verifier as the folder ``root/name/``, and return the folder. ``task.toml``
+    """Write a task with hidden tests or a verifier to the folder ``root/name/``, and return that folder. ``task.toml``
     is written last: a folder that has it is complete.
 
-    `base`: a tree that several tasks share, path to content; `task.files` must have all of its paths. It is written
-    once, under the hash of its content, and the task's folder has only the files that differ from it.
+    `base`: files that several tasks share, path -> content; `task.files` must have all of these paths. They are written
+    once, under the hash of their content; the task's folder gets only the files that differ.
     """
     folder = root / name
     base_name = _write_base(root, base) if base else ""
@@ -229,10 +229,10 @@ def write_task(root: Path, name: str, task: Task, answer: Answer, base: Mapping[
 def _write_base(root: Path, base: Mapping[str, str]) -> str:
     digest = hashlib.sha256(repr(sorted(base.items())).encode("utf-8", "surrogatepass")).hexdigest()[:16]
     refuse_link(root / BASES)
-    place = root / BASES / digest
-    if not place.exists():
+    target = root / BASES / digest
+    if not target.exists():
         with tempfile.TemporaryDirectory(dir=root) as folder:
             write_tree(Path(folder) / digest, base)
-            place.parent.mkdir(exist_ok=True)
-            (Path(folder) / digest).rename(place)
+            target.parent.mkdir(exist_ok=True)
+            (Path(folder) / digest).rename(target)
     return digest

@@ -86,9 +86,9 @@ def test_tasks_are_mined_and_the_same_command_tries_nothing_twice(tmp_path, caps
     for _ in range(2):
         assert main(argv) == Exit.DONE
         said = capsys.readouterr()
-        assert "1 tasks of 4 tried" in said.out
-        assert "its tests pass before it" in said.out
-        assert "3 tests fail, 1 must stay" in said.err
+        assert "1 tasks from 4 attempts" in said.out
+        assert "its tests pass without it" in said.out
+        assert "3 failing tests, 1 passing tests" in said.err
 
 
 def test_what_cannot_be_mined_is_named(tmp_path, capsys) -> None:

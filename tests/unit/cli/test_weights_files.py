@@ -36,7 +36,7 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
 
 def test_encode_verify_and_apply_lead_to_the_same_bytes(pair, capsys) -> None:
     assert main(["weights", "encode", "a", "b", "-o", "d"]) == 0
-    assert "times less than 48 kB" in capsys.readouterr().out
+    assert "times smaller than 48 kB" in capsys.readouterr().out
     assert main(["weights", "verify", "d", "--base", "a"]) == 0
     assert "13 tensors" in capsys.readouterr().out
     assert main(["weights", "apply", "a", "d", "-o", "c"]) == 0
@@ -123,7 +123,7 @@ def test_a_diff_shows_the_heaviest_and_all_when_asked(tmp_path: Path, monkeypatc
             for name, tensor in tensors.items():
                 writer.put(name, tensor)
     main(["weights", "diff", "a", "b"])
-    assert "40 heaviest of 50 tensors" in capsys.readouterr().out
+    assert "40 largest of 50 tensors" in capsys.readouterr().out
     main(["weights", "diff", "a", "b", "--all"])
     said = capsys.readouterr().out
     assert all(f"w{i} " in said for i in range(50))

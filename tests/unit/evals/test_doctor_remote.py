@@ -26,7 +26,7 @@ from tests.unit.gateway.test_gateway import door
 
 from etude.errors import EngineError
 from etude.evals.doctor.diagnosis import Verdict, examine
-from etude.evals.doctor.remote import OurRemoteEngine, VllmEngine, at_url
+from etude.evals.doctor.remote import RemoteReferenceEngine, VllmEngine, at_url
 from etude.evals.doctor.sides import NO_VERSION, LearnerSide
 from etude.evals.parity import Budget
 from etude.inference.app import build_app
@@ -69,7 +69,7 @@ def our_server(served: torch.nn.Module, *, show_operators: bool) -> Iterator[str
 def test_our_engine_at_a_url_is_examined_and_a_stale_weight_in_it_named() -> None:
     with our_server(changed(stale)(F32), show_operators=True) as url:
         engine = at_url(url)
-        assert isinstance(engine, OurRemoteEngine)
+        assert isinstance(engine, RemoteReferenceEngine)
         found = examine(engine, LearnerSide(model(F32)), PROMPTS, max_tokens=6, seed=0, exact=False, budget=BUDGET)
     assert [way.way for way in found.ways] == ["batched", "alone", "cached"]
     assert found.verdict is Verdict.OFF

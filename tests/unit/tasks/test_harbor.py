@@ -102,7 +102,7 @@ def test_a_task_is_read_and_its_places_are_moved_onto_the_runtimes_own_root(tmp_
     assert "/workspace/out/hello.txt" in answer.verifier.files[".harbor/tests/check.py"]
     config = source.config(task)
     assert config.agent_timeout_s == 120
-    assert config.wishes == {"cpus": 1, "memory_mb": 2048, "allow_internet": True}
+    assert config.requests == {"cpus": 1, "memory_mb": 2048, "allow_internet": True}
 
 
 @pytest.mark.parametrize("mode", ["state", "separate"])

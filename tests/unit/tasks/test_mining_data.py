@@ -276,7 +276,7 @@ def test_a_module_that_the_machine_lacks_is_named(tmp_path: Path, using) -> None
 
     async def work(runtime: Runtime, grader: Grader) -> None:
         mined = await mine_commits(Repository(tmp_path / "repo"), runtime, grader, tmp_path / "out", limit=1)
-        assert list(mined.reasons()) == ["its tests need absent_at_all, which is not found in the machine"]
+        assert list(mined.reasons()) == ["its tests need absent_at_all, which is not installed in the machine"]
 
     using(work)
 

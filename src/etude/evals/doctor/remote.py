@@ -34,7 +34,7 @@ def at_url(url: str, *, token: str | None = None) -> EngineSide:
     url = url.rstrip("/").removesuffix("/v1")
     try:
         asyncio.run(_info(url, token))
-        return OurRemoteEngine(url, token=token)
+        return RemoteReferenceEngine(url, token=token)
     except EngineError as first:
         models = _models(url, token)
         if models and models[0].get("owned_by") == "etude":
@@ -67,7 +67,7 @@ def _models(url: str, token: str | None) -> list[dict[str, Any]] | None:
     return cards or None
 
 
-class OurRemoteEngine:
+class RemoteReferenceEngine:
     """`python -m etude.inference.server`; with `--show-operators` it shows them."""
 
     ways = ("batched", "alone", "cached")

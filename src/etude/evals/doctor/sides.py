@@ -55,7 +55,7 @@ class EngineSide(Protocol):
         ...
 
 
-class OurEngine:
+class ReferenceEngineSide:
     """The reference engine in this process. `model` is its own, not the learner's."""
 
     name = "etude"

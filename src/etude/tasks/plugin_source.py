@@ -1,4 +1,4 @@
-"""A task source that is a plug-in: its calls have a deadline, and its errors and wrong results say whose they are."""
+"""Task sources from plug-ins: every call has a deadline, and errors name the plug-in."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from etude.tasks.config import SOURCES
 
 CALL_S = 60.0
 OPTIONAL = ("demonstration", "baseline", "copy_probe")
-"""The methods of what a source may offer beside tasks: `etude.tasks.scripts`."""
+"""Optional methods of a source: see `etude.tasks.scripts`."""
 T = TypeVar("T")
 
 
-class PluggedSource:
-    """A `TaskSource`: a plug-in. What it offers beside tasks, this offers too. Raises `PluginError`."""
+class PluginSource:
+    """A `TaskSource` that calls a plug-in, including its optional methods. Every method raises `PluginError` if the
+    plug-in fails, hangs, or returns a wrong type."""
 
     def __init__(self, plugin: Plugin) -> None:
         self._plugin = plugin
         self._source: TaskSource = make(Kind.SOURCE, plugin)
         self.name = self._source.name
         if self.name in SOURCES:
-            facts = f"its tasks would have the name {self.name!r}, which is that of a built-in one"
-            raise PluginRefused(f"task source {plugin} claims a name that is taken", facts, hint="give it another name")
+            facts = f"its name is {self.name!r}, like that of a built-in task source"
+            raise PluginRefused(f"task source {plugin} has a reserved name", facts, hint="change its `name`")
         for method in OPTIONAL:
-            if (offered := getattr(self._source, method, None)) is not None:
-                setattr(self, method, self._guarded(method, offered))
+            if (optional := getattr(self._source, method, None)) is not None:
+                setattr(self, method, self._guarded(method, optional))
 
     def _guarded(self, method: str, work: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
@@ -44,21 +45,23 @@ class PluggedSource:
     def size(self, split: Split) -> int | None:
         size = self._call(f"size({split})", lambda: self._source.size(split))
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
-            raise unusable(Kind.SOURCE, self._plugin, f"size({split}) is {size!r}, and a number or None is wanted")
+            raise unusable(Kind.SOURCE, self._plugin, f"size({split}) returned {size!r}, expected a number or None")
         return size
 
     def task(self, split: Split, index: int) -> Task:
         task = self._call(f"task({split}, {index})", lambda: self._source.task(split, index))
         if not isinstance(task, Task):
-            raise unusable(Kind.SOURCE, self._plugin, f"task({split}, {index}) is {type(task).__name__}, no Task")
+            raise unusable(
+                Kind.SOURCE, self._plugin, f"task({split}, {index}) returned {type(task).__name__}, expected Task"
+            )
         if (task.source, task.split, task.index) != (self.name, split, index):
-            facts = f"task({split}, {index}) says that it is {task.split} task {task.index} of {task.source!r}"
+            facts = f"task({split}, {index}) returned {task.split} task {task.index} of {task.source!r}"
             raise unusable(Kind.SOURCE, self._plugin, facts)
         return task
 
     def answer(self, task: Task) -> Answer:
-        place = f"answer of {task.split} task {task.index}"
-        answer = self._call(place, lambda: self._source.answer(task))
+        what = f"answer of {task.split} task {task.index}"
+        answer = self._call(what, lambda: self._source.answer(task))
         if not isinstance(answer, Answer):
-            raise unusable(Kind.SOURCE, self._plugin, f"the {place} is {type(answer).__name__}, no Answer")
+            raise unusable(Kind.SOURCE, self._plugin, f"the {what} is {type(answer).__name__}, expected Answer")
         return answer

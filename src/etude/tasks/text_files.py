@@ -1,18 +1,18 @@
-"""Trees of text files: read from a folder, written to one, with bounds. Links are refused: a tree holds what it holds.
-
-Knows nothing of tasks; errors are `TaskError`, since a task is what a tree is read for.
-"""
+"""Read and write the text files of tasks, with size limits. Symbolic links are refused, because a task may come from an
+untrusted place and a link could lead to any file of this host. Errors are `TaskError`."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import gzip
 import os
 import stat
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from etude.errors import TaskError
+from etude.errors import NoSource, TaskError
 from etude.records.exports import is_plain
 
 MAX_FILES = 5_000
@@ -20,7 +20,8 @@ MAX_FILE_BYTES = 1 << 20
 
 
 def read_tree(root: Path, owner: Path | str, *, may_be_empty: bool = False) -> dict[str, str]:
-    """All files under a root: relative posix path -> text. Raises `TaskError`, in which `owner` has the folder."""
+    """Read all files below `root`: relative POSIX path -> text. Raises `TaskError`; `owner` is the folder in its
+    message."""
     if not root.is_dir() or root.is_symlink():
         raise TaskError(f"{owner} has no {root.name}/", hint=f"put at least one file into {root}")
     texts: dict[str, str] = {}
@@ -30,7 +31,7 @@ def read_tree(root: Path, owner: Path | str, *, may_be_empty: bool = False) -> d
         if path.is_dir():
             continue
         if len(texts) >= MAX_FILES:
-            raise TaskError(f"{root} holds more than {MAX_FILES} files", hint="give the task a smaller tree")
+            raise TaskError(f"{root} has more than {MAX_FILES} files", hint="give the task a smaller tree")
         texts[path.relative_to(root).as_posix()] = read_text(path)
     if not texts and not may_be_empty:
         raise TaskError(f"{root} is empty", hint="put at least one file into it")
@@ -38,11 +39,11 @@ def read_tree(root: Path, owner: Path | str, *, may_be_empty: bool = False) -> d
 
 
 def read_text(path: Path) -> str:
-    """A file's text; line ends stay what they are. Raises `TaskError`, also for a link and what is no file."""
+    """Read a UTF-8 file without changing line ends. Raises `TaskError`, also for a link or anything but a file."""
     try:
         with open(path, "rb", opener=open_no_link) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise TaskError(f"{path} is no file", hint="a task's files are UTF-8 text")
+                raise TaskError(f"{path} is not a file", hint="a task's files are UTF-8 text")
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
             raise TaskError(f"{path} is larger than {MAX_FILE_BYTES} bytes", hint="give the task smaller files")
@@ -53,13 +54,31 @@ def read_text(path: Path) -> str:
         raise TaskError(f"cannot read {path}", str(error), hint="a task's files are UTF-8 text") from None
 
 
+def read_lines(path: Path, what: str, *, max_bytes: int) -> Iterator[tuple[str, bytes]]:
+    """Yield (location, line) for each line of a file that is not blank. The file may be gzipped. `what` names the
+    content in hints. Raises `NoSource` if the file does not exist, and `TaskError` if it is unreadable or has more than
+    `max_bytes` uncompressed."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rb") as file:
+            data: bytes = file.read(max_bytes + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        kind = NoSource if isinstance(error, FileNotFoundError) else TaskError
+        raise kind(f"cannot read {path}", str(error), hint=f"give {what} as .jsonl or .jsonl.gz") from None
+    if len(data) > max_bytes:
+        raise TaskError(f"{path} unpacks to more than {max_bytes >> 20} MiB", hint="split it into several files")
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        if line.strip():
+            yield f"{path}, line {number}", line
+
+
 def write_tree(root: Path, files: Mapping[str, str]) -> None:
-    """Write files below a root, which is made. `ValueError` for a path that is not `is_plain`, `TaskError` where the
-    root is a link or has one on the way: it could lead anywhere."""
+    """Write files below `root`, which is created. Raises `ValueError` for a path that is not plain and relative, and
+    `TaskError` if the root or a part of a path is a link."""
     root.mkdir(parents=True, exist_ok=True)
     for path, text in files.items():
         if not is_plain(path):
-            raise ValueError(f"{path!r} is no plain path inside a tree")
+            raise ValueError(f"{path!r} is not a plain relative path")
         try:
             _write(root, path, text.encode("utf-8", "surrogatepass"))
         except OSError as error:
@@ -69,13 +88,13 @@ def write_tree(root: Path, files: Mapping[str, str]) -> None:
 
 
 def refuse_link(path: Path) -> None:
-    """Raise `TaskError` for a link: a task comes from elsewhere, and a link could lead to any file of this host."""
+    """Raise `TaskError` if the path is a symbolic link."""
     if path.is_symlink():
         raise _linked(path)
 
 
 def open_no_link(path: str, flags: int) -> int:
-    """An `opener` for `open` that follows no link and waits for no other end of a pipe."""
+    """An `opener` for `open` that does not follow links and does not block on a named pipe."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
@@ -84,7 +103,7 @@ def _linked(path: Path) -> TaskError:
 
 
 def _write(root: Path, path: str, data: bytes) -> None:
-    """Write a file below a folder without following a link. `OSError` as the kernel says."""
+    """Write a file below a folder without following links. Raises `OSError`."""
     *folders, name = path.split("/")
     at = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

@@ -1,7 +1,5 @@
-"""The report on a source's tasks: which are proven, and which are weak, with the evidence.
-
-One record for each task, plain data, so that it is written as JSON and shown as a table from the same thing.
-"""
+"""The report of `etude tasks check`: for each task whether it is valid, and whether it is weak, with evidence. The same
+records are printed as a table and written as JSON."""
 
 from __future__ import annotations
 
@@ -11,27 +9,27 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from etude.records.task import Split
-from etude.tasks.gate import Gated, Survivor
 from etude.tasks.leaks import Leak
+from etude.tasks.mutation_testing import MutationResult, Survivor
 from etude.tasks.proof import Proof
 
 WEAK_SHARE = 0.25
-"""From this share of survivors on a task's tests count as weak: below it, mutants that mean the same explain them."""
+"""Tests are weak if at least this share of mutants survives. Fewer survivors may be equivalent to the reference."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskReport:
-    """What is known of one task."""
+    """The results of all checks of one task."""
 
     split: Split
     index: int
     task_id: str
-    folder: str = ""  # that it was read from, where each task has its own
-    failure: str = ""  # why it does not prove itself
+    folder: str = ""  # folder of the task, if each task has its own
+    failure: str = ""  # why the task is not valid
     num_mutants: int = 0
     num_ungraded: int = 0
     survivors: tuple[Survivor, ...] = ()
-    rewards: tuple[float | None, ...] = ()  # of the reference, repeated
+    rewards: tuple[float | None, ...] = ()  # of repeated grading of the reference
     leaks: tuple[Leak, ...] = ()
 
     @property
@@ -41,42 +39,42 @@ class TaskReport:
 
     @property
     def weaknesses(self) -> tuple[str, ...]:
-        """What is weak about it, in few words."""
+        """The weaknesses of the task, each in a few words."""
         flaky = len(set(self.rewards)) > 1
         found = (
-            (bool(self.failure), "not proven"),
+            (bool(self.failure), "not valid"),
             (self.survival >= WEAK_SHARE, f"{len(self.survivors)} of {self.num_mutants} wrong patches pass"),
             (flaky, f"the reference scores {sorted({str(r) for r in self.rewards})}"),
             (bool(self.leaks), f"the answer is in {self.leaks[0].place}" if self.leaks else ""),
         )
-        return tuple(text for there, text in found if there)
+        return tuple(text for is_found, text in found if is_found)
 
 
 def reports(
     proofs: Sequence[Proof],
-    gated: Iterable[Gated],
+    results: Iterable[MutationResult],
     leaks: dict[str, list[Leak]],
     task_ids: dict[tuple[Split, int], str],
     folder_of: Callable[[Split, int], object] = lambda split, index: "",
 ) -> list[TaskReport]:
-    """One report for each task that was checked, in the order of split and index."""
+    """One report for each checked task, in the order of split and index."""
     failures = {(proof.split, f.index): f.reason for proof in proofs for f in proof.failures}
-    by_place = {(one.split, one.index): one for one in gated}
+    by_position = {(result.split, result.index): result for result in results}
     made = []
     for proof in proofs:
         for index in range(proof.num_tasks):
-            place = (proof.split, index)
-            one, task_id = by_place.get(place), task_ids.get(place, "none")
+            position = (proof.split, index)
+            result, task_id = by_position.get(position), task_ids.get(position, "none")
             made.append(
                 TaskReport(
-                    *place,
+                    *position,
                     task_id,
-                    str(folder_of(*place)),
-                    failures.get(place, ""),
-                    one.num_mutants if one else 0,
-                    one.num_ungraded if one else 0,
-                    one.survivors if one else (),
-                    one.rewards if one else (),
+                    str(folder_of(*position)),
+                    failures.get(position, ""),
+                    result.num_mutants if result else 0,
+                    result.num_ungraded if result else 0,
+                    result.survivors if result else (),
+                    result.rewards if result else (),
                     tuple(leaks.get(task_id, ())),
                 )
             )
@@ -84,7 +82,7 @@ def reports(
 
 
 def as_json(source: str, tasks: Sequence[TaskReport], wall_s: float) -> dict[str, Any]:
-    """The report as plain data: a summary, then every task. Survivors carry their diffs."""
+    """The report as plain data: a summary, then every task, with the diffs of survivors."""
     kinds: Counter[str] = Counter(kind for task in tasks for kind in (s.kind for s in task.survivors))
     num_mutants = sum(task.num_mutants for task in tasks)
     num_graded = num_mutants - sum(task.num_ungraded for task in tasks)
