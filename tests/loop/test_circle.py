@@ -201,7 +201,7 @@ def test_damage_is_named_by_the_audit_and_a_pointer_is_repaired(
     trace, pointer = tmp_path / "copy/traces/batch-000002.parquet", tmp_path / "copy/weights/pointers/policy"
     whole = trace.read_bytes()
     trace.write_bytes(b"garbage")
-    assert say("ledger", "audit", copy, code=1).startswith("not sound: 1 without a proof")
+    assert say("ledger", "audit", copy, code=1).startswith("failed: 1 without evidence")
     trace.write_bytes(whole)
     head = pointer.read_bytes()
     pointer.write_bytes(head[:40])

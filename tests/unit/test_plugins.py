@@ -112,7 +112,7 @@ def test_a_config_names_a_plugin_by_its_path_or_with_a_table_of_its_settings(tmp
     ("given", "says"),
     [
         ("pop", "learner.policy_loss = 'pop' is unknown\n  hint: did you mean 'ppo'?"),
-        ({"clip": 1}, "learner.policy_loss.kind: the name of a plug-in is wanted"),
+        ({"clip": 1}, "learner.policy_loss.kind: expected the import path of a plug-in"),
         ({"kind": "ppo", "clip_low": 0.1}, "unknown key 'learner.policy_loss.clip_low'"),
         ({"kind": "no path"}, "learner.policy_loss = 'no path' is unknown"),
     ],
@@ -128,7 +128,7 @@ def test_its_settings_are_converted_to_the_types_of_its_parameters(module):
     made = make(Kind.LOSS, Plugin(path, {"weight": 3, "names": ["a", "b"]}))
     assert (made.weight, made.names) == (3.0, ("a", "b"))
     assert "did you mean 'learner.policy_loss.weight'?" in refused(Kind.LOSS, path, wieght=1.0)
-    assert "learner.policy_loss.weight: a number is wanted" in refused(Kind.LOSS, path, weight="much")
+    assert "learner.policy_loss.weight: expected a number" in refused(Kind.LOSS, path, weight="much")
 
 
 def test_parameters_of_structs_functions_and_plain_classes_are_settings_too(module):
@@ -173,7 +173,7 @@ def test_what_cannot_be_imported_is_refused_by_name(module):
     assert "raised SyntaxError" in refused(Kind.LOSS, f"{module('class')}:Gspo")
     assert "raised SystemExit" in refused(Kind.LOSS, f"{module('raise SystemExit(3)')}:Gspo")
     assert "did you mean 'Weighted'?" in refused(Kind.LOSS, f"{module()}:Wieghted")
-    assert "is no import path" in refused(Kind.LOSS, "losses.Gspo")
+    assert "is not an import path" in refused(Kind.LOSS, "losses.Gspo")
 
 
 def test_what_is_not_of_its_kind_is_refused_with_what_it_lacks(module):
@@ -200,10 +200,10 @@ number = 3
     assert "it has no method __call__(tokens)" in refused(Kind.LOSS, f"{name}:Nothing")
     assert "cannot be called as method __call__(tokens)" in refused(Kind.LOSS, f"{name}:Arguments")
     assert "must be a plain `def`" in refused(Kind.LOSS, f"{name}:Waits")
-    assert "is no class: it is an int" in refused(Kind.LOSS, f"{name}:number")
+    assert "is not a class: it is an int" in refused(Kind.LOSS, f"{name}:number")
     text = refused(Kind.LOSS, f"{name}:Raises")
-    assert f"policy loss {name}:Raises cannot be made: its constructor raised KeyError: 'no such mode'" in text
-    assert f"policy loss {name}:Weighted cannot be made" in refused(Kind.LOSS, f"{name}:Weighted", weight=101)
+    assert f"policy loss {name}:Raises cannot be constructed: its constructor raised KeyError: 'no such mode'" in text
+    assert f"policy loss {name}:Weighted cannot be constructed" in refused(Kind.LOSS, f"{name}:Weighted", weight=101)
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_a_process_with_another_source_than_the_runs_record_refuses_it(module):
     same = with_digests(config, {path: identity(Kind.LOSS, path).digest})
     make(Kind.LOSS, same.policy_loss)
     other = with_digests(config, {path: "0" * 64})
-    with pytest.raises(PluginError, match="is another version here") as error:
+    with pytest.raises(PluginError, match="has other code than the run recorded") as error:
         make(Kind.LOSS, other.policy_loss)
     assert "the run's record 000000000000" in error.value.facts
 
@@ -438,14 +438,22 @@ def test_a_task_source_is_opened_by_path_and_in_the_config(module):
 @pytest.mark.parametrize(
     ("body", "call", "says"),
     [
-        ("def size(self, split): return -1", lambda s: s.size(Split.TRAIN), "size(train) is -1"),
-        ("def task(self, split, index): return 3", lambda s: s.task(Split.TRAIN, 0), "task(train, 0) is int, no Task"),
+        ("def size(self, split): return -1", lambda s: s.size(Split.TRAIN), "returned -1"),
+        (
+            "def task(self, split, index): return 3",
+            lambda s: s.task(Split.TRAIN, 0),
+            "task(train, 0) returned int, expected Task",
+        ),
         (
             "def task(self, split, index): return super().task(split, 5)",
             lambda s: s.task(Split.TRAIN, 0),
-            "says that it is train task 5 of 'own'",
+            "returned train task 5 of 'own'",
         ),
-        ("def answer(self, task): return None", lambda s: s.answer(s.task(Split.TRAIN, 0)), "is NoneType, no Answer"),
+        (
+            "def answer(self, task): return None",
+            lambda s: s.answer(s.task(Split.TRAIN, 0)),
+            "is NoneType, expected Answer",
+        ),
         ("def answer(self, task): return {}['x']", lambda s: s.answer(s.task(Split.TRAIN, 0)), "raised KeyError: 'x'"),
     ],
 )
@@ -459,7 +467,7 @@ def test_nonsense_of_a_task_source_is_named_with_whose_it_is(module, body, call,
 
 def test_a_source_that_claims_the_name_of_a_built_in_one_is_refused(module):
     name = module(SOURCE.replace('"own"', '"repair"'))
-    with pytest.raises(PluginRefused, match="claims a name that is taken"):
+    with pytest.raises(PluginRefused, match="has a reserved name"):
         open_source(f"{name}:Own", 0)
 
 

@@ -47,7 +47,7 @@ def _kind_of(path: str, settings: dict[str, object]) -> Kind:
         try:
             make(kind, Plugin(path, settings))
         except PluginRefused as error:
-            if not error.what.endswith(f"is no {facts.noun}"):
+            if not error.what.endswith(f"is not a {facts.noun}"):
                 raise
             continue
         fits.append(kind)

@@ -45,7 +45,7 @@ def test_what_is_piped_in_arrives_and_a_shell_reads_lines_of_it():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--files", "nowhere", "--", "true"], "--files nowhere is no folder"),
+        (["--files", "nowhere", "--", "true"], "--files nowhere is not a folder"),
         (["--user", "somebody", "--", "true"], "cannot run as 'somebody'"),
         (["--backend", "nothing", "--", "true"], "no backend 'nothing'"),
         (["--image", "nothing", "--store", "images", "--", "true"], "hint: "),

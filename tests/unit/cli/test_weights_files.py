@@ -91,9 +91,9 @@ def test_whole_tensors_take_no_part_in_the_share_of_the_bound_and_have_a_row_of_
     assert (whole[-1], total[-1], cells(said, "added")[-1], cells(said, "reshaped")[-1]) == ("–",) * 4
     assert (whole[2], total[2]) == ("26,000", f"{26_000 + 24_005:,}")
     plain = " ".join(said.split())
-    assert "whole: new, or of another dtype or shape: 2 of 15 tensors, which add 48" in plain
+    assert "new or have another dtype or shape: 2 of 15, 48" in plain
     page = Path("out.html").read_text()
-    assert "2 tensors that go whole, which have no bound" in page
+    assert "2 tensors that are stored complete, which have no bound" in page
     lead = page.split('class="lead">')[1].split("</p>")[0]
     assert float(lead.split(" of their bound")[0].split()[-1]) == pytest.approx(float(share), abs=0.01)
 
@@ -105,7 +105,7 @@ def test_where_every_tensor_is_new_there_is_no_share_of_the_bound(pair, capsys) 
     said = capsys.readouterr().out
     assert cells(said, "whole")[-1] == cells(said, "all")[-1] == "–"
     assert "│ deltas" not in said
-    assert "1 tensor that goes whole, which has no bound." in Path("out.html").read_text()
+    assert "1 tensor that is stored complete, which has no bound." in Path("out.html").read_text()
 
 
 def cells(said: str, name: str) -> list[str]:
@@ -151,7 +151,7 @@ def test_a_plot_is_one_page_that_fetches_nothing(pair, capsys) -> None:
         (["apply", "b", "d", "-o", "c"], 1, "this delta is for another base"),
         (["verify", "d", "--base", "b"], 1, "this delta is for another base"),
         (["verify", "d"], 2, "d is a file"),
-        (["verify", "--base", "a"], 2, "no delta file"),
+        (["verify", "--base", "a"], 2, "without a delta file"),
         (["encode", "a", "b", "-o", "no/where"], 2, "no directory no"),
         (["encode", "a", "b", "-o", "d/where"], 2, "no directory d"),
         (["encode", "a", "b", "-o", "other"], 2, "other is a directory"),

@@ -111,7 +111,7 @@ def test_files_of_the_directory_that_were_damaged_are_named_and_repaired(steps, 
     assert main(follow) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("v000000-")
-    assert said[0].endswith(f": damaged, or changed by something else: {file}; repaired next")
+    assert said[0].endswith(f": damaged, or changed by another program: {file}; will be repaired")
     assert said[1].startswith(f"v00000{int(newer)}-")
     assert said[1].endswith(f"; repaired: {file}")
     assert holds("live", "c1" if newer else "c0")
@@ -312,11 +312,11 @@ def test_followers_of_a_region_share_a_cache_and_those_without_its_disk_a_relay(
 @pytest.mark.parametrize(
     ("argv", "code", "says"),
     [
-        (["relay", "store", "--listen", "0.0.0.0:0"], 2, "anybody could read the weights"),
-        (["relay", "store", "--listen", "8800"], 2, "is no address"),
-        (["relay", "stroe", "--listen", "127.0.0.1:0"], 2, "no store at stroe: nor a run"),
+        (["relay", "store", "--listen", "0.0.0.0:0"], 2, "anyone could read the weights"),
+        (["relay", "store", "--listen", "8800"], 2, "is not an address"),
+        (["relay", "stroe", "--listen", "127.0.0.1:0"], 2, "no store at stroe: and no run"),
         (["follow", "http://u:p@host", "--apply", "live", "--once"], 2, "a host and a port alone"),
-        (["log", "ftp://x/y"], 2, "no store speaks 'ftp'"),
+        (["log", "ftp://x/y"], 2, "no store supports 'ftp'"),
         (["log", "htp://x/y"], 2, "did you mean 'http'?"),
         (["diff", "nosuchA", "nosuchB"], 2, "no checkpoint at nosuchA"),
         (["diff", "1", "2"], 2, "no run in runs/"),
@@ -409,7 +409,7 @@ def test_a_stores_damaged_pointer_is_repaired_and_every_command_says_how(steps, 
         assert "`etude weights repair RUN|STORE`" in capsys.readouterr().err
     assert main(["weights", "repair", "store"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("the pointer names v000001-")
+    assert said.startswith("the pointer is set to v000001-")
     assert "v000002-" in said.splitlines()[1]
     assert main(["weights", "point", "store", "2"]) == 0
     assert main(["weights", "follow", "store", "--apply", "live", "--once"]) == 0
@@ -536,7 +536,7 @@ def test_a_follower_does_not_wait_over_a_directory_of_another_model(steps) -> No
     command = [sys.executable, "-m", "etude.cli", "weights", "follow", "store", "--apply", "other"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert "other has other tensors than channel 'policy'" in done.stderr
+    assert "other holds another checkpoint than channel 'policy'" in done.stderr
     assert Path("other/model.safetensors").read_bytes() == before
 
 
@@ -563,7 +563,7 @@ def test_a_directory_that_cannot_be_searched_is_an_error_of_three_parts(steps, c
     assert main(["weights", *argv]) == 1
     said = capsys.readouterr().err
     assert said.startswith("error: noread/")
-    assert "cannot be used: Permission denied\n  hint: give the user that runs this access" in said
+    assert "cannot be used: Permission denied\n  hint: give the user that runs this command access" in said
     assert not Path("store").exists()
 
 
@@ -572,7 +572,7 @@ def test_no_store_is_made_inside_a_checkpoint(steps, capsys) -> None:
         before = sorted(Path().rglob("*"))
         assert main(["weights", "publish", "c1", place]) == 2
         said = capsys.readouterr().err
-        assert f"{place} is a checkpoint, and no store" in said
+        assert f"{place} is a checkpoint, not a store" in said
         assert "etude weights publish CHECKPOINT STORE" in said
         assert sorted(Path().rglob("*")) == before
 

@@ -84,7 +84,7 @@ def test_an_engine_that_was_not_started_to_show_its_operators_is_examined_withou
 
 
 def test_nobody_at_the_address_is_said() -> None:
-    with pytest.raises(EngineError, match="is no engine that the doctor knows"):
+    with pytest.raises(EngineError, match="is not a supported engine"):
         at_url("http://127.0.0.1:9")
 
 
@@ -93,7 +93,7 @@ def test_etudes_own_gateway_is_known_and_what_to_start_instead_is_said() -> None
         async with door() as (_, _, url):
             await asyncio.to_thread(at_url, url)
 
-    with pytest.raises(EngineError, match="is etude's gateway") as caught:
+    with pytest.raises(EngineError, match="is the gateway of etude") as caught:
         asyncio.run(ask())
     said = re.search(r"python -m etude.inference.server (.*)", caught.value.hint)
     assert said is not None

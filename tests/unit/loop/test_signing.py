@@ -135,5 +135,5 @@ def test_a_checkpoint_that_nobody_signed_is_not_served_as_signed(
     save_model(Transformer(SIZES, seed=1), tmp_path / "checkpoint", dtype="bf16")
     assert main(["serve", str(tmp_path / "checkpoint"), "--public-key", "ab" * 32]) != 0
     said = capsys.readouterr().err
-    assert "--public-key is for a run's weights" in said
+    assert "--public-key needs the weights of a run" in said
     assert "hint:" in said

@@ -479,7 +479,10 @@ def test_a_machine_that_cannot_be_measured_keeps_its_cause(tmp_path, capsys):
         (["--set", "rl.stepz=3"], "did you mean 'rl.steps'?"),
         (["--set", "learner.lora_rank=4", "--set", "learner.optimizer=muon"], "adapters train by adamw"),
         (["--set", "learner.lora_rank=4000"], "an adapter of more than"),
-        (["--set", "fleet.engines=[]", "--set", "fleet.listen=127.0.0.1:0"], "hint: --engines: how many join"),
+        (
+            ["--set", "fleet.engines=[]", "--set", "fleet.listen=127.0.0.1:0"],
+            "hint: give the number of engines that will join: --engines",
+        ),
     ],
 )
 def test_what_is_not_known_is_named(tmp_path, capsys, words, says):

@@ -90,7 +90,7 @@ def test_hidden_tests_use_the_prompts_helpers_and_not_the_agents(tmp_path: Path)
         ("[]", "line 2"),
         ({k: v for k, v in ROW.items() if k != "test"}, "line 2: .*test"),
         (ROW | {"prompt": 3}, "line 2: .*str"),
-        (ROW, "line 2: its prompt was there before"),
+        (ROW, "line 2: another line has the same prompt"),
         (ROW | {"prompt": "def (:\n"}, "line 2: prompt is not Python"),
         (ROW | {"prompt": "\0"}, "line 2: prompt is not Python"),
         (ROW | {"prompt": "(" * 5_000}, "line 2: prompt is not Python"),

@@ -154,9 +154,9 @@ def test_a_commit_whose_tests_fail_before_and_pass_after_becomes_a_task_without_
         assert mined.tasks[0].num_failing == 3
         assert mined.tasks[0].num_passing == 1
         reasons = {one.key.split()[1]: one.outcome for one in mined.attempts}
-        assert reasons[ids[0]].startswith("its message says too little")
+        assert reasons[ids[0]].startswith("its message is too short")
         assert reasons[ids[1]] == "changes no test"
-        assert reasons[ids[3]] == "its tests pass before it"
+        assert reasons[ids[3]] == "its tests pass without it"
         source = DirectorySource(tmp_path / "out")
         [(split, index)] = _all_tasks(source)
         task = source.task(split, index)
