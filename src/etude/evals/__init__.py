@@ -1,6 +1,7 @@
 """Evaluation results: rows of graded rollouts, solve rates with confidence intervals, comparisons of runs.
 
 This package does not run rollouts: those of an evaluation are ordinary rollouts with a fixed version of the weights.
+`etude.evals.parity` has metrics of sampler-trainer mismatch; `etude.evals.doctor` compares an engine with the learner.
 
 >>> from etude.evals import wilson
 >>> wilson(90, 100).low > 0.8

@@ -1,4 +1,4 @@
-"""The contract suite of a model family: what etude relies on, as tests that run on a class of your own as on etude's.
+"""The contract suite of a model family: tests of what etude relies on, for your own class.
 
 With pytest, subclass the suite::
 
@@ -6,8 +6,8 @@ With pytest, subclass the suite::
         def make(self):
             return MyFamily()
 
-Each test makes a tiny random model of the family (`ModelFamily.tiny`). Needs torch; the last two tests compare with
-transformers, and see nothing where it is not installed or does not know the `model_type`.
+Each test makes a tiny random model of the family (`ModelFamily.tiny`). Needs torch. The last two tests compare with
+transformers; they do nothing if it is not installed or does not know the `model_type`.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from etude.weights.follow.targets import Target
 
 NUM_TOKENS = 48
 NEAR = 1e-5
-"""The largest difference of two logits in float32, relative to the largest of them."""
+"""Largest accepted difference of two logits in float32, relative to the largest logit."""
 
 
 class ModelFamilyContract:
-    """What etude relies on in a `ModelFamily`."""
+    """Tests what etude relies on in a `ModelFamily`."""
 
     def make(self) -> ModelFamily:
-        """A new family to test."""
+        """Return a new family to test."""
         raise NotImplementedError("override make() to return your family")
 
     def test_each_name_comes_back_and_shapes_are_those_of_the_model(self) -> None:
@@ -137,8 +137,7 @@ class ModelFamilyContract:
 
 @torch.no_grad()
 def random_model(c: ModelConfig, seed: int = 0) -> Transformer:
-    """A model in which every weight makes a difference: sharp matrices, norms that are not one, biases that are not
-    zero."""
+    """A model in which every weight matters: large matrices, norms that are not one, biases that are not zero."""
     model, generator = Transformer(c, seed=seed).eval(), torch.Generator().manual_seed(seed)
     for name, view in views(model).items():
         drawn = torch.randn(view.shape, generator=generator)
@@ -155,7 +154,7 @@ def tokens(c: ModelConfig) -> torch.Tensor:
 
 
 def unknown_to_transformers(family: ModelFamily) -> str:
-    """Why transformers cannot be compared with; empty where it can."""
+    """Why a comparison with transformers is not possible; "" if it is."""
     try:
         from transformers import CONFIG_MAPPING
     except ImportError:
@@ -165,7 +164,7 @@ def unknown_to_transformers(family: ModelFamily) -> str:
 
 
 def loaded_by_transformers(folder: Path) -> Any:
-    """A checkpoint's model as transformers computes it, in float32."""
+    """Load a checkpoint with transformers, in float32."""
     from transformers import AutoModelForCausalLM
 
     with warnings.catch_warnings():
@@ -176,7 +175,7 @@ def loaded_by_transformers(folder: Path) -> Any:
 
 @torch.no_grad()
 def compare(ours: Transformer, theirs: Any) -> None:
-    """Raises `AssertionError` where the two do not compute the same logits by the same experts."""
+    """Raise `AssertionError` unless both models compute the same logits with the same experts."""
     chosen: list[torch.Tensor] = []
     routers = [layer.mlp.gate for layer in theirs.model.layers if hasattr(layer.mlp, "gate")]
     hooks = [one.register_forward_hook(lambda _module, _inputs, outputs: chosen.append(outputs[2])) for one in routers]

@@ -7,3 +7,8 @@ reported with its layer (`local`).
 
 This package imports torch, so `etude.evals` does not import it.
 """
+
+from etude.evals.doctor.diagnosis import Diagnosis, Verdict, examine
+from etude.evals.doctor.sides import EngineSide, LearnerSide, ReferenceEngineSide
+
+__all__ = ["Diagnosis", "EngineSide", "LearnerSide", "ReferenceEngineSide", "Verdict", "examine"]
