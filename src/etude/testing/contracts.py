@@ -326,7 +326,9 @@ class ToolContract(Contract):
 
     def test_its_signature_can_be_shown_to_a_model(self) -> None:
         schema = self.make().signature.to_openai()["function"]
-        assert schema["name"].isidentifier(), f"{schema['name']!r} is not a valid name: use letters, digits and underscores"
+        assert schema["name"].isidentifier(), (
+            f"{schema['name']!r} is not a valid name: use letters, digits and underscores"
+        )
         assert schema["description"].strip(), "it has no description"
 
     def test_a_call_is_answered_with_text(self) -> None:

@@ -206,7 +206,9 @@ class MemoryExperience:
     def move(self, rollout_id: str, to: str, *, reason: str = "", **facts: Any) -> None:
         state = self._state.get(rollout_id, "")
         if self._allowed is not None and to not in self._allowed.get(state, ()):
-            raise LedgerError(f"{rollout_id} cannot go from {state or 'nowhere'} to {to}", hint="see the transition table")
+            raise LedgerError(
+                f"{rollout_id} cannot go from {state or 'nowhere'} to {to}", hint="see the transition table"
+            )
         self._state[rollout_id] = to
 
     def put(self, rollout_id: str, name: str, data: bytes) -> None:
