@@ -20,8 +20,8 @@ DECADES = (-8, 1)
 """Range of the histogram: powers of ten of |difference|, in steps of half a decade."""
 
 LEGEND = (
-    "r: the learner's probability of a token divided by the engine's; Δ = log r; k1, k3: estimates of the KL divergence "
-    "per token, in nats; flipped: different choices of experts; k3 replayed: k3 if the learner uses the engine's experts"
+    "r: the learner's probability of a token divided by the engine's; Δ = log r; k1, k3: estimates of the KL "
+    "divergence per token, in nats; flipped: different choices of experts; k3 replayed: k3 with the engine's experts"
 )
 """The meaning of the columns of a table of `Parity`."""
 

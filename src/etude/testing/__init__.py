@@ -1,9 +1,9 @@
 """Fakes for every protocol in `etude.seams`, for tests, demonstrations and your own harness; and contract suites.
 
-A fake implements the full contract of its protocol, including errors, without processes, files or weights. Its docstring
-lists its limitations. **There is no isolation**: `MemoryMachine` and `FakeGrader` run code in the current process, so use
-them only with trusted code. `contracts`, `rewards` and
-`model_family` have the contract suites for plug-ins.
+A fake implements the full contract of its protocol, including errors, without processes, files or weights. Its
+docstring lists its limitations. **There is no isolation**: `MemoryMachine` and `FakeGrader` run code in the current
+process, so use them only with trusted code. `contracts`, `rewards` and `model_family` have the contract suites for
+plug-ins.
 """
 
 from etude.environments.memory import MemoryMachine, MemoryRuntime, run_python

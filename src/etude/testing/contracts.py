@@ -195,8 +195,8 @@ def _task_error(work: Callable[[], object]) -> str:
 def sampled_tokens(
     *, lengths: tuple[int, ...] = (5, 2, 4), staleness: float = 0.0, normaliser: float = 11.0
 ) -> SampledTokens:
-    """Sampled tokens of sequences with these lengths, with positive and negative advantages. `staleness`: mean difference
-    of the learner's and the sampler's log-probabilities, in nats."""
+    """Sampled tokens of sequences with these lengths, with positive and negative advantages. `staleness`: mean
+    difference of the learner's and the sampler's log-probabilities, in nats."""
     import torch
 
     from etude.training.losses import SampledTokens

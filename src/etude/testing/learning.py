@@ -30,8 +30,8 @@ def make_version(step: int, content: str = "") -> Version:
 class ScriptedEngine:
     """An `Engine` that returns the given token lists, one per request, as full completions.
 
-    Every token has log-probability -0.5 and experts ``position % 4`` in each of `num_layers` layers. A list is cut after
-    a stop token and at `max_tokens`. When all lists are used, a request raises `EngineError`.
+    Every token has log-probability -0.5 and experts ``position % 4`` in each of `num_layers` layers. A list is cut
+    after a stop token and at `max_tokens`. When all lists are used, a request raises `EngineError`.
     """
 
     def __init__(

@@ -42,8 +42,8 @@ def _replace(task: Task, **changes: Any) -> Task:
 
 
 class FakeGrader:
-    """A `Grader` that runs the hidden tests in the current process, so only for trusted code. `outcome`: a function that
-    replaces grading."""
+    """A `Grader` that runs the hidden tests in the current process, so only for trusted code. `outcome`: a function
+    that replaces grading."""
 
     def __init__(self, outcome: Callable[[Task], Graded | Invalid] | None = None) -> None:
         self._outcome = outcome
