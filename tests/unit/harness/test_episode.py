@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextlib
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -9,13 +11,15 @@ import pytest
 from tests.unit.harness.test_tools import TASK, ShellMachine, result
 from tests.unit.harness.tokeniser import laptop_chat
 
-from etude.config import build
+from etude.config import Plugin, build
 from etude.errors import ConfigError, ContextFull, EngineError, MachineError
-from etude.harness import AgentRun, Ask, Call, HarnessConfig, run_agent, standard_tools
-from etude.harness.agent import SPEAK_BY_TOOLS
+from etude.harness import AgentRun, Ask, Call, Episode, EpisodeEnded, HarnessConfig, run_program, standard_tools
+from etude.harness.chat import Message
+from etude.harness.episode import SPEAK_BY_TOOLS
+from etude.harness.programs import run_plugin
 from etude.records import Completion, CompletionRequest
 from etude.records.completion import StopReason
-from etude.records.rollout import Ending
+from etude.records.rollout import Ending, TurnKind
 from etude.records.wire import pack
 from etude.testing import EnginePolicy, MemoryMachine, ScriptedEngine
 
@@ -36,17 +40,17 @@ def act(
 ) -> tuple[AgentRun, ScriptedEngine]:
     engine = ScriptedEngine(answers)
     machine = machine or MemoryMachine({p: t.encode() for p, t in TASK.files.items()})
-    run = run_agent(
+    episode = Episode(
         TASK,
         machine,
         policy=EnginePolicy(engine),
         chat=CHAT,
         tools=standard_tools(limits.tools),
         limits=limits,
-        ask=Ask(session_id="g000001.0/0", seed=7, **ask),  # type: ignore[arg-type]
+        options=Ask(session_id="g000001.0/0", seed=7, **ask),  # type: ignore[arg-type]
         clock=clock,
     )
-    return asyncio.run(run), engine
+    return asyncio.run(run_program(episode)), engine
 
 
 def test_an_agent_that_repairs_and_submits_leaves_a_trace_whose_path_is_what_the_model_saw() -> None:
@@ -179,9 +183,9 @@ class Refusing:
 
 def refused(error: Exception) -> AgentRun:
     machine = MemoryMachine({p: t.encode() for p, t in TASK.files.items()})
-    ask = Ask(session_id="s", seed=0)
-    work = run_agent(TASK, machine, policy=Refusing(error), chat=CHAT, tools=standard_tools(), limits=ROOMY, ask=ask)
-    return asyncio.run(work)
+    options, tools = Ask(session_id="s", seed=0), standard_tools()
+    episode = Episode(TASK, machine, policy=Refusing(error), chat=CHAT, tools=tools, limits=ROOMY, options=options)
+    return asyncio.run(run_program(episode))
 
 
 def test_an_engine_that_fails_is_a_failure_that_keeps_the_turns_before_it() -> None:
@@ -193,6 +197,104 @@ def test_an_engine_that_fails_is_a_failure_that_keeps_the_turns_before_it() -> N
 def test_a_context_the_engine_cannot_hold_is_graded_for_the_agent_filled_it() -> None:
     run = refused(ContextFull("too long", hint="shorten"))
     assert (run.ending, run.failure) == (Ending.CONTEXT, None)
+
+
+def program(run: Callable[[Episode], Awaitable[None]], answers: Sequence[Sequence[int]], **limits: int) -> AgentRun:
+    """The record of an agent program that is no loop of etude's."""
+
+    class Own:
+        async def run(self, episode: Episode) -> None:
+            await run(episode)
+
+    machine = MemoryMachine({p: t.encode() for p, t in TASK.files.items()})
+    policy, settings = EnginePolicy(ScriptedEngine(answers)), dataclasses.replace(ROOMY, **limits)
+    options = Ask(session_id="s", seed=0)
+    episode = Episode(TASK, machine, policy=policy, chat=CHAT, tools=standard_tools(), limits=settings, options=options)
+    return asyncio.run(run_plugin(Plugin("own:Own"), Own(), episode))
+
+
+def test_a_program_that_returns_without_a_submission_has_stopped_and_is_graded() -> None:
+    async def run(episode: Episode) -> None:
+        await episode.act(await episode.ask())
+
+    done = program(run, [say("ls")])
+    assert (done.ending, done.failure, len(done.trace.turns)) == (Ending.STOPPED, None, 1)
+
+
+def test_a_program_may_submit_by_itself() -> None:
+    async def run(episode: Episode) -> None:
+        await episode.ask()
+        episode.submit()
+
+    assert program(run, [say("ls")]).ending is Ending.SUBMITTED
+
+
+def test_a_program_that_asks_after_the_end_keeps_the_first_ending_and_blocks_nobody() -> None:
+    async def run(episode: Episode) -> None:
+        async with asyncio.timeout(0.2):
+            while True:
+                with contextlib.suppress(EpisodeEnded):
+                    await episode.ask()
+
+    async def stubborn(episode: Episode) -> None:
+        with contextlib.suppress(TimeoutError):
+            await run(episode)
+
+    done = program(stubborn, [say("ls")] * 9, max_turns=2)
+    assert (done.ending, len(done.trace.turns)) == (Ending.TURNS, 2)
+
+
+def test_a_program_cannot_hide_that_an_engine_failed() -> None:
+    error = EngineError("engine-0 is gone", hint="restart it")
+
+    async def run(episode: Episode) -> None:
+        episode.policy = Refusing(error)
+        with contextlib.suppress(EngineError):
+            while True:
+                await episode.act(await episode.ask())
+        episode.submit()
+
+    done = program(run, [])
+    assert (done.ending, done.failure) == (None, error)
+
+
+def test_a_sub_agent_is_a_conversation_of_its_own_in_the_same_trace() -> None:
+    async def run(episode: Episode) -> None:
+        await episode.act(await episode.ask())
+        helper: list[Message] = [{"role": "user", "content": "which files are there?"}]
+        side = await episode.ask(helper, kind=TurnKind.SIDE)
+        assert await episode.act(side) == "calc.py tests.py"
+        await episode.act(await episode.ask())
+
+    done = program(run, [say("ls"), say("ls"), say("submit")])
+    assert done.ending is Ending.SUBMITTED
+    assert [turn.parent for turn in done.trace.turns] == [None, None, 0]
+    assert [turn.kind for turn in done.trace.turns] == [TurnKind.ACT, TurnKind.SIDE, TurnKind.ACT]
+    assert "which files" in CHAT.readable(done.trace.path(1).token_ids)
+    assert "which files" not in CHAT.readable(done.trace.path(2).token_ids)
+
+
+def test_a_program_may_go_on_with_a_shorter_conversation_when_the_context_is_full() -> None:
+    shortened = 0
+
+    async def run(episode: Episode) -> None:
+        nonlocal shortened
+        while episode.ending is None:
+            try:
+                turn = await episode.ask()
+            except ContextFull:
+                shortened += 1
+                del episode.messages[1:]
+                continue
+            await episode.act(turn)
+
+    done = program(run, [say("ls")] * 5 + [say("submit")], max_turns=6, context_tokens=80, turn_tokens=24)
+    assert done.ending is Ending.SUBMITTED
+    assert shortened >= 1
+    assert len(done.trace.turns) == 6
+    leaves = [done.trace.path(leaf) for leaf in done.trace.leaves()]
+    assert all(len(path.token_ids) <= 80 for path in leaves)
+    assert sum(int(path.mask.sum()) for path in leaves) >= sum(len(t.completion.token_ids) for t in done.trace.turns)
 
 
 def test_a_machine_that_dies_is_a_failure() -> None:
