@@ -12,6 +12,7 @@ import openai
 import pytest
 import torch
 from tests.conftest import Cli, Game
+from tests.loop.spread import SPREAD
 from tests.parity import chats
 
 from etude import cli
@@ -131,6 +132,8 @@ def test_a_run_from_it_goes_to_its_end_and_is_served(
 ) -> None:
     etude = cli_in(tmp_path)
     settings = [f"{key}={value}" for key, value in {**SMALL, "start": checkpoint}.items()]
+    settings.append('rewards.terms=[{name = "spread", weight = 0.1, kind = "spread:Spread"}]')
+    (tmp_path / "spread.py").write_text(SPREAD)
     ran = etude("run", game.config, "--name", "deepseek", *(part for one in settings for part in ("--set", one)))
     assert ran.returncode == 0, ran.stdout + ran.stderr
     exported = etude("export", "runs/deepseek", "out")
