@@ -12,7 +12,7 @@ _ticks = itertools.count(1)
 _last = 0
 
 
-def made() -> None:
+def tick() -> None:
     """Count one part of the current work as done: a row of a batch, a tensor, a file. Cheap; may be called from any
     thread."""
     global _last
@@ -20,10 +20,10 @@ def made() -> None:
 
 
 def count() -> int:
-    """How often `made` was called; greater than before means that something got on.
+    """How often `tick` was called; greater than before means that something got on.
 
     >>> before = count()
-    >>> made()
+    >>> tick()
     >>> count() > before
     True
     """

@@ -59,7 +59,7 @@ class RunFolder:
             "seed": seed,
             "given": sorted(given),
             "config_digest": hashlib.sha256(config_toml.encode()).hexdigest(),
-            "host": host_facts(),
+            "host": host_info(),
             "sums": 1,
         }
         write_durably(path / "run.json", json.dumps(sealed(identity), indent=2).encode())
@@ -223,7 +223,7 @@ def write_durably(path: Path, data: bytes, *, mode: int = 0o666) -> None:
         os.close(folder)
 
 
-def host_facts() -> dict[str, Any]:
+def host_info() -> dict[str, Any]:
     """Facts of the host, to be recorded beside measured numbers."""
     cpu = "unknown"
     for line in Path("/proc/cpuinfo").read_text().splitlines():

@@ -22,9 +22,9 @@ from tests.small_disk import fill, small_disk
 from tests.small_rollouts import Kit
 
 from etude.errors import LedgerError, StoreError
-from etude.experience import Ledger, audit, server_session
+from etude.experience import Ledger, audit, postgres_session
 from etude.experience import postgres as postgres_module
-from etude.experience.database import check_server
+from etude.experience.open_database import check_server
 
 
 class Between:
@@ -97,7 +97,7 @@ def test_a_transaction_whose_commit_got_no_answer_is_found_out_and_done_once(pos
     said: list[str] = []
     calls = 0
     with between(postgres, tmp_path) as (relay, place):
-        ledger = Ledger(place, capacity=8, said=said.append)
+        ledger = Ledger(place, capacity=8, log=said.append)
 
         def work() -> None:
             nonlocal calls
@@ -119,7 +119,7 @@ def test_a_transaction_whose_commit_got_no_answer_is_found_out_and_done_once(pos
 
 def test_a_server_that_is_killed_and_comes_back_costs_a_wait(postgres, place, kit):
     said: list[str] = []
-    ledger = Ledger(place, capacity=8, said=said.append)
+    ledger = Ledger(place, capacity=8, log=said.append)
     for number in range(3):
         ledger.admit(kit.spec(f"g{number:06d}.0"))
         postgres.kill()
@@ -164,7 +164,7 @@ def test_a_second_conductor_is_refused_by_name_until_the_first_is_gone(place, ki
         with pytest.raises(LedgerError, match="written by another conductor") as caught:
             Ledger(place, capacity=8)
         assert f":{first.pid}," in caught.value.facts
-        assert Ledger.reading(place).slots() == (0, 8)
+        assert Ledger.open_readonly(place).slots() == (0, 8)
         os.kill(first.pid, signal.SIGKILL)
     second = Ledger(place, capacity=8)
     second.admit(kit.spec("g000000.0"))
@@ -214,10 +214,10 @@ def test_a_server_that_stays_away_is_an_error_in_time_and_one_that_returns_goes_
 
 def test_a_session_that_hangs_is_given_up_and_ended_and_the_work_done_once(place, kit, monkeypatch):
     said: list[str] = []
-    ledger = Ledger(place, capacity=8, said=said.append)
+    ledger = Ledger(place, capacity=8, log=said.append)
     backend = ledger._db.session.connection.info.backend_pid
-    monkeypatch.setattr(server_session, "ANSWER_S", 0.0)
-    monkeypatch.setattr(server_session, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(postgres_session, "ANSWER_S", 0.0)
+    monkeypatch.setattr(postgres_session, "PATIENCE_S", 0.5)
     os.kill(backend, signal.SIGSTOP)
     threading.Timer(2.0, os.kill, (backend, signal.SIGCONT)).start()
     ledger.admit(kit.spec("g000000.0"))

@@ -18,7 +18,7 @@ from etude.loop.config import RunConfig
 from etude.config import build
 from etude.inference.config import EngineKind
 from etude.loop import ray_cluster
-from etude.loop.on_ray import OnRay
+from etude.loop.ray_placement import RayPlacement
 from etude.loop.placement import Program
 
 folder = Path(sys.argv[1])
@@ -26,7 +26,7 @@ ray.init("local", num_cpus=2, num_gpus=8, resources={"engine": 8.0, "worker": 1.
          log_to_driver=False)
 
 async def seen(name, devices):
-    there, log = OnRay(folder), folder / f"{name}.log"
+    there, log = RayPlacement(folder), folder / f"{name}.log"
     code = "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'))"
     process = await there.start(Program(name, ["-c", code], log, devices=devices), lambda reason: asyncio.sleep(0))
     await process.wait()

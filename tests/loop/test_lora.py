@@ -21,8 +21,8 @@ from etude import cli
 from etude.config import build
 from etude.errors import CheckpointError, ConfigError
 from etude.loop.config import RunConfig
-from etude.loop.exporting import export_adapter, export_checkpoint, export_version
-from etude.loop.redoing import redo
+from etude.loop.export import export_adapter, export_checkpoint, export_version
+from etude.loop.replay import replay_step
 from etude.models import ModelConfig, Transformer, load_model, save_model
 from etude.models.adapter_files import read_adapter
 from etude.models.headers import check_rank, hf_shapes
@@ -60,7 +60,7 @@ def done(dense: Game, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 @pytest.mark.timeout(120)
 def test_a_run_of_adapters_on_a_dense_model_is_redone_to_the_bit_from_any_checkpoint(done: RunFolder) -> None:
     for start in ("mid", "step-000002"):
-        assert redo(done, 3, start=Path(start)).equal
+        assert replay_step(done, 3, start=Path(start)).equal
     sizes = [
         sum(o.num_bytes for o in manifest.ways[0].objects)
         for manifest in lineage(DirectoryStore(done / "weights"), "policy")

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from etude.dashboard import regions
+from etude.dashboard.formatting import clock, duration, percent, significant, size
 from etude.dashboard.plot import WIDE, Estimate, LaneRow, Series, bar_chart, lane_chart, legend, line_chart
-from etude.dashboard.read import Event, RunView, counts, number, text
+from etude.dashboard.run_view import Event, RunView, counts, number, text
 from etude.dashboard.summary import is_delta, quantile, weights
 from etude.dashboard.utilisation import Lane, lanes
-from etude.dashboard.words import clock, duration, percent, significant, size
 
 _MAX_BARS = 400
 
@@ -162,7 +162,7 @@ def deltas(view: RunView) -> Panel | None:
 
 def pauses(view: RunView) -> Panel | None:
     """How long engines stood still to swap their weights."""
-    events = [event for event in view.of("engine.adopt") if number(event, "num_running")]
+    events = [event for event in view.events("engine.adopt") if number(event, "num_running")]
     points = [(x, 1e3 * y) for x, y in _points(events, "pause_s")]
     if not points:
         return None
@@ -187,7 +187,7 @@ def parity(view: RunView) -> Panel | None:
     steps = view.by_step("rl.step")
     kinds = (("fresh rollouts", "fresh_ratio_max", 2), ("all, 99th percentile", "ratio_p99", 4), ("k3", "k3", 3))
     probes: dict[float, float] = {}
-    for x, y in _points(view.of("engine.probe"), "ratio_max"):
+    for x, y in _points(view.events("engine.probe"), "ratio_max"):
         probes[x] = max(y, probes.get(x, 0.0))
     series = [Series("probe", sorted(probes.items()), 1)]
     series += [Series(name, _points(steps, key), colour) for name, key, colour in kinds]
@@ -211,7 +211,7 @@ def _zeros(series: Sequence[Series]) -> str:
 
 def _alarms(view: RunView) -> str:
     """A sentence on the engines that exceeded their budget and what the run did; empty where there were none."""
-    alarms = view.of("parity.alarm")
+    alarms = view.events("parity.alarm")
     taken = [f"to {text(e, 'defence')} at step {e.get('step')}" for e in alarms if text(e, "defence")]
     if taken:
         return f" The run fell back {', '.join(taken)}."
@@ -257,8 +257,8 @@ def correction(view: RunView) -> Panel | None:
 def mid_training(view: RunView) -> Panel | None:
     """Training loss and held-out loss of mid-training, by tokens."""
     trained, held = (
-        _points(view.of("mid.step"), "loss", "tokens"),
-        _points(view.of("mid.eval"), "heldout_loss", "tokens"),
+        _points(view.events("mid.step"), "loss", "tokens"),
+        _points(view.events("mid.eval"), "heldout_loss", "tokens"),
     )
     if not trained and not held:
         return None
@@ -278,7 +278,7 @@ def mid_training(view: RunView) -> Panel | None:
 
 def copy_probe(view: RunView) -> Panel | None:
     """Share of exact edits in the copy probe during mid-training: a skill that the loss does not show."""
-    points = _points(view.of("mid.eval"), "copy_probe", "tokens")
+    points = _points(view.events("mid.eval"), "copy_probe", "tokens")
     if not points:
         return None
     return Panel(

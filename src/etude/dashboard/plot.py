@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
-from etude.dashboard.words import significant
+from etude.dashboard.formatting import significant
 
 Point = tuple[float, float]
 Format = Callable[[float], str]
@@ -247,7 +247,7 @@ def legend(entries: Sequence[tuple[str, int]]) -> str:
     return tag("div", "".join(keys), cls="legend")
 
 
-def alone(chart: str, names: Sequence[tuple[str, int]], *, x: int, y: int) -> str:
+def standalone_svg(chart: str, names: Sequence[tuple[str, int]], *, x: int, y: int) -> str:
     """A plot as a file of its own, with the page's colours in it, and names beside their colours from (x, y) down."""
     css = (files("etude.dashboard") / "report.css").read_text(encoding="utf-8")
     told = "".join(

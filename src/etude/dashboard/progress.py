@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from etude.dashboard.read import PhaseSpan, RunView, number
+from etude.dashboard.run_view import PhaseSpan, RunView, number
 
 _COUNTED = {  # what counts in a phase: the event, how far, of how much
     "mid-training": ("mid.step", "step", "num_steps"),
@@ -47,7 +47,7 @@ def progress(view: RunView) -> Progress | None:
     if phase is None or event is None:
         return None
     done, total = number(event, done_key), number(event, total_key)
-    since = [e for e in view.of(kind) if float(e["t"]) >= phase.start and e.get("name") == event.get("name")]
+    since = [e for e in view.events(kind) if float(e["t"]) >= phase.start and e.get("name") == event.get("name")]
     if done is None or not total or (kind != "rl.step" and not since):
         return None
     first = number(since[0], done_key) if since else None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from etude.dashboard.plot import LaneRow
-from etude.dashboard.read import Event, RunView, number, text
+from etude.dashboard.run_view import Event, RunView, number, text
 
 MAX_BARS = 400
 GIVEN_WORK = ("serving", "draining")
@@ -45,12 +45,12 @@ class Engine:
 def engines(view: RunView) -> list[Engine]:
     """Everybody who joined, by region and name."""
     found: dict[str, Engine] = {}
-    for event in view.of("fleet.state"):
+    for event in view.events("fleet.state"):
         name = text(event, "engine")
         engine = found.setdefault(name, Engine(name, text(event, "region")))
         engine.states.append((float(event["t"]), text(event, "state")))
     loads: dict[str, list[Event]] = defaultdict(list)
-    for event in view.of("fleet.load"):
+    for event in view.events("fleet.load"):
         if text(event, "engine") in found:
             loads[text(event, "engine")].append(event)
     for name, events in loads.items():

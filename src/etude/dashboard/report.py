@@ -19,12 +19,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from markupsafe import Markup
 
-from etude.dashboard import words
+from etude.dashboard import formatting
 from etude.dashboard.glossary import meaning
 from etude.dashboard.panels import PANELS, Panel
-from etude.dashboard.read import PHASES, RunView, counts, number, text
+from etude.dashboard.problems import damage, recovered_failures
+from etude.dashboard.run_view import PHASES, RunView, counts, number, text
 from etude.dashboard.summary import summarise_view
-from etude.dashboard.troubles import damage, troubles
 from etude.errors import StoreError
 from etude.sums import Unproven, prove_parquet, sealed_page
 
@@ -66,10 +66,10 @@ def page(view: RunView) -> str:
         families=list(_families(view)),
         invalid=sorted(summary["invalid"].items()),
         states=[*sorted(summary["rollouts"].items()), *_quarantined(summary)],
-        times=[(name, words.duration(summary["wall_s"][name])) for name in PHASES if name in summary["wall_s"]],
-        cpu=[(name, words.duration(s)) for name, s in sorted(summary["cpu_s"].items(), key=lambda one: -one[1])],
+        times=[(name, formatting.duration(summary["wall_s"][name])) for name in PHASES if name in summary["wall_s"]],
+        cpu=[(name, formatting.duration(s)) for name, s in sorted(summary["cpu_s"].items(), key=lambda one: -one[1])],
         host=_host(summary["host"]),
-        troubles=troubles(view),
+        troubles=recovered_failures(view),
         damage=damage(view),
         pair=pair(view.path / "evals"),
         config=_text(view.path / "config.toml"),
@@ -109,38 +109,38 @@ def _headline(summary: Mapping[str, Any]) -> Mapping[str, str] | None:
             facts[f"{name}_interval"] = f"{one['low']:.3f} to {one['high']:.3f}"
     tasks = [str(one["num_tasks"]) for one in shown.values() if one["num_tasks"] is not None]
     last = list(shown.values())[-1]
-    problems = words.of_problems(last) + words.of_cheats(last)
+    problems = formatting.problems_note(last) + formatting.cheats_note(last)
     return {**facts, "num_tasks": tasks[-1] if tasks else "?", "problems": problems}
 
 
 def _rate(one: Mapping[str, Any]) -> str:
-    return f"{one['rate']:.2f} [{one['low']:.2f}, {one['high']:.2f}]{words.of_cheats(one)}"
+    return f"{one['rate']:.2f} [{one['low']:.2f}, {one['high']:.2f}]{formatting.cheats_note(one)}"
 
 
 def _tiles(summary: Mapping[str, Any]) -> Iterator[Row]:
     """(name, value, remark) of the numbers at the top."""
     if summary["wall_s"]["total"]:
-        yield "wall time", words.duration(summary["wall_s"]["total"]), "all phases that have ended"
+        yield "wall time", formatting.duration(summary["wall_s"]["total"]), "all phases that have ended"
     if summary["cpu_s"]["total"]:
-        yield "CPU time", words.duration(summary["cpu_s"]["total"]), "all processes"
+        yield "CPU time", formatting.duration(summary["cpu_s"]["total"]), "all processes"
     idle = summary["idle"]
     if idle["learner"] is not None:
-        yield "learner idle", words.percent(idle["learner"]), "of the RL phase, from CPU time"
+        yield "learner idle", formatting.percent(idle["learner"]), "of the RL phase, from CPU time"
     if idle["engines"] is not None:
-        yield "engines idle", words.percent(idle["engines"]), "mean, from CPU time"
+        yield "engines idle", formatting.percent(idle["engines"]), "mean, from CPU time"
     lag = summary["lag"]
     if lag["mean"] is not None:
-        yield "lag", words.significant(lag["mean"]), f"mean steps; at most {lag['max']}"
+        yield "lag", formatting.significant(lag["mean"]), f"mean steps; at most {lag['max']}"
     sent = summary["weights"]
     if sent["share_of_bound"] is not None:
-        yield "of the delta bound", words.percent(sent["share_of_bound"]), f"deltas {sent['ratio']:.1f}x smaller"
+        yield "of the delta bound", formatting.percent(sent["share_of_bound"]), f"deltas {sent['ratio']:.1f}x smaller"
     if sent["pause_ms_p99"] is not None:
-        yield "pause p99", f"{words.significant(sent['pause_ms_p99'])} ms", "to swap weights while serving"
+        yield "pause p99", f"{formatting.significant(sent['pause_ms_p99'])} ms", "to swap weights while serving"
     probe = summary["parity"]["probe_ratio_max"]
     if probe is not None:
-        yield "probe |r − 1|", words.significant(probe), "largest, engine against learner"
+        yield "probe |r − 1|", formatting.significant(probe), "largest, engine against learner"
     if summary["peak_memory_bytes"] is not None:
-        yield "peak memory", words.size(summary["peak_memory_bytes"]), "PSS of all processes"
+        yield "peak memory", formatting.size(summary["peak_memory_bytes"]), "PSS of all processes"
 
 
 def _families(view: RunView) -> Iterator[Row]:
@@ -164,7 +164,7 @@ def _host(host: Any) -> list[tuple[str, str]]:
         return []
     shown = [(str(name), str(value)) for name, value in host.items() if name != "memory_bytes"]
     memory = number(host, "memory_bytes")
-    return shown + ([("memory", words.size(memory))] if memory else [])
+    return shown + ([("memory", formatting.size(memory))] if memory else [])
 
 
 # ----------------------------------------------------------------------------- one task's transcript, before and after

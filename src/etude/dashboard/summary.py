@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from etude.dashboard.read import Event, RunView, counts, number, read_json, text
+from etude.dashboard.run_view import Event, RunView, counts, number, read_json, text
 from etude.dashboard.utilisation import cpu_s, idle, peak_memory_bytes
 
 FORMAT = 1
@@ -70,7 +70,7 @@ def nothing_learnt(view: RunView) -> str | None:
     steps = view.by_step("rl.step")
     if not steps or any(number(event, "no_signal_share") != 1.0 for event in steps):
         return None
-    rollouts = [event for event in view.of("rollout") if text(event, "outcome") == "graded"]
+    rollouts = [event for event in view.events("rollout") if text(event, "outcome") == "graded"]
     rewards = {reward for event in rollouts if (reward := number(event, "reward")) is not None}
     endings = Counter(text(event, "ending") for event in rollouts)
     turns = _mean(_values(rollouts, "turns"))
@@ -152,11 +152,11 @@ def weights(view: RunView) -> dict[str, Any]:
     bound's ratio; 1 is at the bound) are over deltas, and None where no weight changed in any. The bound is of a code
     of single changes: where most weights change, as with adapters, `share_of_bound` is None. Pauses are of the engines
     that had requests in flight when they swapped."""
-    published = view.of("weights.publish")
+    published = view.events("weights.publish")
     deltas = [event for event in published if is_delta(event)]
     sent, bound = _total(deltas, "object_bytes"), _total(deltas, "bound_bytes")
     dense = _total(deltas, "changed_share") > MOST_CHANGE * len(deltas)
-    adopted = [event for event in view.of("engine.adopt") if number(event, "num_running")]
+    adopted = [event for event in view.events("engine.adopt") if number(event, "num_running")]
     pauses = sorted(1e3 * pause for event in adopted if (pause := number(event, "pause_s")) is not None)
     return {
         "num_publishes": len(published),
@@ -173,7 +173,7 @@ def parity(view: RunView) -> dict[str, float | None]:
     """How far the probabilities of engines and learner differ: largest probe ratios, mean k3, mean share of flips."""
     steps = view.by_step("rl.step")
     return {
-        "probe_ratio_max": max(_values(view.of("engine.probe"), "ratio_max"), default=None),
+        "probe_ratio_max": max(_values(view.events("engine.probe"), "ratio_max"), default=None),
         "fresh_ratio_max": max(_values(steps, "fresh_ratio_max"), default=None),
         "k3_mean": _mean(_values(steps, "k3")),
         "flipped_share_mean": _mean(_values(steps, "flipped_share")),
@@ -190,7 +190,7 @@ def invalid(view: RunView) -> dict[str, int]:
 
 def quarantined(view: RunView) -> int:
     """Number of rollouts with signs of cheating. Their reward was set to 0, and they were trained on with it."""
-    signs = (event for event in view.of("rollout.signs") if text(event, "state") == "quarantined")
+    signs = (event for event in view.events("rollout.signs") if text(event, "state") == "quarantined")
     return len({text(event, "rollout_id") for event in signs})
 
 

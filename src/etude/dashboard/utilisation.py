@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from etude.dashboard.read import RunView, number
+from etude.dashboard.run_view import RunView, number
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def lanes(view: RunView) -> dict[str, Lane]:
     """A lane a process, in the order in which they appeared."""
     found: dict[str, Lane] = {}
     last: dict[str, tuple[float, float]] = {}
-    for event in view.of("usage"):
+    for event in view.events("usage"):
         t, processes = float(event["t"]), event.get("processes")
         if not isinstance(processes, Mapping):
             continue
@@ -60,7 +60,7 @@ def cpu_s(view: RunView) -> dict[str, float]:
     """CPU seconds of each process over all its lives, its first second included."""
     total: dict[str, float] = defaultdict(float)
     last: dict[str, float] = {}
-    for event in view.of("usage"):
+    for event in view.events("usage"):
         processes = event.get("processes")
         for name, facts in processes.items() if isinstance(processes, Mapping) else ():
             cpu = number(facts, "cpu_s") if isinstance(facts, Mapping) else None
@@ -91,7 +91,7 @@ def idle(view: RunView) -> dict[str, float | None]:
 def peak_memory_bytes(view: RunView) -> int | None:
     """The largest sum of the processes' proportional set sizes; None when it was never sampled."""
     sums = []
-    for event in view.of("usage"):
+    for event in view.events("usage"):
         processes = event.get("processes")
         found = [
             pss

@@ -61,9 +61,9 @@ class Window:
     """Decides which groups may start and which the next step trains on. It keeps no state: the ledger does.
 
     >>> window = Window(max_lag=1, groups_per_step=2)
-    >>> window.room(num_open=0, batched_step=0, published_step=0)  # steps 0 and 1 may be sampled by version 0
+    >>> window.free_groups(num_open=0, batched_step=0, published_step=0)  # steps 0 and 1 may be sampled by version 0
     4
-    >>> window.room(num_open=2, batched_step=1, published_step=1)
+    >>> window.free_groups(num_open=2, batched_step=1, published_step=1)
     2
     >>> window.take(["g0", "g1", "g2"], ready={"g1", "g2"})  # g0 is waited for
     >>> window.take(["g0", "g1", "g2"], ready={"g0", "g1"})
@@ -80,24 +80,26 @@ class Window:
     signal_groups: int = 0  # 0: a step takes `groups_per_step`, whatever they hold
 
     @property
-    def num_groups(self) -> int:
+    def max_open_groups(self) -> int:
         """The most groups that can be admitted and not trained at once; times the group's size, the ledger's
         capacity."""
         if not self.signal_groups:
             return (self.max_lag + 1) * self.groups_per_step
-        return 2 * self.most + self.max_lag * self.groups_per_step  # two batches under way, and the window after them
+        return (
+            2 * self.max_groups + self.max_lag * self.groups_per_step
+        )  # two batches under way, and the window after them
 
     @property
-    def most(self) -> int:
+    def max_groups(self) -> int:
         """The most groups that a step takes."""
         return (FILL if self.signal_groups else 1) * self.groups_per_step
 
     @property
-    def late_groups(self) -> int:
+    def max_late_groups(self) -> int:
         """The most groups that one step may pass over under `Straggler.MASK`."""
         return max(1, self.groups_per_step // 8) if self.straggler is Straggler.MASK else 0
 
-    def room(self, num_open: int, batched_step: int, published_step: int, size: int = 0) -> int:
+    def free_groups(self, num_open: int, batched_step: int, published_step: int, size: int = 0) -> int:
         """How many more groups may start, when `num_open` are open, the batch of `batched_step` was formed last, and
         `published_step` is the newest version. `size`: how many groups the step that is being formed now needs in all,
         where it takes a further round (see `Window.size`); 0 where none is being formed."""
@@ -107,9 +109,9 @@ class Window:
     def min_step(self, num_open: int, batched_step: int, published_step: int) -> int:
         """The version step that engines must at least have for a group that starts behind `num_open` open ones:
         `RolloutSpec.min_step`."""
-        return max(0, min(published_step, self.demand(num_open, batched_step)))
+        return max(0, min(published_step, self.required_step(num_open, batched_step)))
 
-    def demand(self, place: int, batched_step: int, size: int = 0) -> int:
+    def required_step(self, place: int, batched_step: int, size: int = 0) -> int:
         """The version step that must be published before the open group in this place, counted from 0, may start.
         `size`: what the step that is being formed takes, as far as is known."""
         steps_ahead = 0 if place < size else place // self.groups_per_step
@@ -125,13 +127,13 @@ class Window:
     def size(self, order: Sequence[str], ready: Collection[str], signal: Collection[str] = ()) -> int:
         """How many groups the next step takes, as known from those that are ready; it may grow as more become ready."""
         size = self.groups_per_step
-        while size < self.most:
+        while size < self.max_groups:
             found = self._first(order, ready, size)
             having = sum(group in signal for group in found)
             if len(found) < size or having >= self.signal_groups:
                 break
             more = math.ceil((self.signal_groups - having) * size / having) if having else size
-            size = min(self.most, size + more)
+            size = min(self.max_groups, size + more)
         return size
 
     def mean_size(self, signal_share: float) -> float:
@@ -148,14 +150,14 @@ class Window:
         rng = np.random.default_rng(0)
         size = np.full(DRAWS, self.groups_per_step)
         having = rng.binomial(size, signal_share)
-        while (short := (having < self.signal_groups) & (size < self.most)).any():
+        while (short := (having < self.signal_groups) & (size < self.max_groups)).any():
             lacking = -(-(self.signal_groups - having) * size // np.maximum(having, 1))
-            more = np.where(short, np.minimum(np.where(having > 0, lacking, size), self.most - size), 0)
+            more = np.where(short, np.minimum(np.where(having > 0, lacking, size), self.max_groups - size), 0)
             having, size = having + rng.binomial(more, signal_share), size + more
         return float(size.mean())
 
     def _first(self, order: Sequence[str], ready: Collection[str], size: int) -> list[str]:
-        return [group for group in order[: size + self.late_groups] if group in ready][:size]
+        return [group for group in order[: size + self.max_late_groups] if group in ready][:size]
 
     def late(self, order: Sequence[str], taken: Sequence[str]) -> list[str]:
         """The groups that `take` passed over: admitted before its last one and not in it."""
@@ -163,7 +165,7 @@ class Window:
         return [group for group in order[:reach] if group not in set(taken)]
 
 
-def masked(path: Path, keep: Bools) -> Path:
+def mask_path(path: Path, keep: Bools) -> Path:
     """The path with loss only where `keep` ([T] bool) is True. Its tokens stay; logprobs outside the mask become 0.0,
     as `Path` requires."""
     mask = path.mask & keep
@@ -171,7 +173,7 @@ def masked(path: Path, keep: Bools) -> Path:
     return msgspec.structs.replace(path, mask=mask, logprobs=logprobs)
 
 
-def bounded(path: Path, *, learner_step: int, max_lag: int, straggler: Straggler) -> Path:
+def mask_stale(path: Path, *, learner_step: int, max_lag: int, straggler: Straggler) -> Path:
     """The path with loss only on tokens within the bound: neither the token nor a key that it attended to is older than
     `learner_step - max_lag`. Under WAIT an older token is a defect of the window and raises `LedgerError`."""
     stale = path.mask & (learner_step - path.oldest_steps > max_lag)
@@ -184,4 +186,4 @@ def bounded(path: Path, *, learner_step: int, max_lag: int, straggler: Straggler
             f"the bound is {max_lag}",
             hint="the window did not hold: keep the run folder and report it, or set straggler = 'mask'",
         )
-    return masked(path, ~stale)
+    return mask_path(path, ~stale)

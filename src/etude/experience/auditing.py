@@ -15,13 +15,11 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from etude.errors import LedgerError
-from etude.experience.groups import Finished
-from etude.experience.ledger import Ledger
+from etude.experience.groups import Finished, Row
+from etude.experience.ledger import FINISHED, Ledger
 from etude.experience.lineage import Lineage
-from etude.experience.looking import FINISHED
 from etude.experience.rollout_files import RolloutFiles
-from etude.experience.rows import Row
-from etude.experience.traces import Folder, Index, read_index, recorded, trace_path
+from etude.experience.traces import Index, TraceFolder, read_index, recorded_steps, trace_path
 from etude.experience.transitions import HOLDING, State
 from etude.records.wire import unpack
 
@@ -60,7 +58,7 @@ class Report:
 
 def audit(
     ledger: Ledger,
-    traces: Folder,
+    traces: TraceFolder,
     lineage: Lineage,
     *,
     deleted: int = 0,
@@ -119,9 +117,9 @@ def _look(
     """Compare the rollouts of one step in its manifest, the ledger and the trace."""
     wanted, rows = set(ids), {row.rollout_id: row for row in ledger.rows(step=step)}
     strangers = wanted - rows.keys()
-    known = {row.rollout_id for row in ledger.found(strangers)}
+    known = {row.rollout_id for row in ledger.find_rows(strangers)}
     found.unknown |= strangers - known
-    found.elsewhere |= known | ledger.batched_again(wanted)
+    found.elsewhere |= known | ledger.batched_repeatedly(wanted)
     found.num_consumed += len(wanted)
     found.held -= wanted
     found.spare += [row for i, row in rows.items() if i not in wanted]
@@ -148,9 +146,9 @@ def _counted(lineage: Lineage, suspects: set[str]) -> set[str]:
     return {i for i, count in met.items() if count > 1}
 
 
-def steps_of(traces: Folder, step: int) -> Iterator[tuple[int, list[str]]]:
+def steps_of(traces: TraceFolder, step: int) -> Iterator[tuple[int, list[str]]]:
     """The rollout ids of each step up to `step`, from the traces: used instead of manifests that are damaged."""
-    for at in recorded(traces):
+    for at in recorded_steps(traces):
         index = _index(traces, at) if at <= step else None
         if index is not None:
             yield at, sorted(index.rollout_ids)
@@ -176,7 +174,7 @@ def _is_stored(data: bytes, files: RolloutFiles) -> bool:
     return summary is None or files.has(summary)
 
 
-def _index(traces: Folder, step: int, ids: Collection[str] | None = None) -> Index | None:
+def _index(traces: TraceFolder, step: int, ids: Collection[str] | None = None) -> Index | None:
     """The index of a step's trace; None where there is no sound trace of exactly these rollouts."""
     try:
         index = read_index(trace_path(traces, step))

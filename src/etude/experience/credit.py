@@ -106,7 +106,7 @@ def advantages(rewards: Sequence[Reward], scheme: CreditScheme = DR_GRPO) -> lis
     return found
 
 
-def credited(
+def assign_credit(
     graded: Sequence[Graded], composition: Composition, scheme: CreditScheme = DR_GRPO
 ) -> list[tuple[Reward, float]]:
     """The reward and the advantage of each of a group's judged rollouts. Needs nothing but stored terms, so credit can

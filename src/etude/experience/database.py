@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
@@ -58,7 +57,7 @@ class Database(Protocol):
 
     def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]: ...
 
-    def prove(self) -> None:
+    def verify(self) -> None:
         """Read the whole database once. Raises `LedgerError` where it is damaged."""
         ...
 
@@ -96,53 +95,6 @@ def marks(values: Collection[Any]) -> str:
     '?, ?'
     """
     return ", ".join("?" * len(values))
-
-
-def open_database(
-    place: Path | str,
-    *,
-    readonly: bool = False,
-    still: bool = False,
-    check: Callable[[], None] | None = None,
-    said: Callable[[str], None],
-) -> Database:
-    """Open a ledger's database: an SQLite file at a path, or the schema that `postgresql://host/db#run_id` names on a
-    server (needs `pip install 'etude[postgres]'`). It is created where it does not exist; with `readonly` that is a
-    `NoLedger`. `still`: nothing writes to it meanwhile, so SQLite makes no files beside it in order to read. `said` is
-    called with a line when a server had to be waited for."""
-    if is_server(place):
-        try:
-            from etude.experience.postgres import PostgresDatabase
-        except ImportError as error:
-            raise _no_client(error) from None
-        return PostgresDatabase(str(place), readonly=readonly, check=check, said=said)
-    from etude.experience.sqlite import SqliteDatabase
-
-    return SqliteDatabase(Path(place), readonly=readonly, still=still, check=check)
-
-
-def check_server(url: str) -> None:
-    """Check that a run can use this server. Raises the `LedgerError` that the run would end with: the server cannot be
-    reached, refuses the login, or does not allow to create a schema."""
-    try:
-        from etude.experience.server_words import check
-    except ImportError as error:
-        raise _no_client(error) from None
-    check(url)
-
-
-def _no_client(error: ImportError) -> LedgerError:
-    hint = "pip install 'etude[postgres]'"
-    return LedgerError("experience.ledger names a PostgreSQL server", str(error), hint=hint)
-
-
-def is_server(place: Path | str) -> bool:
-    """Whether the place of a ledger is a server's URL, not a path.
-
-    >>> is_server("postgresql://db.internal/etude#laptop-1a2b3c4d"), is_server(Path("ledger.sqlite"))
-    (True, False)
-    """
-    return isinstance(place, str) and place.startswith(SERVERS)
 
 
 def check_url(url: str) -> None:

@@ -23,20 +23,24 @@ from typing import Any, NamedTuple, TypeVar, cast
 import msgspec
 
 from etude.errors import LedgerError
-from etude.experience.database import each, marks, open_database, parts
-from etude.experience.groups import Finished
-from etude.experience.lineage import Lineage, by_step, remembered
-from etude.experience.looking import FINISHED, QUARANTINE, SPEC, Looking, Quarantined
-from etude.experience.rows import Row
-from etude.experience.transitions import HOLDING, SETTLED, State, check
+from etude.experience.database import FORMAT, each, marks, parts
+from etude.experience.groups import COLUMNS, Finished, Group, Row, as_row
+from etude.experience.lineage import Branches, Lineage, append_version, by_step, with_apparent_steps
+from etude.experience.open_database import open_database
+from etude.experience.transitions import ENDED, HOLDING, State, check
 from etude.records.completion import Version
 from etude.records.rollout import Graded, Invalid, Outcome, RolloutSpec
 from etude.records.sample import Batch
 from etude.records.summary import BatchRef, RolloutSummary
-from etude.records.wire import pack
-from etude.rewards import AS_MEASURED, Composition
+from etude.records.wire import pack, unpack
+from etude.rewards import DEFAULT_COMPOSITION, Composition
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+
+_HIDDEN = (State.QUARANTINED, State.CANCELLED)
+SPEC, FINISHED, QUARANTINE = "spec", "finished", "quarantine"
+"""Names of the blobs that the ledger itself keeps: packed, a `RolloutSpec`, a `Finished`, a `Quarantined`."""
 
 _LINEAGE = frozenset({State.BATCHED, State.TRAINED, State.NO_SIGNAL})
 _HOLD = ", ".join(f"'{state}'" for state in sorted(HOLDING))
@@ -44,6 +48,13 @@ _SLOTS = f"SELECT (SELECT count(*) FROM rollouts WHERE state IN ({_HOLD})), coun
 
 
 _NULLABLE = {"reward": "double precision", "boundary": "text"}  # a null in VALUES has no type on a server
+
+
+class Quarantined(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a graded rollout got the reward 0: a sign of cheating."""
+
+    reason: str  # the sign of cheating: "rule: what was seen (where)"
+    graded: float  # the reward that the grader gave
 
 
 class _Move(NamedTuple):
@@ -80,7 +91,7 @@ def _atomic(method: F) -> F:
     return cast("F", whole)
 
 
-class Ledger(Looking):
+class Ledger:
     """An `ExperienceStore` in one SQLite file, or in one schema of a PostgreSQL server.
 
     >>> import tempfile
@@ -96,14 +107,14 @@ class Ledger(Looking):
         place: Path | str,
         *,
         capacity: int,
-        composition: Composition = AS_MEASURED,
-        said: Callable[[str], None] = lambda _: None,
+        composition: Composition = DEFAULT_COMPOSITION,
+        log: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Open or create a ledger at a path or at `postgresql://host/database#run_id`. `capacity`: the number of slots.
-        `composition`: of the rewards that rows show. `said` is called with a line when a server had to be waited for.
+        `composition`: of the rewards that rows show. `log` is called with a line when a server had to be waited for.
         Raises `LedgerError` for an existing ledger with another capacity, or one that another process writes."""
         self._capacity, self._composition = capacity, composition
-        self._db = open_database(place, check=self._check_slots, said=said)
+        self._db = open_database(place, check=self._check_slots, log=log)
         found = self.recall("capacity")
         if found is None:
             self._create_slots()
@@ -119,16 +130,16 @@ class Ledger(Looking):
         each(self._db, "INSERT INTO slots (slot) VALUES ?", [(slot,) for slot in range(self._capacity)])
 
     @classmethod
-    def reading(cls, place: Path | str, *, still: bool = False) -> Ledger:
-        """Open to read only, beside a writer; `still`: there is none now. Raises `NoLedger` when there is none."""
+    def open_readonly(cls, place: Path | str, *, immutable: bool = False) -> Ledger:
+        """Open to read only, beside a writer; `immutable`: there is none now. Raises `NoLedger` when there is none."""
         ledger = cls.__new__(cls)
-        ledger._db = open_database(place, readonly=True, still=still, said=lambda _: None)
+        ledger._db = open_database(place, readonly=True, immutable=immutable, log=lambda _: None)
         ledger._capacity = int(ledger.recall("capacity") or 0)
         return ledger
 
-    def prove(self) -> None:
+    def verify(self) -> None:
         """Look at every page once, a second for some hundred MB. Raises `LedgerError` where the file is damaged."""
-        self._db.prove()
+        self._db.verify()
 
     def close(self) -> None:
         self._db.close()
@@ -173,27 +184,29 @@ class Ledger(Looking):
 
     @_atomic
     def start(
-        self, limit: int, *, published: int | None = None, demand: Callable[[int], int] | None = None
+        self, limit: int, *, published: int | None = None, required_step: Callable[[int], int] | None = None
     ) -> list[RolloutSpec]:
         """Move the first waiting rollouts, at most `limit`, to running, and return their specs. Stops at the first one
         that demands a later version step than `published` (None: no such check), which none overtakes.
 
-        `demand`: the version step that the open group at a place, counted from 0, demands now (`Window.demand`). It
+        `required_step`: the version step that the open group at a place, counted from 0, demands now (`Window.required_step`). It
         counts where it is less than the one that the group was admitted with, which a lost lineage may have made too
         late: the steps that lead to that version might wait for this very group."""
         rows = self.next_waiting(limit)
         specs = self.specs(rows) if rows else []
         if published is not None:
             able = list(itertools.takewhile(lambda spec: spec.min_step <= published, specs))
-            specs = able if able or demand is None else self._due(specs, published, demand)
+            specs = able if able or required_step is None else self._due(specs, published, required_step)
         self._move([_Move(row, State.RUNNING) for row in rows[: len(specs)]])
         return specs
 
-    def _due(self, specs: Sequence[RolloutSpec], published: int, demand: Callable[[int], int]) -> list[RolloutSpec]:
+    def _due(
+        self, specs: Sequence[RolloutSpec], published: int, required_step: Callable[[int], int]
+    ) -> list[RolloutSpec]:
         """The first of some specs whose places among the open groups demand no later version than the published one,
         as specs that demand no later one either."""
         places = {group_id: place for place, group_id in enumerate(self.open_groups())} if specs else {}
-        due = itertools.takewhile(lambda spec: demand(places[spec.group_id]) <= published, specs)
+        due = itertools.takewhile(lambda spec: required_step(places[spec.group_id]) <= published, specs)
         return [msgspec.structs.replace(spec, min_step=min(spec.min_step, published)) for spec in due]
 
     def finish(self, rollout: RolloutSummary, outcome: Outcome) -> bool:
@@ -205,7 +218,7 @@ class Ledger(Looking):
     def finish_all(self, ended: Sequence[tuple[RolloutSummary, Outcome]]) -> list[bool]:
         """`finish` for several at once."""
         counts, ends = list[bool](), dict[str, tuple[Row, Finished]]()
-        rows = self.known([rollout.rollout_id for rollout, _ in ended])
+        rows = self.require_rows([rollout.rollout_id for rollout, _ in ended])
         for row, (rollout, outcome) in zip(rows, ended, strict=True):
             runs = row.state is State.RUNNING and row.attempt == rollout.attempt
             counts.append(runs and row.rollout_id not in ends)
@@ -246,7 +259,7 @@ class Ledger(Looking):
         version's manifest lists is known here even after a power cut."""
 
         def take() -> None:
-            rows = self.known(batch.rollout_ids)
+            rows = self.require_rows(batch.rollout_ids)
             for row in rows:
                 _check_taken(row, batch)
             facts = {"batch_id": batch.batch_id, "step": batch.step}
@@ -261,7 +274,7 @@ class Ledger(Looking):
     def commit(self, rollout_ids: Collection[str], version: Version) -> None:
         """The version that learned from these is published: batched becomes trained, or no-signal without a sample."""
         self._published(version)
-        rows, said = self.known(rollout_ids), {"version": str(version)}
+        rows, said = self.require_rows(rollout_ids), {"version": str(version)}
         self._trained(rows, f"in {version}", said)
         self._set({row.rollout_id: said for row in rows if row.state is not State.BATCHED})
 
@@ -302,7 +315,7 @@ class Ledger(Looking):
         taken = [row for row in rows if row.state in _LINEAGE]
         stored = self._stored([row.rollout_id for row in taken])
         self._move([_Move(row, State.REQUEUED, f"{row.batch_id} is not in the lineage") for row in taken])
-        again = self.known([row.rollout_id for row in taken])
+        again = self.require_rows([row.rollout_id for row in taken])
         gone = [row for row in again if row.rollout_id not in stored]
         self._move(
             [
@@ -349,7 +362,7 @@ class Ledger(Looking):
         self._db.execute(sql, key, json.dumps(value))
 
     def _published(self, version: Version) -> None:
-        versions = remembered(self.versions(), version)
+        versions = append_version(self.versions(), version)
         self.remember("versions", [(v.step, v.incarnation, v.digest) for v in versions])
 
     # Writing
@@ -427,6 +440,215 @@ class Ledger(Looking):
                 hint="this is a defect: keep the run folder and report it with etude ledger audit",
             )
 
+    # Queries
+
+    def row(self, rollout_id: str) -> Row:
+        """The row of one rollout. Raises `LedgerError` when there is no such rollout."""
+        return self.require_rows([rollout_id])[0]
+
+    def require_rows(self, rollout_ids: Collection[str]) -> list[Row]:
+        """The rows of these rollouts, in the order given. Raises `LedgerError` when one does not exist."""
+        found = {row.rollout_id: row for row in self.find_rows(rollout_ids)}
+        for rollout_id in rollout_ids:
+            if rollout_id not in found:
+                hint = "list them: etude rollouts list RUN"
+                raise LedgerError(f"rollout {rollout_id} is not in the ledger", hint=hint)
+        return [found[rollout_id] for rollout_id in rollout_ids]
+
+    def rows(
+        self,
+        *,
+        step: int | None = None,
+        states: Collection[State] | None = None,
+        open_only: bool = False,
+        limit: int | None = None,
+    ) -> list[Row]:
+        """Rollouts in order of admission: all; or those that `step` took, those in some `states`, those that no batch
+        took; of these the last `limit`. Reads all rollouts where nothing narrows it down."""
+        wanted: list[tuple[str, tuple[Any, ...]]] = [("step = ?", (step,))] if step is not None else []
+        if states is not None:
+            wanted.append((f"state IN ({marks(states)})", tuple(states)))
+        if open_only:
+            wanted.append(("batch_id IS NULL", ()))
+        where = " AND ".join(sql for sql, _ in wanted) or "position > 0"
+        values = [value for _, found in wanted for value in found]
+        newest = "ORDER BY +position DESC" if wanted else "ORDER BY position DESC"  # +: sort, do not use this index
+        newest += f" LIMIT {int(limit)}" if limit is not None else ""
+        return [as_row(r) for r in self._db.rows(f"SELECT {COLUMNS} FROM rollouts WHERE {where} {newest}", *values)][
+            ::-1
+        ]
+
+    def find_rows(self, rollout_ids: Collection[str]) -> list[Row]:
+        """The rows of those of these rollouts that exist, in no order."""
+        sql = f"SELECT {COLUMNS} FROM rollouts WHERE rollout_id IN"
+        return [as_row(r) for some in parts(rollout_ids) for r in self._db.rows(f"{sql} ({marks(some)})", *some)]
+
+    def quarantined(self) -> dict[str, Quarantined]:
+        """Rollouts with a sign of cheating, by id. Reads the blobs of all rollouts that are kept."""
+        found = self._db.rows("SELECT rollout_id, data FROM blobs WHERE name = ?", QUARANTINE)
+        return {i: _read(i, QUARANTINE, data, Quarantined) for i, data in sorted(found)}
+
+    def count(self, *, after: int | None = None) -> int:
+        """Number of rollouts ever admitted (reads all of them); with `after`, of those that no step up to it took."""
+        if after is None:
+            return int(self._value("SELECT count(*) FROM rollouts"))
+        open_now = int(self._value("SELECT count(*) FROM rollouts WHERE batch_id IS NULL"))
+        return open_now + int(self._value("SELECT count(*) FROM rollouts WHERE step > ?", after))
+
+    def batched_repeatedly(self, rollout_ids: Collection[str]) -> set[str]:
+        """Those of these rollouts that batches took more than once, batches of lost lineages included."""
+        again = set[str]()
+        for some in parts(rollout_ids):
+            mine = f"rollout_id IN ({marks(some)})"
+            sql = f"SELECT rollout_id FROM transitions WHERE {mine} AND state = ? GROUP BY rollout_id"
+            again |= {i for (i,) in self._db.rows(f"{sql} HAVING count(*) > 1", *some, State.BATCHED)}
+        return again
+
+    def states(self) -> dict[str, int]:
+        return dict(self._db.rows("SELECT state, count(*) FROM rollouts GROUP BY state"))
+
+    def steps(self, after: int = 0) -> list[int]:
+        """Every step after `after` that a batch took rollouts for, ascending."""
+        sql = "SELECT step FROM rollouts WHERE step > ? GROUP BY step ORDER BY step"
+        return [int(step) for (step,) in self._db.rows(sql, after)]
+
+    def get(self, rollout_id: str, name: str) -> bytes | None:
+        data: bytes | None = self._value("SELECT data FROM blobs WHERE rollout_id = ? AND name = ?", rollout_id, name)
+        return data
+
+    def spec(self, rollout_id: str) -> RolloutSpec:
+        """The spec of a rollout, with the ledger's current attempt. Raises `LedgerError` where it was pruned."""
+        return self.specs([self.row(rollout_id)])[0]
+
+    def specs(self, rows: Collection[Row]) -> list[RolloutSpec]:
+        """The specs of rollouts whose rows were just read, in the same order."""
+        sql = f"SELECT rollout_id, data FROM blobs WHERE name = ? AND rollout_id IN ({marks(rows)})"
+        stored = dict(self._db.rows(sql, SPEC, *(row.rollout_id for row in rows)))
+        return [_spec(row, stored.get(row.rollout_id)) for row in rows]
+
+    def history(self, rollout_id: str) -> list[dict[str, Any]]:
+        """Every transition of a rollout, oldest first."""
+        sql = "SELECT t, origin, state, attempt, reason, facts FROM transitions WHERE rollout_id = ? ORDER BY number"
+        names = ("t", "origin", "state", "attempt", "reason")
+        return [
+            {**dict(zip(names, values, strict=True)), **json.loads(facts)}
+            for *values, facts in self._db.rows(sql, rollout_id)
+        ]
+
+    def waiting(self) -> list[str]:
+        """Rollouts that wait for a worker, in order of admission."""
+        return self._ids("state IN (?, ?)", State.ADMITTED, State.REQUEUED)
+
+    def next_waiting(self, limit: int) -> list[Row]:
+        """The first `limit` rows of `waiting`; the others are not read."""
+        first = f"SELECT position, {COLUMNS} FROM rollouts WHERE state = ? ORDER BY position LIMIT {int(limit)}"
+        both = f"SELECT * FROM ({first}) AS a UNION ALL SELECT * FROM ({first}) AS b ORDER BY 1 LIMIT {int(limit)}"
+        return [as_row(values[1:]) for values in self._db.rows(both, State.ADMITTED, State.REQUEUED)]
+
+    def open_groups(self) -> list[str]:
+        """Groups that no batch has taken, in order of admission."""
+        sql = "SELECT group_id FROM rollouts WHERE batch_id IS NULL GROUP BY group_id ORDER BY min(position)"
+        return [group_id for (group_id,) in self._db.rows(sql)]
+
+    def num_groups(self) -> int:
+        """Groups ever admitted: the index of the next one."""
+        counted = self.recall("groups")  # None in a ledger of an earlier etude: all rollouts are read
+        return int(self._value("SELECT count(DISTINCT group_id) FROM rollouts") if counted is None else counted)
+
+    def ready_groups(self, group_ids: Collection[str]) -> set[str]:
+        """Those of these groups of which no member is still waited for."""
+        settled = f"count(*) = sum(CASE WHEN state IN ({marks(ENDED)}) THEN 1 ELSE 0 END)"
+        ready = set[str]()
+        for some in parts(group_ids):
+            sql = f"SELECT group_id FROM rollouts WHERE group_id IN ({marks(some)}) GROUP BY group_id HAVING {settled}"
+            ready |= {group_id for (group_id,) in self._db.rows(sql, *some, *ENDED)}
+        return ready
+
+    def groups_with_signal(self, group_ids: Collection[str]) -> set[str]:
+        """Those of these groups whose graded members do not all have the same reward in their rows."""
+        having = set[str]()
+        for some in parts(group_ids):
+            sql = f"SELECT group_id FROM rollouts WHERE group_id IN ({marks(some)}) AND state = ?"
+            sql += " GROUP BY group_id HAVING min(reward) < max(reward)"
+            having |= {group_id for (group_id,) in self._db.rows(sql, *some, State.GRADED)}
+        return having
+
+    def batched_groups(self, group_ids: Collection[str]) -> set[str]:
+        """Those of these groups that any batch ever took, batches of lost lineages included."""
+        sql = "SELECT DISTINCT group_id FROM rollouts JOIN transitions USING (rollout_id) WHERE transitions.state = ?"
+        batched = set[str]()
+        for some in parts(group_ids):
+            rows = self._db.rows(f"{sql} AND group_id IN ({marks(some)})", State.BATCHED, *some)
+            batched |= {group_id for (group_id,) in rows}
+        return batched
+
+    def group(self, group_id: str) -> Group:
+        """A group with its stored records, versions as seen from the current weights (`lineage.with_apparent_steps`). Raises
+        `LedgerError` for a record that cannot be read."""
+        of = f"b.rollout_id = r.rollout_id AND b.name = ? AND r.state NOT IN ({marks(_HIDDEN)})"
+        sql = f"SELECT r.rollout_id, b.data FROM rollouts r LEFT JOIN blobs b ON {of} WHERE r.group_id = ?"
+        stored = sorted(self._db.rows(sql, FINISHED, *_HIDDEN, group_id))
+        ids = tuple(rollout_id for rollout_id, _ in stored)
+        found = [_read(i, FINISHED, data, Finished) for i, data in stored if data is not None]
+        return with_apparent_steps(Branches(self.versions()), Group(group_id, ids, tuple(found)))
+
+    def versions(self) -> list[Version]:
+        """The latest published versions in order of publishing, those of lost lineages included."""
+        return [Version(*facts) for facts in self.recall("versions") or []]
+
+    def wanted_files(self) -> set[tuple[str, int]]:
+        """(rollout id, attempt) of every rollout whose file a batch or a grade may still ask for."""
+        stored = "rollout_id IN (SELECT rollout_id FROM blobs WHERE name = ?)"
+        sql = f"SELECT rollout_id, attempt FROM rollouts WHERE {stored} OR state = ?"
+        return {(rollout_id, int(attempt)) for rollout_id, attempt in self._db.rows(sql, FINISHED, State.RUNNING)}
+
+    def stored_summaries(self) -> list[RolloutSummary]:
+        """Of every rollout whose file was stored and is still wanted, by looking at all that are kept. None of a
+        ledger of an earlier etude, in which rollouts lie themselves."""
+        if self.recall("format") != FORMAT:
+            return []
+        found = self._db.rows("SELECT rollout_id, data FROM blobs WHERE name = ?", FINISHED)
+        summaries = (_read(rollout_id, FINISHED, data, Finished).summary for rollout_id, data in found)
+        return [one for one in summaries if one is not None and one.stored is not None]
+
+    def finished(self, rollout_id: str) -> Finished | None:
+        """The stored record of an ended rollout; None where there is none or it was pruned. Raises `LedgerError` for a
+        record that cannot be read."""
+        data = self.get(rollout_id, FINISHED)
+        return None if data is None else _read(rollout_id, FINISHED, data, Finished)
+
+    def is_kept(self, rollout_id: str) -> bool:
+        """Whether the record of a finished rollout is still wanted."""
+        return self.get(rollout_id, FINISHED) is not None
+
+    def cursor(self, split: str) -> int:
+        """Index of the next task to draw from a split of the task source; it is 0 at the start."""
+        return int(self.recall(f"cursor.{split}") or 0)
+
+    def recall(self, key: str) -> Any:
+        """The value kept under `key`; None when there is none."""
+        text = self._value("SELECT value FROM meta WHERE key = ?", key)
+        return None if text is None else json.loads(text)
+
+    def slots(self) -> tuple[int, int]:
+        """(slots held, all slots). The latter is the capacity; it is larger only while rollouts of a lost lineage are
+        trained again."""
+        held, count = self._db.rows("SELECT count(rollout_id), count(*) FROM slots")[0]
+        return int(held), int(count)
+
+    def slot_holders(self) -> list[str]:
+        return [i for (i,) in self._db.rows("SELECT rollout_id FROM slots WHERE rollout_id IS NOT NULL")]
+
+    def _value(self, sql: str, *values: Any) -> Any:
+        """The first column of the first row; None when there is none."""
+        rows = self._db.rows(sql, *values)
+        return rows[0][0] if rows else None
+
+    def _ids(self, where: str, *values: Any) -> list[str]:
+        return [
+            i for (i,) in self._db.rows(f"SELECT rollout_id FROM rollouts WHERE {where} ORDER BY +position", *values)
+        ]
+
 
 def _check_taken(row: Row, batch: Batch | BatchRef) -> None:
     """Raise unless a batch may take this rollout."""
@@ -436,9 +658,24 @@ def _check_taken(row: Row, batch: Batch | BatchRef) -> None:
             f"{batch.batch_id} wants it too",
             hint="a rollout is trained once: form batches from open_groups()",
         )
-    if row.state not in SETTLED:
+    if row.state not in ENDED:
         raise LedgerError(
             f"batch {batch.batch_id} wants rollout {row.rollout_id}",
             f"which is {row.state}",
             hint="wait until its group is ready",
         )
+
+
+def _spec(row: Row, data: bytes | None) -> RolloutSpec:
+    if data is None:
+        raise LedgerError(f"rollout {row.rollout_id} has no spec left", "it was pruned", hint="it has ended: skip it")
+    return msgspec.structs.replace(_read(row.rollout_id, SPEC, data, RolloutSpec), attempt=row.attempt)
+
+
+def _read(rollout_id: str, name: str, data: bytes, kind: type[T]) -> T:
+    try:
+        return unpack(data, kind)
+    except ValueError as error:
+        raise LedgerError(
+            f"the {name} of rollout {rollout_id} cannot be read", str(error), hint="quarantine it and go on"
+        ) from error

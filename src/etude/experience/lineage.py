@@ -17,7 +17,7 @@ Lineage = Iterable[tuple[int, Collection[str]]]
 """(version step, ids of the rollouts that it consumed) in order of training; a version that was published again has
 none. It may be read more than once, and is looked at step by step, so a long run's need not be in memory as a whole."""
 
-KEPT = 256
+MAX_VERSIONS = 256
 """Versions that a ledger remembers: more than the largest `max_lag`, and several checkpoints back."""
 
 
@@ -84,16 +84,16 @@ class Branches:
         return 2 * ancestor - version.step
 
 
-def seen_from(branches: Branches, group: Group) -> Group:
+def with_apparent_steps(branches: Branches, group: Group) -> Group:
     """The group with the apparent step of each version, and in `lost` the rollouts of which a lost one sampled some."""
     finished = tuple(_seen(branches, one) for one in group.finished)
     lost = {new.rollout_id for new, old in zip(finished, group.finished, strict=True) if new is not old}
     return Group(group.group_id, group.rollout_ids, finished, frozenset(lost)) if lost else group
 
 
-def remembered(versions: Sequence[Version], version: Version) -> list[Version]:
-    """The newest `KEPT` versions, once this one is published."""
-    return [*versions, version][-KEPT:]
+def append_version(versions: Sequence[Version], version: Version) -> list[Version]:
+    """The newest `MAX_VERSIONS` versions, once this one is published."""
+    return [*versions, version][-MAX_VERSIONS:]
 
 
 def _seen(branches: Branches, finished: Finished) -> Finished:

@@ -8,19 +8,21 @@ same batch. The learner splits a batch to fit its memory. Knows nothing of the l
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from etude.experience.admission import Straggler, bounded, masked
-from etude.experience.credit import DR_GRPO, credited
+from etude.experience.admission import Straggler, mask_path, mask_stale
+from etude.experience.credit import DR_GRPO, assign_credit
 from etude.experience.groups import Group
 from etude.records.reward import K1, Term
-from etude.records.rollout import Graded, Path, Rollout, Trace
+from etude.records.rollout import Graded, Invalid, Path, Rollout, Trace
 from etude.records.sample import Batch, Sample
-from etude.records.summary import BatchPlan, Member, RolloutSummary, as_seen
+from etude.records.summary import BatchPlan, BatchRef, Member, RolloutSummary, as_seen
 from etude.records.wire import F32, Array, Bools
-from etude.rewards import AS_MEASURED, Composition
+from etude.rewards import DEFAULT_COMPOSITION, Composition
 from etude.seams import CreditScheme
 
 Read = Callable[[RolloutSummary], Rollout]
@@ -35,7 +37,11 @@ def paths(trace: Trace) -> Iterator[Path]:
     seen: set[int] = set()
     for leaf in trace.leaves():
         chain, path = trace.chain(leaf), trace.path(leaf)
-        yield path if seen.isdisjoint(chain) else masked(path, _by_turn(trace, chain, [at not in seen for at in chain]))
+        yield (
+            path
+            if seen.isdisjoint(chain)
+            else mask_path(path, _by_turn(trace, chain, [at not in seen for at in chain]))
+        )
         seen.update(chain)
 
 
@@ -60,7 +66,7 @@ def plan_batch(
     batch_id: str,
     step: int,
     max_lag: int,
-    composition: Composition = AS_MEASURED,
+    composition: Composition = DEFAULT_COMPOSITION,
     scheme: CreditScheme = DR_GRPO,
     straggler: Straggler = Straggler.WAIT,
     k1: Mapping[str, float] | None = None,
@@ -102,7 +108,7 @@ def _members(
 ) -> Iterator[Member]:
     graded = [_with_k1(rollout, one, k1) for rollout, one in group.valid]
     ids = [rollout.rollout_id for rollout, _ in group.valid]
-    credit = dict(zip(ids, credited(graded, composition, scheme), strict=True))
+    credit = dict(zip(ids, assign_credit(graded, composition, scheme), strict=True))
     judged = dict(zip(ids, graded, strict=True))
     ended = {one.rollout_id: one for one in group.finished}
     for i in group.rollout_ids:
@@ -162,24 +168,24 @@ def samples_of(plan: BatchPlan, member: Member, trace: Trace, *, temperature: fl
     straggler = Straggler.MASK if member.masks_stale else Straggler.WAIT
     found = list[tuple[int, Sample]]()
     for leaf, whole in zip(trace.leaves(), paths(trace), strict=True):
-        path = bounded(whole, learner_step=plan.step - 1, max_lag=plan.max_lag, straggler=straggler)
+        path = mask_stale(whole, learner_step=plan.step - 1, max_lag=plan.max_lag, straggler=straggler)
         if path.mask.any():
             own = temperatures(trace, leaf, path.mask, run=temperature)
             found.append((leaf, Sample.uniform(member.rollout_id, path, member.advantage, own)))
     return found
 
 
-def teaches(
+def has_fresh_signal(
     group: Group,
     *,
     learner_step: int,
     max_lag: int,
-    composition: Composition = AS_MEASURED,
+    composition: Composition = DEFAULT_COMPOSITION,
     scheme: CreditScheme = DR_GRPO,
 ) -> bool:
     """Whether a step trained at `learner_step` has a sample of the group, if all tokens past the bound are masked: some
     member with an advantage sampled a token within it."""
-    credit = credited([graded for _, graded in group.valid], composition, scheme)
+    credit = assign_credit([graded for _, graded in group.valid], composition, scheme)
     return any(
         learner_step - step <= max_lag
         for (rollout, _), (_, advantage) in zip(group.valid, credit, strict=True)
@@ -188,7 +194,7 @@ def teaches(
     )
 
 
-def whole_samples(rollouts: Iterable[Rollout], *, temperature: float = 1.0) -> list[Sample]:
+def reference_samples(rollouts: Iterable[Rollout], *, temperature: float = 1.0) -> list[Sample]:
     """Make a sample of advantage 0 of every path of these rollouts: the input of a reference model. `temperature`: the
     run's."""
     return [
@@ -197,3 +203,37 @@ def whole_samples(rollouts: Iterable[Rollout], *, temperature: float = 1.0) -> l
         for leaf, path in zip(one.trace.leaves(), paths(one.trace), strict=True)
         if path.mask.any()
     ]
+
+
+def step_metrics(plan: BatchPlan, batch: BatchRef) -> dict[str, Any]:
+    """reward_mean, best_of_k, num_groups, no_signal_share, lag, token_lag, invalid, turns_mean, sampled_mean, as
+    `docs/formats/run.md` has them, and masked_share: of the tokens with an advantage those kept out of the loss as
+    stale. Rewards are those before the KL penalty. Lags are of all valid rollouts, as they were sampled; means are 0.0
+    where nothing is valid."""
+    groups = plan.judged
+    valid = [rollout for judged in groups.values() for rollout, _ in judged]
+    rewards = [[reward.raw for _, reward in judged] for judged in groups.values()]
+    lag: Counter[int] = Counter()
+    token_lag: Counter[int] = Counter()
+    for rollout in valid:
+        oldest = rollout.oldest_steps
+        if oldest:
+            lag[batch.step - 1 - min(oldest)] += 1
+            token_lag.update({batch.step - 1 - step: count for step, count in oldest.items()})
+    invalid = (str(member.outcome.boundary) for member in plan.members if isinstance(member.outcome, Invalid))
+    return {
+        "reward_mean": _mean([r for group in rewards for r in group]),
+        "best_of_k": _mean([max(group) for group in rewards if group]),
+        "num_groups": len(groups),
+        "no_signal_share": _mean([float(len(set(group)) < 2) for group in rewards]),
+        "lag": {str(k): n for k, n in sorted(lag.items())},
+        "token_lag": {str(k): n for k, n in sorted(token_lag.items())},
+        "invalid": dict(Counter(invalid)),
+        "turns_mean": _mean([rollout.num_turns for rollout in valid]),
+        "sampled_mean": _mean([rollout.num_sampled for rollout in valid]),
+        "masked_share": batch.num_masked / max(1, batch.num_trained + batch.num_masked),
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(sum(values) / len(values)) if values else 0.0

@@ -21,8 +21,8 @@ import psycopg
 
 from etude.errors import EtudeError, LedgerError, StoreError
 from etude.experience.database import FORMAT, INDEXES, NoLedger, check_format
-from etude.experience.server_session import POLL_S, Cut, Session
-from etude.experience.server_words import check_version, line, no_entry, passes, shown
+from etude.experience.postgres_errors import check_version, connection_error, is_transient, one_line, redacted_url
+from etude.experience.postgres_session import POLL_S, ConnectionBroken, Session
 
 RECONNECT_S = 20.0
 ATTEMPTS = 3  # of one transaction that the connection breaks under
@@ -50,43 +50,43 @@ class PostgresDatabase:
     """A `Database` in one schema of a server, at `postgresql://host/database#run_id`."""
 
     def __init__(
-        self, place: str, *, readonly: bool, check: Callable[[], None] | None, said: Callable[[str], None]
+        self, place: str, *, readonly: bool, check: Callable[[], None] | None, log: Callable[[str], None]
     ) -> None:
         url, _, run_id = place.partition("#")
-        self.where, self.schema = f"{shown(url)}#{run_id}", schema_of(run_id)
-        self._readonly, self._check, self._said, self._depth = readonly, check, said, 0
+        self.where, self.schema = f"{redacted_url(url)}#{run_id}", schema_of(run_id)
+        self._readonly, self._check, self._log, self._depth = readonly, check, log, 0
         self._count, self._confirmed = 0, ""
         self.session = Session(url, self.where, self.schema, readonly=readonly)
         try:
             self.session.open()
             self._prepare()
-        except (Cut, psycopg.Error) as error:
+        except (ConnectionBroken, psycopg.Error) as error:
             self.close()
-            raise no_entry(self.where, error.__cause__ or error) from None
+            raise connection_error(self.where, error.__cause__ or error) from None
         except EtudeError:
             self.close()
             raise
 
     def transact(self, work: Callable[[], T], *, sync: bool = False) -> T:
-        return self._nested(work) if self._depth else self._again(lambda: self._outermost(work))
+        return self._nested(work) if self._depth else self._retry(lambda: self._outermost(work))
 
-    def _again(self, work: Callable[[], T]) -> T:
+    def _retry(self, work: Callable[[], T]) -> T:
         """What nothing came of, because the connection broke, is done again."""
-        cut: Cut | None = None
+        cut: ConnectionBroken | None = None
         for _ in range(ATTEMPTS):
             try:
                 return work()
-            except Cut as error:
+            except ConnectionBroken as error:
                 cut = error
             if not self.session.is_open:
-                self._returned()
+                self._reconnect()
         raise StoreError(f"{self.where} went away {ATTEMPTS} times in a row", str(cut), hint="look at the server's log")
 
     def _outermost(self, work: Callable[[], T]) -> T:
         self._depth, self._count, committing = 1, self._count + 1, False
         name = f'"{self.session.name}-{self._count}"'
         try:
-            with self.session.piped():
+            with self.session.pipelined():
                 self.session.run("BEGIN")
                 self.session.run(f"UPDATE meta SET value = '{name}' WHERE key = '{NAME}'")
                 result = work()
@@ -94,8 +94,8 @@ class PostgresDatabase:
                     self._check()
                 committing = True
                 self.session.run("COMMIT")
-        except Cut:
-            if self._returned() != name or not committing:
+        except ConnectionBroken:
+            if self._reconnect() != name or not committing:
                 raise
         except BaseException:
             self._undo("ROLLBACK")
@@ -112,7 +112,7 @@ class PostgresDatabase:
             result = work()
             self.session.run(f"RELEASE level{level}")
             return result
-        except Cut:
+        except ConnectionBroken:
             raise
         except BaseException:
             self._undo(f"ROLLBACK TO level{level}", f"RELEASE level{level}")
@@ -124,28 +124,28 @@ class PostgresDatabase:
         try:
             for sql in statements:
                 self.session.run(sql)
-        except Cut:
-            self._returned()  # the server undoes what it got no COMMIT for
+        except ConnectionBroken:
+            self._reconnect()  # the server undoes what it got no COMMIT for
 
-    def _returned(self) -> str:
+    def _reconnect(self) -> str:
         """Have a connection again, and the lock; the name of the transaction that was committed last. Raises
         `StoreError` after the deadline."""
         began = time.monotonic()
         while True:
             try:
                 self.session.open()
-                last = str(self.session.ask(f"SELECT value FROM meta WHERE key = '{NAME}'")[0][0])
+                last = str(self.session.query(f"SELECT value FROM meta WHERE key = '{NAME}'")[0][0])
                 break
-            except (Cut, psycopg.OperationalError) as error:
+            except (ConnectionBroken, psycopg.OperationalError) as error:
                 cause = error.__cause__ or error
-                if time.monotonic() - began > RECONNECT_S or not passes(cause):
+                if time.monotonic() - began > RECONNECT_S or not is_transient(cause):
                     raise StoreError(
                         f"waited {RECONNECT_S:g} s for the ledger's server at {self.where}",
-                        line(cause),
+                        one_line(cause),
                         hint="see to the server and its disk, then etude run --resume: what was confirmed is there",
                     ) from None
                 time.sleep(POLL_S)
-        self._said(f"the ledger's server was away for {time.monotonic() - began:.1f} s")
+        self._log(f"the ledger's server was away for {time.monotonic() - began:.1f} s")
         mine = f'"{self.session.name}-{self._count}"'
         if not self._readonly and self._confirmed and last not in (self._confirmed, mine):
             raise LedgerError(
@@ -162,9 +162,9 @@ class PostgresDatabase:
             self.transact(lambda: self.session.run(sql, values))
 
     def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
-        return self.session.ask(sql, values) if self._depth else self._again(lambda: self.session.ask(sql, values))
+        return self.session.query(sql, values) if self._depth else self._retry(lambda: self.session.query(sql, values))
 
-    def prove(self) -> None:
+    def verify(self) -> None:
         """Read every row's page once: a server with checksums refuses damaged ones. Raises `LedgerError`."""
         for table in ("meta", "rollouts", "slots", "blobs", "transitions"):
             self.rows(f"SELECT count(*) FROM (SELECT * FROM {table} OFFSET 0) AS every")
@@ -174,7 +174,7 @@ class PostgresDatabase:
 
     def _prepare(self) -> None:
         check_version(self.where, self.session.connection.info.server_version)
-        there = self.session.ask(
+        there = self.session.query(
             "SELECT to_regclass(?) IS NOT NULL, to_regnamespace(?) IS NOT NULL",
             (f'"{self.schema}".meta', f'"{self.schema}"'),
         )[0]
@@ -183,10 +183,10 @@ class PostgresDatabase:
                 hint = "a run makes it as its RL begins; was it dropped, or is this another server?"
                 raise NoLedger(f"{self.where} has no such ledger", f"no schema {self.schema}", hint=hint)
             self._create(schema=not there[1])
-        found = self.session.ask("SELECT value FROM meta WHERE key = 'format'")
+        found = self.session.query("SELECT value FROM meta WHERE key = 'format'")
         check_format(self.where, found[0][0] if found else None, readonly=self._readonly)
         if not self._readonly:
-            self._confirmed = str(self.session.ask(f"SELECT value FROM meta WHERE key = '{NAME}'")[0][0])
+            self._confirmed = str(self.session.query(f"SELECT value FROM meta WHERE key = '{NAME}'")[0][0])
             for sql in INDEXES:
                 self.session.run(sql)
 

@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 
 from etude.errors import EtudeError, LedgerError, StoreError
 from etude.experience.database import FORMAT, INDEXES, NoLedger, check_format
-from etude.experience.row_sums import has_sums, keep_sums, wrong_rows
-from etude.experience.wal import lost_frames
+from etude.experience.sqlite_integrity import has_sums, keep_sums, lost_frames, wrong_rows
 
 BUSY_TIMEOUT_S = 10.0
 _HINT_COPY = "restore the run folder from a copy"
@@ -64,20 +63,20 @@ class SqliteDatabase:
     """A `Database` in one file."""
 
     def __init__(
-        self, path: Path, *, readonly: bool = False, still: bool = False, check: Callable[[], None] | None = None
+        self, path: Path, *, readonly: bool = False, immutable: bool = False, check: Callable[[], None] | None = None
     ) -> None:
         self.path, self._check, self._depth, self._sync_due = path, check, 0, False
         if readonly and not path.exists():
             raise NoLedger(f"{path} cannot be used", "there is no such file", hint="a run makes it as its RL begins")
         try:
             mode = "ro" if readonly else "rwc"
-            alone = "&immutable=1" if readonly and still and not _has_log(path) else ""
+            alone = "&immutable=1" if readonly and immutable and not _has_log(path) else ""
             where = f"{path.absolute().as_uri()}?mode={mode}{alone}"
             self._connection = sqlite3.connect(
                 where, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
             )
         except (sqlite3.DatabaseError, OSError) as error:
-            raise _in_words(path, error) from error
+            raise _map_error(path, error) from error
         try:
             self._prepare(readonly)
         except EtudeError:
@@ -99,25 +98,25 @@ class SqliteDatabase:
             try:
                 keep_sums(self._connection)
             except sqlite3.DatabaseError as error:
-                raise _in_words(self.path, error) from error
+                raise _map_error(self.path, error) from error
 
     def _script(self, sql: str) -> None:
         try:
             self._connection.executescript(sql)
         except sqlite3.DatabaseError as error:
-            raise _in_words(self.path, error) from error
+            raise _map_error(self.path, error) from error
 
     def execute(self, sql: str, *values: Any) -> None:
         try:
             self._connection.execute(sql, values)
         except sqlite3.DatabaseError as error:
-            raise _in_words(self.path, error) from error
+            raise _map_error(self.path, error) from error
 
     def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
         try:
             return self._connection.execute(sql, values).fetchall()
         except sqlite3.DatabaseError as error:
-            raise _in_words(self.path, error) from error
+            raise _map_error(self.path, error) from error
 
     def transact(self, work: Callable[[], T], *, sync: bool = False) -> T:
         level, self._depth = self._depth, self._depth + 1
@@ -153,9 +152,9 @@ class SqliteDatabase:
             finally:
                 os.close(file)
         except OSError as error:
-            raise _in_words(self.path, error) from error
+            raise _map_error(self.path, error) from error
 
-    def prove(self) -> None:
+    def verify(self) -> None:
         """Walk the whole file once, a second for some hundred MB. Raises `LedgerError` where a page, an index, a
         constraint or a value is damaged, or a part of the log that a killed writer left."""
         damaged = lost_frames(self.path)
@@ -166,7 +165,7 @@ class SqliteDatabase:
             if not found and has_sums(self._connection):
                 found += islice(wrong_rows(self._connection), 3)
         except sqlite3.DatabaseError as error:
-            raise _in_words(self.path, error) from error
+            raise _map_error(self.path, error) from error
         finally:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
@@ -185,7 +184,7 @@ def _has_log(path: Path) -> bool:
         return False
 
 
-def _in_words(path: Path, error: sqlite3.DatabaseError | OSError) -> EtudeError:
+def _map_error(path: Path, error: sqlite3.DatabaseError | OSError) -> EtudeError:
     text = str(error)
     if isinstance(error, OSError):
         return StoreError(f"{path} refused", text, hint="look at the disk")

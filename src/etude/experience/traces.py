@@ -33,7 +33,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from etude.errors import EtudeError, LedgerError, StoreError
-from etude.experience.admission import masked
+from etude.experience.admission import mask_path
 from etude.experience.packing import Read, batch_of, samples_of
 from etude.records.completion import Completion, Sampling, StopReason, Version, VersionSpan
 from etude.records.reward import Term
@@ -115,7 +115,7 @@ _ARRAYS_1 = ("token_ids", "mask", "logprobs", "steps", "kv_epochs")
 
 
 @dataclass(frozen=True)
-class Judged:
+class RecordedRollout:
     """One rollout of a recorded step, without its tokens."""
 
     rollout_id: str
@@ -128,11 +128,11 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedBatch:
     """A trace file, read back."""
 
     batch: Batch
-    rollouts: tuple[Judged, ...]  # in order of rollout id
+    rollouts: tuple[RecordedRollout, ...]  # in order of rollout id
     computed_by: Mapping[str, str] = field(default_factory=dict)  # what its learner said of itself; empty: an old file
     settings: Mapping[str, Any] = field(default_factory=dict)  # of its learner, where they were not the config's
     digest: str = ""  # `batch_digest` of the batch
@@ -142,7 +142,7 @@ class Recorded:
 class Index:
     """The part of a trace file that an audit needs."""
 
-    path: File
+    path: TraceFile
     batch_id: str
     step: int
     rollout_ids: frozenset[str]
@@ -151,7 +151,7 @@ class Index:
 
 
 @dataclass(frozen=True)
-class InStore:
+class StoredTrace:
     """A trace in a blob store: as much of a path as is asked of one here."""
 
     store: BlobStore
@@ -185,17 +185,17 @@ class InStore:
         self.store.put(self.name, data)
 
 
-Folder = FilePath | BlobStore
-File = FilePath | InStore
+TraceFolder = FilePath | BlobStore
+TraceFile = FilePath | StoredTrace
 
 
-def trace_path(folder: Folder, step: int) -> File:
+def trace_path(folder: TraceFolder, step: int) -> TraceFile:
     """Where the batch of a version step is kept, in a folder or a store."""
     name = f"batch-{step:06d}.parquet"
-    return folder / name if isinstance(folder, FilePath) else InStore(folder, name)
+    return folder / name if isinstance(folder, FilePath) else StoredTrace(folder, name)
 
 
-def recorded(folder: Folder) -> list[int]:
+def recorded_steps(folder: TraceFolder) -> list[int]:
     """The steps that there are traces of, in order."""
     names = [path.name for path in folder.glob("batch-*")] if isinstance(folder, FilePath) else folder.list("batch-")
     found = [name.removeprefix("batch-").removesuffix(".parquet") for name in names if name.endswith(".parquet")]
@@ -225,7 +225,7 @@ def _array_head(length: int) -> bytes:
 
 
 def record_batch(
-    folder: Folder,
+    folder: TraceFolder,
     plan: BatchPlan,
     read: Read,
     *,
@@ -425,8 +425,8 @@ def _differences(routes: Routes, other: Routes, count: int) -> Routes:
     return np.concatenate([routes[:count] ^ other[:count], routes[count:]]) if count else routes
 
 
-def _write(path: File, rows: Iterator[dict[str, Any]], facts: Callable[[], dict[str, Any]]) -> None:
-    if isinstance(path, InStore):
+def _write(path: TraceFile, rows: Iterator[dict[str, Any]], facts: Callable[[], dict[str, Any]]) -> None:
+    if isinstance(path, StoredTrace):
         buffer = io.BytesIO()
         _write_rows(buffer, rows, facts)
         seal_parquet(buffer)
@@ -470,7 +470,7 @@ def _write_rows(file: BinaryIO, rows: Iterator[dict[str, Any]], facts: Callable[
         writer.add_key_value_metadata({_KEY.decode(): json.dumps(facts()), PARQUET_KEY: "1"})
 
 
-def read_trace(path: File) -> Recorded:
+def read_trace(path: TraceFile) -> RecordedBatch:
     """The batch, equal to what was written, and every rollout's outcome. A damaged file is a `LedgerError`."""
     table, facts = _read(path)
     try:
@@ -499,7 +499,7 @@ def read_trace(path: File) -> Recorded:
     if facts["format"] == FORMAT and recorded not in (None, found):
         raise _damaged(path, ValueError(f"its digest is {found[:12]}, recorded was {str(recorded)[:12]}"))
     computed_by = {name: str(value) for name, value in computed_by.items()}
-    return Recorded(batch, tuple(judged), computed_by, settings, found)
+    return RecordedBatch(batch, tuple(judged), computed_by, settings, found)
 
 
 def _share(value: object) -> float:
@@ -509,7 +509,7 @@ def _share(value: object) -> float:
     return value
 
 
-def read_rollout(path: File, rollout_id: str) -> tuple[Graded | Invalid | None, list[I32]] | None:
+def read_rollout(path: TraceFile, rollout_id: str) -> tuple[Graded | Invalid | None, list[I32]] | None:
     """A rollout's outcome and the tokens of each of its paths, [T] int32; None when the file has none of that name. A
     damaged file is a `LedgerError`."""
     old = [*_JUDGED, "token_ids"]
@@ -528,7 +528,7 @@ def read_rollout(path: File, rollout_id: str) -> tuple[Graded | Invalid | None, 
     return None
 
 
-def read_index(path: File) -> Index:
+def read_index(path: TraceFile) -> Index:
     """Which rollouts a trace file holds, without reading their tokens."""
     columns = {1: ["rollout_id", "reward", "in_batch"], FORMAT: ["rollout_id", "reward", "row"]}
     table, facts = _read(path, columns)
@@ -543,7 +543,7 @@ def read_index(path: File) -> Index:
     )
 
 
-def _read(path: File, columns: Mapping[int, list[str]] | None = None) -> tuple[pa.Table, dict[str, Any]]:
+def _read(path: TraceFile, columns: Mapping[int, list[str]] | None = None) -> tuple[pa.Table, dict[str, Any]]:
     """The table of a file, with these columns for its format (None: all), and its facts."""
     try:
         with path.open("rb") as handle:
@@ -571,7 +571,7 @@ def _table(handle: BinaryIO, columns: Mapping[int, list[str]] | None) -> tuple[p
         return table, facts
 
 
-def _damaged(path: File, error: Exception) -> LedgerError:
+def _damaged(path: TraceFile, error: Exception) -> LedgerError:
     return LedgerError(
         f"{path} is not a sound trace",
         f"{type(error).__name__}: {error}",
@@ -579,14 +579,14 @@ def _damaged(path: File, error: Exception) -> LedgerError:
     )
 
 
-def _judged(row: dict[str, Any]) -> Judged:
+def _judged(row: dict[str, Any]) -> RecordedRollout:
     outcome: Graded | Invalid | None = None
     if row["terms"] is not None:
         outcome = _graded(row)
     elif row["boundary"] is not None:
         outcome = Invalid(boundary=Boundary(row["boundary"]), reason=row["reason"], evidence=row["evidence"])
     names = ("rollout_id", "group_id", "task_id", "family", "attempt", "ending")
-    return Judged(**{name: row[name] for name in names}, outcome=outcome)
+    return RecordedRollout(**{name: row[name] for name in names}, outcome=outcome)
 
 
 def _rollouts(table: pa.Table) -> Iterator[tuple[dict[str, Any], Trace, list[tuple[int, dict[str, Any]]]]]:
@@ -648,7 +648,7 @@ def _sample(row: dict[str, Any], table: pa.Table, i: int, trace: Trace) -> Sampl
     has_own = table.column("temperatures")[i].is_valid
     return Sample(
         rollout_id=row["rollout_id"],
-        path=path if (mask == path.mask).all() else masked(path, mask),
+        path=path if (mask == path.mask).all() else mask_path(path, mask),
         advantages=_array(table, "advantages", i).copy(),
         temperatures=_array(table, "temperatures", i).copy() if has_own else None,
         origin=Origin(row["origin"]),

@@ -33,7 +33,7 @@ HOLDING = frozenset({State.ADMITTED, State.RUNNING, State.REQUEUED, State.GRADED
 TERMINAL = frozenset({State.TRAINED, State.NO_SIGNAL, State.INVALID, State.QUARANTINED, State.CANCELLED})
 """The states that end a rollout: no slot, and always a reason. Only a lost lineage reopens the first two."""
 
-SETTLED = frozenset({State.GRADED, State.INVALID, State.QUARANTINED, State.CANCELLED})
+ENDED = frozenset({State.GRADED, State.INVALID, State.QUARANTINED, State.CANCELLED})
 """The states in which a group no longer waits for a member."""
 
 

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from etude.loop.wire import Handler, serve
+from etude.loop.rpc import Handler, serve
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
 

@@ -164,9 +164,9 @@ class RunConfig:
                 f"learner.lora_rank = {self.learner.lora_rank} and numerics.quantise = "
                 f"{str(self.numerics.quantise)!r}: adapters are merged into unrounded weights"
             )
-        self._engines_must_compute_so()
-        self._weights_must_fit()
-        self._ranks_must_share()
+        self._check_engine_numerics()
+        self._check_engine_dtype()
+        self._check_ranks()
         if self.harness.context_tokens > self.engine.context_tokens:
             raise ValueError(
                 f"harness.context_tokens = {self.harness.context_tokens} does not fit "
@@ -178,7 +178,7 @@ class RunConfig:
                 f"model.context_tokens = {self.model.context_tokens}"
             )
 
-    def _engines_must_compute_so(self) -> None:
+    def _check_engine_numerics(self) -> None:
         """Refuse engines that cannot compute what `[numerics]` asks for. Raises `ConfigError`, `ValueError`."""
         what = f"fleet.engines = {list(map(str, self.fleet.engines))}"
         for kind in sorted({*self.fleet.engines} - {EngineKind.REFERENCE}):
@@ -207,7 +207,7 @@ class RunConfig:
                     hint="set learner.lora_rank = 0, or take vLLM or reference engines",
                 )
 
-    def _weights_must_fit(self) -> None:
+    def _check_engine_dtype(self) -> None:
         """Refuse an `engine.dtype` that cannot hold the learner's published weights bit for bit. Raises `ValueError`.
         SGLang casts what it loads, and quantised formats and adapters always fit."""
         if self.learner.lora_rank or self.numerics.quantise is not Quantise.NONE:
@@ -221,7 +221,7 @@ class RunConfig:
                 f"{str(self.engine.dtype)!r} without a change: only {' or '.join(held)} can hold them"
             )
 
-    def _ranks_must_share(self) -> None:
+    def _check_ranks(self) -> None:
         learner, experts = self.learner, self.model.num_experts
         if self.fleet.ranks_away >= learner.ranks:
             raise ValueError(
@@ -238,7 +238,7 @@ class RunConfig:
                 f"learner.expert_parallel = {learner.expert_parallel} does not divide model.num_experts = {experts}"
             )
 
-    def settled(self) -> RunConfig:
+    def with_parity_budget(self) -> RunConfig:
         """This config with the parity budget filled in from the engines' dtype, so that config.toml has its numbers.
         Unchanged where every number must be equal (exact mode)."""
         if self.numerics.mode is Mode.EXACT and self.parity.over_budget is not OverBudget.FALL_BACK:
@@ -314,13 +314,13 @@ def read_config(run: RunFolder) -> RunConfig:
         ) from None
 
 
-def resumed(run: RunFolder, given: Mapping[str, Any], *, whole: bool = True) -> RunConfig:
+def config_to_resume(run: RunFolder, given: Mapping[str, Any], *, whole: bool = True) -> RunConfig:
     """The config of a run to resume, after a check that the settings `given` now are those of the run. `whole`: all
     settings are given again, so that one which is missing differs too; else only those that are given are compared.
     Defaults that changed since do not count. Raises `RunRefused` that names each setting that differs, or when the
     run's config.toml was changed; `ConfigError`."""
     had = read_config(run)
-    must_be_unchanged(run)
+    check_config_unchanged(run)
     now_plain, had_plain = leaves(to_plain(build(RunConfig, given))), leaves(to_plain(had))
     now, then = set(leaves(given)), set(map(str, run.identity().get("given", ())))
     other = [
@@ -343,7 +343,7 @@ def _overlap(name: str, other: str) -> bool:
     return f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.")
 
 
-def same_plugins(run: RunFolder, now: Sequence[Identity], *, accept: bool) -> None:
+def check_same_plugins(run: RunFolder, now: Sequence[Identity], *, accept: bool) -> None:
     """Check that the plug-ins of a run to resume are the code that its steps so far were made with, unless the user
     accepts another. Raises `RunRefused`."""
     then = {one["path"]: one for one in run.plugins()}
@@ -356,7 +356,7 @@ def same_plugins(run: RunFolder, now: Sequence[Identity], *, accept: bool) -> No
         raise RunRefused(f"{run.path} was made with another version of a plug-in", facts, hint=hint)
 
 
-def must_be_unchanged(run: RunFolder) -> None:
+def check_config_unchanged(run: RunFolder) -> None:
     """Check that a run's config.toml is unchanged since the run was made. Raises `RunRefused`."""
     digest = run.identity().get("config_digest")
     if digest not in (None, hashlib.sha256((run / "config.toml").read_bytes()).hexdigest()):

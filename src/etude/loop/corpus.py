@@ -23,7 +23,7 @@ from etude.errors import EtudeError
 from etude.harness import SPECIAL_TOKENS, ChatFormat, chat_template, standard_tools
 from etude.harness.chat import Message
 from etude.loop.config import RunConfig, open_tasks, read_config
-from etude.loop.processes import AGAIN
+from etude.loop.processes import EXIT_RESTART
 from etude.records.task import Split
 from etude.rollouts import demonstrate
 from etude.run import RunFolder
@@ -128,7 +128,7 @@ def main() -> int:
         build(run, read_config(run), Telemetry(run / "events" / "corpus.jsonl", process="corpus"))
     except BrokenProcessPool as died:
         print(died, file=sys.stderr)
-        return AGAIN
+        return EXIT_RESTART
     except EtudeError as error:
         print(error, file=sys.stderr)
         return error.exit_code

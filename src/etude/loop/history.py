@@ -13,8 +13,8 @@ from pathlib import Path
 
 from etude.errors import CheckpointError, InputError, LedgerError, WeightsError
 from etude.experience import read_trace
-from etude.experience.traces import Recorded, trace_path
-from etude.loop.places import traces_folder, weights_store
+from etude.experience.traces import RecordedBatch, trace_path
+from etude.loop.locations import traces_folder, weights_store
 from etude.loop.retention import steps_in
 from etude.records import Version
 from etude.run import RunFolder
@@ -68,7 +68,7 @@ class History:
         )
         raise InputError(f"{self.run.path} has no step {step}", facts + lost, hint="name one of its lineage's steps")
 
-    def beginning(self, step: int, given: Path | None) -> Path:
+    def start_checkpoint(self, step: int, given: Path | None) -> Path:
         """The checkpoint to redo a step from: the one that was given, by path or by name, or the nearest before it.
         Raises `CheckpointError`
         when there is none, `InputError` for one of a step that is not before it."""
@@ -78,7 +78,7 @@ class History:
         if not start.exists() and len(start.parts) == 1:
             start = folder / start
         if not start.is_dir():
-            raise CheckpointError(f"no checkpoint at {start}", hint=self.others(step, start))
+            raise CheckpointError(f"no checkpoint at {start}", hint=self.other_checkpoints(step, start))
         saved_at = {path.resolve(): at for at, path in steps_in(folder, "step-*")}
         self.require_before(step, start, saved_at.get(start.resolve(), 0))
         return start
@@ -86,17 +86,17 @@ class History:
     def require_before(self, step: int, start: Path, held: int) -> None:
         """Raise `InputError` for a checkpoint whose step does not lie before the one to redo."""
         if held >= step:
-            hint = self.others(step, start)
+            hint = self.other_checkpoints(step, start)
             raise InputError(f"{start} does not lead to step {step}", f"it holds step {held}", hint=hint)
 
-    def others(self, step: int, start: Path) -> str:
+    def other_checkpoints(self, step: int, start: Path) -> str:
         """As a hint: what else than `start` a step can be redone from."""
         folder = self.run / "checkpoints"
         paths = [folder / "mid", *(path for at, path in sorted(steps_in(folder, "step-*")) if at < step)]
         names = ", ".join(path.name for path in paths if path.is_dir() and path.resolve() != start.resolve())
         return f"begin from another: --from one of {names}" if names else "no other checkpoint is before that step"
 
-    def batch(self, step: int) -> Recorded:
+    def batch(self, step: int) -> RecordedBatch:
         """The record of a step of the lineage. Raises `LedgerError`."""
         recorded = read_trace(trace_path(traces_folder(self.run), step))
         known = self.rollout_ids.get(step)

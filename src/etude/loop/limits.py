@@ -29,7 +29,7 @@ LOOKED_AT = 8  # tasks of a split
 _SMALLEST: dict[str, Any] = {"integer": 1, "number": 1, "boolean": True, "array": [], "object": {}}
 
 
-def configured(given: Mapping[str, Any]) -> RunConfig:
+def build_config(given: Mapping[str, Any]) -> RunConfig:
     """The config of what its user gave. Raises `ConfigError`."""
     return build(RunConfig, with_limits(given))
 
@@ -42,7 +42,7 @@ def with_limits(given: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(start, str) or not isinstance(engine, Mapping) or not isinstance(harness, Mapping):
         return dict(given)
     try:
-        positions = starting_model(Path(start)).context_tokens
+        positions = start_model_config(Path(start)).context_tokens
     except (ConfigError, CheckpointError):
         return dict(given)
     engine, harness = dict(engine), dict(harness)
@@ -55,7 +55,7 @@ def with_limits(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**given, "engine": engine, "harness": harness}
 
 
-def starting_model(checkpoint: Path) -> ModelConfig:
+def start_model_config(checkpoint: Path) -> ModelConfig:
     """The model that the config.json of a starting checkpoint describes. Raises `ConfigError`, `CheckpointError`."""
     path = checkpoint / "config.json"
     try:
@@ -86,13 +86,13 @@ def first_tasks(source: TaskSource, splits: Sequence[Split]) -> list[Task]:
 
 
 def check_limits(
-    limits: HarnessConfig, chat: ChatFormat, tasks: Sequence[Task], said: Callable[[str], None] = lambda _: None
+    limits: HarnessConfig, chat: ChatFormat, tasks: Sequence[Task], log: Callable[[str], None] = lambda _: None
 ) -> None:
-    """Check that rollouts of these tasks can take a turn, and that a turn can hold a tool call. `said` is called with a
+    """Check that rollouts of these tasks can take a turn, and that a turn can hold a tool call. `log` is called with a
     line where some tasks or tools do not fit. Raises `ConfigError` where none fits, and `ChatError` for a checkpoint
     without tool calls."""
     tools = standard_tools(limits.tools)
-    _check_turns(limits, chat, tools.signatures, said)
+    _check_turns(limits, chat, tools.signatures, log)
     asked = ([{"role": "user", "content": task.instruction}] for task in tasks)
     prompts = sorted(len(chat.first(messages, tools.signatures)) for messages in asked)
     past = [tokens for tokens in prompts if tokens + limits.turn_tokens > limits.context_tokens]
@@ -107,14 +107,14 @@ def check_limits(
             f"{limits.turn_tokens}: every rollout would end before the model is asked",
             hint=f"set harness.context_tokens to {wanted} or more, and engine.context_tokens not below it",
         )
-    said(
+    log(
         f"{what} has no room for one turn of {len(past)} of the first {len(prompts)} tasks: their prompts have up to "
         f"{prompts[-1]} tokens; their rollouts will end before the model is asked"
     )
 
 
 def _check_turns(
-    limits: HarnessConfig, chat: ChatFormat, signatures: Mapping[str, Signature], said: Callable[[str], None]
+    limits: HarnessConfig, chat: ChatFormat, signatures: Mapping[str, Signature], log: Callable[[str], None]
 ) -> None:
     calls = {name: len(chat.spell(_smallest_call(signature))) for name, signature in signatures.items()}
     past = {name: tokens for name, tokens in calls.items() if tokens > limits.turn_tokens}
@@ -127,7 +127,7 @@ def _check_turns(
             hint=f"set harness.turn_tokens to {4 * max(calls.values())} or more: calls have longer arguments",
         )
     if past:
-        said(f"{what} has no room for the shortest call of some tools, in tokens: {told}")
+        log(f"{what} has no room for the shortest call of some tools, in tokens: {told}")
 
 
 def _smallest_call(signature: Signature) -> Call:

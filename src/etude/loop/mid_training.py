@@ -19,7 +19,7 @@ from etude.environments.memory import MemoryMachine
 from etude.errors import EtudeError
 from etude.harness import ChatFormat, standard_tools
 from etude.loop.config import RunConfig, open_tasks, read_config
-from etude.loop.processes import AGAIN
+from etude.loop.processes import EXIT_RESTART
 from etude.models import Transformer
 from etude.models.attention import Packed
 from etude.records.wire import I32
@@ -84,7 +84,7 @@ def main() -> int:
         )
     except RankDied as died:
         print(died, file=sys.stderr)
-        return AGAIN
+        return EXIT_RESTART
     except EtudeError as error:
         print(error, file=sys.stderr)
         return error.exit_code

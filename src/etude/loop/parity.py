@@ -76,14 +76,14 @@ class Alarm:
     defence: Defence | None  # what to take now; None: nothing is left, or nothing may be taken
 
 
-class Watch:
+class ParityMonitor:
     """The budget of a run, and how often each engine was over it.
 
-    >>> watch = Watch(ParityConfig(over_budget=OverBudget.FALL_BACK), exact=True, dtype=ComputeDtype.FLOAT32)
+    >>> watch = ParityMonitor(ParityConfig(over_budget=OverBudget.FALL_BACK), exact=True, dtype=ComputeDtype.FLOAT32)
     >>> from etude.evals.parity import compare
-    >>> watch.saw("engine-0", compare([-1.0], [-1.0])) is None
+    >>> watch.record("engine-0", compare([-1.0], [-1.0])) is None
     True
-    >>> watch.saw("engine-0", compare([-1.0], [-1.000001])).defence
+    >>> watch.record("engine-0", compare([-1.0], [-1.000001])).defence
     <Defence.REPLAY: 'replay'>
     """
 
@@ -104,7 +104,7 @@ class Watch:
             return None
         return self._config.budget(self._dtype)
 
-    def saw(self, engine: str, found: Parity) -> Alarm | None:
+    def record(self, engine: str, found: Parity) -> Alarm | None:
         """Count a probe. An alarm is raised when the patience with an engine is over, at once where every number must
         be the same or one is none; a defence it names counts as taken."""
         budget = self.budget
@@ -128,7 +128,7 @@ class Watch:
         """Count a trained step's max |r - 1| on the learner's own weights as a probe, where it must be 0."""
         if self.defence is not Defence.NONE or fresh_ratio_max is None:
             return None
-        return self.saw(FRESH, compare([0.0], [math.log1p(fresh_ratio_max)]))
+        return self.record(FRESH, compare([0.0], [math.log1p(fresh_ratio_max)]))
 
 
 def _next(defence: Defence) -> Defence:

@@ -2,7 +2,7 @@
 
 ``corpus → mid-training → eval-before → rl → eval-after → report``. What a phase leaves lies in the run folder, so a
 killed run goes on with the phase it was in. Corpus and mid-training are programs of their own that run to their end;
-from `eval-before` on, the crew (engines, workers, graders, learner) is up.
+from `eval-before` on, the processes (engines, workers, graders, learner) is up.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from etude.errors import EtudeError
 from etude.evals import EvalResult
 from etude.harness import ChatFormat
 from etude.loop import usage
+from etude.loop.checkpoints import copy_start_checkpoint
 from etude.loop.conductor import Conductor
 from etude.loop.config import RunConfig, open_tasks
-from etude.loop.crew import Crew, crew
-from etude.loop.evaluating import baseline
+from etude.loop.evaluation import baseline
 from etude.loop.limits import check_limits, first_tasks
-from etude.loop.placement import NOTHING, Placement
-from etude.loop.places import read_ledger
+from etude.loop.locations import read_ledger
+from etude.loop.placement import NO_ENV, Placement
 from etude.loop.preflight import used_splits
-from etude.loop.processes import AGAIN, KEEPS_MEMORY, Child, Supervisor
-from etude.loop.standalone import take_checkpoint
+from etude.loop.processes import EXIT_RESTART, KEEP_MEMORY_ENV, Child, Supervisor
+from etude.loop.rpc import ProcessLost
+from etude.loop.run_processes import RunProcesses, open_processes
 from etude.loop.tracking import tracked
-from etude.loop.wire import Lost
 from etude.records.task import Split
 from etude.run import RunFolder, write_durably
 from etude.sums import sealed
@@ -48,7 +48,7 @@ async def run_phases(
     run, else as children of this process; closed at the end."""
     supervisor = Supervisor(telemetry, hung_s=config.fleet.hung_s, placement=placement)
     telemetry.event("session")
-    watching = asyncio.create_task(usage.watch(supervisor.usage, telemetry), name="usage")
+    watching = asyncio.create_task(usage.log_usage(supervisor.usage, telemetry), name="usage")
     try:
         async with tracked(run, config, telemetry):
             preparing = {"corpus": "etude.loop.corpus", "mid-training": "etude.loop.mid_training"}
@@ -61,7 +61,7 @@ async def run_phases(
                     if phase == "corpus" and not run.ended("mid-training"):
                         await asyncio.to_thread(_check_limits, run, config)
             if not run.ended("eval-after"):
-                async with crew(run, config, telemetry, supervisor) as members:
+                async with open_processes(run, config, telemetry, supervisor) as members:
                     await _with_crew(run, config, telemetry, members)
             await _phase(run, telemetry, "report", functools.partial(_report, run))
     finally:
@@ -91,7 +91,7 @@ def _check_limits(run: RunFolder, config: RunConfig) -> None:
 async def _adopt_start(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> Mapping[str, Any]:
     """Begin from the user's own checkpoint."""
     assert config.start is not None, "called with a start only"
-    await asyncio.to_thread(take_checkpoint, config.start, run, telemetry)
+    await asyncio.to_thread(copy_start_checkpoint, config.start, run, telemetry)
     return {"start": str(config.start)}
 
 
@@ -99,7 +99,7 @@ async def _program(
     run: RunFolder, telemetry: Telemetry, supervisor: Supervisor, phase: str, module: str
 ) -> Mapping[str, Any]:
     """A program that runs to its end; one that dies is started again and goes on from what it left."""
-    env = KEEPS_MEMORY if phase == "mid-training" else NOTHING
+    env = KEEP_MEMORY_ENV if phase == "mid-training" else NO_ENV
     argv, placement = ["-m", module, "--run", str(run.path)], supervisor.placement
     child = Child(phase, argv, logs=run / "logs", telemetry=telemetry, env=env, placement=placement)
     supervisor.children[phase] = child
@@ -107,22 +107,22 @@ async def _program(
         while True:
             try:
                 await child.start(with_socket=False)
-            except Lost:  # its machine is gone, another may have room
-                if not child.may_restart():
+            except ProcessLost:  # its machine is gone, another may have room
+                if not child.can_restart():
                     raise
                 await child.back_off()
                 continue
             code = await child.exited()
             if code == 0:
                 return {}
-            if (code > 0 and code != AGAIN) or not child.may_restart():  # it said why, or it keeps being killed
-                raise EtudeError(f"{phase} failed", child.last_words(), hint=f"the whole log is {child.log_path}")
+            if (code > 0 and code != EXIT_RESTART) or not child.can_restart():  # it said why, or it keeps being killed
+                raise EtudeError(f"{phase} failed", child.log_tail(), hint=f"the whole log is {child.log_path}")
     finally:
         await child.stop()
         supervisor.children.pop(phase, None)
 
 
-async def _with_crew(run: RunFolder, config: RunConfig, telemetry: Telemetry, members: Crew) -> None:
+async def _with_crew(run: RunFolder, config: RunConfig, telemetry: Telemetry, members: RunProcesses) -> None:
     chat = ChatFormat.load(run / "tokenizer")
     source = open_tasks(config)
     conductor = Conductor(run, config, telemetry, members, source=source, chat=chat)
@@ -198,11 +198,11 @@ async def _unless_failed(supervisor: Supervisor) -> AsyncIterator[None]:
 
 
 async def _report(run: RunFolder) -> Mapping[str, Any]:
-    await asyncio.to_thread(leave_report, run)
+    await asyncio.to_thread(write_run_report, run)
     return {}
 
 
-def leave_report(run: RunFolder) -> Path:
+def write_run_report(run: RunFolder) -> Path:
     """Write summary.json and report.html from what the run folder holds, also of a run that has not ended."""
     states: dict[str, int] | None = None
     if run.setting("experience.ledger"):

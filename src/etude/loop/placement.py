@@ -1,7 +1,7 @@
 """Where a component runs: the seam between who keeps components alive and the machines they run on.
 
-A `Program` is what runs, a `Process` one that was started, a `Placement` who starts it: `Here` as a child of this
-process, `etude.loop.on_ray` on a node of a cluster. A program is the same in both: it is called over a socket that it
+A `Program` is what runs, a `Process` one that was started, a `Placement` who starts it: `LocalPlacement` as a child of this
+process, `etude.loop.ray_placement` on a node of a cluster. A program is the same in both: it is called over a socket that it
 inherits, its output goes to a log in the run folder, and it does not outlive its conductor. Knows nothing of restarts.
 """
 
@@ -23,16 +23,16 @@ from typing import Any, Protocol
 from etude.errors import EtudeError
 from etude.inference.lifetime import when_parent_dies
 from etude.loop import usage
-from etude.loop.wire import Caller
+from etude.loop.rpc import Caller
 
 ADDRESS = "{address}"
 """In a program's arguments: the address at which the machine that runs it is reached by the run's other machines."""
-NOTHING: Mapping[str, str] = MappingProxyType({})
-Waits = Callable[[str], Awaitable[object]]
+NO_ENV: Mapping[str, str] = MappingProxyType({})
+OnWait = Callable[[str], Awaitable[object]]
 """Is told that a program waits for a machine, and why."""
 
 
-class NoRoom(EtudeError):
+class NoCapacity(EtudeError):
     """No machine has room for a program that the run cannot do without."""
 
 
@@ -100,8 +100,8 @@ class Placement(Protocol):
 
     spreads: bool
 
-    async def start(self, program: Program, waits: Waits) -> Process:
-        """Start a program; `waits` is awaited when there is no room for it now. Raises `NoRoom` when there is none in
+    async def start(self, program: Program, waits: OnWait) -> Process:
+        """Start a program; `waits` is awaited when there is no room for it now. Raises `NoCapacity` when there is none in
         time, `Lost` when it was lost meanwhile, `OSError`."""
 
     async def usage(self, running: Mapping[str, Process], *, with_memory: bool) -> dict[str, dict[str, Any]]:
@@ -132,12 +132,12 @@ class LocalProcess:
         return usage.Processes().cpu_s(self.pid)
 
 
-class Here:
+class LocalPlacement:
     """Every program is a child of this process, on this machine."""
 
     spreads = False
 
-    async def start(self, program: Program, waits: Waits) -> Process:
+    async def start(self, program: Program, waits: OnWait) -> Process:
         ours, theirs = socket.socketpair() if program.with_socket else (None, None)
         argv, options = program.popen("127.0.0.1", theirs)
         program.log.parent.mkdir(parents=True, exist_ok=True)

@@ -19,18 +19,19 @@ from etude.environments import MachineGrader, exports_of
 from etude.environments.backends import runtime_of
 from etude.environments.images import ImageStore
 from etude.errors import ConfigError, RunError, TaskError
-from etude.experience.database import NoLedger, check_server
+from etude.experience.database import NoLedger
+from etude.experience.open_database import check_server
 from etude.harness import ChatFormat, standard_tools
 from etude.inference.config import EngineKind
 from etude.inference.foreign.environment import MAKES
 from etude.listening import bind
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.devices import check_devices, check_foreign_device
-from etude.loop.joining import check_listen
-from etude.loop.limits import check_limits, first_tasks, starting_model
-from etude.loop.places import check_store, has_published, ledger_place, read_ledger
+from etude.loop.engine_registry import check_listen
+from etude.loop.limits import check_limits, first_tasks, start_model_config
+from etude.loop.locations import check_store, has_published, ledger_location, read_ledger
+from etude.loop.rpc import MAX_FRAME_BYTES
 from etude.loop.task_images import with_images
-from etude.loop.wire import MAX_FRAME_BYTES
 from etude.models.config import ModelConfig
 from etude.models.headers import check_blocks, check_rank, check_weights, tell_left_out
 from etude.numerics.config import NumericsConfig
@@ -51,33 +52,33 @@ def preflight(
     adopted: bool = False,
     elsewhere: bool = False,
     given: Collection[str] = (),
-    said: Callable[[str], None] = lambda _: None,
+    log: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Check a config. Raises the `ConfigError`, `CheckpointError`, `TaskError` or `MachineError` that the run would end
     with later.
 
     `adopted`: the run has its own copy of the starting checkpoint, so the original may be gone. `elsewhere`: components
     run on other machines, where tasks and devices were checked before. `given`: names of the settings that the user
-    gave. `said` is called with a line on each image that was built, layers of the checkpoint that are left out,
+    gave. `log` is called with a line on each image that was built, layers of the checkpoint that are left out,
     settings that are not used, evaluations that ask for more tasks than there are, and steps that may be too large for
     this machine."""
     if config.start is not None and not adopted:
         context_tokens, numerics = config.engine.context_tokens, config.numerics
         rank = config.learner.lora_rank
-        model = check_start(config.start, context_tokens=context_tokens, numerics=numerics, lora_rank=rank, said=said)
+        model = check_start(config.start, context_tokens=context_tokens, numerics=numerics, lora_rank=rank, log=log)
         check_experts(model, config.learner.expert_parallel)
-        tell_other_model(config, model, given, said)
-        check_step(config, model, said)
+        log_unused_model_settings(config, model, given, log)
+        check_step(config, model, log)
     if config.start is None:
         check_blocks(config.model, config.numerics.quantise)
         check_rank(config.model, config.learner.lora_rank)
         config.model.shared(config.numerics.degree)
-        check_step(config, config.model, said)
+        check_step(config, config.model, log)
         if config.learner.device.startswith("cuda"):
-            said(f"mid-training computes on the CPU; learner.device = {config.learner.device!r} is where RL does")
+            log(f"mid-training computes on the CPU; learner.device = {config.learner.device!r} is where RL does")
     read_signer(config.stores.signing_key)
     for url in filter(None, (config.stores.weights, config.stores.traces)):
-        check_store(url, said)
+        check_store(url, log)
     if config.experience.ledger:
         check_server(config.experience.ledger)
     check_listen(config)
@@ -93,11 +94,11 @@ def preflight(
             "no rollout could submit, and harness.require_submit gives reward 0 to those that do not",
             hint="add 'submit', or set harness.require_submit=false",
         )
-    asyncio.run(build_images(config, said))
+    asyncio.run(build_images(config, log))
     source = check_tasks(config, used_splits(config))
-    tell_few_tasks(config, source, given, said)
+    log_short_splits(config, source, given, log)
     if config.start is not None and not adopted:
-        check_limits(config.harness, ChatFormat.load(config.start), first_tasks(source, used_splits(config)), said)
+        check_limits(config.harness, ChatFormat.load(config.start), first_tasks(source, used_splits(config)), log)
     if not elsewhere:
         asyncio.run(_prove(source, config))
 
@@ -126,7 +127,7 @@ def check_foreign(config: RunConfig, *, adopted: bool) -> None:
         check_foreign_device(config, kind)
     if not kinds or config.start is None or adopted:
         return
-    model = starting_model(config.start)
+    model = start_model_config(config.start)
     if model.architecture.foreign:
         raise ConfigError(
             f"fleet.engines = {list(map(str, config.fleet.engines))}",
@@ -145,7 +146,7 @@ def check_machines(config: RunConfig) -> None:
     asyncio.run(opened())
 
 
-async def build_images(config: RunConfig, said: Callable[[str], None]) -> None:
+async def build_images(config: RunConfig, log: Callable[[str], None]) -> None:
     """Build the images of tasks that have a Dockerfile, where the config names a store for images."""
     source = open_source(config.tasks.source, config.tasks.seed)
     if not isinstance(source, HarborSource) or not config.machines.images:
@@ -153,7 +154,7 @@ async def build_images(config: RunConfig, said: Callable[[str], None]) -> None:
     runtime = runtime_of(config.machines)
     try:
         store = ImageStore(Path(config.machines.images))
-        await with_images(source, store, runtime, lambda name: said(f"the image of {name} is there"))
+        await with_images(source, store, runtime, lambda name: log(f"the image of {name} is there"))
     finally:
         await runtime.close()
 
@@ -171,7 +172,7 @@ def check_tasks(config: RunConfig, splits: Sequence[Split]) -> TaskSource:
     return source
 
 
-def tell_few_tasks(config: RunConfig, source: TaskSource, given: Collection[str], said: Callable[[str], None]) -> None:
+def log_short_splits(config: RunConfig, source: TaskSource, given: Collection[str], log: Callable[[str], None]) -> None:
     """Report the evaluations for which the user asked for more tasks than their split has."""
     evals = config.evals
     asked = (
@@ -183,7 +184,7 @@ def tell_few_tasks(config: RunConfig, source: TaskSource, given: Collection[str]
     for split, setting, wanted in asked:
         size = source.size(split)
         if f"evals.{setting}" in given and split in used and size is not None and size < wanted:
-            said(f"evals.{setting} = {wanted}: {config.tasks.source} has {size} {split} tasks, and these are used")
+            log(f"evals.{setting} = {wanted}: {config.tasks.source} has {size} {split} tasks, and these are used")
 
 
 def check_ledger(run: RunFolder) -> None:
@@ -200,13 +201,13 @@ def check_ledger(run: RunFolder) -> None:
             hint=f"put it back; or begin anew from a checkpoint: --set start={run.path}/checkpoints/mid",
         ) from None
     try:
-        ledger.prove()
+        ledger.verify()
     finally:
         ledger.close()
 
 
 def _name(run: RunFolder) -> str:
-    place = ledger_place(run)
+    place = ledger_location(run)
     return place.name if isinstance(place, Path) else "ledger on its server"
 
 
@@ -216,16 +217,16 @@ def check_start(
     context_tokens: int,
     numerics: NumericsConfig | None = None,
     lora_rank: int = 0,
-    said: Callable[[str], None] = lambda _: None,
+    log: Callable[[str], None] = lambda _: None,
 ) -> ModelConfig:
-    """Check a Hugging Face directory as a run's start; returns its model. `said` is called with a line on layers that
+    """Check a Hugging Face directory as a run's start; returns its model. `log` is called with a line on layers that
     are left out.
 
     Checked are: the architecture is one that etude computes; every weight is there (by the headers of the files); its
     widths fit the quantisation and the degree of `numerics` and are larger than `lora_rank`; it has `context_tokens`
     positions; and it has a tokeniser with a chat format. Raises `CheckpointError` or `ConfigError`."""
     numerics = numerics or NumericsConfig()
-    model = starting_model(checkpoint)
+    model = start_model_config(checkpoint)
     check_weights(checkpoint, model)
     check_blocks(model, numerics.quantise)
     check_rank(model, lora_rank)
@@ -237,12 +238,12 @@ def check_start(
             hint="lower it, and harness.context_tokens with it, or start from a model with a longer context",
         )
     ChatFormat.load(checkpoint)
-    tell_left_out(checkpoint, model, said)
+    tell_left_out(checkpoint, model, log)
     return model
 
 
-def tell_other_model(
-    config: RunConfig, model: ModelConfig, given: Collection[str], said: Callable[[str], None]
+def log_unused_model_settings(
+    config: RunConfig, model: ModelConfig, given: Collection[str], log: Callable[[str], None]
 ) -> None:
     """Report the settings of `[model]` that the user gave and that differ from the starting checkpoint: they are not
     used."""
@@ -250,7 +251,7 @@ def tell_other_model(
     other = [name for name in sorted(given) if name in wanted and wanted[name] != is_.get(name)]
     if other:
         told = ", ".join(f"{name} = {wanted[name]!r} (it has {is_.get(name)!r})" for name in other)
-        said(f"start = {str(config.start)!r} says what the model is; not used: {told}")
+        log(f"start = {str(config.start)!r} says what the model is; not used: {told}")
 
 
 def check_experts(model: ModelConfig, expert_parallel: int) -> None:
@@ -293,7 +294,7 @@ WIDE_ROUTES = 255  # experts above which a route takes two bytes
 
 
 @dataclass(frozen=True)
-class Weight:
+class StepSize:
     """The largest that a step can be: each rollout is one path that fills the context, and a step that looks for signal
     takes as many groups as it may. `num_bytes` is the batch's."""
 
@@ -302,9 +303,9 @@ class Weight:
     num_bytes: int
 
     @classmethod
-    def of(cls, config: RunConfig, model: ModelConfig) -> Weight:
+    def of(cls, config: RunConfig, model: ModelConfig) -> StepSize:
         """The largest step of a config with the model that it trains."""
-        rollouts = config.experience.window.most * config.experience.group_size
+        rollouts = config.experience.window.max_groups * config.experience.group_size
         tokens = rollouts * config.harness.context_tokens
         routes = model.num_moe_layers * model.top_k * (2 if model.num_experts > WIDE_ROUTES else 1)
         a_token = TOKEN_BYTES + (routes if config.wants_routes else 0)
@@ -314,7 +315,7 @@ class Weight:
 def check_step(
     config: RunConfig,
     model: ModelConfig,
-    said: Callable[[str], None],
+    log: Callable[[str], None],
     *,
     memory_bytes: int | None = None,
     disk_bytes: int | None = None,
@@ -323,30 +324,30 @@ def check_step(
     """Compare a config's largest step with this machine. Raises `ConfigError` where a step's plan is larger than one
     call between processes may be.
 
-    `said` is called with a warning where the largest step does not fit into `memory_bytes`, or the rollouts that are
+    `log` is called with a warning where the largest step does not fit into `memory_bytes`, or the rollouts that are
     kept at once do not fit into `disk_bytes` (None: this machine's memory; the free disk of the working directory). It
     is no error, since few rollouts fill their context."""
-    weight = Weight.of(config, model)
-    shown = f"a step has at most {weight.tokens:,} tokens, {_gb(weight.num_bytes)}: {weight.rollouts} rollouts of "
+    size = StepSize.of(config, model)
+    shown = f"a step has at most {size.tokens:,} tokens, {_gb(size.num_bytes)}: {size.rollouts} rollouts of "
     shown += f"harness.context_tokens = {config.harness.context_tokens}"
-    if weight.rollouts * PLANNED_BYTES > max_frame_bytes:
+    if size.rollouts * PLANNED_BYTES > max_frame_bytes:
         raise ConfigError(
-            f"a step takes up to {config.experience.window.most} groups of {config.experience.group_size}: "
-            f"{weight.rollouts} rollouts",
-            f"their plan takes about {weight.rollouts * PLANNED_BYTES} bytes, without tokens; one call holds "
+            f"a step takes up to {config.experience.window.max_groups} groups of {config.experience.group_size}: "
+            f"{size.rollouts} rollouts",
+            f"their plan takes about {size.rollouts * PLANNED_BYTES} bytes, without tokens; one call holds "
             f"{max_frame_bytes}",
             hint="make experience.groups_per_step or experience.group_size smaller"
             + (", or leave experience.signal_groups out" if config.experience.signal_groups else ""),
         )
     ranks = config.learner.ranks - config.fleet.ranks_away
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if memory_bytes is None else memory_bytes
-    if ranks * weight.num_bytes > memory:
+    if ranks * size.num_bytes > memory:
         each = f"each of {ranks} ranks" if ranks > 1 else "the learner"
-        said(f"{shown}; {each} holds a step, and this machine has {_gb(memory)} of memory")
+        log(f"{shown}; {each} holds a step, and this machine has {_gb(memory)} of memory")
     steps = config.experience.max_lag + 1 + 2 * config.rl.checkpoint_every  # until two checkpoints lie behind them
     disk = shutil.disk_usage(Path.cwd()).free if disk_bytes is None else disk_bytes
-    if steps * weight.num_bytes > disk:
-        said(f"{shown}; rollouts of up to {steps} steps lie in the run folder, and {_gb(disk)} of disk are free here")
+    if steps * size.num_bytes > disk:
+        log(f"{shown}; rollouts of up to {steps} steps lie in the run folder, and {_gb(disk)} of disk are free here")
 
 
 def _gb(num_bytes: int) -> str:

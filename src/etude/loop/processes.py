@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import DeadlineExceeded, EtudeError
-from etude.loop.placement import NOTHING, Here, NoRoom, Placement, Process, Program
-from etude.loop.wire import Caller, Lost
+from etude.loop.placement import NO_ENV, LocalPlacement, NoCapacity, Placement, Process, Program
+from etude.loop.rpc import Caller, ProcessLost
 from etude.telemetry import Telemetry
 
 MAX_RESTARTS, RESTART_WINDOW_S = 8, 60.0
@@ -27,9 +27,9 @@ READY_S = 600.0
 """For a child that lives to be ready: on a host with ten processes a core `import torch` alone takes minutes. One that
 dies is seen at once."""
 BEAT_S = 2.0
-AGAIN = 75
+EXIT_RESTART = 75
 """Exit code of a program that lost a process of its own and should simply be started again (EX_TEMPFAIL)."""
-KEEPS_MEMORY = {
+KEEP_MEMORY_ENV = {
     "GLIBC_TUNABLES": ":".join(
         f"glibc.malloc.{key}={value}"
         for key, value in {
@@ -61,19 +61,19 @@ class Child:
         logs: Path,
         telemetry: Telemetry,
         nice: int = 0,
-        env: Mapping[str, str] = NOTHING,
+        env: Mapping[str, str] = NO_ENV,
         placement: Placement | None = None,
         devices: int = 0,
     ) -> None:
         self.name, self.argv, self.nice, self.env, self.devices = name, list(argv), nice, env, devices
         self.log_path = logs / f"{name}.log"
         self.telemetry = telemetry
-        self.placement = placement or Here()
+        self.placement = placement or LocalPlacement()
         self.process: Process | None = None
         self.is_waiting = False  # for a machine that has room
         self.starts: list[float] = []
 
-    async def start(self, *, with_socket: bool, waits: Callable[[Child], Awaitable[object]] = _pass) -> None:
+    async def start(self, *, with_socket: bool, on_wait: Callable[[Child], Awaitable[object]] = _pass) -> None:
         """Start it; `waits` is awaited where there is no room for it now. Until that is done it has no process."""
         self.process = None
         program = Program(self.name, self.argv, self.log_path, self.nice, self.env, with_socket, self.devices)
@@ -81,7 +81,7 @@ class Child:
         async def wait(reason: str) -> None:
             self.is_waiting = True
             self.telemetry.event("process", name=self.name, state="waiting", reason=reason)
-            await waits(self)
+            await on_wait(self)
 
         try:
             self.process = await self.placement.start(program, wait)
@@ -114,7 +114,7 @@ class Child:
     def recent_starts(self) -> int:
         return sum(time.monotonic() - t < RESTART_WINDOW_S for t in self.starts)
 
-    def may_restart(self) -> bool:
+    def can_restart(self) -> bool:
         return self.recent_starts <= MAX_RESTARTS
 
     async def back_off(self) -> None:
@@ -146,7 +146,7 @@ class Child:
         cpu_s = await self.process.cpu_s()
         return f"it is alive and has used {cpu_s:.1f} s of CPU time in {time.monotonic() - self.starts[-1]:.0f} s"
 
-    def last_words(self, lines: int = 12) -> str:
+    def log_tail(self, lines: int = 12) -> str:
         """The end of its log, for an error message."""
         try:
             return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
@@ -159,10 +159,10 @@ class Role:
     """How a child is treated."""
 
     on_up: Callable[[Child], Awaitable[object]]  # after each start: makes it ready, or raises
-    answers: Callable[[Child], Awaitable[object]]  # a question that any healthy one answers at once; or raises
+    health_check: Callable[[Child], Awaitable[object]]  # a question that any healthy one answers at once; or raises
     with_socket: bool = False
     ready_s: float = READY_S
-    waits: Callable[[Child], Awaitable[object]] = _pass  # there is no room for it now
+    on_wait: Callable[[Child], Awaitable[object]] = _pass  # there is no room for it now
 
 
 class Supervisor:
@@ -171,7 +171,7 @@ class Supervisor:
 
     def __init__(self, telemetry: Telemetry, *, hung_s: float = 30.0, placement: Placement | None = None) -> None:
         self.telemetry, self.hung_s = telemetry, hung_s
-        self.placement = placement or Here()
+        self.placement = placement or LocalPlacement()
         self.children: dict[str, Child] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._joining: set[asyncio.Task[None]] = set()
@@ -186,7 +186,7 @@ class Supervisor:
                 await self._bring_up(child, role)
                 break
             except EtudeError as error:
-                if not ((child.was_killed or isinstance(error, Lost)) and child.may_restart()):
+                if not ((child.was_killed or isinstance(error, ProcessLost)) and child.can_restart()):
                     raise
         self._watchers[child.name] = asyncio.create_task(self._watch(child, role), name=f"watch {child.name}")
 
@@ -198,9 +198,9 @@ class Supervisor:
         def told(role: Role) -> Role:
             async def waits(child: Child) -> None:
                 changed.set()
-                await role.waits(child)
+                await role.on_wait(child)
 
-            return replace(role, waits=waits)
+            return replace(role, on_wait=waits)
 
         adding = {asyncio.create_task(self.add(child, told(role))): child for child, role in members}
         if not adding:
@@ -230,7 +230,7 @@ class Supervisor:
             self._fail(error if isinstance(error, EtudeError) else EtudeError("a child failed", repr(error), hint=hint))
 
     async def _bring_up(self, child: Child, role: Role) -> None:
-        await child.start(with_socket=role.with_socket, waits=role.waits)
+        await child.start(with_socket=role.with_socket, on_wait=role.on_wait)
         assert child.process is not None, "just started"
         up = asyncio.create_task(_within(role.on_up(child), role.ready_s, child, "to be ready"))
         gone = asyncio.create_task(child.process.wait())
@@ -240,12 +240,12 @@ class Supervisor:
             up.cancel()  # else it would end with its child, and nobody hear of it
             gone.cancel()
             raise
-        lost = up.done() and isinstance(up.exception(), Lost)
+        lost = up.done() and isinstance(up.exception(), ProcessLost)
         if lost or not up.done():  # its socket may close a moment before it can be waited for
             up.cancel()
             await asyncio.wait({gone}, timeout=2.0)
             await child.stop(grace_s=1.0)
-            facts = child.last_words() or f"without a word; exit code {child.process.returncode}"
+            facts = child.log_tail() or f"without a word; exit code {child.process.returncode}"
             raise EtudeError(f"{child.name} ended while starting", facts, hint=f"the whole log is {child.log_path}")
         gone.cancel()
         await up
@@ -254,11 +254,11 @@ class Supervisor:
     async def _watch(self, child: Child, role: Role) -> None:
         while True:
             code = await self._until_exit(child, role)
-            if not child.may_restart():
+            if not child.can_restart():
                 self._fail(
                     EtudeError(
                         f"{child.name} keeps dying",
-                        f"exit code {code}; its last words:\n{child.last_words()}",
+                        f"exit code {code}; its last words:\n{child.log_tail()}",
                         hint=f"the whole log is {child.log_path}; mend the cause, then resume the run",
                     )
                 )
@@ -283,7 +283,7 @@ class Supervisor:
                 await self._bring_up(child, role)
                 return
             except EtudeError as error:
-                if isinstance(error, NoRoom) or not child.may_restart():
+                if isinstance(error, NoCapacity) or not child.can_restart():
                     raise
             if child.process is not None:  # it did not become ready: its end is a loss of its own
                 await child.stop(grace_s=0.1)
@@ -297,7 +297,7 @@ class Supervisor:
         try:
             while not (await asyncio.wait({exited}, timeout=BEAT_S))[0]:
                 try:
-                    await _within(role.answers(child), self.hung_s, child, "to answer")
+                    await _within(role.health_check(child), self.hung_s, child, "to answer")
                 except DeadlineExceeded as error:
                     if not is_killed:
                         self.telemetry.event("process", name=child.name, state="hung", pid=child.pid, reason=error.what)

@@ -2,7 +2,7 @@
 
     python -m etude.loop.rank_hosts --run RUN --count 4      (on each other machine, by hand, by Slurm, or by Ray)
 
-Rank 0 opens a door (`Door`) and writes where it is, with a secret of its own, into the run folder, which all machines
+Rank 0 opens a door (`RankListener`) and writes where it is, with a secret of its own, into the run folder, which all machines
 mount: who can read that file may bring ranks, others are refused. Who brings them says how many, is told which they are
 and where the learner meets, and starts them as children. The connection stays: its end is the end of those ranks, on
 both sides, and within `LINK_S` where a machine is gone or cut off. Then rank 0 ends, by name, and its successor opens
@@ -34,8 +34,8 @@ from typing import IO, Any, NoReturn
 
 from etude.errors import EtudeError, RunError
 from etude.inference.lifetime import when_parent_dies
-from etude.loop.processes import KEEPS_MEMORY
-from etude.loop.wire import LINK_S, kept_alive
+from etude.loop.processes import KEEP_MEMORY_ENV
+from etude.loop.rpc import LINK_S, enable_keepalive
 from etude.run import RunFolder, write_durably
 
 COME_S = 600.0
@@ -43,17 +43,17 @@ COME_S = 600.0
 CALL_S = 86_400.0
 """For a run to open a door: it may be mid-training, or stopped and resumed."""
 POLL_S, GREET_S = 1.0, 10.0
-_DOOR, _MAX_LINE, _MAX_STRANGERS = "learner.door", 4096, 16
+_ADDRESS_FILE, _MAX_LINE, _MAX_UNAUTHENTICATED = "learner.door", 4096, 16
 _SECRET_BYTES = 32
-Lost = Callable[[EtudeError, int | None], None]
+OnLost = Callable[[EtudeError, int | None], None]
 """Is told that a rank is gone."""
 
 
 def start_rank(run: Path, rank: int, at: str, secret: bytes, *, local: int) -> subprocess.Popen[bytes]:
     """A rank as a child of this process's thread. `at`: the store at which the learner meets; `local`: which of this
     machine's devices is its own."""
-    argv = [sys.executable, "-m", "etude.loop.ranks", "--run", str(run), "--at", at, "--rank", str(rank)]
-    env = {"OMP_NUM_THREADS": "1", **KEEPS_MEMORY, **os.environ, "LOCAL_RANK": str(local)}  # as rank 0 has it
+    argv = [sys.executable, "-m", "etude.loop.rank_process", "--run", str(run), "--at", at, "--rank", str(rank)]
+    env = {"OMP_NUM_THREADS": "1", **KEEP_MEMORY_ENV, **os.environ, "LOCAL_RANK": str(local)}  # as rank 0 has it
     started = subprocess.Popen(argv, stdin=subprocess.PIPE, env=env, preexec_fn=when_parent_dies)
     assert started.stdin is not None, "it was asked for"
     with contextlib.suppress(BrokenPipeError):  # it has ended: its exit tells
@@ -62,13 +62,13 @@ def start_rank(run: Path, rank: int, at: str, secret: bytes, *, local: int) -> s
     return started
 
 
-def described(exit_code: int) -> str:
+def describe_exit(exit_code: int) -> str:
     """An exit code of a rank, in words."""
     return f"exit code {exit_code}{'; -9 is out of memory, or somebody killed it' if exit_code == -9 else ''}"
 
 
 @dataclass
-class _Guest:
+class _RankHost:
     """A host process that has connected with some ranks. `ranks`: their numbers, once they are known."""
 
     host: str
@@ -78,39 +78,39 @@ class _Guest:
     ranks: Sequence[int] = ()
 
 
-class Door:
+class RankListener:
     """Rank 0's side: accepts ranks of other machines. `lost` is called, in a thread, when a connected rank is lost."""
 
-    def __init__(self, run: Path, host: str, away: int, secret: bytes, lost: Lost) -> None:
+    def __init__(self, run: Path, host: str, away: int, secret: bytes, lost: OnLost) -> None:
         """`away`: how many ranks must connect. Raises `RunError` where `host` is no address of this machine."""
         self._run, self._away, self._secret, self._lost = run, away, secret, lost
-        self._guests: list[_Guest] = []
-        self._sent_back = ""
+        self._hosts: list[_RankHost] = []
+        self._refused = ""
         self._met = False
         self._changed = threading.Condition()
-        self._strangers = threading.BoundedSemaphore(_MAX_STRANGERS)
+        self._unauthenticated = threading.BoundedSemaphore(_MAX_UNAUTHENTICATED)
         try:
-            self._listener = socket.create_server((host, 0), family=family_of(host))
+            self._listener = socket.create_server((host, 0), family=address_family(host))
         except OSError as error:
             hint = "set fleet.ranks_at to the address of this machine that the machines of the other ranks can reach"
             raise RunError(f"ranks on other machines cannot be met at {host}", str(error), hint=hint) from None
-        self.at = joined(*self._listener.getsockname()[:2])
+        self.at = format_address(*self._listener.getsockname()[:2])
         door = {"at": self.at, "secret": secret.hex()}
-        write_durably(run / "logs" / _DOOR, json.dumps(door).encode(), mode=0o600)
+        write_durably(run / "logs" / _ADDRESS_FILE, json.dumps(door).encode(), mode=0o600)
         threading.Thread(target=self._accept, name="door", daemon=True).start()
 
-    def meet(self, first: int, at: str, waits: Callable[[str], object]) -> dict[int, str]:
+    def wait_for_ranks(self, first: int, at: str, waits: Callable[[str], object]) -> dict[int, str]:
         """Wait until the ranks from number `first` on have connected, and send them the address `at` of the learner's
         store. Returns the host of each rank. `waits` is called with the reason for waiting whenever that changes.
         Raises `RunError` after `COME_S`."""
         end, told = time.monotonic() + COME_S, ""
         with self._changed:
-            while (missing := self._away - sum(guest.count for guest in self._chosen())) > 0:
-                reason = f"{missing} of {self._away} ranks have not connected to {self.at}{self._spare()}"
+            while (missing := self._away - sum(guest.count for guest in self._accepted())) > 0:
+                reason = f"{missing} of {self._away} ranks have not connected to {self.at}{self._surplus()}"
                 if reason != told:
                     waits(told := reason)
                 if not self._changed.wait(end - time.monotonic()):
-                    came = ", ".join(f"{guest.count} of {guest.host}" for guest in self._guests) or "none"
+                    came = ", ".join(f"{guest.count} of {guest.host}" for guest in self._hosts) or "none"
                     raise RunError(
                         reason,
                         f"waited {COME_S:g} s; connected: {came}",
@@ -118,92 +118,92 @@ class Door:
                     )
             self._met = True
             hosts: dict[int, str] = {}
-            for guest in sorted(self._chosen(), key=lambda guest: guest.host):  # so neighbours share one
+            for guest in sorted(self._accepted(), key=lambda guest: guest.host):  # so neighbours share one
                 guest.ranks = range(first + len(hosts), first + len(hosts) + guest.count)
                 hosts |= dict.fromkeys(guest.ranks, guest.host)
                 with contextlib.suppress(OSError):  # its thread tells
-                    _say(guest.sock, _sealed(self._secret, guest.nonce, {"ranks": list(guest.ranks), "store": at}))
+                    _send(guest.sock, _signed(self._secret, guest.nonce, {"ranks": list(guest.ranks), "store": at}))
         return hosts
 
-    def _chosen(self) -> list[_Guest]:
+    def _accepted(self) -> list[_RankHost]:
         """The hosts whose ranks are taken, in order of connecting; others wait for another learner."""
-        found: list[_Guest] = []
-        for guest in self._guests:
+        found: list[_RankHost] = []
+        for guest in self._hosts:
             if sum(one.count for one in found) + guest.count <= self._away:
                 found.append(guest)
         return found
 
-    def _spare(self) -> str:
+    def _surplus(self) -> str:
         """The hosts whose ranks are too many, in words for the error."""
-        chosen = self._chosen()
-        spare = [f"{guest.count} of {guest.host} are too many" for guest in self._guests if guest not in chosen]
-        told = [*spare, self._sent_back] if self._sent_back else spare
+        chosen = self._accepted()
+        spare = [f"{guest.count} of {guest.host} are too many" for guest in self._hosts if guest not in chosen]
+        told = [*spare, self._refused] if self._refused else spare
         return f" ({'; '.join(told)})" if told else ""
 
-    def _told_of_fit(self, guest: _Guest) -> bool:
+    def _fits(self, guest: _RankHost) -> bool:
         """Whether a host's ranks may fit, now or later. A host that does not fit now gets a message with the reason."""
-        wanted = self._away - sum(one.count for one in self._chosen())
+        wanted = self._away - sum(one.count for one in self._accepted())
         if guest.count > self._away:
-            self._sent_back = f"{_ranks_came(guest.count, self._away)}, from {guest.host}: sent back"
+            self._refused = f"{_ranks_came(guest.count, self._away)}, from {guest.host}: sent back"
             body: dict[str, Any] = {"refused": _ranks_came(guest.count, self._away), "wanted": self._away}
         elif self._met or guest.count > wanted:
             body = {"waits": f"{_ranks_came(guest.count, 0 if self._met else wanted)}; they wait for another learner"}
         else:
             return True
         with contextlib.suppress(OSError):  # its thread tells
-            _say(guest.sock, _sealed(self._secret, guest.nonce, body))
+            _send(guest.sock, _signed(self._secret, guest.nonce, body))
         return "waits" in body
 
     def _accept(self) -> None:
         while True:
-            self._strangers.acquire()
+            self._unauthenticated.acquire()
             sock, _ = self._listener.accept()
-            threading.Thread(target=self._welcome, args=(sock,), name="guest", daemon=True).start()
+            threading.Thread(target=self._serve_connection, args=(sock,), name="guest", daemon=True).start()
 
-    def _welcome(self, sock: socket.socket) -> None:
+    def _serve_connection(self, sock: socket.socket) -> None:
         """Serve one connection to its end."""
         with sock, sock.makefile("rb") as lines:
             try:
-                guest = self._known(sock, lines)
+                guest = self._handshake(sock, lines)
             finally:
-                self._strangers.release()
+                self._unauthenticated.release()
             if guest is None:
                 return
             with self._changed:
-                fits = self._told_of_fit(guest)
+                fits = self._fits(guest)
                 if fits:
-                    self._guests.append(guest)
+                    self._hosts.append(guest)
                 self._changed.notify_all()
             if not fits:
                 return
             facts, rank = "its connection ended", None
             with contextlib.suppress(OSError, ValueError, KeyError):
                 lost = json.loads(lines.readline(_MAX_LINE))
-                facts, rank = described(int(lost["exit_code"])), int(lost["rank"])
+                facts, rank = describe_exit(int(lost["exit_code"])), int(lost["rank"])
             with self._changed:
-                self._guests.remove(guest)
+                self._hosts.remove(guest)
             if guest.ranks:
                 names = ", ".join(map(str, guest.ranks if rank is None else [rank]))
                 hint = "see the output of etude.loop.rank_hosts there, and the network between"
                 error = EtudeError(f"rank {names} of the learner, on {guest.host}, ended", facts, hint=hint)
                 self._lost(error, guest.ranks[0] if rank is None else rank)
 
-    def _known(self, sock: socket.socket, lines: IO[bytes]) -> _Guest | None:
+    def _handshake(self, sock: socket.socket, lines: IO[bytes]) -> _RankHost | None:
         """Who connected, where it has the secret. It has so long for all that it says, not for each byte of it."""
-        kept_alive(sock).settimeout(GREET_S)
+        enable_keepalive(sock).settimeout(GREET_S)
         nonce = secrets.token_hex(16)
         hung_up = threading.Event()
         late = threading.Timer(GREET_S, _hang_up, (sock, hung_up))
         late.daemon = True
         late.start()
         try:
-            _say(sock, {"nonce": nonce})
-            said = _unsealed(self._secret, nonce, lines.readline(_MAX_LINE))
+            _send(sock, {"nonce": nonce})
+            said = _verified(self._secret, nonce, lines.readline(_MAX_LINE))
             late.cancel()
             if hung_up.is_set():
                 return None
             sock.settimeout(None)
-            return _Guest(str(said["host"]), max(1, int(said["count"])), str(said["nonce"]), sock)
+            return _RankHost(str(said["host"]), max(1, int(said["count"])), str(said["nonce"]), sock)
         except (OSError, ValueError, KeyError):
             return None
         finally:
@@ -221,15 +221,15 @@ def _ranks_came(came: int, wanted: int) -> str:
     return f"{came} rank{'s' if came > 1 else ''} came, {wanted or 'none'} {'is' if wanted <= 1 else 'are'} wanted"
 
 
-def bring(run: Path, count: int) -> None:
+def serve_ranks(run: Path, count: int) -> None:
     """Bring ranks to a run, one learner after another, until it needs none any more. Raises `RunError`, `NoRun`."""
     _wait_for_run(run)
-    while (door := _next_door(run)) is not None:
+    while (door := _next_listener(run)) is not None:
         at, secret = door
         with (
             contextlib.suppress(OSError, ValueError, KeyError),  # that learner is gone, or was never there
-            socket.create_connection(split(at), timeout=GREET_S) as link,
-            kept_alive(link).makefile("rb") as lines,
+            socket.create_connection(parse_address(at), timeout=GREET_S) as link,
+            enable_keepalive(link).makefile("rb") as lines,
         ):
             _serve(run, count, secret, link, lines)
         time.sleep(POLL_S)
@@ -249,19 +249,19 @@ def _wait_for_run(run: Path) -> None:
     RunFolder.open(run)
 
 
-def _next_door(run: Path) -> tuple[str, bytes] | None:
+def _next_listener(run: Path) -> tuple[str, bytes] | None:
     """(address, secret) of the door that was opened last; None: the run is done with learners."""
     end = time.monotonic() + CALL_S
     while True:
         try:
             if RunFolder(run).ended("eval-after"):
                 return None
-            door = json.loads((run / "logs" / _DOOR).read_text())
+            door = json.loads((run / "logs" / _ADDRESS_FILE).read_text())
             return str(door["at"]), bytes.fromhex(door["secret"])
         except (OSError, ValueError, KeyError):
             if time.monotonic() > end:
                 hint = "start a run with learner.ranks, fleet.ranks_away and fleet.ranks_at set"
-                facts = f"waited {CALL_S:g} s for {run / 'logs' / _DOOR}"
+                facts = f"waited {CALL_S:g} s for {run / 'logs' / _ADDRESS_FILE}"
                 raise RunError("no learner asks for ranks", facts, hint=hint) from None
         time.sleep(POLL_S)
 
@@ -272,12 +272,12 @@ def _serve(run: Path, count: int, secret: bytes, link: socket.socket, lines: IO[
     nonce = secrets.token_hex(16)
     host = f"{socket.gethostname()} ({link.getsockname()[0]})"
     theirs = str(json.loads(lines.readline(_MAX_LINE))["nonce"])
-    _say(link, _sealed(secret, theirs, {"nonce": nonce, "count": count, "host": host}))
+    _send(link, _signed(secret, theirs, {"nonce": nonce, "count": count, "host": host}))
     link.settimeout(COME_S + LINK_S)
-    told = _unsealed(secret, nonce, lines.readline(_MAX_LINE))
+    told = _verified(secret, nonce, lines.readline(_MAX_LINE))
     if "waits" in told:
         print(told["waits"], flush=True)
-        told = _unsealed(secret, nonce, lines.readline(_MAX_LINE))
+        told = _verified(secret, nonce, lines.readline(_MAX_LINE))
     if "refused" in told:
         hint = f"bring at most what it asks for: --count {told['wanted']}"
         raise RunError(f"the learner of {run} sends its ranks back", str(told["refused"]), hint=hint)
@@ -295,38 +295,38 @@ def _serve(run: Path, count: int, secret: bytes, link: socket.socket, lines: IO[
                 watched.register(end, selectors.EVENT_READ, process)
             ended = [key.data for key, _ in watched.select() if key.data is not None]
         for process in ended[:1]:
-            print(f"rank {ranks[process]} ended: {described(process.wait())}", flush=True)
-            _say(link, {"rank": ranks[process], "exit_code": process.wait()})
+            print(f"rank {ranks[process]} ended: {describe_exit(process.wait())}", flush=True)
+            _send(link, {"rank": ranks[process], "exit_code": process.wait()})
     finally:
         for process in ranks:
             process.kill()
             process.wait()
 
 
-def _say(sock: socket.socket, body: Mapping[str, Any]) -> None:
+def _send(sock: socket.socket, body: Mapping[str, Any]) -> None:
     sock.sendall(json.dumps(body).encode() + b"\n")
 
 
-def _sealed(secret: bytes, nonce: str, body: Mapping[str, Any]) -> dict[str, str]:
+def _signed(secret: bytes, nonce: str, body: Mapping[str, Any]) -> dict[str, str]:
     """What only who has the secret can say to who gave the nonce."""
     text = json.dumps(body)
-    return {"text": text, "seal": seal(secret, f"{nonce} {text}".encode()).hex()}
+    return {"text": text, "seal": sign(secret, f"{nonce} {text}".encode()).hex()}
 
 
-def _unsealed(secret: bytes, nonce: str, line: bytes) -> dict[str, Any]:
+def _verified(secret: bytes, nonce: str, line: bytes) -> dict[str, Any]:
     """Raises `ValueError`, `KeyError`."""
     try:
         said = json.loads(line)
         text, given = str(said["text"]), str(said["seal"])
     except (TypeError, RecursionError):
         raise ValueError("nothing that is sealed") from None
-    if not hmac.compare_digest(seal(secret, f"{nonce} {text}".encode()).hex().encode(), given.encode()):
+    if not hmac.compare_digest(sign(secret, f"{nonce} {text}".encode()).hex().encode(), given.encode()):
         raise ValueError("not the secret")
     body: dict[str, Any] = json.loads(text)
     return body
 
 
-def seal(secret: bytes, data: bytes) -> bytes:
+def sign(secret: bytes, data: bytes) -> bytes:
     """[32] What shows that who says something has the secret."""
     return hmac.digest(secret, data, hashlib.sha256)
 
@@ -336,18 +336,18 @@ def new_secret() -> bytes:
     return secrets.token_bytes(_SECRET_BYTES)
 
 
-def joined(host: str, port: int) -> str:
+def format_address(host: str, port: int) -> str:
     """HOST:PORT."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def split(at: str) -> tuple[str, int]:
+def parse_address(at: str) -> tuple[str, int]:
     """Of HOST:PORT. Raises `ValueError`."""
     host, _, port = at.rpartition(":")
     return host.strip("[]"), int(port)
 
 
-def family_of(host: str) -> socket.AddressFamily:
+def address_family(host: str) -> socket.AddressFamily:
     """Of an address."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
@@ -370,7 +370,7 @@ def main() -> NoReturn:
         signal.signal(signum, lambda *_: sys.exit(130))
     print(f"{args.count} ranks wait for the learner of {args.run.absolute()}", flush=True)
     try:
-        bring(args.run.absolute(), args.count)
+        serve_ranks(args.run.absolute(), args.count)
     except EtudeError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(int(error.exit_code))

@@ -20,7 +20,7 @@ from typing import Any
 from etude.errors import DeadlineExceeded
 from etude.loop import usage
 from etude.loop.placement import Program, signal_group
-from etude.loop.wire import LINK_S, kept_alive
+from etude.loop.rpc import LINK_S, enable_keepalive
 
 
 class RayHost:
@@ -73,7 +73,7 @@ class RayHost:
                 while True:
                     sock, _ = await loop.sock_accept(self._listener)
                     if await _shows(sock, secret):
-                        return kept_alive(sock)
+                        return enable_keepalive(sock)
                     sock.close()
         except TimeoutError:
             raise DeadlineExceeded(

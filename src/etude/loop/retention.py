@@ -13,40 +13,40 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from etude.experience import Ledger
-from etude.experience.traces import File, Folder, recorded, trace_path
+from etude.experience.traces import TraceFile, TraceFolder, recorded_steps, trace_path
 from etude.run import RunFolder
 
 NOTE, GONE = "kept_from", ".gone"
 STRETCHES = 2  # that no budget touches
 
 
-def goes_back_to(run: RunFolder) -> int:
+def oldest_restart_step(run: RunFolder) -> int:
     """The oldest step that a restart may go on from: that of the checkpoint before the newest, which is taken where the
     newest is damaged. 0, the start, where there are fewer."""
     steps = sorted(step for step, _ in steps_in(run / "checkpoints", "step-*"))
     return steps[-STRETCHES] if len(steps) >= STRETCHES else 0
 
 
-def kept_from(ledger: Ledger) -> int:
+def replayable_after(ledger: Ledger) -> int:
     """The steps after this one can still be redone; what they need of those up to it may be deleted."""
     return int(ledger.recall(NOTE) or 0)
 
 
-def keep_within(run: RunFolder, ledger: Ledger, traces: Folder, *, disk_gb: float) -> int:
+def delete_oldest(run: RunFolder, ledger: Ledger, traces: TraceFolder, *, disk_gb: float) -> int:
     """Delete the oldest stretches until checkpoints and traces fit; traces in a bucket take no disk, and go with the
     rest of their stretch. Returns the bytes that went. Call it when no
     checkpoint is being written; a kill at any moment leaves what the next call deletes."""
     for left in (run / "checkpoints").glob(".*"):  # half deleted, or half written when its learner was killed
         shutil.rmtree(left)
     checkpoints = dict(sorted(steps_in(run / "checkpoints", "step-*")))
-    batches = {step: trace_path(traces, step) for step in recorded(traces)}
+    batches = {step: trace_path(traces, step) for step in recorded_steps(traces)}
     sizes = {path: _size(path) for path in (*checkpoints.values(), *batches.values()) if isinstance(path, Path)}
     excess = sum(sizes.values()) - int(disk_gb * 1e9)
     freed = 0
     for step in list(checkpoints)[: 1 - STRETCHES]:  # each ends the stretch before it
-        gone: list[File] = [path for at, path in batches.items() if at <= step]
+        gone: list[TraceFile] = [path for at, path in batches.items() if at <= step]
         gone += [path for at, path in checkpoints.items() if at < step]
-        if step > kept_from(ledger):
+        if step > replayable_after(ledger):
             if freed >= excess:
                 break
             ledger.transaction(lambda step=step: ledger.remember(NOTE, step))  # type: ignore[misc]
@@ -70,7 +70,7 @@ def _size(path: Path) -> int:
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
-def _delete(path: File) -> None:
+def _delete(path: TraceFile) -> None:
     """A directory under another name first: half of a checkpoint is never taken for one."""
     if isinstance(path, Path) and path.is_dir():
         hidden = path.with_name(f".{path.name}{GONE}")

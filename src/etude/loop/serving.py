@@ -23,9 +23,9 @@ from etude.inference.membership import environment_token
 from etude.inference.registering import wanted
 from etude.inference.roster import RosterFollower
 from etude.loop.config import read_config
-from etude.loop.crew import read_url
-from etude.loop.places import has_published, poll_arguments, weights_place
+from etude.loop.locations import has_published, poll_arguments, weights_location
 from etude.loop.processes import Child, Role, Supervisor
+from etude.loop.run_processes import read_url
 from etude.models.config import ModelConfig
 from etude.models.headers import check_weights, tell_left_out
 from etude.numerics.config import NumericsConfig
@@ -47,14 +47,14 @@ async def serve_checkpoint(
     model: str,
     gateway: GatewayConfig,
     key: str | None,
-    said: Callable[[str], None] = lambda _: None,
+    log: Callable[[str], None] = lambda _: None,
 ) -> AsyncIterator[str]:
     """Serve while the block runs; yields the base URL for an OpenAI client. `engine`: its settings, but for the
-    context, which is the model's. `public_key`: of `store`, only versions that its owner signed are served. `said` is
+    context, which is the model's. `public_key`: of `store`, only versions that its owner signed are served. `log` is
     told of layers of the checkpoint that are left out."""
     if not (checkpoint / "config.json").is_file():
         raise NoCheckpoint(f"{checkpoint} is no checkpoint", "no config.json", hint="give a Hugging Face directory")
-    model_config, chat = _read_model(checkpoint, said), ChatFormat.load(checkpoint)
+    model_config, chat = _read_model(checkpoint, log), ChatFormat.load(checkpoint)
     with OwnFolder("serve") as folder:
         telemetry = Telemetry(folder / "events.jsonl", process="serve")
         supervisor = Supervisor(telemetry)
@@ -107,15 +107,15 @@ async def serve_fleet(
         await follower.close()
 
 
-def _read_model(checkpoint: Path, said: Callable[[str], None]) -> ModelConfig:
-    """Read the model's config of a directory, and check that its files have all weights. `said` is called with a line
+def _read_model(checkpoint: Path, log: Callable[[str], None]) -> ModelConfig:
+    """Read the model's config of a directory, and check that its files have all weights. `log` is called with a line
     on layers that are left out."""
     try:
         config = ModelConfig.from_hf(json.loads((checkpoint / "config.json").read_bytes()))
     except ValueError as error:
         raise CheckpointError(f"{checkpoint}/config.json is damaged", str(error), hint="export it again") from None
     check_weights(checkpoint, config)
-    tell_left_out(checkpoint, config, said)
+    tell_left_out(checkpoint, config, log)
     return config
 
 
@@ -126,7 +126,7 @@ def parts_of(model: Path) -> tuple[Path, Path | str | None, NumericsConfig, Engi
     if not (model / "run.json").is_file():
         return model, None, NumericsConfig(), EngineConfig()
     run = RunFolder.open(model)
-    place, config = weights_place(run), read_config(run)
+    place, config = weights_location(run), read_config(run)
     if isinstance(place, Path) and not place.is_dir():
         return run / "checkpoints" / "mid", None, config.numerics, config.engine
     require_pointer(open_store(place, readonly=True))

@@ -77,7 +77,7 @@ def _read_bytes(path: str) -> bytes:
         os.close(file)
 
 
-async def watch(sampled: Callable[[bool], Awaitable[dict[str, dict[str, Any]]]], telemetry: Telemetry) -> None:
+async def log_usage(sampled: Callable[[bool], Awaitable[dict[str, dict[str, Any]]]], telemetry: Telemetry) -> None:
     """Emit a `usage` event each second until cancelled, of what `sampled` gives, with memory or without."""
     tick = 0
     while True:

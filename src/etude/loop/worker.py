@@ -16,8 +16,8 @@ from etude.inference.membership import Roster
 from etude.inference.roster import RosterFollower
 from etude.loop import child
 from etude.loop.config import open_tasks, read_config
-from etude.loop.places import rollout_files
-from etude.loop.played import HandedOver, hand_over
+from etude.loop.locations import rollout_files
+from etude.loop.rollout_result import RolloutReply, store_rollout
 from etude.records import Rollout, RolloutSpec
 from etude.rollouts import ScriptedPolicy, run_rollout
 from etude.rollouts.rollout import session_of
@@ -48,11 +48,13 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
         await following.follow(roster)
         return fleet.sessions()
 
-    async def stored(rollout: Rollout, *, kept: bool, looks: bool) -> HandedOver:
+    async def stored(rollout: Rollout, *, kept: bool, looks: bool) -> RolloutReply:
         """In a thread: the disk may be slow, and what was handed in large."""
-        return await asyncio.to_thread(hand_over, rollout, files, kept=kept, looks=looks, chat=None if kept else chat)
+        return await asyncio.to_thread(
+            store_rollout, rollout, files, kept=kept, looks=looks, chat=None if kept else chat
+        )
 
-    async def rollout(spec: RolloutSpec, kept: bool) -> HandedOver:
+    async def rollout(spec: RolloutSpec, kept: bool) -> RolloutReply:
         """A rollout of training, whose file is `kept`; or of an evaluation, which has a transcript."""
         try:
             played = await run_rollout(spec, runtime=runtime, policy=fleet, chat=chat, harness=config.harness)
@@ -60,7 +62,7 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
             fleet.forget(session_of(spec))
         return await stored(played, kept=kept, looks=config.experience.quarantine)
 
-    async def baseline(spec: RolloutSpec, kind: str) -> HandedOver:
+    async def baseline(spec: RolloutSpec, kind: str) -> RolloutReply:
         """A rollout of a script that needs no model: "oracle" or "random"."""
         policy = ScriptedPolicy(_script(kind, open_tasks(config, canaries=False), spec), chat)
         played = await run_rollout(spec, runtime=runtime, policy=policy, chat=chat, harness=config.harness)

@@ -15,7 +15,7 @@ again from what is stored. Usable alone; knows nothing of ledgers and training.
 1.0
 """
 
-from etude.rewards.composition import AS_MEASURED, Composition
+from etude.rewards.composition import DEFAULT_COMPOSITION, Composition
 from etude.rewards.measuring import NamedTerm, measure
 
-__all__ = ["AS_MEASURED", "Composition", "NamedTerm", "measure"]
+__all__ = ["DEFAULT_COMPOSITION", "Composition", "NamedTerm", "measure"]

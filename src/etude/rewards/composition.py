@@ -74,7 +74,7 @@ class Composition:
         return Reward(value=value, raw=raw, reason=reason, gates=tuple(gates), missing=missing)
 
 
-AS_MEASURED = Composition()
+DEFAULT_COMPOSITION = Composition()
 """Every gate that was measured counts; nothing is weighted and there is no penalty."""
 
 

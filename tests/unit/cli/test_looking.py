@@ -141,7 +141,7 @@ def test_a_path_that_is_not_there_is_named_as_it_was_given(runs: Path) -> None:
 
     history = History(RunFolder.open(runs / "old"), {}, {})
     with pytest.raises(CheckpointError, match=r"no checkpoint at runs/old/checkpoints/gone\n"):
-        history.beginning(1, Path("runs/old/checkpoints/gone"))
+        history.start_checkpoint(1, Path("runs/old/checkpoints/gone"))
     with pytest.raises(NoCheckpoint) as absent:
         existing(Path("runs/gone"))
     assert absent.value.facts == ""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from etude.dashboard.panels import fleet
-from etude.dashboard.read import RunView
 from etude.dashboard.regions import engines, rows
+from etude.dashboard.run_view import RunView
 
 T0 = 1000.0
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from etude.dashboard import RunView, explained, plain_line, render, result_lines, summarise
+from etude.dashboard import RunView, plain_line, render, result_lines, summarise, terms_legend
 from etude.dashboard.glossary import GLOSSARY
 from etude.dashboard.panels import deltas
 from etude.dashboard.report import page
-from etude.dashboard.terminal import words_in
+from etude.dashboard.terminal import terms_in
 from etude.dashboard.utilisation import cpu_s, idle, lanes
 
 
@@ -257,11 +257,11 @@ def test_a_run_in_which_nothing_was_learned_says_so_and_not_how_well_nothing_tra
 def test_the_words_of_the_view_are_explained_where_they_are_used_as_the_list_of_words_has_them(writer):
     writer.everything(until="rl", rl_steps=23)
     view = RunView(writer.path)
-    assert {"lag", "delta", "bound", "pause"} <= set(words_in(view))
+    assert {"lag", "delta", "bound", "pause"} <= set(terms_in(view))
     rows = (Path(__file__).parents[3] / "docs" / "concepts" / "words.md").read_text()
     for word, meaning in GLOSSARY.items():
         assert f"| {word} | {meaning} |" in rows
-    assert GLOSSARY["bound"] in " ".join(shown(view, explained).split())
+    assert GLOSSARY["bound"] in " ".join(shown(view, terms_legend).split())
     assert GLOSSARY["bound"] not in " ".join(shown(view).split())
 
 

@@ -14,7 +14,7 @@ from tests.unit.harness.tokeniser import laptop_chat
 
 from etude.errors import ConfigError, Exit
 from etude.harness import ChatFormat, HarnessConfig, standard_tools
-from etude.loop.limits import check_limits, configured, first_tasks, with_limits
+from etude.loop.limits import build_config, check_limits, first_tasks, with_limits
 from etude.models.config import ModelConfig
 from etude.records.task import Split
 from etude.tasks import RepairSource
@@ -46,14 +46,14 @@ def start(tmp_path: Path) -> Path:
 def test_limits_that_nobody_gave_are_the_checkpoints(
     start: Path, engine: dict[str, int], harness: dict[str, int], derived: tuple[int, int, int]
 ) -> None:
-    config = configured({"start": str(start), "engine": engine, "harness": harness})
+    config = build_config({"start": str(start), "engine": engine, "harness": harness})
     assert (config.engine.context_tokens, config.harness.context_tokens, config.harness.turn_tokens) == derived
 
 
 def test_a_long_context_is_taken_in_part_unless_it_is_asked_for(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(ModelConfig(context_tokens=262_144).to_hf()))
-    assert configured({"start": str(tmp_path)}).engine.context_tokens == 4096
-    asked = configured({"start": str(tmp_path), "harness": {"context_tokens": 100_000}})
+    assert build_config({"start": str(tmp_path)}).engine.context_tokens == 4096
+    asked = build_config({"start": str(tmp_path), "harness": {"context_tokens": 100_000}})
     assert (asked.engine.context_tokens, asked.harness.turn_tokens) == (100_000, 512)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from etude.errors import ConfigError, Exit, InputError
 from etude.loop.config import EvalsConfig, RunConfig
-from etude.loop.preflight import check_experts, check_start, tell_few_tasks, tell_other_model
+from etude.loop.preflight import check_experts, check_start, log_short_splits, log_unused_model_settings
 from etude.models.config import ModelConfig
 from etude.records.task import Answer, Split, Task
 from etude.tasks import RepairSource
@@ -53,7 +53,7 @@ def test_experts_that_ranks_cannot_share_are_refused() -> None:
 def test_settings_of_the_model_that_the_checkpoint_overrules_are_told(given: list[str], told: list[str]) -> None:
     said: list[str] = []
     config = RunConfig(start=Path("checkpoint"), model=ModelConfig(hidden_size=160, num_layers=3))
-    tell_other_model(config, ModelConfig(hidden_size=128, num_layers=3), given, said.append)
+    log_unused_model_settings(config, ModelConfig(hidden_size=128, num_layers=3), given, said.append)
     assert [line.partition("; ")[2] for line in said] == told
 
 
@@ -72,8 +72,8 @@ def test_an_evaluation_of_more_tasks_than_there_are_is_told(evals: EvalsConfig, 
     source = ListSource((Task(split=split, **about), Answer(reference={})) for split in splits)
     said: list[str] = []
     given = ["evals.heldout_tasks", "evals.during_tasks", "evals.every"]
-    tell_few_tasks(RunConfig(evals=evals), source, given, said.append)
+    log_short_splits(RunConfig(evals=evals), source, given, said.append)
     assert [line.partition(" tasks,")[0] for line in said] == told
-    tell_few_tasks(RunConfig(evals=evals), RepairSource(seed=0), given, said.append)  # it has no end
-    tell_few_tasks(RunConfig(evals=evals), source, [], said.append)  # nobody asked: defaults
+    log_short_splits(RunConfig(evals=evals), RepairSource(seed=0), given, said.append)  # it has no end
+    log_short_splits(RunConfig(evals=evals), source, [], said.append)  # nobody asked: defaults
     assert len(said) == len(told)
