@@ -1,4 +1,4 @@
-"""AdjustableSemaphore for so many at once, where how many may change while they run."""
+"""A semaphore whose limit may change while it is in use."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from contextlib import asynccontextmanager
 
 
 class Limit:
-    """How many may run at once; whoever has the number sets it, and rooms follow."""
+    """The number of holders that a semaphore allows. Semaphores follow changes."""
 
     def __init__(self, value: int) -> None:
         self.value = value
         self.changed = asyncio.Event()
 
     def set(self, value: int) -> None:
-        """From now on. Those who run already are left alone."""
+        """Change the limit. Current holders keep their slots."""
         self.value = value
         self.notify_all()
 
     def notify_all(self) -> None:
-        """Have everybody who waits look again."""
+        """Wake all waiters, so that they check the limit again."""
         self.changed.set()
         self.changed = asyncio.Event()
 
 
 class AdjustableSemaphore:
-    """A semaphore under a `Limit`.
+    """An asyncio semaphore under a `Limit`.
 
     >>> async def story() -> list[int]:
     ...     limit = Limit(0)
@@ -49,23 +49,23 @@ class AdjustableSemaphore:
 
     @property
     def free(self) -> int:
-        """Places that `acquire` would not wait for."""
+        """The number of slots that `acquire` would give without waiting."""
         return max(0, self._limit.value - self._num_taken)
 
     async def acquire(self) -> None:
-        """Wait for a place and take it."""
+        """Wait for a free slot and take it."""
         while not self.free:
             await self._limit.changed.wait()
         self._num_taken += 1
 
     def release(self) -> None:
-        """Give a place back."""
+        """Release a slot."""
         self._num_taken -= 1
         self._limit.notify_all()
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """A place while the block runs."""
+        """Context manager: hold a slot."""
         await self.acquire()
         try:
             yield

@@ -1,6 +1,6 @@
-"""What every child of the conductor shares: its arguments, its socket, and its end.
+"""The main function of all child processes of the conductor.
 
-A child serves calls until its socket closes (the conductor is gone or wants it to end), then leaves at once.
+A child serves calls until its socket closes, because the conductor is gone or wants it to end, and then exits at once.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Handlers = dict[str, tuple[tuple[type, ...], Handler]]
 
 
 def main(handlers: Callable[..., Awaitable[Handlers]], *more: str) -> None:
-    """Run a child: make its handlers, serve them, and end with the socket. They are made of the run's folder, the
-    child's name, its telemetry, and what the arguments named `more` say, where they are given."""
+    """Run a child process: create its handlers, serve calls, and exit when the socket closes. `handlers` gets the run
+    folder, the child's name, its telemetry, and as keywords those of the optional arguments `more` that were given."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--name", required=True)
@@ -31,7 +31,7 @@ def main(handlers: Callable[..., Awaitable[Handlers]], *more: str) -> None:
         parser.add_argument(f"--{word}")
     args = parser.parse_args()
     said = {key: value for word in more if (value := getattr(args, key := word.replace("-", "_"))) is not None}
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the conductor, which ends its children in order
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the conductor ends its children in order
     run = RunFolder.open(args.run)
     telemetry = Telemetry(run / "events" / f"{args.name}.jsonl", process=args.name)
 
@@ -40,4 +40,4 @@ def main(handlers: Callable[..., Awaitable[Handlers]], *more: str) -> None:
         await serve(sock, await handlers(run, args.name, telemetry, **said))
 
     asyncio.run(child())
-    os._exit(0)  # threads that hang in a library do not hold the run up
+    os._exit(0)  # do not wait for threads that hang in a library

@@ -1,25 +1,29 @@
-"""The one loop: batches in order of admission → learner → version → engines, on one screen (`_train`).
+"""The conductor: runs the training loop of a run. The loop itself is `_train`, which fits on one screen.
 
-Beside it run `_admit` (tasks → admitted groups), `RolloutScheduler.run` (admitted → graded) and the probes of each new version,
-all in one task group: what fails, fails the loop by name. Synchronous RL is `max_lag = 0` of the same code.
+`_train` takes batches in order of admission, trains the learner on them, and publishes each new version to the engines.
+Beside it run `_admit` (tasks → admitted groups), `RolloutScheduler.run` (admitted → graded rollouts) and the parity
+probes of each new version. All are in one task group: an error in one of them ends the loop with that error.
+Synchronous RL is the same code with `max_lag = 0`.
 
 | | consumes | produces | waits for | unblocked by |
 | --- | --- | --- | --- | --- |
-| `_admit` | task cursor | admitted groups, at most the window's | room in the window | a version, a batch |
-| `RolloutScheduler.run` | admitted rollouts | graded rollouts in the ledger | a place to run | a finished rollout |
+| `_admit` | task cursor | admitted groups, at most as many as the window allows | a free place in the window | a version, a batch |
+| `RolloutScheduler.run` | admitted rollouts | graded rollouts in the ledger | a free engine slot | a finished rollout |
 | `_batches` | ready groups, strictly in order | one batch | its slowest group | `RolloutScheduler` |
-| `_train` | a batch | live weights, offered | the learner, the commit before | `_commit` |
-| `_commit` | what was offered | a version | the pointer's move | the learner |
+| `_train` | a batch | new live weights, handed to the publisher | the learner, the previous commit | `_commit` |
+| `_commit` | the weights being published | a version | the move of the pointer | the learner |
 
-The commit is the move of the pointer by the learner. It happens in the background, one version at a time: the next
-batch's forward and backward pass may run beside it, the next optimiser step comes after it, and so does whatever is to
-hold of the version (the ledger's `trained`, a checkpoint, an evaluation). At `max_lag = 0` nothing runs beside it.
-A learner that dies ends its lineage with `ProcessLost`, whether it was at work or idle: its successor holds no weights, so
-every call goes to the very process that `begin` was called in.
-The successor starts from the last checkpoint, publishes it under a new incarnation, and the ledger reconciles to that.
-The same mends a chain that no engine can follow: a writer that finds its head damaged publishes a whole anchor.
-Two ways out: the last step (everything in flight is cancelled: its groups were not needed), or a stop (the same, and
-the ledger keeps them for `--resume`).
+A version is committed when the learner moves the store's pointer to it. Publishing runs in the background, one version
+at a time. The forward and backward pass of the next batch may overlap with it; the next optimiser step, a checkpoint
+and an evaluation wait for the commit. With `max_lag = 0` nothing overlaps.
+
+A learner that dies ends its lineage with `ProcessLost`: its successor has no weights in memory. Calls therefore always
+go to the process in which `begin` was called. The successor loads the last checkpoint, publishes it under a new
+incarnation, and the ledger is reconciled with it. A damaged chain of deltas is repaired in the same way: a publisher
+that finds its head damaged publishes a full snapshot.
+
+The loop ends at the last step or when it is stopped. In both cases rollouts in flight are cancelled. After a stop, the
+ledger keeps them for `--resume`.
 """
 
 from __future__ import annotations
@@ -64,11 +68,11 @@ from etude.telemetry import Telemetry
 from etude.weights.chain.steps import Steps
 
 STEP_S, ADOPT_S, POLL_S = 600.0, 30.0, 0.05
-BEGIN_S = 2 * STEP_S  # what a lost lineage still publishes is waited for first
-AT_ONCE = 8  # groups that one transaction admits
+BEGIN_S = 2 * STEP_S  # includes the end of a publish of the lost lineage
+AT_ONCE = 8  # groups admitted per transaction
 UNREAD = "its stored rollout cannot be read"
 DURING = "during"  # the name of evaluations between steps
-MAX_FRUITLESS = 6  # lineages in a row that end without one step
+MAX_FRUITLESS = 6  # lineages in a row that end without a step
 T = TypeVar("T")
 
 
@@ -76,7 +80,7 @@ RECOVERABLE = (ProcessLost, Unreachable)
 
 
 class Conductor:
-    """Reinforcement learning over a processes, a ledger and a task source."""
+    """Runs reinforcement learning with the processes of a run, its ledger and a task source."""
 
     def __init__(
         self,
@@ -98,46 +102,47 @@ class Conductor:
         self.ledger = Ledger(
             ledger_location(run), capacity=capacity, composition=config.composition, log=self._log_ledger
         )
-        self.ledger_thread = SerialExecutor(
-            "ledger"
-        )  # a server may be away for seconds: engines and children are heard meanwhile
+        self.ledger_thread = SerialExecutor("ledger")  # its own thread: a server may be unreachable for seconds
         self.scheduler = RolloutScheduler(self.ledger, self.ledger_thread, processes, telemetry)
         self.signals = Signals(self.ledger.recall("signals"))
-        self.step = 0  # of the version committed last
-        self.trained = 0  # of the live weights: one ahead while their version is on its way
-        self._batched = 0  # of the batch that was formed last
-        self._taken = 0  # groups that batches of this lineage took
-        self._size = 0  # groups that the step being formed takes, as far as is known
+        self.step = 0  # of the last committed version
+        self.trained = 0  # of the live weights: one ahead of `step` while their version is being published
+        self._batched = 0  # step of the last batch that was formed
+        self._taken = 0  # groups that batches of this lineage consumed
+        self._size = 0  # groups that the next step takes, as far as is known
         self._commit_task: asyncio.Task[None] | None = None
-        self._learner: Caller | None = None  # the process that holds the lineage's weights
+        self._learner: Caller | None = None  # the process that holds this lineage's weights
         exact, taken = config.numerics.mode is Mode.EXACT, self.ledger.recall("defence")
         defence = None if taken is None else Defence(taken)
         watch = ParityMonitor(config.parity, exact=exact, dtype=config.engine.dtype, defence=defence)
         self.probe = ParityProbe(chat, config.parity, watch, telemetry, self._defend)
         self._defence_due: Defence | None = None
-        self._window_changed = asyncio.Event()  # there may be room in the window
-        self._admitted = asyncio.Event()  # rollouts may be there that can start
+        self._window_changed = asyncio.Event()  # the window may have free places
+        self._admitted = asyncio.Event()  # there may be rollouts that can start
         self.scheduler.required_step = lambda place: self.window.required_step(place, self._batched, self._size)
 
     def close(self) -> None:
-        """Let the ledger go, after what it was given to write. Idempotent."""
+        """Close the ledger after its pending writes. Idempotent."""
         self.ledger_thread.close()
         self.ledger.close()
 
     async def reinforce(self) -> None:
-        """Train until the last step, and keep the result. Raises what ended the loop, by name."""
+        """Train until the last step and save the result as ``checkpoints/final``. Raises the error that ended the
+        loop."""
         await self._with_learner(self._lineage)
         result = str(self.run_folder / "checkpoints" / "final")
         await self._with_learner(lambda: self._call("save", type(None), result))
         await self._forget(self.step)
 
     async def resume(self) -> None:
-        """Have a learner hold the newest checkpoint and publish it, and agree with the ledger about what is trained."""
+        """Start a lineage: have the learner load and publish the newest checkpoint, and reconcile the ledger with
+        it."""
         await self._with_learner(_nothing)
 
     async def _with_learner(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Do work that needs a learner. When one is lost, its successor goes on from the newest checkpoint and the work
-        is done again; a task group's failure is raised as the one error that it is."""
+        """Run work that needs a learner. When the learner is lost, its successor starts from the newest checkpoint and
+        the work is repeated. Raises the single error behind a task group's failure, and `EtudeError` after
+        `MAX_FRUITLESS` lineages in a row without a step."""
         fruitless = 0
         while True:
             first = self.step
@@ -157,11 +162,12 @@ class Conductor:
             fruitless = 0 if self.step > first else fruitless + 1
             if fruitless > MAX_FRUITLESS:
                 facts = f"{fruitless} times in a row; the last time: {error.what}: {error.facts}"
-                raise EtudeError(f"training does not get past step {self.step}", facts, hint=error.hint) from None
+                raise EtudeError(f"training cannot get past step {self.step}", facts, hint=error.hint) from None
 
     async def _begin(self) -> None:
+        """Start a new lineage on a learner that is up: load, publish, reconcile, probe."""
         learner = self._learner = await self.processes.learners.pick(deadline_s=STEP_S)
-        self._commit_task = None  # of a lost lineage: the learner sees to what it still publishes
+        self._commit_task = None  # a publish of the lost lineage is finished by the learner
         checkpoint = str(self._newest_checkpoint())
         self.step = self.trained = self._batched = await learner.call("begin", int, checkpoint, deadline_s=BEGIN_S)
         self._size = 0
@@ -174,10 +180,12 @@ class Conductor:
         published = await self._call("published", Published)
         steps = Steps(weights_store(self.run_folder))
         reconciled = functools.partial(self.ledger.reconcile, steps, believed=steps.believed, head=published.version)
-        mended = await self.ledger_thread(reconciled)  # no lineage goes on from a step it lacks
+        mended = await self.ledger_thread(reconciled)  # no lineage continues from a step that it lacks
         self._taken = await self.ledger_thread(lambda: self.ledger.num_groups() - len(self.ledger.open_groups()))
         if steps.damaged is not None:
-            reason = f"the manifest of {steps.damaged.version} is damaged: the ledger says what was trained up to it"
+            reason = (
+                f"the manifest of {steps.damaged.version} is damaged: the ledger's record is used for steps up to it"
+            )
             self.telemetry.event("weights.mend", step=self.step, reason=reason)
         self.telemetry.event("lineage", state="begin", step=self.step, version=str(published.version), **vars(mended))
         self._on_published(published)
@@ -190,23 +198,24 @@ class Conductor:
         self.telemetry.event("ledger", reason=words)
 
     async def _wait_for_adoption(self, published: Published) -> None:
-        """Wait until every engine that answers holds this very version: a step's number would let one go on with what
-        it started with, or with a lost lineage's."""
+        """Wait until every engine that answers has loaded exactly this version. Comparing step numbers would not
+        suffice: an engine could still have its starting weights or those of a lost lineage."""
 
         async def adopted(engine: HttpEngine) -> None:
-            with contextlib.suppress(EngineError, TimeoutError):  # it is gone or late: others have its work until then
+            with contextlib.suppress(EngineError, TimeoutError):  # lost or late engines get no work until they adopt it
                 async with asyncio.timeout(ADOPT_S):
-                    while (await engine.info()).version != published.version:  # noqa: ASYNC110  it is elsewhere
+                    while (await engine.info()).version != published.version:  # noqa: ASYNC110  the state is in another process
                         await asyncio.sleep(POLL_S)
 
         await asyncio.gather(*(adopted(engine) for engine in self.processes.engines.values()))
 
     async def _call(self, method: str, kind: type[T], *args: object) -> T:
-        """Call the learner of this lineage. Raises `ProcessLost` when it is gone, even if another is up."""
+        """Call the learner of this lineage. Raises `ProcessLost` when it is gone, even if its successor is up."""
         assert self._learner is not None, "a lineage has begun"
         return await self._learner.call(method, kind, *args, deadline_s=STEP_S)
 
     async def _lineage(self) -> None:
+        """Train with the current learner until the last step."""
         async with asyncio.TaskGroup() as tasks:
             background = [
                 tasks.create_task(self._admit(), name="admit"),
@@ -219,7 +228,7 @@ class Conductor:
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
         if self._lacks_evaluation():
             await self._evaluate_during()
-        late_s = 0.0  # waited for the version of the step before, where nothing may run beside it
+        late_s = 0.0  # waited for the previous version, where nothing may overlap with publishing
         async for batch, plan, wait_s in self._batches():
             began = time.perf_counter()
             try:
@@ -251,8 +260,8 @@ class Conductor:
                 await self._evaluate_during()
 
     async def _offer(self, rollout_ids: tuple[str, ...]) -> tuple[list[float], float]:
-        """Have the learner begin to publish: its own log-probabilities of the probe, taken while it holds that version,
-        and the seconds until its weights were read."""
+        """Have the learner start publishing its live weights. Returns its log-probabilities of the probe text under
+        these weights, and the seconds until the weights were read."""
         began = time.perf_counter()
         await self._call("offer", type(None), rollout_ids)
         read_s = time.perf_counter() - began
@@ -261,7 +270,8 @@ class Conductor:
     async def _commit(
         self, tasks: asyncio.TaskGroup, batch: BatchRef, learner_logprobs: list[float], facts: dict[str, Any]
     ) -> None:
-        """Wait until the pointer names the batch's version, and let everybody know."""
+        """Wait until the pointer names the batch's version, commit the batch to the ledger, and start the probe of the
+        version."""
         published = await self._call("published", Published)
         await self.ledger_thread(self.ledger.commit, batch.rollout_ids, published.version)
         self._on_published(published)
@@ -270,21 +280,22 @@ class Conductor:
         tasks.create_task(asked, name=f"probe of {published.version}")
 
     def _on_published(self, published: Published) -> None:
-        """Let everybody know whose work waits for a version."""
+        """Set the new version in all parts that wait for it."""
         self.processes.set_head(published.version)
         self.step = self.scheduler.published = published.version.step
         self._window_changed.set()
         self._admitted.set()
 
     async def _wait_for_commit(self) -> float:
-        """Wait until no version is on its way; the seconds that took. Raises what publishing it failed with."""
+        """Wait until no version is being published. Returns the seconds waited. Raises the error of a failed
+        publish."""
         began = time.perf_counter()
         if self._commit_task is not None:
             await self._commit_task
         return time.perf_counter() - began
 
     async def _batches(self) -> AsyncIterator[tuple[BatchRef, BatchPlan, float]]:
-        """The batch of each next step, its plan, and the seconds it was waited for."""
+        """Yield each next step's batch, its plan, and the seconds waited for its groups."""
         while self.trained < self.config.rl.steps:
             began = time.perf_counter()
             taken = await self._next_groups()
@@ -307,7 +318,7 @@ class Conductor:
             yield batch, plan, time.perf_counter() - began
 
     async def _plan(self, groups: list[Group]) -> BatchPlan:
-        """The plan of the next step's batch, of these groups. Raises `LedgerError` where a rollout cannot be read."""
+        """Plan the next step's batch from these groups. Raises `LedgerError` when a rollout cannot be read."""
         experience, k1 = self.config.experience, None
         if experience.kl:
             valid = [rollout for group in groups for rollout, _ in group.valid]
@@ -325,8 +336,8 @@ class Conductor:
         )
 
     async def _quarantine_unreadable(self, groups: list[Group]) -> bool:
-        """Set aside whatever cannot be read of some groups, if it is the lesser part: else it is not their files that
-        are damaged. Whether there was any."""
+        """Quarantine the rollouts of these groups whose files cannot be read. Returns whether there were any. When more
+        than half cannot be read, nothing is quarantined: then the file system is at fault, not the files."""
         stored = [rollout for group in groups for rollout, _ in group.valid]
         unread = [one for one in stored if not await run_in_thread(functools.partial(self.processes.files.has, one))]
         if not 0 < len(unread) <= len(stored) // 2:
@@ -342,7 +353,7 @@ class Conductor:
         return True
 
     def _take_batch(self, batch: BatchRef, plan: BatchPlan) -> None:
-        signals = Signals(self.ledger.recall("signals"))  # not this object's: this may be done again
+        signals = Signals(self.ledger.recall("signals"))  # read anew: the transaction may be repeated
         if self.config.experience.curriculum is Curriculum.SIGNAL:
             signals.count(plan, self.ledger.batched_groups(plan.judged))
         self.ledger.batch(batch)
@@ -350,7 +361,7 @@ class Conductor:
         self.signals = signals
 
     async def _next_groups(self) -> list[str]:
-        """Wait for the groups of the next step. Each rollout in them has deadlines of its own."""
+        """Wait for the groups of the next step. Has no deadline: every rollout has its own."""
         self._size, seen = 0, dict[str, bool]()
         ready = await self.ledger_thread(lambda: self.ledger.ready_groups(self.ledger.open_groups()))
         while True:
@@ -367,7 +378,8 @@ class Conductor:
             ready |= await self.scheduler.progress()
 
     def _with_signal(self, ready: Collection[str], seen: dict[str, bool]) -> set[str]:
-        """Those of some groups that the next step has a sample of. `seen`: what was found of a group for this step."""
+        """The groups of `ready` from which the next step has a sample. `seen` caches the result per group for this
+        step."""
         found = self.ledger.groups_with_signal(ready)
         experience = self.config.experience
         learned = functools.partial(
@@ -381,7 +393,7 @@ class Conductor:
         return {group for group in found if seen[group]}
 
     async def _admit(self) -> None:
-        """Admit groups whenever the window has room, in one transaction with the task cursor."""
+        """Admit groups whenever the window has free places, in one transaction with the task cursor."""
         while True:
             self._window_changed.clear()
             index = await self.ledger_thread(self.ledger.num_groups)
@@ -408,7 +420,7 @@ class Conductor:
             self._admitted.set()
 
     def _draw(self, cursor: int) -> tuple[Task, int]:
-        """The next training task that the curriculum takes, and the cursor after it."""
+        """The next training task that the curriculum accepts, and the task cursor after it."""
         num_tasks = self.source.size(Split.TRAIN)
         while True:
             task = self.source.task(Split.TRAIN, cursor if num_tasks is None else cursor % num_tasks)
@@ -422,7 +434,8 @@ class Conductor:
         self.ledger.move_cursor(Split.TRAIN, cursor)
 
     async def evaluate(self, name: str, split: Split, num_tasks: int, tries: int = 1) -> EvalResult:
-        """Solve rate of the published version. No version is published meanwhile, so its pin costs engines nothing."""
+        """Evaluate the published version and return its solve rate. No version is published meanwhile, so pinning it
+        costs the engines nothing."""
         return await evaluate(
             self.processes,
             self.source,
@@ -441,13 +454,14 @@ class Conductor:
         await self.evaluate(DURING, Split.VALIDATION, self.config.evals.during_tasks)
 
     def _lacks_evaluation(self) -> bool:
-        """Whether the evaluation of the step that a lineage begins with was cut off: its checkpoint came first."""
+        """Whether the evaluation of the step at which this lineage starts was interrupted: the checkpoint is written
+        first."""
         path = self.run_folder / "evals" / file_name(DURING, Split.VALIDATION, self.step)
         return self.config.evals.is_due(self.step, self.config.rl.steps) and not path.exists()
 
     async def _defend(self, defence: Defence) -> None:
-        """Have the learner take a defence from the next step on, and whoever goes on with this run. Not at once: a
-        step's trace says with which settings it was trained."""
+        """Have the learner use this defence from the next step on, and record it for `--resume`. It is not applied at
+        once, since the trace of a step records the settings of that step."""
         await self.ledger_thread(
             self.ledger.transaction, functools.partial(self.ledger.remember, "defence", str(defence))
         )
@@ -469,34 +483,35 @@ class Conductor:
             self.telemetry.event("retention", step=self.step, kept_from=kept, freed_bytes=freed)
 
     async def _forget(self, step: int) -> None:
-        """Drop records and files of the rollouts that were consumed up to a step, which no restart goes back before."""
+        """Delete records and files of rollouts that steps up to this one consumed. No restart goes back before it."""
         await self.ledger_thread(self.ledger.prune, step)
         await self._drop_files()
 
     async def _drop_files(self) -> None:
-        """Delete the files of rollouts that nobody will ask for: of steps that no restart goes back to, or of attempts
-        that were given up."""
+        """Delete the files of rollouts that nobody needs: of steps before any restart point, and of abandoned
+        attempts."""
         files = self.processes.files
-        names = await run_in_thread(files.names)  # before the ledger is asked: what is written meanwhile stays
+        names = await run_in_thread(files.names)  # listed before the ledger is queried, so that new files are kept
         wanted = await self.ledger_thread(self.ledger.wanted_files)
         await run_in_thread(functools.partial(files.keep_only, names, wanted))
 
     async def _save_last_version(self, error: NotFinite) -> NotFinite:
-        """An error that ends the run, once the last version's state is on disk; it says where that is."""
+        """Save the last good version's state. Returns the error with the checkpoint's path in it, for the caller to
+        raise."""
         await self._wait_for_commit()
-        with contextlib.suppress(NotFinite):  # the live weights are lost, too: what was saved before is there
+        with contextlib.suppress(NotFinite):  # the live weights are NaN, too: the previous checkpoint remains
             await self._checkpoint()
         at = self._newest_checkpoint()
-        facts = f"{error.facts}; what was trained until then is saved in {at}"
-        hint = f"{error.hint}; other settings are a new run: --set start={at}; --resume tries the step again"
+        facts = f"{error.facts}; the last good checkpoint is {at}"
+        hint = f"{error.hint}; for other settings start a new run: --set start={at}; --resume repeats the step"
         return NotFinite(error.what, facts, hint=hint)
 
 
 async def _nothing() -> None:
-    """For a learner that only has to be there."""
+    """Do nothing: `resume` needs only the learner that `_with_learner` brings up."""
 
 
 def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """What a task group died of. What can be mended only if there is nothing else."""
+    """The single error behind a task group's failure. A recoverable error only if there is no other."""
     leaves = [_cause(e) if isinstance(e, BaseExceptionGroup) else e for e in group.exceptions]
     return min(leaves, key=lambda e: (isinstance(e, RECOVERABLE), not isinstance(e, EtudeError)))

@@ -1,7 +1,8 @@
-"""The grader process: the only one that ever sees hidden answers. It runs no agent and is forked into nothing.
+"""The grader process: the only process that sees hidden answers. It runs no agent code itself.
 
-Its machines are made by a launcher that was executed afresh, so no answer is in any memory that agent code can see.
-Siblings often end with the same files; data-graded, the same files of the same task are judged once (`CachingGrader`).
+Its machines are created by a freshly executed launcher, so that no answer is in memory that agent code can read.
+Siblings often end with the same files. For data-graded tasks, equal files of the same task are graded once
+(`CachingGrader`).
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ GRADES_AT_ONCE, MAX_VERDICTS = 16, 8192
 
 
 class CachingGrader:
-    """A `Grader` that remembers: same task, same exported bytes, same verdict. The newest `MAX_VERDICTS` are kept.
+    """A `Grader` that caches verdicts by task and exported bytes. The newest `MAX_VERDICTS` are kept.
 
-    Data-graded tasks only, where a verdict is a function of the files. Invalid is never remembered.
+    Only for data-graded tasks, where the verdict is a function of the files. `Invalid` outcomes are not cached.
     """
 
     def __init__(self, grader: Grader) -> None:
@@ -61,15 +62,15 @@ class CachingGrader:
 
 
 class GradeSlots:
-    """So many grades at once. One that ends is a sign of life: those that wait for their turn behind it wait anew,
-    however many they are."""
+    """Limits the number of concurrent grades. The end of each grade counts as progress, so that the deadlines of queued
+    calls restart."""
 
     def __init__(self, at_once: int) -> None:
         self._semaphore = asyncio.Semaphore(at_once)
 
     @contextlib.asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """A turn while the block runs."""
+        """Context manager: wait for a free slot and hold it."""
         async with self._semaphore:
             try:
                 yield
@@ -78,6 +79,7 @@ class GradeSlots:
 
 
 async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Handlers:
+    """The RPC methods of a grader process."""
     config = read_config(run)
     source = open_tasks(config)
     runtime = runtime_of(config.machines)
@@ -86,13 +88,13 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
     grading, measuring, files = GradeSlots(GRADES_AT_ONCE), GradeSlots(GRADES_AT_ONCE), rollout_files(run)
 
     async def grade(task: Task, summary: RolloutSummary) -> Outcome:
-        """The outcome of what a stored rollout handed in."""
+        """Grade the exports of a stored rollout."""
         async with grading.slot():
             exports = await asyncio.to_thread(files.read_exports, summary)
             return await grader.grade(task, source.answer(task), exports)
 
     async def measured(summary: RolloutSummary, graded: Graded) -> Graded:
-        """The verdict on a stored rollout, with the run's own reward terms."""
+        """Measure the run's own reward terms. Returns the verdict with these terms."""
         async with measuring.slot():
             return await measure(terms, await asyncio.to_thread(files.read, summary), graded)
 
@@ -107,7 +109,7 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
 
 
 def _named(i: int, config: TermConfig) -> NamedTerm:
-    """The plug-in of `[[rewards.terms]]` number i, with the digest of its code and settings."""
+    """The plug-in of `[[rewards.terms]]` number `i`, with the digest of its code and settings."""
     plugin = config.kind
     term = make(Kind.REWARD, plugin, where=f"rewards.terms[{i}].kind")
     code = hashlib.sha256(pack((plugin.digest, sorted(plugin.settings.items())))).hexdigest()

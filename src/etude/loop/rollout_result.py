@@ -1,6 +1,6 @@
 """The result of a rollout that a worker returns. The rollout itself is stored in a file.
 
-Whoever needs tokens or files reads the stored rollout: graders and the learner. The conductor reads this.
+Graders and the learner read the stored file, since they need tokens or exports. The conductor needs only this result.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from etude.records.summary import RolloutSummary, summary_of
 
 
 class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A rollout that was played: its summary, and what was found in it."""
+    """A finished rollout: its summary, its task, and signs of cheating."""
 
     summary: RolloutSummary
     task: Task
     signs: Signs = Signs()  # of cheating
-    transcript: str = ""  # of the last path, where it was asked for
+    transcript: str = ""  # of the last path, if requested
 
 
 class RolloutReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,15 +31,16 @@ class RolloutReply(msgspec.Struct, frozen=True, kw_only=True):
     transcript: str
 
     def with_task(self, task: Task) -> RolloutResult:
+        """The result with its task."""
         return RolloutResult(summary=self.summary, task=task, signs=self.signs, transcript=self.transcript)
 
 
 def store_rollout(
     rollout: Rollout, files: RolloutFiles, *, kept: bool = True, looks: bool = False, chat: ChatFormat | None = None
 ) -> RolloutReply:
-    """Store a rollout; what is to be said of it. `kept`: a ledger will count on the file, so it is on the disk when
-    this returns. `looks`: for signs of cheating, but in what is invalid. `chat`: how to write a transcript. Raises
-    `StoreError`."""
+    """Store a rollout and return its reply. `kept`: the ledger will refer to the file, so it is synced to disk.
+    `looks`: look for signs of cheating, except in invalid rollouts. `chat`: the chat format for a transcript; None: no
+    transcript. Raises `StoreError`."""
     stored, signs = files.write(rollout, durable=kept), Signs()
     if looks and rollout.invalid is None:
         calls = [turn.calls for turn in rollout.trace.turns]

@@ -1,15 +1,16 @@
-"""Runs admitted rollouts, has them graded, and stores them in the ledger.
+"""Runs admitted rollouts, has them graded, and stores the results in the ledger.
 
-Rollouts start in order of admission, as many at a time as the engines can decode, and none before the version step that
-it needs is published, which after a restart from a checkpoint may be several steps away. Groups of the next steps need
-no version after those steps, whatever they were admitted with. A rollout whose worker dies is
-requeued and run again; a grade whose grader dies is asked for again; after `max_attempts` the rollout is invalid at
-that boundary, on the evidence of the host. A rollout that no engine could serve, as all held older versions, is
-requeued as often as that happens, since it has not failed. Knows nothing of weights and training.
+Rollouts start in order of admission, as many at a time as the engines can decode. None starts before the version step
+that it requires is published, which may be several steps away after a restart from a checkpoint. Groups of the next
+steps require no later version than these steps, whatever they were admitted with.
+
+A rollout whose worker dies is requeued. A grade whose grader dies is repeated. After `max_attempts` the rollout is
+invalid at that boundary. A rollout that no engine could serve because all had older versions is requeued without a
+limit, since it has not failed. This module knows nothing of weights and training.
 
 | | consumes | produces | waits for | unblocked by |
 | --- | --- | --- | --- | --- |
-| `run` | admitted and requeued rollouts | graded or invalid ones | a place to run, its version | `more` |
+| `run` | admitted and requeued rollouts | graded or invalid rollouts | a free slot, its version | `more` |
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from etude.rewards import Composition
 from etude.rollouts import not_run, submitted
 from etude.telemetry import Telemetry
 
-AT_ONCE = 64  # the most rollouts that one transaction starts or stores
+AT_ONCE = 64  # maximum number of rollouts started or stored per transaction
 
 
 def keyed_seed(*parts: object) -> int:
-    """A 63-bit seed: a hash of `parts`, which identify one random draw.
+    """A 63-bit seed: the hash of `parts`, which identify one random draw.
 
     >>> keyed_seed(0, "g000001.2") == keyed_seed(0, "g000001.2") != keyed_seed(1, "g000001.2")
     True
@@ -63,7 +64,7 @@ def siblings(
     pin_step: int | None = None,
     keep_routes: bool = False,
 ) -> list[RolloutSpec]:
-    """The specs of a group's rollouts. `keep_routes`: ask engines for routes, to train with them."""
+    """The specs of a group's `n` rollouts. `keep_routes`: request routes from engines, for training."""
     return [
         RolloutSpec(
             rollout_id=f"{group_id}.{i}",
@@ -81,8 +82,9 @@ def siblings(
 
 
 async def grade_rollout(processes: RunProcesses, rollout: RolloutResult, *, own_terms: bool = False) -> Outcome:
-    """Have a finished rollout graded; returns its outcome with all terms. When a grader dies another one is asked. It
-    is invalid where graders cannot read its file, or too many graders die."""
+    """Have a finished rollout graded. Returns its outcome with all terms; `own_terms`: also the run's own reward terms.
+    A grade is repeated when its grader dies. The outcome is invalid when graders cannot read the rollout's file or too
+    many graders die."""
     if rollout.summary.invalid is not None:
         return rollout.summary.invalid
     error: EtudeError | None = None
@@ -103,8 +105,8 @@ async def grade_rollout(processes: RunProcesses, rollout: RolloutResult, *, own_
 
 
 async def run_once(processes: RunProcesses, spec: RolloutSpec) -> tuple[RolloutResult, Outcome]:
-    """Run and grade a rollout that is not kept in the ledger (an evaluation's). It is invalid when its workers die
-    repeatedly, or repeatedly no engine reaches its version: one task does not end an evaluation."""
+    """Run and grade a rollout that is not in the ledger (of an evaluation). It is invalid when its workers die
+    repeatedly or no engine reaches its version, so that one task cannot end an evaluation."""
     while True:
         try:
             rollout = await processes.rollout(spec, kept=False)
@@ -126,8 +128,8 @@ async def grade_and_drop(processes: RunProcesses, rollout: RolloutResult) -> Out
 
 
 def with_host_terms(rollout: RolloutResult, outcome: Outcome, *, looked: bool) -> Outcome:
-    """The outcome with the terms that the host measures: whether the agent submitted and, where somebody `looked`, the
-    number of signs of cheating. What is invalid has no terms, as it counts nowhere."""
+    """Add the terms that the host measures: whether the agent submitted and, if `looked`, the number of signs of
+    cheating. Invalid outcomes have no terms."""
     if isinstance(outcome, Invalid):
         return outcome
     terms = [submitted(rollout.summary)]
@@ -143,17 +145,17 @@ def _signs(name: str, found: Sequence[Suspicion]) -> Term:
 
 
 def composed_reward(outcome: Outcome, composition: Composition) -> Reward | Invalid:
-    """The composed reward, in training and in evaluations alike; `Invalid` as it is."""
+    """The composed reward of an outcome, the same in training and evaluation. `Invalid` is returned unchanged."""
     return outcome if isinstance(outcome, Invalid) else composition.of(outcome)
 
 
 def counted_signs(rollout: RolloutResult, outcome: Outcome, reward: Reward | Invalid) -> list[Suspicion]:
-    """The signs of cheating that took a rollout's reward, the gravest first."""
+    """The signs of cheating that set a rollout's reward to 0, the most serious first."""
     return rollout.signs.of(outcome) if isinstance(reward, Reward) and SIGNS in reward.gates else []
 
 
 class _Ended(NamedTuple):
-    """A rollout that has ended. `counts` is set when it was stored: whether it counts in the ledger."""
+    """A rollout that has ended. `counts` is set when it was stored: whether the ledger counted it."""
 
     rollout: RolloutSummary
     outcome: Outcome
@@ -162,23 +164,23 @@ class _Ended(NamedTuple):
 
 
 class RolloutScheduler:
-    """Runs the rollouts that the ledger has admitted. `ledger_thread`: the thread in which the ledger is read and written."""
+    """Runs the rollouts that the ledger has admitted. `ledger_thread`: the thread in which all ledger calls run."""
 
     def __init__(
         self, ledger: Ledger, ledger_thread: SerialExecutor, processes: RunProcesses, telemetry: Telemetry
     ) -> None:
         self.ledger, self.ledger_thread, self.processes, self.telemetry = ledger, ledger_thread, processes, telemetry
-        self.published = 0  # step of the newest version: rollouts that need a later one wait
+        self.published = 0  # step of the newest version; rollouts that require a later one wait
         self.required_step: Callable[[int], int] | None = (
             None  # version step that an open group needs now: see `Ledger.start`
         )
         self._group_ready, self._ready = asyncio.Event(), set[str]()
-        self._ended: list[_Ended] = []  # not stored yet; at most as many as run at once
+        self._ended: list[_Ended] = []  # not stored yet; at most as many as run concurrently
         self._storing: asyncio.Task[None] | None = None
         self._num_lost: Counter[str] = Counter()  # by rollout: how many of its workers died
 
     async def progress(self) -> set[str]:
-        """Wait until every member of some group has ended. Returns the ids of all such groups since the last call. Has
+        """Wait until all members of some group have ended. Returns the ids of all such groups since the last call. Has
         no deadline: every rollout has its own."""
         await self._group_ready.wait()
         self._group_ready.clear()
@@ -186,8 +188,8 @@ class RolloutScheduler:
         return ready
 
     async def run(self, more: asyncio.Event) -> None:
-        """Start waiting rollouts in order until it is cancelled. The caller sets `more` when there may be rollouts to
-        start: new ones, or those that waited for a version that is `published` now."""
+        """Start waiting rollouts in order, until cancelled. The caller sets `more` when there may be rollouts to start:
+        new ones, or ones that waited for the version that is `published` now."""
         semaphore = AdjustableSemaphore(
             self.processes.max_running
         )  # of this call alone: a cancelled call gives back no places
@@ -199,7 +201,7 @@ class RolloutScheduler:
                     await more.wait()
                     more.clear()
                 for _ in specs[1:]:
-                    await semaphore.acquire()  # a place is free: this does not wait
+                    await semaphore.acquire()  # does not wait: so many slots are free
                 for spec in specs:
                     tasks.create_task(self._run_one(spec, semaphore, more), name=spec.rollout_id)
 
@@ -227,12 +229,12 @@ class RolloutScheduler:
             semaphore.release()
 
     async def _finish(self, rollout: RolloutSummary, outcome: Outcome, signs: list[Suspicion]) -> bool:
-        """Store an ended rollout, in one transaction with others that end meanwhile. False where the ledger does not
-        count it any more."""
+        """Store an ended rollout, in one transaction with others that end meanwhile. False when the ledger no longer
+        counts it."""
         one = _Ended(rollout, outcome, signs, asyncio.get_running_loop().create_future())
         self._ended.append(one)
         if self._storing is None or self._storing.done():
-            self._storing = asyncio.create_task(self._store_all(), name="store what ended")
+            self._storing = asyncio.create_task(self._store_all(), name="store ended rollouts")
         return await one.counts
 
     async def _store_all(self) -> None:
@@ -241,7 +243,7 @@ class RolloutScheduler:
             await self._store(ended)
 
     async def _store(self, ended: list[_Ended]) -> None:
-        """Store ended rollouts, with their signs of cheating, in one transaction."""
+        """Store ended rollouts and their signs of cheating in one transaction."""
         counts = list[bool]()
 
         def work() -> None:
@@ -254,7 +256,7 @@ class RolloutScheduler:
         try:
             await self.ledger_thread(self.ledger.transaction, work)
             await self._announce_ready({one.rollout.group_id for one in ended})
-        except Exception as error:  # noqa: BLE001  passed on to the tasks that wait
+        except Exception as error:  # noqa: BLE001  raised in the tasks that wait
             for one in ended:
                 if not one.counts.done():
                     one.counts.set_exception(error)
@@ -279,7 +281,7 @@ class RolloutScheduler:
             )
 
     async def _requeue(self, spec: RolloutSpec, error: EtudeError) -> None:
-        """Requeue a rollout whose worker died or whose version no engine reached. Make it invalid where too many
+        """Requeue a rollout whose worker died or whose version no engine reached. It becomes invalid when too many
         workers died."""
         self._num_lost[spec.rollout_id] += not isinstance(error, EngineBehind)
         attempts = self.processes.config.experience.max_attempts
@@ -317,6 +319,6 @@ class RolloutScheduler:
 
 
 def _readable(summary: RolloutSummary, outcome: Outcome) -> RolloutSummary:
-    """The summary without its stored file where graders could not read the file."""
+    """The summary; without its stored file if graders could not read the file."""
     unread = isinstance(outcome, Invalid) and outcome.boundary is Boundary.STORE
     return msgspec.structs.replace(summary, stored=None) if unread else summary

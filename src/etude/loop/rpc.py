@@ -1,11 +1,12 @@
-"""Calls between the conductor and its children, over an inherited socket pair.
+"""Remote procedure calls between the conductor and its child processes, over an inherited socket pair.
 
-A frame is a length (u32, little endian) and msgpack ``[call id, method or status, payload bytes]``; payloads are
-records, and none is as large as a step's tokens: those lie in files, and calls name them. While a child gets on with
-its work (`etude.progress`) it says so, so a deadline is on its silence and not on the work. Measured: 15 to 91 µs a
-call against 1 ms through a cluster runtime. When either end goes, the other sees
-end-of-file: a caller's pending calls fail with `ProcessLost`, a child ends itself, so nothing outlives the conductor.
-Knows nothing of what is called.
+A frame is a length (u32, little endian) and msgpack ``[call id, method or status, payload bytes]``. Payloads are
+records; none has a step's tokens, which are in files that calls refer to. While a child makes progress
+(`etude.progress`) it sends a message, so a deadline limits the time without progress, not the duration of the work.
+Measured: 15 to 91 µs per call, against 1 ms through a cluster runtime.
+
+When one end closes, the other sees end-of-file: pending calls raise `ProcessLost`, and a child exits, so that nothing
+outlives the conductor. This module knows nothing of the methods that are called.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ from etude.errors import DeadlineExceeded, EtudeError
 from etude.records.wire import pack, unpack
 
 MAX_FRAME_BYTES = 1 << 30
-CANCEL = "cancel"  # the method by which a caller says that it no longer waits
-PROGRESS = "gets on"  # the status by which a child says that the call's work goes on
-BEAT_S = 1.0  # so often it looks whether it does
+CANCEL = "cancel"  # the method with which a caller cancels a call
+PROGRESS = "gets on"  # the status of a message that a call makes progress
+BEAT_S = 1.0  # interval of the check for progress
 _LENGTH = struct.Struct("<I")
 _frame = msgspec.msgpack.Decoder(tuple[int, str, bytes])
 T = TypeVar("T")
-LINK_S = 30.0  # for another machine to connect, and to be told that it is gone
-_IDLE_S, _BETWEEN_S, _PROBES = 10, 5, 4  # of TCP keep-alive: together they stay within LINK_S
+LINK_S = 30.0  # for another machine to connect, and until the loss of one is noticed
+_IDLE_S, _BETWEEN_S, _PROBES = 10, 5, 4  # of TCP keep-alive: together less than LINK_S
 
 
 def enable_keepalive(sock: socket.socket) -> socket.socket:
-    """A connection that ends by itself when nothing is heard of the other side for `LINK_S`, and sends at once: asyncio
-    sees to that only for sockets that were made with TCP's number, and a call would wait 40 ms for the acknowledgement
-    of the one before."""
+    """Make a TCP connection fail when the peer is silent for `LINK_S`, and disable Nagle's algorithm; returns the
+    socket. asyncio disables it only for sockets that were created with the protocol number of TCP, and a call would
+    wait 40 ms for the acknowledgement of the previous one."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
@@ -52,20 +53,20 @@ def enable_keepalive(sock: socket.socket) -> socket.socket:
 
 
 class ProcessLost(EtudeError):
-    """The process at the other end is gone; whether it finished the call is unknown."""
+    """The process at the other end is gone. Whether it finished the call is unknown."""
 
 
 class CallFailed(EtudeError):
-    """The call raised something that is no `EtudeError`: a defect, with the child's traceback."""
+    """The call raised an exception that is not an `EtudeError`: a defect. Has the child's traceback."""
 
 
 class MessageTooLarge(EtudeError):
-    """A call or its answer does not fit into a frame. Nothing of it was sent."""
+    """A call or its result does not fit into a frame. Nothing of it was sent."""
 
 
 @dataclass
 class _Waiting:
-    """A call under way."""
+    """A call in flight."""
 
     answer: asyncio.Future[bytes]
     silence: asyncio.Timeout
@@ -73,14 +74,14 @@ class _Waiting:
     beats: int = 0
 
     def extend(self) -> None:
-        """Wait anew."""
+        """Restart the deadline after a progress message."""
         self.beats += 1
-        with contextlib.suppress(RuntimeError):  # it has expired just now
+        with contextlib.suppress(RuntimeError):  # it has just expired
             self.silence.reschedule(asyncio.get_running_loop().time() + self.deadline_s)
 
 
 class Caller:
-    """The conductor's end of one child's socket. `max_frame_bytes` is for both ways."""
+    """The conductor's end of a child's socket. `max_frame_bytes` limits frames in both directions."""
 
     def __init__(self, sock: socket.socket, name: str, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self.name = name
@@ -92,13 +93,14 @@ class Caller:
         self.lost = asyncio.Event()
 
     async def open(self) -> None:
+        """Start to read results. Call it before `call`."""
         reader, self._writer = await asyncio.open_connection(sock=self._sock)
         self._listener = asyncio.create_task(self._listen(reader), name=f"listen to {self.name}")
 
     async def call(self, method: str, kind: type[T], *args: object, deadline_s: float) -> T:
-        """Call a child's method. `deadline_s`: how long it may be silent, with neither an answer nor a sign that it
-        gets on; then it is cancelled. Raises `ProcessLost`, `CallFailed`, `DeadlineExceeded`, `MessageTooLarge` or what the child
-        raised."""
+        """Call a method of the child and return its result, decoded as `kind`. `deadline_s`: how long the child may
+        send neither a result nor a progress message; then the call is cancelled. Raises `ProcessLost`, `CallFailed`,
+        `DeadlineExceeded`, `MessageTooLarge`, or the error that the child raised."""
         if self._writer is None or self.lost.is_set():
             raise ProcessLost(f"{self.name} is gone", f"calling {method}", hint=f"see logs/{self.name}.log")
         number = next(self._ids)
@@ -111,11 +113,13 @@ class Caller:
                 await self._writer.drain()
                 payload = await waiting.answer
         except TimeoutError:
-            if not self.lost.is_set():  # else its machine and its slots stay taken
+            if not self.lost.is_set():  # otherwise its machine and slots would stay in use
                 _write(self._writer, number, CANCEL, b"", self._max_frame_bytes)
             facts = f"within {deadline_s:g} s"
             if waiting.beats:
-                facts = f"silent for {deadline_s:g} s, after it got on for {loop.time() - began - deadline_s:.0f} s"
+                facts = (
+                    f"silent for {deadline_s:g} s, after it made progress for {loop.time() - began - deadline_s:.0f} s"
+                )
             raise DeadlineExceeded(
                 f"{self.name} did not answer {method}", facts, hint=f"see logs/{self.name}.log"
             ) from None
@@ -152,12 +156,12 @@ class Caller:
             self.close()
 
     def close(self) -> None:
-        """Close the socket: the child sees end-of-file and ends. Idempotent."""
+        """Close the socket. The child sees end-of-file and exits. Idempotent."""
         if self._writer is not None:
             self._writer.close()
 
     def abort(self) -> None:
-        """Give the socket up without a word: the other end is known to be gone. Idempotent."""
+        """Close the socket without a handshake, when the peer is known to be gone. Idempotent."""
         if self._writer is not None:
             self._writer.transport.abort()
 
@@ -182,12 +186,12 @@ async def serve(
 ) -> None:
     """Answer calls until the other end closes. `handlers`: method → (argument types, coroutine function).
 
-    Calls run concurrently, each in a task of its own, which is cancelled when its caller no longer waits. Every
-    `beat_s` seconds callers get a message on whether this process has made progress.
+    Calls run concurrently, each in its own task, which is cancelled when the caller cancels the call. Every `beat_s`
+    seconds callers get a message if this process has made progress.
     """
     reader, writer = await asyncio.open_connection(sock=sock)
     tasks: dict[int, asyncio.Task[None]] = {}
-    beats = asyncio.create_task(_beat(writer, tasks, beat_s), name="tell that work goes on")
+    beats = asyncio.create_task(_beat(writer, tasks, beat_s), name="report progress")
     try:
         while True:
             number, method, payload = await _read(reader, max_frame_bytes)
@@ -241,7 +245,8 @@ async def _answer(
 
 
 def _write(writer: asyncio.StreamWriter, number: int, word: str, payload: bytes, max_bytes: int) -> None:
-    """Raises `MessageTooLarge`: the other end would take a larger frame for damage and hang up."""
+    """Send a frame. Raises `MessageTooLarge`: the other end would treat a larger frame as damage and close the
+    connection."""
     frame = msgspec.msgpack.encode((number, word, payload))
     if len(frame) > max_bytes:
         what = f"{'the answer of a call' if word in ('ok', 'error', 'failed') else f'a call of {word}'} is too large"

@@ -1,4 +1,4 @@
-"""Work in a thread, to its end; and, where it must, one piece after the other."""
+"""Runs blocking work in threads, always to its end."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ P = ParamSpec("P")
 
 
 async def run_in_thread(work: Callable[[], T]) -> T:
-    """What work returns; the loop goes on meanwhile. Who is cancelled waits for the end of the work, so that it never
-    runs beside what comes after.
+    """Run `work` in a thread and return its result; the event loop continues meanwhile. A cancelled caller still waits
+    for the end of the work, so that the work never overlaps with what follows.
 
     >>> asyncio.run(run_in_thread(lambda: 2 + 2))
     4
@@ -23,8 +23,8 @@ async def run_in_thread(work: Callable[[], T]) -> T:
 
 
 class SerialExecutor:
-    """One thread that does what it is given, in the order in which it was given: work that waits for a disk or a server
-    neither stops the event loop nor overtakes anything.
+    """Runs calls in one thread, in the order of submission. Blocking calls to a disk or server neither block the event
+    loop nor overtake each other.
 
     >>> async def story() -> list[int]:
     ...     in_order, done = SerialExecutor("example"), list[int]()
@@ -39,12 +39,12 @@ class SerialExecutor:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     async def __call__(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-        """What work returns or raises. A caller that is cancelled waits for its end."""
+        """Run `work` in the thread and return its result. A cancelled caller still waits for its end."""
         call = functools.partial(work, *args, **named)
         return await _to_its_end(asyncio.get_running_loop().run_in_executor(self._thread, call))
 
     def close(self) -> None:
-        """Let the thread end after what it was given. Idempotent."""
+        """Wait for the submitted calls and end the thread. Idempotent."""
         self._thread.shutdown(wait=True)
 
 
@@ -54,4 +54,4 @@ async def _to_its_end(doing: asyncio.Future[T]) -> T:
     finally:
         await asyncio.wait([doing])
         if not doing.cancelled():
-            doing.exception()  # of work whose caller was cancelled: nobody else looks
+            doing.exception()  # mark as retrieved: the caller was cancelled

@@ -1,8 +1,8 @@
-"""The child processes of a run by role (learner, engines, workers, graders): starts them, and calls them.
+"""The child processes of a run by role (learner, engines, workers, graders): starts them and calls them.
 
-Every call has a deadline. The supervisor starts a child that died or hangs again; calls that were under way
-fail with `ProcessLost` and the caller decides what that means (a rollout is requeued, a grade is asked again, training
-resumes from its checkpoint).
+Every call has a deadline. The supervisor restarts a child that died or hangs. Calls that were in flight raise
+`ProcessLost`, and the caller decides what to do: requeue the rollout, repeat the grade, resume training from the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -41,21 +41,22 @@ from etude.weights.chain.signing import read_signer
 
 T = TypeVar("T")
 GRADE_S = 7_200.0
-"""Seconds for one grade. Longer than a grade may take (`MachineGrader`), so that work that is slow to grade still gets
-a verdict. Time in the queue does not count: graders report the end of each grade. The supervisor notices a grader that
-hangs."""
+"""Deadline of one grade in seconds. Longer than a grade may take (`MachineGrader`), so that slow work still gets a
+verdict. Time in the queue does not count, since graders report the end of each grade. A grader that hangs is found by
+the supervisor."""
 SCRIPT_S = 600.0
-"""Seconds to make and end the machine of a scripted rollout, beside its commands: its image may be large."""
+"""Seconds to create and remove the machine of a scripted rollout, in addition to its commands: its image may be
+large."""
 ENGINE_NICE = 5
-"""Nice value of engines. On shared cores they give way to harness, machines and graders: tool calls are short, and
-while they run requests gather, so that an engine's next step decodes more of them. They give way to the learner too:
-the next version waits for it, and rollouts run ahead of it anyway."""
+"""Nice value of engines. On shared cores they yield to harness, machines and graders: tool calls are short, and
+requests gather while they run, so that the engine's next step decodes a larger batch. They also yield to the learner:
+the next version depends on it, and rollouts run ahead anyway."""
 AnyOutcome: Any = Outcome  # a union is no `type` to a type checker, but it is to the decoder
 
 
 class Pool:
-    """The child processes of one role that take calls. A call goes to the member with the fewest calls under way; it
-    waits while no member is up."""
+    """The child processes of one role that answer calls. A call goes to the process with the fewest calls in flight,
+    and waits while none is up."""
 
     def __init__(self, role: str) -> None:
         self.role = role
@@ -64,11 +65,13 @@ class Pool:
         self._up = asyncio.Event()
 
     def join(self, caller: Caller) -> None:
+        """Add a process that is ready."""
         self.members[caller.name] = caller
         self._load[caller.name] = 0
         self._up.set()
 
     async def call(self, method: str, kind: type[T], *args: object, deadline_s: float) -> T:
+        """Call a method on one of the processes. Raises `DeadlineExceeded` and what `Caller.call` raises."""
         caller = await self.pick(deadline_s=deadline_s)
         self._load[caller.name] += 1
         try:
@@ -77,7 +80,7 @@ class Pool:
             self._load[caller.name] -= 1
 
     async def pick(self, *, deadline_s: float) -> Caller:
-        """A member that is up. Raises `DeadlineExceeded`."""
+        """Wait for a process that is up and return the least loaded one. Raises `DeadlineExceeded`."""
         if (found := self._least()) is not None:
             return found  # without a timer: this runs twice per rollout
         try:
@@ -92,58 +95,58 @@ class Pool:
             ) from None
 
     def _least(self) -> Caller | None:
-        """The member with the fewest calls under way; None when none is up."""
+        """The process with the fewest calls in flight; None when none is up."""
         for name in [n for n, c in self.members.items() if c.lost.is_set()]:
             del self.members[name]
         return min(self.members.values(), key=lambda c: (self._load[c.name], c.name), default=None)
 
 
 class RunProcesses:
-    """Starts the child processes of a run, keeps their addresses, and calls them."""
+    """Starts the child processes of a run, tracks their addresses, and calls them."""
 
     def __init__(self, run: RunFolder, config: RunConfig, telemetry: Telemetry, supervisor: Supervisor) -> None:
         self.run, self.config, self.telemetry, self.supervisor = run, config, telemetry, supervisor
         self.workers, self.graders, self.learners = Pool("worker"), Pool("grader"), Pool("learner")
-        self.max_running = Limit(config.max_running)  # rollouts under way; follows the live fleet
-        self.registrar: Registrar | None = None  # where engines from elsewhere join
+        self.max_running = Limit(config.max_running)  # concurrent rollouts; follows the engines that are up
+        self.registrar: Registrar | None = None  # where remote engines join
         self._own: dict[str, HttpEngine] = {}
         self._waiting: dict[str, EngineKind] = {}  # own engines that wait for a machine
-        self._joined_contexts = 0  # contexts of engines from elsewhere
+        self._joined_contexts = 0  # contexts of remote engines
         self._opened = contextlib.AsyncExitStack()
 
     @functools.cached_property
     def files(self) -> RolloutFiles:
-        """The files in which workers stored rollouts."""
+        """The files of finished rollouts, which workers write."""
         return rollout_files(self.run)
 
     @property
     def engines(self) -> dict[str, HttpEngine]:
-        """By name: the run's own engines, and the joined ones that serve."""
+        """Engines by name: the run's own, and the remote ones that serve."""
         return self._own | (self.registrar.serving() if self.registrar else {})
 
     @property
     def remote(self) -> Collection[str]:
-        """Names of the engines that joined from elsewhere."""
+        """Names of the remote engines."""
         return self.registrar.engines if self.registrar else ()
 
     def set_head(self, version: Version) -> None:
-        """Set the newest published version. An engine that joins from elsewhere must reach it before it gets work."""
+        """Set the newest published version. A remote engine must load it before it gets work."""
         if self.registrar is not None:
             self.registrar.head(version)
 
     async def wait_for_engine(self) -> None:
-        """Wait until at least one engine is there. Returns at once where the run has engines of its own."""
+        """Wait until at least one engine serves. Returns at once when the run has engines of its own."""
         if self.registrar is not None and not self._own:
             await wait_for_first_engine(self.registrar, self.telemetry, self.config.fleet.listen)
 
     def require_parity(self, learner_class: str) -> None:
-        """Refuse from now on engines that join with another parity class than the learner's."""
+        """From now on, refuse remote engines whose parity class differs from the learner's."""
         if self.registrar is not None:
             self.registrar.wanted = msgspec.structs.replace(self.registrar.wanted, parity=learner_class)
 
     async def start_sampling(self) -> None:
-        """Start engines, workers and graders at once; returns when all are ready. Engines from elsewhere are not waited
-        for."""
+        """Start engines, workers and graders concurrently; returns when all are ready. Does not wait for remote
+        engines."""
         if self.config.fleet.listen:
             failed = self.supervisor.failed
             door = open_registry(self.run, self.config, self.telemetry, self._on_roster, failed=failed)
@@ -160,7 +163,8 @@ class RunProcesses:
         )
 
     async def start_learner(self) -> None:
-        """Start the learner and, where its ranks are spread over machines, the process that starts each other rank."""
+        """Start the learner. When its ranks are spread over machines, also start the process that hosts each other
+        rank."""
         ranks = self.config.learner.ranks if self.supervisor.placement.spreads else 1
         brought = [self._rank_host(f"learner-host-{n}") for n in range(1, ranks)]
         added = (self.supervisor.add(*one) for one in [self._member("learner", 0, self.learners), *brought])
@@ -168,14 +172,15 @@ class RunProcesses:
 
     async def close(self) -> None:
         await self._opened.aclose()
-        await self.supervisor.close()  # first: its questions would open new connections
+        await self.supervisor.close()  # first: its health checks would open new connections
         for engine in self._own.values():
             await engine.close()
 
     async def rollout(self, spec: RolloutSpec, *, kept: bool = True) -> RolloutResult:
-        """Have a worker run a rollout and store it. Worker and engines watch its progress and end it long before this
-        call's deadline, which allows every turn its longest wait for an engine and for each of its tokens. `kept`: the
-        rollout is for the ledger; else it has a transcript, and the caller must `files.drop` it."""
+        """Have a worker run a rollout and store it. Worker and engines watch its progress and end it long before the
+        deadline of this call, which allows every turn the longest wait for an engine and for each token. `kept`: the
+        ledger refers to the rollout. Otherwise it has a transcript, and the caller must delete its file
+        (`files.drop`)."""
         limits = self.config.harness
         turn_s = PATIENCE_S + (1 + limits.turn_tokens) * limits.turn_deadline_s
         deadline_s = limits.rollout_deadline_s + limits.max_turns * turn_s
@@ -184,21 +189,24 @@ class RunProcesses:
         )
 
     async def baseline(self, spec: RolloutSpec, kind: str) -> RolloutResult:
-        """Have a worker run a scripted agent, `kind` "oracle" or "random", on a task. It asks no engine, so its
-        deadline covers machine and commands only. It has a transcript, and the caller must `files.drop` it."""
+        """Have a worker run a scripted agent on a task; `kind` is "oracle" or "random". It uses no engine, so the
+        deadline covers machine and commands only. The result has a transcript, and the caller must delete its file
+        (`files.drop`)."""
         deadline_s = SCRIPT_S + self.config.harness.rollout_deadline_s
         return (await self.workers.call("baseline", RolloutReply, spec, kind, deadline_s=deadline_s)).with_task(
             spec.task
         )
 
     async def grade(self, rollout: RolloutResult) -> Outcome:
+        """Have a grader grade a finished rollout."""
         graded: Outcome = await self.graders.call(
             "grade", AnyOutcome, rollout.task, rollout.summary, deadline_s=GRADE_S
         )
         return graded
 
     async def measure(self, rollout: RolloutResult, graded: Graded) -> Graded:
-        """Have a grader measure the run's own reward terms of a judged rollout; returns the verdict with them."""
+        """Have a grader measure the run's own reward terms of a graded rollout. Returns the verdict with these
+        terms."""
         return await self.graders.call("measure", Graded, rollout.summary, graded, deadline_s=GRADE_S)
 
     def _child(
@@ -240,10 +248,10 @@ class RunProcesses:
         return self._child(name, argv, env=env), Role(on_up, answers, with_socket=True)
 
     def _rank_host(self, name: str) -> tuple[Child, Role]:
-        """The process that starts a rank on another machine. It has no health check here: the learner watches it."""
+        """The process that hosts one rank on another machine. It has no health check here: the learner watches it."""
 
         async def passes(_: Child) -> None:
-            """Nothing to do: its connection with the learner breaks when either dies."""
+            """Do nothing: the connection to the learner breaks when either side dies."""
 
         argv = ["-m", "etude.loop.rank_hosts", "--run", str(self.run.path)]
         return self._child(name, argv), Role(passes, passes)
@@ -277,7 +285,7 @@ class RunProcesses:
         return child, Role(on_up, answers, on_wait=waits)
 
     async def _on_roster(self, joined: Roster) -> dict[str, int]:
-        """Take over the list of joined engines: set how many rollouts may run, and send the list to the workers.
+        """Store the list of remote engines, update the number of concurrent rollouts, and send the list to the workers.
         Returns the number of sessions by engine."""
         self._joined_contexts = sum(one.max_sequences for one in joined.values() if one.state is State.SERVING)
         self._update_limit()
@@ -289,7 +297,7 @@ class RunProcesses:
         self.max_running.set(rollouts_on(self.config.own_contexts - away + self._joined_contexts))
 
     async def _send_engines(self) -> dict[str, int]:
-        """Send the list of engines to every worker. Returns the number of sessions by engine, over all workers."""
+        """Send the list of engines to every worker. Returns the number of sessions by engine, summed over workers."""
         region = "home" if self.registrar else ""
         sizes = {f"engine-{i}": self.config.contexts_of(kind) for i, kind in enumerate(self.config.fleet.engines)}
         own = {n: Listed(url=e.url, region=region, max_sequences=sizes[n]) for n, e in self._own.items()}
@@ -307,7 +315,7 @@ class RunProcesses:
 
 
 def engine_argv(run: RunFolder, config: RunConfig, name: str, kind: EngineKind) -> list[str]:
-    """The arguments of Python that start an engine's process."""
+    """The Python arguments that start an engine process of this kind for a run."""
     argv = ["-m", SERVERS[kind], "--name", name, "--checkpoint", str(run / "checkpoints" / "mid")]
     place = weights_location(run)
     argv += ["--store", str(place), *poll_arguments(place)]
@@ -326,8 +334,8 @@ def engine_argv(run: RunFolder, config: RunConfig, name: str, kind: EngineKind) 
 
 
 async def read_url(ready_file: Path, pid: int | None) -> str:
-    """Wait for the URL that the engine with this pid writes to `ready_file` when it serves, and remove the file: on
-    another machine its successor may have the same pid. Has no deadline of its own: the supervisor bounds the wait."""
+    """Wait for the URL that the engine with this pid writes to `ready_file` when it serves, and delete the file: on
+    another machine the next engine may have the same pid. Has no deadline; the supervisor limits the wait."""
     while True:
         try:
             ready = json.loads(ready_file.read_text())
@@ -343,7 +351,7 @@ async def read_url(ready_file: Path, pid: int | None) -> str:
 async def open_processes(
     run: RunFolder, config: RunConfig, telemetry: Telemetry, supervisor: Supervisor
 ) -> AsyncIterator[RunProcesses]:
-    """A `RunProcesses` for a block; its processes end with the block."""
+    """Context manager of a `RunProcesses`. Its processes end with the block."""
     members = RunProcesses(run, config, telemetry, supervisor)
     try:
         yield members
