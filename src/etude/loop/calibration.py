@@ -1,11 +1,14 @@
-"""Measures the CPU time of a config's model, tools and machines on this machine.
+"""Measures the CPU time that a config's model, tools and machines need on this machine.
 
-A program of its own, as it loads torch. Each constant of `plan.Measured` is measured by itself, in CPU seconds: the
-learner's step on drawn tokens at two sizes; the reference engine in this process, with prompts alone, with few
-sequences and with many; then, by a processes in a scratch run, scripts that play tasks (worker, grader, machines) and the
-model as it starts, of which what the others do not explain is the price of asking an engine. Nothing is taken from a
-run that a plan is held to. An engine's part of a version is taken to be the learner's: one decodes and proves what the
-other encodes.
+A program of its own, since it loads torch. Each constant of `plan.Measured` is measured separately, in CPU seconds:
+
+- the learner's step on random tokens, at two sizes;
+- the reference engine in this process: prompts only, few sequences, and many;
+- by the processes of a scratch run: scripted rollouts (worker, grader, machines), and rollouts of the untrained model.
+  The part of the latter that the other constants do not explain is the cost of a request to an engine.
+
+No number comes from a run that a plan is compared with. The time of an engine to load a version is assumed to be that
+of the learner to publish it: one decodes and verifies what the other encodes.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ FEW, MANY, PLAYED = 4, 32, 48
 
 
 def cpu_of(work: Callable[[], object]) -> float:
-    """The least CPU seconds of this process that some tries took: what else runs here only adds."""
+    """The smallest CPU time of several runs of `work`: other load on the machine only adds to it."""
     took = []
     for _ in range(REPEATS):
         began = time.process_time()
@@ -67,6 +70,7 @@ def cpu_of(work: Callable[[], object]) -> float:
 
 
 def sample_of(number: int, vocab_size: int, layers: int, top_k: int) -> Sample:
+    """A sample of random tokens."""
     rng = np.random.default_rng(number)
     mask = np.arange(TOKENS) % 3 == 1
     path = RolloutPath(
@@ -81,7 +85,7 @@ def sample_of(number: int, vocab_size: int, layers: int, top_k: int) -> Sample:
 
 
 def learner_constants(config: RunConfig, checkpoint: Path) -> dict[str, float]:
-    """A step at two sizes, and a version."""
+    """Constants of the learner: a step at two sizes, and a publish."""
     learner = make_learner(config, Channel(MemoryStore()), None, refuse_mismatch=False)
     learner.load(str(checkpoint))
     model = learner.model.config
@@ -99,7 +103,7 @@ def learner_constants(config: RunConfig, checkpoint: Path) -> dict[str, float]:
         learner.offer(())
         learner.published()
 
-    step(FEW)  # what is done once only
+    step(FEW)  # warm-up
     publish()
     few, many, published = cpu_of(lambda: step(FEW)), cpu_of(lambda: step(MANY)), cpu_of(publish)
     learner.close()
@@ -113,7 +117,7 @@ def learner_constants(config: RunConfig, checkpoint: Path) -> dict[str, float]:
 
 
 def engine_constants(config: RunConfig, checkpoint: Path) -> dict[str, float]:
-    """Prompts alone; then decoding at two batches."""
+    """Constants of the engine: prompts only, then decoding at two batch sizes."""
     model = load_model(checkpoint)
     sizes = EngineConfig(context_tokens=PROMPT + SAMPLED + 8, max_sequences=MANY, dtype=config.engine.dtype)
 
@@ -121,7 +125,7 @@ def engine_constants(config: RunConfig, checkpoint: Path) -> dict[str, float]:
         async def serve() -> float:
             async with ReferenceEngine(model, version=Version(0, "0" * 8, "0" * 64), config=sizes) as engine:
                 rng, began = np.random.default_rng(count), time.process_time()
-                asked = [
+                requests = [
                     CompletionRequest(
                         request_id=f"r{i}",
                         session_id=f"r{i}",
@@ -130,7 +134,7 @@ def engine_constants(config: RunConfig, checkpoint: Path) -> dict[str, float]:
                     )
                     for i in range(count)
                 ]
-                await asyncio.gather(*(engine.generate(one) for one in asked))
+                await asyncio.gather(*(engine.generate(one) for one in requests))
                 return time.process_time() - began
 
         return min(asyncio.run(serve()) for _ in range(REPEATS))
@@ -147,12 +151,12 @@ def engine_constants(config: RunConfig, checkpoint: Path) -> dict[str, float]:
 
 
 def prepared(config: RunConfig, folder: Path) -> RunFolder:
-    """A run folder with a tokeniser and a checkpoint: the start's, or weights as drawn."""
+    """A scratch run with a tokeniser and a checkpoint: the starting one, or random weights."""
     one = replace(config, fleet=replace(config.fleet, engines=(EngineKind.REFERENCE,)))
     run = RunFolder.create(folder, config_toml=to_toml(one), seed=0)
     telemetry = Telemetry(run / "events" / "conductor.jsonl", process="conductor")
     if config.start is not None:
-        ChatFormat.load(config.start)  # what it lacks is told of where the user put it
+        ChatFormat.load(config.start)  # so that an error names the user's path
         copy_start_checkpoint(config.start, run, telemetry)
         return run
     train_tokenizer(
@@ -167,7 +171,7 @@ def prepared(config: RunConfig, folder: Path) -> RunFolder:
 
 
 async def machine_constants(run: RunFolder, config: RunConfig, engine: Mapping[str, float]) -> dict[str, float]:
-    """Scripts and the model, played by a worker, an engine and a grader."""
+    """Constants of workers, graders and the conductor, from scripted rollouts and rollouts of the model."""
     telemetry = Telemetry(run / "events" / "conductor.jsonl", process="conductor")
     one = replace(config, fleet=replace(config.fleet, engines=(EngineKind.REFERENCE,)))
     supervisor = Supervisor(telemetry)
@@ -190,7 +194,7 @@ async def machine_constants(run: RunFolder, config: RunConfig, engine: Mapping[s
 
 async def _play(members: RunProcesses, config: RunConfig, kind: str) -> list[RolloutSummary]:
     source = open_tasks(config, canaries=False)
-    size = source.size(Split.TRAIN) or PLAYED  # of few tasks, some are played more often
+    size = source.size(Split.TRAIN) or PLAYED  # with few tasks, some are repeated
     tasks = [source.task(Split.TRAIN, i % size) for i in range(PLAYED)]
     specs = [siblings(f"{kind}{i}", task, 1, seed=i, temperature=1.0)[0] for i, task in enumerate(tasks)]
 
@@ -207,8 +211,8 @@ async def _play(members: RunProcesses, config: RunConfig, kind: str) -> list[Rol
 def _explained(
     found: Mapping[str, tuple[dict[str, float], list[RolloutSummary]]], engine: Mapping[str, float]
 ) -> dict[str, float]:
-    """Tools' turns and fresh grades from the scripts; from the model, whose calls are mostly none, its requests. Raises
-    `EtudeError` where a kind had no turn at all: then nothing was measured."""
+    """Compute the constants: tool turns and grades from the scripts; requests from the model, whose tool calls are
+    mostly invalid. Raises `EtudeError` when a kind of rollout had no turn, so that nothing was measured."""
 
     def spent(kind: str, role: str) -> float:
         return sum(seconds for name, seconds in found[kind][0].items() if name.startswith(role))
@@ -216,17 +220,17 @@ def _explained(
     turns = {kind: sum(r.num_turns for r in rollouts) for kind, (_, rollouts) in found.items()}
     for kind, num_turns in turns.items():
         if not num_turns and kind in ("oracle", "random", "model"):
-            why = next((r.invalid.evidence for r in found[kind][1] if r.invalid), "every prompt is past the context")
+            why = next((r.invalid.evidence for r in found[kind][1] if r.invalid), "every prompt exceeds the context")
             raise EtudeError(f"no rollout of kind {kind!r} had a turn", why, hint="raise harness.context_tokens")
     tool_s = (spent("oracle", "worker") + spent("random", "worker")) / (turns["oracle"] + turns["random"])
     rollouts = found["model"][1]
     sampled = sum(r.num_sampled for r in rollouts)
     prompts = sum(r.num_prompt for r in rollouts)
-    at_work, apart = spent("model", "engine"), spent("model", "worker") + spent("model", "grader")
-    batch = max(1.0, PLAYED * at_work / (at_work + apart))
+    in_engine, elsewhere = spent("model", "engine"), spent("model", "worker") + spent("model", "grader")
+    batch = max(1.0, PLAYED * in_engine / (in_engine + elsewhere))
     decoded = sampled * (engine["decode_s"] / batch + engine["decode_s_sequence"])
     return {
-        "request_s": max(0.0, at_work - decoded - prompts * engine["prefill_s_token"]) / turns["model"],
+        "request_s": max(0.0, in_engine - decoded - prompts * engine["prefill_s_token"]) / turns["model"],
         "turn_s": tool_s + spent("model", "worker") / turns["model"],
         "grade_s": (spent("fresh", "grader") + spent("random", "grader")) / (2 * PLAYED),
         "conductor_s": spent("model", "me") / PLAYED,
@@ -234,7 +238,7 @@ def _explained(
 
 
 def measured(config: RunConfig) -> Measured:
-    """Of one rank, whatever their number. Raises `EtudeError`."""
+    """Measure all constants, with one learner rank whatever the config says. Raises `EtudeError`."""
     learner = replace(config.learner, ranks=1, expert_parallel=1, context_parallel=1)
     config = replace(config, learner=learner)
     torch.set_num_threads(1)
@@ -254,7 +258,7 @@ def measured(config: RunConfig) -> Measured:
 
 
 def main() -> int:
-    """Prints the constants; or, with an exit code that says so, an error's parts."""
+    """Print the constants as JSON; or the parts of an error, with its exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path, required=True)
     try:

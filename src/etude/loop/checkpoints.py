@@ -1,4 +1,4 @@
-"""Evaluates a checkpoint by itself: starts engines, workers and graders for it, without a learner."""
+"""Checkpoints of a run: copying a starting checkpoint into it, and finding the newest one. Loads no torch."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ TOKENIZER_FILES = (
 
 
 def copy_start_checkpoint(checkpoint: Path, run: RunFolder, telemetry: Telemetry | None = None) -> None:
-    """Copy a Hugging Face directory into a run as its starting checkpoint and its tokeniser. The optimiser state that
-    another run's learner left there is not copied: this run begins at step 0. Layers that etude does not compute are
-    named in an event."""
+    """Copy a Hugging Face directory into a run as its starting checkpoint and tokeniser. The optimiser state that
+    another run's learner left there is not copied, since this run begins at step 0. An event names layers that etude
+    does not compute. Raises `CheckpointError`."""
     learners, mid = shutil.ignore_patterns("learner.*", SUMS), run / "checkpoints" / "mid"
     for folder in (mid, run / "tokenizer"):
         (folder / SUMS).unlink(missing_ok=True)
@@ -57,11 +57,11 @@ def checkpoint_version(checkpoint: Path) -> Version | None:
         return Version(int(step), str(incarnation), str(digest))
     except (OSError, ValueError, KeyError, TypeError) as error:
         hint = "evaluate another checkpoint of the run"
-        raise CheckpointError(f"{path} is damaged", f"it names no version ({error!r})", hint=hint) from None
+        raise CheckpointError(f"{path} is damaged", f"it has no version ({error!r})", hint=hint) from None
 
 
 def newest_checkpoint(run: RunFolder) -> Path:
-    """The run's result, or how far it has got."""
+    """The run's final checkpoint; if it has not ended, the newest one."""
     final = run / "checkpoints" / "final"
     steps = sorted((run / "checkpoints").glob("step-*"))
     return final if final.is_dir() else steps[-1] if steps else run / "checkpoints" / "mid"

@@ -1,8 +1,9 @@
-"""Makes the corpus of mid-training from the task source: demonstrations, code documents, standard-library text.
+"""Builds the mid-training corpus from the task source: demonstrations, code documents, standard-library text.
 
-A program of its own (``python -m etude.loop.corpus --run DIR``), since it is all CPU: demonstrations are played on
-both cores, the tokeniser is trained on a sample, everything is encoded once. No held-out or validation function is in
-it: asserted by hash on the finished texts, demonstrations included. Idempotent: what a killed one left is made again.
+A program of its own (``python -m etude.loop.corpus --run DIR``), since it uses only the CPU. Demonstrations are played
+on all cores, the tokeniser is trained on a sample, and everything is encoded once. The corpus has no held-out or
+validation function: this is asserted by hash on the finished texts, including demonstrations. Idempotent: files of a
+killed run are written again.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from etude.training.corpus import write_corpus
 from etude.training.tokenizer import train_tokenizer
 
 HELDOUT_DOCUMENTS = 96  # demonstrations on validation tasks, for the held-out loss
-TOKENIZER_SAMPLE = 1500  # demonstrations that the tokeniser is trained on
+TOKENIZER_SAMPLE = 1500  # demonstrations for training the tokeniser
 CODE_PER_DOCUMENT = 4
 
 
@@ -72,8 +73,8 @@ def build(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
 
 
 def _taught(config: RunConfig) -> Demonstrating:
-    """The tasks that are demonstrated: the run's own where they can be, else generated ones, which teach a model the
-    tools before it meets the run's."""
+    """The tasks that are demonstrated: the run's own if its source has demonstrations; otherwise generated tasks, which
+    teach the model the tools before it sees the run's tasks."""
     source, tasks = open_tasks(config, canaries=False), config.tasks
     if isinstance(source, Demonstrating):
         return source
@@ -81,10 +82,10 @@ def _taught(config: RunConfig) -> Demonstrating:
 
 
 def _demonstrate(config: RunConfig) -> list[list[Message]]:
-    """All demonstrations, played in as many processes as there are cores."""
+    """Play all demonstrations, in one process per core."""
     cores, count = len(os.sched_getaffinity(0)), config.corpus.num_demonstrations
     cuts = [count * i // cores for i in range(cores + 1)]
-    with ProcessPoolExecutor(cores, multiprocessing.get_context("spawn")) as pool:  # knows when a process is killed
+    with ProcessPoolExecutor(cores, multiprocessing.get_context("spawn")) as pool:  # notices when a process is killed
         parts = [pool.submit(_demonstrate_part, config, a, b) for a, b in pairwise(cuts)]
         return list(chain.from_iterable(part.result() for part in parts))
 
@@ -107,7 +108,7 @@ def _play(
 
 
 def _spoken(talk: list[Message]) -> Iterator[str]:
-    """The texts between a conversation's special tokens, as the chat format will encode them."""
+    """The texts between a conversation's special tokens, as the chat format encodes them."""
     for message in talk:
         yield message["content"]
         for call in message.get("tool_calls", ()):

@@ -1,7 +1,8 @@
-"""Engines from elsewhere in a run: its registry listens at ``fleet.listen`` while the processes is up.
+"""The registry at which remote engines join a run. It listens at ``fleet.listen`` while the run's processes are up.
 
-The conductor holds the registry, since it alone knows what is published, who works and how much may run. What happens
-to an engine is an event (`fleet.state`), and so is how each is, every beat (`fleet.load`): the lanes of the report.
+The registry is part of the conductor, which knows the published version, the workers, and how many rollouts may run.
+Each change of an engine is a `fleet.state` event, and its load is a `fleet.load` event at every heartbeat: these are
+the lanes of the report.
 """
 
 from __future__ import annotations
@@ -27,18 +28,19 @@ Beat = Callable[[Roster], Awaitable[dict[str, int]]]
 
 
 def check_listen(config: RunConfig) -> None:
-    """Raises `ConfigError` for a registry that others can reach and anybody may use, and for one that has no place."""
+    """Check `fleet.listen`. Raises `ConfigError` for a registry that others can reach without a token, and for an
+    address that cannot be used."""
     listen = config.fleet.listen
     host, _, port = listen.rpartition(":")
     if not host:
         return
     if host not in LOOPBACK and environment_token() is None:
-        facts, hint = "anybody could join and be sent rollouts", "set ETUDE_TOKEN, here and at engines"
+        facts, hint = "anybody could join and receive rollouts", "set ETUDE_TOKEN here and at the engines"
         raise ConfigError(f"fleet.listen = {listen!r} without a token", facts, hint=hint)
     try:
         bind(host.strip("[]"), int(port)).close()
     except ConfigError as error:
-        hint = "name an address of this machine and a free port"
+        hint = "use an address of this machine and a free port"
         raise ConfigError(f"fleet.listen = {listen!r}: {error.what}", error.facts, hint=hint) from None
 
 
@@ -46,8 +48,8 @@ def check_listen(config: RunConfig) -> None:
 async def open_registry(
     run: RunFolder, config: RunConfig, telemetry: Telemetry, beat: Beat, *, failed: asyncio.Future[EtudeError]
 ) -> AsyncIterator[Registrar]:
-    """Run a registry that engines can join, for a block. `failed` gets an error when the run has had no engine for too
-    long, or the task that watches this ends."""
+    """Run a registry for a block. `beat` gets the list of engines at every heartbeat. `failed` gets an error when the
+    run has had no engine for too long or the task that watches the engines ends."""
     check_listen(config)
     own = {f"engine-{i}" for i in range(len(config.fleet.engines))}
     registrar = Registrar(required_of_engines(run, config), token=environment_token(), reserved=own)
@@ -58,7 +60,7 @@ async def open_registry(
 
     had_some = time.monotonic()
 
-    async def told(roster: Roster) -> dict[str, int]:
+    async def on_heartbeat(roster: Roster) -> dict[str, int]:
         nonlocal had_some
         for name, one in roster.items():
             telemetry.event("fleet.load", engine=name, **load_fields(one))
@@ -71,11 +73,11 @@ async def open_registry(
     def ended(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and not failed.done():
             facts, hint = repr(task.exception()), "this is a defect of etude: report it; the run can be resumed"
-            failed.set_result(EtudeError("the fleet is watched no more", facts, hint=hint))
+            failed.set_result(EtudeError("the registry of engines has failed", facts, hint=hint))
 
     async with listening(registrar.app, bind(host.strip("[]"), int(port)), what="the registry of engines") as url:
         telemetry.event("fleet.listen", url=url)
-        watch = asyncio.create_task(registrar.watch(changed, told), name="watch the fleet")
+        watch = asyncio.create_task(registrar.watch(changed, on_heartbeat), name="watch the fleet")
         watch.add_done_callback(ended)
         try:
             yield registrar
@@ -103,7 +105,7 @@ def required_of_engines(run: RunFolder, config: RunConfig) -> Wanted:
 
 
 def load_fields(one: Listed) -> dict[str, object]:
-    """The facts of a `fleet.load` event."""
+    """The fields of a `fleet.load` event."""
     return {
         "region": one.region,
         "state": str(one.state),
@@ -116,22 +118,22 @@ def load_fields(one: Listed) -> dict[str, object]:
 
 
 async def wait_for_first_engine(registrar: Registrar, telemetry: Telemetry, listen: str) -> None:
-    """Wait for an engine that may be given work, and tell who is there. The watch ends the run where that takes too
-    long."""
-    told = ""
+    """Wait for an engine that serves, and report the state of those that have joined. Has no deadline: the registry
+    ends the run after `NONE_S`."""
+    last_reason = ""
     while not any(one.state is State.SERVING for one in registrar.roster.values()):
-        reason = f"they join at {listen}, {_who_is_there(registrar.roster)}"
-        if reason != told:
+        reason = f"they join at {listen}, {_joined(registrar.roster)}"
+        if reason != last_reason:
             telemetry.event("process", name="engines", state="waiting", reason=reason)
-        told = reason
+        last_reason = reason
         await asyncio.sleep(POLL_S)
     telemetry.event("process", name="engines", state="ready")
 
 
-def _who_is_there(roster: Roster) -> str:
+def _joined(roster: Roster) -> str:
     return ", ".join(f"{name} is {one.state}" for name, one in roster.items()) or "none has joined"
 
 
 def _no_engine(roster: Roster, listen: str) -> DeadlineExceeded:
     hint = f"python -m etude.inference.server --register http://{listen} --store PLACE; then resume the run"
-    return DeadlineExceeded("the run has no engine", f"{_who_is_there(roster)}; waited {NONE_S:g} s", hint=hint)
+    return DeadlineExceeded("the run has no engine", f"{_joined(roster)}; waited {NONE_S:g} s", hint=hint)

@@ -1,5 +1,4 @@
-"""Evaluates a version: the same rollouts as in training, on tasks that are never trained on, with one pinned
-version."""
+"""Evaluates a version or a checkpoint: the same rollouts as in training, on tasks that are never trained on."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from etude.scratch import OwnFolder
 from etude.seams import TaskSource
 from etude.telemetry import Telemetry
 
-TELL_EVERY_S = 1.0
+PROGRESS_EVERY_S = 1.0
 Done = tuple[RolloutResult, Outcome]
 Each = Callable[[], None]
 
@@ -54,12 +53,12 @@ async def evaluate(
     telemetry: Telemetry,
     each: Each = _nothing,
 ) -> EvalResult:
-    """Evaluate version step `step` on the first `num_tasks` of a split. Returns its solve rate with other numbers, and
-    writes them as an `eval.result` event.
+    """Evaluate the version of this step on the first `num_tasks` tasks of a split, with `tries` rollouts each. Returns
+    its solve rate and related numbers, and writes them as an `eval.result` event.
 
-    Keeps every rollout with its transcript: ``out/<name>-<step>.parquet`` for validation tasks, ``out/<name>.parquet``
-    for others; a repeated evaluation replaces the file. A rollout with signs of cheating counts as not solved, as it
-    earns nothing in training. `each` is called after every rollout.
+    Every rollout is kept with its transcript: ``out/<name>-<step>.parquet`` for validation tasks,
+    ``out/<name>.parquet`` for others. A repeated evaluation replaces the file. A rollout with signs of cheating counts
+    as not solved, since it earns nothing in training. `each` is called after every rollout.
     """
     began = time.perf_counter()
 
@@ -76,13 +75,13 @@ async def evaluate(
 
 
 def _row(played: RolloutResult, outcome: Outcome, composition: Composition) -> EvalRow:
-    reward = composed_reward(outcome, composition.without_weights)  # 1.0 where it is solved, whatever else a run weighs
+    reward = composed_reward(outcome, composition.without_weights)  # without weighted terms: 1.0 when solved
     signs = counted_signs(played, outcome, reward)
     return make_row(played.summary, reward, transcript=played.transcript, sign=str(signs[0]) if signs else "")
 
 
 def file_name(name: str, split: Split, step: int) -> str:
-    """Where the rows of an evaluation are, in the run's folder for them."""
+    """The file of an evaluation's rows, in the run's folder of evaluations."""
     return f"{name}-{step:06d}.parquet" if split is Split.VALIDATION else f"{name}.parquet"
 
 
@@ -95,17 +94,17 @@ async def run_all(
     telemetry: Telemetry,
     each: Each = _nothing,
 ) -> list[Done]:
-    """Run the rollout of every spec, as many at once as the engines allow. Writes `eval.progress` events."""
-    semaphore, num_done, told = AdjustableSemaphore(processes.max_running), 0, float("-inf")
+    """Run `one` for every spec, as many concurrently as the engines allow. Writes `eval.progress` events."""
+    semaphore, num_done, reported_at = AdjustableSemaphore(processes.max_running), 0, float("-inf")
 
     async def placed(spec: RolloutSpec) -> Done:
-        nonlocal num_done, told
+        nonlocal num_done, reported_at
         async with semaphore.slot():
             result = await one(spec)
         num_done += 1
         each()
-        if num_done == len(specs) or time.monotonic() - told >= TELL_EVERY_S:
-            told = time.monotonic()
+        if num_done == len(specs) or time.monotonic() - reported_at >= PROGRESS_EVERY_S:
+            reported_at = time.monotonic()
             telemetry.event("eval.progress", name=name, done=num_done, total=len(specs))
         return result
 
@@ -116,7 +115,7 @@ async def run_all(
 async def baseline(
     processes: RunProcesses, source: TaskSource, kind: str, *, num_tasks: int, seed: int, telemetry: Telemetry
 ) -> float:
-    """Solve rate of a scripted agent, `kind` "oracle" or "random", on held-out tasks, by the same rollout code."""
+    """Solve rate of a scripted agent on held-out tasks, by the same rollout code; `kind` is "oracle" or "random"."""
 
     async def one(spec: RolloutSpec) -> Done:
         rollout = await processes.baseline(spec, kind)
@@ -148,7 +147,7 @@ def _specs(
 
 
 def without_remote_engines(config: RunConfig) -> RunConfig:
-    """The config without engines from elsewhere, which follow a run's weights and not a checkpoint."""
+    """The config without remote engines, which follow a run's weights and not a checkpoint."""
     engines = config.fleet.engines or (EngineKind.REFERENCE,)
     return dataclasses.replace(config, fleet=dataclasses.replace(config.fleet, engines=engines, listen=""))
 
@@ -156,8 +155,9 @@ def without_remote_engines(config: RunConfig) -> RunConfig:
 async def evaluate_checkpoint(
     checkpoint: Path, config: RunConfig, *, split: Split, num_tasks: int, tries: int, out: Path | None, each: Each
 ) -> EvalResult:
-    """Evaluate a checkpoint with the rollout code of a run; returns what `evaluate` returns, under the step of the
-    checkpoint's version. `out`: folder for the rollouts. `each` is called after every rollout."""
+    """Evaluate a checkpoint with the rollout code of a run, without a learner. Returns what `evaluate` returns, with
+    the step of the checkpoint's version. `out`: folder for the rollouts; None: they are not kept. `each` is called
+    after every rollout."""
     version, config = checkpoint_version(checkpoint), without_remote_engines(config)
     with OwnFolder("eval") as scratch:
         run = RunFolder.create(scratch / "run", config_toml=to_toml(config), seed=config.seed)
@@ -170,7 +170,7 @@ async def evaluate_checkpoint(
                 open_tasks(config, canaries=False),
                 name=checkpoint.name,
                 split=split,
-                step=0,  # the engines' own step: they start with these weights
+                step=0,  # the engines start with these weights as step 0
                 num_tasks=num_tasks,
                 tries=tries,
                 seed=config.seed,

@@ -1,4 +1,4 @@
-"""A Hugging Face directory of a checkpoint, of a run's result, or of any version that a run published."""
+"""Exports a checkpoint, a run's result, or any published version of a run as a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ Log = Callable[[str], None]
 def export_checkpoint(
     source: Path, out: Path, *, dtype: str, quantise: Quantise = Quantise.NONE, log: Log = lambda _: None
 ) -> Path:
-    """Write a checkpoint, or a run's newest one, as a new Hugging Face directory with its tokeniser. `log` is called
-    with a line on layers that were left out when the run started. Raises `CheckpointError`."""
+    """Write a checkpoint, or a run's newest one, as a new Hugging Face directory with its tokeniser. Returns `out`.
+    `log` is called with a line on layers that were left out when the run started. Raises `CheckpointError`."""
     start = source
     if (source / "run.json").is_file():
         run = RunFolder.open(source)
@@ -53,8 +53,9 @@ def export_version(
     quantise: Quantise = Quantise.NONE,
     log: Log = lambda _: None,
 ) -> Path:
-    """Write a run's version of this step as a Hugging Face directory, rebuilt from its chain and proven by its digests.
-    `log` is called with a line on layers that were left out when the run started."""
+    """Write the version of this step as a Hugging Face directory. The version is rebuilt from the run's chain of deltas
+    and verified by its digests. Returns `out`. `log` is called with a line on layers that were left out when the run
+    started."""
     store = weights_store(run, readonly=True)
     tensors = rebuild(store, inspect.find(store, str(step)))
     start = run / "checkpoints" / "mid"
@@ -71,12 +72,12 @@ def export_version(
 
 
 def export_adapter(source: Path, out: Path) -> Path:
-    """Write the adapter of a checkpoint, or of a run's newest one, as peft and vLLM read it, in the dtype that it was
-    trained to. Raises `CheckpointError`."""
+    """Write the adapter of a checkpoint, or of a run's newest one, in the format of peft and vLLM, in the dtype in
+    which it was trained. Returns `out`. Raises `CheckpointError`."""
     source = newest_checkpoint(RunFolder.open(source)) if (source / "run.json").is_file() else source
     if not (source / ADAPTER_CONFIG).is_file():
         hint = "export it without --adapter; learner.lora_rank trains adapters"
-        raise CheckpointError(f"{source} is no adapter", f"it has no {ADAPTER_CONFIG}", hint=hint)
+        raise CheckpointError(f"{source} is not an adapter", f"it has no {ADAPTER_CONFIG}", hint=hint)
     config, tensors = read_adapter(source)
     with whole_directory(out) as folder:
         write_adapter(folder, tensors, config, next_base(source), dtype=next(iter(tensors.values())).dtype)
@@ -84,11 +85,11 @@ def export_adapter(source: Path, out: Path) -> Path:
 
 
 def export_version_adapter(run: RunFolder, step: int, out: Path) -> Path:
-    """As `export_adapter`, of a version that a run published. Raises `CheckpointError`."""
+    """As `export_adapter`, for a version that a run published. Raises `CheckpointError`."""
     store, start = weights_store(run, readonly=True), run / "checkpoints" / "mid"
     tensors = rebuild(store, inspect.find(store, str(step)))
     if not modules(tensors):
-        raise CheckpointError(f"step {step} of {run.path} is no adapter", hint="export it without --adapter")
+        raise CheckpointError(f"step {step} of {run.path} is not an adapter", hint="export it without --adapter")
     adapters = _adapted(load_model(start), tensors)
     with whole_directory(out) as folder:
         write_adapter(folder, adapters.views, adapters.config, start, dtype=adapters.dtype)
@@ -96,9 +97,9 @@ def export_version_adapter(run: RunFolder, step: int, out: Path) -> Path:
 
 
 def _adapted(model: Transformer, tensors: Mapping[str, Tensor]) -> Adapters:
-    """What was published of adapters, on their base, which holds the merged weights then."""
+    """Merge a published adapter into its base model; returns the adapter."""
     pairs = {name: _values(tensor) for name, tensor in tensors.items() if name != PUBLISHED}
-    return merged(model, published_config(tensors), pairs, "what was published")
+    return merged(model, published_config(tensors), pairs, "the published version")
 
 
 _KINDS = {
@@ -114,7 +115,7 @@ def _values(tensor: Tensor) -> torch.Tensor:
         raise CheckpointError(
             f"a version in {tensor.dtype} cannot be exported",
             f"its tensors must be in {', '.join(_KINDS)}",
-            hint="export one that a learner published",
+            hint="export a version that a learner published",
         )
     numpys, kind = _KINDS[tensor.dtype]
     return torch.from_numpy(tensor.codes.view(numpys).copy()).view(kind).reshape(tensor.shape)

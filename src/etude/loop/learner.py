@@ -1,10 +1,10 @@
-"""The learner process: holds the weights, trains them, publishes them.
+"""The learner process: holds the weights, trains them, and publishes them.
 
-Torch runs in a thread of its own, so that the process notices at once when the conductor ends. `LearnerProcess` has the work
-of that thread, `handlers` the calls that lead to it. Only `published` waits in another thread, so that torch can train
-on while a version is encoded and written. Batches come by reference: rank 0 makes a step's batch from the rollouts that
-workers stored, and records it; the other ranks read that record. Knows nothing of rollouts in flight, of the ledger or
-of engines.
+Torch runs in its own thread, so that the process notices at once when the conductor ends. `LearnerProcess` has the
+methods of that thread; `handlers` maps RPC calls to them. Only `published` waits in another thread, so that training
+continues while a version is encoded and written. Batches are passed by reference: rank 0 makes a step's batch from the
+rollout files that workers stored and records it; the other ranks read the record. This module knows nothing of rollouts
+in flight, the ledger or engines.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ if TYPE_CHECKING:  # only a learner of several ranks loads them
     from etude.loop.ranks import Leader
     from etude.training.sharded import Sharded
 
-SEE_IT = "every rank has to see the run's traces: its folder, or the bucket of stores.traces"
-K1_TOKENS = 1 << 20  # how many tokens of rollouts are in memory at once to be compared with the reference
-NUM_THREADS = 1  # of torch: with more, matrix products sum in another order
+TRACES_HINT = "every rank must have access to the run's traces: its folder, or the bucket of stores.traces"
+K1_TOKENS = 1 << 20  # tokens of rollouts in memory at once when they are compared with the reference
+NUM_THREADS = 1  # of torch: with more, matrix products sum in a different order
 
 
 def make_learner(
@@ -66,8 +66,9 @@ def make_learner(
     refuse_mismatch: bool = True,
     group: Group = ONE,
 ) -> TorchLearner:
-    """Make the learner of a run's config, or one rank of it (`group`); `etude replay` makes one too. It refuses a
-    mismatch of probabilities only where `refuse_mismatch` and the config stops a run that exceeds its parity budget."""
+    """Create the learner of a run's config, or one rank of it (`group`). Also used by `etude replay`.
+    `refuse_mismatch`: raise when sampler and learner probabilities differ beyond the parity budget, provided that the
+    config stops a run in that case."""
     stops = config.parity.over_budget is OverBudget.STOP
     return TorchLearner(
         config.learner,
@@ -83,8 +84,8 @@ def make_learner(
 
 
 def reference_policy(run: RunFolder, config: RunConfig, group: Group = ONE) -> Reference:
-    """The reference policy of KL: the checkpoint that the run began RL with, computed with the policy's operators. It
-    is not sharded: each rank holds all of it."""
+    """The reference policy for the KL term: the checkpoint with which RL began, computed with the policy's operators.
+    It is not sharded: each rank holds all of it."""
     device = group.device(config.learner.device)
     operators = operators_for(config.numerics, getattr(torch, config.learner.dtype), device=device)
     where = run / "checkpoints" / "mid"
@@ -92,8 +93,8 @@ def reference_policy(run: RunFolder, config: RunConfig, group: Group = ONE) -> R
 
 
 def computed_by(learner: TorchLearner) -> dict[str, str]:
-    """What decides a learner's bits beside the run's settings: versions, chip, vector instructions, threads. Where all
-    of it is equal, results are equal bit for bit."""
+    """The software and hardware facts that determine a learner's results bit for bit, in addition to the run's
+    settings: versions, chip, vector instructions, threads. Where all are equal, results are equal bit for bit."""
     return {
         "parity class": learner.parity,
         "etude": __version__,
@@ -106,8 +107,8 @@ def computed_by(learner: TorchLearner) -> dict[str, str]:
 
 
 class LearnerProcess:
-    """The learner of a run, or one rank of it (`group`): what the torch thread does. Call `begin` first. Every method
-    but `published` runs in the torch thread."""
+    """The learner of a run, or one rank of it (`group`). Call `begin` first. All methods except `published` run in the
+    torch thread."""
 
     def __init__(
         self, run: RunFolder, config: RunConfig, telemetry: Telemetry, *, group: Sharded | None = None
@@ -115,22 +116,24 @@ class LearnerProcess:
         self.run, self.config, self.telemetry, self.group = run, config, telemetry, group
         self._learner: TorchLearner | None = None
         self._channel: Channel | ShardedChannel | None = None
-        self._batch: tuple[str, Batch | None] = "", None  # digest and batch that were recorded and are trained on next
+        self._batch: tuple[str, Batch | None] = "", None  # digest and batch of the next step, as recorded
         self._offered_at = 0.0
 
     @property
     def learner(self) -> TorchLearner:
+        """The torch learner. Raises `RuntimeError` before `begin`."""
         if self._learner is None:
             raise RuntimeError("begin comes first")
         return self._learner
 
     @functools.cached_property
     def reference(self) -> Reference:
+        """The reference policy, loaded when first used."""
         return reference_policy(self.run, self.config, self.group or ONE)
 
     def begin(self, checkpoint: str) -> int:
-        """Load a checkpoint; returns its step. Waits first for what an earlier learner of this process still publishes:
-        two writers of one channel would refuse each other."""
+        """Load a checkpoint and return its step. First waits for a publish of this process's earlier learner, since two
+        writers of one channel would reject each other."""
         if self._learner is not None:
             self._learner.close()
         store = weights_store(self.run)
@@ -142,7 +145,7 @@ class LearnerProcess:
         self._learner = make_learner(self.config, self._channel, reference, group=self.group or ONE)
         self._learner.load(checkpoint)
         base = self._learner.trained.base()
-        if base is not None:  # published for engines that join without a checkpoint
+        if base is not None:  # for remote engines without a checkpoint
             store = weights_store(self.run)
             if self.group is None:
                 publish_once(store, BASE_CHANNEL, base, signer=signer)
@@ -151,13 +154,14 @@ class LearnerProcess:
         return self._learner.step
 
     def computed(self) -> tuple[dict[str, str], dict[str, Any]]:
-        """How the next step is computed: `computed_by`, and the learner's settings that differ from the config's."""
+        """How the next step is computed: the facts of `computed_by`, and the learner's settings that differ from the
+        config."""
         configured, now = to_plain(self.config.learner), to_plain(self.learner.config)
         return computed_by(self.learner), {name: now[name] for name in now if now[name] != configured.get(name)}
 
     def record(self, plan: BatchPlan) -> BatchRef:
-        """Read the rollouts of a planned step, make its batch and write it as the step's trace. Call `forward_backward`
-        next."""
+        """Read the rollouts of a planned step, make its batch, and write it as the step's trace. Call
+        `forward_backward` next."""
         by, settings = self.computed()
         traces, read = traces_folder(self.run), rollout_files(self.run).read
         batch, ref = record_batch(
@@ -173,8 +177,8 @@ class LearnerProcess:
         return ref
 
     def forward_backward(self, step: int, digest: str) -> StepReport:
-        """Accumulate the gradient on the batch of this digest. The rank that recorded it holds it; the others read the
-        trace."""
+        """Accumulate the gradient on the batch with this digest. The rank that recorded the batch has it in memory; the
+        others read the trace."""
         held, batch = self._batch
         self._batch = "", None
         if batch is None or held != digest:
@@ -182,13 +186,13 @@ class LearnerProcess:
         return self.learner.forward_backward(batch)
 
     def _read(self, step: int, digest: str) -> Batch:
-        """Read a batch from the step's trace. Raises `LedgerError` or `StoreError`; in a group `RankLost`, so that the
-        others train on without this rank."""
+        """Read a batch from the step's trace. Raises `LedgerError` or `StoreError`; in a group `RankLost` instead, so
+        that the whole group restarts."""
         try:
             recorded = read_trace(trace_path(traces_folder(self.run), step))
             if recorded.digest != digest:
-                facts = f"its digest is {recorded.digest[:12]}, to be trained is {digest[:12]}"
-                raise LedgerError(f"the trace of step {step} holds another batch", facts, hint=SEE_IT)
+                facts = f"its digest is {recorded.digest[:12]}, expected was {digest[:12]}"
+                raise LedgerError(f"the trace of step {step} has another batch", facts, hint=TRACES_HINT)
         except (LedgerError, StoreError) as error:
             if self.group is None:
                 raise
@@ -196,15 +200,17 @@ class LearnerProcess:
         return recorded.batch
 
     def optim_step(self) -> Mapping[str, float]:
+        """Take the optimiser step and return its metrics."""
         return self.learner.optim_step()
 
     def offer(self, rollout_ids: tuple[str, ...]) -> None:
-        """Begin to publish the live weights as trained on these rollouts. They have been read when this returns."""
+        """Start publishing the live weights as trained on these rollouts. When it returns the weights have been copied,
+        so training may continue."""
         self._offered_at = time.perf_counter()
         self.learner.offer(rollout_ids)
 
     def published(self) -> Published:
-        """Wait until the pointer names the version that was offered last. Runs in a thread of its own."""
+        """Wait until the pointer names the version offered last, and return it. Runs in its own thread."""
         channel, offered_at = self._channel, self._offered_at
         published = self.learner.published()
         wall_s = round(time.perf_counter() - offered_at, 4)
@@ -217,17 +223,17 @@ class LearnerProcess:
 
     @property
     def publish_done(self) -> bool:
-        """Whether no publish is under way."""
+        """Whether no publish is in progress."""
         return self._learner is not None and not self._learner.is_publishing
 
     def finish_publish(self) -> None:
-        """Wait until this rank's part of the last publish is over. Rank 0 knows how it ended, and tells of failures."""
+        """Wait for the end of this rank's part of the last publish. Failures are reported by rank 0."""
         with contextlib.suppress(EtudeError):
             if self.learner.is_publishing:
                 self.learner.published()
 
     def probe(self, token_ids: list[int]) -> list[float]:
-        """Log-probabilities of a text's tokens under the learner's weights: len(token_ids) - 1 numbers."""
+        """Log-probabilities of the tokens of a text under the learner's weights: len(token_ids) - 1 numbers."""
         return self.learner.probe(token_ids)
 
     def parity(self) -> str:
@@ -235,11 +241,12 @@ class LearnerProcess:
         return self.learner.parity
 
     def defend(self, defence: str) -> None:
-        """Set the defence against mismatch (a `parity.Defence`) from the next step on."""
+        """Set the defence against sampler-trainer mismatch (a `parity.Defence`) from the next step on."""
         self.learner.defend(truncate=Defence(defence) is Defence.TRUNCATED)
 
     def k1(self, rollouts: list[RolloutSummary]) -> dict[str, float]:
-        """Σ log π − log π_ref of each stored rollout, against the starting checkpoint. Read piece by piece."""
+        """For each rollout, Σ log π − log π_ref of its sampled tokens against the starting checkpoint, by rollout id.
+        Rollouts are read in pieces of `K1_TOKENS` tokens."""
         files, found = rollout_files(self.run), dict[str, float]()
         for some in runs([one.num_prompt + one.num_sampled for one in rollouts], K1_TOKENS):
             read = map(files.read, rollouts[some])
@@ -247,13 +254,14 @@ class LearnerProcess:
         return found
 
     def save(self, path: str) -> None:
+        """Save a checkpoint with weights and optimiser state."""
         self.learner.save(path)
 
 
 def call_on_all_ranks(
     leader: Leader, learning: LearnerProcess, work: Callable[..., object], *arguments: object
 ) -> object:
-    """Make a call on every rank; returns this rank's result."""
+    """Call a method on every rank. Returns the result of this rank."""
     learning.group = leader.join()
     if learning.publish_done:
         leader.broadcast("finish_publish")
@@ -262,18 +270,18 @@ def call_on_all_ranks(
 
 
 def exit_if_rank_lost(leader: Leader | None, work: Callable[..., object], *arguments: object) -> object:
-    """Make a call; where a rank is lost meanwhile, this process ends."""
+    """Call a method; exit the process if a rank is lost meanwhile."""
     try:
         return work(*arguments)
     except RankLost as error:
-        assert leader is not None, "ranks have one"
+        assert leader is not None, "only ranks raise this"
         leader.lost(error)
 
 
 async def handlers(
     run: RunFolder, name: str, telemetry: Telemetry, ranks_at: str = "", ranks_away: str = "0"
 ) -> child.Handlers:
-    """The calls that a learner process answers. `ranks_away`: how many of its ranks connect from other machines, to the
+    """The RPC methods of a learner process. `ranks_away`: how many of its ranks connect from other machines, to the
     address `ranks_at`."""
     torch.set_num_threads(NUM_THREADS)
     torch_thread = ThreadPoolExecutor(1, thread_name_prefix="torch")

@@ -1,7 +1,7 @@
-"""What a run's folder tells of its steps, in the terms of a plan: its rollouts' shape, and what they took.
+"""Measures a run's steps from its events, in the terms of a plan: shape of rollouts, wall time, CPU time, bytes.
 
-From the first step's event to the last one's, so that what is done once is left out. CPU seconds are the kernel's, by
-process. Loads no torch.
+Covers the time from the first step's event to the last one's, without one-time work. CPU seconds come from the kernel,
+per process. Loads no torch.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ ROLES = {"learner": ("learner",), "engines": ("engine",), "machines": ("worker",
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """Means of a step."""
+    """Means over the steps of a run."""
 
     num_steps: int
     shape: Shape
-    evaluated: float  # rollouts of evaluations beside each
-    step_s: float  # wall
+    evaluated: float  # rollouts of evaluations, per step
+    step_s: float  # wall time
     cpu_s: Mapping[str, float]  # by role; "all" is their sum
     object_bytes: float  # of a version
     changed_share: float
 
     @classmethod
     def read(cls, run: RunFolder, config: RunConfig) -> MeasuredSteps:
-        """Raises `RunError` for a run of fewer than three steps."""
+        """Measure a run. Raises `RunError` when it has fewer than three steps."""
         events = list(read_events(run / "events"))
         steps = [event for event in events if event.get("kind") == "rl.step"]
         if len(steps) < 3:
             raise RunError(
-                f"{run.path} has {len(steps)} steps", "a plan is held to three or more", hint="name a longer run"
+                f"{run.path} has {len(steps)} steps", "a comparison needs three or more", hint="choose a longer run"
             )
         first, last = steps[0]["t"], steps[-1]["t"]
         within = [event for event in events if first <= event["t"] <= last]
@@ -58,7 +58,7 @@ class MeasuredSteps:
         )
 
     def compare(self, plan: Plan, cores: int) -> dict[str, tuple[float, float]]:
-        """(planned, measured) by what."""
+        """(planned, measured) value of each quantity, by name."""
         found = {
             "step_s": (plan.step_s, self.step_s),
             "learner_cpu_s": (plan.learner_device_s, self.cpu_s["learner"]),
@@ -86,7 +86,7 @@ def _shape(steps: Sequence[Event], config: RunConfig) -> Shape:
         turns=fmean(event["turns_mean"] for event in steps),
         prompt_tokens=max(0.0, context - sampled),
         sampled_tokens=sampled,
-        tool_tokens=0.0,  # among the prompt's: both are read, not sampled
+        tool_tokens=0.0,  # counted as prompt tokens: both are not sampled
         signal_share=having / groups,
         solved_share=fmean(event["reward_mean"] for event in steps),
     )

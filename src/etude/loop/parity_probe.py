@@ -1,8 +1,7 @@
-"""The version-matched probe: after each publish, every engine's log-probabilities of a fixed text are compared with the
-learner's.
+"""The parity probe: after each publish, compares every engine's log-probabilities of a fixed text with the learner's.
 
-Both hold the same version, so that mismatch is measured apart from staleness. Beyond the budget of `[parity]` the run
-ends, or the learner takes its next defence, or the alarm is only reported.
+Both have the same version, so that mismatch is measured apart from staleness. Over the budget of `[parity]` the run
+stops, the learner takes its next defence, or the alarm is only reported.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from etude.records.sample import Published
 from etude.telemetry import Telemetry
 
 PROBE_TOKENS, AGAIN_S = 128, 1.0
-ERROR_S, REMOTE_ERROR_S = 30.0, 120.0  # how long an engine that reports trouble may take to recover
-FETCH_S = 1_800.0  # how long any other may take to adopt: weights may be large, and the network slow
+ERROR_S, REMOTE_ERROR_S = 30.0, 120.0  # seconds for an engine that reports an error to recover
+FETCH_S = 1_800.0  # seconds for any other engine to load a version: weights may be large, and the network slow
 
 
 class Unreachable(EtudeError):
-    """Engines answer, and none of them can adopt the published version: the chain is probably damaged."""
+    """Engines answer, but none can load the published version: the chain of deltas is probably damaged."""
 
 
 class ParityProbe:
-    """Compares engines' log-probabilities of the probe text with the learner's, by the budget of `[parity]`.
-    `defend` makes the learner take a defence."""
+    """Compares engines' log-probabilities of the probe text with the learner's, by the budget of `[parity]`. `defend`
+    makes the learner take a defence."""
 
     def __init__(
         self,
@@ -55,26 +54,26 @@ class ParityProbe:
         *,
         remote: Collection[str] = (),
     ) -> None:
-        """Probe every engine with a published version; `learner_logprobs` are the learner's log-probabilities of the text under it.
-        Waits up to `FETCH_S` for an engine that is adopting the version; one that reports trouble has `ERROR_S`, or
-        `REMOTE_ERROR_S` where it is in `far`. Raises `ParityError`, and `Unreachable` where no engine that answers can
-        adopt the version."""
-        asked = (
+        """Probe every engine with a published version. `learner_logprobs`: the learner's log-probabilities of the text
+        under it. Waits up to `FETCH_S` for an engine that is loading the version; an engine that reports an error has
+        `ERROR_S`, or `REMOTE_ERROR_S` if it is in `remote`. Raises `ParityError`, and `Unreachable` when no engine that
+        answers can load the version."""
+        probes = (
             self._probe_engine(name, engine, published, learner_logprobs, REMOTE_ERROR_S if name in remote else ERROR_S)
             for name, engine in engines.items()
         )
-        late = await asyncio.gather(*asked)
+        late = await asyncio.gather(*probes)
         if late and all(late):
-            hint = "the published weights are probably damaged: check them with etude weights verify, and the disk"
+            hint = "the published weights are probably damaged: run etude weights verify, and check the disk"
             if any(isinstance(error, Unauthorised) for error in late):
-                hint = "start the engine with the ETUDE_TOKEN that the run has"
+                hint = "start the engine with the ETUDE_TOKEN of the run"
             facts = (f"{name}: {str(error).partition(chr(10))[0]}" for name, error in zip(engines, late, strict=True))
-            raise Unreachable(f"no engine can come to {published.version}", "; ".join(facts), hint=hint)
+            raise Unreachable(f"no engine can load {published.version}", "; ".join(facts), hint=hint)
 
     async def _probe_engine(
         self, name: str, engine: HttpEngine, published: Published, learner_logprobs: list[float], patience_s: float
     ) -> EngineError | None:
-        """Probe one engine. Returns the error of an engine that answers and cannot adopt the version; else None."""
+        """Probe one engine. Returns the error of an engine that answers but cannot load the version; otherwise None."""
         loop = asyncio.get_running_loop()
         end = loop.time() + FETCH_S
         while True:
@@ -84,13 +83,13 @@ class ParityProbe:
                 engine_class = (await engine.info()).parity
                 break
             except EngineGone:
-                return None  # the process that replaces it adopts the version before it is given work
+                return None  # its successor loads the version before it gets work
             except EngineError as error:
                 if isinstance(error, Unauthorised) or loop.time() >= end or await _adoption_error(engine):
                     return error
                 await asyncio.sleep(AGAIN_S)
         if version != published.version:
-            return None  # it holds a newer version already, which has a probe of its own
+            return None  # it already has a newer version, which has its own probe
         found = compare(engine_logprobs, learner_logprobs)
         self._telemetry.event(
             "engine.probe",
@@ -108,15 +107,14 @@ class ParityProbe:
         return None
 
     async def trained(self, step: int, fresh_ratio_max: float | None) -> None:
-        """Compare a step's largest ratio on fresh rollouts with the budget, and take a defence where it is over. Where
-        the config stops the run instead, the learner raises by itself."""
+        """Check a step's largest ratio on fresh rollouts against the budget, and take a defence when it is exceeded. If
+        the config stops the run instead, the learner raises the error."""
         alarm = self._watch.trained(fresh_ratio_max)
         if alarm is not None:
             await self._act(alarm, step)
 
     def _refuse(self, alarm: Alarm, published: Published, engine_class: str) -> None:
-        """Raise `ParityError` where the config stops the run at an alarm, and always for numbers that are not
-        finite."""
+        """Raise `ParityError` if the config stops the run at an alarm, and always for numbers that are not finite."""
         found = alarm.found
         no_number = not math.isfinite(found.k3)
         if no_number or self._config.over_budget is OverBudget.STOP:
@@ -137,7 +135,7 @@ class ParityProbe:
 
 
 async def _adoption_error(engine: HttpEngine) -> str:
-    """Why an engine cannot adopt a version; "" where it is still adopting it."""
+    """Why an engine cannot load a version; "" while it is still loading it."""
     try:
         return (await engine.info()).trouble
     except EngineError as error:
@@ -146,18 +144,18 @@ async def _adoption_error(engine: HttpEngine) -> str:
 
 def _hint(alarm: Alarm, same_class: bool) -> str:
     if alarm.budget.k3:
-        return "etude parity RUN says which operator; where it is rounding alone, raise parity.k3 and parity.ratio_p99"
+        return "etude parity RUN names the operator; if it is only rounding, raise parity.k3 and parity.ratio_p99"
     if same_class:
-        return "the engine holds other bytes or computes otherwise: run etude weights verify, then etude parity"
+        return "the engine has other weights or computes differently: run etude weights verify, then etude parity"
     return "run engines where the learner runs, or set numerics.mode = 'native'"
 
 
 def _finite_or_none(number: float) -> float | None:
-    """A number for an event: None where it is not finite, since JSON has no infinity."""
+    """The number for an event; None when it is not finite, since JSON has no infinity."""
     return number if np.isfinite(number) else None
 
 
 def probe_text(chat: ChatFormat) -> list[int]:
-    """The token ids of the probe's fixed text: drawn from the whole vocabulary, none twice, the same for every call."""
+    """The token ids of the probe text: drawn from the whole vocabulary without repetition, always the same."""
     order = np.random.default_rng(0).permutation(chat.vocab_size)
     return [int(token) for token in order[:PROBE_TOKENS]]

@@ -1,4 +1,4 @@
-"""One rank of a learner, other than rank 0: ``python -m etude.loop.rank_process``."""
+"""One rank of a learner other than rank 0: ``python -m etude.loop.rank_process``."""
 
 from __future__ import annotations
 
@@ -31,17 +31,15 @@ _SEAL_BYTES = len(sign(b"", b""))
 
 
 def serve_calls(learning: LearnerProcess, store: TCPStore, secret: bytes, report: RankProgress) -> NoReturn:
-    """Make the calls that rank 0 tells, until it is gone."""
+    """Make the calls that rank 0 broadcasts, until rank 0 is gone."""
     number = 0
     while True:
         key = f"call/{number}"
-        said = _awaited(store, key)
-        if not hmac.compare_digest(said[:_SEAL_BYTES], sign(secret, key.encode() + said[_SEAL_BYTES:])):
-            hint = "keep the learner's ranks in a network of their own"
-            exit_with_error(
-                EtudeError("a call that rank 0 did not make", f"{key}, in the store of the ranks", hint=hint)
-            )
-        method, arguments = pickle.loads(said[_SEAL_BYTES:])
+        call = _wait_for_key(store, key)
+        if not hmac.compare_digest(call[:_SEAL_BYTES], sign(secret, key.encode() + call[_SEAL_BYTES:])):
+            hint = "keep the learner's ranks in a private network"
+            exit_with_error(EtudeError("a call with a wrong signature", f"{key}, in the store of the ranks", hint=hint))
+        method, arguments = pickle.loads(call[_SEAL_BYTES:])
         number += 1
         report.call = method
         try:
@@ -49,13 +47,13 @@ def serve_calls(learning: LearnerProcess, store: TCPStore, secret: bytes, report
         except RankLost as error:
             exit_with_error(error)
         except EtudeError:
-            continue  # every rank raised it; rank 0 tells
+            continue  # every rank raised it; rank 0 reports it
         finally:
             report.call = ""
 
 
-def _awaited(store: TCPStore, key: str) -> bytes:
-    """What rank 0 sets; it is waited for as long as its store answers."""
+def _wait_for_key(store: TCPStore, key: str) -> bytes:
+    """Wait for a key that rank 0 sets, as long as its store answers."""
     while True:
         try:
             store.wait([key], POLL)
@@ -67,7 +65,7 @@ def _awaited(store: TCPStore, key: str) -> bytes:
 
 
 def main() -> None:
-    """One rank but the first: ``python -m etude.loop.ranks``."""
+    """Run a rank: join the group, then serve the calls of rank 0."""
     from etude.loop.learner import LearnerProcess  # which starts ranks
 
     parser = argparse.ArgumentParser()
@@ -84,7 +82,7 @@ def main() -> None:
     telemetry = Telemetry(run / "events" / f"{name}.jsonl", process=name)
     try:
         store = reach(*parse_address(args.at))
-        _awaited(store, MET)
+        _wait_for_key(store, MET)
         report = RankProgress(reach(*parse_address(args.at)), args.rank, config.learner.ranks, progress_limit_s(config))
         report.call = "start"
         report.watch(exit_with_error)

@@ -1,12 +1,12 @@
-"""A `Placement` on a Ray cluster: each component is hosted by an actor, on a node that offers its role.
+"""A `Placement` on a Ray cluster: each component is hosted by an actor on a node that offers its role.
 
-A node says what it takes by resources named by role: ``ray start --resources='{"engine": 2, "worker": 1}'``. The
-learner has a placement group with a place for each of its ranks, on as few nodes as have room for them, so that it is
-kept from mid-training on and while ranks are started again; engines are spread over nodes, workers and graders go where
-they are offered. Who finds no room waits for some, and the run goes on without it while another does the same: so a
-fleet grows when nodes join and shrinks when they leave. Restarts are the supervisor's, not Ray's.
+Nodes offer roles as custom resources: ``ray start --resources='{"engine": 2, "worker": 1}'``. The learner has a
+placement group with a bundle for each rank, on as few nodes as possible, which it keeps from mid-training on, also
+while ranks restart. Engines are spread over nodes; workers and graders run where they are offered. A component that
+finds no free resources waits, and the run continues without it as long as another one with its role runs. So a fleet
+grows when nodes join and shrinks when they leave. Restarts are done by the supervisor, not by Ray.
 
-One file system holds the run folder for every node. Knows nothing of what components do.
+All nodes see the run folder on a shared file system. This module knows nothing of what components do.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from etude.loop.ray_host import RayHost
 from etude.loop.rpc import LINK_S, Caller, CallFailed, ProcessLost, enable_keepalive
 
 ROOM_S = 600.0
-"""For a node with room for what the run cannot go on without: an autoscaler needs minutes to bring one."""
-PLACED_S = 30.0  # by then an actor that has room is up, or the room is another run's
+"""Seconds to wait for a node for a component that the run needs: an autoscaler takes minutes to add one."""
+PLACED_S = 30.0  # an actor that is not up by then waits for resources, perhaps of another run
 LOOK_S = 1.0
-ANSWER_S = 60.0  # of an actor that is up
-USAGE_EVERY_S = 5.0  # each answer costs a pass over /proc on the node
+ANSWER_S = 60.0  # deadline of a call to an actor that is up
+USAGE_EVERY_S = 5.0  # each call costs a pass over /proc on the node
 
 
 def role_of(name: str) -> str:
-    """The role of a component, by its name. Programs that run before the learner take its place.
+    """The role of a component by its name. Programs that run before the learner use the learner's role.
 
     >>> [role_of(name) for name in ("engine-3", "learner", "mid-training")]
     ['engine', 'learner', 'learner']
@@ -66,14 +66,14 @@ class RayProcess:
         try:
             code = int(await _answer(self._actor.exited.remote()))
         except ProcessLost:
-            code = -signal.SIGKILL  # with its actor, or its node
+            code = -signal.SIGKILL  # its actor or node was lost
         if self.caller is not None:
-            self.caller.abort()  # a node that is gone closes nothing
+            self.caller.abort()  # a lost node does not close its sockets
         self.release()
         return code
 
     def release(self) -> None:
-        """Let go of actor and connection; what still runs ends. Idempotent."""
+        """Release actor and connection; what still runs ends. Idempotent."""
         if self.caller is None:
             self._link.close()
         _kill(self._actor)
@@ -89,7 +89,7 @@ class RayProcess:
         if self._ended.done():
             return
         if signum == signal.SIGKILL:
-            _kill(self._actor)  # by its node's raylet, which a stopped process obeys too
+            _kill(self._actor)  # through the node's raylet, which also works for a stopped process
         else:
             with contextlib.suppress(RayError):
                 self._actor.signal.remote(signum)
@@ -98,7 +98,7 @@ class RayProcess:
         return float((await self.usage(with_memory=False)).get("cpu_s", 0.0))
 
     async def usage(self, *, with_memory: bool) -> dict[str, Any]:
-        """CPU time and memory that the process has used; {} where its node does not answer in time."""
+        """CPU time and memory of the process; {} when its node does not answer in time."""
         try:
             async with asyncio.timeout(USAGE_EVERY_S):
                 return dict(await _answer(self._actor.usage.remote(with_memory)))
@@ -107,19 +107,21 @@ class RayProcess:
 
 
 class RayPlacement:
-    """Places components of one run on the cluster that `ray_cluster.connect` has connected to. `ranks`: of the learner,
-    each of which has a place of its own, and a GPU where the cluster has any."""
+    """Places the components of one run on the cluster that `ray_cluster.connect` connected to. `ranks`: number of
+    learner ranks; each gets its own bundle, and a GPU if the cluster has any."""
 
     spreads = True
 
     def __init__(self, run: Path, *, ranks: int = 1) -> None:
-        self._token = os.environ.setdefault("ETUDE_TOKEN", secrets.token_hex(16))  # of engines: they are on a network
+        self._token = os.environ.setdefault(
+            "ETUDE_TOKEN", secrets.token_hex(16)
+        )  # for engines, which are reachable on the network
         self._run, self._ranks = run.absolute(), ranks
         self._secret = secrets.token_bytes(32)
         self._reserved: PlacementGroup | None = None
-        self._pending: dict[str, list[object]] = {role: [] for role in ROLES}  # hosts without a node yet, in order
+        self._pending: dict[str, list[object]] = {role: [] for role in ROLES}  # actors without a node yet, in order
         self._running: set[RayProcess] = set()
-        self._unfit: dict[str, str] = {}  # nodes that joined and cannot take part: id → why
+        self._unfit: dict[str, str] = {}  # nodes that cannot take part: id → reason
         self._looked_at = 0.0
 
     async def start(self, program: Program, waits: OnWait) -> Process:
@@ -147,7 +149,7 @@ class RayPlacement:
         return process
 
     def _host(self, program: Program) -> Any:
-        """An actor that will host a component, once a node has room for it."""
+        """Create an actor for a component. It starts when a node has free resources."""
         role = role_of(program.name)
         gpus = _gpus(program) if ray.cluster_resources().get("GPU", 0) else 0
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": gpus, "resources": {role: 1}, "max_restarts": 0}
@@ -158,13 +160,13 @@ class RayPlacement:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._reserved)
         elif role == "engine":
             options["scheduling_strategy"] = "SPREAD"
-        if self._unfit and role != "learner":  # a placement group takes no such wish
+        if self._unfit and role != "learner":  # placement groups have no label selectors
             options["label_selector"] = {"ray.io/node-id": f"!in({','.join(sorted(self._unfit))})"}
         return ray.remote(RayHost).options(**options).remote(self._token)
 
     async def _placed(self, program: Program, host: Any, waits: OnWait) -> tuple[str, int] | None:
-        """(address, port) at which the host awaits us; None: it came to a node that cannot take part, which is
-        remembered. Raises `NoCapacity`, `ProcessLost`."""
+        """Wait for the actor; returns the (address, port) of its listener. None when its node cannot take part, which
+        is remembered. Raises `NoCapacity`, `ProcessLost`."""
         role, began, waited = role_of(program.name), time.monotonic(), False
         offered = asyncio.ensure_future(_answer(host.offer.remote(str(self._run), os.getcwd())))
         self._pending[role].append(host)
@@ -173,10 +175,10 @@ class RayPlacement:
                 seconds = time.monotonic() - began
                 if not waited and (seconds > PLACED_S or await self._is_late(program, host)):
                     waited = True
-                    await waits(f"no node has room: {await asyncio.to_thread(offers)}")
+                    await waits(f"no node has free resources: {await asyncio.to_thread(offers)}")
                 if seconds > ROOM_S and not self._others(role):
                     raise NoCapacity(
-                        f"no node has room for {program.name}{_with(program)}",
+                        f"no node has free resources for {program.name}{_with(program)}",
                         f"waited {seconds:.0f} s; {await asyncio.to_thread(offers)}{self._left_out()}",
                         hint=f"add a node: ray start --address=... --resources='{{\"{role}\": 1}}'; then --resume",
                     )
@@ -193,13 +195,13 @@ class RayPlacement:
             self._pending[role].remove(host)
 
     async def _is_late(self, program: Program, host: object) -> bool:
-        """Whether those that came before take all the room that there is."""
+        """Whether earlier components of this role use all existing resources."""
         role = role_of(program.name)
         before = self._others(role) + self._pending[role].index(host)
         return before >= await asyncio.to_thread(room, role, _gpus(program))
 
     def _others(self, role: str) -> int:
-        """How many of a role run."""
+        """The number of running components of a role."""
         self._running = {process for process in self._running if process.returncode is None}
         return sum(process.role == role for process in self._running)
 
@@ -212,8 +214,8 @@ class RayPlacement:
             return used
         self._looked_at = time.monotonic()
         there = {name: process for name, process in running.items() if isinstance(process, RayProcess)}
-        told = await asyncio.gather(*(process.usage(with_memory=with_memory) for process in there.values()))
-        return used | {name: facts for name, facts in zip(there, told, strict=True) if facts}
+        found = await asyncio.gather(*(process.usage(with_memory=with_memory) for process in there.values()))
+        return used | {name: usage for name, usage in zip(there, found, strict=True) if usage}
 
     async def close(self) -> None:
         for process in self._running:
@@ -226,7 +228,8 @@ class RayPlacement:
 
 
 def _gpus(program: Program) -> int:
-    """Of a node that has any: as many as an engine computes on; the learner, and what runs before it, one a rank."""
+    """GPUs of a component on a node that has any: an engine as many as its parallel sizes need; the learner, and what
+    runs before it, one per rank."""
     return 1 if role_of(program.name) == "learner" else program.devices
 
 
@@ -234,10 +237,10 @@ def _with(program: Program) -> str:
     return f" with {program.devices} GPUs" if program.devices > 1 else ""
 
 
-async def _answer(asked: Any) -> Any:
-    """What a call of an actor returns. Raises what it raised, `ProcessLost` when its actor is gone."""
+async def _answer(reference: Any) -> Any:
+    """Wait for the result of an actor call. Raises what the call raised, or `ProcessLost` when its actor is gone."""
     try:
-        return await asyncio.wrap_future(asked.future())
+        return await asyncio.wrap_future(reference.future())
     except RayTaskError as error:
         if isinstance(error.cause, EtudeError):
             raise error.cause from None
@@ -253,12 +256,12 @@ def _kill(actor: Any) -> None:
 
 
 def _unfit(why: str) -> RunError:
-    hint = "put the run folder, and the folder it is started in, on a file system that all nodes mount at the same path"
+    hint = "put the run folder and the working directory on a file system that all nodes mount at the same path"
     return RunError("the node of the learner cannot take part", why, hint=hint)
 
 
 async def _connect(name: str, address: str, port: int, secret: bytes) -> socket.socket:
-    """A connection to a host that awaits us. Raises `ProcessLost`, `DeadlineExceeded`."""
+    """Connect to a host's listener and send the secret. Raises `ProcessLost`, `DeadlineExceeded`."""
     loop = asyncio.get_running_loop()
     link = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     link.setblocking(False)
@@ -271,11 +274,13 @@ async def _connect(name: str, address: str, port: int, secret: bytes) -> socket.
         raise DeadlineExceeded(
             f"waited for {address}, the node of {name}, to accept a connection",
             f"for {LINK_S:g} s",
-            hint="the machine that runs `etude run` must reach the nodes by TCP: see firewalls",
+            hint="the machine that runs `etude run` must reach the nodes by TCP: check firewalls",
         ) from None
     except OSError as error:
         link.close()
         raise ProcessLost(
-            f"{address}, the node of {name}, refused", str(error), hint="its actor has ended: see the node's Ray logs"
+            f"{address}, the node of {name}, refused the connection",
+            str(error),
+            hint="its actor has ended: see the node's Ray logs",
         ) from None
     return link

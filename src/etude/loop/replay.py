@@ -1,10 +1,11 @@
-"""Redo a recorded training step from disk alone, and compare the weights with those that the run published.
+"""Repeats a recorded training step from disk and compares the weights with those that the run published (`etude
+replay`).
 
-Load the nearest learner checkpoint before the step, train on every recorded batch up to it, in order, with the run's
-own settings, and compare each version on the way, tensor by tensor, with the digests in its manifest (which step a
-number means: `history`). Only reads the run folder, of a run that is under way, too. Equality is promised where what
-computes is the same (`learning.computed_by`); elsewhere the step is redone all the same and what differs is on_step.
-Knows nothing of rollouts, engines and the conductor.
+Loads the nearest learner checkpoint before the step, trains on every recorded batch up to the step with the run's own
+settings, and compares each version, tensor by tensor, with the digests in its manifest. `history` decides which step a
+number refers to. It only reads the run folder, also of a live run. Equality is guaranteed when the software and
+hardware are the same (`learner.computed_by`); otherwise the step is repeated all the same and the differences are
+returned. This module knows nothing of rollouts, engines and the conductor.
 """
 
 from __future__ import annotations
@@ -29,29 +30,30 @@ from etude.run import RunFolder
 from etude.training import LearnerConfig, TorchLearner
 from etude.weights.chain.manifest import table, table_digest
 
-TIMED = {"cpu_s", "fresh_ratio_max"}  # numbers of a step that depend on when it ran: the second on a publish's end
+TIMED = {"cpu_s", "fresh_ratio_max"}  # metrics that depend on timing; the second on when a publish ended
 
 
 @dataclass(frozen=True)
 class ReplayedStep:
-    """One step, done again."""
+    """The result of one repeated step."""
 
     step: int
     num_samples: int
-    found: str  # digest of the weights that came out
-    published: str | None  # of the run's; None: its manifest is gone
+    found: str  # digest of the resulting weights
+    published: str | None  # digest that the run published; None: its manifest is missing
     different: tuple[str, ...]  # tensors whose bytes differ
-    numbers: Mapping[str, tuple[float | None, float]]  # by name: recorded (None: not there), redone
-    computed_by: Mapping[str, tuple[str, str]]  # by name, where it differs: the run's, and what redid it
+    numbers: Mapping[str, tuple[float | None, float]]  # metric → (recorded value or None, replayed value)
+    computed_by: Mapping[str, tuple[str, str]]  # differing fact → (the run's value, the replay's value)
 
     @property
     def equal(self) -> bool:
+        """Whether the weights are equal bit for bit."""
         return self.found == self.published
 
 
 @dataclass(frozen=True)
 class Replay:
-    """A step redone, with those before it back to the checkpoint."""
+    """A repeated step, with the steps before it back to the checkpoint."""
 
     step: int
     start: Path
@@ -59,20 +61,22 @@ class Replay:
 
     @property
     def last(self) -> ReplayedStep:
+        """The requested step."""
         return self.steps[-1]
 
     @property
     def equal(self) -> bool:
+        """Whether the weights of the requested step are equal bit for bit."""
         return self.last.equal
 
     @property
     def first_different(self) -> ReplayedStep | None:
-        """The first step whose weights are not those that were published."""
+        """The first step whose weights differ from the published ones."""
         return next((one for one in self.steps if one.published is not None and not one.equal), None)
 
     @property
     def computed_by(self) -> dict[str, tuple[str, str]]:
-        """The software and hardware facts that differ, by name: (the run's value, the value of this replay)."""
+        """The software and hardware facts that differ: name → (the run's value, the replay's value)."""
         return {name: pair for one in self.steps for name, pair in one.computed_by.items()}
 
 
@@ -84,9 +88,10 @@ def replay_step(
     on_step: Callable[[ReplayedStep, int], None] | None = None,
     history: History | None = None,
 ) -> Replay:
-    """Redo a step. `start`: the checkpoint to begin from (default: the nearest before it). `on_step` hears of each step
-    and of how many there are. `history`: the run's, where it is read already. Raises `InputError` for a step that is
-    not there, `LedgerError` for a record that is damaged or gone, `CheckpointError`, `WeightsError`, `RunError`."""
+    """Repeat a step. `start`: the checkpoint to begin from (default: the nearest before the step). `on_step` is called
+    after each step, with the result and the number of steps. `history`: the run's history, if it was read already.
+    Raises `InputError` for a step that does not exist, `LedgerError` for a damaged or missing record,
+    `CheckpointError`, `WeightsError`, `RunError`."""
     check_config_unchanged(run)
     config, history = read_config(run), history or History.read(run)
     history.require(step)
@@ -110,6 +115,7 @@ def replay_step(
 def _replay_one(
     learner: TorchLearner, history: History, configured: Mapping[str, Any], here: Mapping[str, str]
 ) -> ReplayedStep:
+    """Train the learner's next step on its recorded batch, and compare the result."""
     step = learner.step + 1
     recorded = history.batch(step)
     learner.config = build(LearnerConfig, {**configured, **recorded.settings}, "learner")
@@ -132,7 +138,7 @@ def _replay_one(
 
 
 def _begin(learner: TorchLearner, history: History, step: int, start: Path) -> None:
-    """Have a learner hold the checkpoint to begin from, with all that is needed from there on."""
+    """Load the starting checkpoint, and check that it is of the run and that all needed batches exist."""
     others = history.other_checkpoints(step, start)
     try:
         learner.load(start)
@@ -142,16 +148,16 @@ def _begin(learner: TorchLearner, history: History, step: int, start: Path) -> N
     published, found = history.version(learner.step), table_digest(table(learner.exported()))
     if published is not None and published.digest != found:
         raise CheckpointError(
-            f"{start} does not hold what step {learner.step} published",
-            f"its weights have the digest {found[:12]}, published was {published.digest[:12]}",
+            f"{start} does not have the weights that step {learner.step} published",
+            f"their digest is {found[:12]}, published was {published.digest[:12]}",
             hint=others,
         )
-    learner.version = published or Version(learner.step, "0" * 8, found)  # by it the learner knows its own samples
+    learner.version = published or Version(learner.step, "0" * 8, found)  # used to recognise fresh samples
     _require_batches(history.run, range(learner.step + 1, step + 1))
 
 
 def _require_batches(run: RunFolder, steps: range) -> None:
-    """Raise when a batch that is needed is gone, before hours of work lead there."""
+    """Raise when a needed batch is missing, before hours of computing."""
     traces = traces_folder(run)
     absent = next((at for at in steps if not trace_path(traces, at).exists()), None)
     if absent is None:
@@ -162,11 +168,11 @@ def _require_batches(run: RunFolder, steps: range) -> None:
     if absent <= kept:
         raise RunError(
             f"the batch of step {absent} was deleted to keep within retention.disk_gb",
-            f"steps up to {kept} cannot be redone any more",
-            hint=f"redo one after {kept}; a new run keeps more with --set retention.disk_gb=...",
+            f"steps up to {kept} can no longer be replayed",
+            hint=f"replay a step after {kept}; a new run keeps more with --set retention.disk_gb=...",
         )
     raise LedgerError(
-        f"the batch of step {absent} is gone",
-        f"there is no {trace_path(traces, absent)}",
-        hint="copy it back, or begin after it with --from CHECKPOINT",
+        f"the batch of step {absent} is missing",
+        f"{trace_path(traces, absent)} does not exist",
+        hint="copy it back, or start after it with --from CHECKPOINT",
     )
