@@ -1,10 +1,11 @@
-"""Experience: from finished rollouts to the batches a learner trains on, with nothing lost and nothing trained twice.
+"""From finished rollouts to training batches, so that no rollout is lost and none is trained twice.
 
-The ledger keeps every rollout's state and bytes; the window says who may start and who is trained next; the
-curriculum which tasks are worth it; credit turns
-rewards into advantages; packing makes batches; traces record them; the audit checks it all afterwards. Usable alone:
-numpy, pyarrow (for traces) and SQLite (or PostgreSQL, with psycopg), no torch and, of etude, `rewards` alone. Names are
-imported when first used.
+The ledger stores every rollout's state and result. The window decides which groups may start and which are trained
+next; the curriculum, which tasks are drawn. Credit turns rewards into advantages; packing makes batches; traces record
+them; the audit checks everything afterwards.
+
+Usable alone: it needs numpy, pyarrow (for traces) and SQLite (or PostgreSQL, with psycopg), no torch, and of etude only
+`rewards`. Names are imported when first used.
 
 >>> from etude.experience import Window
 >>> from etude.experience.credit import advantages

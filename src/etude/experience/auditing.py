@@ -1,10 +1,10 @@
-"""The audit of a ledger: recomputes whether any rollout was lost or trained twice.
+"""Audits a ledger: recomputes whether any rollout was lost or trained twice.
 
-What was trained comes from the lineage (the rollout ids that the manifests of the current weights list) and from the
-traces; what is stored comes from the stored bytes. The ledger's own states are what is audited. It goes step by step
-and keeps nothing of a sound step, so that a run of any length is audited in the same memory. With `after`, a step up to
-which an earlier audit was sound, it reads only later steps and open work. Knows nothing of manifests: the lineage is
-given as plain steps.
+What was trained comes from the lineage (the rollout ids in the manifests of the current weights) and from the traces;
+what is stored comes from the stored bytes. The states in the ledger are what is checked. The audit goes step by step
+and keeps nothing of a sound step, so that its memory does not grow with the run. With `after`, a step up to which an
+earlier audit was sound, it reads only later steps and open work. This module knows nothing of manifests: the lineage is
+passed as plain steps.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from etude.records.wire import unpack
 
 @dataclass(frozen=True)
 class Report:
-    """Result of an audit. In a sound run every tuple is empty."""
+    """The result of an audit. In a sound run every tuple is empty."""
 
     num_rollouts: int
     num_consumed: int  # rollouts that steps of the lineage consumed
     num_steps: int
-    lost: tuple[str, ...]  # finished once; in no step of the lineage and with no stored outcome to train on
+    lost: tuple[str, ...]  # finished, but in no step of the lineage and without a stored outcome
     twice: tuple[str, ...]  # consumed by more than one step of the lineage
     ungraded: tuple[str, ...]  # trained without a grade
-    leaked: tuple[str, ...]  # hold a slot and should not, or should and do not
-    missing: tuple[str, ...]  # steps of the lineage without their trace, rollouts unknown to the ledger
+    leaked: tuple[str, ...]  # have a slot and should not, or the reverse
+    missing: tuple[str, ...]  # steps of the lineage without a trace; rollouts unknown to the ledger
 
     @property
     def sound(self) -> bool:
+        """Whether nothing is wrong."""
         return not (self.lost or self.twice or self.ungraded or self.leaked or self.missing)
 
     def require_sound(self) -> None:
-        """Raise `LedgerError` with the counts and the first names where the report is not sound."""
+        """Raise `LedgerError` with counts and first names if the report is not sound."""
         if self.sound:
             return
         kinds = ("lost", "twice", "ungraded", "leaked", "missing")
@@ -50,7 +51,7 @@ class Report:
         raise LedgerError(
             "the ledger does not agree with the weights and traces",
             "; ".join(f"{len(names)} {kind} ({', '.join(names[:3])})" for kind, names in found.items()),
-            hint="copy the missing files back: without them those steps cannot be proven"
+            hint="copy the missing files back: without them these steps cannot be verified"
             if found.keys() <= {"missing", "ungraded"}
             else "if the run was interrupted, etude run --resume reconciles it; else report this with the run folder",
         )
@@ -66,13 +67,13 @@ def audit(
     before: Lineage = (),
     files: RolloutFiles | None = None,
 ) -> Report:
-    """Audit a ledger. `traces`: the folder of the trace files; `lineage`: the rollout ids of each step; `deleted`: the
-    last step whose traces may have been deleted on purpose, for which the manifest is trusted instead. `after`: read
-    only steps after this one, of a run that an audit found sound up to it; `before` are the earlier steps, which are
-    read only where a rollout was taken more than once, in a lost lineage or not. `files`: the stored rollouts that no
-    version has learned from; each is read and proven.
+    """Audit a ledger. `traces`: folder of the trace files; `lineage`: the rollout ids of each step; `deleted`: the last
+    step whose traces may have been deleted on purpose, for which the manifest is trusted. `after`: read only steps
+    after this one, if an earlier audit found the run sound up to it; `before`: the earlier steps, read only if a
+    rollout was taken more than once. `files`: the stored rollouts that may still be trained on; each is read and
+    verified.
 
-    Damaged traces count as missing. Audit a run that stands still; a batch in flight is no fault.
+    Damaged traces count as missing. Audit a run that is stopped; a batch in flight is not an error.
     """
     found = _Found(held={row.rollout_id for row in ledger.rows(states=HOLDING)})
     steps: set[int] = set()
@@ -91,7 +92,7 @@ def audit(
         lost=tuple(row.rollout_id for row in found.spare if _is_lost(ledger, row, files)),
         twice=_sorted(found.twice | _counted(_whole(lineage, before, after), found.elsewhere)),
         ungraded=_sorted(found.ungraded),
-        # Rollouts of a step whose version is published must not hold a slot, whatever the ledger's state says.
+        # rollouts of a published step must not have a slot, whatever state the ledger has
         leaked=_sorted(set(ledger.slot_holders()) ^ found.held),
         missing=(*found.without_trace, *_sorted(found.unknown)),
     )
@@ -99,11 +100,11 @@ def audit(
 
 @dataclass
 class _Found:
-    """What an audit has found so far. In a sound run this is open work alone."""
+    """What an audit has found so far. In a sound run this is only open work."""
 
-    held: set[str]  # in a state that holds a slot, and in no step met
+    held: set[str]  # in a state that has a slot, and in no step so far
     num_consumed: int = 0
-    elsewhere: set[str] = field(default_factory=set)  # consumed by a step that is not the ledger's: perhaps by two
+    elsewhere: set[str] = field(default_factory=set)  # consumed by another step than in the ledger: perhaps by two
     twice: set[str] = field(default_factory=set)
     ungraded: set[str] = field(default_factory=set)
     unknown: set[str] = field(default_factory=set)
@@ -139,7 +140,7 @@ def _whole(lineage: Lineage, before: Lineage, after: int) -> Lineage:
 
 
 def _counted(lineage: Lineage, suspects: set[str]) -> set[str]:
-    """Those of these rollouts that more than one step consumed."""
+    """The suspects that more than one step consumed."""
     if not suspects:
         return set()
     met = Counter(i for _, ids in lineage for i in suspects.intersection(ids))
@@ -147,7 +148,7 @@ def _counted(lineage: Lineage, suspects: set[str]) -> set[str]:
 
 
 def steps_of(traces: TraceFolder, step: int) -> Iterator[tuple[int, list[str]]]:
-    """The rollout ids of each step up to `step`, from the traces: used instead of manifests that are damaged."""
+    """Yield each step up to `step` with its rollout ids, from the traces: used instead of damaged manifests."""
     for at in recorded_steps(traces):
         index = _index(traces, at) if at <= step else None
         if index is not None:
@@ -175,7 +176,7 @@ def _is_stored(data: bytes, files: RolloutFiles) -> bool:
 
 
 def _index(traces: TraceFolder, step: int, ids: Collection[str] | None = None) -> Index | None:
-    """The index of a step's trace; None where there is no sound trace of exactly these rollouts."""
+    """The index of a step's trace; None if there is no sound trace of exactly these rollouts."""
     try:
         index = read_index(trace_path(traces, step))
     except LedgerError:

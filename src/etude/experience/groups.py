@@ -1,4 +1,4 @@
-"""Finished rollouts and the groups they belong to. Plain data; knows nothing of where it is stored."""
+"""Plain data of the ledger: rows, finished rollouts, and the groups they belong to. Knows nothing of storage."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from etude.records.summary import RolloutSummary
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """A rollout and how it ended. Made by the ledger, read by credit and packing."""
+    """A finished rollout and its outcome. Created by the ledger, read by credit and packing."""
 
     rollout_id: str
     outcome: Graded | Invalid
-    summary: RolloutSummary | None = None  # None: the process that ran it died and left nothing
+    summary: RolloutSummary | None = None  # None: the process that ran it died and stored nothing
 
 
 @dataclass(frozen=True)
 class Group:
-    """Sibling rollouts of one task."""
+    """The sibling rollouts of one task."""
 
     group_id: str
-    rollout_ids: tuple[str, ...]  # every member, sorted; those cancelled or quarantined have no entry in `finished`
-    finished: tuple[Finished, ...]  # by rollout id
-    lost: frozenset[str] = frozenset()  # members of which a version of a lost lineage sampled something
+    rollout_ids: tuple[str, ...]  # all members, sorted; cancelled and quarantined ones are not in `finished`
+    finished: tuple[Finished, ...]  # sorted by rollout id
+    lost: frozenset[str] = frozenset()  # members with tokens sampled by a version of a lost lineage
 
     @property
     def valid(self) -> tuple[tuple[RolloutSummary, Graded], ...]:
-        """The members that were judged: the only ones a baseline may use."""
+        """The graded members: the only ones that may be used for a baseline."""
         return tuple(
             (one.summary, one.outcome)
             for one in self.finished
@@ -46,17 +46,17 @@ class Group:
 
 @dataclass(frozen=True)
 class Row:
-    """What the ledger says of one rollout."""
+    """One rollout's row in the ledger."""
 
     rollout_id: str
     group_id: str
     state: State
     attempt: int
     reason: str
-    reward: float | None  # composed from the terms as it ended, without a KL penalty; None until graded
+    reward: float | None  # composed from the terms when it ended, without KL penalty; None until graded
     boundary: str | None  # None unless invalid
     batch_id: str | None  # None until a batch took its group
-    step: int | None  # the version step that batch produces
+    step: int | None  # the version step that this batch produces
     has_sample: bool | None  # None until batched
     version: str | None  # None until trained, or when a restart found it in the lineage
 
@@ -65,7 +65,7 @@ COLUMNS = "rollout_id, group_id, state, attempt, reason, reward, boundary, batch
 
 
 def as_row(values: tuple[Any, ...]) -> Row:
-    """A row of `SELECT COLUMNS`."""
+    """A `Row` from the values of `SELECT COLUMNS`."""
     rollout_id, group_id, state, attempt, reason, reward, boundary, batch_id, step, has_sample, version = values
     return Row(
         rollout_id=rollout_id,

@@ -1,10 +1,13 @@
-"""The ledger: a durable record of every rollout's state and results. The conductor is its only writer.
+"""The ledger: a durable record of every rollout's state and result. The conductor is its only writer.
 
-It is an SQLite file in the run folder, or a schema on a PostgreSQL server, by the same statements. A finished rollout
+It is an SQLite file in the run folder, or a schema on a PostgreSQL server, with the same statements. A finished rollout
 and its transition are one transaction, so a kill at any moment leaves both or neither. "Trained" means *in the lineage
 of the current weights*: after a restart `reconcile` gets the lineage and corrects the states. Slots are rows of their
-own (double entry): a rollout in a holding state has exactly one, which is checked at every commit. See
-`docs/formats/ledger.md`. Knows nothing of how rollouts are run or of weights.
+own: a rollout in a state of `HOLDING` has exactly one slot, which is checked at every commit.
+
+Queries made by a live run read open work only, through an index, however long the run is; the few that read all
+rollouts say so. The format is in `docs/formats/ledger.md`. This module knows nothing of how rollouts are run, or of
+weights.
 """
 
 from __future__ import annotations
@@ -40,25 +43,25 @@ T = TypeVar("T")
 
 _HIDDEN = (State.QUARANTINED, State.CANCELLED)
 SPEC, FINISHED, QUARANTINE = "spec", "finished", "quarantine"
-"""Names of the blobs that the ledger itself keeps: packed, a `RolloutSpec`, a `Finished`, a `Quarantined`."""
+"""Names of the blobs that the ledger writes: a packed `RolloutSpec`, `Finished`, `Quarantined`."""
 
 _LINEAGE = frozenset({State.BATCHED, State.TRAINED, State.NO_SIGNAL})
 _HOLD = ", ".join(f"'{state}'" for state in sorted(HOLDING))
 _SLOTS = f"SELECT (SELECT count(*) FROM rollouts WHERE state IN ({_HOLD})), count(rollout_id), count(*) FROM slots"
 
 
-_NULLABLE = {"reward": "double precision", "boundary": "text"}  # a null in VALUES has no type on a server
+_NULLABLE = {"reward": "double precision", "boundary": "text"}  # on a server, a null in VALUES has no type
 
 
 class Quarantined(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a graded rollout got the reward 0: a sign of cheating."""
+    """Why a graded rollout got reward 0: a sign of cheating."""
 
-    reason: str  # the sign of cheating: "rule: what was seen (where)"
+    reason: str  # the sign of cheating: "rule: finding (where)"
     graded: float  # the reward that the grader gave
 
 
 class _Move(NamedTuple):
-    """One transition of a row that was just read, and columns that change with it."""
+    """A transition of a row that was just read, and columns that change with it."""
 
     row: Row
     to: State
@@ -73,16 +76,16 @@ class _Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Reconciled:
-    """The result of `Ledger.reconcile` after a restart: the rollouts whose states were corrected."""
+    """The result of `Ledger.reconcile` after a restart: numbers of rollouts by correction."""
 
     trained: int  # batched, and found in the lineage
-    freed: int  # batched or trained, not in the lineage: graded again
+    freed: int  # batched or trained, not in the lineage: back to graded
     requeued: int  # were running
-    gone: int  # batched or trained, not in the lineage, and their records were dropped: no step takes them any more
+    gone: int  # batched or trained, not in the lineage, and without a stored record: never trained again
 
 
 def _atomic(method: F) -> F:
-    """All of a method's changes, or none; part of the transaction that it is called in, if there is one."""
+    """Decorator: run a method as one transaction, or as part of the current one."""
 
     @functools.wraps(method)
     def whole(ledger: Ledger, *args: Any, **named: Any) -> Any:
@@ -92,7 +95,8 @@ def _atomic(method: F) -> F:
 
 
 class Ledger:
-    """An `ExperienceStore` in one SQLite file, or in one schema of a PostgreSQL server.
+    """The durable record of a run's rollouts: an `ExperienceStore` in an SQLite file or a schema of a PostgreSQL
+    server.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -110,9 +114,9 @@ class Ledger:
         composition: Composition = DEFAULT_COMPOSITION,
         log: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Open or create a ledger at a path or at `postgresql://host/database#run_id`. `capacity`: the number of slots.
-        `composition`: of the rewards that rows show. `log` is called with a line when a server had to be waited for.
-        Raises `LedgerError` for an existing ledger with another capacity, or one that another process writes."""
+        """Open or create a ledger at a path or at `postgresql://host/database#run_id`. `capacity`: number of slots.
+        `composition`: computes the rewards in the rows. `log` is called with a line when the server was unreachable for
+        a while. Raises `LedgerError` for a ledger with another capacity, or one that another process writes."""
         self._capacity, self._composition = capacity, composition
         self._db = open_database(place, check=self._check_slots, log=log)
         found = self.recall("capacity")
@@ -121,7 +125,7 @@ class Ledger:
         elif found != capacity:
             self.close()
             raise LedgerError(
-                f"{place} has {found} slots", f"asked for {capacity}", hint="resume a run with the config it began with"
+                f"{place} has {found} slots", f"requested were {capacity}", hint="resume a run with its original config"
             )
 
     @_atomic
@@ -131,50 +135,52 @@ class Ledger:
 
     @classmethod
     def open_readonly(cls, place: Path | str, *, immutable: bool = False) -> Ledger:
-        """Open to read only, beside a writer; `immutable`: there is none now. Raises `NoLedger` when there is none."""
+        """Open for reading, also while it is written. `immutable`: nothing writes it now. Raises `NoLedger` when it
+        does not exist."""
         ledger = cls.__new__(cls)
         ledger._db = open_database(place, readonly=True, immutable=immutable, log=lambda _: None)
         ledger._capacity = int(ledger.recall("capacity") or 0)
         return ledger
 
     def verify(self) -> None:
-        """Look at every page once, a second for some hundred MB. Raises `LedgerError` where the file is damaged."""
+        """Read the whole database once; takes a second for some hundred MB. Raises `LedgerError` when it is damaged."""
         self._db.verify()
 
     def close(self) -> None:
         self._db.close()
 
-    # The seam: ExperienceStore
+    # The protocol ExperienceStore
 
     @_atomic
     def move(self, rollout_id: str, to: str, *, reason: str = "", **facts: Any) -> None:
-        """Move a rollout to another state. Raises `LedgerError` when the table forbids it, or when it needs a slot and
-        none is free."""
+        """Move a rollout to another state. Raises `LedgerError` when the table of transitions forbids it, or no slot is
+        free."""
         self._move([_Move(self.row(rollout_id), State(to), reason, facts)])
 
     @_atomic
     def put(self, rollout_id: str, name: str, data: bytes) -> None:
-        """Keep bytes under a rollout's name, durable with the transaction; the last put wins."""
+        """Store bytes under a rollout and a name, durable with the transaction. Replaces earlier bytes."""
         self.row(rollout_id)
         self._put(name, [(rollout_id, data)])
 
     @_atomic
     def transaction(self, work: Callable[[], None]) -> None:
-        """All of `work`'s changes, or none. May be nested. Where a server went away in between `work` is called again:
-        it changes nothing but the ledger."""
+        """Run `work` as one transaction; may be nested. When a server is unreachable meanwhile, `work` is called again,
+        so it must change nothing but the ledger."""
         work()
 
-    # The life of a rollout
+    # States of a rollout
 
     @_atomic
     def admit(self, *specs: RolloutSpec) -> None:
-        """New rollouts take slots, all or none. Their places in the order of admission are final."""
+        """Admit new rollouts, all or none. Each takes a slot, and its place in the order of admission is final. Raises
+        `LedgerError` for a rollout that was admitted before."""
         groups, ids = {spec.group_id for spec in specs}, [spec.rollout_id for spec in specs]
         sql = f"SELECT rollout_id, group_id FROM rollouts WHERE group_id IN ({marks(groups)})"
         there = self._db.rows(f"{sql} OR rollout_id IN ({marks(ids)})", *groups, *ids)
         again = [i for i, count in Counter([*ids, *{i for i, _ in there}.intersection(ids)]).items() if count > 1]
         if again:
-            raise LedgerError(f"rollout {again[0]} was admitted before", hint="count groups on, never reuse")
+            raise LedgerError(f"rollout {again[0]} was admitted before", hint="never reuse the id of a group")
         self.remember("groups", self.num_groups() + len(groups - {group_id for _, group_id in there}))
         born = [(spec.rollout_id, spec.group_id, State.ADMITTED, spec.attempt) for spec in specs]
         each(self._db, "INSERT INTO rollouts (rollout_id, group_id, state, attempt) VALUES ?", born)
@@ -187,11 +193,12 @@ class Ledger:
         self, limit: int, *, published: int | None = None, required_step: Callable[[int], int] | None = None
     ) -> list[RolloutSpec]:
         """Move the first waiting rollouts, at most `limit`, to running, and return their specs. Stops at the first one
-        that demands a later version step than `published` (None: no such check), which none overtakes.
+        that requires a later version step than `published` (None: no such check); later ones do not overtake it.
 
-        `required_step`: the version step that the open group at a place, counted from 0, demands now (`Window.required_step`). It
-        counts where it is less than the one that the group was admitted with, which a lost lineage may have made too
-        late: the steps that lead to that version might wait for this very group."""
+        `required_step`: the version step that the open group at a place, counted from 0, requires now
+        (`Window.required_step`). It applies if it is lower than the one that the group was admitted with: a lost
+        lineage may have made the latter too late, and the steps up to that version might wait for this very group.
+        """
         rows = self.next_waiting(limit)
         specs = self.specs(rows) if rows else []
         if published is not None:
@@ -203,20 +210,20 @@ class Ledger:
     def _due(
         self, specs: Sequence[RolloutSpec], published: int, required_step: Callable[[int], int]
     ) -> list[RolloutSpec]:
-        """The first of some specs whose places among the open groups demand no later version than the published one,
-        as specs that demand no later one either."""
+        """The first specs whose places among the open groups require no later version than the published one, with
+        `min_step` lowered accordingly."""
         places = {group_id: place for place, group_id in enumerate(self.open_groups())} if specs else {}
         due = itertools.takewhile(lambda spec: required_step(places[spec.group_id]) <= published, specs)
         return [msgspec.structs.replace(spec, min_step=min(spec.min_step, published)) for spec in due]
 
     def finish(self, rollout: RolloutSummary, outcome: Outcome) -> bool:
-        """Store the summary of a rollout and how it was judged. False: of an attempt that no longer counts; nothing
-        is changed (the answer of a worker given up for dead, or a second delivery)."""
+        """Store the summary and outcome of a rollout. Returns False, and changes nothing, for an attempt that no longer
+        counts: the reply of a worker that was taken for dead, or a second delivery."""
         return self.finish_all([(rollout, outcome)])[0]
 
     @_atomic
     def finish_all(self, ended: Sequence[tuple[RolloutSummary, Outcome]]) -> list[bool]:
-        """`finish` for several at once."""
+        """`finish` for several rollouts at once."""
         counts, ends = list[bool](), dict[str, tuple[Row, Finished]]()
         rows = self.require_rows([rollout.rollout_id for rollout, _ in ended])
         for row, (rollout, outcome) in zip(rows, ended, strict=True):
@@ -228,17 +235,17 @@ class Ledger:
         return counts
 
     def quarantine(self, rollout_id: str, *, reason: str, graded: float) -> None:
-        """Note that a rollout bears a sign of cheating, and what it was graded before that took its reward. It stays
-        with its group: who cheats and earns nothing teaches its siblings that."""
+        """Record that a rollout has a sign of cheating, and the grade that it would have had. It stays in its group, so
+        that its siblings learn that cheating earns nothing."""
         self.put(rollout_id, QUARANTINE, pack(Quarantined(reason=reason, graded=graded)))
 
     @_atomic
     def fail(self, rollout_id: str, invalid: Invalid) -> None:
-        """A running or requeued rollout becomes invalid and left nothing: its worker died once too often."""
+        """Make a running or requeued rollout invalid without a stored result: its workers died too often."""
         self._end([(self.row(rollout_id), Finished(rollout_id=rollout_id, outcome=invalid))])
 
     def _end(self, ends: Sequence[tuple[Row, Finished]]) -> None:
-        """Rollouts have ended. Their terms are stored; the columns `reward` and `reason` are derived from them."""
+        """Store ended rollouts. The terms are stored; the columns `reward` and `reason` are derived from them."""
         self._put(FINISHED, [(row.rollout_id, pack(finished)) for row, finished in ends])
         moves = []
         for row, finished in ends:
@@ -255,8 +262,8 @@ class Ledger:
     # Groups and batches
 
     def batch(self, batch: Batch | BatchRef) -> None:
-        """The batch takes its groups: graded members become batched. On the disk when it returns, so that what a
-        version's manifest lists is known here even after a power cut."""
+        """Assign the groups of a batch to it: graded members become batched. Synced to disk when it returns, so that
+        after a power failure the ledger knows all rollouts that a version's manifest lists."""
 
         def take() -> None:
             rows = self.require_rows(batch.rollout_ids)
@@ -272,14 +279,15 @@ class Ledger:
 
     @_atomic
     def commit(self, rollout_ids: Collection[str], version: Version) -> None:
-        """The version that learned from these is published: batched becomes trained, or no-signal without a sample."""
+        """Record that the version trained on these rollouts is published: batched rollouts become trained, or no-signal
+        if they had no sample."""
         self._published(version)
-        rows, said = self.require_rows(rollout_ids), {"version": str(version)}
-        self._trained(rows, f"in {version}", said)
-        self._set({row.rollout_id: said for row in rows if row.state is not State.BATCHED})
+        rows, columns = self.require_rows(rollout_ids), {"version": str(version)}
+        self._trained(rows, f"in {version}", columns)
+        self._set({row.rollout_id: columns for row in rows if row.state is not State.BATCHED})
 
     def _trained(self, rows: Collection[Row], reason: str, columns: Mapping[str, Any] = MappingProxyType({})) -> int:
-        """Those of them that are batched end with this reason; how many."""
+        """End the batched ones among these rows with this reason. Returns their number."""
         batched = [row for row in rows if row.state is State.BATCHED]
         ends = [(row, State.TRAINED if row.has_sample else State.NO_SIGNAL) for row in batched]
         self._move([_Move(row, to, reason, {"step": row.step}, columns) for row, to in ends])
@@ -289,10 +297,11 @@ class Ledger:
     def reconcile(
         self, lineage: Lineage, *, believed: Callable[[], int] = lambda: 0, head: Version | None = None
     ) -> Reconciled:
-        """Agree with the weights after a restart. `lineage` is what the manifests list of the lineage that the learner
-        goes on from: it is read again where a server went away. What was trained only outside of it is free again; what
-        was running runs again. `head`: the version that the learner published as it began. `believed`, asked once the
-        lineage was read: a step up to which the ledger itself stands in for manifests."""
+        """Correct the states after a restart. `lineage`: what the manifests list of the lineage that the learner
+        continues from; it is read again when a server was unreachable. Rollouts that were trained only outside of it
+        are free again; running ones are requeued. `head`: the version that the learner published when it started.
+        `believed`, called after the lineage was read: the step up to which the ledger itself is trusted instead of
+        manifests."""
         if head is not None:
             self._published(head)
         trained, freed, gone, running = 0, 0, 0, self.rows(states=[State.RUNNING])
@@ -308,10 +317,11 @@ class Ledger:
         return Reconciled(trained=trained, freed=freed, requeued=len(running), gone=gone)
 
     def _free(self, step: int, rows: Sequence[Row]) -> tuple[int, int]:
-        """The step that took these is not in the lineage: how many of those it had trained are free again, and how many
-        have no record left. Groups with one of those stay closed: nothing of them can be trained."""
+        """Free the rollouts of a step that is not in the lineage. Returns how many of its trained rollouts are free
+        again, and how many have no stored record. Groups with one of the latter stay closed: nothing of them can be
+        trained."""
         if rows and step <= int(self.recall("pruned") or 0):
-            self.remember("pruned", step - 1)  # the steps from here on will be made again
+            self.remember("pruned", step - 1)  # steps from here on will be trained again
         taken = [row for row in rows if row.state in _LINEAGE]
         stored = self._stored([row.rollout_id for row in taken])
         self._move([_Move(row, State.REQUEUED, f"{row.batch_id} is not in the lineage") for row in taken])
@@ -320,7 +330,7 @@ class Ledger:
         self._move(
             [
                 *(_Move(row, State.GRADED, "its stored outcome stands") for row in again if row.rollout_id in stored),
-                *(_Move(row, State.QUARANTINED, "its record was dropped, and its step lost later") for row in gone),
+                *(_Move(row, State.QUARANTINED, "its record was deleted, and its step was lost later") for row in gone),
             ]
         )
         closed = {row.group_id for row in gone}
@@ -331,7 +341,7 @@ class Ledger:
         return len(taken) - len(gone), len(gone)
 
     def _stored(self, rollout_ids: Sequence[str]) -> set[str]:
-        """Those of some rollouts that have a record."""
+        """The ids of those rollouts that have a stored record."""
         found = set[str]()
         for some in parts(rollout_ids):
             sql = f"SELECT rollout_id FROM blobs WHERE name = ? AND rollout_id IN ({marks(some)})"
@@ -340,8 +350,8 @@ class Ledger:
 
     @_atomic
     def prune(self, step: int) -> int:
-        """Drop the blobs of rollouts consumed at or before a version step: call it with the oldest step that a
-        restart can still go back to. Returns how many blobs went; their traces stay, and notes of quarantine do."""
+        """Delete the blobs of rollouts that steps up to this one consumed. Call it with the oldest step that a restart
+        can go back to. Returns the number of deleted blobs. Traces and quarantine records are kept."""
         before, batched = int(self.recall("pruned") or 0), State.BATCHED
         spent = "SELECT rollout_id FROM rollouts WHERE step > ? AND step <= ? AND state != ?"
         sql = f"DELETE FROM blobs WHERE rollout_id IN ({spent}) AND name != ? RETURNING 1"
@@ -350,14 +360,14 @@ class Ledger:
         self.remember("pruned", max(before, step if left is None else left - 1))
         return len(gone)
 
-    # Notes that must move together with the rollouts
+    # Values that change together with the rollouts
 
     def move_cursor(self, split: str, index: int) -> None:
-        """Call it in the transaction that admits the task at `index - 1`."""
+        """Set the task cursor of a split. Call it in the transaction that admits the task at `index - 1`."""
         self.remember(f"cursor.{split}", index)
 
     def remember(self, key: str, value: Any) -> None:
-        """Keep a small JSON value."""
+        """Store a small JSON value under a key."""
         sql = "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value"
         self._db.execute(sql, key, json.dumps(value))
 
@@ -372,7 +382,7 @@ class Ledger:
         each(self._db, sql, [(rollout_id, name, data) for rollout_id, data in blobs])
 
     def _move(self, moves: Sequence[_Move]) -> None:
-        """Transitions of rows that were just read, each once, inside a transaction of the caller."""
+        """Write transitions of rows that were just read, each once, in a transaction of the caller."""
         for row, to, reason, *_ in moves:
             check(row.rollout_id, row.state, to, reason)
         self._set({
@@ -384,7 +394,7 @@ class Ledger:
         self._log([(m.row.rollout_id, m.row.state, m.to, m.attempt, m.reason, m.facts) for m in moves])
 
     def _set(self, values: Mapping[str, Mapping[str, Any]]) -> None:
-        """Change the same columns of several rollouts, by their ids: one update of a row, since each costs its CRC."""
+        """Update the same columns of several rollouts: one update per row, since each costs a CRC."""
         if not values:
             return
         columns = list(next(iter(values.values())))
@@ -417,7 +427,7 @@ class Ledger:
             raise LedgerError(
                 f"no slot is free for rollout {beyond[0]}",
                 f"all {self._capacity} are held",
-                hint="admit only what the window has room for",
+                hint="admit only as many groups as the window allows",
             )
         if beyond:
             last = self._value("SELECT max(slot) FROM slots")
@@ -436,18 +446,18 @@ class Ledger:
         if held != holding or count != max(self._capacity, held):
             raise LedgerError(
                 "the ledger's slots do not add up",
-                f"{holding} rollouts hold a slot, {held} of {count} slots are taken, capacity {self._capacity}",
+                f"{holding} rollouts need a slot, {held} of {count} slots are in use, capacity {self._capacity}",
                 hint="this is a defect: keep the run folder and report it with etude ledger audit",
             )
 
     # Queries
 
     def row(self, rollout_id: str) -> Row:
-        """The row of one rollout. Raises `LedgerError` when there is no such rollout."""
+        """The row of a rollout. Raises `LedgerError` when it does not exist."""
         return self.require_rows([rollout_id])[0]
 
     def require_rows(self, rollout_ids: Collection[str]) -> list[Row]:
-        """The rows of these rollouts, in the order given. Raises `LedgerError` when one does not exist."""
+        """The rows of these rollouts, in the given order. Raises `LedgerError` when one does not exist."""
         found = {row.rollout_id: row for row in self.find_rows(rollout_ids)}
         for rollout_id in rollout_ids:
             if rollout_id not in found:
@@ -463,8 +473,8 @@ class Ledger:
         open_only: bool = False,
         limit: int | None = None,
     ) -> list[Row]:
-        """Rollouts in order of admission: all; or those that `step` took, those in some `states`, those that no batch
-        took; of these the last `limit`. Reads all rollouts where nothing narrows it down."""
+        """Rows in order of admission: all; or those that `step` took, in some `states`, or in no batch (`open_only`);
+        of these the last `limit`. Without a filter it reads all rollouts."""
         wanted: list[tuple[str, tuple[Any, ...]]] = [("step = ?", (step,))] if step is not None else []
         if states is not None:
             wanted.append((f"state IN ({marks(states)})", tuple(states)))
@@ -472,19 +482,21 @@ class Ledger:
             wanted.append(("batch_id IS NULL", ()))
         where = " AND ".join(sql for sql, _ in wanted) or "position > 0"
         values = [value for _, found in wanted for value in found]
-        newest = "ORDER BY +position DESC" if wanted else "ORDER BY position DESC"  # +: sort, do not use this index
+        newest = (
+            "ORDER BY +position DESC" if wanted else "ORDER BY position DESC"
+        )  # +: sort instead of using this index
         newest += f" LIMIT {int(limit)}" if limit is not None else ""
         return [as_row(r) for r in self._db.rows(f"SELECT {COLUMNS} FROM rollouts WHERE {where} {newest}", *values)][
             ::-1
         ]
 
     def find_rows(self, rollout_ids: Collection[str]) -> list[Row]:
-        """The rows of those of these rollouts that exist, in no order."""
+        """The rows of those rollouts that exist, in no particular order."""
         sql = f"SELECT {COLUMNS} FROM rollouts WHERE rollout_id IN"
         return [as_row(r) for some in parts(rollout_ids) for r in self._db.rows(f"{sql} ({marks(some)})", *some)]
 
     def quarantined(self) -> dict[str, Quarantined]:
-        """Rollouts with a sign of cheating, by id. Reads the blobs of all rollouts that are kept."""
+        """Rollouts with a sign of cheating, by id. Reads all stored blobs of this kind."""
         found = self._db.rows("SELECT rollout_id, data FROM blobs WHERE name = ?", QUARANTINE)
         return {i: _read(i, QUARANTINE, data, Quarantined) for i, data in sorted(found)}
 
@@ -496,7 +508,7 @@ class Ledger:
         return open_now + int(self._value("SELECT count(*) FROM rollouts WHERE step > ?", after))
 
     def batched_repeatedly(self, rollout_ids: Collection[str]) -> set[str]:
-        """Those of these rollouts that batches took more than once, batches of lost lineages included."""
+        """The rollouts that batches took more than once, including batches of lost lineages."""
         again = set[str]()
         for some in parts(rollout_ids):
             mine = f"rollout_id IN ({marks(some)})"
@@ -505,19 +517,21 @@ class Ledger:
         return again
 
     def states(self) -> dict[str, int]:
+        """Number of rollouts by state. Reads all rollouts."""
         return dict(self._db.rows("SELECT state, count(*) FROM rollouts GROUP BY state"))
 
     def steps(self, after: int = 0) -> list[int]:
-        """Every step after `after` that a batch took rollouts for, ascending."""
+        """All steps after `after` that a batch took rollouts for, ascending."""
         sql = "SELECT step FROM rollouts WHERE step > ? GROUP BY step ORDER BY step"
         return [int(step) for (step,) in self._db.rows(sql, after)]
 
     def get(self, rollout_id: str, name: str) -> bytes | None:
+        """The bytes stored under a rollout and a name; None if there are none."""
         data: bytes | None = self._value("SELECT data FROM blobs WHERE rollout_id = ? AND name = ?", rollout_id, name)
         return data
 
     def spec(self, rollout_id: str) -> RolloutSpec:
-        """The spec of a rollout, with the ledger's current attempt. Raises `LedgerError` where it was pruned."""
+        """The spec of a rollout, with its current attempt. Raises `LedgerError` when it was pruned."""
         return self.specs([self.row(rollout_id)])[0]
 
     def specs(self, rows: Collection[Row]) -> list[RolloutSpec]:
@@ -527,7 +541,7 @@ class Ledger:
         return [_spec(row, stored.get(row.rollout_id)) for row in rows]
 
     def history(self, rollout_id: str) -> list[dict[str, Any]]:
-        """Every transition of a rollout, oldest first."""
+        """All transitions of a rollout, oldest first."""
         sql = "SELECT t, origin, state, attempt, reason, facts FROM transitions WHERE rollout_id = ? ORDER BY number"
         names = ("t", "origin", "state", "attempt", "reason")
         return [
@@ -551,12 +565,12 @@ class Ledger:
         return [group_id for (group_id,) in self._db.rows(sql)]
 
     def num_groups(self) -> int:
-        """Groups ever admitted: the index of the next one."""
-        counted = self.recall("groups")  # None in a ledger of an earlier etude: all rollouts are read
+        """Number of groups ever admitted: the index of the next one."""
+        counted = self.recall("groups")  # None in ledgers of earlier versions: then all rollouts are read
         return int(self._value("SELECT count(DISTINCT group_id) FROM rollouts") if counted is None else counted)
 
     def ready_groups(self, group_ids: Collection[str]) -> set[str]:
-        """Those of these groups of which no member is still waited for."""
+        """The groups of which all members have ended."""
         settled = f"count(*) = sum(CASE WHEN state IN ({marks(ENDED)}) THEN 1 ELSE 0 END)"
         ready = set[str]()
         for some in parts(group_ids):
@@ -565,7 +579,7 @@ class Ledger:
         return ready
 
     def groups_with_signal(self, group_ids: Collection[str]) -> set[str]:
-        """Those of these groups whose graded members do not all have the same reward in their rows."""
+        """The groups whose graded members do not all have the same reward in their rows."""
         having = set[str]()
         for some in parts(group_ids):
             sql = f"SELECT group_id FROM rollouts WHERE group_id IN ({marks(some)}) AND state = ?"
@@ -574,7 +588,7 @@ class Ledger:
         return having
 
     def batched_groups(self, group_ids: Collection[str]) -> set[str]:
-        """Those of these groups that any batch ever took, batches of lost lineages included."""
+        """The groups that any batch ever took, including batches of lost lineages."""
         sql = "SELECT DISTINCT group_id FROM rollouts JOIN transitions USING (rollout_id) WHERE transitions.state = ?"
         batched = set[str]()
         for some in parts(group_ids):
@@ -583,8 +597,8 @@ class Ledger:
         return batched
 
     def group(self, group_id: str) -> Group:
-        """A group with its stored records, versions as seen from the current weights (`lineage.with_apparent_steps`). Raises
-        `LedgerError` for a record that cannot be read."""
+        """A group with its stored records; versions are seen from the current weights (`lineage.with_apparent_steps`).
+        Raises `LedgerError` for a record that cannot be read."""
         of = f"b.rollout_id = r.rollout_id AND b.name = ? AND r.state NOT IN ({marks(_HIDDEN)})"
         sql = f"SELECT r.rollout_id, b.data FROM rollouts r LEFT JOIN blobs b ON {of} WHERE r.group_id = ?"
         stored = sorted(self._db.rows(sql, FINISHED, *_HIDDEN, group_id))
@@ -593,18 +607,18 @@ class Ledger:
         return with_apparent_steps(Branches(self.versions()), Group(group_id, ids, tuple(found)))
 
     def versions(self) -> list[Version]:
-        """The latest published versions in order of publishing, those of lost lineages included."""
+        """The latest published versions in order of publishing, including those of lost lineages."""
         return [Version(*facts) for facts in self.recall("versions") or []]
 
     def wanted_files(self) -> set[tuple[str, int]]:
-        """(rollout id, attempt) of every rollout whose file a batch or a grade may still ask for."""
+        """(rollout id, attempt) of every rollout whose file a batch or a grade may still need."""
         stored = "rollout_id IN (SELECT rollout_id FROM blobs WHERE name = ?)"
         sql = f"SELECT rollout_id, attempt FROM rollouts WHERE {stored} OR state = ?"
         return {(rollout_id, int(attempt)) for rollout_id, attempt in self._db.rows(sql, FINISHED, State.RUNNING)}
 
     def stored_summaries(self) -> list[RolloutSummary]:
-        """Of every rollout whose file was stored and is still wanted, by looking at all that are kept. None of a
-        ledger of an earlier etude, in which rollouts lie themselves."""
+        """The summaries of all rollouts whose file is stored and still needed; reads all stored records. Empty for
+        ledgers of earlier versions, which contain the rollouts themselves."""
         if self.recall("format") != FORMAT:
             return []
         found = self._db.rows("SELECT rollout_id, data FROM blobs WHERE name = ?", FINISHED)
@@ -612,35 +626,36 @@ class Ledger:
         return [one for one in summaries if one is not None and one.stored is not None]
 
     def finished(self, rollout_id: str) -> Finished | None:
-        """The stored record of an ended rollout; None where there is none or it was pruned. Raises `LedgerError` for a
+        """The stored record of an ended rollout; None if there is none or it was pruned. Raises `LedgerError` for a
         record that cannot be read."""
         data = self.get(rollout_id, FINISHED)
         return None if data is None else _read(rollout_id, FINISHED, data, Finished)
 
     def is_kept(self, rollout_id: str) -> bool:
-        """Whether the record of a finished rollout is still wanted."""
+        """Whether the record of a finished rollout is still stored."""
         return self.get(rollout_id, FINISHED) is not None
 
     def cursor(self, split: str) -> int:
-        """Index of the next task to draw from a split of the task source; it is 0 at the start."""
+        """Index of the next task to draw from a split of the task source; 0 at the start."""
         return int(self.recall(f"cursor.{split}") or 0)
 
     def recall(self, key: str) -> Any:
-        """The value kept under `key`; None when there is none."""
+        """The value stored under `key` by `remember`; None if there is none."""
         text = self._value("SELECT value FROM meta WHERE key = ?", key)
         return None if text is None else json.loads(text)
 
     def slots(self) -> tuple[int, int]:
-        """(slots held, all slots). The latter is the capacity; it is larger only while rollouts of a lost lineage are
+        """(slots in use, all slots). The latter is the capacity; it is larger only while rollouts of a lost lineage are
         trained again."""
         held, count = self._db.rows("SELECT count(rollout_id), count(*) FROM slots")[0]
         return int(held), int(count)
 
     def slot_holders(self) -> list[str]:
+        """The ids of the rollouts that have a slot."""
         return [i for (i,) in self._db.rows("SELECT rollout_id FROM slots WHERE rollout_id IS NOT NULL")]
 
     def _value(self, sql: str, *values: Any) -> Any:
-        """The first column of the first row; None when there is none."""
+        """The first column of the first row; None if there is none."""
         rows = self._db.rows(sql, *values)
         return rows[0][0] if rows else None
 
@@ -651,24 +666,24 @@ class Ledger:
 
 
 def _check_taken(row: Row, batch: Batch | BatchRef) -> None:
-    """Raise unless a batch may take this rollout."""
+    """Raise `LedgerError` unless a batch may take this rollout."""
     if row.batch_id is not None:
         raise LedgerError(
             f"rollout {row.rollout_id} is in batch {row.batch_id}",
-            f"{batch.batch_id} wants it too",
+            f"{batch.batch_id} also needs it",
             hint="a rollout is trained once: form batches from open_groups()",
         )
     if row.state not in ENDED:
         raise LedgerError(
-            f"batch {batch.batch_id} wants rollout {row.rollout_id}",
-            f"which is {row.state}",
+            f"batch {batch.batch_id} needs rollout {row.rollout_id}",
+            f"which is still {row.state}",
             hint="wait until its group is ready",
         )
 
 
 def _spec(row: Row, data: bytes | None) -> RolloutSpec:
     if data is None:
-        raise LedgerError(f"rollout {row.rollout_id} has no spec left", "it was pruned", hint="it has ended: skip it")
+        raise LedgerError(f"rollout {row.rollout_id} has no spec", "it was pruned", hint="it has ended: skip it")
     return msgspec.structs.replace(_read(row.rollout_id, SPEC, data, RolloutSpec), attempt=row.attempt)
 
 
@@ -677,5 +692,5 @@ def _read(rollout_id: str, name: str, data: bytes, kind: type[T]) -> T:
         return unpack(data, kind)
     except ValueError as error:
         raise LedgerError(
-            f"the {name} of rollout {rollout_id} cannot be read", str(error), hint="quarantine it and go on"
+            f"the {name} of rollout {rollout_id} cannot be read", str(error), hint="quarantine it and continue"
         ) from error

@@ -1,8 +1,8 @@
-"""A session on a ledger's server: its connection, the lock that makes it a schema's only writer, what it waits for.
+"""A session on a ledger's PostgreSQL server: the connection, and the lock that makes it the schema's only writer.
 
-Every wait ends. A server that ends a statement says so itself; one that neither answers nor goes away has its socket
-shut by a watch. Whatever breaks the connection is a `ConnectionBroken`: what becomes of the work is for its caller. Knows nothing of
-transactions and tables.
+Every wait has a deadline. The server limits the time of a statement itself. When it neither answers nor closes the
+connection, a watchdog thread shuts the socket. Whatever breaks the connection raises `ConnectionBroken`, and the caller
+decides what to do. This module knows nothing of transactions and tables.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from etude.errors import LedgerError
 from etude.experience.postgres_errors import ANSWER_S, CONNECT_S, LOCK_S, map_error, one_line
 
 POLL_S = 0.2
-GRACE_S = 3.0  # in which a server may notice that the conductor before is gone
-PATIENCE_S = 5.0  # beyond ANSWER_S, at which a server in order ends a statement by itself
+GRACE_S = 3.0  # for the server to notice that the previous conductor is gone
+PATIENCE_S = 5.0  # after ANSWER_S, the server's own limit of a statement
 _HOLDER = (
     "SELECT a.pid, coalesce(a.application_name, 'another user''s'), coalesce(host(a.client_addr), 'the server''s host')"
     " FROM pg_locks l JOIN pg_stat_activity a USING (pid) WHERE l.locktype = 'advisory' AND l.granted"
@@ -34,11 +34,11 @@ _HOLDER = (
 
 
 class ConnectionBroken(Exception):
-    """The connection broke."""
+    """The connection to the server broke."""
 
 
 class Session:
-    """One connection at a time, in one schema."""
+    """One connection at a time, to one schema."""
 
     def __init__(self, url: str, where: str, schema: str, *, readonly: bool) -> None:
         self.url, self.where, self.schema, self.readonly = url, where, schema, readonly
@@ -56,7 +56,8 @@ class Session:
         return bool(self._connections) and not self.connection.closed
 
     def open(self) -> None:
-        """Anew, with the lock unless it only reads. Raises `ConnectionBroken`, psycopg's own, and `LedgerError`."""
+        """Open a new connection and take the writer's lock, unless it is read-only. Raises `ConnectionBroken`, psycopg
+        errors, and `LedgerError`."""
         self.disconnect()
         name = f"etude {self.name} {socket.gethostname()[:24]}:{os.getpid()}"
         connection = psycopg.connect(
@@ -77,7 +78,7 @@ class Session:
             "statement_timeout": f"{ANSWER_S:.0f}s",
             "lock_timeout": f"{LOCK_S}s",
             "enable_seqscan": "off",
-            "plan_cache_mode": "force_custom_plan",  # a plan for any state reads history: nearly all rows are in one
+            "plan_cache_mode": "force_custom_plan",  # generic plans read all history, since nearly all rows are in one state
             "tcp_keepalives_idle": "10",
             "tcp_keepalives_interval": "5",
             "tcp_keepalives_count": "3",
@@ -88,13 +89,13 @@ class Session:
             self._lock()
 
     def disconnect(self) -> None:
-        """Idempotent; it may be opened again."""
+        """Close the connection; it may be opened again. Idempotent."""
         for connection in self._connections:
             connection.close()
         self._connections.clear()
 
     def _lock(self) -> None:
-        """Be the schema's only writer. A session of this very process that the server has not missed yet is ended."""
+        """Take the writer's lock. An earlier session of this process that the server still has is terminated."""
         until = time.monotonic() + GRACE_S
         while not self.query("SELECT pg_try_advisory_lock(?)", (self._key,))[0][0]:
             held = self.query(_HOLDER, (self._key,))
@@ -102,29 +103,30 @@ class Session:
             if mine:
                 self.run("SELECT pg_terminate_backend(?)", (held[0][0],))
             if mine and time.monotonic() > until:
-                raise ConnectionBroken("the session before still holds the lock")
+                raise ConnectionBroken("the previous session still has the lock")
             if held and time.monotonic() > until:
                 raise LedgerError(
                     f"{self.where} is written by another conductor",
                     f"{held[0][1]}, from {held[0][2]}",
-                    hint="one run has one conductor: stop that one, or give this run a folder of its own",
+                    hint="a run has one conductor: stop the other one, or use another run folder",
                 )
             time.sleep(POLL_S)
 
     def close(self) -> None:
+        """Close the connection and stop the watchdog."""
         self._watch.close()
         self.disconnect()
 
     def query(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """A statement and its rows."""
+        """Run a statement and return its rows."""
         cursor, rows = self.run(sql, values), list[tuple[Any, ...]]()
         self._guarded(lambda: rows.extend(cursor.fetchall()))
         return rows
 
     def run(self, sql: str, values: Sequence[Any] = ()) -> psycopg.Cursor[Any]:
-        """One statement, or several without values. Raises `ConnectionBroken`, and what the server refuses in words."""
+        """Run a statement, or several without values. Raises `ConnectionBroken` and mapped server errors."""
         if not self._connections:
-            raise ConnectionBroken("the last try to connect failed")
+            raise ConnectionBroken("not connected")
         cursor = self.connection.cursor(binary=bool(values))
         given = tuple(map(_plain, values)) if values else None
         self._guarded(lambda: cursor.execute(sql.replace("?", "%s").encode(), given))
@@ -132,9 +134,10 @@ class Session:
 
     @contextmanager
     def pipelined(self) -> Iterator[None]:
-        """Statements that answer nothing are sent with the next one that does: some four round trips a transaction."""
+        """Context manager: statements without a result are sent together with the next one that has a result. About
+        four round trips per transaction."""
         if not self._connections:
-            raise ConnectionBroken("the last try to connect failed")
+            raise ConnectionBroken("not connected")
         pipeline = self.connection.pipeline()
         pipeline.__enter__()
         try:
@@ -158,7 +161,7 @@ class Session:
 
 
 class _Watchdog:
-    """Ends a wait for a server that neither answers nor goes away: the socket is shut, and the wait is an error."""
+    """Context manager that shuts the socket when the server neither answers nor closes the connection in time."""
 
     def __init__(self) -> None:
         self._due, self._ended = float("inf"), threading.Event()
@@ -186,4 +189,4 @@ class _Watchdog:
 
 
 def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, str) else value  # an enum's member is its text
+    return str(value) if isinstance(value, str) else value  # a member of a string enum as plain text

@@ -1,9 +1,9 @@
-"""The ledger's SQLite file: its schema, its transactions, and its failures in words.
+"""The ledger's SQLite file: schema, transactions, and mapping of errors.
 
-WAL, so that `status` and `audit` read while the conductor writes. `synchronous=NORMAL`: a killed process loses
-nothing, a power cut may lose the last transactions; where that would hurt (before a batch is trained) the caller
-asks for `sync`. One writer at a time: whoever holds the run folder's lock. Each row has a CRC (`row_sums`). Knows
-nothing of what a state means.
+It is in WAL mode, so that `status` and `audit` can read while the conductor writes. With `synchronous=NORMAL` a killed
+process loses nothing, but a power failure may lose the last transactions; where that would matter (before a batch is
+trained) the caller requests `sync`. There is one writer at a time: the process that has locked the run folder. Each row
+has a CRC (`sqlite_integrity`). This module knows nothing of the meaning of states.
 """
 
 from __future__ import annotations
@@ -60,14 +60,16 @@ CREATE TABLE transitions (
 
 
 class SqliteDatabase:
-    """A `Database` in one file."""
+    """A `Database` in one SQLite file."""
 
     def __init__(
         self, path: Path, *, readonly: bool = False, immutable: bool = False, check: Callable[[], None] | None = None
     ) -> None:
         self.path, self._check, self._depth, self._sync_due = path, check, 0, False
         if readonly and not path.exists():
-            raise NoLedger(f"{path} cannot be used", "there is no such file", hint="a run makes it as its RL begins")
+            raise NoLedger(
+                f"{path} cannot be opened", "the file does not exist", hint="a run creates it when RL begins"
+            )
         try:
             mode = "ro" if readonly else "rwc"
             alone = "&immutable=1" if readonly and immutable and not _has_log(path) else ""
@@ -139,7 +141,7 @@ class SqliteDatabase:
             self._sync_due = self._sync_due and level > 0
 
     def _undo(self, level: int) -> None:
-        if self._connection.in_transaction:  # a full disk may have rolled back already
+        if self._connection.in_transaction:  # a full disk may already have rolled it back
             self._connection.execute(f"ROLLBACK TO level{level}" if level else "ROLLBACK")
             if level:
                 self._connection.execute(f"RELEASE level{level}")
@@ -155,13 +157,13 @@ class SqliteDatabase:
             raise _map_error(self.path, error) from error
 
     def verify(self) -> None:
-        """Walk the whole file once, a second for some hundred MB. Raises `LedgerError` where a page, an index, a
-        constraint or a value is damaged, or a part of the log that a killed writer left."""
+        """Read the whole file once; takes a second for some hundred MB. Raises `LedgerError` for a damaged page, index,
+        constraint or value, or a damaged part of the log."""
         damaged = lost_frames(self.path)
         found = [damaged] if damaged else []
         try:
             self.execute("BEGIN")
-            found += [said for (said,) in self.rows("PRAGMA integrity_check(1)") if said != "ok"]
+            found += [line for (line,) in self.rows("PRAGMA integrity_check(1)") if line != "ok"]
             if not found and has_sums(self._connection):
                 found += islice(wrong_rows(self._connection), 3)
         except sqlite3.DatabaseError as error:
@@ -177,7 +179,7 @@ class SqliteDatabase:
 
 
 def _has_log(path: Path) -> bool:
-    """Whether there is anything that is not in the file yet."""
+    """Whether the write-ahead log has content."""
     try:
         return Path(f"{path}-wal").stat().st_size > 0
     except FileNotFoundError:
@@ -187,7 +189,7 @@ def _has_log(path: Path) -> bool:
 def _map_error(path: Path, error: sqlite3.DatabaseError | OSError) -> EtudeError:
     text = str(error)
     if isinstance(error, OSError):
-        return StoreError(f"{path} refused", text, hint="look at the disk")
+        return StoreError(f"{path} cannot be accessed", text, hint="check the disk")
     if not isinstance(error, sqlite3.OperationalError):
         return LedgerError(f"{path} is not a sound ledger", text, hint=_HINT_COPY)
     if "full" in text or "I/O" in text:

@@ -1,9 +1,14 @@
-"""A CRC for each row of an SQLite ledger, so that a value that the disk altered is found: SQLite itself has none.
+"""Integrity of an SQLite ledger: a CRC per row, and damage in its write-ahead log. SQLite itself has no checksums of
+data.
 
-They are in a table of their own, by table and rowid, and are written by triggers of the writer's connection, which
-are not in the file, so any other program reads it as ever. A row without its CRC and a CRC without its row are damage,
-too.
-Knows nothing of what the rows mean.
+The CRCs are in a table of their own, by table and rowid. They are written by temporary triggers of the writer's
+connection, so that any other program can still read the file. A row without a CRC and a CRC without a row count as
+damage.
+
+SQLite takes the first frame of the log with a wrong checksum for its end, since a torn write looks like this. A flipped
+bit in the middle looks the same, and the committed frames behind it are dropped without an error. Here damage is
+recognised by later frames of the same generation (equal salts). See https://www.sqlite.org/fileformat2.html#walformat.
+This module knows nothing of the meaning of rows.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SUMS = "row_sums"
-FORMER = "sums"  # CRCs of another form, in ledgers of an earlier etude
+FORMER = "sums"  # CRCs of another form, in ledgers of earlier versions
 TABLE = f"""
 CREATE TABLE {SUMS} (
     name TEXT NOT NULL,
@@ -27,8 +32,8 @@ CREATE TABLE {SUMS} (
 
 
 def row_crc(*values: object) -> int:
-    """CRC-32 over a row's values as Python writes them, which tells types and ends apart. In one piece: this is done
-    a dozen times a rollout.
+    """CRC-32 of the repr of a row's values, which distinguishes types and boundaries. One call for speed: it runs a
+    dozen times per rollout.
 
     >>> row_crc("a", 1) != row_crc("a1") != row_crc("a", 2) != row_crc("a", "2")
     True
@@ -37,12 +42,12 @@ def row_crc(*values: object) -> int:
 
 
 def has_sums(connection: sqlite3.Connection) -> bool:
-    """Whether rows have CRCs: those of a ledger of an earlier etude have none."""
+    """Whether rows have CRCs; in ledgers of earlier versions they have none."""
     return bool(connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (SUMS,)).fetchone())
 
 
 def keep_sums(connection: sqlite3.Connection) -> None:
-    """Have every change through this connection change the CRCs with it; make those that are missing altogether."""
+    """Have every change through this connection update the CRCs; add the table of CRCs if it is missing."""
     connection.create_function("etude_row_crc", -1, row_crc, deterministic=True)
     if not has_sums(connection):
         connection.execute("BEGIN IMMEDIATE")
@@ -64,8 +69,7 @@ def keep_sums(connection: sqlite3.Connection) -> None:
 
 
 def wrong_rows(connection: sqlite3.Connection) -> Iterator[str]:
-    """Every row that is not what was written, in words. Read in one transaction: what a writer does meanwhile is not
-    seen."""
+    """Yield a sentence for every damaged row. Reads in one transaction, so it does not see concurrent writes."""
     for table, columns in _tables(connection):
         sql = (
             f"SELECT t.rowid, s.crc, {', '.join(f't.{column}' for column in columns)} FROM {table} AS t"
@@ -78,11 +82,11 @@ def wrong_rows(connection: sqlite3.Connection) -> Iterator[str]:
                 yield f"row {row} of {table} is not what was written"
         lost = f"SELECT row FROM {SUMS} WHERE name = ? AND row NOT IN (SELECT rowid FROM {table})"
         for (row,) in connection.execute(lost, (table,)):
-            yield f"row {row} of {table} is gone"
+            yield f"row {row} of {table} is missing"
 
 
 def _tables(connection: sqlite3.Connection) -> list[tuple[str, list[str]]]:
-    """Every table but that of the CRCs, and its columns."""
+    """All tables except that of the CRCs, with their columns."""
     sql = "SELECT name FROM main.sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%' AND name NOT IN (?, ?)"
     names = [name for (name,) in connection.execute(sql, (SUMS, FORMER))]
     return [(name, [row[1] for row in connection.execute(f"PRAGMA main.table_info({name})")]) for name in sorted(names)]
@@ -96,8 +100,8 @@ _MAGIC = (0x377F0682, 0x377F0683)  # checksums of little-endian, of big-endian w
 
 
 def lost_frames(database: Path) -> str:
-    """What is damaged in a database's log, in words; empty where nothing is, or where there is no log. A writer may
-    begin the log anew while it is read, so what is found is looked at twice."""
+    """A sentence on the damage in a database's log; "" if there is none or no log. A writer may restart the log while
+    it is read, so damage is confirmed by a second read."""
     found = _look(database)
     return found if found and _look(database) == found else ""
 
@@ -111,11 +115,11 @@ def _look(database: Path) -> str:
         return ""
     magic, _, page, _, *salts, one, two = struct.unpack(">8I", data[:_HEADER])
     if magic not in _MAGIC or not 512 <= page <= 65536 or page & (page - 1):
-        return f"the head of {database}-wal is damaged"
+        return f"the header of {database}-wal is damaged"
     order = "<" if magic == _MAGIC[0] else ">"
     sums = _added(data[: _HEADER - 8], order, (0, 0))
     if sums != (one, two):
-        return f"the head of {database}-wal is damaged"
+        return f"the header of {database}-wal is damaged"
     starts = range(_HEADER, len(data) - _FRAME - page + 1, _FRAME + page)
     for start in starts:
         _, _, *found, one, two = struct.unpack(">6I", data[start : start + _FRAME])
@@ -124,7 +128,7 @@ def _look(database: Path) -> str:
             sums = _added(data[start + _FRAME : start + _FRAME + page], order, sums)
         if found != salts or sums != (one, two):
             later = [at for at in starts if at > start and data[at + 8 : at + 16] == struct.pack(">2I", *salts)]
-            return f"{database}-wal is damaged at byte {start}, and {len(later)} frames lie behind" if later else ""
+            return f"{database}-wal is damaged at byte {start}, before {len(later)} more frames" if later else ""
     return ""
 
 

@@ -1,7 +1,7 @@
 """The states of a rollout, and the table of allowed transitions between them.
 
-All transitions are in one table, so that they need not be searched in the code. A state that *holds* occupies one of
-the run's slots; every terminal state frees the slot and has a reason. Knows nothing of SQLite.
+All transitions are in one table. A state in `HOLDING` occupies one of the run's slots; every terminal state frees the
+slot and has a reason. This module knows nothing of databases.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class State(enum.StrEnum):
     ADMITTED = "admitted"  # has a task and a slot, waits for a worker
     RUNNING = "running"  # a worker runs it
     GRADED = "graded"  # graded and stored, waits for its batch
-    INVALID = "invalid"  # failed outside of the agent's reach; kept, never trained on
+    INVALID = "invalid"  # failed for reasons outside the agent; kept, never trained on
     BATCHED = "batched"  # in the batch of a step
     TRAINED = "trained"  # in the lineage of the current weights
-    NO_SIGNAL = "no-signal"  # consumed by a step in the lineage, without a gradient of its own
+    NO_SIGNAL = "no-signal"  # consumed by a step in the lineage, without a gradient
     REQUEUED = "requeued"  # will be run again, or its stored outcome will be used again
     QUARANTINED = "quarantined"  # its record cannot be read or trusted; kept, never trained on
     CANCELLED = "cancelled"  # not needed any more
@@ -31,7 +31,7 @@ HOLDING = frozenset({State.ADMITTED, State.RUNNING, State.REQUEUED, State.GRADED
 """The states that occupy a slot."""
 
 TERMINAL = frozenset({State.TRAINED, State.NO_SIGNAL, State.INVALID, State.QUARANTINED, State.CANCELLED})
-"""The states that end a rollout: no slot, and always a reason. Only a lost lineage reopens the first two."""
+"""The states that end a rollout: no slot, and always a reason. Only a lost lineage can reopen the first two."""
 
 ENDED = frozenset({State.GRADED, State.INVALID, State.QUARANTINED, State.CANCELLED})
 """The states in which a group no longer waits for a member."""
@@ -75,8 +75,8 @@ _ALLOWED = {(move.origin, move.to) for move in MOVES}
 
 
 def check(rollout_id: str, origin: State, to: State, reason: str) -> None:
-    """Check a transition of a rollout. Raises `LedgerError` where the table forbids it, or a terminal state that needs
-    a reason has none.
+    """Check a transition of a rollout. Raises `LedgerError` when the table forbids it, or a terminal state has no
+    reason.
 
     >>> check("g000001.0", State.RUNNING, State.GRADED, "")
     >>> check("g000001.0", State.RUNNING, State.TRAINED, "why not")
@@ -90,4 +90,6 @@ def check(rollout_id: str, origin: State, to: State, reason: str) -> None:
             f"rollout {rollout_id} cannot go from {origin} to {to}", hint=f"from {origin} it may go to {ways}"
         )
     if to in TERMINAL and not reason:
-        raise LedgerError(f"rollout {rollout_id} would end as {to}", "no reason given", hint="say why in one line")
+        raise LedgerError(
+            f"rollout {rollout_id} would end as {to}", "no reason given", hint="give a reason in one line"
+        )
