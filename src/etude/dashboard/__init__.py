@@ -1,7 +1,7 @@
-"""The dashboard: a run folder as people see it: in a terminal, as numbers, as one page. Reads, and starts nothing.
+"""The dashboard: shows a run folder in a terminal, as summary numbers, and as an HTML page.
 
-The only file it ever writes is the report that `write_report` is asked for. A dead viewer never hurts a run. The words
-alone need nothing; what needs more is imported when first used.
+It only reads, and starts no process; the only file that it writes is the report of `write_report`. A viewer that dies
+does not affect the run. Modules are imported when first used; `formatting` has no dependencies.
 
 >>> from etude.dashboard.formatting import duration, sparkline
 >>> duration(312), sparkline([0.1, 0.4, 0.9])

@@ -1,4 +1,4 @@
-"""Numbers as people read them. Pure."""
+"""Formats numbers for people. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 def duration(seconds: float) -> str:
-    """
+    """A duration as text.
+
     >>> duration(0.4), duration(42), duration(312), duration(7325)
     ('0.4 s', '42 s', '5:12', '2:02:05')
     """
@@ -20,7 +21,8 @@ def duration(seconds: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """
+    """A duration as hours, minutes and seconds.
+
     >>> clock(0), clock(90)
     ('0:00', '1:30')
     """
@@ -42,7 +44,8 @@ def size(num_bytes: float) -> str:
 
 
 def number(count: int, of: str) -> str:
-    """
+    """A count with its noun, in the plural if needed.
+
     >>> number(0, "problem"), number(1, "problem"), number(2, "problem")
     ('0 problems', '1 problem', '2 problems')
     """
@@ -50,7 +53,8 @@ def number(count: int, of: str) -> str:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """
+    """A number with three significant digits.
+
     >>> significant(0.00012345), significant(12.345), significant(1234.5), significant(0)
     ('1.23e-4', '12.3', '1234', '0')
     >>> significant(4.4449e-6), significant(1e-6)
@@ -63,7 +67,8 @@ def significant(value: float, digits: int = 3) -> str:
 
 
 def percent(share: float) -> str:
-    """
+    """A share as a percentage.
+
     >>> percent(0.123), percent(0.0042), percent(0), percent(1)
     ('12 %', '0.4 %', '0 %', '100 %')
     """
@@ -72,7 +77,7 @@ def percent(share: float) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """Values from 0 to 1 as block characters; the newest `width` averages when there are more.
+    """Values from 0 to 1 as block characters; averaged to `width` characters if there are more.
 
     >>> sparkline([0.0, 0.5, 1.0])
     '▁▅█'
@@ -84,7 +89,7 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 
 def problems_note(one: Mapping[str, Any]) -> str:
-    """Text on the number of different problems in an evaluation; "" where each task is a problem of its own.
+    """A note on the number of different problems of an evaluation; "" if each task is its own problem.
 
     >>> problems_note({"num_tasks": 512, "num_problems": 127}), problems_note({"num_tasks": 5, "num_problems": 5})
     (' (127 different problems)', '')
@@ -94,7 +99,7 @@ def problems_note(one: Mapping[str, Any]) -> str:
 
 
 def cheats_note(one: Mapping[str, Any]) -> str:
-    """How many rollouts of an evaluation bear signs of cheating, where any do.
+    """A note on the number of rollouts with signs of cheating in an evaluation; "" if there are none.
 
     >>> cheats_note({"cheats": 3}), cheats_note({"cheats": 0}), cheats_note({})
     (' (3 cheats, not counted as solved)', '', '')

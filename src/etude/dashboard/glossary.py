@@ -1,4 +1,4 @@
-"""The meaning of each term in the views of a run, in one line; `docs/concepts/words.md` has the same rows."""
+"""One-line definitions of the terms in the views of a run; `docs/concepts/words.md` has the same rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GLOSSARY = {
 
 
 def legend(names: Iterable[str]) -> str:
-    """One line that explains those of `names` that the glossary has.
+    """One line with the definitions of those `names` that the glossary has.
 
     >>> legend(["lag", "invalid"])
     "lag: optimiser steps from the version of a rollout's oldest token to the one trained, by their common ancestor"
@@ -31,5 +31,5 @@ def legend(names: Iterable[str]) -> str:
 
 
 def meaning(text: str) -> str:
-    """The meaning of each glossary term in a label, one per line; empty where there is none."""
-    return "\n".join(f"{word}: {said}" for word, said in GLOSSARY.items() if word in text)
+    """The definitions of the glossary terms in a text, one per line; "" if there are none."""
+    return "\n".join(f"{term}: {definition}" for term, definition in GLOSSARY.items() if term in text)

@@ -1,4 +1,4 @@
-"""Lists the failures that a run recovered from, and the damaged files of its folder, for the report."""
+"""Lists the failures that a run recovered from, and the damaged files of its folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from etude.dashboard.run_view import Event, RunView, number, text
 
-STATES = {"restart": "was restarted", "hung": "was silent for too long and was killed"}
+STATES = {"restart": "was restarted", "hung": "did not answer and was killed"}
 
 
 def recovered_failures(view: RunView) -> list[tuple[str, int]]:
@@ -23,21 +23,20 @@ def recovered_failures(view: RunView) -> list[tuple[str, int]]:
     for event in losses(view):
         found[f"{text(event, 'name')} {STATES[text(event, 'state')]}"] += 1
     lost = sum(text(event, "state") == "lost" for event in view.events("lineage"))
-    found.update({"the learner was lost, and training went on from a checkpoint": lost} if lost else {})
+    found.update({"the learner was lost, and training continued from a checkpoint": lost} if lost else {})
     gone = sum(int(number(event, "gone") or 0) for event in view.events("lineage"))
-    found.update({"a rollout of a lost step had no record any more, and is not trained again": gone} if gone else {})
+    found.update({"a rollout of a lost step has no record, and is not trained again": gone} if gone else {})
     for event in view.events("engine.trouble"):
         found[f"{text(event, 'process')}: {text(event, 'reason')}"] += 1
     for event in view.events("weights.mend"):
-        found[f"mended in the weights: {text(event, 'reason')}"] += 1
+        found[f"weights repaired: {text(event, 'reason')}"] += 1
     for event in view.events("parity.alarm"):
         found[f"{text(event, 'engine')} was over the parity budget"] += 1
     return list(found.items())
 
 
 def losses(view: RunView) -> list[Event]:
-    """One `process` event for each time that a component was lost: of one that was killed for its silence the kill, of
-    any other its restart."""
+    """One `process` event for each loss of a component: the kill if it hung, otherwise its restart."""
     found, killed = list[Event](), set[str]()
     for event in view.events("process"):
         name, state = text(event, "name"), text(event, "state")
@@ -51,7 +50,7 @@ def losses(view: RunView) -> list[Event]:
 
 
 def damage(view: RunView) -> list[str]:
-    """A sentence for each damaged part of a run folder, which its view lacks. A file that does not exist is not
+    """A sentence for each damaged part of a run folder, which the view therefore lacks. A missing file is not
     damaged."""
     return [*view.unreadable(), *_missing_steps(view), *_damaged_files(view.path)]
 
@@ -61,7 +60,7 @@ def _missing_steps(view: RunView) -> Iterator[str]:
     missing = sorted({*range(1, max(steps, default=0))} - steps)
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        yield f"events: there is no step {missing[0]}{more} of {max(steps)}"
+        yield f"events: step {missing[0]}{more} of {max(steps)} is missing"
 
 
 def _damaged_files(run: Path) -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""Reads a run folder: its events from all files merged, its phases, its newest numbers. Writes nothing.
+"""Reads a run folder: events of all files merged, phases, newest numbers. Writes nothing.
 
-A file here may be half-written, left by a killed process, or written by a later etude. Events that cannot be read are
-skipped, missing values are None, and no content of a run folder raises an error. Knows nothing of drawing.
+Files may be incomplete, left by a killed process, or written by a later etude. Events that cannot be read are skipped,
+missing values are None, and no content of a run folder raises an error. This module knows nothing of drawing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PHASES = ("corpus", "mid-training", "eval-before", "rl", "eval-after", "report")
 
 
 def number(facts: Mapping[str, Any], key: str) -> float | None:
-    """The finite number under `key`; None where there is none.
+    """The finite number under `key`; None if there is none.
 
     >>> number({"loss": 1}, "loss"), number({"loss": "1"}, "loss"), number({"loss": float("nan")}, "loss")
     (1.0, None, None)
@@ -38,13 +38,13 @@ def number(facts: Mapping[str, Any], key: str) -> float | None:
 
 
 def text(facts: Mapping[str, Any], key: str) -> str:
-    """The string under `key`; "" where there is none."""
+    """The string under `key`; "" if there is none."""
     value = facts.get(key)
     return value if isinstance(value, str) else ""
 
 
 def counts(facts: Mapping[str, Any], key: str) -> dict[str, float]:
-    """The finite numbers of the object under `key`, by name; other values are left out."""
+    """The finite numbers of the object under `key`, by name; other values are skipped."""
     value = facts.get(key)
     if not isinstance(value, Mapping):
         return {}
@@ -53,24 +53,24 @@ def counts(facts: Mapping[str, Any], key: str) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class PhaseSpan:
-    """A phase that has begun. A phase that was interrupted and resumed has several parts, one per session."""
+    """A phase that has started. A phase that was interrupted and resumed has several parts, one per session."""
 
     name: str
     start: float  # unix seconds, of its last part
-    end: float | None  # unix seconds; None: it goes on, or was killed
+    end: float | None  # unix seconds; None: it is running, or was killed
     wall_s: float | None  # sum over its parts; None until it has ended
 
 
 class RunView:
     """The events of a run folder by kind, in order of time.
 
-    Keep one view and `refresh` it: only new lines are read. Raises `NoRun` where there is no such folder.
+    Keep one view and call `refresh`: only new lines are read. Raises `NoRun` when the folder does not exist.
     """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
-            raise NoRun(f"no run at {self.path}", hint="runs/ has the runs of this directory")
+            raise NoRun(f"no run at {self.path}", hint="runs of this directory are in runs/")
         self._events: dict[str, list[Event]] = {}
         self._offsets: dict[Path, int] = {}
         self._unreadable: Counter[str] = Counter()  # lines, by file
@@ -78,7 +78,7 @@ class RunView:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the lines written since the last call. A line without its end is left for the next call."""
+        """Read the lines written since the last call. An incomplete last line is left for the next call."""
         touched: set[str] = set()
         for path in sorted((self.path / "events").glob("*.jsonl")):
             for event in self._new_events(path):
@@ -104,35 +104,35 @@ class RunView:
         return found
 
     def unreadable(self) -> list[str]:
-        """A sentence for each event file with unreadable lines, or without an end of line. The latter also happens
+        """A sentence for each event file with unreadable lines or an incomplete last line. The latter also happens
         while a process writes."""
         counts = sorted((name, count) for name, count in self._unreadable.items() if count)
         found = [f"events/{name}: {count} line{'s' * (count > 1)} cannot be read" for name, count in counts]
         return found + [f"events/{name} ends within a line" for name in sorted(self._cut)]
 
     def events(self, kind: str) -> list[Event]:
-        """The events of a kind."""
+        """The events of a kind, in order of time."""
         return self._events.get(kind, [])
 
     def latest(self, kind: str) -> Event | None:
-        """The newest event of a kind."""
+        """The newest event of a kind; None if there is none."""
         return self._events[kind][-1] if kind in self._events else None
 
     def by_step(self, kind: str) -> list[Event]:
-        """The events of a kind that have a `step`, one per step, ascending. Of a step that was repeated after a restart
-        the newest event is taken."""
+        """The events of a kind that have a `step`, one per step, ascending; the newest one for a step that was repeated
+        after a restart."""
         found = {int(step): event for event in self.events(kind) if (step := number(event, "step")) is not None}
         return [found[step] for step in sorted(found)]
 
     @property
     def began(self) -> float | None:
-        """Unix seconds of the first event."""
+        """Unix seconds of the first event; None before it."""
         return min((float(events[0]["t"]) for events in self._events.values()), default=None)
 
     @property
     def now(self) -> float | None:
-        """Unix seconds of the newest event; None before the first. It is the view's clock: it stands still when the run
-        is dead."""
+        """Unix seconds of the newest event; None before the first. It is the view's clock, so it stops when the run is
+        dead."""
         return max((float(events[-1]["t"]) for events in self._events.values()), default=None)
 
     @property
@@ -144,47 +144,46 @@ class RunView:
         return self.now - self.began - sum(t - self._last_before(t) for t in starts)
 
     def phases(self) -> list[PhaseSpan]:
-        """The phases that have begun, in the order of their last starts."""
+        """The phases that have started, in the order of their last starts."""
         ended = {
             text(one, "phase"): number(one, "wall_s")
             for one in read_json(self.path / "phases.json", list)
             if isinstance(one, Mapping)
         }
         spans: dict[str, PhaseSpan] = {}
-        broken_off: dict[str, float] = {}  # seconds of the earlier parts, by phase
+        interrupted: dict[str, float] = {}  # seconds of the earlier parts, by phase
         for event in self.events("phase"):
             name, t = text(event, "phase"), float(event["t"])
             if text(event, "state") == "start":
                 before = spans.pop(name, None)
                 if before is not None and before.end is None:
-                    part_s = self._broken_off_at(before.start) - before.start
-                    broken_off[name] = broken_off.get(name, 0.0) + part_s
+                    part_s = self._interrupted_at(before.start) - before.start
+                    interrupted[name] = interrupted.get(name, 0.0) + part_s
                 spans[name] = PhaseSpan(name, t, None, ended.get(name))
             elif name in spans:
                 part = number(event, "wall_s")
                 part_s = t - spans[name].start if part is None else part
-                spans[name] = PhaseSpan(name, spans[name].start, t, broken_off.get(name, 0.0) + part_s)
+                spans[name] = PhaseSpan(name, spans[name].start, t, interrupted.get(name, 0.0) + part_s)
         return list(spans.values())
 
-    def _broken_off_at(self, start: float) -> float:
-        """The time of the last event of the session that was under way at `start`; `start` where no session
-        followed."""
+    def _interrupted_at(self, start: float) -> float:
+        """The time of the last event of the session that was running at `start`; `start` if no session followed."""
         after = min((t for event in self.events("session") if (t := _time(event)) > start), default=None)
         if after is None:
             return start
         return self._last_before(after)
 
     def _last_before(self, t: float) -> float:
-        """The time of the last event before `t`; `t` where there is none."""
+        """The time of the last event before `t`; `t` if there is none."""
         before = ((events, bisect.bisect_left(events, t, key=_time)) for events in self._events.values())
         return max((_time(events[i - 1]) for events, i in before if i), default=t)
 
     def phase(self, name: str) -> PhaseSpan | None:
-        """The phase of this name; None where it has not begun."""
+        """The phase of this name; None if it has not started."""
         return next((span for span in self.phases() if span.name == name), None)
 
     def evaluation(self, name: str) -> Event | None:
-        """The newest result of an evaluation: "before", "after"."""
+        """The newest result of an evaluation, such as "before" or "after"; None if there is none."""
         found = [event for event in self.events("eval.result") if text(event, "name") == name]
         return found[-1] if found else None
 
@@ -198,7 +197,7 @@ class RunView:
         return [found[step] for step in sorted(found)]
 
     def identity(self) -> dict[str, Any]:
-        """run.json; empty when it cannot be read."""
+        """The content of run.json; {} when it cannot be read."""
         return read_json(self.path / "run.json", dict)
 
 
@@ -215,7 +214,7 @@ def _event(line: bytes) -> Event | None:
 
 
 def read_json(path: Path, kind: type[T]) -> T:
-    """Read a JSON file that holds a value of type `kind`; `kind()` when it is missing or damaged."""
+    """Read a JSON file with a value of type `kind`; `kind()` when it is missing or damaged."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

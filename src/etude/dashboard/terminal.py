@@ -1,4 +1,4 @@
-"""A run in a terminal: a live view, one plain line for pipes, and what to say at the end."""
+"""A run in a terminal: a live view, one plain line for pipes, and the result lines at the end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from etude.dashboard.utilisation import idle
 
 
 def render(view: RunView) -> RenderableType:
-    """The view of this moment. Everything that changes is in it, nothing of it is remembered."""
+    """The live view at this moment. It is computed from the events alone; nothing is kept between calls."""
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim", no_wrap=True, min_width=10)
     facts.add_column()
@@ -32,12 +32,12 @@ def render(view: RunView) -> RenderableType:
 
 
 def terms_legend(view: RunView) -> RenderableType:
-    """The meaning of the terms in a run's current view, to be shown once below it."""
+    """The definitions of the terms in the current view, to be shown once below it."""
     return Text(legend(terms_in(view)), "dim")
 
 
-PLAIN = ("starting", "waiting", "evaluating", "loss", "solve rate", "validation", "engines", "learner", "trouble")
-"""What a line has room for, of the facts of a view."""
+PLAIN = ("starting", "waiting", "evaluating", "loss", "solve rate", "validation", "engines", "learner", "problem")
+"""The facts of a view that are shown in a plain line."""
 PLAIN_CHARS = 240
 
 
@@ -58,9 +58,9 @@ def plain_line(view: RunView) -> str:
 
 
 def terms_in(view: RunView) -> list[str]:
-    """The words of this moment's view that the glossary explains, in order."""
-    said = " ".join(f"{name} {value.plain}" for name, value in _facts(view))
-    return [word for word in GLOSSARY if word in said]
+    """The glossary terms in the current view, in order."""
+    shown = " ".join(f"{name} {value.plain}" for name, value in _facts(view))
+    return [term for term in GLOSSARY if term in shown]
 
 
 def result_lines(run_dir: Path | str) -> list[str]:
@@ -83,7 +83,7 @@ def result_lines(run_dir: Path | str) -> list[str]:
             f"{sent['ratio']:.1f}x smaller than the weights{near}"
         )
     elif sent["num_publishes"] > 1:
-        lines.append(f"weights: {sent['num_publishes']} versions, and no weight differs between them")
+        lines.append(f"weights: {sent['num_publishes']} versions without any difference")
     lines.append(f"report: {view.path / 'report.html'}")
     lines.append(f"talk to it: etude serve {view.path}")
     return lines
@@ -92,10 +92,11 @@ def result_lines(run_dir: Path | str) -> list[str]:
 def _verdict(found: Mapping[str, Any]) -> str:
     before, after = found["before"], found["after"]
     if before is None or after is None or before["rate"] is None or after["rate"] is None:
-        return "no held-out result: the run did not come so far"
+        return "no held-out result: the run ended before its last evaluation"
     return (
         f"held-out solve rate {before['rate']:.3f} [{before['low']:.3f}, {before['high']:.3f}] → "
-        f"{after['rate']:.3f} [{after['low']:.3f}, {after['high']:.3f}] on {formatting.number(after['num_tasks'], 'task')}"
+        f"{after['rate']:.3f} [{after['low']:.3f}, {after['high']:.3f}] on "
+        f"{formatting.number(after['num_tasks'], 'task')}"
         f"{formatting.problems_note(after)}{formatting.cheats_note(after)}"
     )
 
@@ -150,7 +151,7 @@ def _bar(view: RunView) -> RenderableType:
 
 
 def _facts(view: RunView) -> Iterator[tuple[str, Text]]:
-    """Name and value of each thing worth a line now."""
+    """Yield the name and value of each line of the current view."""
     phase = current_phase(view)
     if phase is not None and phase.name == "mid-training":
         yield from _mid_training(view, since=phase.start)
@@ -203,7 +204,8 @@ def _evaluations(view: RunView) -> Iterator[tuple[str, Text]]:
         yield (
             "validation",
             Text(
-                f"{rate:.2f}{_interval(during[-1])} at step {during[-1].get('step')}{formatting.cheats_note(during[-1])}"
+                f"{rate:.2f}{_interval(during[-1])} at step {during[-1].get('step')}"
+                f"{formatting.cheats_note(during[-1])}"
             ),
         )
     found = heldout(view)
@@ -220,8 +222,8 @@ def _evaluations(view: RunView) -> Iterator[tuple[str, Text]]:
 
 
 def _starting(view: RunView) -> Iterator[tuple[str, Text]]:
-    """Who is not up yet, or not up again, and what the waiting wait for. A phase's own program is not waited
-    for to be ready, nor a rank that the learner has begun: it is not up before they are."""
+    """Processes that are not up, and the reasons of those that wait. Programs of a phase are not waited for; nor are
+    learner ranks, since the learner is not ready before they are."""
     now = {text(event, "name"): event for event in view.events("process")}
     begun = {name for name, event in now.items() if event["state"] in ("start", "restart")}
     waited = {name for name in begun if now[name]["process"] == "conductor" and name not in PHASES}
@@ -233,7 +235,7 @@ def _starting(view: RunView) -> Iterator[tuple[str, Text]]:
 
 
 def _evaluating(view: RunView, *, since: float) -> Iterator[tuple[str, Text]]:
-    """How far the evaluation under way is."""
+    """Progress of the current evaluation."""
     event = view.latest("eval.progress")
     if event is None or float(event["t"]) < since:
         return
@@ -243,7 +245,7 @@ def _evaluating(view: RunView, *, since: float) -> Iterator[tuple[str, Text]]:
 
 
 def _lost_learner(view: RunView) -> Iterator[tuple[str, Text]]:
-    """Whether the learner was ever lost, whatever happened since."""
+    """How often the learner was lost, in the whole run."""
     lost = [e for e in view.events("lineage") if text(e, "state") == "lost"]
     restarts = [e for e in view.events("process") if text(e, "name") == "learner" and text(e, "state") == "restart"]
     times = max(len(lost), len(restarts))
@@ -253,15 +255,15 @@ def _lost_learner(view: RunView) -> Iterator[tuple[str, Text]]:
 
 
 def _fleet(view: RunView) -> Iterator[tuple[str, Text]]:
-    """What the engines that joined are now; those that are given no work by name."""
+    """States of the remote engines; engines that get no work are named."""
     now = {text(event, "engine"): text(event, "state") for event in view.events("fleet.state")}
     names = defaultdict(list)
     for name, state in sorted(now.items()):
         names[state].append(name)
     if names:
         named = {state: "" if state == "serving" else f" ({', '.join(who)})" for state, who in names.items()}
-        said = ", ".join(f"{len(who)} {state}{named[state]}" for state, who in names.items())
-        yield "engines", Text(said, "yellow" if "lost" in names else "")
+        states = ", ".join(f"{len(who)} {state}{named[state]}" for state, who in names.items())
+        yield "engines", Text(states, "yellow" if "lost" in names else "")
 
 
 def _interval(event: Event) -> str:
@@ -287,16 +289,16 @@ def _delta(view: RunView) -> Iterator[tuple[str, Text]]:
 
 
 def _problem(view: RunView) -> Iterator[tuple[str, Text]]:
-    """The newest thing that went wrong and was mended."""
-    said = [(float(e["t"]), f"{text(e, 'name')} {STATES[text(e, 'state')]}") for e in losses(view)]
-    said += [(float(e["t"]), f"{text(e, 'process')}: {text(e, 'reason')}") for e in view.events("engine.trouble")]
-    said += [(float(e["t"]), f"mended in the weights: {text(e, 'reason')}") for e in view.events("weights.mend")]
-    said += [(float(e["t"]), _alarm(e)) for e in view.events("parity.alarm")]
-    if said:
-        newest, more = max(said)[1], len(said) - 1
-        yield "trouble", Text(newest + (f"; before it {more} more" if more else ""), "yellow")
+    """The newest recovered failure."""
+    found = [(float(e["t"]), f"{text(e, 'name')} {STATES[text(e, 'state')]}") for e in losses(view)]
+    found += [(float(e["t"]), f"{text(e, 'process')}: {text(e, 'reason')}") for e in view.events("engine.trouble")]
+    found += [(float(e["t"]), f"weights repaired: {text(e, 'reason')}") for e in view.events("weights.mend")]
+    found += [(float(e["t"]), _alarm(e)) for e in view.events("parity.alarm")]
+    if found:
+        newest, more = max(found)[1], len(found) - 1
+        yield "problem", Text(newest + (f"; before it {more} more" if more else ""), "yellow")
 
 
 def _alarm(event: Event) -> str:
-    taken = f"; the learner takes {text(event, 'defence')}" if text(event, "defence") else ""
+    taken = f"; the learner now uses {text(event, 'defence')}" if text(event, "defence") else ""
     return f"{text(event, 'engine')}: over the parity budget at step {event.get('step')}{taken}"

@@ -113,8 +113,8 @@ def check_url(url: str) -> None:
         )
     if parts.password is not None or any(re.search("passw", name) for name in options):
         raise ValueError(
-            "experience.ledger contains a password, and a run stores its config: remove it and use PGPASSWORD, ~/.pgpass "
-            "or a service file instead"
+            "experience.ledger contains a password, and a run stores its config: remove it and use PGPASSWORD, "
+            "~/.pgpass or a service file instead"
         )
 
 

@@ -35,7 +35,7 @@ _SCHEMA = (
     "CREATE TABLE rollouts (position bigint PRIMARY KEY GENERATED ALWAYS AS IDENTITY, rollout_id text NOT NULL UNIQUE,"
     " group_id text NOT NULL, state text NOT NULL, attempt integer NOT NULL, reason text NOT NULL DEFAULT '',"
     " reward double precision, boundary text, batch_id text, step bigint, has_sample integer, version text)"
-    " WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 20000)",  # independent of the number of old rows
+    " WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 20000)",  # not by table size
     "CREATE TABLE slots (slot bigint PRIMARY KEY, rollout_id text UNIQUE REFERENCES rollouts (rollout_id))"
     " WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 2000)",
     "CREATE TABLE blobs (rollout_id text NOT NULL REFERENCES rollouts (rollout_id), name text NOT NULL,"

@@ -78,7 +78,7 @@ class Session:
             "statement_timeout": f"{ANSWER_S:.0f}s",
             "lock_timeout": f"{LOCK_S}s",
             "enable_seqscan": "off",
-            "plan_cache_mode": "force_custom_plan",  # generic plans read all history, since nearly all rows are in one state
+            "plan_cache_mode": "force_custom_plan",  # generic plans would read all history
             "tcp_keepalives_idle": "10",
             "tcp_keepalives_interval": "5",
             "tcp_keepalives_count": "3",

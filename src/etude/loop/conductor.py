@@ -7,7 +7,7 @@ Synchronous RL is the same code with `max_lag = 0`.
 
 | | consumes | produces | waits for | unblocked by |
 | --- | --- | --- | --- | --- |
-| `_admit` | task cursor | admitted groups, at most as many as the window allows | a free place in the window | a version, a batch |
+| `_admit` | task cursor | admitted groups, within the window | a free place in the window | a version, a batch |
 | `RolloutScheduler.run` | admitted rollouts | graded rollouts in the ledger | a free engine slot | a finished rollout |
 | `_batches` | ready groups, strictly in order | one batch | its slowest group | `RolloutScheduler` |
 | `_train` | a batch | new live weights, handed to the publisher | the learner, the previous commit | `_commit` |

@@ -200,7 +200,7 @@ class RunConfig:
                 raise ConfigError(
                     what,
                     f"{make} uses its own order of summation, and numerics.mode = 'exact' needs one order everywhere",
-                    hint="set numerics.mode = 'native': engines are compared with the budget of engine.dtype, see [parity]",
+                    hint="set numerics.mode = 'native': the parity budget of engine.dtype then applies, see [parity]",
                 )
             if self.numerics.quantise is not Quantise.NONE:
                 raise ConfigError(
@@ -211,7 +211,7 @@ class RunConfig:
             if kind is EngineKind.SGLANG and self.learner.lora_rank:
                 raise ConfigError(
                     what,
-                    f"SGLang loads full weights only, and learner.lora_rank = {self.learner.lora_rank} publishes adapters",
+                    f"SGLang loads no adapters, which learner.lora_rank = {self.learner.lora_rank} publishes",
                     hint="set learner.lora_rank = 0, or use vLLM or reference engines",
                 )
 
@@ -360,7 +360,8 @@ def check_same_plugins(run: RunFolder, now: Sequence[Identity], *, accept: bool)
     other = [one for one in now if one.path in then and msgspec.to_builtins(one) != then[one.path]]
     if other and not accept:
         facts = "; ".join(f"now {one}, the run has {msgspec.convert(then[one.path], Identity)}" for one in other)
-        hint = f"install that version again; or continue with the new code: etude run --resume {run.path} --changed-plugins"
+        hint = "install that version again; or continue with the new code: "
+        hint += f"etude run --resume {run.path} --changed-plugins"
         raise RunRefused(f"{run.path} was made with another version of a plug-in", facts, hint=hint)
 
 

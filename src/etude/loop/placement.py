@@ -62,7 +62,7 @@ class Program:
         options = {
             "stdin": subprocess.DEVNULL,
             "env": env,
-            "process_group": 0,  # only the conductor gets Ctrl-C; no new session, since the kernel would then ignore nice
+            "process_group": 0,  # only the conductor gets Ctrl-C; in a new session nice would be ignored
             "pass_fds": [sock.fileno()] if sock else [],
             "preexec_fn": functools.partial(_begin, self.nice),
         }

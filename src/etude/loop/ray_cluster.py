@@ -136,7 +136,7 @@ def _enough_gpus(config: RunConfig) -> None:
             raise ConfigError(
                 f"no node has the {wanted} GPUs of an engine",
                 f"{kind}.arguments = {list(config.foreign(kind).arguments)}; the most on a node for engines are {most}",
-                hint="an engine runs on one node: use smaller parallel sizes, or let engines that span nodes join as remote ones",
+                hint="use smaller parallel sizes; engines that span nodes can join as remote engines",
             )
 
 
@@ -163,7 +163,7 @@ def _each(roles: Sequence[str], deadline_s: float, work: Callable[..., str], *gi
     results = {node: _result(ref, deadline_s) for node, ref in pending.items()}
     there = {node["NodeID"]: _name(node) for node in nodes(roles)}
     if not there:
-        hint = """start nodes with the roles they offer: ray start --resources='{"learner": 1, "engine": 2, "worker": 1}'"""
+        hint = """start nodes with their roles: ray start --resources='{"learner": 1, "engine": 2, "worker": 1}'"""
         raise ConfigError(f"no node of the cluster offers {' or '.join(roles)}", offers(), hint=hint)
     wrong = [f"{name} {results[node]}" for node, name in there.items() if results.get(node)]
     if wrong:
