@@ -295,7 +295,7 @@ def test_a_role_that_no_node_has_room_for_ends_the_wait_by_name(
             monkeypatch.setattr(ray_placement, "ROOM_S", 0.0)
             late = Placed(place, tmp_path / "late")
             try:
-                with pytest.raises(NoCapacity, match=r"no node has room for worker-0: .*worker 1") as caught:
+                with pytest.raises(NoCapacity, match=r"no node has free resources for worker-0: .*worker 1") as caught:
                     await late.__aenter__()
                 assert """ray start --address=... --resources='{"worker": 1}'""" in caught.value.hint
             finally:

@@ -193,7 +193,7 @@ def test_confirmed_transactions_that_a_server_lost_end_the_run(postgres, place, 
         other.execute(f"UPDATE {schema}.meta SET value = '\"an older one\"' WHERE key = 'commit'".encode())
     postgres.kill()
     postgres.start()
-    with pytest.raises(LedgerError, match="not what it was before") as caught:
+    with pytest.raises(LedgerError, match="has changed since the connection broke") as caught:
         ledger.states()
     assert "resume" in caught.value.hint
     ledger.close()
@@ -333,10 +333,8 @@ def test_what_keeps_a_run_from_its_server_is_told_before_it_begins(postgres, pla
         nobody = url.replace(str(postgres.port), str(free.getsockname()[1] ^ 1))
     check_server(url)
     refused(lambda: check_server(nobody), "does not answer", "start it")
-    refused(
-        lambda: check_server(guest), "no right to make a run's schema", "GRANT CREATE ON DATABASE postgres TO guest"
-    )
-    refused(lambda: Ledger(f"{guest}#a-run", capacity=1), "no right to what a ledger needs", "GRANT CREATE")
-    refused(lambda: check_server(url.replace("/postgres", "/elsewhere")), "lets nobody in", "PGPASSWORD")
+    refused(lambda: check_server(guest), "may not create schemas", "GRANT CREATE ON DATABASE postgres TO guest")
+    refused(lambda: Ledger(f"{guest}#a-run", capacity=1), "lacks permissions", "GRANT CREATE")
+    refused(lambda: check_server(url.replace("/postgres", "/elsewhere")), "rejected the login", "PGPASSWORD")
     monkeypatch.setenv("PGPASSWORD", "not it")
-    refused(lambda: check_server(url), "lets nobody in", "PGPASSWORD")
+    refused(lambda: check_server(url), "rejected the login", "PGPASSWORD")

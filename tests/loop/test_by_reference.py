@@ -157,7 +157,7 @@ def test_a_rank_that_cannot_read_a_step_names_it(game: Any, tmp_path: Path, chan
     reinforced(run)
     with contextlib.closing(Telemetry(run.folder / "events" / "other.jsonl", process="other")) as telemetry:
         rank = LearnerProcess(run.folder, run.config, telemetry)
-        with pytest.raises(LedgerError, match="the trace of step 2 holds another batch"):
+        with pytest.raises(LedgerError, match="the trace of step 2 has another batch"):
             rank._read(2, "0" * 64)
         change(run.folder / "traces" / "batch-000002.parquet")
         with pytest.raises(LedgerError):

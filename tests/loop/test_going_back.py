@@ -137,12 +137,12 @@ def test_from_an_older_one_lost_records_are_told_of_and_no_step_takes_them(game:
     begun = [event for event in read_events(run.folder / "events") if event["kind"] == "lineage"][-1]
     assert (begun["step"], begun["gone"], begun["freed"]) == (EVERY, EVERY * GROUPS * SIZE, EVERY * GROUPS * SIZE)
     said = dict(recovered_failures(RunView(run.folder.path)))
-    assert said["a rollout of a lost step had no record any more, and is not trained again"] == begun["gone"]
+    assert said["a rollout of a lost step has no record, and is not trained again"] == begun["gone"]
     ledger = Ledger.open_readonly(run.folder / "ledger.sqlite")
     gone = [row for row in ledger.rows() if row.state == "quarantined"]
     ledger.close()
     assert {row.group_id for row in gone} == {f"g{n:06d}" for n in range(EVERY * GROUPS, 2 * EVERY * GROUPS)}
-    assert {row.reason for row in gone} == {"its record was dropped, and its step lost later"}
+    assert {row.reason for row in gone} == {"its record was deleted, and its step was lost later"}
     steps = [event for event in read_events(run.folder / "events") if event["kind"] == "rl.step"]
     assert all(event["no_signal_share"] == 0 for event in steps), "each step was made of groups with a signal"
     assert all(int(lag) <= 1 or event["masked_share"] for event in steps for lag in event["token_lag"])

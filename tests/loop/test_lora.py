@@ -90,7 +90,7 @@ def test_what_is_exported_is_what_was_trained_merged_or_alone(
     assert (told["r"], told["peft_type"], "down_proj" in told["target_modules"]) == (2, "LORA", True)
     save_model(load_model(tmp_path / "adapter"), tmp_path / "merged", dtype="bf16")
     assert (tmp_path / "merged" / "model.safetensors").read_bytes() == weights
-    with pytest.raises(CheckpointError, match="is no adapter"):
+    with pytest.raises(CheckpointError, match="is not an adapter"):
         export_adapter(tmp_path / "merged", tmp_path / "none")
     capsys.readouterr()
     assert cli.main(["export", str(done.path), str(tmp_path / "low"), "--adapter", "--quantise", "mxfp8"]) != 0

@@ -206,11 +206,11 @@ def test_the_oldest_stretches_are_deleted_to_keep_within_the_budget_and_are_miss
     assert replay_step(copied, 5).equal
     with pytest.raises(RunError, match=r"batch of step 1 was deleted to keep within retention.disk_gb") as caught:
         replay_step(copied, 3)
-    assert "redo one after 4" in caught.value.hint
+    assert "replay a step after 4" in caught.value.hint
     assert cli.main(["ledger", "audit", str(copied.path)]) == 0
     assert "by 5 steps" in capsys.readouterr().out
     trace_path(copied / "traces", 5).unlink()
-    with pytest.raises(LedgerError, match="batch of step 5 is gone"):
+    with pytest.raises(LedgerError, match="batch of step 5 is missing"):
         replay_step(copied, 5)
     assert cli.main(["ledger", "audit", str(copied.path)]) == 1, "nobody deleted that one on purpose"
 
@@ -265,15 +265,15 @@ def without_a_manifest(run: RunFolder) -> None:
     [
         (None, 0, None, InputError, "has no step 0: its current lineage has steps 1 to 5"),
         (None, 6, None, InputError, "has no step 6"),
-        (None, 3, "step-000004", InputError, "does not lead to step 3: it holds step 4\n.*one of mid, step-000002$"),
-        (None, 3, "final", InputError, "does not lead to step 3: it holds step 5"),
+        (None, 3, "step-000004", InputError, "is not before step 3: it is of step 4\n.*one of mid, step-000002$"),
+        (None, 3, "final", InputError, "is not before step 3: it is of step 5"),
         (None, 3, "step-000099", CheckpointError, "no checkpoint at .*step-000099\n.*one of mid, step-000002$"),
         (without_checkpoints, 3, None, CheckpointError, "no checkpoint at .*mid"),
-        (with_other_weights, 3, None, CheckpointError, "does not hold what step 2 published"),
+        (with_other_weights, 3, None, CheckpointError, "does not have the weights that step 2 published"),
         (with_half_a_checkpoint, 3, None, CheckpointError, "is damaged.*\n.*--from one of mid$"),
         (with_other_settings, 3, None, RunRefused, "config.toml was changed"),
-        (with_a_batch_of_another_step, 3, None, LedgerError, "not of the step that the current weights"),
-        (without_a_manifest, 2, None, WeightsError, "what step 2 published is not known any more"),
+        (with_a_batch_of_another_step, 3, None, LedgerError, "not of the step in the lineage"),
+        (without_a_manifest, 2, None, WeightsError, "the version of step 2 is no longer known"),
     ],
 )
 def test_what_is_not_there_or_damaged_is_named(
@@ -295,7 +295,7 @@ def test_a_step_that_is_not_there_is_refused_without_torch(done: RunFolder, caps
     for words, code, what in (
         (["999"], 2, "has no step 999"),
         (["3", "--from", "no"], 1, "no checkpoint at"),
-        (["3", "--from", "step-000004"], 2, "does not lead to step 3"),
+        (["3", "--from", "step-000004"], 2, "is not before step 3"),
     ):
         words = [sys.executable, "-c", program, "replay", str(done.path), *words]
         ended = subprocess.run(words, check=True, capture_output=True, text=True)

@@ -28,10 +28,10 @@ ELSEWHERE = {**SIZES, "fleet": {"engines": [], "listen": "127.0.0.1:0"}}
 @pytest.mark.parametrize(
     ("fleet", "said"),
     [
-        ({"engines": []}, "none where others can join"),
-        ({"listen": "8790"}, "is no HOST:PORT"),
-        ({"listen": "host:99999"}, "is no HOST:PORT"),
-        ({"listen": "http://0.0.0.0:8790"}, "is no HOST:PORT, such as '0.0.0.0:8790'"),
+        ({"engines": []}, "it may have none if remote engines can join"),
+        ({"listen": "8790"}, "is not HOST:PORT"),
+        ({"listen": "host:99999"}, "is not HOST:PORT"),
+        ({"listen": "http://0.0.0.0:8790"}, "is not HOST:PORT, such as '0.0.0.0:8790'"),
         ({"listen": 8790}, 'write e.g. fleet.listen = "0.0.0.0:8790"'),
     ],
 )

@@ -70,7 +70,7 @@ def test_tasks_that_fit_pass_without_a_word() -> None:
 
 def test_prompts_that_leave_no_room_for_a_turn_are_refused_with_their_sizes() -> None:
     limits = HarnessConfig(context_tokens=PROMPTS[0] + 23, turn_tokens=24)
-    with pytest.raises(ConfigError, match="no room for one turn of any of the first 16 tasks") as refused:
+    with pytest.raises(ConfigError, match="too small for one turn of any of the first 16 tasks") as refused:
         check_limits(limits, CHAT, TASKS)
     assert refused.value.exit_code == Exit.BAD_INPUT
     assert f"{PROMPTS[0]} to {PROMPTS[-1]} tokens" in refused.value.facts
@@ -82,7 +82,7 @@ def test_some_prompts_that_leave_no_room_are_told() -> None:
     said: list[str] = []
     check_limits(HarnessConfig(context_tokens=PROMPTS[0] + 24, turn_tokens=24), CHAT, TASKS, said.append)
     (words,) = said
-    assert "no room for one turn of 8 of the first 16 tasks: their prompts have up to " in words
+    assert "too small for one turn of 8 of the first 16 tasks: their prompts have up to " in words
 
 
 def _without_words(chat: ChatFormat, tools: Sequence[str]) -> int:
@@ -93,12 +93,12 @@ def _without_words(chat: ChatFormat, tools: Sequence[str]) -> int:
 
 
 def test_turns_that_hold_no_call_are_refused_and_those_that_hold_some_are_told() -> None:
-    with pytest.raises(ConfigError, match="no room for a call of any tool") as refused:
+    with pytest.raises(ConfigError, match="too small for a call of any tool") as refused:
         check_limits(HarnessConfig(turn_tokens=1), CHAT, TASKS)
     assert "submit " in refused.value.facts
     said: list[str] = []
     longest = _without_words(CHAT, HarnessConfig().tools)
     check_limits(HarnessConfig(turn_tokens=longest - 1), CHAT, TASKS, said.append)
-    assert "no room for the shortest call of some tools, in tokens: " in said[0]
+    assert "too small for the shortest call of some tools, in tokens: " in said[0]
     check_limits(HarnessConfig(turn_tokens=longest), CHAT, TASKS, said.append)
     assert len(said) == 1

@@ -78,7 +78,7 @@ def test_a_place_that_cannot_be_or_holds_a_secret_is_refused(section, says):
 def test_a_directory_that_is_not_there_yet_is_told_and_not_made_by_a_check(tmp_path):
     said, folder = [], tmp_path / "mistyped" / "deep"
     check_store(f"file://{folder}", said.append)
-    assert said == [f"{folder} is not there yet: the run makes it"]
+    assert said == [f"{folder} does not exist yet: the run will create it"]
     assert not folder.parent.exists()
     check_store(f"file://{tmp_path}", said.append)
     assert len(said) == 1

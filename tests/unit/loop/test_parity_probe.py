@@ -121,7 +121,7 @@ def test_an_engine_that_is_gone_or_moved_on_is_passed_over(tmp_path: Path) -> No
 
 def test_engines_that_are_there_and_cannot_come_are_told_together(tmp_path: Path) -> None:
     late = EngineError("did not reach step 3", hint="see")
-    with pytest.raises(Unreachable, match="no engine can come to"):
+    with pytest.raises(Unreachable, match="no engine can load"):
         probed(tmp_path, Engine(late, trouble="its chain is damaged"), Engine(late, trouble="so is mine"))
     probed(tmp_path, Engine(late, trouble="its chain is damaged"), Engine(MINE))
 

@@ -123,17 +123,17 @@ def test_too_many_ranks_are_sent_back_and_both_sides_say_so(run: Path) -> None:
 
     def waits(reason: str) -> None:
         waited.append(reason)
-        if "came" in reason:
+        if "connected, " in reason:
             said.set()
 
     door = RankListener(run, "127.0.0.1", 1, new_secret(), refuse)
     threading.Thread(target=meet, args=(door, waits), daemon=True).start()
-    with pytest.raises(RunError, match="2 ranks came, 1 is wanted") as caught:
+    with pytest.raises(RunError, match="2 ranks connected, 1 is needed") as caught:
         serve_ranks(run, 2)
     assert caught.value.hint.endswith("--count 1")
     assert said.wait(10)
     assert re.search(
-        r"1 of 1 ranks have not connected to \S+ \(2 ranks came, 1 is wanted, from .*: sent back\)", waited[-1]
+        r"1 of 1 ranks have not connected to \S+ \(2 ranks connected, 1 is needed, from .*: refused\)", waited[-1]
     )
 
 
@@ -154,7 +154,7 @@ def test_ranks_that_do_not_fit_now_wait_and_both_sides_say_so(run: Path, capfd: 
         threading.Thread(target=serve_ranks, args=(run, 2), daemon=True).start()
     assert too_many.wait(10)
     said, end = "", time.monotonic() + 10
-    while "2 ranks came, 1 is wanted; they wait for another learner" not in said:
+    while "2 ranks connected, 1 is needed; they wait for another learner" not in said:
         assert time.monotonic() < end
         said += capfd.readouterr().out
         time.sleep(0.01)
@@ -171,7 +171,7 @@ def test_ranks_are_not_brought_to_what_is_no_run(
         (folder / "config.json").write_text("{}")
     with pytest.raises(NoRun, match="is not a run"):
         serve_ranks(folder, 1)
-    assert f"{folder} is not a run: waits 0.05 s" in capsys.readouterr().out
+    assert f"{folder} is not a run yet: waiting up to 0.05 s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "two"])
@@ -179,7 +179,7 @@ def test_a_number_of_ranks_is_at_least_one(count: str) -> None:
     argv = [sys.executable, "-m", "etude.loop.rank_hosts", "--run", "r", "--count", count]
     ended = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2
-    assert f"{count!r} is not a number of ranks: 1 or more" in ended.stderr
+    assert f"{count!r} is not a number of ranks (1 or more)" in ended.stderr
 
 
 def test_an_address_that_is_not_of_this_machine_is_refused_before_a_run_is_made() -> None:

@@ -79,7 +79,7 @@ def test_a_rank_that_is_stopped_in_a_call_is_named(group: Group) -> None:
     group.ranks[1].call = "publish"
     group.pass_s(2)
     [found] = group.pass_s(LIMIT_S + 5, silent=1)
-    assert "learner rank 1 reports nothing" in found
+    assert "learner rank 1 is silent" in found
 
 
 def test_the_echo_of_anothers_progress_is_none_of_ones_own(group: Group) -> None:

@@ -62,9 +62,9 @@ def test_a_step_that_fits_is_not_spoken_of() -> None:
 def test_memory_and_disk_that_the_largest_step_does_not_fit_are_told_by_name() -> None:
     [memory] = told(memory_bytes=10**6)
     assert "harness.context_tokens" in memory
-    assert "the learner holds a step, and this machine has 0.001 GB of memory" in memory
+    assert "the learner has one step in memory, and this machine has 0.001 GB of memory" in memory
     [disk] = told(disk_bytes=10**6)
-    assert "lie in the run folder, and 0.001 GB of disk are free here" in disk
+    assert "steps, and 0.001 GB of disk are free here" in disk
 
 
 def test_a_plan_that_fits_into_no_call_is_refused() -> None:
