@@ -87,10 +87,10 @@ def test_a_run_that_had_nothing_to_learn_from_says_why(writer):
         "in none of 2 steps did the rewards of a group differ; all 6 rollouts have reward 0; "
         "they ended by context (6), before the model was called"
     )
-    assert f"Nothing could be learnt</strong>: {why}." in page(RunView(writer.path))
+    assert f"Nothing could be learned</strong>: {why}." in page(RunView(writer.path))
     writer.event(3.0, "conductor", "rl.step", step=3, no_signal_share=0.9, reward_mean=0.1)
     assert summarise(writer.path)["nothing_learnt"] is None
-    assert "Nothing could be learnt" not in page(RunView(writer.path))
+    assert "Nothing could be learned" not in page(RunView(writer.path))
 
 
 def test_lag_is_counted_over_rollouts(writer):

@@ -83,7 +83,7 @@ def test_a_directory_that_is_not_there_yet_is_told_and_not_made_by_a_check(tmp_p
     check_store(f"file://{tmp_path}", said.append)
     assert len(said) == 1
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="cannot be made"):
+    with pytest.raises(StoreError, match="cannot be created"):
         check_store(f"file://{tmp_path}/file/deep")
 
 

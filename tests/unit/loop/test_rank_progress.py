@@ -31,7 +31,7 @@ class Group:
         self.clock, self.counts, self.at = Clock(), [0, 0], 0
         monkeypatch.setattr(ranks, "time", self.clock)
         monkeypatch.setattr(ranks.progress, "count", lambda: self.counts[self.at])
-        monkeypatch.setattr(ranks.progress, "made", self.made)
+        monkeypatch.setattr(ranks.progress, "tick", self.made)
         self.store = listen(LOOPBACK)
         self.ranks = [RankProgress(reach(LOOPBACK, self.store.port), rank, 2, LIMIT_S) for rank in range(2)]
 
