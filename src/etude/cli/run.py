@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         folder, config = None, build_config(given).with_parity_budget()
     else:
         folder = open_run(Path(args.resume)) if args.resume else newest_run()
-        config = config_to_resume(folder, given, whole=args.config is not None)
+        config = config_to_resume(folder, given, complete=args.config is not None)
         check_ledger(folder)
     if args.on != LOCAL:
         _join(args.on, config, RUNS if folder is None else folder.path.parent)
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     config = with_digests(config, {one.path: one.digest for one in plugins})
     adopted = folder is not None and folder.ended("corpus")
     said = partial(print, file=sys.stderr)
-    preflight(config, adopted=adopted, elsewhere=args.on != LOCAL, given=leaves(given), log=said)
+    preflight(config, adopted=adopted, remote=args.on != LOCAL, given=leaves(given), log=said)
     if args.dry_run:
         print(to_toml(config), end="")
         return 0

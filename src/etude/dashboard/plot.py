@@ -133,18 +133,18 @@ def _line(one: Series, x: Scale, y: Scale, x_format: Format, y_format: Format) -
     parts = [] if one.dots_only else [tag("path", d=path, cls=f"line c{one.colour}")]
     if one.dots_only or len(at) <= _MAX_DOTS:
         for (a, b), (vx, vy) in zip(at, one.points, strict=True):
-            said = html.escape(f"{one.label}: {y_format(vy)} at {x_format(vx)}")
+            tooltip = html.escape(f"{one.label}: {y_format(vy)} at {x_format(vx)}")
             cls = f"dot c{one.colour}" + (" big" if one.dots_only else "")
-            parts.append(tag("circle", tag("title", said), cx=a, cy=b, r=3.5 if one.dots_only else 2, cls=cls))
+            parts.append(tag("circle", tag("title", tooltip), cx=a, cy=b, r=3.5 if one.dots_only else 2, cls=cls))
     return "".join(parts)
 
 
 def _estimate(one: Estimate, x: Scale, y: Scale, y_format: Format) -> str:
     at, low, high = x(one.x), y(one.low), y(one.high)
-    said = f"{one.label}: {y_format(one.value)} [{y_format(one.low)}, {y_format(one.high)}]"
+    tooltip = f"{one.label}: {y_format(one.value)} [{y_format(one.low)}, {y_format(one.high)}]"
     return tag(
         "g",
-        tag("title", html.escape(said))
+        tag("title", html.escape(tooltip))
         + tag("line", x1=at, x2=at, y1=low, y2=high, cls="whisker")
         + "".join(tag("line", x1=at - 4, x2=at + 4, y1=end, y2=end, cls="whisker") for end in (low, high))
         + tag("circle", cx=at, cy=y(one.value), r=4.5, cls="dot big")
@@ -186,9 +186,9 @@ def bar_chart(
         parts.append(label(middle, frame.bottom + 17, name))
         for k, value in enumerate(bars):
             left, top = middle + (k - len(bars) / 2) * wide, y(value)
-            said = tag("title", html.escape(f"{names[k]}, {name}: {y_format(value)}"))
+            tooltip = tag("title", html.escape(f"{names[k]}, {name}: {y_format(value)}"))
             size = {"width": round(wide - 2, 1), "height": round(max(0.0, y(0.0) - top), 1), "rx": 2}
-            parts.append(tag("rect", said, x=round(left + 1, 1), y=top, cls=f"bar c{k + 1}", **size))
+            parts.append(tag("rect", tooltip, x=round(left + 1, 1), y=top, cls=f"bar c{k + 1}", **size))
             if value > 0:
                 parts.append(label(left + wide / 2, top - 4, y_format(value), "end"))
     return _svg(title, frame.width, frame.height, parts)

@@ -27,17 +27,17 @@ def main(handlers: Callable[..., Awaitable[Handlers]], *more: str) -> None:
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--name", required=True)
     parser.add_argument("--socket", type=int, required=True)
-    for word in more:
-        parser.add_argument(f"--{word}")
+    for name in more:
+        parser.add_argument(f"--{name}")
     args = parser.parse_args()
-    said = {key: value for word in more if (value := getattr(args, key := word.replace("-", "_"))) is not None}
+    options = {key: value for name in more if (value := getattr(args, key := name.replace("-", "_"))) is not None}
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the conductor ends its children in order
     run = RunFolder.open(args.run)
     telemetry = Telemetry(run / "events" / f"{args.name}.jsonl", process=args.name)
 
     async def child() -> None:
         sock = socket.socket(fileno=args.socket)
-        await serve(sock, await handlers(run, args.name, telemetry, **said))
+        await serve(sock, await handlers(run, args.name, telemetry, **options))
 
     asyncio.run(child())
     os._exit(0)  # do not wait for threads that hang in a library

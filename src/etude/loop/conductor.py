@@ -276,8 +276,8 @@ class Conductor:
         await self.ledger_thread(self.ledger.commit, batch.rollout_ids, published.version)
         self._on_published(published)
         self.telemetry.event("rl.step", step=batch.step, num_steps=self.config.rl.steps, **facts)
-        asked = self.probe.run(dict(self.processes.engines), published, learner_logprobs, remote=self.processes.remote)
-        tasks.create_task(asked, name=f"probe of {published.version}")
+        probe = self.probe.run(dict(self.processes.engines), published, learner_logprobs, remote=self.processes.remote)
+        tasks.create_task(probe, name=f"probe of {published.version}")
 
     def _on_published(self, published: Published) -> None:
         """Set the new version in all parts that wait for it."""

@@ -324,9 +324,9 @@ def read_config(run: RunFolder) -> RunConfig:
         ) from None
 
 
-def config_to_resume(run: RunFolder, given: Mapping[str, Any], *, whole: bool = True) -> RunConfig:
-    """The config of a run to resume, after a check against the settings `given` now. `whole`: `given` is a full config
-    file, so that a setting that is missing from it counts as changed; otherwise only the settings in `given` are
+def config_to_resume(run: RunFolder, given: Mapping[str, Any], *, complete: bool = True) -> RunConfig:
+    """The config of a run to resume, after a check against the settings `given` now. `complete`: `given` is a full
+    config file, so that a setting that is missing from it counts as changed; otherwise only the settings in `given` are
     compared. Changed defaults do not count. Raises `RunRefused`, which names each differing setting, also when
     config.toml was edited; `ConfigError`."""
     had = read_config(run)
@@ -337,7 +337,7 @@ def config_to_resume(run: RunFolder, given: Mapping[str, Any], *, whole: bool = 
         f"{name} is {_shown(now_plain, name)}, the run has {_shown(had_plain, name)}"
         for name in sorted({*now_plain, *had_plain})
         if now_plain.get(name) != had_plain.get(name)
-        and any(_overlap(name, one) for one in (now | then if whole and given else now))
+        and any(_overlap(name, one) for one in (now | then if complete and given else now))
     ]
     if other:
         raise RunRefused(

@@ -51,14 +51,14 @@ def preflight(
     config: RunConfig,
     *,
     adopted: bool = False,
-    elsewhere: bool = False,
+    remote: bool = False,
     given: Collection[str] = (),
     log: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Check a config. Raises the `ConfigError`, `CheckpointError`, `TaskError` or `MachineError` with which the run
     would fail later.
 
-    `adopted`: the run has its own copy of the starting checkpoint, so the original may be missing. `elsewhere`:
+    `adopted`: the run has its own copy of the starting checkpoint, so the original may be missing. `remote`:
     components run on other machines, where tasks and devices were checked before. `given`: names of the settings that
     the user set. `log` is called with a line on each image that was built, layers of the checkpoint that are left out,
     settings that are not used, evaluations that ask for more tasks than exist, and steps that may be too large for this
@@ -86,7 +86,7 @@ def preflight(
     check_listen(config)
     if config.fleet.ranks_at:
         check_ranks_at(config.fleet.ranks_at)
-    if not elsewhere:
+    if not remote:
         check_devices(config)
     check_foreign(config, adopted=adopted)
     standard_tools(config.harness.tools)
@@ -101,7 +101,7 @@ def preflight(
     log_short_splits(config, source, given, log)
     if config.start is not None and not adopted:
         check_limits(config.harness, ChatFormat.load(config.start), first_tasks(source, used_splits(config)), log)
-    if not elsewhere:
+    if not remote:
         asyncio.run(_prove(source, config))
 
 

@@ -239,8 +239,8 @@ async def _answer(
     try:
         _write(writer, number, status, payload, max_frame_bytes)
     except MessageTooLarge as error:
-        said = pack((type(error).__name__, error.what, error.facts, error.hint))
-        _write(writer, number, "error", said, MAX_FRAME_BYTES)
+        payload = pack((type(error).__name__, error.what, error.facts, error.hint))
+        _write(writer, number, "error", payload, MAX_FRAME_BYTES)
     await writer.drain()
 
 

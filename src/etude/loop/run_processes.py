@@ -303,14 +303,14 @@ class RunProcesses:
         own = {n: Listed(url=e.url, region=region, max_sequences=sizes[n]) for n, e in self._own.items()}
         roster = own | (self.registrar.roster if self.registrar else {})
 
-        async def tell(caller: Caller) -> dict[str, int]:
+        async def send(caller: Caller) -> dict[str, int]:
             with contextlib.suppress(DeadlineExceeded, ProcessLost):
                 return await caller.call("engines", dict[str, int], roster, deadline_s=10.0)
             return {}
 
         sessions: Counter[str] = Counter()
-        for told in await asyncio.gather(*(tell(caller) for caller in self.workers.members.values())):
-            sessions.update(told)
+        for counts in await asyncio.gather(*(send(caller) for caller in self.workers.members.values())):
+            sessions.update(counts)
         return sessions
 
 

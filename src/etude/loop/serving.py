@@ -94,12 +94,12 @@ async def serve_fleet(
     """Serve from the engines of a run while the block runs, in addition to its rollouts; yields the base URL.
     `checkpoint`: its chat format is used. Raises what `inference.registering.wanted` raises."""
     chat, token = ChatFormat.load(checkpoint), environment_token()
-    asked = await asyncio.to_thread(wanted, registry, token, wait_s=0.0)
+    requirements = await asyncio.to_thread(wanted, registry, token, wait_s=0.0)
     fleet = Fleet({})
     follower = RosterFollower(fleet, token=token)
     following = asyncio.create_task(follower.follow_registry(registry), name="follow the fleet")
     try:
-        app = create_app(fleet, chat, model=model, context_tokens=asked.context_tokens, config=gateway, key=key)
+        app = create_app(fleet, chat, model=model, context_tokens=requirements.context_tokens, config=gateway, key=key)
         async with serving(app, config=gateway) as url:
             yield url
     finally:

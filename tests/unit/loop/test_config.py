@@ -92,9 +92,9 @@ def test_a_config_that_was_changed_in_the_run_folder_is_not_gone_on_with(run: Ru
 
 
 def test_settings_alone_are_compared_without_what_the_config_would_have_said(run: RunFolder) -> None:
-    assert config_to_resume(run, {"seed": 3}, whole=False).rl.steps == 7
+    assert config_to_resume(run, {"seed": 3}, complete=False).rl.steps == 7
     with pytest.raises(RunError) as caught:
-        config_to_resume(run, {"seed": 4}, whole=False)
+        config_to_resume(run, {"seed": 4}, complete=False)
     assert caught.value.facts == "seed is 4, the run has 3"
 
 

@@ -45,7 +45,10 @@ def test_experts_that_ranks_cannot_share_are_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (["model.hidden_size", "model.num_layers", "seed"], ["these settings are not used: model.hidden_size = 160 (it has 128)"]),
+        (
+            ["model.hidden_size", "model.num_layers", "seed"],
+            ["these settings are not used: model.hidden_size = 160 (it has 128)"],
+        ),
         (["model.num_layers"], []),
         ([], []),
     ],
@@ -62,7 +65,10 @@ def test_settings_of_the_model_that_the_checkpoint_overrules_are_told(given: lis
     [
         (EvalsConfig(heldout_tasks=1, during_tasks=1, every=1), []),
         (EvalsConfig(heldout_tasks=3, during_tasks=1, every=1), ["evals.heldout_tasks = 3: repair has only 2 heldout"]),
-        (EvalsConfig(heldout_tasks=2, during_tasks=9, every=1), ["evals.during_tasks = 9: repair has only 1 validation"]),
+        (
+            EvalsConfig(heldout_tasks=2, during_tasks=9, every=1),
+            ["evals.during_tasks = 9: repair has only 1 validation"],
+        ),
         (EvalsConfig(heldout_tasks=2, during_tasks=9, every=0), []),  # no evaluation asks for them
     ],
 )
