@@ -147,6 +147,7 @@ class Ledger:
         self._db.verify()
 
     def close(self) -> None:
+        """Close the database connection."""
         self._db.close()
 
     # The protocol ExperienceStore

@@ -53,6 +53,7 @@ class Session:
 
     @property
     def is_open(self) -> bool:
+        """Whether there is a connection that is not closed."""
         return bool(self._connections) and not self.connection.closed
 
     def open(self) -> None:

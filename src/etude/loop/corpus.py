@@ -122,6 +122,7 @@ def _batched(items: Sequence[str], size: int) -> Iterator[list[str]]:
 
 
 def main() -> int:
+    """Build the corpus of a run. Returns the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--run", type=Path, required=True)
     run = RunFolder.open(parser.parse_args().run)

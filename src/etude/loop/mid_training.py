@@ -67,6 +67,7 @@ def copy_probe(run: RunFolder, config: RunConfig) -> CopyProbe | None:
 
 
 def main() -> int:
+    """Mid-train the model of a run. Returns the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--run", type=Path, required=True)
     run = RunFolder.open(parser.parse_args().run)

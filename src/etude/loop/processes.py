@@ -94,10 +94,12 @@ class Child:
 
     @property
     def caller(self) -> Caller | None:
+        """The RPC client of the current process; None if it has no socket."""
         return self.process.caller if self.process else None
 
     @property
     def pid(self) -> int | None:
+        """The pid of the current process; None if it has ended."""
         return self.process.pid if self.process and self.process.returncode is None else None
 
     async def exited(self) -> int:
@@ -114,9 +116,11 @@ class Child:
 
     @property
     def recent_starts(self) -> int:
+        """The number of starts within the last `RESTART_WINDOW_S`."""
         return sum(time.monotonic() - t < RESTART_WINDOW_S for t in self.starts)
 
     def can_restart(self) -> bool:
+        """Whether it may be started again: it was not started too often recently."""
         return self.recent_starts <= MAX_RESTARTS
 
     async def back_off(self) -> None:

@@ -171,6 +171,7 @@ class RunProcesses:
         await asyncio.gather(*added)
 
     async def close(self) -> None:
+        """Stop all processes and close all connections."""
         await self._opened.aclose()
         await self.supervisor.close()  # first: its health checks would open new connections
         for engine in self._own.values():
