@@ -59,7 +59,7 @@ class Tasks:
 
 
 class Called(RunProcesses):
-    """Run processes of two workers, which also grade, and a learner: stand-ins in their own processes, without engines."""
+    """Run processes of two workers, which also grade, and a learner: stand-ins in processes of their own."""
 
     def start(self) -> list[subprocess.Popen[bytes]]:
         both = (self.workers, self.graders)

@@ -25,7 +25,7 @@ from etude.errors import NoRun, RunError, RunRefused
 from etude.sums import SHA256, opened, sealed, sealed_list
 
 FORMAT = 1
-LOOK_S = 0.2
+LOCK_RETRY_S = 0.2
 HINT_COPY = "restore the file from a copy, or start a new run"
 
 
@@ -120,7 +120,7 @@ class RunFolder:
         """Lock the run for this process until it ends or calls `unlock`. Raises `RunRefused` when another process holds
         it."""
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        if not _locked(fd):
+        if not _try_lock(fd):
             holder = os.read(fd, 32).decode(errors="replace").strip() or "another process"
             os.close(fd)
             raise RunRefused(
@@ -199,10 +199,10 @@ class RunFolder:
         return self.path / name
 
 
-def _locked(fd: int) -> bool:
+def _try_lock(fd: int) -> bool:
     """Lock a file for this process; False when another process holds it. `holder` takes the lock for microseconds, so a
-    failed attempt is repeated for `LOOK_S`."""
-    end = time.monotonic() + LOOK_S
+    failed attempt is repeated for `LOCK_RETRY_S`."""
+    end = time.monotonic() + LOCK_RETRY_S
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

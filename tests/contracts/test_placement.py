@@ -292,7 +292,7 @@ def test_a_role_that_no_node_has_room_for_ends_the_wait_by_name(
     async def main() -> None:
         async with Placed(place, tmp_path / "one"):  # another run has it
             monkeypatch.setattr(ray_placement, "PLACED_S", 0.0)
-            monkeypatch.setattr(ray_placement, "ROOM_S", 0.0)
+            monkeypatch.setattr(ray_placement, "CAPACITY_S", 0.0)
             late = Placed(place, tmp_path / "late")
             try:
                 with pytest.raises(NoCapacity, match=r"no node has free resources for worker-0: .*worker 1") as caught:
@@ -338,7 +338,7 @@ def test_a_node_that_does_not_see_the_run_folder_takes_no_part_and_is_named(
             with pytest.raises(RunError, match="the node of the learner cannot take part") as caught:
                 await placement.start(Program("learner", ["-c", ""], tmp_path / "log"), waits)
             assert f"it does not see {elsewhere}" in caught.value.facts
-            monkeypatch.setattr(ray_placement, "ROOM_S", 0.0)
+            monkeypatch.setattr(ray_placement, "CAPACITY_S", 0.0)
             with pytest.raises(NoCapacity) as none:
                 await placement.start(Program("worker-0", ["-c", ""], tmp_path / "log"), waits)
             assert f"it does not see {elsewhere}" in none.value.facts

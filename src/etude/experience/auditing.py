@@ -79,18 +79,20 @@ def audit(
     steps: set[int] = set()
     for step, ids in lineage:
         if ids and step > after:
-            found.twice |= _again(ids) if step not in steps else set(ids)
+            found.twice |= _repeated(ids) if step not in steps else set(ids)
             steps.add(step)
-            _look(ledger, _index(traces, step, ids), step, ids, found, deleted=step <= deleted)
+            _check_step(ledger, _index(traces, step, ids), step, ids, found, deleted=step <= deleted)
     beyond = [step for step in ledger.steps(after) if step not in steps]
     outside = [row for step in beyond for row in ledger.rows(step=step)]
-    found.spare += [row for row in (*outside, *ledger.rows(open_only=True)) if row.rollout_id not in found.elsewhere]
+    found.unconsumed += [
+        row for row in (*outside, *ledger.rows(open_only=True)) if row.rollout_id not in found.suspects
+    ]
     return Report(
         num_rollouts=ledger.count(after=after if after else None),
         num_consumed=found.num_consumed,
         num_steps=len(steps),
-        lost=tuple(row.rollout_id for row in found.spare if _is_lost(ledger, row, files)),
-        twice=_sorted(found.twice | _counted(_whole(lineage, before, after), found.elsewhere)),
+        lost=tuple(row.rollout_id for row in found.unconsumed if _is_lost(ledger, row, files)),
+        twice=_sorted(found.twice | _consumed_repeatedly(_both_lineages(lineage, before, after), found.suspects)),
         ungraded=_sorted(found.ungraded),
         # rollouts of a published step must not have a slot, whatever state the ledger has
         leaked=_sorted(set(ledger.slot_holders()) ^ found.held),
@@ -104,15 +106,15 @@ class _Found:
 
     held: set[str]  # in a state that has a slot, and in no step so far
     num_consumed: int = 0
-    elsewhere: set[str] = field(default_factory=set)  # consumed by another step than in the ledger: perhaps by two
+    suspects: set[str] = field(default_factory=set)  # consumed by another step than in the ledger: perhaps by two
     twice: set[str] = field(default_factory=set)
     ungraded: set[str] = field(default_factory=set)
     unknown: set[str] = field(default_factory=set)
     without_trace: list[str] = field(default_factory=list)
-    spare: list[Row] = field(default_factory=list)  # in no step of the lineage
+    unconsumed: list[Row] = field(default_factory=list)  # in no step of the lineage
 
 
-def _look(
+def _check_step(
     ledger: Ledger, index: Index | None, step: int, ids: Collection[str], found: _Found, *, deleted: bool
 ) -> None:
     """Compare the rollouts of one step in its manifest, the ledger and the trace."""
@@ -120,26 +122,26 @@ def _look(
     strangers = wanted - rows.keys()
     known = {row.rollout_id for row in ledger.find_rows(strangers)}
     found.unknown |= strangers - known
-    found.elsewhere |= known | ledger.batched_repeatedly(wanted)
+    found.suspects |= known | ledger.batched_repeatedly(wanted)
     found.num_consumed += len(wanted)
     found.held -= wanted
-    found.spare += [row for i, row in rows.items() if i not in wanted]
+    found.unconsumed += [row for i, row in rows.items() if i not in wanted]
     if index is not None:
         found.ungraded |= index.trained - index.graded
     elif not deleted:
         found.without_trace.append(f"trace of step {step} ({min(ids)} …)")
 
 
-def _again(ids: Collection[str]) -> set[str]:
+def _repeated(ids: Collection[str]) -> set[str]:
     return {i for i, count in Counter(ids).items() if count > 1} if len(set(ids)) < len(ids) else set()
 
 
-def _whole(lineage: Lineage, before: Lineage, after: int) -> Lineage:
+def _both_lineages(lineage: Lineage, before: Lineage, after: int) -> Lineage:
     """The steps of both lineages, each once."""
     return chain((one for one in lineage if one[0] > after), (one for one in before if one[0] <= after))
 
 
-def _counted(lineage: Lineage, suspects: set[str]) -> set[str]:
+def _consumed_repeatedly(lineage: Lineage, suspects: set[str]) -> set[str]:
     """The suspects that more than one step consumed."""
     if not suspects:
         return set()

@@ -204,11 +204,11 @@ class Ledger:
         specs = self.specs(rows) if rows else []
         if published is not None:
             able = list(itertools.takewhile(lambda spec: spec.min_step <= published, specs))
-            specs = able if able or required_step is None else self._due(specs, published, required_step)
+            specs = able if able or required_step is None else self._startable(specs, published, required_step)
         self._move([_Move(row, State.RUNNING) for row in rows[: len(specs)]])
         return specs
 
-    def _due(
+    def _startable(
         self, specs: Sequence[RolloutSpec], published: int, required_step: Callable[[int], int]
     ) -> list[RolloutSpec]:
         """The first specs whose places among the open groups require no later version than the published one, with
@@ -232,7 +232,7 @@ class Ledger:
             counts.append(runs and row.rollout_id not in ends)
             if counts[-1]:
                 ends[row.rollout_id] = row, Finished(rollout_id=row.rollout_id, outcome=outcome, summary=rollout)
-        self._end(list(ends.values()))
+        self._store_ended(list(ends.values()))
         return counts
 
     def quarantine(self, rollout_id: str, *, reason: str, graded: float) -> None:
@@ -243,9 +243,9 @@ class Ledger:
     @_atomic
     def fail(self, rollout_id: str, invalid: Invalid) -> None:
         """Make a running or requeued rollout invalid without a stored result: its workers died too often."""
-        self._end([(self.row(rollout_id), Finished(rollout_id=rollout_id, outcome=invalid))])
+        self._store_ended([(self.row(rollout_id), Finished(rollout_id=rollout_id, outcome=invalid))])
 
-    def _end(self, ends: Sequence[tuple[Row, Finished]]) -> None:
+    def _store_ended(self, ends: Sequence[tuple[Row, Finished]]) -> None:
         """Store ended rollouts. The terms are stored; the columns `reward` and `reason` are derived from them."""
         self._put(FINISHED, [(row.rollout_id, pack(finished)) for row, finished in ends])
         moves = []

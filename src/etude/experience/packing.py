@@ -38,12 +38,12 @@ def paths(trace: Trace) -> Iterator[Path]:
         yield (
             path
             if seen.isdisjoint(chain)
-            else mask_path(path, _by_turn(trace, chain, [at not in seen for at in chain]))
+            else mask_path(path, _repeat_by_turn(trace, chain, [at not in seen for at in chain]))
         )
         seen.update(chain)
 
 
-def _by_turn(trace: Trace, chain: Sequence[int], values: Sequence[float]) -> Array:
+def _repeat_by_turn(trace: Trace, chain: Sequence[int], values: Sequence[float]) -> Array:
     """[T] The value of its turn for each token of a path."""
     turns = [trace.turns[at] for at in chain]
     return np.repeat(values, [len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in turns])
@@ -53,7 +53,7 @@ def temperatures(trace: Trace, leaf: int, mask: Bools, *, run: float) -> F32 | N
     """[S] The temperature of the distribution that each token with loss was sampled from; 1 for greedy sampling. None
     if all are `run`, the temperature of the run."""
     chain = trace.chain(leaf)
-    found = _by_turn(trace, chain, [trace.turns[at].sampling.temperature or 1.0 for at in chain])
+    found = _repeat_by_turn(trace, chain, [trace.turns[at].sampling.temperature or 1.0 for at in chain])
     sampled = found[mask].astype(np.float32)
     return None if (sampled == np.float32(run)).all() else sampled
 

@@ -102,11 +102,11 @@ _MAGIC = (0x377F0682, 0x377F0683)  # checksums of little-endian, of big-endian w
 def lost_frames(database: Path) -> str:
     """A sentence on the damage in a database's log; "" if there is none or no log. A writer may restart the log while
     it is read, so damage is confirmed by a second read."""
-    found = _look(database)
-    return found if found and _look(database) == found else ""
+    found = _find_damage(database)
+    return found if found and _find_damage(database) == found else ""
 
 
-def _look(database: Path) -> str:
+def _find_damage(database: Path) -> str:
     try:
         data = Path(f"{database}-wal").read_bytes()
     except FileNotFoundError:
@@ -117,22 +117,22 @@ def _look(database: Path) -> str:
     if magic not in _MAGIC or not 512 <= page <= 65536 or page & (page - 1):
         return f"the header of {database}-wal is damaged"
     order = "<" if magic == _MAGIC[0] else ">"
-    sums = _added(data[: _HEADER - 8], order, (0, 0))
+    sums = _checksum(data[: _HEADER - 8], order, (0, 0))
     if sums != (one, two):
         return f"the header of {database}-wal is damaged"
     starts = range(_HEADER, len(data) - _FRAME - page + 1, _FRAME + page)
     for start in starts:
         _, _, *found, one, two = struct.unpack(">6I", data[start : start + _FRAME])
         if found == salts:
-            sums = _added(data[start : start + 8], order, sums)
-            sums = _added(data[start + _FRAME : start + _FRAME + page], order, sums)
+            sums = _checksum(data[start : start + 8], order, sums)
+            sums = _checksum(data[start + _FRAME : start + _FRAME + page], order, sums)
         if found != salts or sums != (one, two):
             later = [at for at in starts if at > start and data[at + 8 : at + 16] == struct.pack(">2I", *salts)]
             return f"{database}-wal is damaged at byte {start}, before {len(later)} more frames" if later else ""
     return ""
 
 
-def _added(data: bytes, order: str, sums: tuple[int, int]) -> tuple[int, int]:
+def _checksum(data: bytes, order: str, sums: tuple[int, int]) -> tuple[int, int]:
     one, two = sums
     words = struct.unpack(f"{order}{len(data) // 4}I", data)
     for first, second in zip(words[::2], words[1::2], strict=True):

@@ -67,7 +67,7 @@ _SPAN = pa.struct(
 _SAMPLING = pa.struct(
     {"max_tokens": pa.int32(), "stop_token_ids": _INTS, "temperature": pa.float64(), "seed": pa.int64()}
 )
-_OF_ROLLOUTS = {
+_ROLLOUT_COLUMNS = {
     "group_id": pa.string(),
     "task_id": pa.string(),
     "family": pa.string(),
@@ -80,7 +80,7 @@ _OF_ROLLOUTS = {
     "boundary": pa.string(),
     "evidence": pa.string(),
 }
-_OF_TURNS = {
+_TURN_COLUMNS = {
     "turn": pa.int32(),
     "parent": pa.int32(),
     "kind": pa.string(),
@@ -98,7 +98,7 @@ _OF_TURNS = {
     "routes_shape": _INTS,
     "routes_start": pa.int32(),
 }
-_OF_SAMPLES = {
+_SAMPLE_COLUMNS = {
     "leaf": pa.int32(),
     "origin": pa.string(),
     "mask": pa.list_(pa.bool_()),
@@ -106,12 +106,12 @@ _OF_SAMPLES = {
     "temperatures": _FLOATS,
 }
 _NAMED = [pa.field("row", pa.string(), nullable=False), pa.field("rollout_id", pa.string(), nullable=False)]
-SCHEMA = pa.schema([*_NAMED, *_OF_ROLLOUTS.items(), *_OF_TURNS.items(), *_OF_SAMPLES.items()])
+SCHEMA = pa.schema([*_NAMED, *_ROLLOUT_COLUMNS.items(), *_TURN_COLUMNS.items(), *_SAMPLE_COLUMNS.items()])
 """The columns; described in `docs/formats/traces.md`."""
 _ARRAYS = ("prompt_ids", "token_ids", "logprobs", "routes", "mask", "advantages", "temperatures")
 """Columns that are read as arrays: as Python numbers they would take ten times the memory."""
-_JUDGED = ["rollout_id", *_OF_ROLLOUTS]
-_DAMAGES = (pa.ArrowException, ValueError, KeyError, TypeError, AttributeError, IndexError)
+_JUDGED = ["rollout_id", *_ROLLOUT_COLUMNS]
+_PARSE_ERRORS = (pa.ArrowException, ValueError, KeyError, TypeError, AttributeError, IndexError)
 _ARRAYS_1 = ("token_ids", "mask", "logprobs", "steps", "kv_epochs")
 
 
@@ -478,11 +478,11 @@ def read_trace(path: TraceFile) -> RecordedBatch:
     try:
         if facts["format"] == 1:
             rows = {row["rollout_id"]: row for row in table.select(_JUDGED).to_pylist()}
-            judged, samples = [_judged(row) for row in rows.values()], _samples_1(table)
+            judged, samples = [_recorded_rollout(row) for row in rows.values()], _samples_1(table)
         else:
             judged, samples = [], []
             for row, trace, numbered in _rollouts(table):
-                judged.append(_judged(row))
+                judged.append(_recorded_rollout(row))
                 samples += [_sample(one, table, i, trace) for i, one in numbered]
         batch = Batch(
             batch_id=facts["batch_id"],
@@ -492,7 +492,7 @@ def read_trace(path: TraceFile) -> RecordedBatch:
             num_loss_tokens=facts["num_loss_tokens"],
             lr_share=_share(facts.get("lr_share", 1.0)),
         )
-    except _DAMAGES as error:
+    except _PARSE_ERRORS as error:
         raise _damaged(path, error) from error
     computed_by, settings = facts.get("computed_by", {}), facts.get("settings", {})
     if not isinstance(computed_by, dict) or not isinstance(settings, dict):
@@ -521,11 +521,11 @@ def read_rollout(path: TraceFile, rollout_id: str) -> tuple[Graded | Invalid | N
             names = enumerate(table.column("rollout_id").to_pylist())
             rows = [table.select(old).slice(i, 1).to_pylist()[0] for i, name in names if name == rollout_id]
             paths = [np.array(row["token_ids"], np.int32) for row in rows if row["token_ids"] is not None]
-            return (_judged(rows[0]).outcome, paths) if rows else None
+            return (_recorded_rollout(rows[0]).outcome, paths) if rows else None
         for row, trace, _ in _rollouts(table):
             if row["rollout_id"] == rollout_id:
-                return _judged(row).outcome, [trace.path(leaf).token_ids for leaf in trace.leaves()]
-    except _DAMAGES as error:
+                return _recorded_rollout(row).outcome, [trace.path(leaf).token_ids for leaf in trace.leaves()]
+    except _PARSE_ERRORS as error:
         raise _damaged(path, error) from error
     return None
 
@@ -553,7 +553,7 @@ def _read(path: TraceFile, columns: Mapping[int, list[str]] | None = None) -> tu
             return _table(handle, columns if has_digest else None)  # without a digest, read all pages: they have CRCs
     except FileNotFoundError as error:
         raise LedgerError(f"no trace at {path}", hint="the step was not recorded, or its trace was removed") from error
-    except (*_DAMAGES, OSError, MemoryError) as error:
+    except (*_PARSE_ERRORS, OSError, MemoryError) as error:
         raise _damaged(path, error) from error
 
 
@@ -581,7 +581,7 @@ def _damaged(path: TraceFile, error: Exception) -> LedgerError:
     )
 
 
-def _judged(row: dict[str, Any]) -> RecordedRollout:
+def _recorded_rollout(row: dict[str, Any]) -> RecordedRollout:
     outcome: Graded | Invalid | None = None
     if row["terms"] is not None:
         outcome = _graded(row)

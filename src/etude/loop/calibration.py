@@ -121,7 +121,7 @@ def engine_constants(config: RunConfig, checkpoint: Path) -> dict[str, float]:
     model = load_model(checkpoint)
     sizes = EngineConfig(context_tokens=PROMPT + SAMPLED + 8, max_sequences=MANY, dtype=config.engine.dtype)
 
-    def played(count: int, prompt: int, sampled: int) -> float:
+    def cpu_of_engine(count: int, prompt: int, sampled: int) -> float:
         async def serve() -> float:
             async with ReferenceEngine(model, version=Version(0, "0" * 8, "0" * 64), config=sizes) as engine:
                 rng, began = np.random.default_rng(count), time.process_time()
@@ -139,9 +139,9 @@ def engine_constants(config: RunConfig, checkpoint: Path) -> dict[str, float]:
 
         return min(asyncio.run(serve()) for _ in range(REPEATS))
 
-    played(FEW, 8, 2)
-    prefill_s = played(MANY, PROMPT, 1) / (MANY * PROMPT)
-    few, many = (played(count, 8, SAMPLED) - count * 8 * prefill_s for count in (FEW, MANY))
+    cpu_of_engine(FEW, 8, 2)
+    prefill_s = cpu_of_engine(MANY, PROMPT, 1) / (MANY * PROMPT)
+    few, many = (cpu_of_engine(count, 8, SAMPLED) - count * 8 * prefill_s for count in (FEW, MANY))
     a_sequence = max(0.0, (many - few) / ((MANY - FEW) * SAMPLED))
     return {
         "prefill_s_token": prefill_s,
@@ -150,7 +150,7 @@ def engine_constants(config: RunConfig, checkpoint: Path) -> dict[str, float]:
     }
 
 
-def prepared(config: RunConfig, folder: Path) -> RunFolder:
+def prepare_run(config: RunConfig, folder: Path) -> RunFolder:
     """A scratch run with a tokeniser and a checkpoint: the starting one, or random weights."""
     one = replace(config, fleet=replace(config.fleet, engines=(EngineKind.REFERENCE,)))
     run = RunFolder.create(folder, config_toml=to_toml(one), seed=0)
@@ -185,14 +185,14 @@ async def machine_constants(run: RunFolder, config: RunConfig, engine: Mapping[s
         found = {}
         for kind in ("fresh", "oracle", "random", "model"):
             before = used()
-            rollouts = await _play(members, one, "oracle" if kind == "fresh" else kind)
+            rollouts = await _run_rollouts(members, one, "oracle" if kind == "fresh" else kind)
             after = used()
             took = {name: after[name] - before[name] for name in after}
             found[kind] = (took, rollouts)
-    return _explained(found, engine)
+    return _derive_constants(found, engine)
 
 
-async def _play(members: RunProcesses, config: RunConfig, kind: str) -> list[RolloutSummary]:
+async def _run_rollouts(members: RunProcesses, config: RunConfig, kind: str) -> list[RolloutSummary]:
     source = open_tasks(config, canaries=False)
     size = source.size(Split.TRAIN) or PLAYED  # with few tasks, some are repeated
     tasks = [source.task(Split.TRAIN, i % size) for i in range(PLAYED)]
@@ -208,7 +208,7 @@ async def _play(members: RunProcesses, config: RunConfig, kind: str) -> list[Rol
     return list(await asyncio.gather(*(one(i) for i in range(PLAYED))))
 
 
-def _explained(
+def _derive_constants(
     found: Mapping[str, tuple[dict[str, float], list[RolloutSummary]]], engine: Mapping[str, float]
 ) -> dict[str, float]:
     """Compute the constants: tool turns and grades from the scripts; requests from the model, whose tool calls are
@@ -243,7 +243,7 @@ def measured(config: RunConfig) -> Measured:
     config = replace(config, learner=learner)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="etude-plan-") as scratch:
-        run = prepared(config, Path(scratch) / "run")
+        run = prepare_run(config, Path(scratch) / "run")
         checkpoint = run / "checkpoints" / "mid"
         ChatFormat.load(run / "tokenizer")
         engine = engine_constants(config, checkpoint)

@@ -132,7 +132,7 @@ class Conductor:
         await self._with_learner(self._lineage)
         result = str(self.run_folder / "checkpoints" / "final")
         await self._with_learner(lambda: self._call("save", type(None), result))
-        await self._forget(self.step)
+        await self._prune(self.step)
 
     async def resume(self) -> None:
         """Start a lineage: have the learner load and publish the newest checkpoint, and reconcile the ledger with
@@ -405,7 +405,7 @@ class Conductor:
                 continue
             specs, cursor = list[RolloutSpec](), await self.ledger_thread(self.ledger.cursor, Split.TRAIN)
             for number in range(index, index + free):
-                task, cursor = self._draw(cursor)
+                task, cursor = self._next_task(cursor)
                 specs += siblings(
                     f"g{number:06d}",
                     task,
@@ -419,7 +419,7 @@ class Conductor:
             await self.ledger_thread(self.ledger.transaction, functools.partial(self._admit_groups, specs, cursor))
             self._admitted.set()
 
-    def _draw(self, cursor: int) -> tuple[Task, int]:
+    def _next_task(self, cursor: int) -> tuple[Task, int]:
         """The next training task that the curriculum accepts, and the task cursor after it."""
         num_tasks = self.source.size(Split.TRAIN)
         while True:
@@ -474,7 +474,7 @@ class Conductor:
     async def _checkpoint(self) -> None:
         path = self.run_folder / "checkpoints" / f"step-{self.step:06d}"
         await self._call("save", type(None), str(path))
-        await self._forget(oldest_restart_step(self.run_folder))
+        await self._prune(oldest_restart_step(self.run_folder))
         freed = await self.ledger_thread(
             delete_oldest, self.run_folder, self.ledger, self.traces, disk_gb=self.config.retention.disk_gb
         )
@@ -482,7 +482,7 @@ class Conductor:
             kept = await self.ledger_thread(replayable_after, self.ledger)
             self.telemetry.event("retention", step=self.step, kept_from=kept, freed_bytes=freed)
 
-    async def _forget(self, step: int) -> None:
+    async def _prune(self, step: int) -> None:
         """Delete records and files of rollouts that steps up to this one consumed. No restart goes back before it."""
         await self.ledger_thread(self.ledger.prune, step)
         await self._drop_files()

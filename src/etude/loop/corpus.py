@@ -42,7 +42,7 @@ CODE_PER_DOCUMENT = 4
 
 def build(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
     """Write ``tokenizer/`` and ``corpus/`` of a run."""
-    source = _taught(config)
+    source = _demonstrated_source(config)
     corpus = config.corpus
     code = list(code_documents(count=corpus.num_code_documents, seed=config.seed))
     library = list(library_documents(budget_chars=corpus.library_chars, seed=config.seed))
@@ -54,7 +54,7 @@ def build(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
     own = [text for plugin in corpus.sources for text in plugged_documents(plugin, seed=config.seed)]
     assert_no_heldout(chain(code, own))
     with telemetry.span("corpus.tokenizer", vocab_size=config.model.vocab_size):
-        texts = chain(code[:TOKENIZER_SAMPLE], library, own, *map(_spoken, talks[:TOKENIZER_SAMPLE]))
+        texts = chain(code[:TOKENIZER_SAMPLE], library, own, *map(_message_texts, talks[:TOKENIZER_SAMPLE]))
         train_tokenizer(
             texts,
             run / "tokenizer",
@@ -72,7 +72,7 @@ def build(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
     telemetry.event("corpus.done", documents=len(documents), tokens=sum(len(d) for d in documents))
 
 
-def _taught(config: RunConfig) -> Demonstrating:
+def _demonstrated_source(config: RunConfig) -> Demonstrating:
     """The tasks that are demonstrated: the run's own if its source has demonstrations; otherwise generated tasks, which
     teach the model the tools before it sees the run's tasks."""
     source, tasks = open_tasks(config, canaries=False), config.tasks
@@ -91,7 +91,7 @@ def _demonstrate(config: RunConfig) -> list[list[Message]]:
 
 
 def _demonstrate_part(config: RunConfig, start: int, stop: int) -> list[list[Message]]:
-    source, share = _taught(config), config.corpus.right_body
+    source, share = _demonstrated_source(config), config.corpus.right_body
     talks = _play(source, stop - start, seed=config.seed, first=1_000_000 + start, right_body=share)
     assert_no_heldout(message["content"] for talk in talks for message in talk)
     return talks
@@ -107,7 +107,7 @@ def _play(
     ]
 
 
-def _spoken(talk: list[Message]) -> Iterator[str]:
+def _message_texts(talk: list[Message]) -> Iterator[str]:
     """The texts between a conversation's special tokens, as the chat format encodes them."""
     for message in talk:
         yield message["content"]

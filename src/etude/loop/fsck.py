@@ -132,26 +132,26 @@ class _RunChecker:
         for place in sorted(self.path.iterdir()):
             if place.name in ("weights", ROLLOUTS, *_LEDGER, "run.json", "config.toml"):
                 continue
-            yield from self._below(place)
+            yield from self._checks_below(place)
         yield self._ledger
         yield self._bucket
         yield self._weights
 
-    def _below(self, path: Path) -> Iterator[Check]:
+    def _checks_below(self, path: Path) -> Iterator[Check]:
         name = path.relative_to(self.path).as_posix()
         if name in _PLAIN:
             yield lambda report: report.plain.append(name)
-        elif _is_scratch(path):
-            yield partial(self._scratch, name)
+        elif _is_temporary(path):
+            yield partial(self._temporary, name)
         elif path.is_file():
-            yield partial(self._guarded, path, self._file)
+            yield partial(self._run_check, path, self._file)
         elif (path / SUMS).exists() or name in _WRITTEN_IN_PLACE or name.startswith("checkpoints/"):
-            yield partial(self._guarded, path, self._folder)
+            yield partial(self._run_check, path, self._folder)
         elif path.is_dir():
             for one in sorted(path.iterdir()):
-                yield from self._below(one)
+                yield from self._checks_below(one)
 
-    def _guarded(self, path: Path, work: Callable[[Path, FsckReport], None], report: FsckReport) -> None:
+    def _run_check(self, path: Path, work: Callable[[Path, FsckReport], None], report: FsckReport) -> None:
         try:
             work(path, report)
         except OSError as error:
@@ -161,7 +161,7 @@ class _RunChecker:
     def _name(self, path: Path) -> str:
         return path.relative_to(self.path).as_posix()
 
-    def _scratch(self, name: str, report: FsckReport) -> None:
+    def _temporary(self, name: str, report: FsckReport) -> None:
         if not self.live:
             report.note(name, "a killed process left it", "nothing reads it: it may be deleted")
 
@@ -188,7 +188,7 @@ class _RunChecker:
             report.add(name, f"{error.what}: {error.facts}", error.hint)
             return
         if sums is None:
-            self._without(name, report)
+            self._missing_checksum(name, report)
             return
         there = set(files_in(path))
         for file in sorted(sums.keys() - there):
@@ -202,7 +202,7 @@ class _RunChecker:
                 facts = f"its SHA-256 is {found[:12]}, written was {sums[file][:12]}"
                 report.add(f"{name}/{file}", f"it is damaged: {facts}")
 
-    def _without(self, name: str, report: FsckReport) -> None:
+    def _missing_checksum(self, name: str, report: FsckReport) -> None:
         """Report a file or directory that has no checksum and could have one."""
         phase = next((phase for start, phase in _WRITTEN_IN_PLACE.items() if name.startswith(start)), "")
         if phase and not self._ended(phase):
@@ -222,7 +222,7 @@ class _RunChecker:
         """Check a file by its kind."""
         name = self._name(path)
         try:
-            proven = self._proven(path, report)
+            proven = self._verify_file(path, report)
         except Unproven as error:
             report.add(name, f"it is damaged: {error.facts}")
         except ValueError as error:
@@ -231,10 +231,10 @@ class _RunChecker:
             if proven is None:
                 report.note(name, "this kind of file has no checksum", "it cannot be verified")
             elif not proven:
-                self._without(name, report)
+                self._missing_checksum(name, report)
         report.count(path)
 
-    def _proven(self, path: Path, report: FsckReport) -> bool | None:
+    def _verify_file(self, path: Path, report: FsckReport) -> bool | None:
         """Whether a file has the content that was written. False: it has no checksum; None: its kind has none."""
         name = self._name(path)
         match path.suffix:
@@ -312,7 +312,7 @@ class _RunChecker:
                 with trace.open() as file:
                     try:
                         if not prove_parquet(file, trace):
-                            self._without(f"traces/{trace.name}", report)
+                            self._missing_checksum(f"traces/{trace.name}", report)
                     except Unproven as error:
                         report.add(f"traces/{trace.name}", f"it is damaged: {error.facts}")
                 report.num_files += 1
@@ -344,7 +344,7 @@ class _RunChecker:
             report.note("weights", str(one), one.hint)
 
 
-def _is_scratch(path: Path) -> bool:
+def _is_temporary(path: Path) -> bool:
     return path.name.startswith(".") or path.suffix in (".tmp", ".partial")
 
 

@@ -44,7 +44,7 @@ from etude.tasks.harbor import HarborSource
 from etude.tasks.verifiers import grader_for
 from etude.weights.chain.signing import read_signer
 
-PROVEN_TASKS = 8
+VALIDATED_TASKS = 8
 
 
 def preflight(
@@ -102,7 +102,7 @@ def preflight(
     if config.start is not None and not adopted:
         check_limits(config.harness, ChatFormat.load(config.start), first_tasks(source, used_splits(config)), log)
     if not remote:
-        asyncio.run(_prove(source, config))
+        asyncio.run(_validate(source, config))
 
 
 def check_ranks_at(address: str) -> None:
@@ -114,10 +114,10 @@ def check_ranks_at(address: str) -> None:
         raise ConfigError(f"fleet.ranks_at = {address!r}: {error.what}", error.facts, hint=hint) from None
 
 
-def prove_tasks(config: RunConfig) -> None:
+def validate_tasks(config: RunConfig) -> None:
     """Validate the first tasks on machines created here: the reference solution scores 1, the untouched state 0. Raises
     `TaskError`, `MachineError`."""
-    asyncio.run(_prove(check_tasks(config, used_splits(config)), config))
+    asyncio.run(_validate(check_tasks(config, used_splits(config)), config))
 
 
 def check_foreign(config: RunConfig, *, adopted: bool) -> None:
@@ -278,11 +278,11 @@ def used_splits(config: RunConfig) -> list[Split]:
     return [split for split, is_used in used.items() if is_used]
 
 
-async def _prove(source: TaskSource, config: RunConfig) -> None:
+async def _validate(source: TaskSource, config: RunConfig) -> None:
     runtime = runtime_of(config.machines)
     try:
         grader, export = grader_for(source, MachineGrader(runtime)), partial(exports_of, runtime)
-        proof = await check(source, grader, used_splits(config)[0], PROVEN_TASKS, export=export)
+        proof = await check(source, grader, used_splits(config)[0], VALIDATED_TASKS, export=export)
     finally:
         await runtime.close()
     proof.require()

@@ -189,7 +189,7 @@ class Supervisor:
         self.children[child.name] = child
         while True:
             try:
-                await self._bring_up(child, role)
+                await self._start(child, role)
                 break
             except EtudeError as error:
                 if not ((child.was_killed or isinstance(error, ProcessLost)) and child.can_restart()):
@@ -227,18 +227,18 @@ class Supervisor:
         for task in adding:
             if not task.done():
                 self._joining.add(task)
-                task.add_done_callback(self._joined)
+                task.add_done_callback(self._on_joined)
 
-    def _joined(self, task: asyncio.Task[None]) -> None:
+    def _on_joined(self, task: asyncio.Task[None]) -> None:
         self._joining.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             hint = "see the logs of the run"
             self._fail(error if isinstance(error, EtudeError) else EtudeError("a child failed", repr(error), hint=hint))
 
-    async def _bring_up(self, child: Child, role: Role) -> None:
+    async def _start(self, child: Child, role: Role) -> None:
         await child.start(with_socket=role.with_socket, on_wait=role.on_wait)
         assert child.process is not None, "just started"
-        up = asyncio.create_task(_within(role.on_up(child), role.ready_s, child, "to be ready"))
+        up = asyncio.create_task(_with_deadline(role.on_up(child), role.ready_s, child, "to be ready"))
         gone = asyncio.create_task(child.process.wait())
         try:
             await asyncio.wait({up, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -259,7 +259,7 @@ class Supervisor:
 
     async def _watch(self, child: Child, role: Role) -> None:
         while True:
-            code = await self._until_exit(child, role)
+            code = await self._wait_for_exit(child, role)
             if not child.can_restart():
                 self._fail(
                     EtudeError(
@@ -272,7 +272,7 @@ class Supervisor:
             await child.back_off()
             self.telemetry.event("process", name=child.name, state="restart")
             try:
-                await self._start_again(child, role)
+                await self._restart(child, role)
             except EtudeError as error:
                 self._fail(error)
                 return
@@ -281,13 +281,13 @@ class Supervisor:
                 self._fail(EtudeError(f"{child.name} cannot be restarted", str(error), hint=hint))
                 return
 
-    async def _start_again(self, child: Child, role: Role) -> None:
+    async def _restart(self, child: Child, role: Role) -> None:
         """Restart a lost child until it has a process. Raises the error that ends the run. A start that fails before
         there is a process, because its machine is lost too, belongs to the same loss: no exit and no restart is
         reported for it."""
         while True:
             try:
-                await self._bring_up(child, role)
+                await self._start(child, role)
                 return
             except EtudeError as error:
                 if isinstance(error, NoCapacity) or not child.can_restart():
@@ -297,14 +297,14 @@ class Supervisor:
                 return
             await child.back_off()
 
-    async def _until_exit(self, child: Child, role: Role) -> int:
+    async def _wait_for_exit(self, child: Child, role: Role) -> int:
         """Wait for the exit code. A child that does not answer for `hung_s` is killed first. That is reported once,
         however long its end takes."""
         exited, is_killed = asyncio.create_task(child.exited()), False
         try:
             while not (await asyncio.wait({exited}, timeout=BEAT_S))[0]:
                 try:
-                    await _within(role.health_check(child), self.hung_s, child, "to answer")
+                    await _with_deadline(role.health_check(child), self.hung_s, child, "to answer")
                 except DeadlineExceeded as error:
                     if not is_killed:
                         self.telemetry.event("process", name=child.name, state="hung", pid=child.pid, reason=error.what)
@@ -348,7 +348,7 @@ class Supervisor:
         await self.placement.close()
 
 
-async def _within(work: Awaitable[object], seconds: float, child: Child, what: str) -> None:
+async def _with_deadline(work: Awaitable[object], seconds: float, child: Child, what: str) -> None:
     try:
         async with asyncio.timeout(seconds):
             await work

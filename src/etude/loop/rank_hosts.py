@@ -40,11 +40,11 @@ from etude.loop.processes import KEEP_MEMORY_ENV
 from etude.loop.rpc import LINK_S, enable_keepalive
 from etude.run import RunFolder, write_durably
 
-COME_S = 600.0
+CONNECT_S = 600.0
 """Seconds for all ranks to connect: a cluster needs minutes to provide a machine."""
-CALL_S = 86_400.0
+LISTENER_S = 86_400.0
 """Seconds for a run to open a listener: it may be in mid-training, or stopped and resumed later."""
-POLL_S, GREET_S = 1.0, 10.0
+POLL_S, HANDSHAKE_S = 1.0, 10.0
 _ADDRESS_FILE, _MAX_LINE, _MAX_UNAUTHENTICATED = "learner.door", 4096, 16
 _SECRET_BYTES = 32
 OnLost = Callable[[EtudeError, int | None], None]
@@ -105,57 +105,57 @@ class RankListener:
     def wait_for_ranks(self, first: int, at: str, waits: Callable[[str], object]) -> dict[int, str]:
         """Wait until the ranks from number `first` on have connected, and send them the address `at` of the learner's
         store. Returns the host of each rank. `waits` is called with the reason for waiting whenever it changes. Raises
-        `RunError` after `COME_S`."""
-        end, last_reason = time.monotonic() + COME_S, ""
+        `RunError` after `CONNECT_S`."""
+        end, last_reason = time.monotonic() + CONNECT_S, ""
         with self._changed:
-            while (missing := self._away - sum(guest.count for guest in self._accepted())) > 0:
+            while (missing := self._away - sum(peer.count for peer in self._accepted())) > 0:
                 reason = f"{missing} of {self._away} ranks have not connected to {self.at}{self._surplus()}"
                 if reason != last_reason:
                     waits(last_reason := reason)
                 if not self._changed.wait(end - time.monotonic()):
-                    came = ", ".join(f"{guest.count} of {guest.host}" for guest in self._hosts) or "none"
+                    came = ", ".join(f"{peer.count} of {peer.host}" for peer in self._hosts) or "none"
                     raise RunError(
                         reason,
-                        f"waited {COME_S:g} s; connected: {came}",
+                        f"waited {CONNECT_S:g} s; connected: {came}",
                         hint=f"start them: python -m etude.loop.rank_hosts --run {self._run} --count {missing}",
                     )
             self._met = True
             hosts: dict[int, str] = {}
-            for guest in sorted(self._accepted(), key=lambda guest: guest.host):  # neighbouring ranks share a host
-                guest.ranks = range(first + len(hosts), first + len(hosts) + guest.count)
-                hosts |= dict.fromkeys(guest.ranks, guest.host)
+            for peer in sorted(self._accepted(), key=lambda peer: peer.host):  # neighbouring ranks share a host
+                peer.ranks = range(first + len(hosts), first + len(hosts) + peer.count)
+                hosts |= dict.fromkeys(peer.ranks, peer.host)
                 with contextlib.suppress(OSError):  # reported by its thread
-                    _send(guest.sock, _signed(self._secret, guest.nonce, {"ranks": list(guest.ranks), "store": at}))
+                    _send(peer.sock, _signed(self._secret, peer.nonce, {"ranks": list(peer.ranks), "store": at}))
         return hosts
 
     def _accepted(self) -> list[_RankHost]:
         """The hosts whose ranks are used, in order of connecting. Others wait for the next learner."""
         found: list[_RankHost] = []
-        for guest in self._hosts:
-            if sum(one.count for one in found) + guest.count <= self._away:
-                found.append(guest)
+        for peer in self._hosts:
+            if sum(one.count for one in found) + peer.count <= self._away:
+                found.append(peer)
         return found
 
     def _surplus(self) -> str:
         """Text for the error on hosts whose ranks are not needed."""
         chosen = self._accepted()
-        spare = [f"{guest.count} of {guest.host} are too many" for guest in self._hosts if guest not in chosen]
+        spare = [f"{peer.count} of {peer.host} are too many" for peer in self._hosts if peer not in chosen]
         parts = [*spare, self._refused] if self._refused else spare
         return f" ({'; '.join(parts)})" if parts else ""
 
-    def _fits(self, guest: _RankHost) -> bool:
+    def _fits(self, peer: _RankHost) -> bool:
         """Whether a host's ranks may be needed, now or later. A host whose ranks are not needed now gets a message with
         the reason."""
         wanted = self._away - sum(one.count for one in self._accepted())
-        if guest.count > self._away:
-            self._refused = f"{_ranks_came(guest.count, self._away)}, from {guest.host}: refused"
-            body: dict[str, Any] = {"refused": _ranks_came(guest.count, self._away), "wanted": self._away}
-        elif self._met or guest.count > wanted:
-            body = {"waits": f"{_ranks_came(guest.count, 0 if self._met else wanted)}; they wait for another learner"}
+        if peer.count > self._away:
+            self._refused = f"{_count_text(peer.count, self._away)}, from {peer.host}: refused"
+            body: dict[str, Any] = {"refused": _count_text(peer.count, self._away), "wanted": self._away}
+        elif self._met or peer.count > wanted:
+            body = {"waits": f"{_count_text(peer.count, 0 if self._met else wanted)}; they wait for another learner"}
         else:
             return True
         with contextlib.suppress(OSError):  # reported by its thread
-            _send(guest.sock, _signed(self._secret, guest.nonce, body))
+            _send(peer.sock, _signed(self._secret, peer.nonce, body))
         return "waits" in body
 
     def _accept(self) -> None:
@@ -168,15 +168,15 @@ class RankListener:
         """Serve one connection until it ends."""
         with sock, sock.makefile("rb") as lines:
             try:
-                guest = self._handshake(sock, lines)
+                peer = self._handshake(sock, lines)
             finally:
                 self._unauthenticated.release()
-            if guest is None:
+            if peer is None:
                 return
             with self._changed:
-                fits = self._fits(guest)
+                fits = self._fits(peer)
                 if fits:
-                    self._hosts.append(guest)
+                    self._hosts.append(peer)
                 self._changed.notify_all()
             if not fits:
                 return
@@ -185,27 +185,27 @@ class RankListener:
                 lost = json.loads(lines.readline(_MAX_LINE))
                 facts, rank = describe_exit(int(lost["exit_code"])), int(lost["rank"])
             with self._changed:
-                self._hosts.remove(guest)
-            if guest.ranks:
-                names = ", ".join(map(str, guest.ranks if rank is None else [rank]))
+                self._hosts.remove(peer)
+            if peer.ranks:
+                names = ", ".join(map(str, peer.ranks if rank is None else [rank]))
                 hint = "check the output of etude.loop.rank_hosts there, and the network in between"
-                error = EtudeError(f"rank {names} of the learner, on {guest.host}, ended", facts, hint=hint)
-                self._lost(error, guest.ranks[0] if rank is None else rank)
+                error = EtudeError(f"rank {names} of the learner, on {peer.host}, ended", facts, hint=hint)
+                self._lost(error, peer.ranks[0] if rank is None else rank)
 
     def _handshake(self, sock: socket.socket, lines: IO[bytes]) -> _RankHost | None:
-        """Authenticate a connection; None when the peer does not have the secret. `GREET_S` limits the whole handshake,
-        not each byte of it."""
-        enable_keepalive(sock).settimeout(GREET_S)
+        """Authenticate a connection; None when the peer does not have the secret. `HANDSHAKE_S` limits the full
+        handshake, not each byte of it."""
+        enable_keepalive(sock).settimeout(HANDSHAKE_S)
         nonce = secrets.token_hex(16)
-        hung_up = threading.Event()
-        late = threading.Timer(GREET_S, _hang_up, (sock, hung_up))
+        timed_out = threading.Event()
+        late = threading.Timer(HANDSHAKE_S, _shut_down, (sock, timed_out))
         late.daemon = True
         late.start()
         try:
             _send(sock, {"nonce": nonce})
             body = _verified(self._secret, nonce, lines.readline(_MAX_LINE))
             late.cancel()
-            if hung_up.is_set():
+            if timed_out.is_set():
                 return None
             sock.settimeout(None)
             return _RankHost(str(body["host"]), max(1, int(body["count"])), str(body["nonce"]), sock)
@@ -215,14 +215,15 @@ class RankListener:
             late.cancel()
 
 
-def _hang_up(sock: socket.socket, hung_up: threading.Event) -> None:
-    hung_up.set()
+def _shut_down(sock: socket.socket, timed_out: threading.Event) -> None:
+    timed_out.set()
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
 
 
-def _ranks_came(came: int, wanted: int) -> str:
-    return f"{came} rank{'s' if came > 1 else ''} connected, {wanted or 'none'} {'is' if wanted <= 1 else 'are'} needed"
+def _count_text(connected: int, needed: int) -> str:
+    noun, verb = "rank" if connected == 1 else "ranks", "is" if needed <= 1 else "are"
+    return f"{connected} {noun} connected, {needed or 'none'} {verb} needed"
 
 
 def serve_ranks(run: Path, count: int) -> None:
@@ -233,7 +234,7 @@ def serve_ranks(run: Path, count: int) -> None:
         at, secret = address
         with (
             contextlib.suppress(OSError, ValueError, KeyError),  # that learner is gone
-            socket.create_connection(parse_address(at), timeout=GREET_S) as link,
+            socket.create_connection(parse_address(at), timeout=HANDSHAKE_S) as link,
             enable_keepalive(link).makefile("rb") as lines,
         ):
             _serve(run, count, secret, link, lines)
@@ -244,7 +245,7 @@ def _wait_for_run(run: Path) -> None:
     """Wait until the run folder exists: this program may start before the run. Raises `NoRun`, `RunRefused`."""
     began, reported = time.monotonic(), False
     while not (run / "run.json").is_file():
-        limit = GREET_S if run.is_dir() and any(run.iterdir()) else COME_S  # the folder has other files
+        limit = HANDSHAKE_S if run.is_dir() and any(run.iterdir()) else CONNECT_S  # the folder has other files
         if time.monotonic() - began > limit:
             break
         if not reported:
@@ -256,8 +257,8 @@ def _wait_for_run(run: Path) -> None:
 
 def _next_listener(run: Path) -> tuple[str, bytes] | None:
     """Wait for a listener; returns its (address, secret). None when the run needs no learner any more. Raises
-    `RunError` after `CALL_S`."""
-    end = time.monotonic() + CALL_S
+    `RunError` after `LISTENER_S`."""
+    end = time.monotonic() + LISTENER_S
     while True:
         try:
             if RunFolder(run).ended("eval-after"):
@@ -267,7 +268,7 @@ def _next_listener(run: Path) -> tuple[str, bytes] | None:
         except (OSError, ValueError, KeyError):
             if time.monotonic() > end:
                 hint = "start a run with learner.ranks, fleet.ranks_away and fleet.ranks_at set"
-                facts = f"waited {CALL_S:g} s for {run / 'logs' / _ADDRESS_FILE}"
+                facts = f"waited {LISTENER_S:g} s for {run / 'logs' / _ADDRESS_FILE}"
                 raise RunError("no learner waits for ranks", facts, hint=hint) from None
         time.sleep(POLL_S)
 
@@ -279,7 +280,7 @@ def _serve(run: Path, count: int, secret: bytes, link: socket.socket, lines: IO[
     host = f"{socket.gethostname()} ({link.getsockname()[0]})"
     peer_nonce = str(json.loads(lines.readline(_MAX_LINE))["nonce"])
     _send(link, _signed(secret, peer_nonce, {"nonce": nonce, "count": count, "host": host}))
-    link.settimeout(COME_S + LINK_S)
+    link.settimeout(CONNECT_S + LINK_S)
     reply = _verified(secret, nonce, lines.readline(_MAX_LINE))
     if "waits" in reply:
         print(reply["waits"], flush=True)

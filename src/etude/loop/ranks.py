@@ -54,7 +54,7 @@ PATIENCE = 10
 """All ranks together may make no progress for this multiple of `fleet.hung_s`."""
 COLLECTIVE_S = 86_400.0
 REPORT_S = 1.0
-TAKEN = 8
+NUM_KEPT_CALLS = 8
 """Keys of calls are deleted after so many further calls. By then every rank has read them: all calls except
 `finish_publish` and `defend` end with every rank, and at most two of these come in a row."""
 POLL = timedelta(seconds=30)
@@ -217,7 +217,7 @@ class Leader:
         call = pickle.dumps((method, arguments))
         self._store.set(key, sign(self._secret, key.encode() + call) + call)  # type: ignore[arg-type]  # bytes do
         self._calls += 1
-        self._store.delete_key(f"call/{self._calls - TAKEN}")
+        self._store.delete_key(f"call/{self._calls - NUM_KEPT_CALLS}")
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         facts = describe_exit(process.wait())

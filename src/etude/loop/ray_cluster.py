@@ -26,7 +26,7 @@ from etude.inference.config import EngineKind
 from etude.inference.foreign.environment import MAKES, environment
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.devices import gpus_of
-from etude.loop.preflight import prove_tasks
+from etude.loop.preflight import validate_tasks
 from etude.plugins import CHECK_S as PLUGINS_S
 from etude.plugins import check_all
 
@@ -34,8 +34,8 @@ ROLES = ("learner", "engine", "worker", "grader")
 CHECK_S = 60.0  # deadline of a node's check
 PROVE_S = 600.0  # deadline for a node to validate the first tasks
 _OBJECTS_BYTES = 100 << 20  # object store of a local cluster: no data goes through Ray
-ROOM_HERE = 64.0  # resources per role in a local cluster
-_SHARED = "mount one file system on every node at the same path, for runs/ and for what the config names"
+LOCAL_CAPACITY = 64.0  # resources per role in a local cluster
+_SHARED_HINT = "mount one file system on every node at the same path, for runs/ and for what the config names"
 
 
 def connect(on: str) -> None:
@@ -49,13 +49,13 @@ def connect(on: str) -> None:
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         if on != "ray":
-            _must_listen(on.removeprefix("ray://"))
+            _check_port(on.removeprefix("ray://"))
             ray.init(on, **quiet)
         elif "RAY_ADDRESS" in os.environ:
             ray.init("auto", **quiet)
         else:
-            room = dict.fromkeys(ROLES, ROOM_HERE)
-            here: dict[str, Any] = {"num_cpus": 0, "resources": room, "object_store_memory": _OBJECTS_BYTES}
+            resources = dict.fromkeys(ROLES, LOCAL_CAPACITY)
+            here: dict[str, Any] = {"num_cpus": 0, "resources": resources, "object_store_memory": _OBJECTS_BYTES}
             ray.init("local", include_dashboard=False, **here, **quiet)
     except (OSError, RuntimeError, ValueError, ImportError, RayError) as error:
         raise ConfigError(
@@ -74,7 +74,7 @@ def disconnect() -> None:
     ray.shutdown()
 
 
-def _must_listen(place: str) -> None:
+def _check_port(place: str) -> None:
     """Raise `OSError` at once when nothing listens there, where Ray would retry for a minute."""
     host, _, port = place.rpartition(":")
     socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
@@ -85,7 +85,7 @@ def nodes(roles: Sequence[str] = ROLES) -> list[dict[str, Any]]:
     return [n for n in ray.nodes() if n["Alive"] and any(role in n["Resources"] for role in roles)]
 
 
-def room(role: str, gpus: int = 0) -> int:
+def capacity(role: str, gpus: int = 0) -> int:
     """How many components of a role, each with `gpus` GPUs of its node, the live nodes could host in total. When no
     node has a GPU, none is required."""
     there = [node["Resources"] for node in nodes()]
@@ -118,13 +118,13 @@ def check(config: RunConfig, runs: Path) -> None:
     files: dict[str, str | None] = {str(Path(p).absolute()): None for p in named if p and Path(p).exists()}
     mark.write_text(mark.name)
     try:
-        _each(ROLES, CHECK_S, _lacking, {**files, str(mark): mark.name}, __version__)
+        _check_nodes(ROLES, CHECK_S, _missing_on_node, {**files, str(mark): mark.name}, __version__)
     finally:
         mark.unlink()
     if plugins := list(plugins_in(config)):
-        _each(("learner", "worker", "grader"), CHECK_S + PLUGINS_S, _without_plugins, plugins, os.getcwd())
+        _check_nodes(("learner", "worker", "grader"), CHECK_S + PLUGINS_S, _plugin_problem, plugins, os.getcwd())
     _check_devices(config)
-    _each(("worker", "grader"), PROVE_S, _unproven, config, os.getcwd())
+    _check_nodes(("worker", "grader"), PROVE_S, _task_problem, config, os.getcwd())
     _enough_gpus(config)
 
 
@@ -151,7 +151,7 @@ def _check_devices(config: RunConfig) -> None:
             raise ConfigError(f"{role}.device = {device!r}", f"no node that offers {role} has a GPU", hint=hint)
 
 
-def _each(roles: Sequence[str], deadline_s: float, work: Callable[..., str], *given: object) -> None:
+def _check_nodes(roles: Sequence[str], deadline_s: float, work: Callable[..., str], *given: object) -> None:
     """Run `work` on every node that offers one of the roles; it returns what is wrong with the node, or "". A node that
     is lost meanwhile does not count. Raises `ConfigError`."""
     task, pending = ray.remote(num_cpus=0)(work), {}
@@ -168,7 +168,7 @@ def _each(roles: Sequence[str], deadline_s: float, work: Callable[..., str], *gi
     wrong = [f"{name} {results[node]}" for node, name in there.items() if results.get(node)]
     if wrong:
         what = f"{len(wrong)} of {len(there)} nodes cannot take part"
-        raise ConfigError(what, "; ".join(wrong), hint=_SHARED)
+        raise ConfigError(what, "; ".join(wrong), hint=_SHARED_HINT)
 
 
 def _result(ref: Any, deadline_s: float) -> str:
@@ -181,21 +181,21 @@ def _result(ref: Any, deadline_s: float) -> str:
         return f"cannot run etude {__version__}: {last}"
 
 
-def _lacking(files: Mapping[str, str | None], version: str) -> str:
+def _missing_on_node(files: Mapping[str, str | None], version: str) -> str:
     """What the node that runs this lacks."""
-    lacks = [f"does not see {path}" for path, text in files.items() if not _holds(Path(path), text)]
+    lacks = [f"does not see {path}" for path, text in files.items() if not _has_content(Path(path), text)]
     mine = import_module("etude").__version__  # as installed on the node
     return ", ".join(lacks + ([f"has etude {mine}, this is {version}"] if mine != version else []))
 
 
-def _holds(path: Path, text: str | None) -> bool:
+def _has_content(path: Path, text: str | None) -> bool:
     try:
         return path.exists() if text is None else path.read_text() == text
     except OSError:
         return False
 
 
-def _without_plugins(plugins: Sequence[tuple[str, Plugin]], folder: str) -> str:
+def _plugin_problem(plugins: Sequence[tuple[str, Plugin]], folder: str) -> str:
     """Why the node that runs this cannot use a plug-in; "" if it can."""
     os.chdir(folder)
     try:
@@ -205,11 +205,11 @@ def _without_plugins(plugins: Sequence[tuple[str, Plugin]], folder: str) -> str:
     return ""
 
 
-def _unproven(config: RunConfig, folder: str) -> str:
+def _task_problem(config: RunConfig, folder: str) -> str:
     """Why the node that runs this cannot grade the run's tasks; "" if it can."""
     os.chdir(folder)
     try:
-        prove_tasks(config)
+        validate_tasks(config)
     except TaskError as error:
         return f"cannot grade the tasks: {error.what}: {error.facts}"
     except EtudeError as error:

@@ -51,7 +51,7 @@ class RayHost:
 
     async def start(self, program: Program, secret: bytes) -> int:
         """Wait for the conductor's connection and start the program; returns its pid. Raises `DeadlineExceeded`."""
-        link = await self._linked(program.name, secret)
+        link = await self._accept_conductor(program.name, secret)
         with contextlib.suppress(PermissionError):  # Ray gives its workers a nice value of 15
             os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, os.getppid()))
         argv, options = program.popen(self._address, link if program.with_socket else None)
@@ -63,17 +63,17 @@ class RayHost:
             link.close()  # only the child has it: the conductor sees end-of-file when the child ends
         else:
             self._link = link
-            asyncio.get_running_loop().add_reader(link, self._unlinked)
+            asyncio.get_running_loop().add_reader(link, self._on_disconnect)
         return self._process.pid
 
-    async def _linked(self, name: str, secret: bytes) -> socket.socket:
+    async def _accept_conductor(self, name: str, secret: bytes) -> socket.socket:
         assert self._listener is not None, "call offer first"
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(LINK_S):
                 while True:
                     sock, _ = await loop.sock_accept(self._listener)
-                    if await _shows(sock, secret):
+                    if await _sends_secret(sock, secret):
                         return enable_keepalive(sock)
                     sock.close()
         except TimeoutError:
@@ -85,7 +85,7 @@ class RayHost:
         finally:
             self._listener.close()
 
-    def _unlinked(self) -> None:
+    def _on_disconnect(self) -> None:
         """Kill the program: the conductor is gone."""
         assert self._link is not None, "registered as its reader"
         asyncio.get_running_loop().remove_reader(self._link)
@@ -107,16 +107,16 @@ class RayHost:
 
     async def usage(self, with_memory: bool) -> dict[str, Any]:
         """`cpu_s` of the program and its descendants, and with `with_memory` their `pss_bytes`."""
-        return await asyncio.to_thread(self._used, with_memory)
+        return await asyncio.to_thread(self._measure_usage, with_memory)
 
-    def _used(self, with_memory: bool) -> dict[str, Any]:
+    def _measure_usage(self, with_memory: bool) -> dict[str, Any]:
         assert self._process is not None, "start comes first"
         processes, pid = usage.Processes(), self._process.pid
         memory = {"pss_bytes": usage.pss_bytes(processes.tree(pid))} if with_memory else {}
         return {"cpu_s": round(processes.cpu_s(pid), 3), **memory}
 
 
-async def _shows(sock: socket.socket, secret: bytes) -> bool:
+async def _sends_secret(sock: socket.socket, secret: bytes) -> bool:
     """Whether the peer sends the secret first."""
     loop, given = asyncio.get_running_loop(), b""
     sock.setblocking(False)

@@ -31,11 +31,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from etude.errors import DeadlineExceeded, EtudeError, RunError
 from etude.loop import usage
 from etude.loop.placement import NoCapacity, OnWait, Process, Program
-from etude.loop.ray_cluster import ROLES, offers, room
+from etude.loop.ray_cluster import ROLES, capacity, offers
 from etude.loop.ray_host import RayHost
 from etude.loop.rpc import LINK_S, Caller, CallFailed, ProcessLost, enable_keepalive
 
-ROOM_S = 600.0
+CAPACITY_S = 600.0
 """Seconds to wait for a node for a component that the run needs: an autoscaler takes minutes to add one."""
 PLACED_S = 30.0  # an actor that is not up by then waits for resources, perhaps of another run
 LOOK_S = 1.0
@@ -64,7 +64,7 @@ class RayProcess:
 
     async def _end(self) -> int:
         try:
-            code = int(await _answer(self._actor.exited.remote()))
+            code = int(await _result(self._actor.exited.remote()))
         except ProcessLost:
             code = -signal.SIGKILL  # its actor or node was lost
         if self.caller is not None:
@@ -101,7 +101,7 @@ class RayProcess:
         """CPU time and memory of the process; {} when its node does not answer in time."""
         try:
             async with asyncio.timeout(USAGE_EVERY_S):
-                return dict(await _answer(self._actor.usage.remote(with_memory)))
+                return dict(await _result(self._actor.usage.remote(with_memory)))
         except (EtudeError, TimeoutError):
             return {}
 
@@ -127,13 +127,13 @@ class RayPlacement:
     async def start(self, program: Program, waits: OnWait) -> Process:
         host, link, address = self._host(program), None, ""
         try:
-            while (found := await self._placed(program, host, waits)) is None:
+            while (found := await self._wait_for_actor(program, host, waits)) is None:
                 _kill(host)
                 host = self._host(program)
             address, port = found
             link = await _connect(program.name, address, port, self._secret)
             async with asyncio.timeout(ANSWER_S):
-                pid = int(await _answer(host.start.remote(replace(program, env=dict(program.env)), self._secret)))
+                pid = int(await _result(host.start.remote(replace(program, env=dict(program.env)), self._secret)))
         except BaseException as error:
             _kill(host)
             if link is not None:
@@ -164,22 +164,22 @@ class RayPlacement:
             options["label_selector"] = {"ray.io/node-id": f"!in({','.join(sorted(self._unfit))})"}
         return ray.remote(RayHost).options(**options).remote(self._token)
 
-    async def _placed(self, program: Program, host: Any, waits: OnWait) -> tuple[str, int] | None:
+    async def _wait_for_actor(self, program: Program, host: Any, waits: OnWait) -> tuple[str, int] | None:
         """Wait for the actor; returns the (address, port) of its listener. None when its node cannot take part, which
         is remembered. Raises `NoCapacity`, `ProcessLost`."""
         role, began, waited = role_of(program.name), time.monotonic(), False
-        offered = asyncio.ensure_future(_answer(host.offer.remote(str(self._run), os.getcwd())))
+        offered = asyncio.ensure_future(_result(host.offer.remote(str(self._run), os.getcwd())))
         self._pending[role].append(host)
         try:
             while not (await asyncio.wait({offered}, timeout=LOOK_S))[0]:
                 seconds = time.monotonic() - began
-                if not waited and (seconds > PLACED_S or await self._is_late(program, host)):
+                if not waited and (seconds > PLACED_S or await self._lacks_capacity(program, host)):
                     waited = True
                     await waits(f"no node has free resources: {await asyncio.to_thread(offers)}")
-                if seconds > ROOM_S and not self._others(role):
+                if seconds > CAPACITY_S and not self._num_running(role):
                     raise NoCapacity(
-                        f"no node has free resources for {program.name}{_with(program)}",
-                        f"waited {seconds:.0f} s; {await asyncio.to_thread(offers)}{self._left_out()}",
+                        f"no node has free resources for {program.name}{_gpus_text(program)}",
+                        f"waited {seconds:.0f} s; {await asyncio.to_thread(offers)}{self._unfit_text()}",
                         hint=f"add a node: ray start --address=... --resources='{{\"{role}\": 1}}'; then --resume",
                     )
             node, address, port, lacks = offered.result()
@@ -194,18 +194,18 @@ class RayPlacement:
             offered.cancel()
             self._pending[role].remove(host)
 
-    async def _is_late(self, program: Program, host: object) -> bool:
+    async def _lacks_capacity(self, program: Program, host: object) -> bool:
         """Whether earlier components of this role use all existing resources."""
         role = role_of(program.name)
-        before = self._others(role) + self._pending[role].index(host)
-        return before >= await asyncio.to_thread(room, role, _gpus(program))
+        before = self._num_running(role) + self._pending[role].index(host)
+        return before >= await asyncio.to_thread(capacity, role, _gpus(program))
 
-    def _others(self, role: str) -> int:
+    def _num_running(self, role: str) -> int:
         """The number of running components of a role."""
         self._running = {process for process in self._running if process.returncode is None}
         return sum(process.role == role for process in self._running)
 
-    def _left_out(self) -> str:
+    def _unfit_text(self) -> str:
         return "".join(f"; {why}" for why in self._unfit.values())
 
     async def usage(self, running: Mapping[str, Process], *, with_memory: bool) -> dict[str, dict[str, Any]]:
@@ -233,11 +233,11 @@ def _gpus(program: Program) -> int:
     return 1 if role_of(program.name) == "learner" else program.devices
 
 
-def _with(program: Program) -> str:
+def _gpus_text(program: Program) -> str:
     return f" with {program.devices} GPUs" if program.devices > 1 else ""
 
 
-async def _answer(reference: Any) -> Any:
+async def _result(reference: Any) -> Any:
     """Wait for the result of an actor call. Raises what the call raised, or `ProcessLost` when its actor is gone."""
     try:
         return await asyncio.wrap_future(reference.future())

@@ -101,7 +101,7 @@ def replay_step(
     try:
         reference = reference_policy(run, config) if config.learner.kl else None
         learner = make_learner(config, None, reference, refuse_mismatch=False)
-        _begin(learner, history, step, start)
+        _load_start(learner, history, step, start)
         first, steps = learner.step, list[ReplayedStep]()
         while learner.step < step:
             steps.append(_replay_one(learner, history, to_plain(config.learner), computed_by(learner)))
@@ -137,7 +137,7 @@ def _replay_one(
     )
 
 
-def _begin(learner: TorchLearner, history: History, step: int, start: Path) -> None:
+def _load_start(learner: TorchLearner, history: History, step: int, start: Path) -> None:
     """Load the starting checkpoint, and check that it is of the run and that all needed batches exist."""
     others = history.other_checkpoints(step, start)
     try:

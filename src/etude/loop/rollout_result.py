@@ -36,13 +36,18 @@ class RolloutReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def store_rollout(
-    rollout: Rollout, files: RolloutFiles, *, kept: bool = True, looks: bool = False, chat: ChatFormat | None = None
+    rollout: Rollout,
+    files: RolloutFiles,
+    *,
+    kept: bool = True,
+    find_signs: bool = False,
+    chat: ChatFormat | None = None,
 ) -> RolloutReply:
     """Store a rollout and return its reply. `kept`: the ledger will refer to the file, so it is synced to disk.
     `looks`: look for signs of cheating, except in invalid rollouts. `chat`: the chat format for a transcript; None: no
     transcript. Raises `StoreError`."""
     stored, signs = files.write(rollout, durable=kept), Signs()
-    if looks and rollout.invalid is None:
+    if find_signs and rollout.invalid is None:
         calls = [turn.calls for turn in rollout.trace.turns]
         signs = signs_of(rollout.task, calls=calls, exports=rollout.exports)
     leaves = rollout.trace.leaves() if chat is not None else []

@@ -92,7 +92,7 @@ async def grade_rollout(processes: RunProcesses, rollout: RolloutResult, *, own_
     for _ in range(attempts):
         try:
             outcome = with_host_terms(
-                rollout, await processes.grade(rollout), looked=processes.config.experience.quarantine
+                rollout, await processes.grade(rollout), signs_checked=processes.config.experience.quarantine
             )
             if own_terms and processes.config.rewards.terms and isinstance(outcome, Graded):
                 return await processes.measure(rollout, outcome)
@@ -127,13 +127,13 @@ async def grade_and_drop(processes: RunProcesses, rollout: RolloutResult) -> Out
         processes.files.drop(rollout.summary)
 
 
-def with_host_terms(rollout: RolloutResult, outcome: Outcome, *, looked: bool) -> Outcome:
-    """Add the terms that the host measures: whether the agent submitted and, if `looked`, the number of signs of
+def with_host_terms(rollout: RolloutResult, outcome: Outcome, *, signs_checked: bool) -> Outcome:
+    """Add the terms that the host measures: whether the agent submitted and, if `signs_checked`, the number of signs of
     cheating. Invalid outcomes have no terms."""
     if isinstance(outcome, Invalid):
         return outcome
     terms = [submitted(rollout.summary)]
-    if looked:
+    if signs_checked:
         plain = Signs(found=rollout.signs.found).of(outcome)
         terms += [_signs(SIGNS, plain), _signs(SIGNS_IF_REWARDED, rollout.signs.if_rewarded)]
     return outcome.with_terms(*terms)

@@ -49,10 +49,10 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
         await following.follow(roster)
         return fleet.sessions()
 
-    async def stored(rollout: Rollout, *, kept: bool, looks: bool) -> RolloutReply:
+    async def stored(rollout: Rollout, *, kept: bool, find_signs: bool) -> RolloutReply:
         """Store a rollout, in a thread: the disk may be slow, and exports large."""
         return await asyncio.to_thread(
-            store_rollout, rollout, files, kept=kept, looks=looks, chat=None if kept else chat
+            store_rollout, rollout, files, kept=kept, find_signs=find_signs, chat=None if kept else chat
         )
 
     async def rollout(spec: RolloutSpec, kept: bool) -> RolloutReply:
@@ -61,13 +61,13 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
             played = await run_rollout(spec, runtime=runtime, policy=fleet, chat=chat, harness=config.harness)
         finally:
             fleet.forget(session_of(spec))
-        return await stored(played, kept=kept, looks=config.experience.quarantine)
+        return await stored(played, kept=kept, find_signs=config.experience.quarantine)
 
     async def baseline(spec: RolloutSpec, kind: str) -> RolloutReply:
         """Run a scripted agent that needs no model: "oracle" or "random"."""
         policy = ScriptedPolicy(_script(kind, open_tasks(config, canaries=False), spec), chat)
         played = await run_rollout(spec, runtime=runtime, policy=policy, chat=chat, harness=config.harness)
-        return await stored(played, kept=False, looks=False)
+        return await stored(played, kept=False, find_signs=False)
 
     async def ready() -> bool:
         return True

@@ -70,7 +70,7 @@ def test_who_does_not_have_the_secret_is_not_let_in(run: Path, said: bytes) -> N
 
 
 def test_who_says_it_byte_by_byte_is_not_waited_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_hosts, "GREET_S", 1.0)
+    monkeypatch.setattr(rank_hosts, "HANDSHAKE_S", 1.0)
     door = RankListener(run, "127.0.0.1", 1, new_secret(), refuse)
     with socket.create_connection(parse_address(door.at), timeout=0.2) as sock:
         assert json.loads(sock.makefile("rb").readline())["nonce"]
@@ -96,7 +96,7 @@ def test_where_ranks_are_met_is_told_to_the_runs_owner_alone(run: Path) -> None:
 def test_ranks_that_do_not_come_are_an_error_that_says_how_to_start_them(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_hosts, "COME_S", 0.05)
+    monkeypatch.setattr(rank_hosts, "CONNECT_S", 0.05)
     waited: list[str] = []
     door = RankListener(run, "127.0.0.1", 3, new_secret(), refuse)
     with pytest.raises(RunError, match=f"3 of 3 ranks have not connected to {door.at}") as caught:
@@ -164,7 +164,7 @@ def test_ranks_that_do_not_fit_now_wait_and_both_sides_say_so(run: Path, capfd: 
 def test_ranks_are_not_brought_to_what_is_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], there: str
 ) -> None:
-    monkeypatch.setattr(rank_hosts, "COME_S" if there == "nothing" else "GREET_S", 0.05)
+    monkeypatch.setattr(rank_hosts, "CONNECT_S" if there == "nothing" else "HANDSHAKE_S", 0.05)
     folder = tmp_path / "other"
     if there == "a checkpoint":
         folder.mkdir()

@@ -71,10 +71,10 @@ def rolled(folder: Path, **experience: Any) -> tuple[Ledger, list[dict[str, Any]
     for spec in siblings("g000000", TASK, 4, seed=0, temperature=1.0):
         ledger.admit(spec)
     telemetry = Telemetry(folder / "events.jsonl", process="test")
-    files, looks = RolloutFiles(folder / "rollouts"), config.experience.quarantine
+    files, find_signs = RolloutFiles(folder / "rollouts"), config.experience.quarantine
 
     def played(spec: RolloutSpec) -> RolloutResult:
-        return store_rollout(play(spec), files, looks=looks).with_task(spec.task)
+        return store_rollout(play(spec), files, find_signs=find_signs).with_task(spec.task)
 
     processes = FakeRunProcesses(config, Limit(4), play=played, judge=fooled)
     rolling = RolloutScheduler(ledger, SerialExecutor("ledger"), processes, telemetry)  # type: ignore[arg-type]
@@ -150,7 +150,7 @@ def test_a_cheat_counts_as_not_solved_in_an_evaluation_and_is_reported_beside_th
     files, telemetry = RolloutFiles(tmp_path / "rollouts"), Telemetry(tmp_path / "events.jsonl", process="test")
 
     def played(spec: RolloutSpec) -> RolloutResult:
-        return store_rollout(play(spec), files, kept=False, looks=True).with_task(spec.task)
+        return store_rollout(play(spec), files, kept=False, find_signs=True).with_task(spec.task)
 
     processes = FakeRunProcesses(RunConfig(), Limit(4), play=played, judge=fooled)
     processes.files = files  # type: ignore[attr-defined]
