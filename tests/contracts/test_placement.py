@@ -42,7 +42,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
     with pytest.MonkeyPatch.context() as patched:
         patched.delenv("RAY_ADDRESS", raising=False)
-        patched.setattr(ray_cluster, "ROOM_HERE", 1.0)  # one of each role
+        patched.setattr(ray_cluster, "LOCAL_CAPACITY", 1.0)  # one of each role
         ray_cluster.connect("ray")
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("ETUDE_TOKEN", "of this test")  # else one is made, and left to all that comes later
@@ -347,9 +347,9 @@ def test_a_node_that_does_not_see_the_run_folder_takes_no_part_and_is_named(
 
     asyncio.run(main())
     assert any(f"it does not see {elsewhere}" in why for why in told)
-    assert ray_cluster._lacking({str(tmp_path): None}, __version__) == ""
+    assert ray_cluster._missing_on_node({str(tmp_path): None}, __version__) == ""
     with pytest.raises(ConfigError, match="1 of 1 nodes cannot take part") as refused:
-        ray_cluster._each(("worker",), 60.0, ray_cluster._lacking, {str(elsewhere): None}, __version__)
+        ray_cluster._check_nodes(("worker",), 60.0, ray_cluster._missing_on_node, {str(elsewhere): None}, __version__)
     assert f"does not see {elsewhere}" in refused.value.facts
     assert "mount one file system on every node" in refused.value.hint
 

@@ -147,7 +147,7 @@ WATCH = """
 import dataclasses, json, os, sys
 
 made, seen = dataclasses.dataclass, set()
-CHECKS = {"__post_init__", "_engines_must_compute_so", "_weights_must_fit", "_ranks_must_share"}
+CHECKS = {"__post_init__", "_check_engine_numerics", "_check_engine_dtype", "_check_ranks"}
 DEFAULTS = {"_parser", "add_arguments"}  # of arguments that may be given
 
 
