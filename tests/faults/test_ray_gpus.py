@@ -40,7 +40,7 @@ def config(*arguments):
 four = config("--tensor-parallel-size=4")
 print(len(asyncio.run(seen("engine-0", four.devices_of(EngineKind.VLLM))).split(",")))
 print(len(asyncio.run(seen("engine-1", 1)).split(",")))
-print(ray_cluster.room("engine"), ray_cluster.room("engine", 1), ray_cluster.room("engine", 4))
+print(ray_cluster.capacity("engine"), ray_cluster.capacity("engine", 1), ray_cluster.capacity("engine", 4))
 print("GPU 8" in ray_cluster.offers())
 try:
     ray_cluster._enough_gpus(config("-tp", "16"))
