@@ -64,9 +64,7 @@ def worker(run: RunFolder) -> Handlers:
 
     async def rollout(spec: RolloutSpec, kept: bool) -> RolloutReply:
         await asyncio.sleep(takes_s(spec))
-        return store_rollout(
-            play(spec), files, kept=False
-        )  # not durable: the disk of this machine is not what is measured
+        return store_rollout(play(spec), files, kept=False)  # not durable: this machine's disk is not measured
 
     async def grade(task: Task, summary: RolloutSummary) -> Graded:
         reward = float(random.Random(summary.rollout_id).random() < 0.5)

@@ -483,9 +483,7 @@ class Ledger:
             wanted.append(("batch_id IS NULL", ()))
         where = " AND ".join(sql for sql, _ in wanted) or "position > 0"
         values = [value for _, found in wanted for value in found]
-        newest = (
-            "ORDER BY +position DESC" if wanted else "ORDER BY position DESC"
-        )  # +: sort instead of using this index
+        newest = "ORDER BY +position DESC" if wanted else "ORDER BY position DESC"  # +: sort, do not use an index
         newest += f" LIMIT {int(limit)}" if limit is not None else ""
         return [as_row(r) for r in self._db.rows(f"SELECT {COLUMNS} FROM rollouts WHERE {where} {newest}", *values)][
             ::-1

@@ -113,9 +113,7 @@ class RayPlacement:
     spreads = True
 
     def __init__(self, run: Path, *, ranks: int = 1) -> None:
-        self._token = os.environ.setdefault(
-            "ETUDE_TOKEN", secrets.token_hex(16)
-        )  # for engines, which are reachable on the network
+        self._token = os.environ.setdefault("ETUDE_TOKEN", secrets.token_hex(16))  # engines are on a network
         self._run, self._ranks = run.absolute(), ranks
         self._secret = secrets.token_bytes(32)
         self._reserved: PlacementGroup | None = None

@@ -171,9 +171,7 @@ class RolloutScheduler:
     ) -> None:
         self.ledger, self.ledger_thread, self.processes, self.telemetry = ledger, ledger_thread, processes, telemetry
         self.published = 0  # step of the newest version; rollouts that require a later one wait
-        self.required_step: Callable[[int], int] | None = (
-            None  # version step that an open group needs now: see `Ledger.start`
-        )
+        self.required_step: Callable[[int], int] | None = None  # see `Ledger.start`
         self._group_ready, self._ready = asyncio.Event(), set[str]()
         self._ended: list[_Ended] = []  # not stored yet; at most as many as run concurrently
         self._storing: asyncio.Task[None] | None = None
@@ -190,9 +188,7 @@ class RolloutScheduler:
     async def run(self, more: asyncio.Event) -> None:
         """Start waiting rollouts in order, until cancelled. The caller sets `more` when there may be rollouts to start:
         new ones, or ones that waited for the version that is `published` now."""
-        semaphore = AdjustableSemaphore(
-            self.processes.max_running
-        )  # of this call alone: a cancelled call gives back no places
+        semaphore = AdjustableSemaphore(self.processes.max_running)  # a cancelled call does not release its slots
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await semaphore.acquire()

@@ -185,18 +185,16 @@ class RunProcesses:
         limits = self.config.harness
         turn_s = PATIENCE_S + (1 + limits.turn_tokens) * limits.turn_deadline_s
         deadline_s = limits.rollout_deadline_s + limits.max_turns * turn_s
-        return (await self.workers.call("rollout", RolloutReply, spec, kept, deadline_s=deadline_s)).with_task(
-            spec.task
-        )
+        reply = await self.workers.call("rollout", RolloutReply, spec, kept, deadline_s=deadline_s)
+        return reply.with_task(spec.task)
 
     async def baseline(self, spec: RolloutSpec, kind: str) -> RolloutResult:
         """Have a worker run a scripted agent on a task; `kind` is "oracle" or "random". It uses no engine, so the
         deadline covers machine and commands only. The result has a transcript, and the caller must delete its file
         (`files.drop`)."""
         deadline_s = SCRIPT_S + self.config.harness.rollout_deadline_s
-        return (await self.workers.call("baseline", RolloutReply, spec, kind, deadline_s=deadline_s)).with_task(
-            spec.task
-        )
+        reply = await self.workers.call("baseline", RolloutReply, spec, kind, deadline_s=deadline_s)
+        return reply.with_task(spec.task)
 
     async def grade(self, rollout: RolloutResult) -> Outcome:
         """Have a grader grade a finished rollout."""

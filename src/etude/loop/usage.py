@@ -35,9 +35,7 @@ class Processes:
             return  # it ended meanwhile
         fields = stat[stat.rindex(b")") + 2 :].split()  # after the name, which may contain spaces
         self._children.setdefault(int(fields[1]), []).append(pid)
-        self._cpu_s[pid] = (
-            sum(map(int, fields[11:15])) * _TICK_S
-        )  # user and system, of the process and of ended children
+        self._cpu_s[pid] = sum(map(int, fields[11:15])) * _TICK_S  # user and system, with those of ended children
 
     def tree(self, pid: int) -> Iterable[int]:
         """Yield a process and its descendants."""
