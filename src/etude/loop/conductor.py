@@ -314,7 +314,7 @@ class Conductor:
             self._batched, self._taken, self._size = batch.step, self._taken + len(groups), 0
             await self.ledger_thread(self.ledger.transaction, functools.partial(self._take_batch, batch, plan))
             self._window_changed.set()
-            self._admitted.set()  # what waits has moved up
+            self._admitted.set()  # waiting groups have moved up
             yield batch, plan, time.perf_counter() - began
 
     async def _plan(self, groups: list[Group]) -> BatchPlan:

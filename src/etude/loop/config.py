@@ -165,7 +165,7 @@ class RunConfig:
         if self.numerics.mode is Mode.EXACT and self.engine.dtype is not self.learner.dtype:
             raise ValueError(
                 f"engine.dtype = {str(self.engine.dtype)!r} and learner.dtype = {str(self.learner.dtype)!r} cannot "
-                f"agree to the bit, which numerics.mode = 'exact' promises and 'native' does not"
+                f"agree to the bit, which numerics.mode = 'exact' requires and 'native' does not"
             )
         if self.learner.lora_rank and self.numerics.quantise is not Quantise.NONE:
             raise ValueError(

@@ -116,9 +116,8 @@ async def _program(
             code = await child.exited()
             if code == 0:
                 return {}
-            if (
-                code > 0 and code != EXIT_RESTART
-            ) or not child.can_restart():  # it failed with an error, or is killed repeatedly
+            failed = code > 0 and code != EXIT_RESTART
+            if failed or not child.can_restart():  # an error, or killed repeatedly
                 raise EtudeError(f"{phase} failed", child.log_tail(), hint=f"the full log is {child.log_path}")
     finally:
         await child.stop()
