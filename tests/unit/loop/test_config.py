@@ -150,7 +150,7 @@ def test_a_dense_model_among_settings_of_experts_is_told_what_it_wants() -> None
 
 
 def test_dtypes_that_cannot_agree_are_refused_with_the_mode_in_which_they_may_differ() -> None:
-    with pytest.raises(ConfigError, match="'exact' promises and 'native' does not"):
+    with pytest.raises(ConfigError, match="'exact' requires and 'native' does not"):
         build(RunConfig, {"engine": {"dtype": "bfloat16"}})
 
 
