@@ -97,7 +97,7 @@ async def run_all(
     """Run `one` for every spec, as many concurrently as the engines allow. Writes `eval.progress` events."""
     semaphore, num_done, reported_at = AdjustableSemaphore(processes.max_running), 0, float("-inf")
 
-    async def placed(spec: RolloutSpec) -> Done:
+    async def in_slot(spec: RolloutSpec) -> Done:
         nonlocal num_done, reported_at
         async with semaphore.slot():
             result = await one(spec)
@@ -109,7 +109,8 @@ async def run_all(
         return result
 
     telemetry.event("eval.progress", name=name, done=0, total=len(specs))
-    return await asyncio.gather(*(placed(spec) for spec in specs))
+    return await asyncio.gather(*(in_slot(spec) for spec in specs))
+
 
 
 async def baseline(

@@ -1,4 +1,4 @@
-"""The workers and graders of a run without processes: rollouts and grades that are made up."""
+"""A fake of a run's workers and graders: no processes, invented rollouts and grades."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from etude.records.rollout import Outcome, RolloutSpec
 
 
 class FakeRunProcesses:
-    """Workers that wait `takes_s(spec)` and return `play(spec)`, graders that return `judge(rollout)`, in this process.
-    `config` is a run's, `max_running` a `Limit`."""
+    """Workers that sleep for `takes_s(spec)` seconds and return `play(spec)`, and graders that return `judge(rollout)`,
+    in this process. `config` is that of a run, `max_running` a `Limit`."""
 
     def __init__(
         self,
