@@ -154,7 +154,7 @@ WATCH = """
 import dataclasses, json, os, sys
 
 made, seen = dataclasses.dataclass, set()
-CHECKS = {"__post_init__", "_engines_must_compute_so", "_weights_must_fit", "_ranks_must_share"}
+CHECKS = {"__post_init__", "_check_engine_numerics", "_check_engine_dtype", "_check_ranks"}
 DEFAULTS = {"_parser", "add_arguments"}  # of arguments that may be given
 
 
@@ -227,13 +227,13 @@ def seen(config: Path, tmp_path_factory: pytest.TempPathFactory, cli_in: Callabl
 
 
 CONDITIONAL = {
-    "vllm.environment": "loop/crew.py",
+    "vllm.environment": "loop/run_processes.py",
     "vllm.kv_tokens": "inference/config.py",
-    "vllm.arguments": "loop/crew.py",
-    "sglang.environment": "loop/crew.py",
+    "vllm.arguments": "loop/run_processes.py",
+    "sglang.environment": "loop/run_processes.py",
     "sglang.kv_tokens": "inference/config.py",
-    "sglang.arguments": "loop/crew.py",
-    "experience.review_share": "loop/rolling.py",  # of what is solved without a sign of cheating
+    "sglang.arguments": "loop/run_processes.py",
+    "experience.review_share": "loop/rollout_scheduler.py",  # of what is solved without a sign of cheating
     "learner.ratio_cap": "training/config.py",  # of cispo
     "learner.expert_parallel": "training/sharded/mesh.py",  # of several ranks
     "learner.lora_alpha": "training/trained.py",

@@ -20,7 +20,7 @@ from etude.config import Plugin, build, load, plugins_in, to_plain, to_toml, wit
 from etude.errors import ConfigError, Exit, PluginError, PluginRefused, RunRefused, TaskError
 from etude.harness import Ask, Call, Episode, HarnessConfig, Workbench, standard_tools
 from etude.harness.programs import run_plugin
-from etude.loop.config import RunConfig, open_tasks, same_plugins
+from etude.loop.config import RunConfig, check_same_plugins, open_tasks
 from etude.plugins import KINDS, Identity, Kind, bounded, check_all, finite, found, identity, kind_at, make
 from etude.records.rollout import Ending
 from etude.records.task import Split, Task
@@ -320,12 +320,12 @@ def test_a_run_is_not_resumed_with_another_version_of_a_plugin_unless_the_user_a
     then = Identity("loss", "my:Gspo", "mine", "1.0", "a" * 64)
     now = msgspec.structs.replace(then, version="1.1", digest="b" * 64)
     run.record_plugins(msgspec.to_builtins([then]))
-    same_plugins(run, [then], accept=False)
+    check_same_plugins(run, [then], accept=False)
     with pytest.raises(RunRefused) as error:
-        same_plugins(run, [now], accept=False)
+        check_same_plugins(run, [now], accept=False)
     assert "now my:Gspo (mine 1.1, source bbbbbbbbbbbb), the run has my:Gspo (mine 1.0" in error.value.facts
     assert "--changed-plugins" in error.value.hint
-    same_plugins(run, [now], accept=True)
+    check_same_plugins(run, [now], accept=True)
     run.record_plugins(msgspec.to_builtins([now]))
     assert RunFolder.open(run.path).plugins() == msgspec.to_builtins([now])
 
