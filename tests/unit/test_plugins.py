@@ -21,6 +21,7 @@ from etude.errors import ConfigError, Exit, PluginError, PluginRefused, RunRefus
 from etude.harness import Call, HarnessConfig, Workbench, standard_tools
 from etude.harness.programs import run_plugin
 from etude.loop.config import RunConfig, open_tasks, same_plugins
+from etude.models.config import OWN_FAMILIES
 from etude.plugins import KINDS, Identity, Kind, bounded, check_all, finite, found, identity, kind_at, make
 from etude.records.rollout import Ending
 from etude.records.task import Split
@@ -43,6 +44,7 @@ EXAMPLES = {
     "examples.plugins.harnesses:Oriented": Kind.HARNESS,
     "examples.plugins.rewards:FewTurns": Kind.REWARD,
     "examples.plugins.credit:ByRank": Kind.CREDIT,
+    "examples.plugins.model_family:AcmeMoe": Kind.MODEL_FAMILY,
 }
 LOSS = """
 from dataclasses import dataclass
@@ -84,6 +86,11 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
     found.cache_clear()
     for name in names:
         sys.modules.pop(name, None)
+
+
+@pytest.fixture(autouse=True)
+def no_family_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(OWN_FAMILIES, "")
 
 
 def refused(kind: Kind, path: str, **settings: object) -> str:
@@ -649,6 +656,41 @@ def test_the_deadline_of_a_harness_stands_still_while_it_waits_for_the_policy(mo
             asyncio.run(running)
     else:
         assert asyncio.run(running).ending is Ending.SUBMITTED
+
+
+FAMILY = """
+from etude.models.families.qwen3_moe import Qwen3Moe
+
+class Forgets(Qwen3Moe):
+    model_type = "forgets_moe"
+    hf_class = "ForgetsForCausalLM"
+
+    def write(self, c):
+        return {**super().write(c), "norm_topk_prob": not c.routing.normalise}
+
+class NotDerived:
+    model_type = "other_moe"
+"""
+
+
+def test_a_model_family_that_breaks_a_promise_fails_the_check(module, capsys):
+    name = module(FAMILY)
+    assert cli.main(["plugins", "check", f"{name}:Forgets"]) == Exit.FAILED
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"model family {name}:Forgets (no installed package, source ")
+    assert "FAILED  sizes are read as they were written: config.json was read as another model" in printed
+    assert cli.main(["plugins", "check", f"{name}:NotDerived", "--kind", "model_family"]) == Exit.BAD_INPUT
+    assert "is not derived from etude.models.config.ModelFamily" in capsys.readouterr().err
+
+
+def test_a_model_family_of_the_config_is_a_plugin_whose_code_is_recorded(module, tmp_path):
+    path = f"{module(FAMILY)}:Forgets"
+    config = build(RunConfig, {"model": {"family": path}})
+    assert list(plugins_in(config)) == [("model.family", Plugin(path))]
+    assert check_all(list(plugins_in(config))) == [identity(Kind.MODEL_FAMILY, path)]
+    assert not list(plugins_in(build(RunConfig, {"model": {"family": "olmoe", "num_kv_heads": 4}})))
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    assert load(tmp_path / "config.toml", RunConfig) == config
 
 
 def test_a_harness_is_named_in_the_config(tmp_path):

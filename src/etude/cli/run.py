@@ -20,7 +20,7 @@ from rich.live import Live
 
 from etude.cli.arguments import LOCAL
 from etude.cli.places import RUNS, newest_run, open_run
-from etude.config import leaves, overridden, plugins_in, read, to_toml, with_digests
+from etude.config import Plugin, leaves, overridden, plugins_in, read, to_toml, with_digests
 from etude.dashboard import RunView, explained, plain_line, render
 from etude.dashboard.progress import current_phase
 from etude.errors import ConfigError, DeadlineExceeded, EtudeError, Exit, NothingLearnt, RunError
@@ -29,6 +29,7 @@ from etude.loop.config import RunConfig, resumed, same_plugins
 from etude.loop.limits import configured
 from etude.loop.places import read_ledger
 from etude.loop.preflight import check_ledger, preflight
+from etude.models.config import own_family_names
 from etude.plugins import check_all
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
@@ -58,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
         check_ledger(folder)
     if args.on != LOCAL:
         _join(args.on, config, RUNS if folder is None else folder.path.parent)
-    plugins = check_all(list(plugins_in(config)))
+    uses = dict.fromkeys([*plugins_in(config), *(("model.family", Plugin(name)) for name in own_family_names())])
+    plugins = check_all(list(uses))
     if folder is not None:
         same_plugins(folder, plugins, accept=args.changed_plugins)
     config = with_digests(config, {one.path: one.digest for one in plugins})

@@ -14,9 +14,10 @@ import pkgutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, ClassVar, TypeGuard
+from pathlib import Path
+from typing import Any, ClassVar
 
-from etude.config import ranged
+from etude.config import Plugin, ranged
 from etude.errors import CheckpointError, ConfigError, nearest
 from etude.models.config_json import (
     MAX_CONTEXT_TOKENS,
@@ -31,10 +32,13 @@ from etude.models.config_json import (
 )
 from etude.models.parts import AttentionKind, Grouped, Kept, Latent, QkNorm, Routing, Yarn
 from etude.models.quantised import check_scheme
+from etude.plugins import Kind, make
 from etude.records.completion import route_dtype
 
 FAMILIES = "etude.models.families"
 """The package with a module for each family."""
+FAMILY_NAMES = tuple(sorted(m.name for m in pkgutil.iter_modules([str(Path(__file__).parent / "families")])))
+"""The families that come with etude, which are the names of these modules."""
 OWN_FAMILIES = "ETUDE_MODEL_FAMILIES"
 """The environment variable with the import paths of the user's own families, separated by commas. One that a config
 names is added to it, so that processes which are started from here know it."""
@@ -77,7 +81,7 @@ class ModelConfig:
     rms_eps: float = ranged(1e-6, low=0.0)
     tie_embeddings: bool = False
     context_tokens: int = ranged(1024, low=1, high=MAX_CONTEXT_TOKENS)
-    family: str = "qwen3_moe"  # a module of `models/families`, or the import path of a class of your own
+    family: str = field(default="qwen3_moe", metadata={"plugin": True})  # of FAMILY_NAMES, or an import path
     dense_layers: tuple[int, ...] = ()  # those without a router
     dense_size: int = ranged(0, low=0)  # their width; 0: an expert's
     num_shared: int = ranged(0, low=0)  # experts that every token passes
@@ -360,71 +364,44 @@ class ModelFamily:
 
 
 @functools.cache
-def family_names() -> list[str]:
-    """The families that come with etude."""
-    return sorted(one.name for one in pkgutil.iter_modules(importlib.import_module(FAMILIES).__path__))
-
-
-@functools.cache
 def family_of(name: str) -> ModelFamily:
-    """The family of a name: one that comes with etude, or a class by its import path. Raises `ConfigError`."""
-    if name in family_names():
-        module = importlib.import_module(f"{FAMILIES}.{name}")
-        (kind,) = (one for one in vars(module).values() if _is_family(one) and one.__module__ == module.__name__)
-        family: ModelFamily = kind()
+    """The family with this name: one of `FAMILY_NAMES`, or a plug-in's import path. Raises `ConfigError`,
+    `PluginRefused`."""
+    if name in FAMILY_NAMES:
+        classes = vars(importlib.import_module(f"{FAMILIES}.{name}")).values()
+        (built_in,) = (c for c in classes if isinstance(c, type) and c.__module__ == f"{FAMILIES}.{name}")
+        family: ModelFamily = built_in()
         return family
     if ":" not in name:
-        hint = f'{nearest(name, family_names())}; a family of your own is "package.module:Class"'
+        hint = f'{nearest(name, FAMILY_NAMES)}; a family of your own is "my_package.module:Name"'
         raise ConfigError(f"model.family = {name!r} is unknown", hint=hint)
-    family = _imported(name)
-    types = {one: one for one in family_names()} | {_imported(one).model_type: one for one in _own_names()}
+    family = make(Kind.MODEL_FAMILY, Plugin(name))
+    types = {known: known for known in FAMILY_NAMES}
+    types |= {make(Kind.MODEL_FAMILY, Plugin(known)).model_type: known for known in own_family_names()}
     if types.get(family.model_type, name) != name:
         raise ConfigError(
             f"the model family {name} has model_type = {family.model_type!r}",
             f"so has the family {types[family.model_type]}",
             hint="give it a model_type of its own, and the same to its checkpoints' config.json",
         )
-    os.environ[OWN_FAMILIES] = ",".join(dict.fromkeys([*_own_names(), name]))
+    os.environ[OWN_FAMILIES] = ",".join(dict.fromkeys([*own_family_names(), name]))
     return family
 
 
-def _own_names() -> list[str]:
-    """The import paths of the user's own families that this process knows."""
+def own_family_names() -> list[str]:
+    """The import paths of the user's own families: those in `OWN_FAMILIES`, and those that a config has named."""
     return [name for name in os.environ.get(OWN_FAMILIES, "").split(",") if name]
-
-
-def _imported(path: str) -> ModelFamily:
-    """A family by its class's import path. Raises `ConfigError`."""
-    module, _, name = path.partition(":")
-    try:
-        kind = getattr(importlib.import_module(module), name)
-        family = kind() if _is_family(kind) else None
-        _ = family is None or (family.model_type, family.hf_class)  # it has both
-    except Exception as error:  # whatever the user's module raises
-        raise ConfigError(
-            f"the model family {path} cannot be used",
-            f"{type(error).__name__}: {error}",
-            hint='write "package.module:Class", and have the package installed or on PYTHONPATH',
-        ) from error
-    if family is None:
-        hint = "derive it from etude.models.config.ModelFamily"
-        raise ConfigError(f"{path} is no model family", f"it is {kind!r:.80}", hint=hint)
-    return family
-
-
-def _is_family(found: object) -> TypeGuard[type[ModelFamily]]:
-    return isinstance(found, type) and issubclass(found, ModelFamily)
 
 
 def _family_for(raw: Mapping[str, Any]) -> ModelFamily:
     """The family of a config.json. Raises `CheckpointError` that names an unknown architecture."""
     names, kind = raw.get("architectures"), raw.get("model_type")
     listed = names[0] if isinstance(names, list) and names else None
-    own = {family_of(name).model_type: name for name in _own_names()}
-    name = kind if kind in family_names() else own.get(kind) if isinstance(kind, str) else None
+    own = {family_of(name).model_type: name for name in own_family_names()}
+    name = kind if kind in FAMILY_NAMES else own.get(kind) if isinstance(kind, str) else None
     family = None if name is None else family_of(name)
     if family is None or (listed is not None and listed != family.hf_class):
-        known = [family_of(name) for name in (*family_names(), *_own_names())]
+        known = [family_of(name) for name in (*FAMILY_NAMES, *own_family_names())]
         classes, types = ", ".join(dict.fromkeys(one.hf_class for one in known)), [one.model_type for one in known]
         raise CheckpointError(
             f"a checkpoint of architecture {listed or kind or 'unnamed'} (model_type {kind})",

@@ -29,6 +29,7 @@ from etude.models.naming import hf_views, stays_float32, views
 from etude.models.transformer import Transformer
 from etude.numerics import Native
 from etude.stores import MemoryStore
+from etude.testing.contracts import Contract
 from etude.training.config import LiveWeights
 from etude.training.exports import export
 from etude.weights import Channel, Follower
@@ -40,7 +41,7 @@ NEAR = 1e-5
 """The largest difference of two logits in float32, relative to the largest of them."""
 
 
-class ModelFamilyContract:
+class ModelFamilyContract(Contract):
     """What etude relies on in a `ModelFamily`."""
 
     def make(self) -> ModelFamily:

@@ -19,7 +19,7 @@ from etude.config import build, to_plain
 from etude.errors import CheckpointError, ConfigError
 from etude.models import ModelConfig, Packed, Transformer, hf_views, load_model, save_model
 from etude.models.checkpoint import load_tensors, save_tensors
-from etude.models.config import family_names
+from etude.models.config import FAMILY_NAMES
 from etude.models.experts import choose
 from etude.models.headers import check_weights, hf_shapes
 from etude.models.parts import Routing, Scores
@@ -346,7 +346,7 @@ def is_none(raw: dict[str, Any]) -> bool:
         or type(tied) not in (bool, type(None))
         or raw["hidden_act"] not in ("silu", None)
         or raw["attention_bias"] not in (False, None)
-        or raw["model_type"] not in family_names()
+        or raw["model_type"] not in FAMILY_NAMES
     )
 
 
@@ -376,6 +376,6 @@ def test_a_mutated_config_is_read_or_refused_and_then_its_tables_can_be_made(
     assert sizes.softmax_scale > 0
     if sizes.yarn is not None and sizes.rope_dim < 1000:
         assert len(sizes.yarn.interpolated(sizes.rope_dim, sizes.rope_theta)) == sizes.rope_dim // 2
-    assert sizes.family in family_names()
+    assert sizes.family in FAMILY_NAMES
     assert sizes.products
     assert next(iter(hf_shapes(sizes)))
