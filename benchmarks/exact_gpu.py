@@ -291,7 +291,7 @@ def train(b: Bench) -> None:
 
 def sweep(b: Bench) -> Iterator[dict[str, Any]]:
     """The products in other tiles, for whoever sets `tiles.tiles_of`."""
-    from etude.numerics.gpu.products import multiply
+    from etude.numerics.gpu.matmul import multiply
     from etude.numerics.gpu.routing import Dispatch
     from etude.numerics.gpu.tiles import tiles_of
 

@@ -15,11 +15,11 @@ from etude.inference.runner import Runner
 from etude.inference.scheduler import Scheduler
 from etude.inference.scheduler import Sequence as Running
 from etude.models import ModelConfig, Packed, Transformer
-from etude.models.parallel import share_of
+from etude.models.tensor_parallel import share_of
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import Parallel, Split
 from etude.records import CompletionRequest
-from etude.training.ranks import Ranks, run_ranks
+from etude.training.data_parallel import Ranks, run_ranks
 
 Text = tuple[list[int], int]
 """A prompt with what was sampled after it, and the prompt's length."""

@@ -31,8 +31,8 @@ from etude.numerics.exact.operators import Exact
 from etude.numerics.native import Native
 from etude.numerics.operators import Operators
 from etude.records import Sample
+from etude.training.flat_batch import lay_flat, microbatches
 from etude.training.routes import Replay
-from etude.training.rows import lay_flat, microbatches
 
 MODES: dict[str, Callable[[torch.dtype], Operators]] = {"native": Native, "exact": Exact}
 PAIRS = [  # what the engine computes in, and the trainer

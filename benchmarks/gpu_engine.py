@@ -28,8 +28,8 @@ from etude.inference.device_runner import DeviceRunner, runner_for
 from etude.inference.runner import Runner
 from etude.inference.scheduler import Scheduler, Sequence
 from etude.models import ModelConfig, Transformer
-from etude.numerics.choosing import operators_for
 from etude.numerics.config import Mode, NumericsConfig
+from etude.numerics.factory import operators_for
 from etude.records.completion import CompletionRequest, Sampling
 
 

@@ -23,8 +23,8 @@ from etude.inference.device_runner import runner_for
 from etude.inference.scheduler import Scheduler, Sequence
 from etude.models import ModelConfig, Transformer
 from etude.models.attention import Packed
-from etude.numerics.choosing import operators_for
 from etude.numerics.config import Mode, NumericsConfig
+from etude.numerics.factory import operators_for
 from etude.records.completion import CompletionRequest, Sampling
 from etude.records.wire import Routes
 

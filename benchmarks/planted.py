@@ -22,9 +22,9 @@ from torch import nn
 
 from etude.models import ModelConfig, Transformer
 from etude.models.attention import Cache
-from etude.models.parts import Latent, Routing, Scores, Yarn
+from etude.models.components import Latent, Routing, Scores, Yarn
+from etude.models.hooks import Watch
 from etude.models.rope import halves, tables
-from etude.models.watch import Watch
 from etude.numerics.operators import Operators
 
 QWEN = ModelConfig(

@@ -38,13 +38,13 @@ from etude.models import ModelConfig, Transformer, hf_views, load_model, save_mo
 from etude.models.attention import Packed
 from etude.models.checkpoint import load_tensors
 from etude.models.headers import WEIGHTS
-from etude.models.low import is_rounded
-from etude.models.packed import PackedWeights
+from etude.models.packed_weights import PackedWeights
+from etude.models.quantised_storage import is_rounded
 from etude.numerics import Mode, NumericsConfig, Quantise
-from etude.numerics.choosing import operators_for
 from etude.numerics.config import ComputeDtype
+from etude.numerics.factory import operators_for
 from etude.numerics.formats import FORMATS
-from etude.numerics.low import pack
+from etude.numerics.quantisation import pack
 from etude.records import CompletionRequest, Sampling, Version
 
 VERSION = Version(step=0, incarnation="00000000", digest="0" * 64)

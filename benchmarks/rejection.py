@@ -38,8 +38,8 @@ from etude.stores import DirectoryStore
 from etude.telemetry import Telemetry
 from etude.training.config import LiveWeights
 from etude.training.exports import export
+from etude.training.flat_batch import lay_flat
 from etude.training.optimizer import AdamW
-from etude.training.rows import lay_flat
 from etude.training.schedule import rate
 from etude.weights import Channel
 

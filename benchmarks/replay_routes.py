@@ -47,9 +47,9 @@ from etude.records import Batch, CompletionRequest, Sample, Sampling, Trace, Ver
 from etude.records.rollout import Turn
 from etude.records.wire import Routes, pack
 from etude.training import LearnerConfig, TorchLearner
+from etude.training.flat_batch import Rows, lay_flat
 from etude.training.losses import k1, k3
 from etude.training.routes import Replay
-from etude.training.rows import Rows, lay_flat
 
 VERSION = Version(step=0, incarnation="00000000", digest="0" * 64)
 SAMPLED = 24  # tokens a turn

@@ -10,13 +10,13 @@ import torch
 
 from etude.models import ModelConfig, load_model
 from etude.models.attention import Packed
-from etude.numerics.choosing import operators_for
 from etude.numerics.config import NumericsConfig
+from etude.numerics.factory import operators_for
 from etude.records import Batch, Sample
 from etude.records.rollout import Path as TokenPath
 from etude.stores import DirectoryStore
 from etude.training import LearnerConfig, TorchLearner
-from etude.training.ranks import Ranks
+from etude.training.data_parallel import Ranks
 from etude.training.sharded import Sharded, join
 from etude.weights import Channel
 

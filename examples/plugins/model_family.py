@@ -1,7 +1,7 @@
 """A model family: Qwen3-MoE under the names of another publisher.
 
-Name it in a config: `model.family = "examples.plugins.model_family:AcmeMoe"`. To load checkpoints of this family, name it
-in the environment variable ETUDE_MODEL_FAMILIES.
+Name it in a config: `model.family = "examples.plugins.model_family:AcmeMoe"`. To load checkpoints of this family,
+name it in the environment variable ETUDE_MODEL_FAMILIES.
 """
 
 from etude.models.families.qwen3_moe import Qwen3Moe

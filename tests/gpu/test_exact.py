@@ -33,8 +33,8 @@ from etude.numerics.gpu import (
     mix,
 )
 from etude.numerics.gpu.attention import Paged, Queries, attend
-from etude.numerics.gpu.products import multiply, weight_gradient
-from etude.numerics.gpu.rows import log_softmax, rms_norm, rotate
+from etude.numerics.gpu.matmul import multiply, weight_gradient
+from etude.numerics.gpu.row_ops import log_softmax, rms_norm, rotate
 from etude.numerics.gpu.tiles import Tiles, tiles_of
 
 GPU = torch.cuda.is_available()

@@ -57,7 +57,7 @@ def test_the_benchmark_finds_no_differing_bit_on_a_small_layer() -> None:
 COMPILED = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from etude.numerics.gpu.programs import attention, products, rows
+from etude.numerics.gpu.kernels import attention, matmul, row_ops
 
 DENSE = dict(x_in=1, w_in=1, OUT=2048, IN=2048, LEAVES=2, SPLIT=False, GROUPS=0, LANES=1, GATHER=False, BAND=8)
 HEADS = dict(LANES=8, PAGE=64, SHARE=8, SHARED=False, SPAN=1024, SPREAD=False)
@@ -66,11 +66,11 @@ WHOLE = dict(ROWS=128, OUTS=128, INS=64)
 GRAD = dict(OUT=1536, IN=2048, GROUPED=True, GATHER=True, ROWS=64, OUTS=128, INS=128)
 NORM = dict(WIDTH=128, WEIGHTED=False, ROWS=16, BLOCK=128)
 for program, kind, constants, options in (
-    (products.product, "bf16", DENSE | WHOLE, dict(num_warps=8, num_stages=3)),
-    (products.product, "fp32", DENSE | dict(ROWS=64, OUTS=64, INS=16), dict(num_warps=4, num_stages=2)),
-    (products.weight_gradient, "bf16", GRAD, dict(num_warps=8, num_stages=3)),
+    (matmul.product, "bf16", DENSE | WHOLE, dict(num_warps=8, num_stages=3)),
+    (matmul.product, "fp32", DENSE | dict(ROWS=64, OUTS=64, INS=16), dict(num_warps=4, num_stages=2)),
+    (matmul.weight_gradient, "bf16", GRAD, dict(num_warps=8, num_stages=3)),
     (attention.attend, "bf16", HEADS | dict(ROWS=64, KEYS=64), dict(num_warps=4, enable_fp_fusion=False)),
-    (rows.rms_norm, "bf16", NORM, dict(enable_fp_fusion=False)),
+    (row_ops.rms_norm, "bf16", NORM, dict(enable_fp_fusion=False)),
 ):
     names = program.arg_names
     pointers = {n: "*" + kind for n in ("x", "w", "y", "q", "k", "v", "o", "dy")} | {"dw": "*fp32", "weight": "*fp32"}

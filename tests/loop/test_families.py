@@ -27,7 +27,7 @@ from etude.loop.preflight import check_start
 from etude.loop.standalone import take_checkpoint
 from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
 from etude.models.checkpoint import load_tensors, save_tensors
-from etude.models.parts import Latent, Routing, Scores
+from etude.models.components import Latent, Routing, Scores
 from etude.records import Version
 from etude.run import RunFolder
 from etude.telemetry import Telemetry, read_events

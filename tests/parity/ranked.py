@@ -16,11 +16,11 @@ from tests.parity.same_bits import asked, learned, prompts, sharp
 from torch import distributed
 
 from etude.models import ModelConfig, Transformer, hf_views
-from etude.models.parallel import share_of
+from etude.models.tensor_parallel import share_of
 from etude.numerics.native import Native
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import ALONE, Parallel, RankLost, Split
-from etude.training.ranks import Alone, Ranks
+from etude.training.data_parallel import Alone, Ranks
 
 LENGTHS, NUM = (3, 33, 17, 50), 4
 Said = list[tuple[list[int], list[float]]]

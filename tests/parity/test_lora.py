@@ -21,9 +21,9 @@ from etude.inference.engine import ReferenceEngine
 from etude.inference.follow import Following
 from etude.inference.membership import NO_VERSION
 from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
-from etude.models.parts import Latent
+from etude.models.components import Latent
 from etude.numerics import ComputeDtype, Mode, NumericsConfig, Quantise
-from etude.numerics.choosing import operators_for
+from etude.numerics.factory import operators_for
 from etude.records import Batch, Sample, Version
 from etude.records.adapter import BASE_CHANNEL, B, names
 from etude.stores import MemoryStore

@@ -16,16 +16,16 @@ from tests.parity.test_exact import DEEPSEEK, QWEN
 
 from etude.errors import ConfigError
 from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
-from etude.models.parallel import cut, share
-from etude.numerics.choosing import operators_for
+from etude.models.tensor_parallel import cut, share
 from etude.numerics.config import NumericsConfig, Quantise
 from etude.numerics.exact.operators import Exact
+from etude.numerics.factory import operators_for
 from etude.numerics.formats import FORMATS
-from etude.numerics.low import Quantised
 from etude.numerics.native import Native
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import Parallel, Split
-from etude.training.ranks import run_ranks
+from etude.numerics.quantisation import Quantised
+from etude.training.data_parallel import run_ranks
 
 LATENTS = replace(DEEPSEEK, num_heads=4, num_kv_heads=4)
 assert LATENTS.latent is not None

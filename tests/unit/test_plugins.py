@@ -32,7 +32,7 @@ from etude.tasks.scripts import Demonstrating, WithBaselines
 from etude.testing import FakeGrader, MemoryMachine
 from etude.testing.contracts import results, sampled_tokens
 from etude.training.config import CorrectionKind, LearnerConfig, PolicyLossKind
-from etude.training.plugged import Plugged
+from etude.training.learner_plugins import Plugged
 
 EXAMPLES = {
     "examples.plugins.losses:Gspo": Kind.LOSS,

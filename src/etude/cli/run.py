@@ -33,7 +33,7 @@ from etude.models.config import own_family_names
 from etude.plugins import check_all
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
-from etude.training.kept import kept_step
+from etude.training.mid_training_progress import kept_step
 
 if TYPE_CHECKING:
     from etude.loop.placement import Placement

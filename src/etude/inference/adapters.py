@@ -13,8 +13,8 @@ import torch
 
 from etude.errors import WeightsError
 from etude.models.lora import Adapters, base_digest, rounded
-from etude.models.naming import hf_views
 from etude.models.transformer import Transformer
+from etude.models.weight_views import hf_views
 from etude.numerics.config import Quantise
 from etude.records.adapter import BASE_CHANNEL, PUBLISHED
 from etude.records.completion import Version

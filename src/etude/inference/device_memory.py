@@ -24,7 +24,7 @@ import torch
 from etude.errors import ConfigError
 from etude.inference.kv import I64, Span
 from etude.models import ModelConfig
-from etude.numerics import varlen
+from etude.numerics import varlen_attention
 from etude.numerics.operators import Operators
 
 Attend = Callable[..., torch.Tensor]
@@ -39,7 +39,7 @@ class DeviceMemory:
     ) -> None:
         kept, dtype = sizes.kept, operators.held
         self.device, self.num_slots, self.length, self.shared = device, num_slots + 1, context_tokens, kept.shared
-        self.vendor = not (operators.exact or kept.shared) and varlen.suits(device, dtype, kept.key_width)
+        self.vendor = not (operators.exact or kept.shared) and varlen_attention.suits(device, dtype, kept.key_width)
         widths = [kept.key_width] if kept.shared else [kept.key_width, kept.value_width]
         rows = sizes.num_layers * self.num_slots * context_tokens * kept.heads
         self.num_bytes = rows * sum(widths) * dtype.itemsize
@@ -126,7 +126,7 @@ def _by_vendor(of: Sequences, num_rows: int, length: int) -> Attend:
 
     def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None) -> torch.Tensor:
         flat = (keys.flatten(0, 1), values.flatten(0, 1))
-        return varlen.attend(q, *flat, of.starts, starts_k, of.longest, length, scale=scale, used_k=used_k)
+        return varlen_attention.attend(q, *flat, of.starts, starts_k, of.longest, length, scale=scale, used_k=used_k)
 
     return attend
 

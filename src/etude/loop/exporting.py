@@ -14,9 +14,9 @@ from etude.models.adapter_files import merged, read_adapter, write_adapter
 from etude.models.checkpoint import load_model, save_model, whole_directory
 from etude.models.headers import tell_left_out
 from etude.models.lora import Adapters
-from etude.models.naming import hf_views
-from etude.models.packed import stored
+from etude.models.packed_weights import stored
 from etude.models.transformer import Transformer
+from etude.models.weight_views import hf_views
 from etude.numerics.config import Quantise
 from etude.records.adapter import PUBLISHED, modules
 from etude.run import RunFolder

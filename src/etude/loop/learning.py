@@ -30,7 +30,7 @@ from etude.loop.config import RunConfig, read_config
 from etude.loop.parity import Defence, OverBudget
 from etude.loop.places import rollout_files, traces_folder, weights_store
 from etude.loop.wire import Handler
-from etude.numerics.choosing import operators_for
+from etude.numerics.factory import operators_for
 from etude.numerics.parallel import RankLost
 from etude.records import Batch
 from etude.records.adapter import BASE_CHANNEL
@@ -40,8 +40,8 @@ from etude.run import RunFolder, host_facts
 from etude.telemetry import Telemetry
 from etude.training import TorchLearner
 from etude.training.batches import runs
-from etude.training.group import ONE, Group
-from etude.training.plugged import code_of
+from etude.training.learner_plugins import code_of
+from etude.training.process_group import ONE, Group
 from etude.training.reference import Reference
 from etude.weights import Channel
 from etude.weights.chain.channel import publish_once

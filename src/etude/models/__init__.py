@@ -17,8 +17,8 @@ from etude.models.config import ModelConfig
 if TYPE_CHECKING:
     from etude.models.attention import Cache, Packed
     from etude.models.checkpoint import load_model, save_model
-    from etude.models.naming import hf_views
     from etude.models.transformer import Forward, Transformer
+    from etude.models.weight_views import hf_views
 
 __all__ = ["Cache", "Forward", "ModelConfig", "Packed", "Transformer", "hf_views", "load_model", "save_model"]
 
@@ -27,7 +27,7 @@ _HOME = {
     "Forward": "transformer",
     "Packed": "attention",
     "Transformer": "transformer",
-    "hf_views": "naming",
+    "hf_views": "weight_views",
     "load_model": "checkpoint",
     "save_model": "checkpoint",
 }

@@ -17,10 +17,10 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from etude.models.components import Grouped, QkNorm
 from etude.models.config import ModelConfig
-from etude.models.parts import Grouped, QkNorm
+from etude.models.hooks import Watch
 from etude.models.rope import Rope
-from etude.models.watch import Watch
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import ALONE, Parallel
 

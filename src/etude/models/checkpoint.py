@@ -14,7 +14,8 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,11 @@ from etude.models.adapter_config import ADAPTER_CONFIG
 from etude.models.config import ModelConfig
 from etude.models.finite import not_finite
 from etude.models.headers import EMBEDDING, HEAD, HINT_DAMAGED, INDEX, WEIGHTS, check_weights, shard_names
-from etude.models.low import quantization_config
-from etude.models.naming import hf_views, stays_float32, views
-from etude.models.packed import packed, stored
-from etude.models.parallel import share, whole_shape
-from etude.models.quantised import SCALE, dequantised
+from etude.models.packed_weights import packed, stored
+from etude.models.quantised_storage import FP8_SCALE, dequantised, quantization_config
+from etude.models.tensor_parallel import share, whole_shape
 from etude.models.transformer import Transformer
+from etude.models.weight_views import hf_views, stays_float32, views
 from etude.numerics.config import Quantise
 from etude.numerics.exact.operators import Exact
 from etude.numerics.formats import FORMATS
@@ -249,11 +249,11 @@ class Tensors:
     def whole(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A tensor's values, whatever it is stored as."""
         tensor = stored(name, shape, self._found, self.stored)
-        return dequantised(tensor, self.stored(name + SCALE)) if tensor.dtype == torch.float8_e4m3fn else tensor
+        return dequantised(tensor, self.stored(name + FP8_SCALE)) if tensor.dtype == torch.float8_e4m3fn else tensor
 
     def rows(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
         """Some rows of a tensor. No others are read, unless the tensor is stored in a packed format."""
-        if name in self._where and name + SCALE not in self._found:
+        if name in self._where and name + FP8_SCALE not in self._found:
             progress.made()
             some: torch.Tensor = self._where[name].get_slice(name)[start:stop]
             return some
@@ -273,6 +273,32 @@ def opened(path: Path, found: Container[str]) -> Iterator[Tensors]:
             yield Tensors(found, where)
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"{path} is damaged", str(error), hint=HINT_DAMAGED) from None
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """Rows [start, stop) of a tensor by its Hugging Face name, and the memory that they are to be in."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole tensor
+    start: int
+    stop: int
+    out: torch.Tensor  # [stop - start, *shape[1:]]
+
+
+@torch.no_grad()
+def read_rows(path: Path, wanted: Iterable[RowRange]) -> None:
+    """Fill memory with rows of a checkpoint directory. Raises `CheckpointError` as `checkpoint.load_model` does."""
+    config = ModelConfig.from_hf(read_json(path / "config.json"))
+    found = check_weights(path, config)
+    embedding, head = map(config.architecture.outside, (EMBEDDING, HEAD))
+    tied = config.tie_embeddings and head in found
+    with opened(path, found) as tensors:
+        for one in wanted:
+            one.out.copy_(tensors.rows(one.name, one.shape, one.start, one.stop))
+            require_finite({one.name: one.out}, path)
+            if tied and one.name == embedding:
+                require_tied(path, tensors.rows(head, one.shape, one.start, one.stop), one.out)
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from etude.config import Plugin, ranged
 from etude.errors import CheckpointError, ConfigError, nearest
+from etude.models.components import AttentionKind, Grouped, Kept, Latent, QkNorm, Routing, Yarn
 from etude.models.config_json import (
     MAX_CONTEXT_TOKENS,
     MAX_EXPERTS,
@@ -30,8 +31,7 @@ from etude.models.config_json import (
     wholes,
     write_rope,
 )
-from etude.models.parts import AttentionKind, Grouped, Kept, Latent, QkNorm, Routing, Yarn
-from etude.models.quantised import check_scheme
+from etude.models.quantised_storage import check_scheme
 from etude.plugins import Kind, make
 from etude.records.completion import route_dtype
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from etude.models.parts import Yarn
+from etude.models.components import Yarn
 
 MAX_CONTEXT_TOKENS = 1 << 20
 """Bounds the rotary tables that a config can make us allocate."""

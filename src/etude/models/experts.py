@@ -23,13 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from etude.models.parts import Routing, Scores
+from etude.models.components import Routing, Scores
+from etude.models.hooks import Watch, unwatched
 from etude.models.replay import Recorded
-from etude.models.watch import Watch, unwatched
-from etude.numerics import mixtures
-from etude.numerics.adapted import Pairs
+from etude.numerics import grouped_experts
 from etude.numerics.exact import tree
 from etude.numerics.exact.operators import Exact
+from etude.numerics.lora import Pairs
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import ALONE, Parallel
 from etude.records.completion import route_dtype
@@ -306,8 +306,8 @@ def _padded(x_SI: torch.Tensor, rows: slice, size: int) -> torch.Tensor:
 def _per_expert(x_SI: torch.Tensor, weight_EIO: torch.Tensor, cut: Cut) -> torch.Tensor:
     """Each expert's slice of rows times its matrix; [S, O]."""
     ends = _ends(cut)
-    if ends and mixtures.suits(x_SI, weight_EIO):
-        return mixtures.products(x_SI, weight_EIO.to(x_SI.dtype), mixtures.ends_on(ends, x_SI.device))
+    if ends and grouped_experts.suits(x_SI, weight_EIO):
+        return grouped_experts.products(x_SI, weight_EIO.to(x_SI.dtype), grouped_experts.ends_on(ends, x_SI.device))
     out = x_SI.new_empty(x_SI.shape[0], weight_EIO.shape[2])
     for w, parts in zip(weight_EIO.unbind(), cut, strict=True):
         for rows, size in parts:
@@ -321,8 +321,8 @@ def _per_expert(x_SI: torch.Tensor, weight_EIO: torch.Tensor, cut: Cut) -> torch
 def _per_expert_weight(g_SO: torch.Tensor, x_SI: torch.Tensor, like: torch.Tensor, cut: Cut) -> torch.Tensor:
     """Each expert's weight gradient gᵀx, of several parts their tree; zero where no token came."""
     ends = _ends(cut)
-    if ends and mixtures.suits(x_SI, like):
-        return mixtures.weight_gradient(g_SO, x_SI, mixtures.ends_on(ends, x_SI.device)).to(like.dtype)
+    if ends and grouped_experts.suits(x_SI, like):
+        return grouped_experts.weight_gradient(g_SO, x_SI, grouped_experts.ends_on(ends, x_SI.device)).to(like.dtype)
     grad = torch.empty_like(like)
     for w, parts in zip(grad.unbind(), cut, strict=True):
         if len(parts) == 1 and parts[0][1]:

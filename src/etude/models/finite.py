@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from etude.models.watch import Watch
+from etude.models.hooks import Watch
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

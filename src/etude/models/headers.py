@@ -18,11 +18,9 @@ from typing import Any
 
 from etude.errors import CheckpointError, ConfigError
 from etude.models.adapter_config import base_of
+from etude.models.components import Scores, Shape
 from etude.models.config import ModelConfig
-from etude.models.low import is_rounded, parts, stored_as, unused
-from etude.models.parts import Scores, Shape
-from etude.models.quantised import DTYPE as QUANTISED
-from etude.models.quantised import SCALE, scale_shape
+from etude.models.quantised_storage import FP8_DTYPE, FP8_SCALE, is_rounded, parts, scale_shape, stored_as, unused
 from etude.numerics.config import Quantise
 from etude.numerics.formats import FORMATS
 
@@ -33,7 +31,7 @@ MAX_HEADER_BYTES = 100 << 20
 """The limit of the format itself."""
 
 READABLE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
-_BYTES = READABLE_BYTES | {QUANTISED: 1, "U8": 1}
+_BYTES = READABLE_BYTES | {FP8_DTYPE: 1, "U8": 1}
 HINT_DAMAGED = "copy the checkpoint again; or, if it is a run's newest, delete it: --resume goes on from the one before"
 
 
@@ -121,22 +119,22 @@ def _check_tensor(name: str, found: Mapping[str, Stored], shape: Shape, folder: 
             f"{folder / 'config.json'} wants {list(shape)}",
             hint="the config is of another model than the weights: take both from one checkpoint",
         )
-    if tensor.dtype == QUANTISED and len(shape) == 2:
-        scale = found.get(name + SCALE)
+    if tensor.dtype == FP8_DTYPE and len(shape) == 2:
+        scale = found.get(name + FP8_SCALE)
         if scale is None or scale.shape != scale_shape(shape) or scale.dtype != "F32":
             raise CheckpointError(
-                f"{tensor.file}: {name!r} is {QUANTISED} without its scales",
-                f"{name + SCALE!r} must be F32 {list(scale_shape(shape))}, {_described(scale)}",
+                f"{tensor.file}: {name!r} is {FP8_DTYPE} without its scales",
+                f"{name + FP8_SCALE!r} must be F32 {list(scale_shape(shape))}, {_described(scale)}",
                 hint="only blocks of 128 × 128 as DeepSeek writes them are read: convert the checkpoint to bf16 first",
             )
     elif tensor.dtype not in READABLE_BYTES:
         raise CheckpointError(
             f"{tensor.file}: {name!r} is {tensor.dtype}",
-            f"readable are {', '.join(READABLE_BYTES)}, {QUANTISED} matrices with their block scales, and matrices in "
+            f"readable are {', '.join(READABLE_BYTES)}, {FP8_DTYPE} matrices with their block scales, and matrices in "
             f"{', '.join(FORMATS)} as compressed-tensors stores them",
             hint="convert the checkpoint to bf16 first",
         )
-    return {name, name + SCALE} if tensor.dtype == QUANTISED else {name}
+    return {name, name + FP8_SCALE} if tensor.dtype == FP8_DTYPE else {name}
 
 
 def _check_parts(name: str, found: Mapping[str, Stored], shape: Shape, low: Quantise) -> set[str]:

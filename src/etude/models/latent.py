@@ -18,9 +18,9 @@ from torch import nn
 
 from etude.models.attention import Cache
 from etude.models.config import ModelConfig
+from etude.models.hooks import Watch
 from etude.models.rope import Rope, halves
-from etude.models.watch import Watch
-from etude.numerics.adapted import adapted
+from etude.numerics.lora import adapted
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import ALONE, Parallel
 

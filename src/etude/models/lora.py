@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 from etude.errors import CheckpointError
-from etude.models.naming import hf_views, stays_float32
-from etude.models.packed import Matrix, matrices
+from etude.models.packed_weights import Matrix, matrices
 from etude.models.transformer import Transformer
-from etude.numerics.adapted import Adapted, Pairs, merge
+from etude.models.weight_views import hf_views, stays_float32
+from etude.numerics.lora import Adapted, Pairs, merge
 from etude.records.adapter import A, AdapterConfig, names
 
 

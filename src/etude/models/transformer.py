@@ -22,12 +22,12 @@ from torch.utils.checkpoint import checkpoint
 
 from etude.errors import ConfigError
 from etude.models.attention import Cache, Packed
+from etude.models.components import Scores
 from etude.models.config import ModelConfig
 from etude.models.experts import Choice, choose, mix
-from etude.models.parts import Scores
+from etude.models.hooks import Watch, in_layer, unwatched
 from etude.models.replay import Recorded
 from etude.models.rope import Rope, tables
-from etude.models.watch import Watch, in_layer, unwatched
 from etude.numerics.exact.operators import Exact
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import ALONE, Parallel

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from etude.numerics.config import ComputeDtype, Mode, NumericsConfig, Quantise
 
 if TYPE_CHECKING:
-    from etude.numerics.choosing import operators_for
     from etude.numerics.exact.operators import Exact
+    from etude.numerics.factory import operators_for
     from etude.numerics.native import Native
     from etude.numerics.operators import Operators
     from etude.numerics.parity import parity_class
@@ -43,7 +43,7 @@ _HOME = {
     "Exact": "exact.operators",
     "Native": "native",
     "Operators": "operators",
-    "operators_for": "choosing",
+    "operators_for": "factory",
     "parity_class": "parity",
     "sample": "sampling",
     "uniform": "sampling",

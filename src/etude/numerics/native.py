@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
-from etude.numerics import mixtures, varlen, vocabulary
+from etude.numerics import grouped_experts, varlen_attention
 from etude.numerics.operators import Operators, PackedCausal
+
+PART = 1 << 28
+"""Numbers that become float32 at a time: 1 GiB."""
 
 
 class Native(Operators):
@@ -26,14 +31,14 @@ class Native(Operators):
         each = super().packed(lengths, device)
         if device.type == "cpu":
             return each
-        starts, longest = varlen.starts(lengths, device), max(lengths)
+        starts, longest = varlen_attention.starts(lengths, device), max(lengths)
 
         def attend(
             q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGC: torch.Tensor, scale: float | None = None
         ) -> torch.Tensor:
-            if not varlen.suits(device, q_NHA.dtype, q_NHA.shape[-1]):
+            if not varlen_attention.suits(device, q_NHA.dtype, q_NHA.shape[-1]):
                 return each(q_NHA, k_NGA, v_NGC, scale)
-            return varlen.attend(q_NHA, k_NGA, v_NGC, starts, starts, longest, longest, scale=scale)
+            return varlen_attention.attend(q_NHA, k_NGA, v_NGC, starts, starts, longest, longest, scale=scale)
 
         return attend
 
@@ -47,7 +52,7 @@ class Native(Operators):
             divisor = None
         else:
             divisor = torch.full((len(logits_RV), 1), temperature, dtype=torch.float32, device=logits_RV.device)
-        return vocabulary.log_softmax(logits_RV, divisor)
+        return chunked_log_softmax(logits_RV, divisor)
 
     def mixture(
         self,
@@ -57,10 +62,46 @@ class Native(Operators):
         gate_up_E2FD: torch.Tensor,
         down_EDF: torch.Tensor,
     ) -> torch.Tensor | None:
-        if mixtures.suits(x_ND, gate_up_E2FD, down_EDF):
-            return mixtures.mix(x_ND, gates_NK, experts_NK, gate_up_E2FD, down_EDF)
+        if grouped_experts.suits(x_ND, gate_up_E2FD, down_EDF):
+            return grouped_experts.mix(x_ND, gates_NK, experts_NK, gate_up_E2FD, down_EDF)
         if x_ND.device.type == "cuda" and find_spec("triton") is not None:  # other dtypes and widths
             from etude.numerics.gpu import mix
 
             return mix(x_ND, gates_NK, experts_NK, gate_up_E2FD, down_EDF)
         return None
+
+
+def chunked_log_softmax(logits_RV: torch.Tensor, divisor_R1: torch.Tensor | None, part: int = PART) -> torch.Tensor:
+    """log softmax(logits / divisor), float32 [R, V], differentiable; None: 1."""
+    y: torch.Tensor = _LogSoftmax.apply(logits_RV, divisor_R1, part)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _LogSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, divisor: torch.Tensor | None, part: int) -> torch.Tensor:
+        y = torch.empty_like(logits, dtype=torch.float32)
+        for x_part, y_part, by in _parts(part, divisor, logits, y):
+            wide = x_part.float()
+            torch.log_softmax(wide if by is None else wide / by, -1, out=y_part)
+        ctx.save_for_backward(y, divisor)
+        ctx.dtype, ctx.part = logits.dtype, part
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        y, divisor = ctx.saved_tensors
+        dx = torch.empty_like(y, dtype=ctx.dtype)
+        for dy_part, y_part, dx_part, by in _parts(ctx.part, divisor, dy, y, dx):
+            slope = torch.ops.aten._log_softmax_backward_data(dy_part, y_part, -1, torch.float32)
+            dx_part.copy_(slope if by is None else slope.div_(by))
+        return dx, None, None
+
+
+def _parts(part: int, divisor: torch.Tensor | None, *tensors: torch.Tensor) -> list[tuple[Any, ...]]:
+    """Some rows of each tensor at a time, and of the divisor."""
+    rows = max(1, part // max(1, tensors[0].shape[1]))
+    cut = [torch.split(tensor, rows) for tensor in tensors]
+    by = [None] * len(cut[0]) if divisor is None else list(torch.split(divisor, rows))
+    return list(zip(*cut, by, strict=True))

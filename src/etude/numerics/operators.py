@@ -22,11 +22,11 @@ import torch
 import torch.nn.functional as F
 
 from etude.errors import ConfigError
-from etude.numerics import exact, mixtures
-from etude.numerics.exact.windows import ANY, Windows
+from etude.numerics import exact, grouped_experts
+from etude.numerics.exact.attention import ANY, Windows
 
 if TYPE_CHECKING:
-    from etude.numerics.adapted import Pairs  # made of operators
+    from etude.numerics.lora import Pairs  # made of operators
 
 Causal = Callable[..., torch.Tensor]
 """(q_HTA, k_GTA, v_GTC, scale or None, start=0) -> o_HTC: each token sees itself and those before it. The
@@ -115,9 +115,9 @@ class Operators:
     def grouped(self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Each expert's rows times its matrix, [S, O]; `rows` [E] sum to S. Of what `taken` and `weights` gave:
         `models.experts` has the gradient, and needs both in it."""
-        if mixtures.suits(x_SI, weight_EOI):
-            ends = mixtures.ends_on([*accumulate(rows)], x_SI.device)
-            return mixtures.products(x_SI, weight_EOI.to(x_SI.dtype).mT, ends)
+        if grouped_experts.suits(x_SI, weight_EOI):
+            ends = grouped_experts.ends_on([*accumulate(rows)], x_SI.device)
+            return grouped_experts.products(x_SI, weight_EOI.to(x_SI.dtype).mT, ends)
         out = x_SI.new_empty(x_SI.shape[0], weight_EOI.shape[1])
         for x, w, o in zip(
             torch.split(x_SI, list(rows)), weight_EOI.unbind(), torch.split(out, list(rows)), strict=True

@@ -9,7 +9,7 @@ from math import log2, prod
 
 from etude.models.config import ModelConfig
 from etude.models.headers import shapes
-from etude.models.low import is_rounded
+from etude.models.quantised_storage import is_rounded
 from etude.plan.shape import Training
 
 FLOAT32_BYTES, BF16_BYTES = 4, 2

@@ -92,7 +92,7 @@ class PolicyLossContract(Contract):
     """What the learner relies on in a policy loss (`etude.training.losses.PolicyLossFunction`)."""
 
     def loss(self, tokens: SampledTokens) -> PolicyLoss:
-        from etude.training.plugged import loss_of
+        from etude.training.learner_plugins import loss_of
 
         return loss_of(self.name, self.make(), tokens)
 
@@ -154,7 +154,7 @@ class CorrectionContract(Contract):
     """What the learner relies on in a correction (`etude.training.corrections.Correction`)."""
 
     def weights(self, tokens: SampledTokens) -> Corrected:
-        from etude.training.plugged import weights_of
+        from etude.training.learner_plugins import weights_of
 
         log_ratio_R = tokens.logprobs_R.detach() - tokens.sampler_logprobs_R
         return weights_of(self.name, self.make(), log_ratio_R, tokens.sequence_R)

@@ -25,8 +25,8 @@ from etude.errors import CheckpointError
 from etude.models.checkpoint import load_model, save_model
 from etude.models.config import ModelConfig, ModelFamily
 from etude.models.headers import shapes
-from etude.models.naming import hf_views, stays_float32, views
 from etude.models.transformer import Transformer
+from etude.models.weight_views import hf_views, stays_float32, views
 from etude.numerics import Native
 from etude.stores import MemoryStore
 from etude.testing.contracts import Contract

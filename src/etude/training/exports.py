@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from etude.models.naming import hf_views, stays_float32
-from etude.models.packed import packed
+from etude.models.packed_weights import packed
 from etude.models.transformer import Transformer
+from etude.models.weight_views import hf_views, stays_float32
 from etude.numerics.config import Quantise
 from etude.numerics.formats import FORMATS
 from etude.training.config import LiveWeights

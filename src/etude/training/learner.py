@@ -21,29 +21,29 @@ import torch
 from etude import progress
 from etude.config import Plugin
 from etude.errors import CheckpointError, DeadlineExceeded, ParityError, WeightsError
+from etude.models.hooks import Watch, unwatched
 from etude.models.transformer import Forward, Transformer
-from etude.models.watch import Watch, unwatched
-from etude.numerics.choosing import operators_for
 from etude.numerics.config import Mode, NumericsConfig
+from etude.numerics.factory import operators_for
 from etude.records import Batch, Sample, Version
 from etude.records.sample import Published, StepReport
-from etude.training.about import ABOUT, described, read_about
 from etude.training.balance import Balance
+from etude.training.batch_metrics import Tally, merged
 from etude.training.config import CorrectionKind, LearnerConfig, OptimizerKind, PolicyLossKind
 from etude.training.corrections import Corrected, correct, decoupled
-from etude.training.group import ONE, Group
-from etude.training.guard import check_logits, check_loss, check_sampled, check_weights, place_in, stepped
+from etude.training.flat_batch import Rows, forwarded, lay_flat, microbatches
+from etude.training.learner_plugins import Plugged
 from etude.training.losses import PolicyLoss, SampledTokens, cispo_loss, entropy, k2_loss, ppo_loss
+from etude.training.metadata import ABOUT, described, read_about
 from etude.training.muon import Muon
+from etude.training.nan_check import check_logits, check_loss, check_sampled, check_weights, place_in, stepped
 from etude.training.optimizer import AdamW
 from etude.training.packing import Cost, pack
-from etude.training.plugged import Plugged
+from etude.training.process_group import ONE, Group
 from etude.training.reference import Reference
-from etude.training.report import Tally, merged
 from etude.training.routes import Replay
-from etude.training.rows import Rows, forwarded, lay_flat, microbatches
 from etude.training.schedule import rate
-from etude.training.trained import Loading, Trained
+from etude.training.trainable import Loading, Trained
 from etude.weights.chain.publisher import Publisher, Writer
 from etude.weights.tensors import Tensor
 

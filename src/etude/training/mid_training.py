@@ -28,19 +28,19 @@ from etude.errors import CheckpointError, ParityError, RunError
 from etude.models.attention import Packed
 from etude.models.checkpoint import load_model, load_tensors, read_json, save_tensors, whole_directory, write_model
 from etude.models.config import ModelConfig
-from etude.models.naming import hf_biases, hf_views
+from etude.models.hooks import Watch, unwatched
 from etude.models.transformer import Forward, Transformer
-from etude.models.watch import Watch, unwatched
+from etude.models.weight_views import hf_biases, hf_views
 from etude.sums import prove
 from etude.telemetry import Telemetry
 from etude.training.balance import Balance
 from etude.training.batches import Spans, pieces, plan, runs, share
 from etude.training.config import LiveWeights, MidTrainingConfig
 from etude.training.corpus import Corpus, Documents, read_corpus
-from etude.training.guard import check_logits, stepped
-from etude.training.kept import checkpoint_path, newest_checkpoint, progress_folder
+from etude.training.data_parallel import Ranks, run_ranks
+from etude.training.mid_training_progress import checkpoint_path, newest_checkpoint, progress_folder
+from etude.training.nan_check import check_logits, stepped
 from etude.training.optimizer import AdamW
-from etude.training.ranks import Ranks, run_ranks
 from etude.training.schedule import rate
 
 FORMAT = 1

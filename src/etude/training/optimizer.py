@@ -23,7 +23,7 @@ from torch.optim.adamw import adamw
 
 from etude.errors import CheckpointError, NotFinite
 from etude.training.config import LiveWeights
-from etude.training.group import ONE
+from etude.training.process_group import ONE
 
 ROOM = 64
 """Vectors hold a multiple of so many numbers: more than any processor computes at once."""

@@ -15,7 +15,7 @@ from etude.models.attention import Packed
 from etude.models.checkpoint import load_model
 from etude.numerics.operators import Operators
 from etude.records import Sample
-from etude.training.rows import Rows, lay_flat, microbatches
+from etude.training.flat_batch import Rows, lay_flat, microbatches
 
 
 class Reference:

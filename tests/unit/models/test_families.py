@@ -19,11 +19,11 @@ from etude.config import build, to_plain
 from etude.errors import CheckpointError, ConfigError
 from etude.models import ModelConfig, Packed, Transformer, hf_views, load_model, save_model
 from etude.models.checkpoint import load_tensors, save_tensors
+from etude.models.components import Routing, Scores
 from etude.models.config import FAMILY_NAMES
 from etude.models.experts import choose
 from etude.models.headers import check_weights, hf_shapes
-from etude.models.parts import Routing, Scores
-from etude.models.quantised import BLOCK, SCALE
+from etude.models.quantised_storage import FP8_BLOCK, FP8_SCALE
 from etude.numerics import Native
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -208,9 +208,9 @@ def test_published_checkpoints_have_the_size_that_is_published(
 def quantised(folder: Path, name: str) -> dict[str, torch.Tensor]:
     """Store one tensor of a checkpoint in 8-bit blocks; returns the file's tensors."""
     tensors = load_tensors(folder / "model.safetensors")
-    rows, columns = (-(-size // BLOCK) for size in tensors[name].shape)
+    rows, columns = (-(-size // FP8_BLOCK) for size in tensors[name].shape)
     tensors[name] = (tensors[name] * 100).to(torch.float8_e4m3fn)
-    tensors[name + SCALE] = torch.rand(rows, columns, generator=torch.Generator().manual_seed(0)) / 50
+    tensors[name + FP8_SCALE] = torch.rand(rows, columns, generator=torch.Generator().manual_seed(0)) / 50
     save_tensors(tensors, folder / "model.safetensors")
     raw = json.loads((folder / "config.json").read_text())
     raw["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
@@ -227,7 +227,7 @@ def test_blocks_of_8_bits_are_read_by_their_formula(tmp_path: Path) -> None:
     check_weights(tmp_path / "model", sizes)
     read = hf_views(load_model(tmp_path / "model"))[name]
     for i, j in [(0, 0), (127, 127), (128, 0), (127, 128), (149, 129)]:
-        expected = float(tensors[name][i, j].float()) * float(tensors[name + SCALE][i // 128, j // 128])
+        expected = float(tensors[name][i, j].float()) * float(tensors[name + FP8_SCALE][i // 128, j // 128])
         assert float(read[i, j]) == pytest.approx(expected, rel=1e-6)
 
 
@@ -235,7 +235,7 @@ def test_8_bits_without_their_scales_are_named(tmp_path: Path) -> None:
     save_model(model_of(DEEPSEEK), tmp_path / "model", dtype="f32")
     name = "model.layers.0.mlp.gate_proj.weight"
     tensors = quantised(tmp_path / "model", name)
-    del tensors[name + SCALE]
+    del tensors[name + FP8_SCALE]
     save_tensors(tensors, tmp_path / "model" / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"gate_proj\.weight' is F8_E4M3 without its scales: .*there is none"):
         load_model(tmp_path / "model")

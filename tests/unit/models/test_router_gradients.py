@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from etude.models.components import Routing, Scores
 from etude.models.experts import Choice, choose, mix
-from etude.models.parts import Routing, Scores
 from etude.models.replay import Recorded
 from etude.numerics.exact.operators import Exact
 from etude.numerics.native import Native

@@ -14,9 +14,9 @@ from etude.errors import RunError
 from etude.loop.config import RunConfig
 from etude.loop.measured import Steps
 from etude.models import Transformer
+from etude.models.components import Latent, Routing, Scores
 from etude.models.config import ModelConfig
 from etude.models.lora import Adapters
-from etude.models.parts import Latent, Routing, Scores
 from etude.numerics.config import Quantise
 from etude.plan import (
     Layout,
@@ -49,9 +49,9 @@ from etude.plan.planning import dispatch_s, gathered_s, memory_of, sharing_s
 from etude.records.adapter import AdapterConfig
 from etude.run import RunFolder
 from etude.training.config import LiveWeights, LoraOn
-from etude.training.group import ONE
 from etude.training.muon import Muon
-from etude.training.trained import chosen_modules
+from etude.training.process_group import ONE
+from etude.training.trainable import chosen_modules
 
 QWEN = ModelConfig(  # Qwen3-30B-A3B as its maker describes it: 30.5B parameters, 3.3B active
     hidden_size=2048,

@@ -13,15 +13,15 @@ import torch
 from benchmarks.sharded_ranks import Job, Trained, steps
 
 from etude.errors import ParityError
-from etude.numerics.choosing import operators_for
 from etude.numerics.config import NumericsConfig, Quantise
+from etude.numerics.factory import operators_for
 from etude.numerics.parallel import RankLost
 from etude.stores import DirectoryStore
 from etude.training import LearnerConfig, TorchLearner
-from etude.training.ranks import Ranks
+from etude.training.data_parallel import Ranks
 from etude.training.sharded import Sharded, join, lora
 from etude.training.sharded.mesh import LOOPBACK, listen, reach
-from etude.training.trained import Loading
+from etude.training.trainable import Loading
 
 
 def troubled(ranks: Ranks, job: Job) -> tuple[str, Trained]:

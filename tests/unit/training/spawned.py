@@ -9,7 +9,7 @@ import torch
 
 from etude.errors import TaskError
 from etude.models import Transformer
-from etude.training.ranks import Ranks
+from etude.training.data_parallel import Ranks
 
 
 @torch.no_grad()

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from etude.models import ModelConfig, Transformer, hf_views, save_model
+from etude.models.components import Latent, Routing, Scores
 from etude.models.experts import choose
-from etude.models.parts import Latent, Routing, Scores
 from etude.records import Batch, Sample
 from etude.records.rollout import Path as TokenPath
 from etude.stores import MemoryStore

@@ -15,9 +15,9 @@ from etude.numerics import Mode, NumericsConfig
 from etude.records import Sample
 from etude.training import LearnerConfig, TorchLearner
 from etude.training.config import LiveWeights
+from etude.training.flat_batch import lay_flat
 from etude.training.reference import Reference
 from etude.training.routes import Replay
-from etude.training.rows import lay_flat
 
 from .test_learner import SIZES, batch, changed, sampled
 

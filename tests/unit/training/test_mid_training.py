@@ -17,7 +17,7 @@ from etude.models.checkpoint import load_tensors, save_tensors
 from etude.telemetry import Telemetry, read_events
 from etude.training import MidTrained, MidTrainingConfig, mid_train, write_corpus
 from etude.training.balance import biases
-from etude.training.ranks import Alone, run_ranks
+from etude.training.data_parallel import Alone, run_ranks
 
 from ..models.families import DEEPSEEK
 

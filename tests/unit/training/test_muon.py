@@ -9,9 +9,9 @@ from tests.unit.models.families import FAMILIES
 from etude.models import Transformer
 from etude.models.attention import Packed
 from etude.training.config import LiveWeights
-from etude.training.group import ONE
 from etude.training.muon import SIZE, Muon, matrices, newton_schulz, orthogonalised
 from etude.training.optimizer import AdamW
+from etude.training.process_group import ONE
 
 
 def backward(model: Transformer) -> None:

@@ -13,9 +13,9 @@ from torch import nn
 
 from etude.errors import CheckpointError, NotFinite
 from etude.training.config import LiveWeights
+from etude.training.exact_sum import rounded, total
 from etude.training.optimizer import AdamW
 from etude.training.schedule import rate
-from etude.training.totals import rounded, total
 
 
 def layers() -> nn.Sequential:

@@ -22,7 +22,7 @@ from etude.models import ModelConfig, Transformer, load_model, save_model
 from etude.numerics.config import ComputeDtype, Mode, NumericsConfig
 from etude.training import LearnerConfig, TorchLearner
 from etude.training.config import LoraOn, OptimizerKind
-from etude.training.ranks import run_ranks
+from etude.training.data_parallel import run_ranks
 
 SIZES = ModelConfig(
     vocab_size=64,

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from etude.models.components import Latent, Routing, Scores
 from etude.models.config import FIXED, MOE, WIDTH, ModelConfig, ModelFamily
 from etude.models.config_json import flag, positive, whole, wholes
-from etude.models.parts import Latent, Routing, Scores
 
 _LATENT = {
     "kv_rank": "kv_lora_rank",

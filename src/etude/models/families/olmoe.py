@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from etude.models.components import QkNorm
 from etude.models.config import FIXED, MOE, WIDTH, ModelConfig, ModelFamily
-from etude.models.parts import QkNorm
 
 
 class Olmoe(ModelFamily):

@@ -8,9 +8,9 @@ this number of threads, that a row's bits do not depend on what else is computed
 [1.0, 2.0]
 """
 
-from etude.numerics.exact.lanes import in_lanes, top_k
-from etude.numerics.exact.products import LINE_BYTES, columns, linear, padded, partial, path, pieces, tree, vendor
-from etude.numerics.exact.windows import KERNEL_BLOCK, Causal, Windows, causal_mask, windows
+from etude.numerics.exact.attention import KERNEL_BLOCK, Causal, Windows, causal_mask, windows
+from etude.numerics.exact.elementwise import in_lanes, top_k
+from etude.numerics.exact.matmul import LINE_BYTES, columns, linear, padded, partial, path, pieces, tree, vendor
 
 __all__ = [
     "KERNEL_BLOCK",

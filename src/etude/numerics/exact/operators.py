@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from etude.errors import ConfigError
 from etude.numerics import exact
-from etude.numerics.exact.products import Product
-from etude.numerics.exact.windows import Windows
+from etude.numerics.exact.attention import Windows
+from etude.numerics.exact.matmul import Product
 from etude.numerics.operators import Causal, Operators, wide
 
 

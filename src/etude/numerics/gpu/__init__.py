@@ -19,8 +19,8 @@ if find_spec("triton") is None:
 from etude.numerics.gpu.attention import attend, attend_packed
 from etude.numerics.gpu.caches import PackedTokens, PagedTokens, Pages, Rows
 from etude.numerics.gpu.experts import mix
+from etude.numerics.gpu.matmul import Groups, join, linear
 from etude.numerics.gpu.operators import ExactGpu
-from etude.numerics.gpu.products import Groups, join, linear
 from etude.numerics.gpu.routing import Router, choose
 
 __all__ = [

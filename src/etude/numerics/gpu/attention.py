@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from etude.numerics.gpu.products import Groups, power_of_two
-from etude.numerics.gpu.programs import attention as programs
-from etude.numerics.gpu.rows import SEPARATE
+from etude.numerics.gpu.kernels import attention as kernels
+from etude.numerics.gpu.matmul import Groups, power_of_two
+from etude.numerics.gpu.row_ops import SEPARATE
 
 _WHOLE = 1 << 30  # a page longer than any sequence
 _SPAN = 1024  # keys whose sums may be a program's of its own
@@ -113,7 +113,7 @@ def _attend(
     to = o.new_empty(spans, rows, value_width, dtype=torch.float32) if spread else o
     marks = lse.new_empty(2, spans, rows) if spread else None
     if n:
-        programs.attend[(tiles, key_heads, spans if spread else 1)](
+        kernels.attend[(tiles, key_heads, spans if spread else 1)](
             q, k, v, to, lse, marks, tokens.starts, queries.positions_S, tokens.tile_starts(sizes["ROWS"], share),
             kept.pages_SP, kept.pages_SP.shape[1], _base_2(scale, width), q.stride(0), q.stride(1),
             k.stride(0), k.stride(2), k.stride(1), v.stride(0), v.stride(2), v.stride(1), heads,
@@ -121,7 +121,7 @@ def _attend(
             SPREAD=spread, **sizes, **SEPARATE,
         )  # fmt: skip
         if spread:
-            programs.meet[(-(-rows // 16),)](
+            kernels.meet[(-(-rows // 16),)](
                 to, marks, o, lse, rows, spans, VALUE=value_width, VALUES=sizes["VALUES"], ROWS=16, **SEPARATE
             )
     return o, lse
@@ -161,11 +161,11 @@ class _Packed(torch.autograd.Function):
         strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], heads)
         scale = _base_2(ctx.scale, width)
         if n:
-            programs.query_gradient[(tokens.most_tiles(sizes["ROWS"], share), key_heads)](
+            kernels.query_gradient[(tokens.most_tiles(sizes["ROWS"], share), key_heads)](
                 q, k, v, o, do, lse, delta, dq, tokens.starts, tokens.tile_starts(sizes["ROWS"], share), scale,
                 *strides, tokens.num_groups, **common,
             )  # fmt: skip
-            programs.key_gradient[(tokens.most_tiles(sizes["KEYS"]), key_heads)](
+            kernels.key_gradient[(tokens.most_tiles(sizes["KEYS"]), key_heads)](
                 q, k, v, do, lse, delta, dk, dv, tokens.starts, tokens.tile_starts(sizes["KEYS"]), scale,
                 *strides, tokens.num_groups, key_heads, **common,
             )  # fmt: skip

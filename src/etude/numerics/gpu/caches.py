@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from etude.numerics.gpu.attention import Paged, Queries, attend, attend_packed
-from etude.numerics.gpu.products import Groups
+from etude.numerics.gpu.matmul import Groups
 
 
 class PackedTokens:

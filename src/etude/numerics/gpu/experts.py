@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from etude.numerics.gpu.products import multiply, weight_gradient
+from etude.numerics.gpu.matmul import multiply, weight_gradient
 from etude.numerics.gpu.routing import Dispatch
-from etude.numerics.gpu.rows import combine, combine_gradient, gated, gated_gradient
+from etude.numerics.gpu.row_ops import combine, combine_gradient, gated, gated_gradient
 from etude.numerics.gpu.tiles import tiles_of
 
 

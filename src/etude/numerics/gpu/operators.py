@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from etude.numerics.gpu import experts, products, routing, rows
+from etude.numerics.gpu import experts, matmul, routing, row_ops
 from etude.numerics.gpu.attention import attend_packed
-from etude.numerics.gpu.products import Groups
+from etude.numerics.gpu.matmul import Groups
 from etude.numerics.gpu.tiles import tiles_of
 from etude.numerics.operators import Causal, Operators, PackedCausal
 
@@ -46,36 +46,36 @@ class ExactGpu(Operators):
         return f"triton-{triton.__version__} {_digest_of_programs()}"
 
     def linear(self, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-        return products.linear(x_NI, weight_OI, degree=self.degree)
+        return matmul.linear(x_NI, weight_OI, degree=self.degree)
 
     def grouped(self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         starts = torch.tensor([0, *accumulate(rows)], dtype=torch.int32).to(x_SI.device)
         _, outs, ins = weight_EOI.shape
         tiles = tiles_of(outs, ins, x_SI.element_size(), grouped=True, degree=self.degree)
-        return products.multiply(x_SI, weight_EOI, tiles, groups=Groups(starts, len(x_SI)))
+        return matmul.multiply(x_SI, weight_EOI, tiles, groups=Groups(starts, len(x_SI)))
 
     def per_head(self, x_NHI: torch.Tensor, weight_HOI: torch.Tensor) -> torch.Tensor:
         """Each head's row times that head's matrix, [N, H, O]: how latent attention is absorbed."""
         n, heads, ins = x_NHI.shape
         starts = torch.arange(heads + 1, dtype=torch.int32, device=x_NHI.device) * n
-        y = products.grouped(x_NHI.transpose(0, 1).reshape(heads * n, ins), weight_HOI, Groups(starts, heads * n))
+        y = matmul.grouped(x_NHI.transpose(0, 1).reshape(heads * n, ins), weight_HOI, Groups(starts, heads * n))
         return y.view(heads, n, -1).transpose(0, 1)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-        return rows.rms_norm(x, weight, eps)
+        return row_ops.rms_norm(x, weight, eps)
 
     def rotate(self, x_NHA: torch.Tensor, cos_N1A: torch.Tensor, sin_N1A: torch.Tensor) -> torch.Tensor:
-        return rows.rotate(x_NHA, cos_N1A, sin_N1A)
+        return row_ops.rotate(x_NHA, cos_N1A, sin_N1A)
 
     def router_scores(self, x_ND: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
         """A router's logits, not rounded: rounded ones would tie."""
-        return products.linear(x_ND, weight_ED, dtype=torch.float32)
+        return matmul.linear(x_ND, weight_ED, dtype=torch.float32)
 
     def combine(self, out_SD: torch.Tensor, slot_NK: torch.Tensor, gates_NK: torch.Tensor) -> torch.Tensor:
-        return rows.combine(out_SD, slot_NK, gates_NK)
+        return row_ops.combine(out_SD, slot_NK, gates_NK)
 
     def gated(self, h_SF: torch.Tensor) -> torch.Tensor:
-        return rows.gated(h_SF)
+        return row_ops.gated(h_SF)
 
     def softmax(self, scores_NE: torch.Tensor) -> torch.Tensor:
         return routing.scores(scores_NE, sigmoid=False)
@@ -111,7 +111,7 @@ class ExactGpu(Operators):
     def log_softmax(self, logits_RV: torch.Tensor, temperature: torch.Tensor | float = 1.0) -> torch.Tensor:
         if isinstance(temperature, torch.Tensor) or temperature != 1.0:
             logits_RV = logits_RV.float() / temperature
-        return rows.log_softmax(logits_RV)
+        return row_ops.log_softmax(logits_RV)
 
 
 @functools.cache

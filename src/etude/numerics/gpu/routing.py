@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from etude.numerics.gpu.products import Groups, power_of_two
-from etude.numerics.gpu.programs import routing as programs
-from etude.numerics.gpu.rows import SEPARATE
+from etude.numerics.gpu.kernels import routing as kernels
+from etude.numerics.gpu.matmul import Groups, power_of_two
+from etude.numerics.gpu.row_ops import SEPARATE
 
 _TILE = 1024  # scores of a program
 
@@ -65,7 +65,7 @@ class _Scores(torch.autograd.Function):
         y = logits.new_empty(rows, experts, dtype=torch.float32)
         if rows:
             tile = _tile(experts)
-            programs.scores[(-(-rows // tile["ROWS"]),)](
+            kernels.scores[(-(-rows // tile["ROWS"]),)](
                 logits, y, rows, logits.stride(0), EXPERTS=experts, SIGMOID=sigmoid, **tile, **SEPARATE
             )
         ctx.save_for_backward(y)
@@ -80,7 +80,7 @@ class _Scores(torch.autograd.Function):
         dlogits = torch.empty_like(y, dtype=ctx.dtype)
         if rows:
             tile = _tile(experts)
-            programs.scores_gradient[(-(-rows // tile["ROWS"]),)](
+            kernels.scores_gradient[(-(-rows // tile["ROWS"]),)](
                 dy.contiguous(), y, dlogits, rows, EXPERTS=experts, SIGMOID=ctx.sigmoid, **tile, **SEPARATE
             )
         return dlogits, None
@@ -102,7 +102,7 @@ class _Choose(torch.autograd.Function):
         used, live = (torch.empty_like(gates, dtype=torch.int32) for _ in range(2))
         if rows:
             tile = _tile(experts)
-            programs.choose[(-(-rows // tile["ROWS"]),)](
+            kernels.choose[(-(-rows // tile["ROWS"]),)](
                 logits, bias, None if routes is None else routes.contiguous(), gates, used, live,
                 rows, logits.stride(0), router.scale,
                 EXPERTS=experts, TOP=router.top_k, SIGMOID=router.sigmoid, BIASED=bias is not None,
@@ -124,7 +124,7 @@ class _Choose(torch.autograd.Function):
         dlogits = torch.empty(rows, experts, dtype=logits.dtype, device=logits.device)
         if rows:
             tile = _tile(experts)
-            programs.choose_gradient[(-(-rows // tile["ROWS"]),)](
+            kernels.choose_gradient[(-(-rows // tile["ROWS"]),)](
                 dgates.contiguous(), logits, used, dlogits, rows, logits.stride(0), router.scale,
                 EXPERTS=experts, TOP=router.top_k, SIGMOID=router.sigmoid, NORMALISED=router.normalised,
                 **tile, **SEPARATE,

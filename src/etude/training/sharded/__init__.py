@@ -7,7 +7,7 @@ environment variables starts them. In a run the conductor's learner is rank 0 an
     learner = TorchLearner(config, channel=group.channel(store), group=group)
 """
 
-from etude.training.sharded.group import Sharded
 from etude.training.sharded.mesh import Mesh, join
+from etude.training.sharded.process_group import Sharded
 
 __all__ = ["Mesh", "Sharded", "join"]

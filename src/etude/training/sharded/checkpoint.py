@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from etude.errors import CheckpointError
 from etude.models.checkpoint import opened_file
 from etude.training.optimizer import AdamW, places
-from etude.training.sharded.shards import Cut
+from etude.training.sharded.fsdp import Cut
 
 NOTHING: Mapping[str, Cut] = {}
 COUNT = "num_steps"

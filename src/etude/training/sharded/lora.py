@@ -22,20 +22,20 @@ from etude.models.checkpoint import each_weight
 from etude.models.headers import HINT_DAMAGED
 from etude.models.lora import Adapters, rounded, weights_digest
 from etude.models.transformer import Transformer
-from etude.numerics.adapted import Adapted
+from etude.numerics.lora import Adapted
 from etude.records.adapter import PUBLISHED
 from etude.training.config import LiveWeights
 from etude.training.exports import published, stored_dtype
-from etude.training.group import Rowwise
 from etude.training.optimizer import AdamW, local
+from etude.training.process_group import Rowwise
+from etude.training.sharded.fsdp import Cut, Named, Tree
 from etude.training.sharded.mesh import Mesh
-from etude.training.sharded.shards import Cut, Named, Tree
-from etude.training.sharded.trained import Shards
-from etude.training.trained import Loading
+from etude.training.sharded.trainable import Shards
+from etude.training.trainable import Loading
 from etude.weights.tensors import Tensor
 
 if TYPE_CHECKING:
-    from etude.training.sharded.group import Sharded
+    from etude.training.sharded.process_group import Sharded
 
 
 SILENT_BYTES = 16 << 30

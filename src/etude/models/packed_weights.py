@@ -1,0 +1,133 @@
+"""A model's large matrices as packed bytes: what a directory stores, a channel ships, and an engine computes from.
+
+The learner holds unrounded weights and ships `packed`. An engine keeps those bytes as its live memory, under the same
+names, and the model beside it holds what they decode to: written anew, in the pause, for each matrix that an update
+touched (`PackedWeights.decoders`). So what proves an engine's memory is a digest of exactly what was published.
+
+Matrices that the model holds fused (query, key and value; gate and up; all experts) are packed as the model holds
+them, and named part by part.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_right
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+
+import torch
+
+from etude.models.quantised_storage import is_rounded, parts, stored_as
+from etude.models.transformer import Transformer
+from etude.models.weight_views import hf_views, views
+from etude.numerics.config import Quantise
+from etude.numerics.formats import FORMATS, Format
+from etude.numerics.quantisation import Packed, pack, unpack
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One parameter, [O, I] or [E, O, I], and the Hugging Face names of its rows, in order."""
+
+    weight: torch.Tensor
+    rows: dict[str, int]
+
+    def packed(self, format: Format) -> Packed:
+        """With a row for each row of all its matrices, and an outer scale for each name."""
+        one = pack(self.weight.detach().float(), format, matrix=True)
+        outer = one.global_scale
+        if outer is not None:
+            outer = outer.reshape(-1).repeat_interleave(len(self.rows) // outer.numel())
+        return Packed(one.codes.flatten(0, -2), one.scales.flatten(0, -2), outer)
+
+    def decode(self, packed: Packed, format: Format) -> None:
+        """Write what the bytes say into the parameter."""
+        outer = packed.global_scale
+        if outer is not None:
+            outer = outer.repeat_interleave(torch.tensor(list(self.rows.values())).to(outer.device))
+        values = unpack(Packed(packed.codes, packed.scales, outer), format)
+        self.weight.detach().copy_(values.view(self.weight.shape))
+
+
+def packed(model: Transformer, format: Format) -> dict[str, torch.Tensor]:
+    """Every tensor of a model in a format: rounded matrices as `low.parts` names them, all others as live views.
+
+    Raises `ConfigError` where a matrix has no whole blocks.
+    """
+    return PackedWeights(model, format).tensors
+
+
+class PackedWeights:
+    """The packed bytes of a model's weights as they are now, as live memory under published names."""
+
+    def __init__(self, model: Transformer, format: Format) -> None:
+        self.format = format
+        self._matrices = [(matrix, matrix.packed(format)) for matrix in matrices(model)]
+        named: dict[str, dict[str, torch.Tensor]] = {}
+        for matrix, bytes_ in self._matrices:
+            named |= _named(matrix, bytes_, format)
+        self.tensors: dict[str, torch.Tensor] = {}
+        for name, view in hf_views(model).items():
+            self.tensors |= named.get(name, {name: view})
+
+    def decode(self) -> None:
+        """Have the model compute with what the bytes say."""
+        for matrix, bytes_ in self._matrices:
+            matrix.decode(bytes_, self.format)
+
+    @property
+    def decoders(self) -> list[tuple[frozenset[str], Callable[[], None]]]:
+        """For each parameter the names of its bytes, and what has it hold what they say: to be called once any of them
+        was written."""
+        return [
+            (
+                frozenset(part for own in _named(matrix, bytes_, self.format).values() for part in own),
+                functools.partial(matrix.decode, bytes_, self.format),
+            )
+            for matrix, bytes_ in self._matrices
+        ]
+
+
+def stored(
+    name: str, shape: tuple[int, ...], names: Container[str], read: Callable[[str], torch.Tensor]
+) -> torch.Tensor:
+    """Read one tensor of a checkpoint. A packed tensor is dequantised to float32; any other is returned as stored.
+
+    `names` are the checkpoint's tensors; `read` returns one of them. The caller has checked dtypes and shapes.
+    """
+    kind = stored_as(name, names)
+    if kind is Quantise.NONE:
+        return read(name)
+    codes, scales, *outer = (read(part).contiguous() for part in parts(name, shape, kind))
+    bytes_ = Packed(codes.view(torch.uint8), scales.view(torch.uint8), outer[0].reshape(()) if outer else None)
+    return unpack(bytes_, FORMATS[kind])
+
+
+def _named(matrix: Matrix, bytes_: Packed, format: Format) -> dict[str, dict[str, torch.Tensor]]:
+    """Hugging Face name → its parts, as views of the parameter's."""
+    found, start = {}, 0
+    for i, (name, rows) in enumerate(matrix.rows.items()):
+        own = [bytes_.codes[start : start + rows], bytes_.scales[start : start + rows]]
+        own += [] if bytes_.global_scale is None else [bytes_.global_scale[i : i + 1]]
+        described = parts(name, (rows, matrix.weight.shape[-1]), format.name)
+        found[name] = {
+            part: tensor.view(torch.float8_e4m3fn) if kind == "F8_E4M3" else tensor
+            for (part, (kind, _)), tensor in zip(described.items(), own, strict=True)
+        }
+        start += rows
+    return found
+
+
+def matrices(model: Transformer) -> list[Matrix]:
+    """The parameters that are rounded: those that rounded names are views of."""
+    parameters = sorted(model.parameters(), key=torch.Tensor.data_ptr)
+    starts = [parameter.data_ptr() for parameter in parameters]
+    storages = [parameter.untyped_storage() for parameter in parameters]  # each its own, where none has memory yet
+    without = {id(storage): at for at, storage in enumerate(storages)} if model.embedding.is_meta else {}
+    outside = model.config.architecture.outside
+    found: dict[int, Matrix] = {}
+    for name, view in views(model).items():
+        if is_rounded(name):
+            at = without[id(view.untyped_storage())] if without else bisect_right(starts, view.data_ptr()) - 1
+            found.setdefault(at, Matrix(parameters[at], {})).rows[outside(name)] = view.shape[0]
+    return list(found.values())

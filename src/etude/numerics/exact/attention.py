@@ -1,0 +1,181 @@
+"""Attention whose rows do not depend on how many rows there are, on chunking, or on how much memory follows the keys.
+
+The vendor's attention takes its queries in blocks of 32, 64 or 256 rows and its keys in blocks of 512, and sums each
+block with GEMMs, whose order of summation depends on the block's size. So a query sees a *window* of whole `BLOCK`s of
+keys, masked, never a ragged end; its rows come in whole blocks, too; and only windows are used in which a row has the
+same bits as in whole blocks of 512 (here not those of 256 and 320, whose sums the GEMM splits in two). Which, is
+measured when first asked, in milliseconds. Where whole blocks themselves are not the same for any number of rows,
+every sum is written out: slow, and meant for machines that this was not seen on.
+
+Decoding, chunks of a prompt and packed training all attend so, and therefore to the same bits.
+
+Shapes: B slots, H query heads, G key/value heads, M rows of queries, W window, T tokens of a sequence, A key width,
+C value width.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from etude.numerics.exact.matmul import MIN_ROWS
+
+BLOCK = 64
+KERNEL_BLOCK = 512  # keys that the CPU's attention kernel takes at once
+SEVERAL = 2 * KERNEL_BLOCK  # past it the pattern repeats: earlier blocks are whole, only the last one's size matters
+TILES = ((32, MIN_ROWS), (192, 32), (768, 64), (1 << 62, 256))  # below so many rows, the kernel takes so many at once
+CHUNK = 128  # queries of a whole sequence that see one window
+
+Attend = Callable[..., torch.Tensor]
+"""(q_BHMA, k_BGWA, v_BGWC, mask that broadcasts to BHMW, 0 or -inf, scale or None) -> o_BHMC"""
+
+
+@dataclass(frozen=True)
+class Windows:
+    """In which sizes rows of queries and keys come, and how the ones attend to the others."""
+
+    usable: tuple[int, ...]  # windows up to `SEVERAL`, ascending
+    attend: Attend
+    tiles: bool = True  # whether queries come in whole blocks of rows
+
+    def covering(self, stop: int) -> int:
+        """The smallest usable window that covers keys [0, stop); at most the next multiple of `KERNEL_BLOCK`."""
+        whole = max(0, -(-(stop - SEVERAL) // KERNEL_BLOCK)) * KERNEL_BLOCK
+        return whole + next(w for w in self.usable if w >= stop - whole)
+
+    def padded(self, num_rows: int) -> int:
+        """How many rows of queries to compute for so many."""
+        if not self.tiles:
+            return num_rows
+        tile = next(tile for below, tile in TILES if num_rows < below)
+        return -(-num_rows // tile) * tile
+
+
+def masked(
+    q_BHMA: torch.Tensor,
+    k_BGWA: torch.Tensor,
+    v_BGWC: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """The vendor's attention under an additive mask."""
+    gqa = q_BHMA.shape[1] != k_BGWA.shape[1]
+    return F.scaled_dot_product_attention(q_BHMA, k_BGWA, v_BGWC, attn_mask=mask, scale=scale, enable_gqa=gqa)
+
+
+def summed(
+    q_BHMA: torch.Tensor,
+    k_BGWA: torch.Tensor,
+    v_BGWC: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """The same with every sum written out, key block by key block: one order, whatever the shapes."""
+    repeats = q_BHMA.shape[1] // k_BGWA.shape[1]
+    k_BHWA, v_BHWC = (t.repeat_interleave(repeats, 1) for t in (k_BGWA, v_BGWC))
+    q_BHMA = q_BHMA * (q_BHMA.shape[-1] ** -0.5 if scale is None else scale)
+    mask_BHMW = mask.expand(*q_BHMA.shape[:3], k_BHWA.shape[2])
+    blocks = []
+    for k, mask_block in zip(torch.split(k_BHWA, BLOCK, 2), torch.split(mask_BHMW, BLOCK, 3), strict=True):
+        blocks.append((q_BHMA[:, :, :, None] * k[:, :, None]).sum(-1) + mask_block)
+    high = functools.reduce(torch.maximum, [block.amax(-1, keepdim=True) for block in blocks])
+    weights = [(block - high).exp() for block in blocks]
+    total = functools.reduce(torch.add, [w.sum(-1, keepdim=True) for w in weights])
+    sums = [(w[..., None] * v[:, :, None]).sum(-2) for w, v in zip(weights, torch.split(v_BHWC, BLOCK, 2), strict=True)]
+    o_BHMC: torch.Tensor = functools.reduce(torch.add, sums) / total
+    return o_BHMC
+
+
+def windows(heads: int, key_width: int) -> Windows:
+    """Those of a cache with so many key/value heads, under this number of threads: the same for any number of them, so
+    that a rank with a share of the heads attends as one with all."""
+    return _measured(key_width, torch.get_num_threads())
+
+
+@functools.cache
+def _measured(width: int, threads: int) -> Windows:
+    probe, alone = _Probe(2, width), _Probe(1, width)
+    usable = tuple(
+        w for w in range(BLOCK, SEVERAL + 1, BLOCK) if probe.same_rows(masked, w) and alone.same_rows(masked, w)
+    )
+    whole = KERNEL_BLOCK in usable and SEVERAL in usable and probe.same_rows(masked, SEVERAL, (TILES[2][0],))
+    if whole and probe.same_heads(masked):
+        return Windows(usable, masked)
+    return Windows(tuple(range(BLOCK, SEVERAL + 1, BLOCK)), summed)
+
+
+class _Probe:
+    """Random queries, each at a position in the last block of a window, some positions more than once."""
+
+    def __init__(self, heads: int, width: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.q = torch.randn(1, heads, TILES[2][0], width, generator=generator)
+        self.k, self.v = torch.randn(2, 1, heads, SEVERAL, width, generator=generator).unbind()
+        self.back = torch.arange(TILES[2][0] - 1, -1, -1) % BLOCK
+
+    def same_rows(
+        self, attend: Attend, window: int, counts: tuple[int, ...] = (*range(MIN_ROWS, 33, MIN_ROWS),)
+    ) -> bool:
+        """Whether rows in a window have the bits that they have among many rows and in whole kernel blocks."""
+        most = TILES[1][0]
+        whole = self._last(attend, most, window, SEVERAL)
+        return all(torch.equal(self._last(attend, n, window, window)[:, :, -most:], whole[:, :, -n:]) for n in counts)
+
+    def same_heads(self, attend: Attend) -> bool:
+        """Whether a head by itself has the bits that it has beside another."""
+        mask, both = causal_mask(SEVERAL - 1 - self.back, SEVERAL), (self.q, self.k, self.v)
+        each = [attend(*(t[:, head : head + 1] for t in both), mask) for head in range(self.q.shape[1])]
+        return torch.equal(torch.cat(each, 1), attend(*both, mask))
+
+    def _last(self, attend: Attend, num: int, window: int, keys: int) -> torch.Tensor:
+        mask = causal_mask(window - 1 - self.back[-num:], keys)
+        return attend(self.q[:, :, -num:], self.k[:, :, :keys], self.v[:, :, :keys], mask)
+
+
+def causal_mask(positions_M: torch.Tensor, window: int) -> torch.Tensor:
+    """Additive float32 [M, W]: each row sees the keys up to its position."""
+    hidden = torch.arange(window, device=positions_M.device) > positions_M[:, None]
+    return torch.zeros(hidden.shape, device=positions_M.device).masked_fill_(hidden, -torch.inf)
+
+
+ANY = Windows(tuple(range(BLOCK, SEVERAL + 1, BLOCK)), masked, tiles=False)
+"""For those who do not care."""
+
+
+@dataclass(frozen=True)
+class Causal:
+    """Attention within whole sequences, `CHUNK` queries at a time; masks are shared by layers and sequences."""
+
+    _masks: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+
+    def __call__(
+        self,
+        q_HTA: torch.Tensor,
+        k_GTA: torch.Tensor,
+        v_GTC: torch.Tensor,
+        scale: float | None = None,
+        start: int = 0,
+    ) -> torch.Tensor:
+        """o_HTC, of float32. `start`: the first query's position; where that is a whole number of `CHUNK`s, its
+        bits are those that it has among all queries."""
+        (heads, num, width), narrow = k_GTA.shape, k_GTA.shape[-1] - v_GTC.shape[-1]
+        w = windows(heads, width)
+        room = w.covering(num) - num
+        k, v = F.pad(k_GTA, (0, 0, 0, room))[None], F.pad(v_GTC, (0, narrow, 0, room))[None]
+        outs = []
+        for first, q in zip(range(start, num, CHUNK), torch.split(q_HTA, CHUNK, 1), strict=True):
+            rows, window = q.shape[1], w.covering(first + q.shape[1])
+            q = F.pad(q, (0, 0, 0, w.padded(rows) - rows)).contiguous()
+            mask = self._mask(first, window, q)[: q.shape[1]]
+            outs.append(w.attend(q[None], k[:, :, :window], v[:, :, :window], mask, scale)[0, :, :rows])
+        return torch.cat(outs, 1)[..., : v_GTC.shape[-1]]
+
+    def _mask(self, start: int, window: int, like: torch.Tensor) -> torch.Tensor:
+        if (start, window) not in self._masks:
+            positions = torch.arange(start, start + CHUNK, device=like.device)
+            self._masks[start, window] = causal_mask(positions, window).to(like.dtype)
+        return self._masks[start, window]

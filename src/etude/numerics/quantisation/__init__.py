@@ -1,0 +1,15 @@
+"""Low precision: block-scaled formats, their bytes, and operators that compute with numbers rounded to them.
+
+>>> import torch
+>>> from etude.numerics import Native, Quantise
+>>> operators = Quantised(Native(), FORMATS[Quantise.MXFP4])
+>>> operators.linear(torch.ones(1, 32), torch.full((1, 32), 1.1)).tolist()
+[[32.0]]
+"""
+
+from etude.numerics.formats import FORMATS, Format
+from etude.numerics.quantisation.packing import Packed, pack, unpack
+from etude.numerics.quantisation.quantised import Quantised
+from etude.numerics.quantisation.rounding import rounded
+
+__all__ = ["FORMATS", "Format", "Packed", "Quantised", "pack", "rounded", "unpack"]

@@ -1,0 +1,154 @@
+"""Stops a step that computes NaN or infinity, and names the layer and operator, parameter, rollout and step.
+
+A NaN that is trained on is in every weight one step later, and its origin can no longer be found. So the sampled
+values, the logits, the loss, the gradient and the new weights are checked, each by one sum. Where a check fails the
+origin is traced: a forward is computed again with every operator watched; of a gradient, the parameter that the
+backward pass came to first is named.
+
+Everything here raises `NotFinite`. Knows nothing of saving checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+
+from etude.errors import NotFinite
+from etude.models.finite import described, is_finite, not_finite, origin
+from etude.models.hooks import Watch
+from etude.records import Sample
+from etude.training.flat_batch import Rows
+from etude.training.losses import PolicyLoss
+from etude.training.optimizer import AdamW
+
+Views = Callable[[], Mapping[str, torch.Tensor]]
+"""A function that returns the trained tensors by the names that they are saved under."""
+
+HINT = "the weights are those of the step before: resume with a lower lr, or look into what is named here"
+
+
+def check_sampled(samples: Sequence[Sample], rows: Rows, *, step: int) -> None:
+    """Check the log-probabilities that engines logged and the advantages."""
+    for what, numbers_R in (("log-probability", rows.sampler_logprobs_R), ("advantage", rows.advantages_R)):
+        if not is_finite(numbers_R):
+            at = int((~torch.isfinite(numbers_R)).int().argmax())
+            raise NotFinite(
+                f"a sampled token's {what} is {float(numbers_R[at])} at step {step}",
+                f"in {place_in(samples, rows, int(rows.rows_R[at]), after=1)}",
+                hint="the engine or the grader gave a number that is not finite: see its log and the trace",
+            )
+
+
+def check_logits(
+    logits_RV: torch.Tensor,
+    again: Callable[[Watch], object] | None,
+    rows_R: torch.Tensor | None = None,
+    *,
+    step: int,
+    place: Callable[[int], str],
+) -> None:
+    """Check a forward's logits [R, V]. Where they are not finite, `again` computes the forward once more and watches
+    its operators (None: it cannot be repeated, since other ranks take part in it). `rows_R`: the tokens that got logits
+    (None: all). `place` describes a token for the error."""
+    if is_finite(logits_RV):
+        return
+    if again is None:
+        row = int((~torch.isfinite(logits_RV)).any(-1).int().argmax())
+        facts = f"{described(logits_RV)}, the first in {place(row if rows_R is None else int(rows_R[row]))}"
+        hint = f"{HINT}; on one rank etude also finds the operator"
+        raise NotFinite(f"the logits of step {step} are not finite", facts, hint=hint)
+    where = origin(again)
+    if where is None:
+        facts = f"{described(logits_RV)}; computed again, all numbers are finite"
+        hint = "the same forward gave two results: test the machine's memory, or use another machine"
+        raise NotFinite(f"the logits of step {step} are not finite", facts, hint=hint)
+    token = where.row if rows_R is None or where.name not in ("norm", "logits") else int(rows_R[where.row])
+    facts = f"{where.facts}, the first in {place(token)}; nothing computed before it is"
+    raise NotFinite(f"{where.name} is not finite at step {step}", facts, hint=HINT)
+
+
+def check_loss(
+    policy: PolicyLoss,
+    loss: torch.Tensor,
+    samples: Sequence[Sample],
+    rows: Rows,
+    log_ratio_R: torch.Tensor,
+    *,
+    step: int,
+) -> None:
+    """Check the loss of finite logits: neither it nor any ratio [R] may overflow, even a ratio that the policy's loss
+    cuts."""
+    if is_finite(loss) and is_finite(policy.ratio_R):
+        return
+    at = int(log_ratio_R.abs().argmax())
+    place = place_in(samples, rows, int(rows.rows_R[at]), after=1)
+    what = "the loss" if not is_finite(loss) else "a token's ratio"
+    number = float(loss.detach() if not is_finite(loss) else policy.ratio_R[at])
+    raise NotFinite(
+        f"{what} of step {step} is {number}",
+        f"the largest log-ratio is {float(log_ratio_R[at]):.4g}, in {place}",
+        hint="engine and learner differ too much: set learner.correction, or compare them with etude parity",
+    )
+
+
+Agreed = Callable[[str], AbstractContextManager[None]]
+"""See `group.Group.agreed`."""
+
+
+def stepped(
+    optimizer: AdamW, views: Views, *, lr: float, step: int, agreed: Agreed = lambda what: nullcontext()
+) -> float:
+    """Apply the gradient; returns its norm. A gradient that is not finite changes no weight, and raises on every rank
+    with the parameter's name, from `views`. The new weights are checked too."""
+    try:
+        norm = optimizer.step(lr)
+    except NotFinite as error:
+        with agreed("gradient"):
+            bad = not_finite(_gradients(optimizer, views()))
+            if bad:
+                first = list(bad)[-1]  # a backward pass goes from the last layer to the first
+                raise NotFinite(
+                    f"the gradient of {first} is not finite at step {step}",
+                    f"{bad[first]}; the backward pass came to it first, and spread it to {len(bad)} tensors in all",
+                    hint=HINT,
+                ) from None
+        raise NotFinite(f"the gradient of step {step} overflows", error.facts, hint=HINT) from None  # of its squares
+    with agreed("weights"):
+        if not is_finite(optimizer.live):
+            check_weights(views(), f"after step {step}")
+    return norm
+
+
+def check_weights(views: Mapping[str, torch.Tensor], when: str) -> None:
+    """Check live weights, by the names that they are saved under. `when`: words for the error, "after step 3"."""
+    bad = not_finite(views)
+    if bad:
+        first = next(iter(bad))
+        raise NotFinite(
+            f"{first} is not finite {when}",
+            f"{bad[first]}; {len(bad)} tensors in all",
+            hint="the weights are lost: go on from the last checkpoint, with a lower lr",
+        )
+
+
+def _gradients(optimizer: AdamW, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The gradient by the names of `views`. It is laid out as the live weights are, so their views give the places."""
+    if optimizer.is_sharded:
+        return optimizer.named(optimizer.grad)
+    return {
+        name: optimizer.grad[view.storage_offset() : view.storage_offset() + view.numel()]
+        for name, view in views.items()
+        if view.untyped_storage().data_ptr() == optimizer.live.untyped_storage().data_ptr()
+    }
+
+
+def place_in(samples: Sequence[Sample], rows: Rows, token: int, *, after: int = 0) -> str:
+    """Describe a token of a forward: its rollout and position. `after`: added to the position, 1 for the token that a
+    row predicts."""
+    token = token if rows.kept_N is None else int(rows.kept_N[token])
+    ends = np.cumsum(rows.lengths)
+    of = int(np.searchsorted(ends, token, side="right"))
+    return f"rollout {samples[of].rollout_id} at position {token - int(ends[of]) + rows.lengths[of] + after}"

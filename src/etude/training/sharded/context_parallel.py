@@ -1,0 +1,130 @@
+"""A text over several ranks: each has some of its tokens, and sees the keys and values of all before them.
+
+A text is cut into twice as many pieces as there are ranks, and each takes one from the front and one from the back
+(Llama 3, arXiv 2407.21783, §3.3.2): in causal attention the last piece sees all others and the first none, so that the
+pairs come out even. Keys and values are gathered layer by layer, of a latent attention the latents alone; their
+gradients are summed back to where they came from. Pieces are multiples of `CHUNK` where the text is long enough: then
+an exact operator sees its rows in the windows that it sees them in elsewhere, and a token's bits are those of one rank.
+
+Shapes: N tokens of this rank, H query heads, G key/value heads, A key width, B value width, T tokens of a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import distributed
+
+from etude.numerics.exact.attention import CHUNK
+from etude.numerics.operators import Operators
+from etude.training.flat_batch import Rows, idle
+from etude.training.sharded.mesh import Mesh
+
+
+def pieces(num_tokens: int, rank: int, ranks: int) -> list[range]:
+    """The tokens of a text that a rank has, front and back.
+
+    >>> [pieces(1024, rank, 2) for rank in range(2)]
+    [[range(0, 256), range(768, 1024)], [range(256, 512), range(512, 768)]]
+    >>> [pieces(6, rank, 2) for rank in range(2)]
+    [[range(0, 2), range(6, 6)], [range(2, 4), range(4, 6)]]
+    """
+    each = -(-num_tokens // (2 * ranks))
+    each = -(-each // CHUNK) * CHUNK if num_tokens >= 2 * ranks * CHUNK else each
+    cut = [range(min(num_tokens, i * each), min(num_tokens, (i + 1) * each)) for i in range(2 * ranks)]
+    return [cut[rank], cut[2 * ranks - 1 - rank]]
+
+
+def kept(lengths: Sequence[int], rank: int, ranks: int) -> torch.Tensor:
+    """int64: a rank's tokens of texts laid flat, ascending."""
+    found, start = [], 0
+    for length in lengths:
+        found += [start + i for piece in pieces(length, rank, ranks) for i in piece]
+        start += length
+    return torch.tensor(found, dtype=torch.int64)
+
+
+def part_of(rows: Rows, rank: int, ranks: int) -> Rows:
+    """A rank's part of some rows. So few tokens that a rank would have none are the first rank's."""
+    if ranks == 1 or rows.num_tokens == 0:
+        return rows
+    parts = [kept(rows.lengths, one, ranks) for one in range(ranks)]
+    if not all(map(len, parts)):
+        return idle() if rank else rows
+    return rows.of(parts[rank])
+
+
+class TextPart:
+    """`Cache` of packed texts, of which this rank has some tokens. Every layer gathers once, forward and backward."""
+
+    compressed = True  # latents are fewer numbers than the keys and values made of them
+
+    def __init__(self, lengths: Sequence[int], operators: Operators, mesh: Mesh) -> None:
+        self._lengths, self._causal, self._mesh = list(lengths), operators.causal(), mesh
+        ranks = mesh.context_size
+        self._kept = [kept(lengths, rank, ranks) for rank in range(ranks)]
+        self._mine = [pieces(length, mesh.context_rank, ranks) for length in lengths]
+        starts = torch.cat([torch.arange(n) for n in lengths])
+        self.positions = starts[self._kept[mesh.context_rank]].to(mesh.device)
+
+    def attend(
+        self, layer: int, q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGB: torch.Tensor, scale: float | None = None
+    ) -> torch.Tensor:
+        shared = v_NGB.untyped_storage().data_ptr() == k_NGA.untyped_storage().data_ptr()
+        width = k_NGA.shape[-1]
+        both = k_NGA if shared else torch.cat([k_NGA, v_NGB], -1)
+        whole: torch.Tensor = _Gathered.apply(both, self._kept, self._mesh)  # type: ignore[no-untyped-call]
+        k = whole[..., :width]
+        v = whole[..., : v_NGB.shape[-1]] if shared else whole[..., width:]
+        outs, at, start = [], 0, 0
+        for length, mine in zip(self._lengths, self._mine, strict=True):
+            for piece in (one for one in mine if len(one)):
+                seen = slice(start, start + piece.stop)
+                q = q_NHA[at : at + len(piece)].transpose(0, 1)
+                o = self._causal(q, k[seen].transpose(0, 1), v[seen].transpose(0, 1), scale, piece.start)
+                outs.append(o.transpose(0, 1))
+                at += len(piece)
+            start += length
+        return torch.cat(outs)
+
+
+class _Gathered(torch.autograd.Function):
+    """Every rank's tokens in the order of the texts; backward, the sum of what every rank's queries say of mine."""
+
+    @staticmethod
+    def forward(ctx: Any, mine_N: torch.Tensor, kept: list[torch.Tensor], mesh: Mesh) -> torch.Tensor:
+        ctx.kept, ctx.mesh = kept, mesh
+        parts = [mine_N.new_empty(len(places), *mine_N.shape[1:]) for places in kept]
+        mine_N = mine_N.contiguous()
+        _exchange(parts, [mine_N] * mesh.context_size, mesh)
+        whole = mine_N.new_empty(sum(map(len, kept)), *mine_N.shape[1:])
+        for places, part in zip(kept, parts, strict=True):
+            whole[places.to(whole.device)] = part
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        kept, mesh = ctx.kept, ctx.mesh
+        mine = kept[mesh.context_rank]
+        sent = [gradient[places.to(gradient.device)].contiguous() for places in kept]
+        parts = [gradient.new_empty(len(mine), *gradient.shape[1:]) for _ in kept]
+        _exchange(parts, sent, mesh)
+        total = parts[0].to(torch.promote_types(gradient.dtype, torch.float32))
+        for part in parts[1:]:
+            total = total + part
+        return total.to(gradient.dtype), None, None
+
+
+def _exchange(out: list[torch.Tensor], sent: Sequence[torch.Tensor], mesh: Mesh) -> None:
+    """One tensor to each rank, one from each; of shapes that all know."""
+    given = torch.cat([one.flatten() for one in sent]).view(torch.uint8)
+    taken = torch.cat([one.flatten() for one in out]).view(torch.uint8)
+    distributed.all_to_all_single(
+        taken, given, [one.nbytes for one in out], [one.nbytes for one in sent], group=mesh.context
+    )
+    at = 0
+    for one in out:
+        one.copy_(taken[at : at + one.nbytes].view(one.dtype).view(one.shape))
+        at += one.nbytes

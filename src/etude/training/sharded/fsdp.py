@@ -1,0 +1,191 @@
+"""A model as FSDP2 shards it, and which rows of each parameter lie where.
+
+`fully_shard` cuts a parameter in its first dimension: rows of a matrix, experts of a stack. Layer by layer its shards
+are gathered before they are computed with, and gradients are summed and cut again behind it. Stacked experts are whole
+on their expert-parallel rank, and cut over the other mesh.
+
+Sums over ranks in exact mode are trees in the order of shares (`Tree`); in native mode, whatever the library does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from etude.errors import ConfigError
+from etude.models.adapter_config import ADAPTER_CONFIG
+from etude.models.checkpoint import RowRange, read_json, read_rows
+from etude.models.config import ModelConfig
+from etude.models.headers import check_weights
+from etude.models.lora import own_part
+from etude.models.transformer import Block, Stack, Transformer
+from etude.models.weight_views import hf_biases, hf_views
+from etude.numerics.exact import tree
+from etude.numerics.operators import Operators
+from etude.training.sharded.mesh import Mesh
+
+
+class Tree:
+    """A reduce-scatter whose sum is a binary tree in the order of ranks: FSDP2's own kind of argument."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: distributed.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
+        parts = torch.empty_like(input_tensor)
+        distributed.all_to_all_single(parts, input_tensor, group=group)
+        output_tensor.copy_(tree(parts.view(group.size(), -1).unbind()))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A parameter of the whole model, and what this rank has of it: rows [start, stop) of its first dimension.
+    `copied`: those that FSDP2 would share them with have them, too."""
+
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    mesh: DeviceMesh
+    expert: bool
+    copied: bool = False
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.stop)
+
+    def distributed(self, own: torch.Tensor) -> DTensor:
+        """This rank's rows, as a part of the whole."""
+        strides = torch.empty(self.shape, device="meta").stride()
+        places: list[Placement] = [Shard(0)] * self.mesh.ndim
+        if self.copied:
+            places[-1] = Replicate()
+        made: DTensor = DTensor.from_local(
+            own, self.mesh, places, run_check=False, shape=torch.Size(self.shape), stride=strides
+        )
+        return made
+
+
+def chunk(size: int, rank: int, ranks: int) -> tuple[int, int]:
+    """The rows of a rank, as `torch.chunk` has them: later ranks may have fewer, or none.
+
+    >>> [chunk(5, rank, 4) for rank in range(4)]
+    [(0, 2), (2, 4), (4, 5), (5, 5)]
+    """
+    each = -(-size // ranks)
+    return min(size, rank * each), min(size, (rank + 1) * each)
+
+
+def cuts_of(model: Transformer, mesh: Mesh) -> dict[str, Cut]:
+    """Of each parameter, before `shard`."""
+    stacked = {
+        f"{name}.{part}" for name, m in model.named_modules() if isinstance(m, Stack) for part in ("gate_up", "down")
+    }
+    found = {}
+    for name, parameter in model.named_parameters():
+        shape = tuple(parameter.shape)
+        if name in stacked:
+            first = shape[0] * mesh.expert.rank
+            start, stop = chunk(shape[0], mesh.expert_fsdp.get_local_rank(), mesh.expert_fsdp.size())
+            whole = (shape[0] * mesh.expert.degree, *shape[1:])
+            found[name] = Cut(whole, first + start, first + stop, mesh.experts, expert=True)
+        else:
+            found[name] = Cut(shape, *chunk(shape[0], mesh.rank, mesh.size), mesh.dense, expert=False)
+    return found
+
+
+@dataclass(frozen=True)
+class Named:
+    """A Hugging Face tensor as numbers of a parameter: from `start` on in the whole one."""
+
+    name: str
+    start: int
+    shape: tuple[int, ...]
+
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.shape)
+
+
+def names_of(model: Transformer, cuts: Mapping[str, Cut], mesh: Mesh) -> dict[str, list[Named]]:
+    """The Hugging Face tensors in each parameter. Before `shard`."""
+    storages = {name: p.untyped_storage() for name, p in model.named_parameters()}
+    of = {id(storage): name for name, storage in storages.items()}
+    found: dict[str, list[Named]] = {name: [] for name in cuts}
+    for name, view in hf_views(model).items():
+        parameter = of.get(id(view.untyped_storage()))
+        if parameter is None:
+            continue  # a bias of choosing
+        cut = cuts[parameter]
+        held = math.prod(cut.shape) // mesh.expert.degree * mesh.expert.rank if cut.expert else 0
+        found[parameter].append(Named(name, held + int(view.storage_offset()), tuple(view.shape)))
+    return found
+
+
+def begin(path: Path, operators: Operators, mesh: Mesh) -> Transformer:
+    """The model of a checkpoint directory, with this rank's experts, and no memory yet. Raises `CheckpointError`, and
+    `ConfigError` for an adapter's directory."""
+    if (path / ADAPTER_CONFIG).is_file():
+        raise ConfigError(f"{path} on several ranks", "an adapter", hint="export it merged, and take that")
+    config = ModelConfig.from_hf(read_json(path / "config.json"))
+    check_weights(path, config)
+    with torch.device("meta"):
+        return Transformer(config, seed=None, operators=operators, parallel=mesh.expert)
+
+
+def fill(model: Transformer, path: Path, cuts: Mapping[str, Cut], named: Mapping[str, list[Named]], mesh: Mesh) -> None:
+    """Give a model that `shard` has its memory, and read what is this rank's into it. Raises `CheckpointError`."""
+    tables = model.cos.to(mesh.device), model.sin.to(mesh.device)
+    model.to_empty(device=mesh.device)
+    model.cos, model.sin = tables
+    wanted = [RowRange(name, tuple(one.shape), 0, len(one), one) for name, one in hf_biases(model).items()]
+    for name, parameter in model.named_parameters():
+        wanted += _rows(cuts[name], named[name], own_part(parameter).view(-1))
+    read_rows(path, wanted)
+
+
+def _rows(cut: Cut, named: Sequence[Named], own: torch.Tensor) -> Iterator[RowRange]:
+    """Of each tensor in a parameter the rows that are here."""
+    first = cut.start * math.prod(cut.shape[1:])
+    for one in named:
+        start, stop = max(one.start, first), min(one.stop, first + len(own))
+        if start < stop:
+            width, out = math.prod(one.shape[1:]), own[start - first : stop - first].view(-1, *one.shape[1:])
+            at = (start - one.start) // width
+            yield RowRange(one.name, one.shape, at, at + len(out), out)
+
+
+def shard(model: Transformer, mesh: Mesh, *, exact: bool, gathered: torch.dtype | None) -> None:
+    """Have FSDP2 shard a model in place. `gathered`: the dtype that weights travel and are computed in (None: their
+    own); gradients are summed in float32."""
+    policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+    def cut(module: nn.Module, over: DeviceMesh) -> None:
+        made = fully_shard(module, mesh=over, mp_policy=policy)
+        assert isinstance(made, FSDPModule)
+        made.set_gradient_divide_factor(1.0)
+        made.set_force_sum_reduction_for_comms(True)
+        if exact:
+            made.set_custom_reduce_scatter(Tree())  # type: ignore[arg-type]  # the interface has no public name
+
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        if block.experts is not None:
+            cut(block.experts.stack, mesh.expert_fsdp)
+        cut(block, mesh.dense)
+    cut(model, mesh.dense)
+    register_fsdp_forward_method(model, "run")

@@ -1,0 +1,105 @@
+"""What trains of a model that ranks share: this rank's rows; what it saves and publishes: whole tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from etude.models.checkpoint import save_tensors, write_about, write_index
+from etude.models.transformer import Transformer
+from etude.models.weight_views import hf_biases
+from etude.training.config import LiveWeights
+from etude.training.exports import coded, stored_dtype
+from etude.training.optimizer import local
+from etude.training.sharded.fsdp import Cut, Named
+from etude.weights.tensors import Tensor
+
+if TYPE_CHECKING:
+    from etude.training.sharded.process_group import Sharded
+
+
+class Shards:
+    """`trained.Trained`. Made before FSDP2 has the model."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        group: Sharded,
+        cuts: Mapping[str, Cut],
+        named: Mapping[str, list[Named]],
+        weights: LiveWeights,
+        assets: Path,
+    ) -> None:
+        self.model, self._group, self._cuts = model, group, cuts
+        self.cuts = cuts  # of the model
+        self.copies: Mapping[str, Cut] = {}  # of what trains in its place, where something does
+        self._weights, self._assets = weights, assets
+        self.named = named
+
+    def filled(self) -> None:
+        """FSDP2 has the model, which holds its weights now."""
+
+    @property
+    def _others(self) -> dict[str, torch.Tensor]:
+        """What is in no parameter and on every rank: the first's."""
+        return hf_biases(self.model) if self._group.rank == 0 else {}
+
+    @property
+    def parameters_of(self) -> nn.Module:
+        return self.model
+
+    def views(self) -> Mapping[str, torch.Tensor]:
+        """This rank's rows of each parameter."""
+        self.model.reshard()  # type: ignore[operator]  # FSDP2's: what it gathered last may be there still
+        return {name: local(p).detach() for name, p in self.model.named_parameters()}
+
+    def settle(self) -> None:
+        """The optimiser has written the shards."""
+
+    def exported(self) -> dict[str, Tensor]:
+        """The whole tensors that this rank publishes. Collective."""
+        return self._coded(self._wholes(self.views()))
+
+    def _coded(self, wholes: Mapping[str, torch.Tensor]) -> dict[str, Tensor]:
+        kinds = [(self._weights, wholes), (LiveWeights.F32, self._others)]
+        return {
+            name: Tensor(str(kind), tuple(view.shape), coded(view, kind))
+            for kind, views in kinds
+            for name, view in views.items()
+        }
+
+    def base(self) -> dict[str, Tensor] | None:
+        """None: all is published."""
+        return None
+
+    def write(self, folder: Path) -> None:
+        """Hugging Face's directory, its weights in a file a rank. Collective."""
+        group = self._group
+        tensors = self._wholes(self.views()) | {name: one.clone() for name, one in self._others.items()}
+        file = f"model-{group.rank + 1:05}-of-{group.size:05}.safetensors"
+        with group.agreed("weights"):
+            save_tensors(tensors, folder / file)
+        there = group.gathered((file, {name: one.nbytes for name, one in tensors.items()}))
+        with group.agreed("weights"):
+            if group.rank == 0:
+                write_about(self.model.config, folder, dtype=self._weights, assets=self._assets)
+                where = {name: own for own, sizes in there for name in sizes}
+                write_index(where, sum(sum(sizes.values()) for _, sizes in there), folder)
+
+    def _wholes(self, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Of each parameter's rows the tensors that this rank is to have whole, by Hugging Face's names, as they are
+        stored. Collective."""
+        found, kind = {}, stored_dtype(self._weights)
+        rows = {name: own.to(kind) for name, own in views.items()}
+        for parameter, whole in self._group.together(rows).items():
+            cut, flat = self._cuts[parameter], whole.flatten()
+            first = cut.start * math.prod(cut.shape[1:]) if cut.expert else 0
+            for one in self.named[parameter]:
+                if first <= one.start and one.stop <= first + len(flat):
+                    found[one.name] = flat[one.start - first : one.stop - first].view(one.shape)
+        return found
