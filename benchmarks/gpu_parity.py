@@ -103,7 +103,7 @@ def measure(size: Size, on: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for mode in Mode:
         operators = operators_for(NumericsConfig(mode), torch.bfloat16, device=on)
-        model = random_model(size.sizes, operators, operators.held, on)
+        model = random_model(size.sizes, operators, operators.storage_dtype, on)
         sequences, routes = sampled(model, size)
         engine = torch.tensor([logprob for s in sequences for logprob in s.logprobs], dtype=torch.float32)
         learner, used = learned(model, sequences)

@@ -12,4 +12,4 @@ class AcmeMoe(Qwen3Moe):
     hf_class = "AcmeMoeForCausalLM"
     sizes = {**Qwen3Moe.sizes, "top_k": "experts_per_token"}  # a key of config.json that has another name
     renamed = {"model.layers.": "decoder.blocks.", ".mlp.gate.": ".mlp.router.", ".mlp.experts.": ".moe."}
-    foreign = "has no model of this name"  # why vLLM and SGLang cannot serve it
+    no_external_engines = "has no model of this name"  # why vLLM and SGLang cannot serve it

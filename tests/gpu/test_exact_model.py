@@ -17,7 +17,7 @@ from tests.unit.models.families import FAMILIES
 
 from etude.models import Transformer
 from etude.models.attention import Packed
-from etude.numerics.gpu import ExactGpu, PackedTokens, PagedTokens, Pages, Rows
+from etude.numerics.gpu import ExactGpu, PackedTokens, PagedTokens, Pages, SequenceRows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -31,7 +31,7 @@ def test_a_model_decodes_to_the_bits_it_is_trained_with(family: str) -> None:
     trained = model.run(tokens, PackedTokens(lengths, DEVICE)).logits.detach()
     one_by_one = Packed(lengths, model.operators, device=DEVICE)
     assert torch.equal(model.run(tokens, one_by_one).logits, trained)
-    kept = sizes.kept
+    kept = sizes.cache_layout
     pages = Pages(
         num_layers=2, num_pages=8, page=4, heads=kept.heads, key_width=kept.key_width, value_width=kept.value_width,
         shared=kept.shared, dtype=dtype, device=DEVICE,
@@ -40,7 +40,7 @@ def test_a_model_decodes_to_the_bits_it_is_trained_with(family: str) -> None:
     own = ((1, 3, 0), (2, 5))
     with torch.no_grad():
         for step in steps:
-            rows = [Rows(first, stop - first, own[i]) for i, first, stop in step]
+            rows = [SequenceRows(first, stop - first, own[i]) for i, first, stop in step]
             at = torch.cat([torch.arange(first, stop) + 11 * i for i, first, stop in step]).to(DEVICE)
             assert torch.equal(model.run(tokens[at], PagedTokens(pages, rows)).logits, trained[at])
 

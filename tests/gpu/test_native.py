@@ -24,7 +24,7 @@ from etude.numerics.operators import Operators
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
 BF16 = torch.bfloat16
-TRITON = grouped_experts.RowWork(row_ops.gated, row_ops.gated_gradient, row_ops.combine)
+TRITON = grouped_experts.RowOps(row_ops.gated, row_ops.gated_gradient, row_ops.combine)
 on_a_gpu = pytest.mark.skipif(not GPU, reason="no GPU here: the vendor's kernels need one")
 SMALL = ModelConfig(
     vocab_size=512, hidden_size=256, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=64, expert_size=128,
@@ -41,9 +41,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1.2e-2
     assert error < tolerance, f"relative error {error:.1e}"
 
 
-def mixed(
-    work: grouped_experts.RowWork | None, tokens: int, width: int, experts: int, inner: int
-) -> list[torch.Tensor]:
+def mixed(work: grouped_experts.RowOps | None, tokens: int, width: int, experts: int, inner: int) -> list[torch.Tensor]:
     """A layer's experts, all gradients: by a way of devices, or (None) on the host in float64. Expert 1 has no row."""
     scores = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     scores[:, 1] = -1.0
@@ -64,8 +62,8 @@ def mixed(
     return [y.detach(), *torch.autograd.grad(y, given, slope)]
 
 
-@pytest.mark.parametrize("work", [grouped_experts.TORCH, TRITON], ids=["torch", "triton"])
-def test_a_layers_experts_are_right_forward_and_back(work: grouped_experts.RowWork) -> None:
+@pytest.mark.parametrize("work", [grouped_experts.TORCH_ROW_OPS, TRITON], ids=["torch", "triton"])
+def test_a_layers_experts_are_right_forward_and_back(work: grouped_experts.RowOps) -> None:
     sizes = (999, 512, 16, 256) if GPU else (7, 16, 4, 8)
     for found, expected in zip(mixed(work, *sizes), mixed(None, *sizes), strict=True):
         close(found, expected)
@@ -73,10 +71,12 @@ def test_a_layers_experts_are_right_forward_and_back(work: grouped_experts.RowWo
 
 @on_a_gpu
 def test_experts_take_the_device_s_way_and_few_rows_do_too() -> None:
-    assert grouped_experts.row_work(DEVICE).gated is row_ops.gated
+    assert grouped_experts.row_ops_for(DEVICE).gated is row_ops.gated
     for tokens in (1, 3, 130):
         for found, expected in zip(
-            mixed(grouped_experts.row_work(DEVICE), tokens, 256, 8, 128), mixed(None, tokens, 256, 8, 128), strict=True
+            mixed(grouped_experts.row_ops_for(DEVICE), tokens, 256, 8, 128),
+            mixed(None, tokens, 256, 8, 128),
+            strict=True,
         ):
             close(found, expected)
 
@@ -93,7 +93,7 @@ def test_packed_attention_in_one_kernel_is_attention_sequence_by_sequence(key_wi
     ]
     parts = [part.requires_grad_() for part in parts]
     slope = drawn(total, heads, value_width, seed=4)
-    one = operators.packed(lengths, DEVICE)(*parts)
+    one = operators.packed_attention(lengths, DEVICE)(*parts)
     each = Operators.packed(operators, lengths, DEVICE)(*parts)
     close(one, each)
     for found, expected in zip(

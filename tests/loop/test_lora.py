@@ -25,7 +25,7 @@ from etude.loop.exporting import export_adapter, export_checkpoint, export_versi
 from etude.loop.redoing import redo
 from etude.models import ModelConfig, Transformer, load_model, save_model
 from etude.models.adapter_files import read_adapter
-from etude.models.headers import check_rank, hf_shapes
+from etude.models.headers import check_rank, hf_weight_shapes
 from etude.run import RunFolder
 from etude.stores import DirectoryStore
 from etude.training import LiveWeights, TorchLearner
@@ -141,7 +141,7 @@ def test_knobs_that_make_no_sense_are_refused_by_name(settings: dict[str, object
 
 @pytest.mark.parametrize("sizes", FAMILIES.values(), ids=FAMILIES)
 def test_a_rank_at_which_an_adapter_is_no_smaller_than_its_matrix_is_refused(sizes: ModelConfig) -> None:
-    least = min(math.prod(shape) // sum(shape) for name, shape in hf_shapes(sizes) if "_proj" in name)
+    least = min(math.prod(shape) // sum(shape) for name, shape in hf_weight_shapes(sizes) if "_proj" in name)
     check_rank(sizes, least)
     with pytest.raises(ConfigError, match=f"an adapter of more than {least} is no smaller"):
         check_rank(sizes, least + 1)

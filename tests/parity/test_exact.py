@@ -125,7 +125,7 @@ def test_native_operators_differ_which_shows_that_these_tests_can_fail() -> None
 
 
 def test_rows_below_the_measured_count_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matmul, "padded", lambda n: n)
+    monkeypatch.setattr(matmul, "padded_rows", lambda n: n)
     model = sharp(QWEN, Exact())
     requests = [asked(i, prompt, tokens=6) for i, prompt in enumerate(prompts(QWEN, LENGTHS))]
     assert said(sampled(model, requests, together=False)) != said(sampled(model, requests))

@@ -178,7 +178,7 @@ def shape_b_as_trained(learner: TorchLearner) -> None:
         if name.endswith(B):
             drawn = torch.empty(view.shape).normal_(0.0, 0.05, generator=torch.Generator().manual_seed(len(name)))
             view.copy_(drawn.bfloat16())
-    held.settle()
+    held.merge()
 
 
 async def sampled(learner: TorchLearner) -> list[Sample]:

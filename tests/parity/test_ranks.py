@@ -16,7 +16,7 @@ from tests.parity.test_exact import DEEPSEEK, QWEN
 
 from etude.errors import ConfigError
 from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
-from etude.models.tensor_parallel import cut, share
+from etude.models.tensor_parallel import shard_dimension, shard_tensor
 from etude.numerics.config import NumericsConfig, Quantise
 from etude.numerics.exact.operators import Exact
 from etude.numerics.factory import operators_for
@@ -24,7 +24,7 @@ from etude.numerics.formats import FORMATS
 from etude.numerics.native import Native
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import Parallel, Split
-from etude.numerics.quantisation import Quantised
+from etude.numerics.quantisation import QuantisedOperators
 from etude.training.data_parallel import run_ranks
 
 LATENTS = replace(DEEPSEEK, num_heads=4, num_kv_heads=4)
@@ -74,7 +74,7 @@ def test_gradients_of_two_ranks_are_those_of_one_and_the_same_again(
     limit = 3e-6 if "float32" in name else 3e-2  # of the largest: activations' gradients are rounded to the dtype
     for tensor, whole in one.gradients.items():
         if CASES[name].split is Split.TENSOR:
-            wanted = [share(tensor, torch.from_numpy(whole), Parallel(2, rank)).numpy() for rank in range(2)]
+            wanted = [shard_tensor(tensor, torch.from_numpy(whole), Parallel(2, rank)).numpy() for rank in range(2)]
             found = [rank.gradients[tensor] for rank in two]
         else:
             wanted, found = [whole], [sum(rank.gradients[tensor] for rank in two if tensor in rank.gradients)]
@@ -127,10 +127,10 @@ def test_what_is_saved_whole_is_read_by_any_number_of_ranks(config: ModelConfig,
         model = load_model(tmp_path / "whole", operators=whole.operators, parallel=parallel)
         assert model.parity == whole.parity
         for name, view in hf_views(model).items():
-            assert torch.equal(view, share(name, tensors[name], parallel))
+            assert torch.equal(view, shard_tensor(name, tensors[name], parallel))
             found.setdefault(name, []).append(view)
     for name, parts in found.items():
-        dimension = cut(name, Parallel(2, 0, split))
+        dimension = shard_dimension(name, Parallel(2, 0, split))
         assert torch.equal(parts[0] if dimension is None else torch.cat(parts, dimension), tensors[name])
     assert found.keys() == tensors.keys()
 
@@ -166,7 +166,7 @@ def test_a_scale_of_whole_rows_cannot_be_shared_and_one_of_blocks_can() -> None:
     with pytest.raises(ValueError, match="degree = 3"):
         NumericsConfig(degree=3)
     with pytest.raises(ConfigError, match=r"numerics\.degree = 1"):
-        Quantised(Exact(degree=2), FORMATS[Quantise.NVFP4])
+        QuantisedOperators(Exact(degree=2), FORMATS[Quantise.NVFP4])
     operators = operators_for(NumericsConfig(quantise=Quantise.MXFP8, degree=2), torch.bfloat16)
     x, weight = torch.randn(2, 70, 128, generator=torch.Generator().manual_seed(0)).unbind()
     x = x.bfloat16()

@@ -32,7 +32,7 @@ from etude.tasks.scripts import Demonstrating, WithBaselines
 from etude.testing import FakeGrader, MemoryMachine
 from etude.testing.contracts import results, sampled_tokens
 from etude.training.config import CorrectionKind, LearnerConfig, PolicyLossKind
-from etude.training.learner_plugins import Plugged
+from etude.training.learner_plugins import LearnerPlugins
 
 EXAMPLES = {
     "examples.plugins.losses:Gspo": Kind.LOSS,
@@ -241,7 +241,7 @@ class Bad(Weighted):
 """
     )
     with pytest.raises(PluginError) as error:
-        Plugged().loss(Plugin(f"{name}:Bad"), sampled_tokens())
+        LearnerPlugins().loss(Plugin(f"{name}:Bad"), sampled_tokens())
     assert f"policy loss {name}:Bad" in error.value.what
     assert says in error.value.facts
     assert "the run can be resumed" in error.value.hint
@@ -249,10 +249,10 @@ class Bad(Weighted):
 
 def test_a_loss_is_not_called_where_there_is_no_token():
     tokens = sampled_tokens(lengths=())
-    done = Plugged().loss(Plugin("nobody:Home"), tokens)
+    done = LearnerPlugins().loss(Plugin("nobody:Home"), tokens)
     done.loss.backward()
     assert float(done.loss.detach()) == 0
-    assert not len(Plugged().corrected(Plugin("nobody:Home"), torch.zeros(0), torch.zeros(0)).weight_R)
+    assert not len(LearnerPlugins().corrected(Plugin("nobody:Home"), torch.zeros(0), torch.zeros(0)).weight_R)
 
 
 def test_a_negative_weight_is_refused(module):
@@ -266,7 +266,7 @@ class Negative:
 """
     )
     with pytest.raises(PluginError, match="cannot be used") as error:
-        Plugged().corrected(Plugin(f"{name}:Negative"), torch.zeros(3), torch.zeros(3, dtype=torch.int64))
+        LearnerPlugins().corrected(Plugin(f"{name}:Negative"), torch.zeros(3), torch.zeros(3, dtype=torch.int64))
     assert "the least of weight_R is -1, below 0" in error.value.facts
 
 

@@ -33,7 +33,7 @@ from etude.models.config import own_family_names
 from etude.plugins import check_all
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
-from etude.training.mid_training_progress import kept_step
+from etude.training.mid_training_progress import resume_step
 
 if TYPE_CHECKING:
     from etude.loop.placement import Placement
@@ -106,7 +106,7 @@ def _goes_on(folder: RunFolder) -> str:
     if phase is None or phase.name != "mid-training" or phase.end is not None or out.is_dir():
         return ""
     every = "a checkpoint each mid_training.checkpoint_every steps"
-    return f" (mid-training goes on from step {kept_step(out)}: {every})"
+    return f" (mid-training goes on from step {resume_step(out)}: {every})"
 
 
 def _new_name(config: Path) -> str:

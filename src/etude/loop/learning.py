@@ -39,9 +39,9 @@ from etude.records.summary import BatchPlan, BatchRef, RolloutSummary
 from etude.run import RunFolder, host_facts
 from etude.telemetry import Telemetry
 from etude.training import TorchLearner
-from etude.training.batches import runs
-from etude.training.learner_plugins import code_of
-from etude.training.process_group import ONE, Group
+from etude.training.batches import group_by_budget
+from etude.training.learner_plugins import plugin_identities
+from etude.training.process_group import SINGLE_PROCESS, ProcessGroup
 from etude.training.reference import Reference
 from etude.weights import Channel
 from etude.weights.chain.channel import publish_once
@@ -51,7 +51,7 @@ from etude.weights.shards.sharded import ShardedChannel
 
 if TYPE_CHECKING:  # only a learner of several ranks loads them
     from etude.loop.ranks import Leader
-    from etude.training.sharded import Sharded
+    from etude.training.sharded import ShardedProcessGroup
 
 SEE_IT = "every rank has to see the run's traces: its folder, or the bucket of stores.traces"
 K1_TOKENS = 1 << 20  # how many tokens of rollouts are in memory at once to be compared with the reference
@@ -64,7 +64,7 @@ def make_learner(
     reference: Reference | None,
     *,
     refuse_mismatch: bool = True,
-    group: Group = ONE,
+    group: ProcessGroup = SINGLE_PROCESS,
 ) -> TorchLearner:
     """Make the learner of a run's config, or one rank of it (`group`); `etude replay` makes one too. It refuses a
     mismatch of probabilities only where `refuse_mismatch` and the config stops a run that exceeds its parity budget."""
@@ -82,7 +82,7 @@ def make_learner(
     )
 
 
-def starting_point(run: RunFolder, config: RunConfig, group: Group = ONE) -> Reference:
+def starting_point(run: RunFolder, config: RunConfig, group: ProcessGroup = SINGLE_PROCESS) -> Reference:
     """The reference policy of KL: the checkpoint that the run began RL with, computed with the policy's operators. It
     is not sharded: each rank holds all of it."""
     device = group.device(config.learner.device)
@@ -101,7 +101,7 @@ def computed_by(learner: TorchLearner) -> dict[str, str]:
         "chip": str(host_facts()["cpu"]),
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
-        **code_of(learner.config),
+        **plugin_identities(learner.config),
     }
 
 
@@ -110,7 +110,7 @@ class Learning:
     but `published` runs in the torch thread."""
 
     def __init__(
-        self, run: RunFolder, config: RunConfig, telemetry: Telemetry, *, group: Sharded | None = None
+        self, run: RunFolder, config: RunConfig, telemetry: Telemetry, *, group: ShardedProcessGroup | None = None
     ) -> None:
         self.run, self.config, self.telemetry, self.group = run, config, telemetry, group
         self._learner: TorchLearner | None = None
@@ -126,7 +126,7 @@ class Learning:
 
     @functools.cached_property
     def reference(self) -> Reference:
-        return starting_point(self.run, self.config, self.group or ONE)
+        return starting_point(self.run, self.config, self.group or SINGLE_PROCESS)
 
     def begin(self, checkpoint: str) -> int:
         """Load a checkpoint; returns its step. Waits first for what an earlier learner of this process still publishes:
@@ -139,7 +139,7 @@ class Learning:
             Channel(store, signer=signer) if self.group is None else self.group.channel(store, signer=signer)
         )
         reference = self.reference if self.config.learner.kl else None
-        self._learner = make_learner(self.config, self._channel, reference, group=self.group or ONE)
+        self._learner = make_learner(self.config, self._channel, reference, group=self.group or SINGLE_PROCESS)
         self._learner.load(checkpoint)
         base = self._learner.trained.base()
         if base is not None:  # published for engines that join without a checkpoint
@@ -241,7 +241,7 @@ class Learning:
     def k1(self, rollouts: list[RolloutSummary]) -> dict[str, float]:
         """Σ log π − log π_ref of each stored rollout, against the starting checkpoint. Read piece by piece."""
         files, found = rollout_files(self.run), dict[str, float]()
-        for some in runs([one.num_prompt + one.num_sampled for one in rollouts], K1_TOKENS):
+        for some in group_by_budget([one.num_prompt + one.num_sampled for one in rollouts], K1_TOKENS):
             read = map(files.read, rollouts[some])
             found |= self.reference.k1(whole_samples(read, temperature=self.config.rl.temperature))
         return found

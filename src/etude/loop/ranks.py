@@ -41,8 +41,8 @@ from etude.loop.rank_hosts import Door, described, joined, new_secret, seal, spl
 from etude.numerics.parallel import RankLost
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
-from etude.training.sharded import Sharded, join
-from etude.training.sharded.mesh import LOOPBACK, listen, reach
+from etude.training.sharded import ShardedProcessGroup, join
+from etude.training.sharded.mesh import LOOPBACK, connect_store, host_store
 
 if TYPE_CHECKING:
     from etude.loop.learning import Learning
@@ -165,25 +165,25 @@ class Leader:
     def __init__(self, run: RunFolder, config: RunConfig, telemetry: Telemetry, *, at: str = "", away: int = 0) -> None:
         self._config, self._telemetry, self._secret = config, telemetry, new_secret()
         self._here, self._calls = config.learner.ranks - away, 0
-        self._group: Sharded | None = None
+        self._group: ShardedProcessGroup | None = None
         self._progress: Progress | None = None
         host = at or LOOPBACK
         self._door = Door(run.path, host, away, self._secret, self.lost) if away else None
-        self._store = listen(host)
+        self._store = host_store(host)
         self._at = joined(host, self._store.port)
         for rank in range(1, self._here):
             started = start_rank(run.path, rank, self._at, self._secret, local=rank)
             telemetry.event("process", name=f"learner rank {rank}", state="start", pid=started.pid)
             threading.Thread(target=self._watch, args=(rank, started), daemon=True).start()
 
-    def join(self) -> Sharded:
+    def join(self) -> ShardedProcessGroup:
         """Meet the others, once. Raises `RunError` where some do not come."""
         if self._group is None:
             if self._door is not None:
                 self._meet(self._door)
             self._store.set(MET, "")
             ranks, limit_s = self._config.learner.ranks, limit_of(self._config)
-            self._progress = Progress(reach(self._store.host, self._store.port), 0, ranks, limit_s)
+            self._progress = Progress(connect_store(self._store.host, self._store.port), 0, ranks, limit_s)
             self._progress.watch(self.lost)
             self._group = group_of(self._config, store=self._store, rank=0)
         return self._group
@@ -232,9 +232,9 @@ def limit_of(config: RunConfig) -> float:
     return PATIENCE * config.fleet.hung_s
 
 
-def group_of(config: RunConfig, *, store: TCPStore, rank: int) -> Sharded:
+def group_of(config: RunConfig, *, store: TCPStore, rank: int) -> ShardedProcessGroup:
     """A rank's place among the others."""
-    return Sharded(join(config.learner, store=store, rank=rank, deadline_s=COLLECTIVE_S))
+    return ShardedProcessGroup(join(config.learner, store=store, rank=rank, deadline_s=COLLECTIVE_S))
 
 
 def end(error: EtudeError) -> NoReturn:
@@ -294,9 +294,9 @@ def main() -> None:
     name = f"learner-rank-{args.rank}"
     telemetry = Telemetry(run / "events" / f"{name}.jsonl", process=name)
     try:
-        store = reach(*split(args.at))
+        store = connect_store(*split(args.at))
         _awaited(store, MET)
-        report = Progress(reach(*split(args.at)), args.rank, config.learner.ranks, limit_of(config))
+        report = Progress(connect_store(*split(args.at)), args.rank, config.learner.ranks, limit_of(config))
         report.call = "start"
         report.watch(end)
         group = group_of(config, store=store, rank=args.rank)

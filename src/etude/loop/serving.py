@@ -27,7 +27,7 @@ from etude.loop.crew import read_url
 from etude.loop.places import has_published, poll_arguments, weights_place
 from etude.loop.processes import Child, Role, Supervisor
 from etude.models.config import ModelConfig
-from etude.models.headers import check_weights, tell_left_out
+from etude.models.headers import check_weights, report_unused_layers
 from etude.numerics.config import NumericsConfig
 from etude.run import RunFolder
 from etude.scratch import OwnFolder
@@ -115,7 +115,7 @@ def _read_model(checkpoint: Path, said: Callable[[str], None]) -> ModelConfig:
     except ValueError as error:
         raise CheckpointError(f"{checkpoint}/config.json is damaged", str(error), hint="export it again") from None
     check_weights(checkpoint, config)
-    tell_left_out(checkpoint, config, said)
+    report_unused_layers(checkpoint, config, said)
     return config
 
 

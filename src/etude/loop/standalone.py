@@ -19,7 +19,7 @@ from etude.loop.crew import crew
 from etude.loop.evaluating import Each, evaluate
 from etude.loop.processes import Supervisor
 from etude.models.config import ModelConfig
-from etude.models.headers import left_out
+from etude.models.headers import unused_layers
 from etude.records import Version
 from etude.records.task import Split
 from etude.run import RunFolder
@@ -52,7 +52,7 @@ def take_checkpoint(checkpoint: Path, run: RunFolder, telemetry: Telemetry | Non
             shutil.copy(checkpoint / name, run / "tokenizer" / name)
     write_sums(run / "tokenizer")
     ChatFormat.load(run / "tokenizer")  # raises when there is no usable chat format
-    layers = left_out(checkpoint, ModelConfig.from_hf(json.loads((checkpoint / "config.json").read_bytes())))
+    layers = unused_layers(checkpoint, ModelConfig.from_hf(json.loads((checkpoint / "config.json").read_bytes())))
     if layers and telemetry is not None:
         telemetry.event("start.left_out", checkpoint=str(checkpoint), layers=layers)
 

@@ -26,7 +26,7 @@ def base_of(folder: Path) -> Path:
 
 def next_base(folder: Path) -> Path:
     """The base of an adapter's directory, which may be an adapter's itself. Raises `CheckpointError`."""
-    named = read_peft(folder).get("base_model_name_or_path")
+    named = read_adapter_config(folder).get("base_model_name_or_path")
     places = [Path(str(named)), folder.parent / "mid"]
     for place in places:
         if (place / "config.json").is_file() and place.resolve() != folder.resolve():
@@ -38,19 +38,19 @@ def next_base(folder: Path) -> Path:
     )
 
 
-def read_peft(folder: Path) -> dict[str, Any]:
+def read_adapter_config(folder: Path) -> dict[str, Any]:
     """The content of a directory's adapter_config.json. Raises `CheckpointError`."""
     path = folder / ADAPTER_CONFIG
     try:
         raw = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise damaged(str(path), str(error)) from None
+        raise damaged_adapter(str(path), str(error)) from None
     if not isinstance(raw, dict):
-        raise damaged(str(path), "it is no object")
+        raise damaged_adapter(str(path), "it is no object")
     return raw
 
 
-def damaged(where: str, why: str) -> CheckpointError:
+def damaged_adapter(where: str, why: str) -> CheckpointError:
     """What to raise of an adapter that cannot be used."""
     hint = "export it again; or merge it into its base with the tool that trained it, and take what comes out"
     return CheckpointError(f"{where} is damaged, or of another kind", why, hint=hint)

@@ -16,13 +16,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from etude.errors import CheckpointError, ConfigError
-from etude.models.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, base_of, damaged, next_base, read_peft
+from etude.models.adapter_config import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    base_of,
+    damaged_adapter,
+    next_base,
+    read_adapter_config,
+)
 from etude.models.checkpoint import ASSETS, load_model, load_tensors, save_tensors
 from etude.models.headers import HINT_DAMAGED
-from etude.models.lora import Adapters, rounded
+from etude.models.lora import Adapters, round_parameters
 from etude.models.transformer import Transformer
 from etude.numerics.operators import Operators
-from etude.numerics.parallel import ALONE, Parallel
+from etude.numerics.parallel import SINGLE_RANK, Parallel
 from etude.records.adapter import AdapterConfig
 from etude.sums import prove
 
@@ -54,14 +61,14 @@ def read_adapter(folder: Path) -> tuple[AdapterConfig, dict[str, torch.Tensor]]:
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is damaged", str(error), hint=HINT_DAMAGED) from None
     try:
-        config = AdapterConfig.from_peft(read_peft(folder), base)
+        config = AdapterConfig.from_peft(read_adapter_config(folder), base)
     except ValueError as error:
-        raise damaged(str(folder / ADAPTER_CONFIG), str(error)) from None
+        raise damaged_adapter(str(folder / ADAPTER_CONFIG), str(error)) from None
     prove(folder, [ADAPTER_CONFIG], kind=CheckpointError)
     return config, tensors
 
 
-def merged(
+def merge_adapter(
     model: Transformer, config: AdapterConfig, tensors: Mapping[str, torch.Tensor], where: str, *, held: bool = False
 ) -> Adapters:
     """Have a base compute with an adapter of it: A and B by PEFT's names, all in the dtype that it was trained to.
@@ -71,14 +78,14 @@ def merged(
         raise CheckpointError(f"{where} is in {len(kinds)} dtypes", "an adapter is in one", hint=HINT_DAMAGED)
     kind = kinds.pop()
     adapters = Adapters(model, config, dtype=kind, held=torch.float32 if held else None)
-    rounded(model, kind)
-    fill(adapters, tensors, where)
-    adapters.settle()
+    round_parameters(model, kind)
+    load_adapter(adapters, tensors, where)
+    adapters.merge()
     return adapters
 
 
 @torch.no_grad()
-def fill(adapters: Adapters, tensors: Mapping[str, torch.Tensor], where: str) -> None:
+def load_adapter(adapters: Adapters, tensors: Mapping[str, torch.Tensor], where: str) -> None:
     """Have A and B be these, by PEFT's names. Raises `CheckpointError`."""
     views = adapters.views
     for name in sorted(views.keys() ^ tensors.keys()):
@@ -97,13 +104,13 @@ def load_merged(
     dtype: torch.dtype,
     operators: Operators | None,
     held: torch.dtype | None,
-    parallel: Parallel = ALONE,
+    parallel: Parallel = SINGLE_RANK,
 ) -> Transformer:
     """`checkpoint.load_model` of an adapter's directory: its base, merged. Raises `CheckpointError`."""
-    if parallel is not ALONE:
+    if parallel is not SINGLE_RANK:
         raise ConfigError(f"{folder} on several ranks", "an adapter", hint="export it merged, and take that")
     base_of(folder)  # chains end
     config, tensors = read_adapter(folder)
     model = load_model(next_base(folder), dtype=dtype, operators=operators, held=held)
-    merged(model, config, tensors, str(folder / ADAPTER_WEIGHTS))
+    merge_adapter(model, config, tensors, str(folder / ADAPTER_WEIGHTS))
     return model.requires_grad_()

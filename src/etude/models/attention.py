@@ -17,12 +17,12 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from etude.models.components import Grouped, QkNorm
+from etude.models.components import GroupedQueries, QkNorm
 from etude.models.config import ModelConfig
-from etude.models.hooks import Watch
+from etude.models.hooks import ForwardHook
 from etude.models.rope import Rope
 from etude.numerics.operators import Operators
-from etude.numerics.parallel import ALONE, Parallel
+from etude.numerics.parallel import SINGLE_RANK, Parallel
 
 
 class Cache(Protocol):
@@ -65,7 +65,7 @@ class Packed:
         if not lengths or min(lengths) < 1:
             raise ValueError(f"lengths of packed sequences must be at least 1, got {list(lengths)[:8]}")
         self.lengths = list(lengths)
-        self._attend = operators.packed(self.lengths, torch.device(device))
+        self._attend = operators.packed_attention(self.lengths, torch.device(device))
         self.positions = torch.cat([torch.arange(n) for n in self.lengths]).to(device)
 
     def attend(
@@ -77,7 +77,7 @@ class Packed:
 class AttentionLayer(Protocol):
     """What a layer of attention must have to be part of a `Transformer`; it is an `nn.Module`."""
 
-    def __call__(self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, see: Watch) -> torch.Tensor:
+    def __call__(self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, hook: ForwardHook) -> torch.Tensor:
         """What is added to the residual stream, [N, D]. `see` is called with each operator's result and its name."""
         ...
 
@@ -93,10 +93,10 @@ class AttentionLayer(Protocol):
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions; queries and keys are RMS-normalised as `Grouped.qk_norm` says."""
 
-    def __init__(self, c: ModelConfig, operators: Operators, parallel: Parallel = ALONE) -> None:
+    def __init__(self, c: ModelConfig, operators: Operators, parallel: Parallel = SINGLE_RANK) -> None:
         super().__init__()
         kind = c.attention
-        assert isinstance(kind, Grouped)
+        assert isinstance(kind, GroupedQueries)
         self.operators, self.parallel, self.qk_norm = operators, parallel, kind.qk_norm
         self.heads, self.kv_heads, self.head_dim, self.eps = c.num_heads, c.num_kv_heads, c.head_dim, c.rms_eps
         self.qkv = nn.Parameter(torch.empty((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size))
@@ -105,16 +105,16 @@ class Attention(nn.Module):
         self.q_norm = nn.Parameter(torch.ones(norms["q_norm"])) if norms else None
         self.k_norm = nn.Parameter(torch.ones(norms["k_norm"])) if norms else None
 
-    def forward(self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, see: Watch) -> torch.Tensor:
+    def forward(self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, hook: ForwardHook) -> torch.Tensor:
         n, h, g, a = len(x_ND), self.heads, self.kv_heads, self.head_dim
         ops, parallel = self.operators, self.parallel
-        qkv = see("attention.qkv", parallel.columns(ops, x_ND, self.qkv))
+        qkv = hook("attention.qkv", parallel.column_parallel(ops, x_ND, self.qkv))
         qk, v = torch.split(qkv.view(n, h + 2 * g, a), [h + g, g], 1)
         if self.q_norm is not None and self.k_norm is not None:
-            qk = see("attention.qk_norm", self._normed(qk, self.q_norm, self.k_norm))
-        q, k = torch.split(see("attention.rotated", ops.rotate(qk, rope.cos, rope.sin)), [h, g], 1)
-        o = see("attention.attended", cache.attend(layer, q, k, v).reshape(n, h * a))
-        return see("attention.out", parallel.rows(ops, o, self.out, "attention.out"))
+            qk = hook("attention.qk_norm", self._normed(qk, self.q_norm, self.k_norm))
+        q, k = torch.split(hook("attention.rotated", ops.rotate(qk, rope.cos, rope.sin)), [h, g], 1)
+        o = hook("attention.attended", cache.attend(layer, q, k, v).reshape(n, h * a))
+        return hook("attention.out", parallel.row_parallel(ops, o, self.out, "attention.out"))
 
     def _normed(self, qk: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         """Queries and keys after their norms, [N, H + G, A]."""
@@ -122,7 +122,7 @@ class Attention(nn.Module):
         if self.qk_norm is QkNorm.WIDTH:
             wide = zip(torch.split(qk, parts, 1), weights, strict=True)
             return torch.cat([ops.rms_norm(x.flatten(1), w, self.eps).view_as(x) for x, w in wide], 1)
-        norms = (self.parallel.entered(ops, weight) for weight in weights)
+        norms = (self.parallel.copy_to_ranks(ops, weight) for weight in weights)
         scale = torch.cat([norm.expand(n, self.head_dim) for norm, n in zip(norms, parts, strict=True)]).to(qk.dtype)
         return ops.rms_norm(qk, None, self.eps) * scale
 

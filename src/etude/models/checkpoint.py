@@ -27,18 +27,18 @@ from etude import progress
 from etude.errors import CheckpointError
 from etude.models.adapter_config import ADAPTER_CONFIG
 from etude.models.config import ModelConfig
-from etude.models.finite import not_finite
+from etude.models.finite import find_non_finite
 from etude.models.headers import EMBEDDING, HEAD, HINT_DAMAGED, INDEX, WEIGHTS, check_weights, shard_names
-from etude.models.packed_weights import packed, stored
-from etude.models.quantised_storage import FP8_SCALE, dequantised, quantization_config
-from etude.models.tensor_parallel import share, whole_shape
+from etude.models.packed_weights import pack_weights, read_stored
+from etude.models.quantised_storage import FP8_SCALE, dequantise, quantization_config
+from etude.models.tensor_parallel import full_shape, shard_tensor
 from etude.models.transformer import Transformer
 from etude.models.weight_views import hf_views, stays_float32, views
 from etude.numerics.config import Quantise
 from etude.numerics.exact.operators import Exact
 from etude.numerics.formats import FORMATS
 from etude.numerics.operators import Operators
-from etude.numerics.parallel import ALONE, Parallel
+from etude.numerics.parallel import SINGLE_RANK, Parallel
 from etude.sums import prove, write_sums
 
 ASSETS = (
@@ -69,7 +69,7 @@ def save_model(
     tokeniser files are copied, and what its config.json says of tokens. More than `shard_bytes` of weights become
     shards with an index; `quantise` stores the large matrices in that format. An existing directory is replaced.
     Raises `CheckpointError`, and `ConfigError` for widths that the format has no whole blocks of."""
-    with whole_directory(path) as folder:
+    with atomic_directory(path) as folder:
         write_model(model, folder, dtype=dtype, quantise=quantise, assets=assets, shard_bytes=shard_bytes)
 
 
@@ -83,12 +83,12 @@ def write_model(
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write the same files into `folder`, which the caller then syncs and renames into place."""
-    write_about(model.config, folder, dtype=dtype, quantise=quantise, assets=assets)
-    tensors = hf_views(model) if quantise is Quantise.NONE else packed(model, FORMATS[quantise])
+    write_config_files(model.config, folder, dtype=dtype, quantise=quantise, assets=assets)
+    tensors = hf_views(model) if quantise is Quantise.NONE else pack_weights(model, FORMATS[quantise])
     _write_weights(tensors, folder, _DTYPES[dtype][0], shard_bytes)
 
 
-def write_about(
+def write_config_files(
     model: ModelConfig,
     folder: Path,
     *,
@@ -100,7 +100,7 @@ def write_about(
     name = _DTYPES[dtype][1]
     config = {**model.to_hf(), **_carried(assets), "dtype": name, "torch_dtype": name}
     if quantise is not Quantise.NONE:
-        router = model.architecture.outside(".mlp.gate.").strip(".")
+        router = model.architecture.hf_name(".mlp.gate.").strip(".")
         config["quantization_config"] = quantization_config(quantise, router=router)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for asset in ASSETS:
@@ -159,7 +159,7 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     operators: Operators | None = None,
     held: torch.dtype | None = None,
-    parallel: Parallel = ALONE,
+    parallel: Parallel = SINGLE_RANK,
     device: torch.device | None = None,
 ) -> Transformer:
     """The model in a checkpoint directory, computed by `operators` (None: exact, in `dtype`), its weights in `held`
@@ -176,35 +176,35 @@ def load_model(
         return load_merged(path, dtype=dtype, operators=operators, held=held, parallel=parallel).to(device)
     config = ModelConfig.from_hf(read_json(path / "config.json"))
     found = check_weights(path, config)  # before a wild config makes us allocate
-    prove_weights(path)
+    verify_weights(path)
     operators = Exact(dtype) if operators is None else operators
     with device:
         model = Transformer(config, seed=None, operators=operators, parallel=parallel)
-    own, outside = views(model.to(device)), config.architecture.outside
-    with opened(path, found) as tensors, torch.no_grad():
+    own, outside = views(model.to(device)), config.architecture.hf_name
+    with open_tensors(path, found) as tensors, torch.no_grad():
         for name, view in own.items():
-            whole = tensors.whole(outside(name), whole_shape(name, view, parallel))
-            view.copy_(share(name, whole, parallel))
+            whole = tensors.whole(outside(name), full_shape(name, view, parallel))
+            view.copy_(shard_tensor(name, whole, parallel))
         if model.head is None and outside(HEAD) in found:
             require_tied(path, tensors.stored(outside(HEAD)), own[EMBEDDING])
-    require_finite(hf_views(model.cast(held or operators.held)), path)
+    require_finite(hf_views(model.cast(held or operators.storage_dtype)), path)
     return model
 
 
-def each_weight(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def iter_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Every weight of a checkpoint directory's model by Hugging Face's name, sorted, one at a time, float32. Raises
     `CheckpointError`."""
     config = ModelConfig.from_hf(read_json(path / "config.json"))
     found = check_weights(path, config)
-    prove_weights(path)
+    verify_weights(path)
     with torch.device("meta"):
         named = hf_views(Transformer(config, seed=None))
-    with opened(path, found) as tensors:
+    with open_tensors(path, found) as tensors:
         for name in sorted(named):
             yield name, tensors.whole(name, tuple(named[name].shape)).float()
 
 
-def prove_weights(path: Path, *, part: int = 0, parts: int = 1) -> None:
+def verify_weights(path: Path, *, part: int = 0, parts: int = 1) -> None:
     """Compare the bytes of a checkpoint directory's config and weights with its checksums, where it has any; a second
     for one or two GB. `part` of `parts`: the others are compared elsewhere. Raises `CheckpointError`."""
     is_sharded = (path / INDEX).is_file()
@@ -224,7 +224,7 @@ def require_tied(path: Path, head: torch.Tensor, embedding: torch.Tensor) -> Non
 
 def require_finite(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     """Raises `CheckpointError` where what was read is NaN or infinite in the dtype that it is held in."""
-    bad = not_finite(tensors)
+    bad = find_non_finite(tensors)
     if bad:
         first = next(iter(bad))
         raise CheckpointError(
@@ -248,8 +248,8 @@ class Tensors:
 
     def whole(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A tensor's values, whatever it is stored as."""
-        tensor = stored(name, shape, self._found, self.stored)
-        return dequantised(tensor, self.stored(name + FP8_SCALE)) if tensor.dtype == torch.float8_e4m3fn else tensor
+        tensor = read_stored(name, shape, self._found, self.stored)
+        return dequantise(tensor, self.stored(name + FP8_SCALE)) if tensor.dtype == torch.float8_e4m3fn else tensor
 
     def rows(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
         """Some rows of a tensor. No others are read, unless the tensor is stored in a packed format."""
@@ -261,7 +261,7 @@ class Tensors:
 
 
 @contextlib.contextmanager
-def opened(path: Path, found: Container[str]) -> Iterator[Tensors]:
+def open_tensors(path: Path, found: Container[str]) -> Iterator[Tensors]:
     """A directory's tensors, of which `found` are there. Raises `CheckpointError`."""
     files = [path / name for name in (shard_names(path / INDEX) if (path / INDEX).is_file() else [WEIGHTS])]
     where: dict[str, Any] = {}
@@ -291,9 +291,9 @@ def read_rows(path: Path, wanted: Iterable[RowRange]) -> None:
     """Fill memory with rows of a checkpoint directory. Raises `CheckpointError` as `checkpoint.load_model` does."""
     config = ModelConfig.from_hf(read_json(path / "config.json"))
     found = check_weights(path, config)
-    embedding, head = map(config.architecture.outside, (EMBEDDING, HEAD))
+    embedding, head = map(config.architecture.hf_name, (EMBEDDING, HEAD))
     tied = config.tie_embeddings and head in found
-    with opened(path, found) as tensors:
+    with open_tensors(path, found) as tensors:
         for one in wanted:
             one.out.copy_(tensors.rows(one.name, one.shape, one.start, one.stop))
             require_finite({one.name: one.out}, path)
@@ -303,13 +303,13 @@ def read_rows(path: Path, wanted: Iterable[RowRange]) -> None:
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Every tensor of one safetensors file. Raises `CheckpointError`."""
-    with opened_file(path) as file:
+    with open_safetensors(path) as file:
         prove(path.parent, [path.name], kind=CheckpointError)
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
 
 
 @contextlib.contextmanager
-def opened_file(path: Path) -> Iterator[Any]:
+def open_safetensors(path: Path) -> Iterator[Any]:
     """Open one safetensors file, to be read tensor by tensor. Raises `CheckpointError`."""
     if not path.is_file():
         raise CheckpointError(
@@ -338,7 +338,7 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 @contextlib.contextmanager
-def whole_directory(path: Path | str) -> Iterator[Path]:
+def atomic_directory(path: Path | str) -> Iterator[Path]:
     """A hidden directory to fill, which becomes `path` when the block ends well and vanishes when it does not.
 
     A reader finds the old directory, none for an instant, or the new one; never a half. Raises `CheckpointError` when
@@ -350,8 +350,8 @@ def whole_directory(path: Path | str) -> Iterator[Path]:
         hidden.mkdir(parents=True)
         yield hidden
         write_sums(hidden)
-        sync(hidden)
-        complete(hidden, path)
+        fsync_directory(hidden)
+        rename_into_place(hidden, path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"the checkpoint {path} could not be written", str(error), hint="free disk space or choose another place"
@@ -360,14 +360,14 @@ def whole_directory(path: Path | str) -> Iterator[Path]:
         shutil.rmtree(hidden, ignore_errors=True)
 
 
-def sync(folder: Path) -> None:
+def fsync_directory(folder: Path) -> None:
     """Have what is written in a directory survive the machine."""
     for file in folder.iterdir():
         _sync(file)
     _sync(folder)
 
 
-def complete(hidden: Path, path: Path) -> None:
+def rename_into_place(hidden: Path, path: Path) -> None:
     """Give a directory that is whole its name."""
     _rename(hidden, path)
     _sync(path.parent)

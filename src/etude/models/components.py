@@ -33,7 +33,7 @@ class Sizes(Protocol):
 
 
 @dataclass(frozen=True)
-class Kept:
+class CacheLayout:
     """What a cache keeps of one token in one layer."""
 
     heads: int  # G
@@ -62,7 +62,7 @@ class AttentionKind(Protocol):
         """(out, in) of each matrix product that a layer computes."""
         ...
 
-    def kept(self, c: Sizes) -> Kept:
+    def cache_layout(self, c: Sizes) -> CacheLayout:
         """What an engine's cache keeps of a token."""
         ...
 
@@ -76,7 +76,7 @@ class QkNorm(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class Grouped:
+class GroupedQueries:
     """Grouped-query attention (arXiv 2305.13245)."""
 
     layer: ClassVar[str] = "etude.models.attention:Attention"
@@ -102,8 +102,8 @@ class Grouped:
         queries = c.num_heads * c.head_dim
         return {(queries + 2 * c.num_kv_heads * c.head_dim, c.hidden_size), (c.hidden_size, queries)}
 
-    def kept(self, c: Sizes) -> Kept:
-        return Kept(heads=c.num_kv_heads, key_width=c.head_dim, value_width=c.head_dim, shared=False)
+    def cache_layout(self, c: Sizes) -> CacheLayout:
+        return CacheLayout(heads=c.num_kv_heads, key_width=c.head_dim, value_width=c.head_dim, shared=False)
 
 
 class Scores(enum.StrEnum):
@@ -180,8 +180,8 @@ class Latent:
         expanded = {(heads * (self.nope_dim + self.value_dim), self.kv_rank), (d, heads * self.value_dim)}
         return first | absorbed | expanded
 
-    def kept(self, c: Sizes) -> Kept:
-        return Kept(heads=1, key_width=self.kv_rank + self.rope_dim, value_width=self.kv_rank, shared=True)
+    def cache_layout(self, c: Sizes) -> CacheLayout:
+        return CacheLayout(heads=1, key_width=self.kv_rank + self.rope_dim, value_width=self.kv_rank, shared=True)
 
 
 @dataclass(frozen=True)

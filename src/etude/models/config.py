@@ -19,16 +19,16 @@ from typing import Any, ClassVar
 
 from etude.config import Plugin, ranged
 from etude.errors import CheckpointError, ConfigError, nearest
-from etude.models.components import AttentionKind, Grouped, Kept, Latent, QkNorm, Routing, Yarn
+from etude.models.components import AttentionKind, CacheLayout, GroupedQueries, Latent, QkNorm, Routing, Yarn
 from etude.models.config_json import (
     MAX_CONTEXT_TOKENS,
     MAX_EXPERTS,
     MAX_LAYERS,
-    flag,
+    boolean,
     head_dim,
-    positive,
+    positive_float,
+    positive_ints,
     read_rope,
-    wholes,
     write_rope,
 )
 from etude.models.quantised_storage import check_scheme
@@ -147,9 +147,9 @@ class ModelConfig:
         return float(self.head_dim**-0.5 * sharper)
 
     @property
-    def kept(self) -> Kept:
+    def cache_layout(self) -> CacheLayout:
         """What an engine's cache keeps of a token."""
-        return self.attention.kept(self)
+        return self.attention.cache_layout(self)
 
     @property
     def value_dim(self) -> int:
@@ -177,7 +177,7 @@ class ModelConfig:
             widths.add(self.dense_width)
         return found | {pair for width in widths if width for pair in ((2 * width, d), (d, width))}
 
-    def shared(self, degree: int) -> ModelConfig:
+    def per_rank(self, degree: int) -> ModelConfig:
         """The sizes of one of so many tensor-parallel ranks: its heads, and its part of each width between. Raises
         `ConfigError`."""
         if degree > 1 and (why := self.attention.undivided):
@@ -238,7 +238,7 @@ class ModelFamily:
     renamed: ClassVar[Mapping[str, str]] = {}
     """Parts of tensors' names that differ from etude's (which are Qwen3's and DeepSeek-V3's): etude's, then this
     family's. Each is replaced wherever it occurs. A bias for the choice keeps its last part, by which it is known."""
-    foreign: ClassVar[str] = "was not tested with weights of this family"
+    no_external_engines: ClassVar[str] = "was not tested with weights of this family"
     """Why vLLM and SGLang cannot follow a run's weights, as what such an engine does; empty where they can."""
     tiny_sizes: ClassVar[Mapping[str, Any]] = {
         "vocab_size": 24,
@@ -262,8 +262,8 @@ class ModelFamily:
         """Fields of a `ModelConfig` from a config.json, beside those that `from_hf` reads for every family. Raises
         `ValueError`."""
         key = self.sizes["num_experts"]
-        sizes = wholes({**raw, key: raw.get(key, raw.get("num_local_experts"))}, self.sizes)
-        routing = Routing(normalise=flag(raw, "norm_topk_prob", default=False))
+        sizes = positive_ints({**raw, key: raw.get(key, raw.get("num_local_experts"))}, self.sizes)
+        routing = Routing(normalise=boolean(raw, "norm_topk_prob", default=False))
         return {**sizes, "head_dim": head_dim(raw, sizes), "routing": routing}
 
     def write(self, c: ModelConfig) -> dict[str, Any]:
@@ -295,19 +295,19 @@ class ModelFamily:
 
     def attention(self, c: ModelConfig) -> AttentionKind:
         """The kind of attention that its layers have."""
-        return Grouped(self.qk_norm) if c.latent is None else c.latent
+        return GroupedQueries(self.qk_norm) if c.latent is None else c.latent
 
     def unused(self, names: Iterable[str], c: ModelConfig) -> set[str]:
         """Tensors of a checkpoint that nothing computes, by their names there: they are left out, and reported."""
         return set()
 
-    def outside(self, name: str) -> str:
+    def hf_name(self, name: str) -> str:
         """The name of a tensor in this family's checkpoints, from etude's."""
         for ours, theirs in self.renamed.items():
             name = name.replace(ours, theirs)
         return name
 
-    def inside(self, name: str) -> str:
+    def etude_name(self, name: str) -> str:
         """Etude's name of a tensor, from that in this family's checkpoints."""
         for ours, theirs in self.renamed.items():
             name = name.replace(theirs, ours)
@@ -334,8 +334,8 @@ class ModelFamily:
                 family=self.name,
                 rope_theta=rope_theta,
                 yarn=yarn,
-                rms_eps=positive(raw.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
-                tie_embeddings=flag(raw, "tie_word_embeddings", default=False),
+                rms_eps=positive_float(raw.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
+                tie_embeddings=boolean(raw, "tie_word_embeddings", default=False),
                 **self.read(raw),
             )
         except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:

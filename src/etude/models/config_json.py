@@ -19,9 +19,9 @@ MAX_EXPERTS = 65_535
 _SCALES = ("mscale", "mscale_all_dim", "attention_factor")  # of YaRN
 
 
-def wholes(raw: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, int]:
+def positive_ints(raw: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, int]:
     """Whole numbers of at least 1. `keys`: by the name of a `ModelConfig` field the key of config.json."""
-    found = {ours: whole(raw, theirs) for ours, theirs in keys.items()}
+    found = {ours: positive_int(raw, theirs) for ours, theirs in keys.items()}
     limits = {"context_tokens": MAX_CONTEXT_TOKENS, "num_layers": MAX_LAYERS, "num_experts": MAX_EXPERTS}
     for ours, limit in limits.items():
         if found.get(ours, 0) > limit:
@@ -29,7 +29,7 @@ def wholes(raw: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, int]:
     return found
 
 
-def whole(raw: Mapping[str, Any], key: str, *, default: int | None = None) -> int:
+def positive_int(raw: Mapping[str, Any], key: str, *, default: int | None = None) -> int:
     """A whole number of at least 1; `default` where the key is missing or null."""
     value = default if raw.get(key) is None else raw[key]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -37,7 +37,7 @@ def whole(raw: Mapping[str, Any], key: str, *, default: int | None = None) -> in
     return value
 
 
-def flag(raw: Mapping[str, Any], key: str, *, default: bool) -> bool:
+def boolean(raw: Mapping[str, Any], key: str, *, default: bool) -> bool:
     """True or false; `default` where the key is missing or null."""
     value = default if raw.get(key) is None else raw[key]
     if not isinstance(value, bool):
@@ -45,7 +45,7 @@ def flag(raw: Mapping[str, Any], key: str, *, default: bool) -> bool:
     return value
 
 
-def positive(value: Any, key: str) -> float:
+def positive_float(value: Any, key: str) -> float:
     """A finite number above 0. `key` names it in the error."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise ValueError(f"{key} = {value!r}, expected a positive number")
@@ -57,7 +57,7 @@ def read_rope(raw: Mapping[str, Any]) -> tuple[float, Yarn | None]:
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
         raise ValueError(f"rope_parameters = {rope!r:.80}, expected a section")
-    theta = positive(rope.get("rope_theta", raw.get("rope_theta", 10_000.0)), "rope_theta")
+    theta = positive_float(rope.get("rope_theta", raw.get("rope_theta", 10_000.0)), "rope_theta")
     if any(section.get("partial_rotary_factor", 1.0) != 1.0 for section in (rope, raw)):
         raise ValueError("partial_rotary_factor is not 1, only whole heads are turned")
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -67,17 +67,17 @@ def read_rope(raw: Mapping[str, Any]) -> tuple[float, Yarn | None]:
         raise ValueError(f"rope_type = {kind!r}, only 'default' and 'yarn' are computed")
     if theta <= 1:
         raise ValueError(f"rope_theta = {theta}, and 'yarn' asks for more than 1")
-    context = whole(raw, "max_position_embeddings")
+    context = positive_int(raw, "max_position_embeddings")
     key = "original_max_position_embeddings"
-    original = whole({key: raw.get(key, rope.get(key))}, key, default=context)
+    original = positive_int({key: raw.get(key, rope.get(key))}, key, default=context)
     factor = rope.get("factor")
     return theta, Yarn(
-        factor=context / original if factor is None else positive(factor, "factor"),
+        factor=context / original if factor is None else positive_float(factor, "factor"),
         original_tokens=original,
-        beta_fast=positive(rope.get("beta_fast") or 32, "beta_fast"),
-        beta_slow=positive(rope.get("beta_slow") or 1, "beta_slow"),
-        truncate=flag(rope, "truncate", default=True),
-        **{key: positive(rope[key], key) if rope.get(key) else None for key in _SCALES},
+        beta_fast=positive_float(rope.get("beta_fast") or 32, "beta_fast"),
+        beta_slow=positive_float(rope.get("beta_slow") or 1, "beta_slow"),
+        truncate=boolean(rope, "truncate", default=True),
+        **{key: positive_float(rope[key], key) if rope.get(key) else None for key in _SCALES},
     )
 
 
@@ -103,4 +103,4 @@ def head_dim(raw: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
     """The width of a head: what config.json says, or the model's width over its heads."""
     if raw.get("head_dim") is None:
         return sizes["hidden_size"] // sizes["num_heads"]
-    return whole(raw, "head_dim")
+    return positive_int(raw, "head_dim")

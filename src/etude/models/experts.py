@@ -24,14 +24,14 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from etude.models.components import Routing, Scores
-from etude.models.hooks import Watch, unwatched
-from etude.models.replay import Recorded
+from etude.models.hooks import ForwardHook, no_hook
+from etude.models.replay import RecordedRoutes
 from etude.numerics import grouped_experts
-from etude.numerics.exact import tree
+from etude.numerics.exact import tree_sum
 from etude.numerics.exact.operators import Exact
-from etude.numerics.lora import Pairs
+from etude.numerics.lora import LoraPairs
 from etude.numerics.operators import Operators
-from etude.numerics.parallel import ALONE, Parallel
+from etude.numerics.parallel import SINGLE_RANK, Parallel
 from etude.records.completion import route_dtype
 
 SOFTMAX = Routing()
@@ -51,7 +51,7 @@ class Choice:
 def choose(
     scores_NE: torch.Tensor,
     top_k: int,
-    recorded: Recorded | None = None,
+    recorded: RecordedRoutes | None = None,
     operators: Operators | None = None,
     *,
     routing: Routing = SOFTMAX,
@@ -71,9 +71,9 @@ def choose(
     else:
         scores_NE = operators.sigmoid(scores_NE)
         probs_NE = scores_NE / scores_NE.sum(-1, keepdim=True)
-    live = used = _best(scores_NE, bias_E, top_k, routing, operators)
+    live = used = _top_experts(scores_NE, bias_E, top_k, routing, operators)
     if recorded is not None:
-        used = recorded.over(live, scores_NE)
+        used = recorded.apply(live, scores_NE)
     gates = scores_NE.gather(-1, used)
     if routing.normalise:
         gates = gates / (gates.sum(-1, keepdim=True) + _TINY)
@@ -93,7 +93,7 @@ def _counts(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _best(
+def _top_experts(
     scores_NE: torch.Tensor, bias_E: torch.Tensor | None, top_k: int, routing: Routing, operators: Operators
 ) -> torch.Tensor:
     """A router's own choice, best first, int64 [N, K]."""
@@ -133,21 +133,21 @@ class Dispatch:
         return cls(torch.from_numpy(source).to(device), torch.from_numpy(slot.reshape(n, k)).to(device), rows.tolist())
 
     @property
-    def here(self) -> bool:
+    def is_local(self) -> bool:
         """Whether rows are computed where their tokens are."""
         return True
 
-    def sent(self, rows_SD: torch.Tensor, what: str) -> torch.Tensor:
+    def to_experts(self, rows_SD: torch.Tensor, what: str) -> torch.Tensor:
         """Rows where their experts are."""
         return rows_SD
 
-    def returned(self, rows_SD: torch.Tensor, what: str) -> torch.Tensor:
+    def to_tokens(self, rows_SD: torch.Tensor, what: str) -> torch.Tensor:
         """Rows where their tokens are."""
         return rows_SD
 
 
 @dataclass(frozen=True)
-class Exchanged(Dispatch):
+class ExchangedDispatch(Dispatch):
     """Rows that go to the ranks of their experts, and come back. `source_S` and `slot_NK` are of this rank's tokens,
     without padding; `rows` of this rank's experts, whoever's tokens chose them, with padding of zeros."""
 
@@ -159,13 +159,13 @@ class Exchanged(Dispatch):
     @classmethod
     def between(
         cls, experts_NK: torch.Tensor, num_held: int, padded: Callable[[int], int], parallel: Parallel
-    ) -> Exchanged:
+    ) -> ExchangedDispatch:
         """Collective. `num_held`: experts of each rank."""
         degree = parallel.degree
         mine = Dispatch.of(experts_NK, num_held * degree, lambda rows: rows)
         counts = torch.tensor(mine.rows, device=experts_NK.device)
         ones = [num_held] * degree
-        came = parallel.exchanged(counts[:, None], ones, ones, "numbers of rows for experts").view(degree, num_held)
+        came = parallel.all_to_all(counts[:, None], ones, ones, "numbers of rows for experts").view(degree, num_held)
         experts_R = torch.arange(num_held, device=came.device).repeat(degree).repeat_interleave(came.flatten())
         held = Dispatch.of(experts_R[:, None], num_held, padded)
         both = (counts.view(degree, num_held).sum(1).tolist(), came.sum(1).tolist())
@@ -173,16 +173,16 @@ class Exchanged(Dispatch):
         return cls(mine.source_S, mine.slot_NK, held.rows, parallel, both, place_R, sources)
 
     @property
-    def here(self) -> bool:
+    def is_local(self) -> bool:
         return False
 
-    def sent(self, rows_SD: torch.Tensor, what: str) -> torch.Tensor:
-        came = self.parallel.exchanged(rows_SD, *self.counts, what)
+    def to_experts(self, rows_SD: torch.Tensor, what: str) -> torch.Tensor:
+        came = self.parallel.all_to_all(rows_SD, *self.counts, what)
         return came.new_zeros(sum(self.rows), came.shape[1]).index_copy_(0, self.place_R, came)
 
-    def returned(self, rows_SD: torch.Tensor, what: str) -> torch.Tensor:
+    def to_tokens(self, rows_SD: torch.Tensor, what: str) -> torch.Tensor:
         there, here = self.counts
-        return self.parallel.exchanged(rows_SD.index_select(0, self.place_R), here, there, what)
+        return self.parallel.all_to_all(rows_SD.index_select(0, self.place_R), here, there, what)
 
 
 def mix(
@@ -191,27 +191,31 @@ def mix(
     gate_up_E2FD: torch.Tensor,
     down_EDF: torch.Tensor,
     operators: Operators,
-    see: Watch = unwatched,
+    hook: ForwardHook = no_hook,
     *,
-    parallel: Parallel = ALONE,
+    parallel: Parallel = SINGLE_RANK,
 ) -> torch.Tensor:
     """Σ over K of gate · down(silu(gate_proj x) · up_proj x), for each token; [N, D]. The matrices are this rank's: a
     part of each expert, or some experts whole, of which `see` is shown only what comes back of them."""
-    pairs = (operators.pairs(gate_up_E2FD), operators.pairs(down_EDF))
-    if see is unwatched and parallel.degree == 1 and pairs == (None, None):
-        whole = operators.mixture(x_ND, choice.gates_NK, choice.experts_NK, gate_up_E2FD, down_EDF)
+    pairs = (operators.lora_pairs(gate_up_E2FD), operators.lora_pairs(down_EDF))
+    if hook is no_hook and parallel.degree == 1 and pairs == (None, None):
+        whole = operators.fused_experts(x_ND, choice.gates_NK, choice.experts_NK, gate_up_E2FD, down_EDF)
         if whole is not None:
             return whole
     tensor = parallel.tensor
     if tensor is parallel:
-        to: Dispatch = Dispatch.of(choice.experts_NK, gate_up_E2FD.shape[0], operators.rows)
+        to: Dispatch = Dispatch.of(choice.experts_NK, gate_up_E2FD.shape[0], operators.padded_rows)
     else:
-        to = Exchanged.between(choice.experts_NK, gate_up_E2FD.shape[0], operators.rows, parallel)
+        to = ExchangedDispatch.between(choice.experts_NK, gate_up_E2FD.shape[0], operators.padded_rows, parallel)
     trained = [part for pair in pairs for part in ((None, None) if pair is None else (pair.a, pair.b))]
-    x_ND, gate_up_E2FD, down_EDF = operators.taken(x_ND), operators.weights(gate_up_E2FD), operators.weights(down_EDF)
+    x_ND, gate_up_E2FD, down_EDF = (
+        operators.quantise_input(x_ND),
+        operators.quantise_weight(gate_up_E2FD),
+        operators.quantise_weight(down_EDF),
+    )
     products = (choice.gates_NK, gate_up_E2FD, down_EDF)
     y: torch.Tensor = _Mix.apply(  # type: ignore[no-untyped-call]
-        tensor.entered(operators, x_ND), *products, to, operators, see, tensor, pairs, *trained
+        tensor.copy_to_ranks(operators, x_ND), *products, to, operators, hook, tensor, pairs, *trained
     )
     return y
 
@@ -226,20 +230,20 @@ class _Mix(torch.autograd.Function):
         down: torch.Tensor,
         to: Dispatch,
         operators: Operators,
-        see: Watch,
+        hook: ForwardHook,
         tensor: Parallel,
-        pairs: tuple[Pairs | None, Pairs | None],
+        pairs: tuple[LoraPairs | None, LoraPairs | None],
         *trained: torch.Tensor | None,
     ) -> torch.Tensor:
-        inside, ranks = see if to.here else unwatched, tensor.degree
-        x_S = to.sent(x.index_select(0, to.source_S), "rows for experts")
+        inside, ranks = hook if to.is_local else no_hook, tensor.degree
+        x_S = to.to_experts(x.index_select(0, to.source_S), "rows for experts")
         h_S = _seen(inside, "gate_up", operators.grouped_columns(x_S, gate_up, to.rows, ranks), to)
-        act_S = _seen(inside, "activated", operators.taken(operators.gated(h_S)), to)
+        act_S = _seen(inside, "activated", operators.quantise_input(operators.gated(h_S)), to)
         part_S = operators.grouped_partial(act_S, down, to.rows, ranks)
-        out_S = to.returned(tensor.summed(operators, part_S, "experts.down"), "rows of experts")
-        out_S = _seen(see, "down", out_S, to)
+        out_S = to.to_tokens(tensor.sum_over_ranks(operators, part_S, "experts.down"), "rows of experts")
+        out_S = _seen(hook, "down", out_S, to)
         ctx.save_for_backward(x_S, h_S, act_S, out_S, gates, gate_up, down)
-        ctx.to, ctx.wide, ctx.pairs, ctx.cut = to, operators.held, pairs, _cut(to, operators)
+        ctx.to, ctx.wide, ctx.pairs, ctx.cut = to, operators.storage_dtype, pairs, _cut(to, operators)
         return operators.combine(out_S, to.slot_NK, gates)
 
     @staticmethod
@@ -252,7 +256,7 @@ class _Mix(torch.autograd.Function):
         gate_S[to.slot_NK] = gates
         dy_S = dy.to(ctx.wide).index_select(0, to.source_S)
         dgates = torch.linalg.vecdot(dy_S, out_S)[to.slot_NK]
-        dout_S = to.sent(dy_S.mul_(gate_S[:, None]), "gradients for experts")
+        dout_S = to.to_experts(dy_S.mul_(gate_S[:, None]), "gradients for experts")
         dact_S = _per_expert(dout_S, down, ctx.cut)
         ddown = _per_expert_weight(dout_S, act_S, down, ctx.cut) if ctx.needs_input_grad[3] else None
         low_down = _per_expert_pairs(dout_S, act_S, ctx.pairs[1], ctx.cut)
@@ -263,15 +267,15 @@ class _Mix(torch.autograd.Function):
         da.copy_(torch.ops.aten.silu_backward(dact_S.mul_(b), a))
         dgate_up = _per_expert_weight(dh_S, x_S, gate_up, ctx.cut) if ctx.needs_input_grad[2] else None
         low_gate_up = _per_expert_pairs(dh_S, x_S, ctx.pairs[0], ctx.cut)
-        dx_S = to.returned(_per_expert(dh_S, gate_up, ctx.cut), "gradients of experts")
+        dx_S = to.to_tokens(_per_expert(dh_S, gate_up, ctx.cut), "gradients of experts")
         dx = F.embedding(to.slot_NK, dx_S).sum(1)
         return dx, dgates, dgate_up, ddown, None, None, None, None, None, *low_gate_up, *low_down
 
 
-def _seen(see: Watch, name: str, rows_S: torch.Tensor, to: Dispatch) -> torch.Tensor:
+def _seen(hook: ForwardHook, name: str, rows_S: torch.Tensor, to: Dispatch) -> torch.Tensor:
     """Rows of tokens pass the watch as [N, K, ...]; padding stays."""
-    if see is not unwatched:
-        rows_S[to.slot_NK] = see(f"experts.{name}", rows_S[to.slot_NK])
+    if hook is not no_hook:
+        rows_S[to.slot_NK] = hook(f"experts.{name}", rows_S[to.slot_NK])
     return rows_S
 
 
@@ -282,12 +286,12 @@ Cut = list[list[tuple[slice, int]]]
 def _cut(to: Dispatch, operators: Operators) -> Cut:
     """All rows of an expert at once; in exact mode those of each rank apart, in the sizes that they would have there:
     then gradients have the bits that they have where that rank computes by itself."""
-    apart = isinstance(to, Exchanged) and operators.exact
+    apart = isinstance(to, ExchangedDispatch) and operators.exact
     found: Cut = []
     start = 0
     for expert, rows in enumerate(to.rows):
         stops = np.cumsum([start, *(to.sources[expert] if apart else [rows])]).tolist()  # type: ignore[attr-defined]
-        found.append([(slice(a, b), operators.rows(b - a) if apart else b - a) for a, b in pairwise(stops)])
+        found.append([(slice(a, b), operators.padded_rows(b - a) if apart else b - a) for a, b in pairwise(stops)])
         start += rows
     return found
 
@@ -306,8 +310,10 @@ def _padded(x_SI: torch.Tensor, rows: slice, size: int) -> torch.Tensor:
 def _per_expert(x_SI: torch.Tensor, weight_EIO: torch.Tensor, cut: Cut) -> torch.Tensor:
     """Each expert's slice of rows times its matrix; [S, O]."""
     ends = _ends(cut)
-    if ends and grouped_experts.suits(x_SI, weight_EIO):
-        return grouped_experts.products(x_SI, weight_EIO.to(x_SI.dtype), grouped_experts.ends_on(ends, x_SI.device))
+    if ends and grouped_experts.is_supported(x_SI, weight_EIO):
+        return grouped_experts.grouped_mm(
+            x_SI, weight_EIO.to(x_SI.dtype), grouped_experts.offsets_on(ends, x_SI.device)
+        )
     out = x_SI.new_empty(x_SI.shape[0], weight_EIO.shape[2])
     for w, parts in zip(weight_EIO.unbind(), cut, strict=True):
         for rows, size in parts:
@@ -321,14 +327,14 @@ def _per_expert(x_SI: torch.Tensor, weight_EIO: torch.Tensor, cut: Cut) -> torch
 def _per_expert_weight(g_SO: torch.Tensor, x_SI: torch.Tensor, like: torch.Tensor, cut: Cut) -> torch.Tensor:
     """Each expert's weight gradient gᵀx, of several parts their tree; zero where no token came."""
     ends = _ends(cut)
-    if ends and grouped_experts.suits(x_SI, like):
-        return grouped_experts.weight_gradient(g_SO, x_SI, grouped_experts.ends_on(ends, x_SI.device)).to(like.dtype)
+    if ends and grouped_experts.is_supported(x_SI, like):
+        return grouped_experts.weight_gradient(g_SO, x_SI, grouped_experts.offsets_on(ends, x_SI.device)).to(like.dtype)
     grad = torch.empty_like(like)
     for w, parts in zip(grad.unbind(), cut, strict=True):
         if len(parts) == 1 and parts[0][1]:
             torch.mm(g_SO[parts[0][0]].t(), x_SI[parts[0][0]], out=w)
         else:
-            w.copy_(tree([_product(g_SO, x_SI, rows, size, w) for rows, size in parts]))
+            w.copy_(tree_sum([_product(g_SO, x_SI, rows, size, w) for rows, size in parts]))
     return grad
 
 
@@ -339,7 +345,7 @@ def _product(g_SO: torch.Tensor, x_SI: torch.Tensor, rows: slice, size: int, lik
 
 
 def _per_expert_pairs(
-    g_SO: torch.Tensor, x_SI: torch.Tensor, pairs: Pairs | None, cut: Cut
+    g_SO: torch.Tensor, x_SI: torch.Tensor, pairs: LoraPairs | None, cut: Cut
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """What each expert's pairs get instead: (scale · gB)ᵀx and gᵀ(scale · xAᵀ), in which no matrix's size occurs. Rows
     are scaled, so that what several ranks send adds up to what each would have by itself."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from etude.models.hooks import Watch
+from etude.models.hooks import ForwardHook
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -24,7 +24,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return math.isfinite(float(tensor.detach().sum(dtype=torch.float32))) or bool(torch.isfinite(tensor).all())
 
 
-def described(tensor: torch.Tensor) -> str:
+def describe_non_finite(tensor: torch.Tensor) -> str:
     """How many numbers of a tensor are none.
 
     >>> described(torch.tensor([1.0, float("nan"), float("-inf"), float("nan")]))
@@ -35,13 +35,13 @@ def described(tensor: torch.Tensor) -> str:
     return f"{' and '.join(parts) or 'none'} of {tensor.numel()}"
 
 
-def not_finite(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def find_non_finite(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Of named tensors those that are not finite, in their order, each `described`."""
-    return {name: described(tensor) for name, tensor in tensors.items() if not is_finite(tensor)}
+    return {name: describe_non_finite(tensor) for name, tensor in tensors.items() if not is_finite(tensor)}
 
 
 @dataclass(frozen=True)
-class Origin:
+class NonFiniteOrigin:
     """The first operator of a forward whose result is not finite."""
 
     name: str  # as a `Watch` sees it: "layers.3.attention.qkv"
@@ -50,15 +50,15 @@ class Origin:
 
 
 @torch.no_grad()
-def origin(forward: Callable[[Watch], object]) -> Origin | None:
+def first_non_finite(forward: Callable[[ForwardHook], object]) -> NonFiniteOrigin | None:
     """Compute a forward again, `Transformer.run` with all it was given, and say where the first number that is none
     arose; None where all are finite."""
-    found: list[Origin] = []
+    found: list[NonFiniteOrigin] = []
 
     def look(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if not found and not is_finite(tensor):
             bad_N = ~torch.isfinite(tensor).flatten(1).all(1)
-            found.append(Origin(name, int(bad_N.int().argmax()), described(tensor)))
+            found.append(NonFiniteOrigin(name, int(bad_N.int().argmax()), describe_non_finite(tensor)))
         return tensor
 
     forward(look)

@@ -20,7 +20,15 @@ from etude.errors import CheckpointError, ConfigError
 from etude.models.adapter_config import base_of
 from etude.models.components import Scores, Shape
 from etude.models.config import ModelConfig
-from etude.models.quantised_storage import FP8_DTYPE, FP8_SCALE, is_rounded, parts, scale_shape, stored_as, unused
+from etude.models.quantised_storage import (
+    FP8_DTYPE,
+    FP8_SCALE,
+    ignored_parts,
+    is_quantised,
+    scale_shape,
+    stored_format,
+    stored_parts,
+)
 from etude.numerics.config import Quantise
 from etude.numerics.formats import FORMATS
 
@@ -36,7 +44,7 @@ HINT_DAMAGED = "copy the checkpoint again; or, if it is a run's newest, delete i
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor as its file's header describes it."""
 
     file: Path
@@ -44,12 +52,12 @@ class Stored:
     shape: Shape
 
 
-def check_weights(folder: Path, config: ModelConfig) -> dict[str, Stored]:
+def check_weights(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
     """What the directory holds. Raises `CheckpointError` that names file, tensor, and the shape that was found and
     wanted."""
     found = read_headers(folder)
-    known = {config.architecture.outside(HEAD)}  # some writers repeat a tied one: the loader compares it
-    for name, shape in hf_shapes(config):
+    known = {config.architecture.hf_name(HEAD)}  # some writers repeat a tied one: the loader compares it
+    for name, shape in hf_weight_shapes(config):
         known |= _check_tensor(name, found, shape, folder)
     extra = sorted(found.keys() - known - config.architecture.unused(found, config))
     if extra:
@@ -63,9 +71,9 @@ def check_weights(folder: Path, config: ModelConfig) -> dict[str, Stored]:
 
 def check_blocks(config: ModelConfig, kind: Quantise) -> None:
     """Raises `ConfigError` for a model whose large matrices have no whole blocks of a format."""
-    outside = config.architecture.outside
-    for name, shape in shapes(config):
-        if is_rounded(name) and kind is not Quantise.NONE and shape[-1] % FORMATS[kind].block:
+    outside = config.architecture.hf_name
+    for name, shape in weight_shapes(config):
+        if is_quantised(name) and kind is not Quantise.NONE and shape[-1] % FORMATS[kind].block:
             block = FORMATS[kind].block
             raise ConfigError(
                 f"numerics.quantise = {str(kind)!r}",
@@ -76,9 +84,9 @@ def check_blocks(config: ModelConfig, kind: Quantise) -> None:
 
 def check_rank(config: ModelConfig, rank: int) -> None:
     """Raises `ConfigError` for adapters that would have more numbers than what they adapt."""
-    outside = config.architecture.outside
-    for name, shape in shapes(config):
-        if is_rounded(name) and rank > (most := math.prod(shape) // sum(shape)):
+    outside = config.architecture.hf_name
+    for name, shape in weight_shapes(config):
+        if is_quantised(name) and rank > (most := math.prod(shape) // sum(shape)):
             raise ConfigError(
                 f"learner.lora_rank = {rank}",
                 f"{outside(name)} is {list(shape)}: an adapter of more than {most} is no smaller than it",
@@ -86,16 +94,16 @@ def check_rank(config: ModelConfig, rank: int) -> None:
             )
 
 
-def left_out(folder: Path, config: ModelConfig) -> dict[str, int]:
+def unused_layers(folder: Path, config: ModelConfig) -> dict[str, int]:
     """Layers that a directory holds and nothing computes (`ModelFamily.unused`), each with its number of tensors: they
     are lost wherever the weights are written again. Raises `CheckpointError`."""
     names = config.architecture.unused(read_headers(folder), config)
     return dict(Counter(sorted(".".join(name.split(".", 3)[:3]) for name in names)))
 
 
-def tell_left_out(folder: Path, config: ModelConfig, said: Callable[[str], None]) -> None:
+def report_unused_layers(folder: Path, config: ModelConfig, said: Callable[[str], None]) -> None:
     """Say which layers of a directory are left out, if any is."""
-    if layers := left_out(folder, config):
+    if layers := unused_layers(folder, config):
         named = ", ".join(f"{layer} ({tensors} tensors)" for layer, tensors in layers.items())
         said(
             f"{folder}: left out, since multi-token prediction is not computed: {named}. They are not trained, and "
@@ -103,9 +111,9 @@ def tell_left_out(folder: Path, config: ModelConfig, said: Callable[[str], None]
         )
 
 
-def _check_tensor(name: str, found: Mapping[str, Stored], shape: Shape, folder: Path) -> set[str]:
+def _check_tensor(name: str, found: Mapping[str, StoredTensor], shape: Shape, folder: Path) -> set[str]:
     """The names that a tensor is stored under."""
-    low = stored_as(name, found)
+    low = stored_format(name, found)
     if low is not Quantise.NONE:
         return _check_parts(name, found, shape, low)
     tensor = found.get(name)
@@ -137,8 +145,8 @@ def _check_tensor(name: str, found: Mapping[str, Stored], shape: Shape, folder: 
     return {name, name + FP8_SCALE} if tensor.dtype == FP8_DTYPE else {name}
 
 
-def _check_parts(name: str, found: Mapping[str, Stored], shape: Shape, low: Quantise) -> set[str]:
-    wanted = parts(name, shape, low) if len(shape) == 2 and shape[1] % FORMATS[low].block == 0 else {}
+def _check_parts(name: str, found: Mapping[str, StoredTensor], shape: Shape, low: Quantise) -> set[str]:
+    wanted = stored_parts(name, shape, low) if len(shape) == 2 and shape[1] % FORMATS[low].block == 0 else {}
     for part, (dtype, its_shape) in wanted.items():
         tensor = found.get(part)
         if tensor is None or (tensor.dtype, tensor.shape) != (dtype, its_shape):
@@ -153,14 +161,14 @@ def _check_parts(name: str, found: Mapping[str, Stored], shape: Shape, low: Quan
             f"it has no rows of whole blocks of {FORMATS[low].block}",
             hint="the config is of another model than the weights: take both from one checkpoint",
         )
-    return {*wanted, *unused(name, low)}
+    return {*wanted, *ignored_parts(name, low)}
 
 
-def _described(tensor: Stored | None) -> str:
+def _described(tensor: StoredTensor | None) -> str:
     return "there is none" if tensor is None else f"found is {tensor.dtype} {list(tensor.shape)}"
 
 
-def shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
+def weight_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     """Etude's name of every weight of a model (`naming.views`), and its shape; one by one, since a wild config names
     many."""
     d, moe = config.hidden_size, set(config.moe_layers)
@@ -177,10 +185,10 @@ def shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
         yield HEAD, (config.vocab_size, d)
 
 
-def hf_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
+def hf_weight_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     """`shapes` by the names that the family's Hugging Face checkpoints have."""
-    outside = config.architecture.outside
-    return ((outside(name), shape) for name, shape in shapes(config))
+    outside = config.architecture.hf_name
+    return ((outside(name), shape) for name, shape in weight_shapes(config))
 
 
 def _expert_shapes(config: ModelConfig, at: str) -> Iterator[tuple[str, Shape]]:
@@ -200,13 +208,13 @@ def _mlp_shapes(at: str, width: int, hidden: int) -> Iterator[tuple[str, Shape]]
     yield at + "down_proj.weight", (width, hidden)
 
 
-def read_headers(folder: Path) -> dict[str, Stored]:
+def read_headers(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor of a directory, in one file or in shards with an index; of an adapter's, those of its base. Raises
     `CheckpointError`."""
     folder = base_of(folder)
     if not (folder / INDEX).is_file():
         return read_header(folder / WEIGHTS)
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     for shard in shard_names(folder / INDEX):
         tensors |= read_header(folder / shard, listed_in=folder / INDEX)
     return tensors
@@ -230,7 +238,7 @@ def shard_names(index: Path) -> list[str]:
     return sorted(set(shards))
 
 
-def read_header(path: Path, *, listed_in: Path | None = None) -> dict[str, Stored]:
+def read_header(path: Path, *, listed_in: Path | None = None) -> dict[str, StoredTensor]:
     """The tensors of one safetensors file, a shard that an index lists or a whole model. Raises `CheckpointError` for a
     missing, truncated or damaged one."""
     try:
@@ -262,7 +270,7 @@ def read_header(path: Path, *, listed_in: Path | None = None) -> dict[str, Store
         raise CheckpointError(f"{path} is damaged", str(error), hint=HINT_DAMAGED) from None
 
 
-def _stored(path: Path, name: str, entry: Any, data_bytes: int) -> Stored:
+def _stored(path: Path, name: str, entry: Any, data_bytes: int) -> StoredTensor:
     """A header's entry. Raises `ValueError`."""
     if not isinstance(entry, Mapping):
         raise ValueError(f"{name!r} is no tensor")
@@ -274,7 +282,7 @@ def _stored(path: Path, name: str, entry: Any, data_bytes: int) -> Stored:
         raise ValueError(f"{name!r} is at bytes {start} to {stop} of {data_bytes}: the file was cut off")
     if dtype in _BYTES and stop - start != math.prod(shape) * _BYTES[dtype]:
         raise ValueError(f"{name!r} has {stop - start} bytes, {list(shape)} in {dtype} has others")
-    return Stored(path, dtype, shape)
+    return StoredTensor(path, dtype, shape)
 
 
 def _counts(values: Any) -> tuple[int, ...] | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-Watch = Callable[[str, torch.Tensor], torch.Tensor]
+ForwardHook = Callable[[str, torch.Tensor], torch.Tensor]
 """Sees every operator's result under its name, such as ``layers.3.attention.qkv``, in the order of computing; what it
 returns is used instead. Rows of tokens come first.
 
@@ -15,11 +15,11 @@ returns is used instead. Rows of tokens come first.
 """
 
 
-def unwatched(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def no_hook(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The `Watch` of a forward that nobody looks into."""
     return tensor
 
 
-def in_layer(watch: Watch, layer: int) -> Watch:
+def layer_hook(hook: ForwardHook, layer: int) -> ForwardHook:
     """`watch` for what is computed in one layer."""
-    return watch if watch is unwatched else lambda name, tensor: watch(f"layers.{layer}.{name}", tensor)
+    return hook if hook is no_hook else lambda name, tensor: hook(f"layers.{layer}.{name}", tensor)

@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 from etude.errors import CheckpointError
-from etude.models.packed_weights import Matrix, matrices
+from etude.models.packed_weights import Matrix, quantisable_matrices
 from etude.models.transformer import Transformer
 from etude.models.weight_views import hf_views, stays_float32
-from etude.numerics.lora import Adapted, Pairs, merge
+from etude.numerics.lora import LoraOperators, LoraPairs, merge_lora
 from etude.records.adapter import A, AdapterConfig, names
 
 
@@ -36,7 +36,7 @@ class _Adapter:
     parameter: str  # the merged one's name in the model
     names: tuple[str, ...]  # Hugging Face's, of its rows in order
     base: torch.Tensor
-    pairs: Pairs
+    pairs: LoraPairs
     rows: slice | None = None  # which of them this rank has, of base and merged matrix; None: all
 
     @property
@@ -84,9 +84,9 @@ class Adapters(nn.Module):
         own, lies = {id(p): name for name, p in model.named_parameters()}, {"dtype": held or dtype, "device": device}
         self._adapters = [_adapter(own[id(matrix.weight)], matrix, self.config, dtype, lies) for matrix in chosen]
         self.trained = nn.ParameterList([p for one in self._adapters for p in (one.pairs.a, one.pairs.b)])
-        if isinstance(model.operators, Adapted):
+        if isinstance(model.operators, LoraOperators):
             for one in self._adapters:
-                model.operators.train(functools.partial(model.get_parameter, one.parameter), one.pairs)
+                model.operators.add_adapter(functools.partial(model.get_parameter, one.parameter), one.pairs)
 
     @torch.no_grad()
     def draw(self, seed: int) -> None:
@@ -98,7 +98,7 @@ class Adapters(nn.Module):
                 bound = 1 / math.sqrt(view.shape[-1])
                 view.copy_(torch.empty(view.shape).uniform_(-bound, bound, generator=drawn))
 
-    def settle(self) -> None:
+    def merge(self) -> None:
         """Have the model compute with what A and B are now."""
         for one in self._adapters:
             self._merge(one)
@@ -113,7 +113,7 @@ class Adapters(nn.Module):
 
     def _memory(self, one: _Adapter) -> torch.Tensor:
         """Where the merged matrix, or what is here of it, lies."""
-        return own_part(self._model[0].get_parameter(one.parameter))
+        return local_part(self._model[0].get_parameter(one.parameter))
 
     @property
     def bases(self) -> dict[str, torch.Tensor]:
@@ -147,7 +147,7 @@ class Adapters(nn.Module):
     def _merge(self, one: _Adapter) -> None:
         out = self._memory(one)
         if out.numel():
-            merge(one.base, one.pairs if one.rows is None else one.pairs.of(one.rows), out, dtype=self.dtype)
+            merge_lora(one.base, one.pairs if one.rows is None else one.pairs.of(one.rows), out, dtype=self.dtype)
 
 
 def base_digest(model: Transformer, dtype: torch.dtype) -> str:
@@ -167,13 +167,13 @@ def weights_digest(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dty
 
 
 @torch.no_grad()
-def rounded(model: Transformer, dtype: torch.dtype) -> None:
+def round_parameters(model: Transformer, dtype: torch.dtype) -> None:
     """Have every parameter hold a number of `dtype`, in the memory that it has."""
-    for parameter in map(own_part, model.parameters()):
+    for parameter in map(local_part, model.parameters()):
         parameter.copy_(parameter.to(dtype))
 
 
-def own_part(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has of a tensor: all of one that FSDP2 does not have."""
     whole: Any = tensor
     own: torch.Tensor = whole.to_local() if hasattr(whole, "to_local") else whole
@@ -183,25 +183,25 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor:
 def _chosen(model: Transformer, modules: tuple[str, ...]) -> list[Matrix]:
     """The parameters that are adapted. All that one fuses are, or none."""
     chosen = []
-    for matrix in matrices(model):
-        adapted = {name for name in matrix.rows if module_of(name) in modules}
+    for matrix in quantisable_matrices(model):
+        adapted = {name for name in matrix.rows if module_name(name) in modules}
         if adapted and adapted != matrix.rows.keys():
-            rest = sorted({module_of(name) for name in matrix.rows.keys() - adapted})
+            rest = sorted({module_name(name) for name in matrix.rows.keys() - adapted})
             raise CheckpointError(
-                f"an adapter of {', '.join(sorted(map(module_of, adapted)))[:60]} without {', '.join(rest)}",
+                f"an adapter of {', '.join(sorted(map(module_name, adapted)))[:60]} without {', '.join(rest)}",
                 "they are one matrix here",
                 hint="adapt all that read the same input, or merge it into its base first",
             )
         if adapted:
             chosen.append(matrix)
-    missing = set(modules) - {module_of(name) for matrix in chosen for name in matrix.rows}
+    missing = set(modules) - {module_name(name) for matrix in chosen for name in matrix.rows}
     if missing:
         facts = f"the model, a {model.config.family}, has no {', '.join(sorted(missing))}"
         raise CheckpointError("an adapter of another architecture", facts, hint="take the base that it was trained on")
     return chosen
 
 
-def module_of(name: str) -> str:
+def module_name(name: str) -> str:
     """The last part of a module's name: `q_proj`."""
     return name.removesuffix(".weight").rpartition(".")[2]
 
@@ -214,4 +214,4 @@ def _adapter(name: str, matrix: Matrix, config: AdapterConfig, dtype: torch.dtyp
     a = nn.Parameter(torch.zeros(*stack, len(rows), config.rank, in_size, **kind))
     b = nn.Parameter(torch.zeros(*stack, out_size, config.rank, **kind))
     base = weight.detach().to(dtype, copy=True)
-    return _Adapter(name, tuple(matrix.rows), base, Pairs(a, b, tuple(rows), config.scale))
+    return _Adapter(name, tuple(matrix.rows), base, LoraPairs(a, b, tuple(rows), config.scale))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from etude.models.quantised_storage import is_rounded, parts, stored_as
+from etude.models.quantised_storage import is_quantised, stored_format, stored_parts
 from etude.models.transformer import Transformer
 from etude.models.weight_views import hf_views, views
 from etude.numerics.config import Quantise
@@ -49,7 +49,7 @@ class Matrix:
         self.weight.detach().copy_(values.view(self.weight.shape))
 
 
-def packed(model: Transformer, format: Format) -> dict[str, torch.Tensor]:
+def pack_weights(model: Transformer, format: Format) -> dict[str, torch.Tensor]:
     """Every tensor of a model in a format: rounded matrices as `low.parts` names them, all others as live views.
 
     Raises `ConfigError` where a matrix has no whole blocks.
@@ -62,7 +62,7 @@ class PackedWeights:
 
     def __init__(self, model: Transformer, format: Format) -> None:
         self.format = format
-        self._matrices = [(matrix, matrix.packed(format)) for matrix in matrices(model)]
+        self._matrices = [(matrix, matrix.packed(format)) for matrix in quantisable_matrices(model)]
         named: dict[str, dict[str, torch.Tensor]] = {}
         for matrix, bytes_ in self._matrices:
             named |= _named(matrix, bytes_, format)
@@ -88,17 +88,17 @@ class PackedWeights:
         ]
 
 
-def stored(
+def read_stored(
     name: str, shape: tuple[int, ...], names: Container[str], read: Callable[[str], torch.Tensor]
 ) -> torch.Tensor:
     """Read one tensor of a checkpoint. A packed tensor is dequantised to float32; any other is returned as stored.
 
     `names` are the checkpoint's tensors; `read` returns one of them. The caller has checked dtypes and shapes.
     """
-    kind = stored_as(name, names)
+    kind = stored_format(name, names)
     if kind is Quantise.NONE:
         return read(name)
-    codes, scales, *outer = (read(part).contiguous() for part in parts(name, shape, kind))
+    codes, scales, *outer = (read(part).contiguous() for part in stored_parts(name, shape, kind))
     bytes_ = Packed(codes.view(torch.uint8), scales.view(torch.uint8), outer[0].reshape(()) if outer else None)
     return unpack(bytes_, FORMATS[kind])
 
@@ -109,7 +109,7 @@ def _named(matrix: Matrix, bytes_: Packed, format: Format) -> dict[str, dict[str
     for i, (name, rows) in enumerate(matrix.rows.items()):
         own = [bytes_.codes[start : start + rows], bytes_.scales[start : start + rows]]
         own += [] if bytes_.global_scale is None else [bytes_.global_scale[i : i + 1]]
-        described = parts(name, (rows, matrix.weight.shape[-1]), format.name)
+        described = stored_parts(name, (rows, matrix.weight.shape[-1]), format.name)
         found[name] = {
             part: tensor.view(torch.float8_e4m3fn) if kind == "F8_E4M3" else tensor
             for (part, (kind, _)), tensor in zip(described.items(), own, strict=True)
@@ -118,16 +118,16 @@ def _named(matrix: Matrix, bytes_: Packed, format: Format) -> dict[str, dict[str
     return found
 
 
-def matrices(model: Transformer) -> list[Matrix]:
+def quantisable_matrices(model: Transformer) -> list[Matrix]:
     """The parameters that are rounded: those that rounded names are views of."""
     parameters = sorted(model.parameters(), key=torch.Tensor.data_ptr)
     starts = [parameter.data_ptr() for parameter in parameters]
     storages = [parameter.untyped_storage() for parameter in parameters]  # each its own, where none has memory yet
     without = {id(storage): at for at, storage in enumerate(storages)} if model.embedding.is_meta else {}
-    outside = model.config.architecture.outside
+    outside = model.config.architecture.hf_name
     found: dict[int, Matrix] = {}
     for name, view in views(model).items():
-        if is_rounded(name):
+        if is_quantised(name):
             at = without[id(view.untyped_storage())] if without else bisect_right(starts, view.data_ptr()) - 1
             found.setdefault(at, Matrix(parameters[at], {})).rows[outside(name)] = view.shape[0]
     return list(found.values())

@@ -41,7 +41,7 @@ _FORMAT_NAMES = {
 }
 
 
-def is_rounded(name: str) -> bool:
+def is_quantised(name: str) -> bool:
     """Whether a Hugging Face name is of a matrix that `numerics.low.Quantised` rounds.
 
     >>> [is_rounded(f"model.layers.0.{n}.weight") for n in ("self_attn.q_proj", "mlp.gate", "input_layernorm")]
@@ -50,23 +50,23 @@ def is_rounded(name: str) -> bool:
     return name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
 
 
-def parts(name: str, shape: tuple[int, ...], kind: Quantise) -> dict[str, Part]:
+def stored_parts(name: str, shape: tuple[int, ...], kind: Quantise) -> dict[str, Part]:
     """What is stored of a matrix, by name: codes, scales, and for NVFP4 the outer scale."""
     stem, format, rows, width = name.removesuffix(".weight"), FORMATS[kind], shape[0], shape[1]
     if format.element.bits == 8:
         codes: dict[str, Part] = {name: ("F8_E4M3", shape)}
     else:
         codes = {f"{stem}.weight_packed": ("U8", (rows, width // 2))}
-    codes[f"{stem}.weight_scale"] = ("F8_E4M3" if format.outer else "U8", (rows, width // format.block))
-    return codes | ({f"{stem}.weight_global_scale": ("F32", (1,))} if format.outer else {})
+    codes[f"{stem}.weight_scale"] = ("F8_E4M3" if format.has_global_scale else "U8", (rows, width // format.block))
+    return codes | ({f"{stem}.weight_global_scale": ("F32", (1,))} if format.has_global_scale else {})
 
 
-def unused(name: str, kind: Quantise) -> set[str]:
+def ignored_parts(name: str, kind: Quantise) -> set[str]:
     """What others store beside a matrix and no computation here asks for: a scale of activations that is not live."""
-    return {f"{name.removesuffix('.weight')}.input_global_scale"} if FORMATS[kind].outer else set()
+    return {f"{name.removesuffix('.weight')}.input_global_scale"} if FORMATS[kind].has_global_scale else set()
 
 
-def stored_as(name: str, names: Container[str]) -> Quantise:
+def stored_format(name: str, names: Container[str]) -> Quantise:
     """The format that `name` is stored in, by the names that a directory has."""
     stem = name.removesuffix(".weight")
     if f"{stem}.weight_packed" in names:
@@ -74,7 +74,7 @@ def stored_as(name: str, names: Container[str]) -> Quantise:
     return Quantise.MXFP8 if name in names and f"{stem}.weight_scale" in names else Quantise.NONE
 
 
-def is_known(scheme: Mapping[str, Any]) -> bool:
+def is_readable(scheme: Mapping[str, Any]) -> bool:
     """Whether a `quantization_config` is of a format that is read."""
     return scheme.get("quant_method") == METHOD and scheme.get("format") in _FORMAT_NAMES.values()
 
@@ -89,16 +89,16 @@ def quantization_config(kind: Quantise, *, router: str = "mlp.gate") -> dict[str
     weights: dict[str, Any] = {
         "num_bits": format.element.bits,
         "type": "float",
-        "strategy": "tensor_group" if format.outer else "group",
+        "strategy": "tensor_group" if format.has_global_scale else "group",
         "group_size": format.block,
         "symmetric": True,
         "dynamic": False,
-        "scale_dtype": "torch.float8_e4m3fn" if format.outer else "torch.uint8",
+        "scale_dtype": "torch.float8_e4m3fn" if format.has_global_scale else "torch.uint8",
     }
     group = {
         "targets": ["Linear"],
         "weights": weights,
-        "input_activations": None if format.outer else {**weights, "dynamic": True},
+        "input_activations": None if format.has_global_scale else {**weights, "dynamic": True},
         "output_activations": None,
         "format": _FORMAT_NAMES[kind],
     }
@@ -122,7 +122,7 @@ def check_scheme(raw: Mapping[str, Any]) -> None:
         )
     method, blocks = found.get("quant_method"), found.get("weight_block_size")
     deepseek = method == "fp8" and found.get("fmt", "e4m3") == "e4m3" and blocks == [FP8_BLOCK, FP8_BLOCK]
-    if deepseek or is_known(found):
+    if deepseek or is_readable(found):
         return
     how = {key: found[key] for key in ("fmt", "format", "weight_block_size", "bits") if key in found}
     raise CheckpointError(
@@ -142,7 +142,7 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(-(-size // FP8_BLOCK) for size in shape)
 
 
-def dequantised(weight_OI: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def dequantise(weight_OI: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """The values of an 8-bit weight, float32 [O, I]."""
     out_size, in_size = weight_OI.shape
     each = scale.float().repeat_interleave(FP8_BLOCK, 0)[:out_size].repeat_interleave(FP8_BLOCK, 1)[:, :in_size]

@@ -19,7 +19,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedRoutes:
     """One layer's recorded experts.
 
     >>> recorded = Recorded(torch.tensor([[1, 3], [1, 0], [255, 255]], dtype=torch.uint8), plausible=0.5)
@@ -32,7 +32,7 @@ class Recorded:
     plausible: float = 0.0  # least score of a recorded expert, as a share of the smallest live chosen one's
 
     @torch.no_grad()
-    def over(self, live_NK: torch.Tensor, scores_NE: torch.Tensor) -> torch.Tensor:
+    def apply(self, live_NK: torch.Tensor, scores_NE: torch.Tensor) -> torch.Tensor:
         """The experts to use, int64 [N, K], all of a token's distinct: recorded ones stay in their slots; into the
         others go the best of `live_NK` (best first) that the token does not use yet. `scores_NE` is what gates are
         made of, positive."""

@@ -20,7 +20,7 @@ INPUTS = ("o_proj", "down_proj")
 have some whole, and no other tensor is cut."""
 
 
-def cut(name: str, parallel: Parallel) -> int | None:
+def shard_dimension(name: str, parallel: Parallel) -> int | None:
     """The dimension in which ranks share a tensor of this name (etude's: `naming.views`); None: each has it whole.
 
     >>> two = Parallel(2)
@@ -33,23 +33,23 @@ def cut(name: str, parallel: Parallel) -> int | None:
     return 0 if kind in OUTPUTS else 1 if kind in INPUTS else None
 
 
-def share(name: str, whole: torch.Tensor, parallel: Parallel) -> torch.Tensor:
+def shard_tensor(name: str, whole: torch.Tensor, parallel: Parallel) -> torch.Tensor:
     """This rank's part of a whole tensor, a view."""
-    dimension = cut(name, parallel)
+    dimension = shard_dimension(name, parallel)
     return whole if dimension is None else whole.chunk(parallel.degree, dimension)[parallel.rank]
 
 
-def whole_shape(name: str, part: torch.Tensor, parallel: Parallel) -> tuple[int, ...]:
+def full_shape(name: str, part: torch.Tensor, parallel: Parallel) -> tuple[int, ...]:
     """The shape of the tensor that this rank has a part of."""
-    dimension = cut(name, parallel)
+    dimension = shard_dimension(name, parallel)
     return tuple(size * (parallel.degree if at == dimension else 1) for at, size in enumerate(part.shape))
 
 
-def share_of(whole: Transformer, parallel: Parallel) -> Transformer:
+def shard_model(whole: Transformer, parallel: Parallel) -> Transformer:
     """This rank's share of a whole model, as a model of its own. Raises `ConfigError`."""
     dtype = whole.embedding.dtype
     model = Transformer(whole.config, seed=None, dtype=dtype, operators=whole.operators, parallel=parallel)
     tensors = views(whole)
     for name, view in views(model).items():
-        view.copy_(share(name, tensors[name], parallel))
+        view.copy_(shard_tensor(name, tensors[name], parallel))
     return model

@@ -25,12 +25,12 @@ from etude.models.attention import Cache, Packed
 from etude.models.components import Scores
 from etude.models.config import ModelConfig
 from etude.models.experts import Choice, choose, mix
-from etude.models.hooks import Watch, in_layer, unwatched
-from etude.models.replay import Recorded
+from etude.models.hooks import ForwardHook, layer_hook, no_hook
+from etude.models.replay import RecordedRoutes
 from etude.models.rope import Rope, tables
 from etude.numerics.exact.operators import Exact
 from etude.numerics.operators import Operators
-from etude.numerics.parallel import ALONE, Parallel
+from etude.numerics.parallel import SINGLE_RANK, Parallel
 from etude.numerics.parity import parity_class
 
 
@@ -48,18 +48,18 @@ class Mlp(nn.Module):
     """A gated product that every token passes: a layer without experts, or the experts that all tokens share."""
 
     def __init__(
-        self, name: str, width: int, hidden_size: int, operators: Operators, parallel: Parallel = ALONE
+        self, name: str, width: int, hidden_size: int, operators: Operators, parallel: Parallel = SINGLE_RANK
     ) -> None:
         super().__init__()
         self.operators, self.name, self.parallel = operators, name, parallel
         self.gate_up = nn.Parameter(torch.empty(2 * width, hidden_size))
         self.down = nn.Parameter(torch.empty(hidden_size, width))
 
-    def forward(self, x_ND: torch.Tensor, see: Watch) -> torch.Tensor:
+    def forward(self, x_ND: torch.Tensor, hook: ForwardHook) -> torch.Tensor:
         ops, down = self.operators, f"{self.name}.down"
-        h = see(f"{self.name}.gate_up", self.parallel.columns(ops, x_ND, self.gate_up))
-        act = see(f"{self.name}.activated", ops.gated(h))
-        return see(down, self.parallel.rows(ops, act, self.down, down))
+        h = hook(f"{self.name}.gate_up", self.parallel.column_parallel(ops, x_ND, self.gate_up))
+        act = hook(f"{self.name}.activated", ops.gated(h))
+        return hook(down, self.parallel.row_parallel(ops, act, self.down, down))
 
     def views(self) -> dict[str, torch.Tensor]:
         """Each weight as a view, by its name in a checkpoint's `mlp`."""
@@ -81,8 +81,8 @@ class Stack(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(num_held, 2 * c.expert_size, c.hidden_size))
         self.down = nn.Parameter(torch.empty(num_held, c.hidden_size, c.expert_size))
 
-    def forward(self, x_ND: torch.Tensor, choice: Choice, see: Watch) -> torch.Tensor:
-        return mix(x_ND, choice, self.gate_up, self.down, self.operators, see, parallel=self.parallel)
+    def forward(self, x_ND: torch.Tensor, choice: Choice, hook: ForwardHook) -> torch.Tensor:
+        return mix(x_ND, choice, self.gate_up, self.down, self.operators, hook, parallel=self.parallel)
 
     def matrices(self) -> dict[str, list[int]]:
         """As of `attention.AttentionLayer`, in each expert."""
@@ -94,7 +94,7 @@ class Experts(nn.Module):
 
     bias: torch.Tensor | None
 
-    def __init__(self, c: ModelConfig, operators: Operators, parallel: Parallel = ALONE) -> None:
+    def __init__(self, c: ModelConfig, operators: Operators, parallel: Parallel = SINGLE_RANK) -> None:
         super().__init__()
         self.operators, self.parallel = operators, parallel
         self.top_k, self.routing = c.top_k, c.routing
@@ -117,16 +117,16 @@ class Experts(nn.Module):
         return self.stack.down
 
     def forward(
-        self, x_ND: torch.Tensor, recorded: Recorded | None, see: Watch = unwatched
+        self, x_ND: torch.Tensor, recorded: RecordedRoutes | None, hook: ForwardHook = no_hook
     ) -> tuple[torch.Tensor, Choice]:
-        scores = see("experts.scores", self.operators.router_scores(x_ND, self.router))
+        scores = hook("experts.scores", self.operators.router_scores(x_ND, self.router))
         choice = choose(
             scores, self.top_k, recorded, self.operators, routing=self.routing, bias_E=self.bias, balance=self.training
         )
-        see("experts.used", choice.experts_NK)
-        choice = replace(choice, gates_NK=see("experts.gates", choice.gates_NK))
-        y_ND = see("experts.mixed", self.stack(x_ND, choice, see))
-        return y_ND if self.shared is None else y_ND + self.shared(x_ND, see), choice
+        hook("experts.used", choice.experts_NK)
+        choice = replace(choice, gates_NK=hook("experts.gates", choice.gates_NK))
+        y_ND = hook("experts.mixed", self.stack(x_ND, choice, hook))
+        return y_ND if self.shared is None else y_ND + self.shared(x_ND, hook), choice
 
     def views(self) -> dict[str, torch.Tensor]:
         """Each weight as a view, by its name in a checkpoint's `mlp`; of experts those that this rank has."""
@@ -144,7 +144,7 @@ class Experts(nn.Module):
 class Block(nn.Module):
     """One layer: attention, then experts or what every token passes, each on the normalised residual stream."""
 
-    def __init__(self, c: ModelConfig, layer: int, operators: Operators, parallel: Parallel = ALONE) -> None:
+    def __init__(self, c: ModelConfig, layer: int, operators: Operators, parallel: Parallel = SINGLE_RANK) -> None:
         super().__init__()
         self.operators = operators
         self.attention_norm = nn.Parameter(torch.ones(c.hidden_size))
@@ -157,11 +157,17 @@ class Block(nn.Module):
         self.eps, self.recompute = c.rms_eps, False
 
     def forward(
-        self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, recorded: Recorded | None, see: Watch
+        self,
+        x_ND: torch.Tensor,
+        rope: Rope,
+        cache: Cache,
+        layer: int,
+        recorded: RecordedRoutes | None,
+        hook: ForwardHook,
     ) -> tuple[torch.Tensor, Choice | None]:
         """The residual stream after this layer, and what its router chose where it has one. With `recompute`, nothing
         in between is kept for the backward pass, which computes it again."""
-        args = (x_ND, rope, cache, layer, recorded, see)
+        args = (x_ND, rope, cache, layer, recorded, hook)
         if not (self.recompute and torch.is_grad_enabled()):
             return self._forward(*args)
         # no early stop: ranks that ended a forward in its middle would leave their hooks half done
@@ -171,18 +177,24 @@ class Block(nn.Module):
         return done
 
     def _forward(
-        self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, recorded: Recorded | None, see: Watch
+        self,
+        x_ND: torch.Tensor,
+        rope: Rope,
+        cache: Cache,
+        layer: int,
+        recorded: RecordedRoutes | None,
+        hook: ForwardHook,
     ) -> tuple[torch.Tensor, Choice | None]:
         ops, choice = self.operators, None
-        normed = see("attention_norm", ops.rms_norm(x_ND, self.attention_norm, self.eps))
-        x_ND = see("middle", x_ND + self.attention(normed, rope, cache, layer, see))
-        normed = see("experts_norm", ops.rms_norm(x_ND, self.experts_norm, self.eps))
+        normed = hook("attention_norm", ops.rms_norm(x_ND, self.attention_norm, self.eps))
+        x_ND = hook("middle", x_ND + self.attention(normed, rope, cache, layer, hook))
+        normed = hook("experts_norm", ops.rms_norm(x_ND, self.experts_norm, self.eps))
         if self.experts is not None:
-            y_ND, choice = self.experts(normed, recorded, see)
+            y_ND, choice = self.experts(normed, recorded, hook)
         else:
             assert self.mlp is not None
-            y_ND = self.mlp(normed, see)
-        return see("output", x_ND + y_ND), choice
+            y_ND = self.mlp(normed, hook)
+        return hook("output", x_ND + y_ND), choice
 
 
 class Transformer(nn.Module):
@@ -206,7 +218,7 @@ class Transformer(nn.Module):
         seed: int | None = 0,
         dtype: torch.dtype = torch.float32,
         operators: Operators | None = None,
-        parallel: Parallel = ALONE,
+        parallel: Parallel = SINGLE_RANK,
     ) -> None:
         """`seed` keys the initial weights; None leaves the memory as it is, for a caller that fills it. `dtype` is the
         weights'; `operators` compute (None: exact, in `dtype`). `parallel`: this is one rank's share of a model whose
@@ -226,14 +238,14 @@ class Transformer(nn.Module):
             initialise(self, seed)
         self.cast(dtype)
         cos, sin = tables(config)
-        self.register_buffer("cos", cos.to(operators.held), persistent=False)
-        self.register_buffer("sin", sin.to(operators.held), persistent=False)
+        self.register_buffer("cos", cos.to(operators.storage_dtype), persistent=False)
+        self.register_buffer("sin", sin.to(operators.storage_dtype), persistent=False)
 
     @property
     def parity(self) -> str:
         """The parity class of its numbers, on this machine with this many threads: see `numerics.parity`. That of the
         whole model, whatever this rank's share."""
-        kept = self.config.kept
+        kept = self.config.cache_layout
         sizes = {"heads": kept.heads, "key_width": kept.key_width}
         return parity_class(self.operators, self.config.products, **sizes, device=self.embedding.device)
 
@@ -262,7 +274,7 @@ class Transformer(nn.Module):
         rows: torch.Tensor | None = None,
         *,
         plausible: float = 0.0,
-        watch: Watch = unwatched,
+        hook: ForwardHook = no_hook,
     ) -> Forward:
         """One forward of `tokens_N` (int64).
 
@@ -273,20 +285,20 @@ class Transformer(nn.Module):
         cache = Packed([len(tokens_N)], self.operators, device=tokens_N.device) if cache is None else cache
         rope = Rope(self.cos[cache.positions, None], self.sin[cache.positions, None])
         ops = self.operators
-        x_ND = watch("embedding", F.embedding(tokens_N, self.embedding).to(ops.dtype))
-        routers = iter([] if routes is None else [Recorded(one, plausible) for one in routes.unbind(1)])
+        x_ND = hook("embedding", F.embedding(tokens_N, self.embedding).to(ops.dtype))
+        routers = iter([] if routes is None else [RecordedRoutes(one, plausible) for one in routes.unbind(1)])
         choices: list[Choice] = []
         for layer, block in enumerate(self.blocks):
             recorded = None if block.experts is None else next(routers, None)
-            x_ND, choice = block(x_ND, rope, cache, layer, recorded, in_layer(watch, layer))
+            x_ND, choice = block(x_ND, rope, cache, layer, recorded, layer_hook(hook, layer))
             if choice is not None:
                 choices.append(choice)
         x_RD = x_ND if rows is None else x_ND[rows]
-        x_RD = watch("norm", ops.rms_norm(x_RD, self.norm, self.config.rms_eps))
+        x_RD = hook("norm", ops.rms_norm(x_RD, self.norm, self.config.rms_eps))
         used = self._stacked([c.experts_NK for c in choices], len(tokens_N))
         balances = [c.balance for c in choices if c.balance is not None]
         return Forward(
-            logits=watch("logits", ops.logits(x_RD, self.embedding if self.head is None else self.head)),
+            logits=hook("logits", ops.logits(x_RD, self.embedding if self.head is None else self.head)),
             routes=used,
             live=used if routes is None else self._stacked([c.live_NK for c in choices], len(tokens_N)),
             balance=torch.stack(balances).mean() if balances else None,
@@ -309,8 +321,8 @@ def _shared(config: ModelConfig, operators: Operators, parallel: Parallel) -> Mo
             f"its operators promise equal bits for {operators.degree}",
             hint=f"set numerics.degree = {ranks}, in engine and learner",
         )
-    config.shared(operators.degree)
-    return config.shared(ranks)
+    config.per_rank(operators.degree)
+    return config.per_rank(ranks)
 
 
 @torch.no_grad()

@@ -39,13 +39,13 @@ def views(model: Transformer) -> dict[str, torch.Tensor]:
 
 def hf_views(model: Transformer) -> dict[str, torch.Tensor]:
     """`views` by the names that the family's Hugging Face checkpoints have."""
-    outside = model.config.architecture.outside
+    outside = model.config.architecture.hf_name
     return {outside(name): view for name, view in views(model).items()}
 
 
 def hf_biases(model: Transformer) -> dict[str, torch.Tensor]:
     """Of `hf_views` those that are no parameters: biases for the choice, float32 [E]."""
-    outside, blocks = model.config.architecture.outside, enumerate(model.blocks)
+    outside, blocks = model.config.architecture.hf_name, enumerate(model.blocks)
     found = {outside(f"model.layers.{i}.mlp.gate.{_BIAS}"): getattr(one.experts, "bias", None) for i, one in blocks}
     return {name: bias for name, bias in found.items() if bias is not None}
 

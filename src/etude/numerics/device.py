@@ -33,6 +33,6 @@ def device_for(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """While it lasts, programs are launched on that device: they go to the thread's current one, not their tensors'."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

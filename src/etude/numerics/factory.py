@@ -10,7 +10,7 @@ from etude.numerics.exact.operators import Exact
 from etude.numerics.formats import FORMATS
 from etude.numerics.native import Native
 from etude.numerics.operators import Operators
-from etude.numerics.quantisation import Quantised
+from etude.numerics.quantisation import QuantisedOperators
 
 
 def operators_for(
@@ -25,7 +25,7 @@ def operators_for(
     inner = _exact(numerics, dtype, device) if numerics.mode is Mode.EXACT else Native(dtype)
     if numerics.quantise is Quantise.NONE:
         return inner
-    return Quantised(inner, FORMATS[numerics.quantise], rounds_weights=rounds_weights)
+    return QuantisedOperators(inner, FORMATS[numerics.quantise], rounds_weights=rounds_weights)
 
 
 def _exact(numerics: NumericsConfig, dtype: torch.dtype, device: torch.device | None) -> Operators:

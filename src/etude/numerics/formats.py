@@ -40,7 +40,7 @@ class Format:
     name: Quantise
     element: Element
     block: int
-    outer: bool  # block scales are E4M3 under one float32; else they are E8M0
+    has_global_scale: bool  # block scales are E4M3 under one float32; else they are E8M0
 
     @property
     def bits_per_number(self) -> float:
@@ -55,8 +55,8 @@ class Format:
 FORMATS = {
     f.name: f
     for f in (
-        Format(Quantise.MXFP8, E4M3, 32, outer=False),
-        Format(Quantise.MXFP4, E2M1, 32, outer=False),
-        Format(Quantise.NVFP4, E2M1, 16, outer=True),
+        Format(Quantise.MXFP8, E4M3, 32, has_global_scale=False),
+        Format(Quantise.MXFP4, E2M1, 32, has_global_scale=False),
+        Format(Quantise.NVFP4, E2M1, 16, has_global_scale=True),
     )
 }

@@ -27,18 +27,18 @@ from torch.autograd.function import once_differentiable
 _ALIGNED = 8  # numbers of 16 bytes in bfloat16
 
 
-def suits(x: torch.Tensor, *weights: torch.Tensor) -> bool:
+def is_supported(x: torch.Tensor, *weights: torch.Tensor) -> bool:
     """Whether the device has a kernel for it: bfloat16, and widths of whole 16 bytes."""
     aligned = not any(width % _ALIGNED for weight in weights for width in weight.shape[1:])
     return x.device.type != "cpu" and x.dtype == torch.bfloat16 and aligned
 
 
-def ends_on(ends: Sequence[int], device: torch.device) -> torch.Tensor:
+def offsets_on(ends: Sequence[int], device: torch.device) -> torch.Tensor:
     """int32 [E]: where each expert's rows end."""
     return torch.tensor(ends, dtype=torch.int32).to(device)
 
 
-def products(x_SI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def grouped_mm(x_SI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """Each expert's rows times its matrix, [S, O]."""
     return _grouped_mm(x_SI, weight_EIO, ends_E)
 
@@ -56,20 +56,20 @@ def mix(
     experts_NK: torch.Tensor,
     gate_up_E2FD: torch.Tensor,
     down_EDF: torch.Tensor,
-    rows: RowWork | None = None,
+    rows: RowOps | None = None,
 ) -> torch.Tensor:
     """Σ over K of gate · down(silu(gate_proj x) · up_proj x), for each token; [N, D], differentiable.
 
     `rows`: how what is no product is computed (None: the fastest that the device has). Weights may be wider than x.
     """
-    to = Sorted.of(experts_NK, gate_up_E2FD.shape[0])
-    rows = rows or row_work(x_ND.device)
+    to = SortedDispatch.of(experts_NK, gate_up_E2FD.shape[0])
+    rows = rows or row_ops_for(x_ND.device)
     y: torch.Tensor = _Mix.apply(x_ND, gates_NK.contiguous(), gate_up_E2FD, down_EDF, to, rows)  # type: ignore[no-untyped-call]
     return y
 
 
 @dataclass(frozen=True, eq=False)
-class Sorted:
+class SortedDispatch:
     """Where each (token, choice) goes when rows are sorted by expert, ties by token. All on the device."""
 
     ends_E: torch.Tensor  # int32: where each expert's rows end
@@ -78,7 +78,7 @@ class Sorted:
     slot_NK: torch.Tensor  # int64: the row of each choice
 
     @classmethod
-    def of(cls, experts_NK: torch.Tensor, num_experts: int) -> Sorted:
+    def of(cls, experts_NK: torch.Tensor, num_experts: int) -> SortedDispatch:
         n, k = experts_NK.shape
         short = experts_NK.reshape(-1).to(torch.int16)  # a radix sort goes over two bytes, not eight
         by_expert, choice = short.sort(stable=True)
@@ -89,7 +89,7 @@ class Sorted:
 
 
 @dataclass(frozen=True)
-class RowWork:
+class RowOps:
     """What is done to rows between products, each in one pass over memory where it can be."""
 
     gated: Callable[[torch.Tensor], torch.Tensor]  # [S, 2F] -> [S, F]: silu(first half) · second
@@ -116,17 +116,17 @@ def _combine(out_SD: torch.Tensor, slot_NK: torch.Tensor, gates_NK: torch.Tensor
     return y
 
 
-TORCH = RowWork(_gated, _gated_gradient, _combine)
+TORCH_ROW_OPS = RowOps(_gated, _gated_gradient, _combine)
 
 
 @functools.cache
-def row_work(device: torch.device) -> RowWork:
+def row_ops_for(device: torch.device) -> RowOps:
     """The fastest that a device has."""
     if device.type != "cuda" or find_spec("triton") is None:
-        return TORCH
+        return TORCH_ROW_OPS
     from etude.numerics.gpu import row_ops
 
-    return RowWork(row_ops.gated, row_ops.gated_gradient, row_ops.combine)
+    return RowOps(row_ops.gated, row_ops.gated_gradient, row_ops.combine)
 
 
 class _Mix(torch.autograd.Function):
@@ -137,13 +137,13 @@ class _Mix(torch.autograd.Function):
         gates: torch.Tensor,
         gate_up: torch.Tensor,
         down: torch.Tensor,
-        to: Sorted,
-        rows: RowWork,
+        to: SortedDispatch,
+        rows: RowOps,
     ) -> torch.Tensor:
-        h = products(x.index_select(0, to.token_S), gate_up.to(x.dtype).mT, to.ends_E)
+        h = grouped_mm(x.index_select(0, to.token_S), gate_up.to(x.dtype).mT, to.ends_E)
         ctx.save_for_backward(x, h, gates, gate_up, down)
         ctx.to, ctx.rows = to, rows
-        return rows.combine(products(rows.gated(h), down.to(x.dtype).mT, to.ends_E), to.slot_NK, gates)
+        return rows.combine(grouped_mm(rows.gated(h), down.to(x.dtype).mT, to.ends_E), to.slot_NK, gates)
 
     @staticmethod
     @once_differentiable
@@ -152,7 +152,7 @@ class _Mix(torch.autograd.Function):
         to, rows = ctx.to, ctx.rows
         gate_S1 = gates.view(-1).index_select(0, to.choice_S)[:, None].to(x.dtype)
         dy_S = dy.index_select(0, to.token_S)
-        dact = products(dy_S, down.to(x.dtype), to.ends_E)  # before the gate
+        dact = grouped_mm(dy_S, down.to(x.dtype), to.ends_E)  # before the gate
         act = rows.gated(h)
         dgates = torch.linalg.vecdot(dact.float(), act.float()).index_select(0, to.slot_NK.view(-1)).view_as(gates)
         ddown = dgate_up = None
@@ -161,7 +161,7 @@ class _Mix(torch.autograd.Function):
         dh = rows.gated_gradient(dact.mul_(gate_S1), h)
         if ctx.needs_input_grad[2]:
             dgate_up = weight_gradient(dh, x.index_select(0, to.token_S), to.ends_E).to(gate_up.dtype)
-        dx = rows.combine(products(dh, gate_up.to(x.dtype), to.ends_E), to.slot_NK, None)
+        dx = rows.combine(grouped_mm(dh, gate_up.to(x.dtype), to.ends_E), to.slot_NK, None)
         return dx, dgates.to(gates.dtype), dgate_up, ddown, None, None
 
 

@@ -23,11 +23,11 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from etude.numerics import exact
-from etude.numerics.operators import Operators, asked_of_inner
+from etude.numerics.operators import Operators, delegate_to_inner
 
 
 @dataclass(frozen=True)
-class Pairs:
+class LoraPairs:
     """A and B of one matrix [O, I], or of a stack of them [E, O, I], whose rows are P parts with a pair each."""
 
     a: torch.Tensor  # [P, r, I] or [E, P, r, I]
@@ -35,7 +35,7 @@ class Pairs:
     rows: tuple[int, ...]  # of each part; O together
     scale: float
 
-    def of(self, some: slice) -> Pairs:
+    def of(self, some: slice) -> LoraPairs:
         """Of some rows of the matrix; of a stack, of some matrices."""
         if self.b.ndim == 3:
             return replace(self, a=self.a[some], b=self.b[some])
@@ -46,7 +46,7 @@ class Pairs:
 
 
 @torch.no_grad()
-def merge(base: torch.Tensor, pairs: Pairs, out: torch.Tensor, *, dtype: torch.dtype) -> None:
+def merge_lora(base: torch.Tensor, pairs: LoraPairs, out: torch.Tensor, *, dtype: torch.dtype) -> None:
     """Write W + scale · B A, summed in float32 and rounded once to `dtype`, into `out`, which has `base`'s shape. A
     row's bits depend on that row alone: whoever has some of them (`Pairs.of`) gets the whole's."""
     width, rank = base.shape[-1], pairs.b.shape[-1]
@@ -59,16 +59,16 @@ def merge(base: torch.Tensor, pairs: Pairs, out: torch.Tensor, *, dtype: torch.d
         out_OI.copy_((w_OI.float() + product.to(w_OI.device)).to(dtype))
 
 
-def adapted(
+def with_lora_gradient(
     y_NO: torch.Tensor, x_NI: torch.Tensor, a_PrI: torch.Tensor, b_Or: torch.Tensor, rows: tuple[int, ...], scale: float
 ) -> torch.Tensor:
     """`y_NO`, which a merged matrix made of `x_NI`; its gradient reaches A and B, too. With one dimension more in
     front, of all but `rows`, for products of their own."""
-    y: torch.Tensor = _Adapted.apply(y_NO, x_NI, a_PrI, b_Or, rows, scale)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _LoraGradient.apply(y_NO, x_NI, a_PrI, b_Or, rows, scale)  # type: ignore[no-untyped-call]
     return y
 
 
-class _Adapted(torch.autograd.Function):
+class _LoraGradient(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -102,7 +102,7 @@ class _Part:
 
     weight: Callable[[], torch.Tensor]
     address: int  # of the whole matrix
-    pairs: Pairs
+    pairs: LoraPairs
     index: int
 
     @property
@@ -111,7 +111,7 @@ class _Part:
         return not hasattr(now, "to_local") and now.data_ptr() == self.address
 
 
-class Adapted(Operators):
+class LoraOperators(Operators):
     """`inner`, of a model some of whose matrices are merged: products with them pass gradients to their pairs.
 
     Its numbers are `inner`'s, and so is its name. A matrix is known by the address of its memory, and so are the first
@@ -121,16 +121,16 @@ class Adapted(Operators):
 
     def __init__(self, inner: Operators) -> None:
         super().__init__(inner.dtype)
-        self.inner, self.moving = inner, False
-        self._trained: list[tuple[Callable[[], torch.Tensor], Pairs]] = []
+        self.inner, self.weights_move = inner, False
+        self._trained: list[tuple[Callable[[], torch.Tensor], LoraPairs]] = []
         self._parts: dict[int, _Part] = {}
 
-    def train(self, weight: Callable[[], torch.Tensor], pairs: Pairs) -> None:
+    def add_adapter(self, weight: Callable[[], torch.Tensor], pairs: LoraPairs) -> None:
         """From now on products with what `weight` gives are of a merged matrix, whose gradient is that of its pairs."""
         self._trained.append((weight, pairs))
         self._look(weight, pairs)
 
-    def _look(self, weight: Callable[[], torch.Tensor], pairs: Pairs) -> None:
+    def _look(self, weight: Callable[[], torch.Tensor], pairs: LoraPairs) -> None:
         now = weight()
         if hasattr(now, "to_local"):  # a shard: not gathered
             return
@@ -141,14 +141,14 @@ class Adapted(Operators):
 
     def _at(self, weight: torch.Tensor) -> _Part | None:
         found = self._parts.get(address := weight.data_ptr())
-        if self.moving and (found is None or not found.is_there):
+        if self.weights_move and (found is None or not found.is_there):
             self._parts.clear()
             for one in self._trained:
                 self._look(*one)
             found = self._parts.get(address)
         return found
 
-    def pairs(self, weight: torch.Tensor) -> Pairs | None:
+    def lora_pairs(self, weight: torch.Tensor) -> LoraPairs | None:
         found = self._at(weight)
         return found.pairs if found is not None and found.index == 0 else None
 
@@ -171,7 +171,7 @@ class Adapted(Operators):
         if len(rows) < len(pairs.rows):
             start = sum(pairs.rows[:first])
             a, b = a[first:last], b[start : start + sum(rows)]
-        return adapted(y_NO, self.inner.taken(x_NI), a, b, rows, pairs.scale)
+        return with_lora_gradient(y_NO, self.inner.quantise_input(x_NI), a, b, rows, pairs.scale)
 
 
-asked_of_inner(Adapted)
+delegate_to_inner(LoraOperators)

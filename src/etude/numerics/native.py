@@ -26,9 +26,9 @@ class Native(Operators):
     def per_head(self, x_NHI: torch.Tensor, weight_HOI: torch.Tensor) -> torch.Tensor:
         return torch.einsum("nhi,hoi->nho", x_NHI, weight_HOI.to(x_NHI.dtype))
 
-    def packed(self, lengths: Sequence[int], device: torch.device) -> PackedCausal:
+    def packed_attention(self, lengths: Sequence[int], device: torch.device) -> PackedCausal:
         """On a device one kernel for all sequences, where it has one for the dtype and the width."""
-        each = super().packed(lengths, device)
+        each = super().packed_attention(lengths, device)
         if device.type == "cpu":
             return each
         starts, longest = varlen_attention.starts(lengths, device), max(lengths)
@@ -36,7 +36,7 @@ class Native(Operators):
         def attend(
             q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGC: torch.Tensor, scale: float | None = None
         ) -> torch.Tensor:
-            if not varlen_attention.suits(device, q_NHA.dtype, q_NHA.shape[-1]):
+            if not varlen_attention.is_supported(device, q_NHA.dtype, q_NHA.shape[-1]):
                 return each(q_NHA, k_NGA, v_NGC, scale)
             return varlen_attention.attend(q_NHA, k_NGA, v_NGC, starts, starts, longest, longest, scale=scale)
 
@@ -54,7 +54,7 @@ class Native(Operators):
             divisor = torch.full((len(logits_RV), 1), temperature, dtype=torch.float32, device=logits_RV.device)
         return chunked_log_softmax(logits_RV, divisor)
 
-    def mixture(
+    def fused_experts(
         self,
         x_ND: torch.Tensor,
         gates_NK: torch.Tensor,
@@ -62,7 +62,7 @@ class Native(Operators):
         gate_up_E2FD: torch.Tensor,
         down_EDF: torch.Tensor,
     ) -> torch.Tensor | None:
-        if grouped_experts.suits(x_ND, gate_up_E2FD, down_EDF):
+        if grouped_experts.is_supported(x_ND, gate_up_E2FD, down_EDF):
             return grouped_experts.mix(x_ND, gates_NK, experts_NK, gate_up_E2FD, down_EDF)
         if x_ND.device.type == "cuda" and find_spec("triton") is not None:  # other dtypes and widths
             from etude.numerics.gpu import mix

@@ -23,10 +23,10 @@ import torch.nn.functional as F
 
 from etude.errors import ConfigError
 from etude.numerics import exact, grouped_experts
-from etude.numerics.exact.attention import ANY, Windows
+from etude.numerics.exact.attention import ANY, KeyWindows
 
 if TYPE_CHECKING:
-    from etude.numerics.lora import Pairs  # made of operators
+    from etude.numerics.lora import LoraPairs  # made of operators
 
 Causal = Callable[..., torch.Tensor]
 """(q_HTA, k_GTA, v_GTC, scale or None, start=0) -> o_HTC: each token sees itself and those before it. The
@@ -39,7 +39,7 @@ PackedCausal = Callable[..., torch.Tensor]
 class Operators:
     """What a model asks for. Every result is in `dtype`, but for scores and log-probabilities: those are float32."""
 
-    absorbs = False
+    absorbs_latents = False
     """Whether latent attention is computed in the absorbed form where nothing asks for it, so that a packed forward
     sums in the order of one over a cache."""
 
@@ -66,7 +66,7 @@ class Operators:
         return False
 
     @property
-    def waits(self) -> bool:
+    def syncs_with_host(self) -> bool:
         """Whether a model's forward asks a device for numbers, so that it cannot be captured."""
         return False
 
@@ -76,7 +76,7 @@ class Operators:
         return ""
 
     @property
-    def held(self) -> torch.dtype:
+    def storage_dtype(self) -> torch.dtype:
         """In what an engine holds weights, keys and values. A learner's weights are float32 either way."""
         return self.dtype
 
@@ -96,28 +96,28 @@ class Operators:
             raise ConfigError(f"cannot compute {self.name} over {ranks} ranks", facts, hint=hint)
         return self.linear(x_NI, weight_OI)
 
-    def taken(self, x: torch.Tensor) -> torch.Tensor:
+    def quantise_input(self, x: torch.Tensor) -> torch.Tensor:
         """What a large product takes of activations: in low precision they are rounded. `linear` asks by itself."""
         return x
 
-    def weights(self, weight: torch.Tensor) -> torch.Tensor:
+    def quantise_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """What a large product takes of a matrix, or of a stack of them. `linear` asks by itself."""
         return weight
 
-    def pairs(self, weight: torch.Tensor) -> Pairs | None:
+    def lora_pairs(self, weight: torch.Tensor) -> LoraPairs | None:
         """What trains in the place of a matrix, or of a stack of them, that is merged (`numerics.adapted`)."""
         return None
 
-    def rows(self, num_rows: int) -> int:
+    def padded_rows(self, num_rows: int) -> int:
         """How many rows an expert computes for so many; the others are copies."""
         return num_rows
 
     def grouped(self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Each expert's rows times its matrix, [S, O]; `rows` [E] sum to S. Of what `taken` and `weights` gave:
         `models.experts` has the gradient, and needs both in it."""
-        if grouped_experts.suits(x_SI, weight_EOI):
-            ends = grouped_experts.ends_on([*accumulate(rows)], x_SI.device)
-            return grouped_experts.products(x_SI, weight_EOI.to(x_SI.dtype).mT, ends)
+        if grouped_experts.is_supported(x_SI, weight_EOI):
+            ends = grouped_experts.offsets_on([*accumulate(rows)], x_SI.device)
+            return grouped_experts.grouped_mm(x_SI, weight_EOI.to(x_SI.dtype).mT, ends)
         out = x_SI.new_empty(x_SI.shape[0], weight_EOI.shape[1])
         for x, w, o in zip(
             torch.split(x_SI, list(rows)), weight_EOI.unbind(), torch.split(out, list(rows)), strict=True
@@ -172,23 +172,23 @@ class Operators:
 
     def softmax(self, scores_NE: torch.Tensor) -> torch.Tensor:
         """A router's probabilities, float32 [N, E]."""
-        return wide(scores_NE).softmax(-1)
+        return at_least_float32(scores_NE).softmax(-1)
 
     def sigmoid(self, scores_NE: torch.Tensor) -> torch.Tensor:
         """float32 [N, E]."""
-        return wide(scores_NE).sigmoid()
+        return at_least_float32(scores_NE).sigmoid()
 
     def top_k(self, values_NE: torch.Tensor, k: int) -> torch.Tensor:
         """Indices of the k largest, largest first, int64 [N, k]."""
         return values_NE.topk(k, -1).indices
 
-    def causal(self) -> Causal:
+    def causal_attention(self) -> Causal:
         """Attention within whole sequences, for one forward."""
         return _causal
 
-    def packed(self, lengths: Sequence[int], device: torch.device) -> PackedCausal:
+    def packed_attention(self, lengths: Sequence[int], device: torch.device) -> PackedCausal:
         """Attention within sequences of these lengths, for one forward: one after another."""
-        causal, lengths = self.causal(), list(lengths)
+        causal, lengths = self.causal_attention(), list(lengths)
 
         def attend(
             q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGC: torch.Tensor, scale: float | None = None
@@ -199,7 +199,7 @@ class Operators:
 
         return attend
 
-    def mixture(
+    def fused_experts(
         self,
         x_ND: torch.Tensor,
         gates_NK: torch.Tensor,
@@ -211,7 +211,7 @@ class Operators:
         not here; `models.experts` does it."""
         return None
 
-    def windows(self, heads: int, key_width: int) -> Windows:
+    def key_windows(self, heads: int, key_width: int) -> KeyWindows:
         """In which sizes an engine's rows of queries see the kept keys and values."""
         return ANY
 
@@ -230,7 +230,7 @@ class Operators:
         return logits_RV.log_softmax(-1)
 
 
-def asked_of_inner(kind: type[Operators]) -> None:
+def delegate_to_inner(kind: type[Operators]) -> None:
     """Have operators that wrap an `inner` ask it for all that they have no own of: methods, and facts as `exact`."""
     for name in vars(Operators).keys() - vars(kind).keys():
         if not name.startswith("_"):
@@ -243,7 +243,7 @@ def _forwarded(name: str) -> Any:
     return property(lambda self: getattr(self.inner, name))
 
 
-def wide(x: torch.Tensor) -> torch.Tensor:
+def at_least_float32(x: torch.Tensor) -> torch.Tensor:
     """In float32, or wider where it is."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 

@@ -24,7 +24,7 @@ import torch
 from torch import distributed
 
 from etude.errors import ConfigError, EtudeError
-from etude.numerics.exact import tree
+from etude.numerics.exact import tree_sum
 from etude.numerics.operators import Operators
 
 
@@ -64,7 +64,7 @@ class Parallel:
     @property
     def tensor(self) -> Parallel:
         """What attention and layers without a router are shared by."""
-        return self if self.split is Split.TENSOR else ALONE
+        return self if self.split is Split.TENSOR else SINGLE_RANK
 
     def experts(self, number: int) -> range:
         """Which of so many experts this rank has, whole or a part of each. Raises `ConfigError`."""
@@ -79,37 +79,39 @@ class Parallel:
         each = number // self.degree
         return range(self.rank * each, (self.rank + 1) * each)
 
-    def columns(self, ops: Operators, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    def column_parallel(self, ops: Operators, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
         """x · weightᵀ, [N, O]: of the whole matrix's outputs those that this rank has."""
-        return ops.linear_columns(self.entered(ops, x_NI), weight_OI, self.degree)
+        return ops.linear_columns(self.copy_to_ranks(ops, x_NI), weight_OI, self.degree)
 
-    def rows(self, ops: Operators, x_NI: torch.Tensor, weight_OI: torch.Tensor, what: str) -> torch.Tensor:
+    def row_parallel(self, ops: Operators, x_NI: torch.Tensor, weight_OI: torch.Tensor, what: str) -> torch.Tensor:
         """x · weightᵀ, [N, O]: this rank has some of the whole matrix's inputs, and every rank gets the sum."""
-        return self.summed(ops, ops.linear_partial(x_NI, weight_OI, self.degree), what)
+        return self.sum_over_ranks(ops, ops.linear_partial(x_NI, weight_OI, self.degree), what)
 
-    def entered(self, ops: Operators, x: torch.Tensor) -> torch.Tensor:
+    def copy_to_ranks(self, ops: Operators, x: torch.Tensor) -> torch.Tensor:
         """`x`, which all ranks have alike and use for different things: its gradient is the sum of theirs. In the width
         that products are of, so that the sum is rounded once."""
         if self.degree == 1:
             return x
-        entered: torch.Tensor = _Entered.apply(x.to(ops.held), self)  # type: ignore[no-untyped-call]
+        entered: torch.Tensor = _CopyToRanks.apply(x.to(ops.storage_dtype), self)  # type: ignore[no-untyped-call]
         return entered
 
-    def summed(self, ops: Operators, part: torch.Tensor, what: str) -> torch.Tensor:
+    def sum_over_ranks(self, ops: Operators, part: torch.Tensor, what: str) -> torch.Tensor:
         """The sum of every rank's part, in the operators' dtype; its gradient is each part's."""
         if self.degree == 1:
             return part
-        whole: torch.Tensor = _Summed.apply(part, self, what)  # type: ignore[no-untyped-call]
+        whole: torch.Tensor = _SumOverRanks.apply(part, self, what)  # type: ignore[no-untyped-call]
         return whole.to(ops.dtype)
 
-    def added(self, part: torch.Tensor, what: str) -> torch.Tensor:
+    def all_reduce(self, part: torch.Tensor, what: str) -> torch.Tensor:
         """The sum of every rank's part, float32 or wider, in the one order. Collective."""
         wide = part.to(torch.promote_types(part.dtype, torch.float32)).contiguous()
         parts = [torch.empty_like(wide) for _ in range(self.degree)]
         self._wait(lambda: distributed.all_gather(parts, wide, group=self.group, async_op=True), what)
-        return tree(parts)
+        return tree_sum(parts)
 
-    def exchanged(self, rows_SD: torch.Tensor, sent: Sequence[int], received: Sequence[int], what: str) -> torch.Tensor:
+    def all_to_all(
+        self, rows_SD: torch.Tensor, sent: Sequence[int], received: Sequence[int], what: str
+    ) -> torch.Tensor:
         """Rows of other ranks: `sent` says how many of `rows_SD` go to each rank, in order, `received` how many come
         from each. Collective."""
         out = rows_SD.new_empty(sum(received), rows_SD.shape[1])
@@ -128,10 +130,10 @@ class Parallel:
             ) from None
 
 
-ALONE = Parallel()
+SINGLE_RANK = Parallel()
 
 
-class _Entered(torch.autograd.Function):
+class _CopyToRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, parallel: Parallel) -> torch.Tensor:
         ctx.parallel = parallel
@@ -139,14 +141,14 @@ class _Entered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.parallel.added(gradient, "gradient of an input").to(gradient.dtype), None
+        return ctx.parallel.all_reduce(gradient, "gradient of an input").to(gradient.dtype), None
 
 
-class _Summed(torch.autograd.Function):
+class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, parallel: Parallel, what: str) -> torch.Tensor:
         ctx.dtype = part.dtype
-        return parallel.added(part, what)
+        return parallel.all_reduce(part, what)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

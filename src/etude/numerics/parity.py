@@ -17,7 +17,7 @@ from collections.abc import Iterable
 
 import torch
 
-from etude.numerics.device import on
+from etude.numerics.device import on_device
 from etude.numerics.operators import Operators
 
 WIDEST = 4096  # rows of a weight that are looked at
@@ -57,7 +57,7 @@ def _class(
     threads: int,
 ) -> str:
     digest = hashlib.sha256()
-    with on(device):
+    with on_device(device):
         for result in _results(operators, sorted(products), heads, key_width, device):
             digest.update(result.float().contiguous().cpu().numpy().tobytes())
     versions = " ".join([f"torch-{torch.__version__}", *([operators.kernels] if operators.kernels else [])])
@@ -93,4 +93,4 @@ def _results(
         yield operators.gated(random(ROWS, 2 * in_size))
         yield operators.log_softmax(operators.logits(x, weight), 0.7)
     q, k, v = random(2 * heads, TOKENS, key_width), random(heads, TOKENS, key_width), random(heads, TOKENS, key_width)
-    yield operators.causal()(q, k, v)
+    yield operators.causal_attention()(q, k, v)

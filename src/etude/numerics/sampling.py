@@ -58,10 +58,10 @@ def sample(
     device = logits_RV.device
     greedy = torch.from_numpy(temperature == 0.0).to(device) if (temperature == 0.0).any() else None
     uniform_R = torch.from_numpy(uniform(seeds, positions)).to(device)
-    return drawn(logits_RV, divisor, uniform_R, greedy, operators or Exact())
+    return sample_on_device(logits_RV, divisor, uniform_R, greedy, operators or Exact())
 
 
-def drawn(
+def sample_on_device(
     logits_RV: torch.Tensor,
     divisor: torch.Tensor | float,
     uniform_R: torch.Tensor,

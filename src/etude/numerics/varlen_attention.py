@@ -22,7 +22,7 @@ WIDEST = 256
 """Of a key, for this kernel; a latent's (576) is wider."""
 
 
-def suits(device: torch.device, dtype: torch.dtype, key_width: int) -> bool:
+def is_supported(device: torch.device, dtype: torch.dtype, key_width: int) -> bool:
     """Whether there is a kernel for them."""
     half = dtype in (torch.bfloat16, torch.float16)
     return device.type != "cpu" and half and key_width <= WIDEST and key_width % 8 == 0

@@ -8,8 +8,8 @@ from __future__ import annotations
 from math import log2, prod
 
 from etude.models.config import ModelConfig
-from etude.models.headers import shapes
-from etude.models.quantised_storage import is_rounded
+from etude.models.headers import weight_shapes
+from etude.models.quantised_storage import is_quantised
 from etude.plan.shape import Training
 
 FLOAT32_BYTES, BF16_BYTES = 4, 2
@@ -96,7 +96,7 @@ def expert_parameters(model: ModelConfig) -> int:
 
 def matrices(model: ModelConfig, on: str = "all") -> list[tuple[int, ...]]:
     """Shapes of attention's and MLP's matrices, experts one by one: what Muon moves and adapters are of."""
-    found = ((".mlp." in name, shape) for name, shape in shapes(model) if is_rounded(name))
+    found = ((".mlp." in name, shape) for name, shape in weight_shapes(model) if is_quantised(name))
     return [shape for is_mlp, shape in found if on == "all" or is_mlp == (on == "mlp")]
 
 
@@ -104,7 +104,7 @@ def expert_adapters(model: ModelConfig, training: Training) -> int:
     """Numbers in the adapters of experts."""
     if training.lora_on == "attention" or not model.num_moe_layers:
         return 0
-    found = (shape for name, shape in shapes(model) if is_rounded(name) and ".experts." in name)
+    found = (shape for name, shape in weight_shapes(model) if is_quantised(name) and ".experts." in name)
     return training.lora_rank * sum(map(sum, found))
 
 

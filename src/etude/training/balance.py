@@ -14,7 +14,7 @@ import torch
 from etude.models.transformer import Block, Transformer
 
 
-def loads(live_NLK: torch.Tensor, num_experts: int) -> torch.Tensor:
+def expert_loads(live_NLK: torch.Tensor, num_experts: int) -> torch.Tensor:
     """How many tokens chose each expert, int64 [L, E].
 
     >>> loads(torch.tensor([[[0, 2]], [[2, 1]]], dtype=torch.uint8), 4)
@@ -36,12 +36,12 @@ def balance_bias_update(bias_E: torch.Tensor, load_E: torch.Tensor, *, speed: fl
     return bias_E + speed * (load_E.mean() - load_E).sign()
 
 
-class Balance:
+class ExpertBalancer:
     """Moves a model's biases by what was chosen since the last move. Does nothing for a model without biases, or at
     speed 0."""
 
     def __init__(self, model: Transformer, *, speed: float) -> None:
-        self._biases = biases(model) if speed else []
+        self._biases = router_biases(model) if speed else []
         self._speed, self._num_experts = speed, model.config.num_experts
         self.load_LE = torch.zeros(
             len(self._biases), self._num_experts, dtype=torch.int64, device=model.embedding.device
@@ -50,10 +50,10 @@ class Balance:
     def count(self, live_NLK: torch.Tensor) -> None:
         """Count one forward's choices."""
         if self._biases:
-            self.load_LE += loads(live_NLK, self._num_experts)
+            self.load_LE += expert_loads(live_NLK, self._num_experts)
 
     @torch.no_grad()
-    def move(self) -> None:
+    def update(self) -> None:
         """Update the biases in place, and begin to count anew."""
         for bias_E, load_E in zip(self._biases, self.load_LE, strict=True):
             bias_E.copy_(balance_bias_update(bias_E, load_E, speed=self._speed))
@@ -64,7 +64,7 @@ class Balance:
         self.load_LE.zero_()
 
 
-def biases(model: Transformer) -> list[torch.Tensor]:
+def router_biases(model: Transformer) -> list[torch.Tensor]:
     """The bias of each layer with experts, float32 [E]; none where the family has none."""
     found = []
     for block in model.blocks:

@@ -10,12 +10,12 @@ import torch
 from etude.models.transformer import Forward
 from etude.records.sample import StepReport
 from etude.training.corrections import Corrected, effective_share
-from etude.training.flat_batch import Rows
+from etude.training.flat_batch import FlatBatch
 from etude.training.losses import PolicyLoss, k1, k3
 
 
 @dataclass
-class Tally:
+class BatchMetrics:
     """Sums so far. Made for one batch; `report` ends it."""
 
     num_tokens: int = 0
@@ -35,7 +35,7 @@ class Tally:
 
     def add(
         self,
-        rows: Rows,
+        rows: FlatBatch,
         done: Forward,
         policy: PolicyLoss,
         corrected: Corrected,
@@ -100,10 +100,10 @@ class Tally:
         )
 
 
-def merged(tallies: Sequence[Tally]) -> Tally:
+def merge_metrics(tallies: Sequence[BatchMetrics]) -> BatchMetrics:
     """Merge the tallies of several shares, in their order."""
-    whole = Tally()
+    whole = BatchMetrics()
     for one in tallies:
-        for each in fields(Tally):
+        for each in fields(BatchMetrics):
             setattr(whole, each.name, getattr(whole, each.name) + getattr(one, each.name))
     return whole

@@ -19,7 +19,9 @@ Spans = npt.NDArray[np.int64]
 """[documents, 2]: start and stop in `Documents.tokens`."""
 
 
-def plan(documents: Documents, *, num_tokens: int, batch_tokens: int, document_tokens: int, seed: int) -> list[Spans]:
+def plan_batches(
+    documents: Documents, *, num_tokens: int, batch_tokens: int, document_tokens: int, seed: int
+) -> list[Spans]:
     """The batches of a run, until they hold `num_tokens`; each pass over the corpus is newly shuffled. Raises
     `TaskError` when no document has two tokens.
 
@@ -27,7 +29,7 @@ def plan(documents: Documents, *, num_tokens: int, batch_tokens: int, document_t
     >>> [b.tolist() for b in plan(docs, num_tokens=9, batch_tokens=6, document_tokens=5, seed=0)]
     [[[0, 4]], [[4, 9]]]
     """
-    spans = pieces(documents, document_tokens=min(document_tokens, batch_tokens))
+    spans = split_documents(documents, document_tokens=min(document_tokens, batch_tokens))
     if not len(spans):
         raise TaskError(
             "the corpus has nothing to predict", "every document is shorter than two tokens", hint="fill it"
@@ -36,7 +38,7 @@ def plan(documents: Documents, *, num_tokens: int, batch_tokens: int, document_t
     planned, epoch = 0, 0
     while planned < num_tokens:
         shuffled = spans[np.random.default_rng([seed, epoch]).permutation(len(spans))]
-        for part in runs((shuffled[:, 1] - shuffled[:, 0]).tolist(), batch_tokens):
+        for part in group_by_budget((shuffled[:, 1] - shuffled[:, 0]).tolist(), batch_tokens):
             batches.append(shuffled[part])
             planned += int((shuffled[part, 1] - shuffled[part, 0]).sum())
             if planned >= num_tokens:
@@ -45,7 +47,7 @@ def plan(documents: Documents, *, num_tokens: int, batch_tokens: int, document_t
     return batches
 
 
-def pieces(documents: Documents, *, document_tokens: int) -> Spans:
+def split_documents(documents: Documents, *, document_tokens: int) -> Spans:
     """Every document, a longer one cut; a piece of a single token predicts nothing and is left out."""
     cut = [
         (at, min(at + document_tokens, int(stop)))
@@ -55,7 +57,7 @@ def pieces(documents: Documents, *, document_tokens: int) -> Spans:
     return np.array([p for p in cut if p[1] - p[0] >= 2], np.int64).reshape(-1, 2)
 
 
-def share(spans: Spans, rank: int, ranks: int) -> Spans:
+def rank_share(spans: Spans, rank: int, ranks: int) -> Spans:
     """A rank's part of a batch: documents from the longest on, each to the rank with the fewest tokens so far."""
     lengths = spans[:, 1] - spans[:, 0]
     load = [0] * ranks
@@ -68,7 +70,7 @@ def share(spans: Spans, rank: int, ranks: int) -> Spans:
     return spans[sorted(mine)]
 
 
-def runs(lengths: Sequence[int], budget: int) -> Iterator[slice]:
+def group_by_budget(lengths: Sequence[int], budget: int) -> Iterator[slice]:
     """Slices of consecutive items of at most `budget` together; a longer item comes alone.
 
     >>> list(runs([3, 3, 9, 1], 6))

@@ -35,48 +35,50 @@ class RankDied(RunError):
     """A rank ended without an answer; what the ranks had kept stands, so the same call may be made again."""
 
 
-class Ranks(Protocol):
+class RankGroup(Protocol):
     """What a rank knows of the others."""
 
     rank: int
     size: int
 
-    def add(self, tensor: torch.Tensor) -> None:
+    def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replace the tensor by its sum over all ranks, the same bits in each. Collective."""
         ...
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Say that this rank is alive and gets on; called before each forward: a step may be any number of those."""
         ...
 
 
-class Alone:
+class SingleProcess:
     """The only rank, in the caller's own process."""
 
     rank, size = 0, 1
 
-    def add(self, tensor: torch.Tensor) -> None:
+    def all_reduce(self, tensor: torch.Tensor) -> None:
         pass
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         pass
 
 
-class _Gloo:
+class _GlooGroup:
     def __init__(self, rank: int, size: int, beats: Any) -> None:
         self.rank, self.size, self._beats = rank, size, beats
 
-    def add(self, tensor: torch.Tensor) -> None:
+    def all_reduce(self, tensor: torch.Tensor) -> None:
         distributed.all_reduce(tensor)
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         parent = multiprocessing.parent_process()
         if parent is None or not parent.is_alive():
             sys.exit("the parent has gone")
         self._beats[self.rank] += 1
 
 
-def run_ranks(work: Callable[[Ranks, Job], Result], job: Job, *, ranks: int, stall_s: float = 120.0) -> list[Result]:
+def run_ranks(
+    work: Callable[[RankGroup, Job], Result], job: Job, *, ranks: int, stall_s: float = 120.0
+) -> list[Result]:
     """Run `work(ranks, job)` in that many processes, each with one torch thread; their results by rank.
 
     One rank runs in the caller's process; for more, `work`, `job` and the results are pickled. An `EtudeError` of a
@@ -106,11 +108,11 @@ def run_ranks(work: Callable[[Ranks, Job], Result], job: Job, *, ranks: int, sta
                 process.join()
 
 
-def _alone(work: Callable[[Ranks, Job], Result], job: Job) -> Result:
+def _alone(work: Callable[[RankGroup, Job], Result], job: Job) -> Result:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return work(Alone(), job)
+        return work(SingleProcess(), job)
     finally:
         torch.set_num_threads(threads)
 
@@ -145,7 +147,7 @@ def _answer(ready: Connection, processes: list[SpawnProcess]) -> Any:
 
 
 def _main(
-    work: Callable[[Ranks, Any], Any], job: Any, where: tuple[int, int, Path, float], beats: Any, answer: Connection
+    work: Callable[[RankGroup, Any], Any], job: Any, where: tuple[int, int, Path, float], beats: Any, answer: Connection
 ) -> None:
     rank, size, store, stall_s = where
     torch.set_num_threads(1)
@@ -155,8 +157,8 @@ def _main(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=stall_s + 60)
     )
     try:
-        ranks = _Gloo(rank, size, beats)
-        ranks.beat()  # it is there
+        ranks = _GlooGroup(rank, size, beats)
+        ranks.heartbeat()  # it is there
         answer.send((work(ranks, job), None))
     except EtudeError as error:
         answer.send((None, error))

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
-Total = int | float
+ExactSum = int | float
 """A sum in units of 2^-1074; a float where it is not finite."""
 
 _UNIT = 1074
@@ -19,7 +19,7 @@ _LOWEST = -1073  # exponent of the least float64, as frexp has it
 _MANTISSA, _LOW = 53, 27  # bits; the lower ones of a mantissa are added apart, so that 2^36 of them fit into 64
 
 
-def total(values: torch.Tensor) -> Total:
+def exact_sum(values: torch.Tensor) -> ExactSum:
     """The sum of float64 values [N].
 
     >>> total(torch.tensor([1.0, float("inf")], dtype=torch.float64))
@@ -38,7 +38,7 @@ def total(values: torch.Tensor) -> Total:
     return found
 
 
-def rounded(parts: Iterable[Total]) -> float:
+def rounded_sum(parts: Iterable[ExactSum]) -> float:
     """The sum of several sums as the nearest float64.
 
     >>> big, small = (torch.tensor(x, dtype=torch.float64) for x in ([1e16, 1.0], [1.0, -1e16]))

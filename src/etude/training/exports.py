@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from etude.models.packed_weights import packed
+from etude.models.packed_weights import pack_weights
 from etude.models.transformer import Transformer
 from etude.models.weight_views import hf_views, stays_float32
 from etude.numerics.config import Quantise
@@ -27,10 +27,12 @@ def export(model: Transformer, weights: LiveWeights, quantise: Quantise = Quanti
 
     `quantise` is the packed format of the large matrices.
     """
-    return published(hf_views(model) if quantise is Quantise.NONE else packed(model, FORMATS[quantise]), weights)
+    return encode_tensors(
+        hf_views(model) if quantise is Quantise.NONE else pack_weights(model, FORMATS[quantise]), weights
+    )
 
 
-def published(views: Mapping[str, torch.Tensor], weights: LiveWeights) -> dict[str, Tensor]:
+def encode_tensors(views: Mapping[str, torch.Tensor], weights: LiveWeights) -> dict[str, Tensor]:
     """Tensors as raw codes; bf16 is exact when the live weights are rounded, and what `stays_float32` does.
 
     Memory that several tensors share is converted once: under an optimiser that is all of it. In host memory float32
@@ -47,7 +49,7 @@ def published(views: Mapping[str, torch.Tensor], weights: LiveWeights) -> dict[s
         storage, start = view.untyped_storage(), view.storage_offset()
         if storage.data_ptr() not in memory:
             whole = torch.empty(0, dtype=view.dtype, device=view.device).set_(storage)
-            memory[storage.data_ptr()] = coded(whole, stored)
+            memory[storage.data_ptr()] = encode(whole, stored)
         own = memory[storage.data_ptr()][start : start + view.numel()]
         tensors[name] = Tensor(str(stored), tuple(view.shape), own)
     return tensors
@@ -58,7 +60,7 @@ def stored_dtype(weights: LiveWeights) -> torch.dtype:
     return _CODES[weights][0]
 
 
-def coded(values: torch.Tensor, stored: LiveWeights) -> Codes:
+def encode(values: torch.Tensor, stored: LiveWeights) -> Codes:
     """The codes of some values, flat."""
     kind, (signed, unsigned) = _CODES[stored]
     return values.to(kind).view(signed).flatten().numpy(force=True).view(unsigned)

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from etude.records import Sample
-from etude.training.batches import runs
-from etude.training.routes import Replay
+from etude.training.batches import group_by_budget
+from etude.training.routes import RouteReplay
 
 
 @dataclass(frozen=True)
-class Rows:
+class FlatBatch:
     """One forward's worth. N tokens forwarded, R rows that carry loss, L layers, K experts a token."""
 
     lengths: list[int]  # tokens of each path, summing to N
@@ -42,7 +42,7 @@ class Rows:
         """Lengths of what is forwarded: one token, where there are no paths."""
         return self.lengths or [1]
 
-    def picked(self, of_samples: Sequence[bool]) -> torch.Tensor:
+    def per_row(self, of_samples: Sequence[bool]) -> torch.Tensor:
         """bool [R]: what is said of each row's sample."""
         return torch.tensor(of_samples, dtype=torch.bool, device=self.sample_R.device)[self.sample_R]
 
@@ -52,12 +52,12 @@ class Rows:
             return run
         return torch.where(self.temperatures_R.isnan(), run, self.temperatures_R)[:, None]
 
-    def to(self, device: torch.device) -> Rows:
+    def to(self, device: torch.device) -> FlatBatch:
         """The same on a device."""
         moved = {f.name: t.to(device) for f in fields(self) if isinstance(t := getattr(self, f.name), torch.Tensor)}
         return replace(self, **moved)  # type: ignore[arg-type]  # each is a tensor
 
-    def of(self, kept_N: torch.Tensor) -> Rows:
+    def of(self, kept_N: torch.Tensor) -> FlatBatch:
         """One rank's subset: the tokens at positions `kept_N` (ascending) and their rows. `lengths` is unchanged."""
         here = torch.zeros(len(self.tokens_N), dtype=torch.bool)
         here[kept_N] = True
@@ -76,32 +76,32 @@ class Rows:
         )
 
 
-def idle() -> Rows:
+def empty_batch() -> FlatBatch:
     """One token without a row."""
     whole, real = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
-    return Rows([], torch.zeros(1, dtype=torch.int64), None, whole, whole, real, real, whole)
+    return FlatBatch([], torch.zeros(1, dtype=torch.int64), None, whole, whole, real, real, whole)
 
 
 def microbatches(samples: Sequence[Sample], *, budget_tokens: int) -> Iterator[list[Sample]]:
     """Consecutive samples of at most `budget_tokens` together; a longer one comes alone. Order is kept, so a repeat
     adds up in the same order."""
-    for part in runs([forwarded(sample) for sample in samples], budget_tokens):
+    for part in group_by_budget([num_forwarded(sample) for sample in samples], budget_tokens):
         yield list(samples[part])
 
 
-def lay_flat(samples: Sequence[Sample], replay: Replay | None = None) -> Rows:
+def flatten_samples(samples: Sequence[Sample], replay: RouteReplay | None = None) -> FlatBatch:
     """The rows of some samples. Raises `ValueError` for a path that begins with a sampled token, and `ParityError`
     for routes that cannot be replayed. Without samples: `idle`."""
     if not samples:
-        return idle()
-    ends = [forwarded(sample) for sample in samples]
+        return empty_batch()
+    ends = [num_forwarded(sample) for sample in samples]
     starts = np.cumsum([0, *ends])
     paths = [sample.path for sample in samples]
     sampled = [np.flatnonzero(path.mask) for path in paths]
     if any(where[0] == 0 for where in sampled):
         raise ValueError("a path begins with a sampled token, which nothing predicts")
     counts = [len(where) for where in sampled]
-    return Rows(
+    return FlatBatch(
         lengths=ends,
         tokens_N=_tensor([path.token_ids[:end] for path, end in zip(paths, ends, strict=True)], np.int64),
         routes_NLK=None if replay is None else replay.routes(samples, ends),
@@ -116,7 +116,7 @@ def lay_flat(samples: Sequence[Sample], replay: Replay | None = None) -> Rows:
     )
 
 
-def forwarded(sample: Sample) -> int:
+def num_forwarded(sample: Sample) -> int:
     """Number of tokens to forward: up to the last sampled one, exclusive."""
     where = np.flatnonzero(sample.path.mask)
     if not len(where):

@@ -21,29 +21,36 @@ import torch
 from etude import progress
 from etude.config import Plugin
 from etude.errors import CheckpointError, DeadlineExceeded, ParityError, WeightsError
-from etude.models.hooks import Watch, unwatched
+from etude.models.hooks import ForwardHook, no_hook
 from etude.models.transformer import Forward, Transformer
 from etude.numerics.config import Mode, NumericsConfig
 from etude.numerics.factory import operators_for
 from etude.records import Batch, Sample, Version
 from etude.records.sample import Published, StepReport
-from etude.training.balance import Balance
-from etude.training.batch_metrics import Tally, merged
+from etude.training.balance import ExpertBalancer
+from etude.training.batch_metrics import BatchMetrics, merge_metrics
 from etude.training.config import CorrectionKind, LearnerConfig, OptimizerKind, PolicyLossKind
 from etude.training.corrections import Corrected, correct, decoupled
-from etude.training.flat_batch import Rows, forwarded, lay_flat, microbatches
-from etude.training.learner_plugins import Plugged
+from etude.training.flat_batch import FlatBatch, flatten_samples, microbatches, num_forwarded
+from etude.training.learner_plugins import LearnerPlugins
 from etude.training.losses import PolicyLoss, SampledTokens, cispo_loss, entropy, k2_loss, ppo_loss
-from etude.training.metadata import ABOUT, described, read_about
+from etude.training.metadata import METADATA, metadata_text, read_metadata
 from etude.training.muon import Muon
-from etude.training.nan_check import check_logits, check_loss, check_sampled, check_weights, place_in, stepped
+from etude.training.nan_check import (
+    check_logits,
+    check_loss,
+    check_sampled,
+    check_weights,
+    checked_step,
+    describe_token,
+)
 from etude.training.optimizer import AdamW
 from etude.training.packing import Cost, pack
-from etude.training.process_group import ONE, Group
+from etude.training.process_group import SINGLE_PROCESS, ProcessGroup
 from etude.training.reference import Reference
-from etude.training.routes import Replay
-from etude.training.schedule import rate
-from etude.training.trainable import Loading, Trained
+from etude.training.routes import RouteReplay
+from etude.training.schedule import lr_multiplier
+from etude.training.trainable import LoadRequest, Trainable
 from etude.weights.chain.publisher import Publisher, Writer
 from etude.weights.tensors import Tensor
 
@@ -66,7 +73,7 @@ class TorchLearner:
     """Version step of the live weights: optimiser steps since the starting checkpoint."""
     version: Version | None
     """The last version published in the lineage of these weights."""
-    _balance: Balance
+    _balance: ExpertBalancer
 
     def __init__(
         self,
@@ -79,7 +86,7 @@ class TorchLearner:
         numerics: NumericsConfig = NumericsConfig(),  # noqa: B008  frozen
         refuse_mismatch: bool = True,
         seed: int = 0,
-        group: Group = ONE,
+        group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
         self._group = group
         self.numerics, self._held_to_one = numerics, refuse_mismatch and numerics.mode is Mode.EXACT
@@ -87,11 +94,11 @@ class TorchLearner:
         self._reference = reference if config.kl else None
         self._channel, self._num_steps, self._temperature = channel, num_steps, temperature
         self._publisher: Publisher | None = None
-        self._plugged = Plugged()
+        self._plugged = LearnerPlugins()
         self._offered: int | None = None  # the step of the version that is on its way
         self._lr_share = 1.0  # of the batch whose gradient is accumulated
         self._device = torch.device("cpu")
-        self._trained: Trained | None = None
+        self._trained: Trainable | None = None
         self._optimizer: AdamW | None = None
 
     @property
@@ -100,7 +107,7 @@ class TorchLearner:
         return self.trained.model
 
     @property
-    def trained(self) -> Trained:
+    def trained(self) -> Trainable:
         """The live model, and what of it trains. Raises `CheckpointError` before `load`."""
         if self._trained is None:
             raise CheckpointError("the learner holds no weights", hint="load a checkpoint first")
@@ -128,12 +135,12 @@ class TorchLearner:
         """
         began = time.process_time()
         shares, self._lr_share = self.config.shares, batch.lr_share
-        tallies = [Tally() for _ in self._group.own(shares)]
+        tallies = [BatchMetrics() for _ in self._group.own_shares(shares)]
         try:
-            num_tokens = sum(forwarded(sample) for sample in batch.samples)
+            num_tokens = sum(num_forwarded(sample) for sample in batch.samples)
             for row in self._packed(batch.samples, shares):
                 self._row(row, batch.num_loss_tokens, num_tokens, tallies)
-            tally = merged([one for of in self._group.gathered(tallies) for one in of])
+            tally = merge_metrics([one for of in self._group.all_gather(tallies) for one in of])
             if tally.num_replayed:
                 tally.live += self._live(batch)
         except Exception:
@@ -141,41 +148,41 @@ class TorchLearner:
             self.optimizer.clear()
             self._balance.clear()
             raise
-        return tally.report(cpu_s=sum(self._group.gathered(time.process_time() - began)))
+        return tally.report(cpu_s=sum(self._group.all_gather(time.process_time() - began)))
 
     def _packed(self, samples: Sequence[Sample], shares: int) -> list[list[list[Sample]]]:
         """Rows of what each share forwards at once."""
-        lengths, cost = [forwarded(sample) for sample in samples], Cost.by(self.model.config)
+        lengths, cost = [num_forwarded(sample) for sample in samples], Cost.for_model(self.model.config)
         rows = pack(lengths, shares=shares, budget_tokens=self.config.budget_tokens, cost=cost)
         return [[[samples[i] for i in one] for one in row] for row in rows]
 
-    def _row(self, row: list[list[Sample]], normaliser: float, num_tokens: int, tallies: list[Tally]) -> None:
+    def _row(self, row: list[list[Sample]], normaliser: float, num_tokens: int, tallies: list[BatchMetrics]) -> None:
         """One forward and backward pass of each share."""
-        own = self._group.own(len(row))
-        summed = self._group.summed(self.optimizer, len(own))
+        own = self._group.own_shares(len(row))
+        summed = self._group.accumulator(self.optimizer, len(own))
         for share, tally in zip(own, tallies, strict=True):
             self._one(row[share], normaliser, num_tokens, tally)
             if summed is not None:
-                summed.take()
+                summed.add_share()
         if summed is not None:
-            summed.end()
+            summed.finish_row()
 
-    def _one(self, samples: Sequence[Sample], normaliser: float, num_tokens: int, tally: Tally) -> None:
+    def _one(self, samples: Sequence[Sample], normaliser: float, num_tokens: int, tally: BatchMetrics) -> None:
         group, step = self._group, self.step + 1
-        with group.agreed("samples"):
-            whole = lay_flat(samples, self._replay())
+        with group.propagate_errors("samples"):
+            whole = flatten_samples(samples, self._replay())
             check_sampled(samples, whole, step=step)
-        rows = group.part(whole).to(self._device)
-        with group.waited("forward pass"):
+        rows = group.local_tokens(whole).to(self._device)
+        with group.collective("forward pass"):
             done = self._run(rows)
-        with group.agreed("forward pass"):
+        with group.propagate_errors("forward pass"):
             again = functools.partial(self._run, rows) if group.size == 1 else None
-            place = functools.partial(place_in, samples, rows)
+            place = functools.partial(describe_token, samples, rows)
             check_logits(done.logits, again, rows.rows_R, step=step, place=place)
             logprobs_RV = self._logprobs(done.logits, rows)
             logprobs_R = logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0]
             log_ratio_R = logprobs_R.detach() - rows.sampler_logprobs_R
-            own_R = rows.picked([self._is_fresh(sample) for sample in samples])
+            own_R = rows.per_row([self._is_fresh(sample) for sample in samples])
             fresh = self._fresh_ratio(samples, rows, log_ratio_R, own_R)
             policy, corrected = self._policy_loss(logprobs_R, rows, own_R, normaliser)
             loss = policy.loss
@@ -186,7 +193,7 @@ class TorchLearner:
             if self.config.balance and done.balance is not None:
                 loss = loss + self.config.balance * done.balance * (rows.num_tokens / num_tokens)
             check_loss(policy, loss, samples, rows, log_ratio_R, step=step)
-        with group.waited("backward pass"):
+        with group.collective("backward pass"):
             loss.backward()  # type: ignore[no-untyped-call]
         if rows.num_tokens:
             self._balance.count(done.live)
@@ -194,19 +201,19 @@ class TorchLearner:
             tally.add(rows, done, policy, corrected, log_ratio_R, entropy(logprobs_RV), loss, fresh)
         progress.made()
 
-    def _replay(self) -> Replay | None:
+    def _replay(self) -> RouteReplay | None:
         if not (self.config.replays(self.numerics.mode) and self.model.config.num_moe_layers):
             return None
-        return Replay(self.model.config, step=self.step, max_lag=self.config.replay_max_lag)
+        return RouteReplay(self.model.config, step=self.step, max_lag=self.config.replay_max_lag)
 
-    def _run(self, rows: Rows, watch: Watch = unwatched) -> Forward:
+    def _run(self, rows: FlatBatch, watch: ForwardHook = no_hook) -> Forward:
         return self.model.train().run(
             rows.tokens_N,
             self._group.cache(rows, self.model.operators),
             rows.routes_NLK,
             rows.rows_R,
             plausible=self.config.replay_plausible,
-            watch=watch,
+            hook=watch,
         )
 
     @torch.no_grad()
@@ -216,13 +223,13 @@ class TorchLearner:
         few = batch.samples[batch.step % SAMPLED_ANEW :: SAMPLED_ANEW] or batch.samples[:1]
         found = []
         for samples in microbatches(few, budget_tokens=self.config.budget_tokens):
-            rows = self._group.part(lay_flat(samples)).to(self._device)
+            rows = self._group.local_tokens(flatten_samples(samples)).to(self._device)
             logprobs_RV = self._logprobs(self._run(rows).logits, rows)
             found.append(logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0] - rows.sampler_logprobs_R)
         return [one.cpu() for one in found]
 
     def _policy_loss(
-        self, logprobs_R: torch.Tensor, rows: Rows, own_R: torch.Tensor, normaliser: float
+        self, logprobs_R: torch.Tensor, rows: FlatBatch, own_R: torch.Tensor, normaliser: float
     ) -> tuple[PolicyLoss, Corrected]:
         """The loss, and what each token weighs in it before the loss's own clip."""
         sampler_R, advantages_R = rows.sampler_logprobs_R, rows.advantages_R
@@ -250,11 +257,11 @@ class TorchLearner:
                 low, high = config.clip_low, config.clip_high
                 return ppo_loss(*rows, normaliser=normaliser, clip_low=low, clip_high=high, cap=cap)
 
-    def _logprobs(self, logits_RV: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def _logprobs(self, logits_RV: torch.Tensor, rows: FlatBatch) -> torch.Tensor:
         return self.model.operators.log_softmax(logits_RV, rows.temperature(self._temperature))
 
     def _fresh_ratio(
-        self, samples: Sequence[Sample], rows: Rows, log_ratio_R: torch.Tensor, own_R: torch.Tensor
+        self, samples: Sequence[Sample], rows: FlatBatch, log_ratio_R: torch.Tensor, own_R: torch.Tensor
     ) -> float | None:
         """max |r - 1| over the samples that the live weights themselves produced; None when there are none."""
         if not bool(own_R.any()):
@@ -297,12 +304,16 @@ class TorchLearner:
         Raises `NotFinite`: of a gradient, and then nothing has changed; of the new weights, and then nothing saves or
         publishes them."""
         lr = self._lr_share * self.config.lr
-        lr *= rate(self.step, self._num_steps, warmup_steps=self.config.warmup_steps, decay_from=0.6, final=0.1)
-        with self._group.waited("optimiser step"):
-            norm = stepped(self.optimizer, self.trained.views, lr=lr, step=self.step + 1, agreed=self._group.agreed)
-        self.trained.settle()
-        self._group.add(self._balance.load_LE)
-        self._balance.move()
+        lr *= lr_multiplier(
+            self.step, self._num_steps, warmup_steps=self.config.warmup_steps, decay_from=0.6, final=0.1
+        )
+        with self._group.collective("optimiser step"):
+            norm = checked_step(
+                self.optimizer, self.trained.views, lr=lr, step=self.step + 1, agreed=self._group.propagate_errors
+            )
+        self.trained.sync_model()
+        self._group.all_reduce(self._balance.load_LE)
+        self._balance.update()
         self.step += 1
         return {"grad_norm": norm, "lr": lr}
 
@@ -377,40 +388,40 @@ class TorchLearner:
         """Write a Hugging Face directory with the optimiser's state beside it; it appears whole or not at all. An
         accumulated gradient is not saved. Raises `CheckpointError`, and `NotFinite` where the weights are not
         finite."""
-        with self._group.agreed("weights"):
+        with self._group.propagate_errors("weights"):
             check_weights(self.trained.views(), f"at step {self.step}")
-        about = described(self.config, self.step, self.version)
-        with self._group.directory(Path(path)) as folder:
+        about = metadata_text(self.config, self.step, self.version)
+        with self._group.checkpoint_directory(Path(path)) as folder:
             self.trained.write(folder)
-            self._group.keep(folder, self.optimizer)
+            self._group.save_optimizer(folder, self.optimizer)
             if self._group.rank == 0:
-                (folder / ABOUT).write_text(about)
+                (folder / METADATA).write_text(about)
 
     def load(self, path: Path | str) -> None:
         """Go on from what `save` left, or begin at step 0 from any Hugging Face directory. Raises `CheckpointError`,
         and then the learner holds what it held."""
-        with self._group.agreed("plug-ins"):
+        with self._group.propagate_errors("plug-ins"):
             self._plugged.load(self.config)
         path = Path(path)
-        resumed, step, version = (path / ABOUT).is_file(), 0, None
+        resumed, step, version = (path / METADATA).is_file(), 0, None
         if resumed:
-            step, version = read_about(path / ABOUT, self.config)
+            step, version = read_metadata(path / METADATA, self.config)
         device = self._group.device(self.config.device)
         operators = operators_for(self.numerics, getattr(torch, self.config.dtype), device=device)
-        loading = Loading(path, self.config, operators, device, self.numerics.quantise, self._seed, resumed)
+        loading = LoadRequest(path, self.config, operators, device, self.numerics.quantise, self._seed, resumed)
         trained = self._group.load(loading)
         optimizer = self._optimizer_of(trained)
         if resumed:
-            self._group.restore(path, optimizer)
-        trained.settle()
+            self._group.restore_optimizer(path, optimizer)
+        trained.sync_model()
         self.close()
         self._trained, self._optimizer, self._device = trained, optimizer, device
-        self._balance = Balance(trained.model, speed=self.config.balance_bias)
+        self._balance = ExpertBalancer(trained.model, speed=self.config.balance_bias)
         self.step, self.version = step, version
 
-    def _optimizer_of(self, trained: Trained) -> AdamW:
-        make = functools.partial(Muon, between=self._group) if self.config.optimizer is OptimizerKind.MUON else AdamW
+    def _optimizer_of(self, trained: Trainable) -> AdamW:
+        make = functools.partial(Muon, exchange=self._group) if self.config.optimizer is OptimizerKind.MUON else AdamW
         settings = self.config
         return make(
-            trained.parameters_of, weights=settings.weights, grad_clip=settings.grad_clip, norm=self._group.norm
+            trained.module, weights=settings.weights, grad_clip=settings.grad_clip, norm=self._group.global_norm
         )

@@ -18,7 +18,7 @@ from etude.training.corrections import Corrected, Correction
 from etude.training.losses import PolicyLoss, PolicyLossFunction, SampledTokens
 
 
-class Plugged:
+class LearnerPlugins:
     """The plug-ins of a learner, each constructed once."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Plugged:
 
     def load(self, config: LearnerConfig) -> None:
         """Construct those of the learner's settings."""
-        for kind, plugin in named_in(config).items():
+        for kind, plugin in named_plugins(config).items():
             self.of(kind, plugin)
 
     def loss(self, plugin: Plugin, tokens: SampledTokens) -> PolicyLoss:
@@ -42,16 +42,16 @@ class Plugged:
         empty_R = tokens.logprobs_R.detach()
         if not len(empty_R):
             return PolicyLoss(tokens.logprobs_R.sum(), empty_R, empty_R.bool())
-        return loss_of(plugin, self.of(Kind.LOSS, plugin), tokens)
+        return call_loss(plugin, self.of(Kind.LOSS, plugin), tokens)
 
     def corrected(self, plugin: Plugin, log_ratio_R: torch.Tensor, sequence_R: torch.Tensor) -> Corrected:
         """The weights of a plug-in. Raises `PluginError`."""
         if not len(log_ratio_R):
             return Corrected(log_ratio_R, log_ratio_R)
-        return weights_of(plugin, self.of(Kind.CORRECTION, plugin), log_ratio_R, sequence_R)
+        return call_correction(plugin, self.of(Kind.CORRECTION, plugin), log_ratio_R, sequence_R)
 
 
-def loss_of(plugin: Plugin, function: PolicyLossFunction, tokens: SampledTokens) -> PolicyLoss:
+def call_loss(plugin: Plugin, function: PolicyLossFunction, tokens: SampledTokens) -> PolicyLoss:
     """The loss that a plug-in's object computes. Raises `PluginError`."""
     with called(Kind.LOSS, plugin, "computing the loss"):
         done: object = function(tokens)
@@ -64,7 +64,7 @@ def loss_of(plugin: Plugin, function: PolicyLossFunction, tokens: SampledTokens)
     return done
 
 
-def weights_of(
+def call_correction(
     plugin: Plugin, correction: Correction, log_ratio_R: torch.Tensor, sequence_R: torch.Tensor
 ) -> Corrected:
     """The weights that a plug-in's object computes. Raises `PluginError`."""
@@ -80,15 +80,15 @@ def weights_of(
     return done
 
 
-def named_in(config: LearnerConfig) -> dict[Kind, Plugin]:
+def named_plugins(config: LearnerConfig) -> dict[Kind, Plugin]:
     """The plug-ins that a learner's settings name."""
     named = {Kind.LOSS: config.policy_loss, Kind.CORRECTION: config.correction}
     return {kind: value for kind, value in named.items() if isinstance(value, Plugin)}
 
 
-def code_of(config: LearnerConfig) -> Mapping[str, str]:
+def plugin_identities(config: LearnerConfig) -> Mapping[str, str]:
     """Which code the plug-ins of a learner's settings are, by kind."""
-    return {str(kind): str(identity(kind, plugin.path)) for kind, plugin in named_in(config).items()}
+    return {str(kind): str(identity(kind, plugin.path)) for kind, plugin in named_plugins(config).items()}
 
 
 def _check(kind: Kind, plugin: Plugin, name: str, value: object, *, like: torch.Tensor, grad: bool = False) -> None:

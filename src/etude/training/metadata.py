@@ -12,10 +12,10 @@ from etude.sums import prove
 from etude.training.config import LearnerConfig, OptimizerKind
 
 FORMAT = 1
-ABOUT = "learner.json"
+METADATA = "learner.json"
 
 
-def described(config: LearnerConfig, step: int, version: Version | None) -> str:
+def metadata_text(config: LearnerConfig, step: int, version: Version | None) -> str:
     """The file's text."""
     about = {
         "format": FORMAT,
@@ -27,7 +27,7 @@ def described(config: LearnerConfig, step: int, version: Version | None) -> str:
     return json.dumps(about) + "\n"
 
 
-def read_about(path: Path, config: LearnerConfig) -> tuple[int, Version | None]:
+def read_metadata(path: Path, config: LearnerConfig) -> tuple[int, Version | None]:
     """Step and version of a checkpoint that a learner of these settings saved. Raises `CheckpointError`."""
     about = read_json(path)
     step, version = about.get("step"), about.get("version")

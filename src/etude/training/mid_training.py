@@ -26,22 +26,22 @@ import torch.nn.functional as F
 from etude.config import to_plain
 from etude.errors import CheckpointError, ParityError, RunError
 from etude.models.attention import Packed
-from etude.models.checkpoint import load_model, load_tensors, read_json, save_tensors, whole_directory, write_model
+from etude.models.checkpoint import atomic_directory, load_model, load_tensors, read_json, save_tensors, write_model
 from etude.models.config import ModelConfig
-from etude.models.hooks import Watch, unwatched
+from etude.models.hooks import ForwardHook, no_hook
 from etude.models.transformer import Forward, Transformer
 from etude.models.weight_views import hf_biases, hf_views
 from etude.sums import prove
 from etude.telemetry import Telemetry
-from etude.training.balance import Balance
-from etude.training.batches import Spans, pieces, plan, runs, share
+from etude.training.balance import ExpertBalancer
+from etude.training.batches import Spans, group_by_budget, plan_batches, rank_share, split_documents
 from etude.training.config import LiveWeights, MidTrainingConfig
 from etude.training.corpus import Corpus, Documents, read_corpus
-from etude.training.data_parallel import Ranks, run_ranks
+from etude.training.data_parallel import RankGroup, run_ranks
 from etude.training.mid_training_progress import checkpoint_path, newest_checkpoint, progress_folder
-from etude.training.nan_check import check_logits, stepped
+from etude.training.nan_check import check_logits, checked_step
 from etude.training.optimizer import AdamW
-from etude.training.schedule import rate
+from etude.training.schedule import lr_multiplier
 
 FORMAT = 1
 FORWARD_TOKENS = 4096  # of one forward; bounds memory, changes nothing else
@@ -143,11 +143,11 @@ def _finished(job: _Job) -> MidTrained:
         raise CheckpointError(f"{job.out / RESULT} is damaged", str(error), hint="delete the directory") from None
 
 
-def _train(ranks: Ranks, job: _Job) -> MidTrained:
+def _train(ranks: RankGroup, job: _Job) -> MidTrained:
     """One rank's run."""
     run = _Run(ranks, job)
     for step in range(run.optimizer.num_steps, len(run.batches)):
-        ranks.beat()
+        ranks.heartbeat()
         run.one(step)
         done = step + 1
         if done % job.config.eval_every == 0 or done == len(run.batches):
@@ -160,11 +160,11 @@ def _train(ranks: Ranks, job: _Job) -> MidTrained:
 class _Run:
     """The state of one rank."""
 
-    def __init__(self, ranks: Ranks, job: _Job) -> None:
+    def __init__(self, ranks: RankGroup, job: _Job) -> None:
         config = job.config
         self.ranks, self.job, self.identity = ranks, job, job.identity
         self.corpus: Corpus = read_corpus(job.corpus, vocab_size=job.model.vocab_size)
-        self.batches = plan(
+        self.batches = plan_batches(
             self.corpus.train,
             num_tokens=config.num_tokens,
             batch_tokens=config.batch_tokens,
@@ -178,33 +178,37 @@ class _Run:
         self.telemetry = None
         if job.telemetry is not None and ranks.rank == 0:
             self.telemetry = Telemetry(job.telemetry[0], process=job.telemetry[1])
-        self.balance = Balance(self.model, speed=config.balance_bias)
+        self.balance = ExpertBalancer(self.model, speed=config.balance_bias)
         self.num_tokens, self.loss = 0, float("nan")
         self.heldout_loss: float | None = None
         self.copy_probe: float | None = None
         self._resume()
-        self._told = (time.monotonic(), self.num_tokens)
+        self._reported = (time.monotonic(), self.num_tokens)
 
     def one(self, step: int) -> None:
         """One optimiser step."""
         config, spans = self.job.config, self.batches[step]
         sums = self._accumulate(spans)
-        self.ranks.add(self.optimizer.grad)
-        self.ranks.add(sums)
-        lr = config.lr * rate(step, len(self.batches), warmup_steps=config.warmup_steps, decay_from=0.6, final=0.03)
-        norm = stepped(self.optimizer, functools.partial(hf_views, self.model), lr=lr, step=step + 1)
-        self.ranks.add(self.balance.load_LE)
-        self.balance.move()
+        self.ranks.all_reduce(self.optimizer.grad)
+        self.ranks.all_reduce(sums)
+        lr = config.lr * lr_multiplier(
+            step, len(self.batches), warmup_steps=config.warmup_steps, decay_from=0.6, final=0.03
+        )
+        norm = checked_step(self.optimizer, functools.partial(hf_views, self.model), lr=lr, step=step + 1)
+        self.ranks.all_reduce(self.balance.load_LE)
+        self.balance.update()
         self.loss = float(sums[0])
         self.num_tokens += _num_tokens(spans)
-        self._tell(step + 1, balance_loss=float(sums[1]), lr=lr, grad_norm=norm)
+        self._report(step + 1, balance_loss=float(sums[1]), lr=lr, grad_norm=norm)
 
     def _accumulate(self, spans: Spans) -> torch.Tensor:
         """Add this rank's part of the gradient; returns its part of (mean loss, balance loss)."""
         num_targets, num_inputs = _num_tokens(spans) - len(spans), _num_tokens(spans)
         sums = torch.zeros(2)
-        for inputs, targets, lengths in _forwards(self.corpus.train, share(spans, self.ranks.rank, self.ranks.size)):
-            self.ranks.beat()
+        for inputs, targets, lengths in _forwards(
+            self.corpus.train, rank_share(spans, self.ranks.rank, self.ranks.size)
+        ):
+            self.ranks.heartbeat()
             done = self._forward(inputs, lengths)
             again = functools.partial(self._forward, inputs, lengths)
             place = "token {} of a batch".format
@@ -217,8 +221,8 @@ class _Run:
             sums += torch.stack([loss.detach(), balance.detach()])
         return sums
 
-    def _forward(self, inputs: torch.Tensor, lengths: list[int], watch: Watch = unwatched) -> Forward:
-        return self.model.run(inputs, Packed(lengths, self.model.operators), watch=watch)
+    def _forward(self, inputs: torch.Tensor, lengths: list[int], watch: ForwardHook = no_hook) -> Forward:
+        return self.model.run(inputs, Packed(lengths, self.model.operators), hook=watch)
 
     @torch.no_grad()
     def evaluate(self) -> None:
@@ -227,12 +231,12 @@ class _Run:
         docs = self.corpus.heldout
         sums = torch.zeros(2)
         if len(docs):
-            every = pieces(docs, document_tokens=self._longest)
-            for inputs, targets, lengths in _forwards(docs, share(every, self.ranks.rank, self.ranks.size)):
-                self.ranks.beat()
+            every = split_documents(docs, document_tokens=self._longest)
+            for inputs, targets, lengths in _forwards(docs, rank_share(every, self.ranks.rank, self.ranks.size)):
+                self.ranks.heartbeat()
                 logits, _ = self.model(inputs, Packed(lengths, self.model.operators))
                 sums += torch.tensor([float(F.cross_entropy(logits, targets, reduction="sum")), float(len(targets))])
-        self.ranks.add(sums)
+        self.ranks.all_reduce(sums)
         self.heldout_loss = float(sums[0] / sums[1]) if sums[1] else None
         if self.job.probe is not None and self.ranks.rank == 0:
             self.copy_probe = self.job.probe(self.model)
@@ -252,12 +256,12 @@ class _Run:
 
     def checkpoint(self) -> None:
         """Leave everything that going on needs."""
-        self.ranks.beat()
+        self.ranks.heartbeat()
         if self.ranks.rank:
             return
         about = {"format": FORMAT, "identity": self.identity, "num_tokens": self.num_tokens}
         path = checkpoint_path(self.job.out, self.optimizer.num_steps)
-        with whole_directory(path) as folder:
+        with atomic_directory(path) as folder:
             save_tensors({**self.optimizer.state(), **hf_biases(self.model)}, folder / STATE)
             (folder / PROGRESS).write_text(json.dumps(about) + "\n")
         for other in self.job.partial.iterdir():
@@ -300,18 +304,18 @@ class _Run:
             digest=digest,
         )
         if self.ranks.rank == 0:
-            with whole_directory(self.job.out) as folder:
+            with atomic_directory(self.job.out) as folder:
                 write_model(self.model, folder, dtype="f32", assets=self.job.assets)
                 about = {**dataclasses.asdict(result), "identity": self.identity}
                 (folder / RESULT).write_text(json.dumps(about) + "\n")
         return result
 
-    def _tell(self, step: int, **facts: float) -> None:
+    def _report(self, step: int, **facts: float) -> None:
         """An event about once a second, and at the end."""
-        now, (since, tokens) = time.monotonic(), self._told
+        now, (since, tokens) = time.monotonic(), self._reported
         if self.telemetry is None or (now - since < 1.0 and step < len(self.batches)):
             return
-        self._told = now, self.num_tokens
+        self._reported = now, self.num_tokens
         self.telemetry.event(
             "mid.step",
             step=step,
@@ -330,7 +334,7 @@ def _num_tokens(spans: Spans) -> int:
 def _forwards(documents: Documents, spans: Spans) -> list[tuple[torch.Tensor, torch.Tensor, list[int]]]:
     """(inputs, targets, lengths) of each forward over some documents: a document's last token is predicted only."""
     batches = []
-    for part in runs((spans[:, 1] - spans[:, 0]).tolist(), FORWARD_TOKENS):
+    for part in group_by_budget((spans[:, 1] - spans[:, 0]).tolist(), FORWARD_TOKENS):
         docs = [torch.from_numpy(documents.tokens[start:stop].astype("int64")) for start, stop in spans[part]]
         lengths = [len(doc) - 1 for doc in docs]
         batches.append((torch.cat([d[:-1] for d in docs]), torch.cat([d[1:] for d in docs]), lengths))

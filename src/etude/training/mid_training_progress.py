@@ -22,7 +22,7 @@ def newest_checkpoint(out: Path) -> Path | None:
     return max(progress_folder(out).glob(f"{_STEP}*"), default=None)
 
 
-def kept_step(out: Path) -> int:
+def resume_step(out: Path) -> int:
     """The step that it goes on from; 0 where it begins anew.
 
     >>> kept_step(Path("nowhere"))

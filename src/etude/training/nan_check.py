@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from etude.errors import NotFinite
-from etude.models.finite import described, is_finite, not_finite, origin
-from etude.models.hooks import Watch
+from etude.models.finite import describe_non_finite, find_non_finite, first_non_finite, is_finite
+from etude.models.hooks import ForwardHook
 from etude.records import Sample
-from etude.training.flat_batch import Rows
+from etude.training.flat_batch import FlatBatch
 from etude.training.losses import PolicyLoss
 from etude.training.optimizer import AdamW
 
@@ -30,21 +30,21 @@ Views = Callable[[], Mapping[str, torch.Tensor]]
 HINT = "the weights are those of the step before: resume with a lower lr, or look into what is named here"
 
 
-def check_sampled(samples: Sequence[Sample], rows: Rows, *, step: int) -> None:
+def check_sampled(samples: Sequence[Sample], rows: FlatBatch, *, step: int) -> None:
     """Check the log-probabilities that engines logged and the advantages."""
     for what, numbers_R in (("log-probability", rows.sampler_logprobs_R), ("advantage", rows.advantages_R)):
         if not is_finite(numbers_R):
             at = int((~torch.isfinite(numbers_R)).int().argmax())
             raise NotFinite(
                 f"a sampled token's {what} is {float(numbers_R[at])} at step {step}",
-                f"in {place_in(samples, rows, int(rows.rows_R[at]), after=1)}",
+                f"in {describe_token(samples, rows, int(rows.rows_R[at]), after=1)}",
                 hint="the engine or the grader gave a number that is not finite: see its log and the trace",
             )
 
 
 def check_logits(
     logits_RV: torch.Tensor,
-    again: Callable[[Watch], object] | None,
+    again: Callable[[ForwardHook], object] | None,
     rows_R: torch.Tensor | None = None,
     *,
     step: int,
@@ -57,12 +57,12 @@ def check_logits(
         return
     if again is None:
         row = int((~torch.isfinite(logits_RV)).any(-1).int().argmax())
-        facts = f"{described(logits_RV)}, the first in {place(row if rows_R is None else int(rows_R[row]))}"
+        facts = f"{describe_non_finite(logits_RV)}, the first in {place(row if rows_R is None else int(rows_R[row]))}"
         hint = f"{HINT}; on one rank etude also finds the operator"
         raise NotFinite(f"the logits of step {step} are not finite", facts, hint=hint)
-    where = origin(again)
+    where = first_non_finite(again)
     if where is None:
-        facts = f"{described(logits_RV)}; computed again, all numbers are finite"
+        facts = f"{describe_non_finite(logits_RV)}; computed again, all numbers are finite"
         hint = "the same forward gave two results: test the machine's memory, or use another machine"
         raise NotFinite(f"the logits of step {step} are not finite", facts, hint=hint)
     token = where.row if rows_R is None or where.name not in ("norm", "logits") else int(rows_R[where.row])
@@ -74,7 +74,7 @@ def check_loss(
     policy: PolicyLoss,
     loss: torch.Tensor,
     samples: Sequence[Sample],
-    rows: Rows,
+    rows: FlatBatch,
     log_ratio_R: torch.Tensor,
     *,
     step: int,
@@ -84,7 +84,7 @@ def check_loss(
     if is_finite(loss) and is_finite(policy.ratio_R):
         return
     at = int(log_ratio_R.abs().argmax())
-    place = place_in(samples, rows, int(rows.rows_R[at]), after=1)
+    place = describe_token(samples, rows, int(rows.rows_R[at]), after=1)
     what = "the loss" if not is_finite(loss) else "a token's ratio"
     number = float(loss.detach() if not is_finite(loss) else policy.ratio_R[at])
     raise NotFinite(
@@ -94,12 +94,12 @@ def check_loss(
     )
 
 
-Agreed = Callable[[str], AbstractContextManager[None]]
+PropagateErrors = Callable[[str], AbstractContextManager[None]]
 """See `group.Group.agreed`."""
 
 
-def stepped(
-    optimizer: AdamW, views: Views, *, lr: float, step: int, agreed: Agreed = lambda what: nullcontext()
+def checked_step(
+    optimizer: AdamW, views: Views, *, lr: float, step: int, agreed: PropagateErrors = lambda what: nullcontext()
 ) -> float:
     """Apply the gradient; returns its norm. A gradient that is not finite changes no weight, and raises on every rank
     with the parameter's name, from `views`. The new weights are checked too."""
@@ -107,7 +107,7 @@ def stepped(
         norm = optimizer.step(lr)
     except NotFinite as error:
         with agreed("gradient"):
-            bad = not_finite(_gradients(optimizer, views()))
+            bad = find_non_finite(_gradients(optimizer, views()))
             if bad:
                 first = list(bad)[-1]  # a backward pass goes from the last layer to the first
                 raise NotFinite(
@@ -124,7 +124,7 @@ def stepped(
 
 def check_weights(views: Mapping[str, torch.Tensor], when: str) -> None:
     """Check live weights, by the names that they are saved under. `when`: words for the error, "after step 3"."""
-    bad = not_finite(views)
+    bad = find_non_finite(views)
     if bad:
         first = next(iter(bad))
         raise NotFinite(
@@ -137,7 +137,7 @@ def check_weights(views: Mapping[str, torch.Tensor], when: str) -> None:
 def _gradients(optimizer: AdamW, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The gradient by the names of `views`. It is laid out as the live weights are, so their views give the places."""
     if optimizer.is_sharded:
-        return optimizer.named(optimizer.grad)
+        return optimizer.by_parameter(optimizer.grad)
     return {
         name: optimizer.grad[view.storage_offset() : view.storage_offset() + view.numel()]
         for name, view in views.items()
@@ -145,7 +145,7 @@ def _gradients(optimizer: AdamW, views: Mapping[str, torch.Tensor]) -> dict[str,
     }
 
 
-def place_in(samples: Sequence[Sample], rows: Rows, token: int, *, after: int = 0) -> str:
+def describe_token(samples: Sequence[Sample], rows: FlatBatch, token: int, *, after: int = 0) -> str:
     """Describe a token of a forward: its rollout and position. `after`: added to the position, 1 for the token that a
     row predicts."""
     token = token if rows.kept_N is None else int(rows.kept_N[token])

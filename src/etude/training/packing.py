@@ -30,7 +30,7 @@ class Cost:
     """Length at which a text's attention costs as much as its other products."""
 
     @classmethod
-    def by(cls, config: ModelConfig) -> Cost:
+    def for_model(cls, config: ModelConfig) -> Cost:
         """A token multiplies each parameter it meets once; two tokens that see each other multiply a key's and a
         value's width for each head. Half of all pairs do. The backward pass doubles both."""
         c = config

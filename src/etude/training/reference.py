@@ -15,7 +15,7 @@ from etude.models.attention import Packed
 from etude.models.checkpoint import load_model
 from etude.numerics.operators import Operators
 from etude.records import Sample
-from etude.training.flat_batch import Rows, lay_flat, microbatches
+from etude.training.flat_batch import FlatBatch, flatten_samples, microbatches
 
 
 class Reference:
@@ -36,7 +36,7 @@ class Reference:
         self._temperature, self._budget_tokens = temperature, budget_tokens
 
     @torch.no_grad()
-    def logprobs(self, rows: Rows) -> torch.Tensor:
+    def logprobs(self, rows: FlatBatch) -> torch.Tensor:
         """Log-probability of each sampled token, [R] float32, on the device of the rows."""
         logits, _ = self._model(
             rows.tokens_N, Packed(rows.forwarded, self._model.operators, device=self._device), rows=rows.rows_R
@@ -48,7 +48,7 @@ class Reference:
         """Rollout id → Σ log π − log π_ref over its sampled tokens, π as the sampler logged it."""
         sums = {sample.rollout_id: 0.0 for sample in samples}
         for some in microbatches(samples, budget_tokens=self._budget_tokens):
-            rows = lay_flat(some).to(self._device)
+            rows = flatten_samples(some).to(self._device)
             k1_R = (rows.sampler_logprobs_R - self.logprobs(rows)).double().cpu()
             per_sample = torch.zeros(len(some), dtype=torch.float64).index_add_(0, rows.sample_R.cpu(), k1_R)
             for sample, total in zip(some, per_sample.tolist(), strict=True):

@@ -26,7 +26,7 @@ HINT_OFF = "let engines of this model return routes, or set learner.replay_route
 
 
 @dataclass(frozen=True)
-class Replay:
+class RouteReplay:
     """What is replayed: routes of a model like `model` that were computed at most `max_lag` steps before `step`."""
 
     model: ModelConfig

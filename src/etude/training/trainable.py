@@ -16,30 +16,30 @@ from torch import nn
 
 from etude.errors import CheckpointError
 from etude.models.adapter_config import ADAPTER_CONFIG, next_base
-from etude.models.adapter_files import merged, read_adapter, write_adapter
+from etude.models.adapter_files import merge_adapter, read_adapter, write_adapter
 from etude.models.checkpoint import load_model, write_model
-from etude.models.lora import Adapters, module_of, rounded
-from etude.models.packed_weights import matrices
+from etude.models.lora import Adapters, module_name, round_parameters
+from etude.models.packed_weights import quantisable_matrices
 from etude.models.transformer import Transformer
 from etude.models.weight_views import hf_views
 from etude.numerics.config import Quantise
-from etude.numerics.lora import Adapted
+from etude.numerics.lora import LoraOperators
 from etude.numerics.operators import Operators
 from etude.records.adapter import PUBLISHED, AdapterConfig
 from etude.training.config import LearnerConfig, LiveWeights, LoraOn
-from etude.training.exports import export, published, stored_dtype
+from etude.training.exports import encode_tensors, export, stored_dtype
 from etude.weights.tensors import Tensor
 
 MLP = ("gate_proj", "up_proj", "down_proj")
 
 
-class Trained(Protocol):
+class Trainable(Protocol):
     """A model, and what of it trains."""
 
     model: Transformer
 
     @property
-    def parameters_of(self) -> nn.Module:
+    def module(self) -> nn.Module:
         """The module whose parameters an optimiser takes over; `settle` comes after each time that it changed them."""
         ...
 
@@ -47,7 +47,7 @@ class Trained(Protocol):
         """What trains, by the names that it is saved under."""
         ...
 
-    def settle(self) -> None:
+    def sync_model(self) -> None:
         """Have the model compute with what was trained."""
         ...
 
@@ -64,20 +64,20 @@ class Trained(Protocol):
         ...
 
 
-class Whole:
+class FullWeights:
     """All weights of a model."""
 
     def __init__(self, model: Transformer, weights: LiveWeights, quantise: Quantise, assets: Path) -> None:
         self.model, self._weights, self._quantise, self._assets = model, weights, quantise, assets
 
     @property
-    def parameters_of(self) -> nn.Module:
+    def module(self) -> nn.Module:
         return self.model
 
     def views(self) -> Mapping[str, torch.Tensor]:
         return hf_views(self.model)
 
-    def settle(self) -> None:
+    def sync_model(self) -> None:
         """The optimiser's memory is the model's."""
 
     def exported(self) -> dict[str, Tensor]:
@@ -91,7 +91,7 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Loading:
+class LoadRequest:
     """A checkpoint, and how a learner takes it up."""
 
     path: Path
@@ -120,7 +120,7 @@ class Loading:
     def adapter(self, model: Transformer) -> tuple[AdapterConfig, dict[str, torch.Tensor]]:
         """What is adapted, and A and B where there are any yet. Raises `CheckpointError`."""
         settings = self.config
-        wanted = AdapterConfig(settings.lora_rank, settings.lora_alpha, chosen_modules(model, settings.lora_on), "")
+        wanted = AdapterConfig(settings.lora_rank, settings.lora_alpha, lora_modules(model, settings.lora_on), "")
         if not self.resumed:
             return wanted, {}
         found, tensors = read_adapter(self.path)
@@ -128,65 +128,68 @@ class Loading:
         return found, tensors
 
 
-class LowRank:
+class LoraWeights:
     """Adapters on a frozen base, which is the checkpoint at `base`."""
 
     def __init__(self, model: Transformer, adapters: Adapters, weights: LiveWeights, base: Path) -> None:
         self.model, self.adapters, self._weights, self._base = model, adapters, weights, base
 
     @property
-    def parameters_of(self) -> nn.Module:
+    def module(self) -> nn.Module:
         return self.adapters
 
     def views(self) -> Mapping[str, torch.Tensor]:
         return self.adapters.views
 
-    def settle(self) -> None:
-        self.adapters.settle()
+    def sync_model(self) -> None:
+        self.adapters.merge()
 
     def exported(self) -> dict[str, Tensor]:
         config = np.frombuffer(self.adapters.config.to_bytes(), np.uint8).copy()
-        return {**published(self.views(), self._weights), PUBLISHED: Tensor("u8", config.shape, config)}
+        return {**encode_tensors(self.views(), self._weights), PUBLISHED: Tensor("u8", config.shape, config)}
 
     def base(self) -> dict[str, Tensor]:
-        return published(self.adapters.base, self._weights)
+        return encode_tensors(self.adapters.base, self._weights)
 
     def write(self, folder: Path) -> None:
         kind = stored_dtype(self._weights)
         write_adapter(folder, self.views(), self.adapters.config, self._base, dtype=kind)
 
 
-def load_trained(loading: Loading) -> Trained:
+def load_trainable(loading: LoadRequest) -> Trainable:
     """What trains of a checkpoint: what a learner left there, or from its start. Raises `CheckpointError`."""
     loading.check_kind()
     path, config, device = loading.path, loading.config, loading.device
     if not config.lora_rank:
         model = load_model(path, operators=loading.operators, held=torch.float32).to(device)
-        return Whole(recomputing(model, config.recompute), config.weights, loading.quantise, path)
+        return FullWeights(set_recompute(model, config.recompute), config.weights, loading.quantise, path)
     base = loading.base
-    model = load_model(base, operators=Adapted(loading.operators), held=torch.float32).to(device)
-    wanted, tensors = loading.adapter(recomputing(model, config.recompute))
+    model = load_model(base, operators=LoraOperators(loading.operators), held=torch.float32).to(device)
+    wanted, tensors = loading.adapter(set_recompute(model, config.recompute))
     if loading.resumed:
-        adapters = merged(model, wanted, tensors, str(path), held=True)
+        adapters = merge_adapter(model, wanted, tensors, str(path), held=True)
     else:
         kind = stored_dtype(config.weights)
         adapters = Adapters(model, wanted, dtype=kind, held=torch.float32)
-        rounded(model, kind)
+        round_parameters(model, kind)
         adapters.draw(loading.seed)
-    return LowRank(model, adapters, config.weights, base)
+    return LoraWeights(model, adapters, config.weights, base)
 
 
-def recomputing(model: Transformer, recompute: bool) -> Transformer:
+def set_recompute(model: Transformer, recompute: bool) -> Transformer:
     """The model, whose blocks keep nothing for the backward pass where so told."""
     for block in model.blocks:
         block.recompute = recompute  # type: ignore[assignment]
     return model
 
 
-def chosen_modules(model: Transformer, on: LoraOn) -> tuple[str, ...]:
+def lora_modules(model: Transformer, on: LoraOn) -> tuple[str, ...]:
     """The modules of a model that are adapted, by the last parts of their names."""
-    inside, names = model.config.architecture.inside, [name for matrix in matrices(model) for name in matrix.rows]
-    is_mlp = {module_of(name): module_of(inside(name)) in MLP for name in names}
+    inside, names = (
+        model.config.architecture.etude_name,
+        [name for matrix in quantisable_matrices(model) for name in matrix.rows],
+    )
+    is_mlp = {module_name(name): module_name(inside(name)) in MLP for name in names}
     return tuple(sorted(name for name in is_mlp if on is LoraOn.ALL or is_mlp[name] == (on is LoraOn.MLP)))
 
 

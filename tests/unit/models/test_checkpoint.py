@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from etude.errors import CheckpointError
 from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
-from etude.models.checkpoint import load_tensors, save_tensors, whole_directory
-from etude.models.headers import check_weights, hf_shapes
+from etude.models.checkpoint import atomic_directory, load_tensors, save_tensors
+from etude.models.headers import check_weights, hf_weight_shapes
 
 SIZES = ModelConfig(
     vocab_size=13,
@@ -138,7 +138,7 @@ def test_a_tensor_of_another_shape_is_named(saved: Path) -> None:
 def test_the_names_and_shapes_that_are_asked_of_a_file_are_those_of_the_model(tied: bool) -> None:
     sizes = dataclasses.replace(SIZES, tie_embeddings=tied)
     views = hf_views(Transformer(sizes, seed=2))
-    assert dict(hf_shapes(sizes)) == {name: tuple(view.shape) for name, view in views.items()}
+    assert dict(hf_weight_shapes(sizes)) == {name: tuple(view.shape) for name, view in views.items()}
 
 
 def test_a_quantised_tensor_is_named(saved: Path) -> None:
@@ -216,7 +216,7 @@ def test_a_tied_head_is_the_embedding_or_refused(tmp_path: Path) -> None:
 
 def test_a_directory_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     def write_and_fail() -> None:
-        with whole_directory(tmp_path / "out") as folder:
+        with atomic_directory(tmp_path / "out") as folder:
             (folder / "half").write_text("x")
             raise KeyboardInterrupt
 
@@ -227,7 +227,7 @@ def test_a_directory_appears_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_an_existing_directory_is_replaced(tmp_path: Path) -> None:
     for content in ("old", "new"):
-        with whole_directory(tmp_path / "out") as folder:
+        with atomic_directory(tmp_path / "out") as folder:
             (folder / "file").write_text(content)
     assert (tmp_path / "out" / "file").read_text() == "new"
     assert [p.name for p in tmp_path.iterdir()] == ["out"]

@@ -22,7 +22,7 @@ from etude.models.checkpoint import load_tensors, save_tensors
 from etude.models.components import Routing, Scores
 from etude.models.config import FAMILY_NAMES
 from etude.models.experts import choose
-from etude.models.headers import check_weights, hf_shapes
+from etude.models.headers import check_weights, hf_weight_shapes
 from etude.models.quantised_storage import FP8_BLOCK, FP8_SCALE
 from etude.numerics import Native
 
@@ -52,7 +52,7 @@ def tokens(n: int, seed: int = 0) -> torch.Tensor:
 def test_names_and_shapes_of_files_are_those_of_the_model_as_views_into_it(sizes: ModelConfig) -> None:
     model = model_of(sizes)
     views = hf_views(model)
-    assert {name: tuple(view.shape) for name, view in views.items()} == dict(hf_shapes(sizes))
+    assert {name: tuple(view.shape) for name, view in views.items()} == dict(hf_weight_shapes(sizes))
     assert all(view.is_contiguous() for view in views.values())
     biases = sum(view.numel() for name, view in views.items() if name.endswith("bias"))
     assert sum(view.numel() for view in views.values()) - biases == sizes.num_parameters
@@ -196,8 +196,8 @@ def test_published_checkpoints_have_the_size_that_is_published(
 ) -> None:
     sizes = ModelConfig.from_hf(raw)
     assert sizes.num_parameters / 1e9 == pytest.approx(billions, abs=0.1)
-    width = sizes.kept.key_width + (0 if sizes.kept.shared else sizes.kept.value_width)
-    assert sizes.num_layers * sizes.kept.heads * width == kept_numbers
+    width = sizes.cache_layout.key_width + (0 if sizes.cache_layout.shared else sizes.cache_layout.value_width)
+    assert sizes.num_layers * sizes.cache_layout.heads * width == kept_numbers
     assert sizes.num_moe_layers * sizes.top_k * np.dtype(sizes.route_dtype).itemsize == route_bytes
     assert ModelConfig.from_hf(sizes.to_hf()) == sizes
 
@@ -378,4 +378,4 @@ def test_a_mutated_config_is_read_or_refused_and_then_its_tables_can_be_made(
         assert len(sizes.yarn.interpolated(sizes.rope_dim, sizes.rope_theta)) == sizes.rope_dim // 2
     assert sizes.family in FAMILY_NAMES
     assert sizes.products
-    assert next(iter(hf_shapes(sizes)))
+    assert next(iter(hf_weight_shapes(sizes)))

@@ -16,12 +16,12 @@ from etude.models import ModelConfig, Transformer, hf_views, load_model, save_mo
 from etude.models.checkpoint import load_tensors, save_tensors
 from etude.models.components import Latent, Routing, Scores
 from etude.models.headers import check_blocks
-from etude.models.packed_weights import PackedWeights, packed
-from etude.models.quantised_storage import is_rounded, parts
+from etude.models.packed_weights import PackedWeights, pack_weights
+from etude.models.quantised_storage import is_quantised, stored_parts
 from etude.numerics import NumericsConfig, Quantise
 from etude.numerics.factory import operators_for
 from etude.numerics.formats import FORMATS
-from etude.numerics.quantisation import rounded
+from etude.numerics.quantisation import round_to_format
 
 LOW = [kind for kind in Quantise if kind is not Quantise.NONE]
 EACH = pytest.mark.parametrize("kind", LOW, ids=str)
@@ -52,7 +52,7 @@ def test_a_directory_in_low_precision_loads_as_exactly_the_numbers_that_are_comp
     assert torch.equal(back(TOKENS)[0], model(TOKENS)[0])
     qkv, wanted = back.blocks[0].attention.qkv, model.blocks[0].attention.qkv
     assert isinstance(wanted, torch.Tensor)
-    assert torch.equal(qkv, rounded(wanted, FORMATS[kind], matrix=True))
+    assert torch.equal(qkv, round_to_format(wanted, FORMATS[kind], matrix=True))
 
 
 @EACH
@@ -66,7 +66,9 @@ def test_names_and_dtypes_in_a_directory_are_those_that_engines_read(tmp_path: P
         found = {n: (file.get_slice(n).get_dtype(), tuple(file.get_slice(n).get_shape())) for n in file.keys()}  # noqa: SIM118
     wanted: dict[str, object] = {}
     for name, view in hf_views(model).items():
-        wanted |= parts(name, tuple(view.shape), kind) if is_rounded(name) else {name: ("BF16", tuple(view.shape))}
+        wanted |= (
+            stored_parts(name, tuple(view.shape), kind) if is_quantised(name) else {name: ("BF16", tuple(view.shape))}
+        )
     assert found == wanted
 
 
@@ -143,9 +145,9 @@ def test_parts_that_are_missing_or_do_not_fit_are_named(tmp_path: Path, kind: Qu
 
 def test_only_what_is_unrounded_shares_memory_with_the_model() -> None:
     model = model_of(QWEN, Quantise.NVFP4)
-    tensors = packed(model, FORMATS[Quantise.NVFP4])
+    tensors = pack_weights(model, FORMATS[Quantise.NVFP4])
     live = {parameter.data_ptr() for parameter in model.parameters()}
     shared = {name for name, tensor in tensors.items() if tensor.data_ptr() in live}
-    assert shared == {name for name in hf_views(model) if not is_rounded(name)}
+    assert shared == {name for name in hf_views(model) if not is_quantised(name)}
     experts = [tensors[f"model.layers.0.mlp.experts.1.{n}_proj.weight_global_scale"] for n in ("gate", "up")]
     assert torch.equal(*experts)

@@ -53,7 +53,7 @@ def test_an_expert_without_rows_has_no_gradient() -> None:
 
 
 def test_rows_are_sorted_by_expert_and_ties_by_token() -> None:
-    to = grouped_experts.Sorted.of(torch.tensor([[2, 0], [0, 3], [2, 3]]), 4)
+    to = grouped_experts.SortedDispatch.of(torch.tensor([[2, 0], [0, 3], [2, 3]]), 4)
     assert to.ends_E.tolist() == [2, 2, 4, 6]
     assert to.token_S.tolist() == [0, 1, 0, 2, 1, 2]
     assert to.slot_NK.tolist() == [[2, 0], [1, 4], [3, 5]]
@@ -61,7 +61,7 @@ def test_rows_are_sorted_by_expert_and_ties_by_token() -> None:
 
 def test_only_what_the_devices_kernel_takes_goes_there() -> None:
     there = torch.empty(4, 24, dtype=torch.bfloat16, device="meta")
-    assert grouped_experts.suits(there, torch.empty(2, 32, 24))
-    assert not grouped_experts.suits(there, torch.empty(2, 20, 24))  # rows of 40 bytes
-    assert not grouped_experts.suits(there.float(), torch.empty(2, 32, 24))
-    assert not grouped_experts.suits(torch.empty(4, 24, dtype=torch.bfloat16), torch.empty(2, 32, 24))
+    assert grouped_experts.is_supported(there, torch.empty(2, 32, 24))
+    assert not grouped_experts.is_supported(there, torch.empty(2, 20, 24))  # rows of 40 bytes
+    assert not grouped_experts.is_supported(there.float(), torch.empty(2, 32, 24))
+    assert not grouped_experts.is_supported(torch.empty(4, 24, dtype=torch.bfloat16), torch.empty(2, 32, 24))

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from etude.errors import ConfigError
 from etude.numerics.config import Quantise
 from etude.numerics.formats import E2M1, E4M3, Element
-from etude.numerics.quantisation import FORMATS, Format, pack, rounded, unpack
+from etude.numerics.quantisation import FORMATS, Format, pack, round_to_format, unpack
 from etude.numerics.quantisation.packing import _codes, _values
-from etude.numerics.quantisation.rounding import power_of_two, scaled, to_element_
+from etude.numerics.quantisation.rounding import power_of_two, to_element_, to_scaled
 
 ALL = pytest.mark.parametrize("format", FORMATS.values(), ids=str)
 FEW = settings(max_examples=12)  # each has a thousand numbers
@@ -93,7 +93,7 @@ def test_every_power_of_two_of_e8m0_is_found_and_none_saturates() -> None:
 def test_zeros_stay_zeros_with_their_signs(format: Format) -> None:
     x = torch.zeros(2, 64)
     x[0, ::2] = -0.0
-    assert torch.equal(rounded(x, format).view(torch.int32), x.view(torch.int32))
+    assert torch.equal(round_to_format(x, format).view(torch.int32), x.view(torch.int32))
     assert torch.equal(unpack(pack(x, format), format).view(torch.int32), x.view(torch.int32))
 
 
@@ -105,16 +105,16 @@ def test_what_shares_a_scale_with_a_number_that_is_not_finite_becomes_nan_and_no
     x = torch.ones(16, 64)
     x[1, 5] = bad
     wanted = torch.zeros(16, 64, dtype=torch.bool)
-    wanted[1, : 64 if format.outer else format.block] = True
-    assert torch.equal(rounded(x, format).isnan(), wanted)
+    wanted[1, : 64 if format.has_global_scale else format.block] = True
+    assert torch.equal(round_to_format(x, format).isnan(), wanted)
     assert torch.equal(unpack(pack(x, format), format).isnan(), wanted)
-    assert rounded(x, format, matrix=True)[1].isnan().any()
+    assert round_to_format(x, format, matrix=True)[1].isnan().any()
 
 
 @ALL
 def test_the_tiniest_and_the_largest_numbers_have_a_place(format: Format) -> None:
     x = torch.tensor([[1e-45] * 64, [2.0**-126] * 64, [3e38] * 64, [1e-38, *[0.0] * 63]])
-    found = rounded(x, format)
+    found = round_to_format(x, format)
     assert found.isfinite().all()
     assert (found[2] > 2.2e38).all()
     assert torch.equal(unpack(pack(x, format), format).view(torch.int32), found.view(torch.int32))
@@ -123,7 +123,7 @@ def test_the_tiniest_and_the_largest_numbers_have_a_place(format: Format) -> Non
 @ALL
 def test_blocks_that_are_not_whole_are_refused(format: Format) -> None:
     with pytest.raises(ConfigError, match=f"no whole blocks of {format.block}"):
-        rounded(torch.ones(2, format.block + 8), format)
+        round_to_format(torch.ones(2, format.block + 8), format)
 
 
 def numbers(low: int = -30, high: int = 30) -> st.SearchStrategy[torch.Tensor]:
@@ -151,7 +151,7 @@ def test_packed_bytes_hold_exactly_what_rounding_gives(format: Format, x: torch.
     for matrix in (False, True):
         packed = pack(x, format, matrix=matrix)
         found = unpack(packed, format)
-        assert torch.equal(found.view(torch.int32), rounded(x, format, matrix=matrix).view(torch.int32))
+        assert torch.equal(found.view(torch.int32), round_to_format(x, format, matrix=matrix).view(torch.int32))
         num_bytes = packed.codes.numel() + packed.scales.numel()
         assert num_bytes * 8 == format.bits_per_number * x.numel()
 
@@ -160,15 +160,15 @@ def test_packed_bytes_hold_exactly_what_rounding_gives(format: Format, x: torch.
 @FEW
 @given(x=numbers())
 def test_a_number_moves_by_half_a_step_of_its_element_at_most(format: Format, x: torch.Tensor) -> None:
-    done = scaled(x, format)
+    done = to_scaled(x, format)
     scale, y = done.scale.double(), x.double().view(16, -1, format.block)
     power = torch.frexp((y / scale.masked_fill(scale == 0, torch.inf)).abs())[1] - 1
     step = 2.0 ** (power.clamp(min=format.element.min_exponent) - format.element.mantissa) * scale
     over = (y.abs() - format.element.largest * scale).clamp(min=0)  # a block scale of NVFP4 may be rounded down
-    least = 6 * 2.0**-10 * done.outer.double() if done.outer is not None else torch.zeros(())
+    least = 6 * 2.0**-10 * done.global_scale.double() if done.global_scale is not None else torch.zeros(())
     error = (done.elements.double() * scale - y).abs()
     assert (error <= torch.maximum(torch.maximum(step / 2, over), least)).all()
-    if format.outer:
+    if format.has_global_scale:
         assert (over <= torch.maximum(y.abs() / 16, least)).all()
     else:
         assert (over == 0).all()
@@ -178,10 +178,10 @@ def test_a_number_moves_by_half_a_step_of_its_element_at_most(format: Format, x:
 @FEW
 @given(x=numbers())
 def test_rounding_twice_is_rounding_once(format: Format, x: torch.Tensor) -> None:
-    once = rounded(x, format)
-    again = rounded(once, format)
-    if format.outer:  # block scales that are subnormal are rounded by more than the elements make up for
-        normal = (scaled(x, format).block_scale >= 2.0**-6).expand(16, -1, format.block).reshape(16, 64)
+    once = round_to_format(x, format)
+    again = round_to_format(once, format)
+    if format.has_global_scale:  # block scales that are subnormal are rounded by more than the elements make up for
+        normal = (to_scaled(x, format).block_scale >= 2.0**-6).expand(16, -1, format.block).reshape(16, 64)
         once, again = once[normal], again[normal]
     assert torch.equal(again, once)
 
@@ -190,7 +190,7 @@ def test_rounding_twice_is_rounding_once(format: Format, x: torch.Tensor) -> Non
 @FEW
 @given(x=numbers(), power=st.integers(-20, 20))
 def test_a_power_of_two_passes_through(format: Format, x: torch.Tensor, power: int) -> None:
-    assert torch.equal(rounded(x * 2.0**power, format), rounded(x, format) * 2.0**power)
+    assert torch.equal(round_to_format(x * 2.0**power, format), round_to_format(x, format) * 2.0**power)
 
 
 @ALL
@@ -198,26 +198,26 @@ def test_a_power_of_two_passes_through(format: Format, x: torch.Tensor, power: i
 @given(x=numbers())
 def test_rounding_keeps_order_within_what_shares_a_scale(format: Format, x: torch.Tensor) -> None:
     before = x.view(-1, format.block)
-    after = rounded(x, format).view(-1, format.block)
+    after = round_to_format(x, format).view(-1, format.block)
     order = before.argsort(-1)
     assert (after.gather(1, order).diff(dim=-1) >= 0).all()
-    assert torch.equal(rounded(-x, format), -rounded(x, format))
+    assert torch.equal(round_to_format(-x, format), -round_to_format(x, format))
 
 
 @ALL
 @FEW
 @given(x=numbers(), rows=st.lists(st.integers(0, 15), min_size=1, max_size=5))
 def test_a_token_is_rounded_alike_in_any_batch(format: Format, x: torch.Tensor, rows: Sequence[int]) -> None:
-    assert torch.equal(rounded(x[list(rows)], format), rounded(x, format)[list(rows)])
+    assert torch.equal(round_to_format(x[list(rows)], format), round_to_format(x, format)[list(rows)])
 
 
 @ALL
 @FEW
 @given(x=numbers(low=-10, high=4))
 def test_bfloat16_holds_every_rounded_number(format: Format, x: torch.Tensor) -> None:
-    found = rounded(x, format)
+    found = round_to_format(x, format)
     assert torch.equal(found.bfloat16().float(), found)
-    assert torch.equal(rounded(x.bfloat16(), format).float(), rounded(x.bfloat16().float(), format))
+    assert torch.equal(round_to_format(x.bfloat16(), format).float(), round_to_format(x.bfloat16().float(), format))
 
 
 def test_a_matrix_shares_one_outer_scale_and_stacked_ones_have_their_own() -> None:
@@ -228,4 +228,4 @@ def test_a_matrix_shares_one_outer_scale_and_stacked_ones_have_their_own() -> No
     assert packed.global_scale is not None
     assert packed.global_scale.shape == (2,)
     assert torch.equal(packed.global_scale[0], packed.global_scale[1] * 64)
-    assert torch.equal(unpack(packed, format)[1], rounded(x[1], format, matrix=True))
+    assert torch.equal(unpack(packed, format)[1], round_to_format(x[1], format, matrix=True))

@@ -8,7 +8,7 @@ from typing import Any
 
 from etude.models.components import Latent, Routing, Scores
 from etude.models.config import FIXED, MOE, WIDTH, ModelConfig, ModelFamily
-from etude.models.config_json import flag, positive, whole, wholes
+from etude.models.config_json import boolean, positive_float, positive_int, positive_ints
 
 _LATENT = {
     "kv_rank": "kv_lora_rank",
@@ -30,16 +30,16 @@ class DeepseekV3(ModelFamily):
         "moe_layer_freq": (1, 1),
     }
     varies = "q_lora_rank, groups, routed_scaling_factor, shared experts, first_k_dense_replace, rope_interleave"
-    foreign = "keeps products of the latent attention's weights, which a run's versions do not reach"
+    no_external_engines = "keeps products of the latent attention's weights, which a run's versions do not reach"
 
     def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         raw = {**raw, "n_routed_experts": raw.get("n_routed_experts", raw.get("num_local_experts"))}
         raw.setdefault("num_key_value_heads", raw.get("num_attention_heads"))
-        sizes = wholes(raw, self.sizes)
+        sizes = positive_ints(raw, self.sizes)
         latent = Latent(
-            **wholes(raw, _LATENT),
-            q_rank=None if raw.get("q_lora_rank") is None else whole(raw, "q_lora_rank"),
-            interleaved=flag(raw, "rope_interleave", default=True),
+            **positive_ints(raw, _LATENT),
+            q_rank=None if raw.get("q_lora_rank") is None else positive_int(raw, "q_lora_rank"),
+            interleaved=boolean(raw, "rope_interleave", default=True),
         )
         first = raw.get("first_k_dense_replace", 0)
         if type(first) is not int or not 0 <= first <= sizes["num_layers"]:
@@ -48,14 +48,14 @@ class DeepseekV3(ModelFamily):
             **sizes,
             "head_dim": latent.head_dim,
             "dense_layers": tuple(range(first)),
-            "dense_size": whole(raw, WIDTH),
+            "dense_size": positive_int(raw, WIDTH),
             "latent": latent,
             "routing": Routing(
                 scores=Scores.SIGMOID,
-                normalise=flag(raw, "norm_topk_prob", default=True),
-                scaling=positive(raw.get("routed_scaling_factor", 1.0), "routed_scaling_factor"),
-                num_groups=whole(raw, "n_group", default=1),
-                top_groups=whole(raw, "topk_group", default=1),
+                normalise=boolean(raw, "norm_topk_prob", default=True),
+                scaling=positive_float(raw.get("routed_scaling_factor", 1.0), "routed_scaling_factor"),
+                num_groups=positive_int(raw, "n_group", default=1),
+                top_groups=positive_int(raw, "topk_group", default=1),
             ),
         }
 

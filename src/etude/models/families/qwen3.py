@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from etude.models.config import FIXED, SIZES, WIDTH, ModelConfig, ModelFamily
-from etude.models.config_json import head_dim, whole, wholes
+from etude.models.config_json import head_dim, positive_int, positive_ints
 
 
 class Qwen3(ModelFamily):
@@ -14,14 +14,14 @@ class Qwen3(ModelFamily):
     hf_class = "Qwen3ForCausalLM"
     sizes = SIZES
     fixed = {**FIXED, "use_sliding_window": (False, False)}
-    foreign = ""
+    no_external_engines = ""
 
     def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         kinds = raw.get("layer_types") or []
         if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
             raise ValueError(f"layer_types = {kinds!r:.80}, only full_attention is computed")
-        sizes = wholes(raw, self.sizes)
-        dense = {"num_experts": 0, "top_k": 0, "dense_size": whole(raw, WIDTH)}
+        sizes = positive_ints(raw, self.sizes)
+        dense = {"num_experts": 0, "top_k": 0, "dense_size": positive_int(raw, WIDTH)}
         return {**sizes, "head_dim": head_dim(raw, sizes), **dense}
 
     def write(self, c: ModelConfig) -> dict[str, Any]:

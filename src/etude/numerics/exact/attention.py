@@ -35,7 +35,7 @@ Attend = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Windows:
+class KeyWindows:
     """In which sizes rows of queries and keys come, and how the ones attend to the others."""
 
     usable: tuple[int, ...]  # windows up to `SEVERAL`, ascending
@@ -55,7 +55,7 @@ class Windows:
         return -(-num_rows // tile) * tile
 
 
-def masked(
+def masked_attention(
     q_BHMA: torch.Tensor,
     k_BGWA: torch.Tensor,
     v_BGWC: torch.Tensor,
@@ -67,7 +67,7 @@ def masked(
     return F.scaled_dot_product_attention(q_BHMA, k_BGWA, v_BGWC, attn_mask=mask, scale=scale, enable_gqa=gqa)
 
 
-def summed(
+def summed_attention(
     q_BHMA: torch.Tensor,
     k_BGWA: torch.Tensor,
     v_BGWC: torch.Tensor,
@@ -90,22 +90,24 @@ def summed(
     return o_BHMC
 
 
-def windows(heads: int, key_width: int) -> Windows:
+def key_windows(heads: int, key_width: int) -> KeyWindows:
     """Those of a cache with so many key/value heads, under this number of threads: the same for any number of them, so
     that a rank with a share of the heads attends as one with all."""
     return _measured(key_width, torch.get_num_threads())
 
 
 @functools.cache
-def _measured(width: int, threads: int) -> Windows:
+def _measured(width: int, threads: int) -> KeyWindows:
     probe, alone = _Probe(2, width), _Probe(1, width)
     usable = tuple(
-        w for w in range(BLOCK, SEVERAL + 1, BLOCK) if probe.same_rows(masked, w) and alone.same_rows(masked, w)
+        w
+        for w in range(BLOCK, SEVERAL + 1, BLOCK)
+        if probe.same_rows(masked_attention, w) and alone.same_rows(masked_attention, w)
     )
-    whole = KERNEL_BLOCK in usable and SEVERAL in usable and probe.same_rows(masked, SEVERAL, (TILES[2][0],))
-    if whole and probe.same_heads(masked):
-        return Windows(usable, masked)
-    return Windows(tuple(range(BLOCK, SEVERAL + 1, BLOCK)), summed)
+    whole = KERNEL_BLOCK in usable and SEVERAL in usable and probe.same_rows(masked_attention, SEVERAL, (TILES[2][0],))
+    if whole and probe.same_heads(masked_attention):
+        return KeyWindows(usable, masked_attention)
+    return KeyWindows(tuple(range(BLOCK, SEVERAL + 1, BLOCK)), summed_attention)
 
 
 class _Probe:
@@ -142,7 +144,7 @@ def causal_mask(positions_M: torch.Tensor, window: int) -> torch.Tensor:
     return torch.zeros(hidden.shape, device=positions_M.device).masked_fill_(hidden, -torch.inf)
 
 
-ANY = Windows(tuple(range(BLOCK, SEVERAL + 1, BLOCK)), masked, tiles=False)
+ANY = KeyWindows(tuple(range(BLOCK, SEVERAL + 1, BLOCK)), masked_attention, tiles=False)
 """For those who do not care."""
 
 
@@ -163,7 +165,7 @@ class Causal:
         """o_HTC, of float32. `start`: the first query's position; where that is a whole number of `CHUNK`s, its
         bits are those that it has among all queries."""
         (heads, num, width), narrow = k_GTA.shape, k_GTA.shape[-1] - v_GTC.shape[-1]
-        w = windows(heads, width)
+        w = key_windows(heads, width)
         room = w.covering(num) - num
         k, v = F.pad(k_GTA, (0, 0, 0, room))[None], F.pad(v_GTC, (0, narrow, 0, room))[None]
         outs = []

@@ -46,15 +46,15 @@ def linear(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
     [[3.0, 3.0, 3.0]]
     """
     turned = weight_OI.stride(-1) != 1 and not weight_OI.is_contiguous()
-    return path(*weight_OI.shape, turned=turned)(aligned(x_NI), weight_OI)
+    return product_for(*weight_OI.shape, turned=turned)(aligned(x_NI), weight_OI)
 
 
-def path(out_size: int, in_size: int, *, turned: bool = False) -> Product:
+def product_for(out_size: int, in_size: int, *, turned: bool = False) -> Product:
     """How products with weights of a shape, `turned` in memory or not, are computed under this number of threads."""
     return _measured_path(out_size, in_size, turned, torch.get_num_threads())
 
 
-def tree(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def tree_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """The sum of tensors: neighbours first, an odd one out waits for the next round. Of equal shares' trees, a power of
     two of them in each, it makes the whole's.
 
@@ -67,7 +67,7 @@ def tree(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0]
 
 
-def pieces(weight_OI: torch.Tensor, number: int) -> tuple[torch.Tensor, ...]:
+def split_inner(weight_OI: torch.Tensor, number: int) -> tuple[torch.Tensor, ...]:
     """An inner width, the last dimension, in that many equal pieces."""
     cut = torch.split(weight_OI, weight_OI.shape[-1] // number, -1)
     out_size, in_size = cut[0].shape[-2:]
@@ -76,18 +76,18 @@ def pieces(weight_OI: torch.Tensor, number: int) -> tuple[torch.Tensor, ...]:
     return tuple(one.contiguous() for one in cut)
 
 
-def partial(x_NI: torch.Tensor, weight_OI: torch.Tensor, number: int) -> torch.Tensor:
+def partial_products(x_NI: torch.Tensor, weight_OI: torch.Tensor, number: int) -> torch.Tensor:
     """``x @ weight.T`` as the tree of that many products.
 
     >>> partial(torch.ones(1, 4), torch.ones(2, 4), 2).tolist()
     [[4.0, 4.0]]
     """
     width = x_NI.shape[-1] // number
-    pairs = zip(torch.split(x_NI, width, -1), pieces(weight_OI, number), strict=True)
-    return tree([linear(x, weight) for x, weight in pairs])
+    pairs = zip(torch.split(x_NI, width, -1), split_inner(weight_OI, number), strict=True)
+    return tree_sum([linear(x, weight) for x, weight in pairs])
 
 
-def columns(size: int, in_size: int, number: int) -> Product:
+def column_product(size: int, in_size: int, number: int) -> Product:
     """How any whole number of shares of `size` outputs, `number` in all, are computed so that no bit of one depends on
     which others are there, nor on their order."""
     return _measured_columns(size, in_size, number, torch.get_num_threads())
@@ -100,30 +100,30 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     return x.clone() if x.data_ptr() % LINE_BYTES else x
 
 
-def padded(num_rows: int) -> int:
+def padded_rows(num_rows: int) -> int:
     """How many rows a product of `num_rows` takes."""
     if num_rows > MANY_ROWS:
         return num_rows
     return safe_counts(torch.get_num_threads())[num_rows]
 
 
-def vendor(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+def vendor_product(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
     """One call of the vendor's GEMM, never with an unsafe number of rows."""
     n = x_NI.shape[0]
-    rows = padded(n)
+    rows = padded_rows(n)
     if rows == n:
         return F.linear(x_NI, weight_OI)
     return F.linear(F.pad(x_NI, (0, 0, 0, rows - n)), weight_OI)[:n]
 
 
-def tiled(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+def tiled_product(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
     """Every call has the same shape."""
     n = x_NI.shape[0]
     tiles = torch.split(F.pad(x_NI, (0, 0, 0, -n % TILE)), TILE)
     return torch.cat([F.linear(tile, weight_OI) for tile in tiles])[:n]
 
 
-def summed(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+def summed_product(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
     """A sum written out for each number."""
     rows = max(1, SUM_NUMBERS // weight_OI.numel())
     return torch.cat([(x[:, None] * weight_OI).sum(-1) for x in torch.split(x_NI, rows)])
@@ -141,10 +141,10 @@ def safe_counts(threads: int) -> tuple[int, ...]:
 
 @functools.cache
 def _measured_path(out_size: int, in_size: int, turned: bool, threads: int) -> Product:
-    for product in (vendor, tiled):
+    for product in (vendor_product, tiled_product):
         if not _other_counts(product, min(out_size, SAMPLED_WIDTH), in_size, SAMPLED_ROWS, turned=turned):
             return product
-    return summed
+    return summed_product
 
 
 @functools.cache
@@ -160,7 +160,7 @@ def _measured_columns(size: int, in_size: int, number: int, threads: int) -> Pro
         shares = [weight[mixed].chunk(1 << n) for n in range(number.bit_length())]
         if all(torch.equal(torch.cat([product(x, w) for w in share], -1), whole) for share in shares):
             return product
-    return summed
+    return summed_product
 
 
 @functools.cache

@@ -17,13 +17,13 @@ if find_spec("triton") is None:
     raise ModuleNotFoundError("etude.numerics.gpu needs Triton: pip install 'etude[gpu]'", name="triton")
 
 from etude.numerics.gpu.attention import attend, attend_packed
-from etude.numerics.gpu.caches import PackedTokens, PagedTokens, Pages, Rows
+from etude.numerics.gpu.caches import PackedTokens, PagedTokens, Pages, SequenceRows
 from etude.numerics.gpu.experts import mix
-from etude.numerics.gpu.matmul import Groups, join, linear
+from etude.numerics.gpu.matmul import Groups, join_partial_sums, linear
 from etude.numerics.gpu.operators import ExactGpu
 from etude.numerics.gpu.routing import Router, choose
 
 __all__ = [
-    "ExactGpu", "Groups", "PackedTokens", "PagedTokens", "Pages", "Router", "Rows",
-    "attend", "attend_packed", "choose", "join", "linear", "mix",
+    "ExactGpu", "Groups", "PackedTokens", "PagedTokens", "Pages", "Router", "SequenceRows",
+    "attend", "attend_packed", "choose", "join_partial_sums", "linear", "mix",
 ]  # fmt: skip

@@ -14,8 +14,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from etude.numerics.gpu.kernels import attention as kernels
-from etude.numerics.gpu.matmul import Groups, power_of_two
-from etude.numerics.gpu.row_ops import SEPARATE
+from etude.numerics.gpu.matmul import Groups, next_power_of_two
+from etude.numerics.gpu.row_ops import NO_FUSION
 
 _WHOLE = 1 << 30  # a page longer than any sequence
 _SPAN = 1024  # keys whose sums may be a program's of its own
@@ -37,7 +37,7 @@ class Queries:
 
 
 @dataclass(frozen=True, eq=False)
-class Paged:
+class PagedKeys:
     """Keys and values of many sequences; position j of sequence s is number j % page of page pages[s, j // page].
 
     A slot of memory for each sequence is one long page; `values` may be a view of the first numbers of `keys`.
@@ -50,7 +50,7 @@ class Paged:
 
 
 def attend(
-    q_NHA: torch.Tensor, kept: Paged, queries: Queries, scale: float | None = None, *, spread: bool | None = None
+    q_NHA: torch.Tensor, kept: PagedKeys, queries: Queries, scale: float | None = None, *, spread: bool | None = None
 ) -> torch.Tensor:
     """o_NHB: every row attends to its sequence up to its own position, which is already in `kept`.
 
@@ -70,11 +70,11 @@ def attend_packed(
 
 def _sizes(key_width: int, value_width: int, item_bytes: int) -> dict[str, int]:
     """Widths as powers of two, and the tile, from them and the dtype alone."""
-    wide = max(16, power_of_two(key_width + 1) // 2)
-    rest = max(16, power_of_two(key_width - wide)) if key_width > wide else 0
+    wide = max(16, next_power_of_two(key_width + 1) // 2)
+    rest = max(16, next_power_of_two(key_width - wide)) if key_width > wide else 0
     widths = {
         "WIDTH": key_width, "WIDE": wide, "REST": rest,
-        "VALUE": value_width, "VALUES": max(16, power_of_two(value_width)),
+        "VALUE": value_width, "VALUES": max(16, next_power_of_two(value_width)),
         "SPAN": 0 if wide > 256 else _SPAN,  # 0: one span; two sums of a latent's width would not fit in registers
     }  # fmt: skip
     if item_bytes == 4:
@@ -94,7 +94,7 @@ def _gradient_sizes(key_width: int, value_width: int, item_bytes: int) -> dict[s
 
 
 def _attend(
-    q: torch.Tensor, kept: Paged, queries: Queries, scale: float | None, spread: bool | None = None
+    q: torch.Tensor, kept: PagedKeys, queries: Queries, scale: float | None, spread: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o and, for the gradient, log2 of the sum of powers of 2 of each row's scores."""
     q = q if q.stride(-1) == 1 else q.contiguous()
@@ -117,12 +117,12 @@ def _attend(
             q, k, v, to, lse, marks, tokens.starts, queries.positions_S, tokens.tile_starts(sizes["ROWS"], share),
             kept.pages_SP, kept.pages_SP.shape[1], _base_2(scale, width), q.stride(0), q.stride(1),
             k.stride(0), k.stride(2), k.stride(1), v.stride(0), v.stride(2), v.stride(1), heads,
-            tokens.num_groups, rows, LANES=power_of_two(tokens.num_groups), PAGE=kept.page, SHARE=share, SHARED=shared,
-            SPREAD=spread, **sizes, **SEPARATE,
+            tokens.num_groups, rows, LANES=next_power_of_two(tokens.num_groups), PAGE=kept.page, SHARE=share,
+            SHARED=shared, SPREAD=spread, **sizes, **NO_FUSION,
         )  # fmt: skip
         if spread:
             kernels.meet[(-(-rows // 16),)](
-                to, marks, o, lse, rows, spans, VALUE=value_width, VALUES=sizes["VALUES"], ROWS=16, **SEPARATE
+                to, marks, o, lse, rows, spans, VALUE=value_width, VALUES=sizes["VALUES"], ROWS=16, **NO_FUSION
             )
     return o, lse
 
@@ -140,7 +140,7 @@ class _Packed(torch.autograd.Function):
     ) -> torch.Tensor:
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
         first = tokens.starts[:-1]
-        kept = Paged(_pages(k), _pages(v), first[:, None], _WHOLE)
+        kept = PagedKeys(_pages(k), _pages(v), first[:, None], _WHOLE)
         o, lse = _attend(q, kept, Queries(tokens, torch.zeros_like(first)), scale)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.tokens, ctx.scale = tokens, scale
@@ -157,7 +157,7 @@ class _Packed(torch.autograd.Function):
         sizes = _gradient_sizes(width, value_width, q.element_size())
         dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
         delta = torch.empty_like(lse)
-        common: dict[str, Any] = {"LANES": power_of_two(tokens.num_groups), "SHARE": share, **sizes, **SEPARATE}
+        common: dict[str, Any] = {"LANES": next_power_of_two(tokens.num_groups), "SHARE": share, **sizes, **NO_FUSION}
         strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], heads)
         scale = _base_2(ctx.scale, width)
         if n:

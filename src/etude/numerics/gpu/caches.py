@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from etude.numerics.gpu.attention import Paged, Queries, attend, attend_packed
+from etude.numerics.gpu.attention import PagedKeys, Queries, attend, attend_packed
 from etude.numerics.gpu.matmul import Groups
 
 
@@ -59,7 +59,7 @@ class Pages:
 
 
 @dataclass(frozen=True)
-class Rows:
+class SequenceRows:
     """What one sequence has in a step: `count` tokens from `start` on, and its pages from position 0."""
 
     start: int
@@ -72,7 +72,7 @@ class PagedTokens:
 
     compressed = True
 
-    def __init__(self, memory: Pages, rows: Sequence[Rows]) -> None:
+    def __init__(self, memory: Pages, rows: Sequence[SequenceRows]) -> None:
         device = memory.keys.device
         width = max(len(row.pages) for row in rows)
         table = torch.tensor([[*row.pages, *[0] * (width - len(row.pages))] for row in rows], dtype=torch.int32)
@@ -96,4 +96,4 @@ class PagedTokens:
         keys[self.page_of, :, self.place] = k_NGA
         if not self.memory.shared:
             values[self.page_of, :, self.place] = v_NGB
-        return attend(q_NHA, Paged(keys, values, self.pages, self.memory.page), self.queries, scale)
+        return attend(q_NHA, PagedKeys(keys, values, self.pages, self.memory.page), self.queries, scale)

@@ -82,14 +82,14 @@ def multiply(
         rows, row_tiles, x_NI.stride(0), x_NI.stride(1),
         weight.stride(0) if num_groups else 0, weight.stride(-2), weight.stride(-1), rows * outs,
         OUT=outs, IN=ins, LEAVES=tiles.leaves, SPLIT=split,
-        GROUPS=num_groups, LANES=power_of_two(num_groups), GATHER=source_N is not None,
+        GROUPS=num_groups, LANES=next_power_of_two(num_groups), GATHER=source_N is not None,
         ROWS=tiles.rows, OUTS=tiles.outs, INS=tiles.ins, BAND=_BAND,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
-    return join(to, y.dtype) if split else y
+    return join_partial_sums(to, y.dtype) if split else y
 
 
-def join(sums_PNO: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def join_partial_sums(sums_PNO: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Partial sums, float32, as a balanced tree, rounded once; [N, O]. P is a power of two up to 8.
 
     Also what tensor-parallel ranks do with their partial sums, in the order of their shares of the inner width.
@@ -128,7 +128,7 @@ def weight_gradient(
         OUT=outs, IN=ins, GROUPED=groups is not None, GATHER=source_N is not None,
         ROWS=step, OUTS=out_tile, INS=in_tile, num_warps=4 if wide else 8, num_stages=2 if wide else 3,
     )  # fmt: skip
-    return dw if groups is not None else join(dw, dtype) if parts > 1 else dw[0]
+    return dw if groups is not None else join_partial_sums(dw, dtype) if parts > 1 else dw[0]
 
 
 def linear(
@@ -180,6 +180,6 @@ class _Product(torch.autograd.Function):
         return dx, dw, None, None, None
 
 
-def power_of_two(n: int) -> int:
+def next_power_of_two(n: int) -> int:
     """The smallest that is no smaller than n and 1."""
     return 1 << max(n - 1, 0).bit_length()

@@ -26,7 +26,7 @@ from etude.numerics.operators import Causal, Operators, PackedCausal
 class ExactGpu(Operators):
     """One order of summation for each operator, in Triton. Weights are rounded to the rows' dtype as they are read."""
 
-    absorbs = True  # a packed forward sums as one over a cache of latents does
+    absorbs_latents = True  # a packed forward sums as one over a cache of latents does
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16, *, degree: int = 1) -> None:
         """`degree`: the most tensor-parallel ranks, a power of two, for which products keep their bits."""
@@ -87,14 +87,14 @@ class ExactGpu(Operators):
         """Of equal ones the lowest index comes first."""
         return values_NE.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
-    def causal(self) -> Causal:
+    def causal_attention(self) -> Causal:
         return _causal
 
-    def packed(self, lengths: Sequence[int], device: torch.device) -> PackedCausal:
+    def packed_attention(self, lengths: Sequence[int], device: torch.device) -> PackedCausal:
         starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
         return functools.partial(_packed, Groups(starts, sum(lengths)))
 
-    def mixture(
+    def fused_experts(
         self,
         x_ND: torch.Tensor,
         gates_NK: torch.Tensor,

@@ -12,8 +12,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from etude.numerics.gpu.kernels import routing as kernels
-from etude.numerics.gpu.matmul import Groups, power_of_two
-from etude.numerics.gpu.row_ops import SEPARATE
+from etude.numerics.gpu.matmul import Groups, next_power_of_two
+from etude.numerics.gpu.row_ops import NO_FUSION
 
 _TILE = 1024  # scores of a program
 
@@ -66,7 +66,7 @@ class _Scores(torch.autograd.Function):
         if rows:
             tile = _tile(experts)
             kernels.scores[(-(-rows // tile["ROWS"]),)](
-                logits, y, rows, logits.stride(0), EXPERTS=experts, SIGMOID=sigmoid, **tile, **SEPARATE
+                logits, y, rows, logits.stride(0), EXPERTS=experts, SIGMOID=sigmoid, **tile, **NO_FUSION
             )
         ctx.save_for_backward(y)
         ctx.sigmoid, ctx.dtype = sigmoid, logits.dtype
@@ -81,13 +81,13 @@ class _Scores(torch.autograd.Function):
         if rows:
             tile = _tile(experts)
             kernels.scores_gradient[(-(-rows // tile["ROWS"]),)](
-                dy.contiguous(), y, dlogits, rows, EXPERTS=experts, SIGMOID=ctx.sigmoid, **tile, **SEPARATE
+                dy.contiguous(), y, dlogits, rows, EXPERTS=experts, SIGMOID=ctx.sigmoid, **tile, **NO_FUSION
             )
         return dlogits, None
 
 
 def _tile(experts: int) -> dict[str, int]:
-    lanes = power_of_two(experts)
+    lanes = next_power_of_two(experts)
     return {"ROWS": max(1, _TILE // lanes), "LANES": lanes}
 
 
@@ -108,7 +108,7 @@ class _Choose(torch.autograd.Function):
                 EXPERTS=experts, TOP=router.top_k, SIGMOID=router.sigmoid, BIASED=bias is not None,
                 GROUPS=router.groups, KEPT=router.groups_kept, REPLAYED=routes is not None,
                 MISSING=0 if routes is None else torch.iinfo(routes.dtype).max,
-                NORMALISED=router.normalised, SLOTS=power_of_two(router.top_k), **tile, **SEPARATE,
+                NORMALISED=router.normalised, SLOTS=next_power_of_two(router.top_k), **tile, **NO_FUSION,
             )  # fmt: skip
         ctx.save_for_backward(logits, used)
         ctx.router = router
@@ -127,7 +127,7 @@ class _Choose(torch.autograd.Function):
             kernels.choose_gradient[(-(-rows // tile["ROWS"]),)](
                 dgates.contiguous(), logits, used, dlogits, rows, logits.stride(0), router.scale,
                 EXPERTS=experts, TOP=router.top_k, SIGMOID=router.sigmoid, NORMALISED=router.normalised,
-                **tile, **SEPARATE,
+                **tile, **NO_FUSION,
             )  # fmt: skip
         return dlogits, None, None, None
 

@@ -12,17 +12,17 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from etude.numerics.gpu.kernels import row_ops as kernels
-from etude.numerics.gpu.matmul import power_of_two
+from etude.numerics.gpu.matmul import next_power_of_two
 
 _TILE = 2048  # numbers of a program, where rows are shorter than that
 _TURNS = 16  # tiles of rows that one program of the norm's gradient goes through
 _COLUMNS = 1024
 _VOCABULARY = 2048
-SEPARATE: dict[str, Any] = {"enable_fp_fusion": False}
+NO_FUSION: dict[str, Any] = {"enable_fp_fusion": False}
 
 
 def _tile(width: int) -> dict[str, int]:
-    block = power_of_two(width)
+    block = next_power_of_two(width)
     return {"ROWS": max(1, _TILE // block), "BLOCK": block, "num_warps": 4 if block <= 4096 else 8}
 
 
@@ -52,7 +52,7 @@ class _RMSNorm(torch.autograd.Function):
         if rows:
             kernels.rms_norm[(-(-rows // tile["ROWS"]),)](
                 view, weight, y, scales, rows, heads, by_row, by_head, eps,
-                WIDTH=width, WEIGHTED=weight is not None, **tile, **SEPARATE,
+                WIDTH=width, WEIGHTED=weight is not None, **tile, **NO_FUSION,
             )  # fmt: skip
         ctx.save_for_backward(x, weight, scales)
         return y
@@ -70,14 +70,14 @@ class _RMSNorm(torch.autograd.Function):
         if rows:
             kernels.rms_norm_gradient[(count,)](
                 dy.contiguous(), view, weight, scales, dx, parts, rows, heads, by_row, by_head,
-                WIDTH=width, WEIGHTED=weight is not None, TURNS=_TURNS, **tile, **SEPARATE,
+                WIDTH=width, WEIGHTED=weight is not None, TURNS=_TURNS, **tile, **NO_FUSION,
             )  # fmt: skip
         return dx, None if weight is None else _column_sums(parts, weight.dtype), None
 
 
 def _column_sums(x_RD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     y = x_RD.new_empty(x_RD.shape[1], dtype=dtype)
-    kernels.column_sums[(-(-len(y) // 128),)](x_RD, y, len(x_RD), WIDTH=len(y), ROWS=32, BLOCK=128, **SEPARATE)
+    kernels.column_sums[(-(-len(y) // 128),)](x_RD, y, len(x_RD), WIDTH=len(y), ROWS=32, BLOCK=128, **NO_FUSION)
     return y
 
 
@@ -105,7 +105,7 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: boo
     tile = _tile(x.shape[-1])
     if rows:
         kernels.rotate[(-(-rows // tile["ROWS"]),)](
-            view, cos, sin, y, rows, heads, by_row, by_head, WIDTH=x.shape[-1], BACK=back, **tile, **SEPARATE
+            view, cos, sin, y, rows, heads, by_row, by_head, WIDTH=x.shape[-1], BACK=back, **tile, **NO_FUSION
         )
     return y
 
@@ -132,7 +132,7 @@ def _gated(h_S2F: torch.Tensor) -> torch.Tensor:
     rows, width = h_S2F.shape[0], h_S2F.shape[1] // 2
     y = h_S2F.new_empty(rows, width)
     if rows:
-        kernels.gated[(rows, -(-width // _COLUMNS))](h_S2F, y, WIDTH=width, BLOCK=_COLUMNS, **SEPARATE)
+        kernels.gated[(rows, -(-width // _COLUMNS))](h_S2F, y, WIDTH=width, BLOCK=_COLUMNS, **NO_FUSION)
     return y
 
 
@@ -141,7 +141,9 @@ def gated_gradient(dy_SF: torch.Tensor, h_S2F: torch.Tensor) -> torch.Tensor:
     rows, width = dy_SF.shape
     dh = torch.empty_like(h_S2F)
     if rows:
-        kernels.gated_gradient[(rows, -(-width // _COLUMNS))](dy_SF, h_S2F, dh, WIDTH=width, BLOCK=_COLUMNS, **SEPARATE)
+        kernels.gated_gradient[(rows, -(-width // _COLUMNS))](
+            dy_SF, h_S2F, dh, WIDTH=width, BLOCK=_COLUMNS, **NO_FUSION
+        )
     return dh
 
 
@@ -153,7 +155,7 @@ def combine(out_SD: torch.Tensor, slot_NK: torch.Tensor, gates_NK: torch.Tensor 
         gates = None if gates_NK is None else gates_NK.contiguous()
         kernels.combine[(n, -(-width // _COLUMNS))](
             out_SD.contiguous(), slot_NK.contiguous(), gates, y,
-            WIDTH=width, SLOTS=k, GATED=gates is not None, BLOCK=_COLUMNS, **SEPARATE,
+            WIDTH=width, SLOTS=k, GATED=gates is not None, BLOCK=_COLUMNS, **NO_FUSION,
         )  # fmt: skip
     return y
 
@@ -167,7 +169,7 @@ def combine_gradient(
     if n:
         kernels.combine_gradient[(n * k,)](
             dy_ND.contiguous(), out_SD, slot_NK, gates_NK, dout, dgates,
-            WIDTH=width, SLOTS=k, BLOCK=power_of_two(width), num_warps=_tile(width)["num_warps"], **SEPARATE,
+            WIDTH=width, SLOTS=k, BLOCK=next_power_of_two(width), num_warps=_tile(width)["num_warps"], **NO_FUSION,
         )  # fmt: skip
     return dout, dgates
 
@@ -187,9 +189,11 @@ class _LogSoftmax(torch.autograd.Function):
         y = logits.new_empty(rows, width, dtype=torch.float32)
         parts = logits.new_empty(2, rows, blocks, dtype=torch.float32)
         if rows:
-            sizes: dict[str, Any] = {"WIDTH": width, "BLOCKS": blocks, "BLOCK": _VOCABULARY, **SEPARATE}
+            sizes: dict[str, Any] = {"WIDTH": width, "BLOCKS": blocks, "BLOCK": _VOCABULARY, **NO_FUSION}
             kernels.vocabulary_parts[(rows, blocks)](logits, parts, logits.stride(0), **sizes)
-            kernels.log_softmax[(rows, blocks)](logits, parts, y, logits.stride(0), LANES=power_of_two(blocks), **sizes)
+            kernels.log_softmax[(rows, blocks)](
+                logits, parts, y, logits.stride(0), LANES=next_power_of_two(blocks), **sizes
+            )
         ctx.save_for_backward(y)
         ctx.dtype = logits.dtype
         return y
@@ -202,6 +206,6 @@ class _LogSoftmax(torch.autograd.Function):
         dx = torch.empty_like(y, dtype=ctx.dtype)
         if len(y):
             kernels.log_softmax_gradient[(len(y),)](
-                dy, y, dx, dy.stride(0), WIDTH=y.shape[1], BLOCK=_VOCABULARY, num_warps=8, **SEPARATE
+                dy, y, dx, dy.stride(0), WIDTH=y.shape[1], BLOCK=_VOCABULARY, num_warps=8, **NO_FUSION
             )
         return dx

@@ -22,23 +22,23 @@ from torch.autograd.function import once_differentiable
 
 from etude.errors import ConfigError
 from etude.numerics.formats import Format
-from etude.numerics.operators import Operators, asked_of_inner
-from etude.numerics.quantisation.rounding import rounded
+from etude.numerics.operators import Operators, delegate_to_inner
+from etude.numerics.quantisation.rounding import round_to_format
 
 
-class Quantised(Operators):
+class QuantisedOperators(Operators):
     """`inner`, with inputs and weights of the large products rounded to `format`.
 
     `rounds_weights` False: the weights are the format's already, as those of an engine are that decodes what was
     published (`models.packed`).
     """
 
-    absorbs = True
+    absorbs_latents = True
     """The two forms of latent attention would round other numbers. Absorbed, a latent is not rounded, as in a cache."""
 
     def __init__(self, inner: Operators, format: Format, *, rounds_weights: bool = True) -> None:
         super().__init__(inner.dtype)
-        if inner.degree > 1 and format.outer:
+        if inner.degree > 1 and format.has_global_scale:
             raise ConfigError(
                 f"{format.name} over {inner.degree} tensor-parallel ranks",
                 "its outer scale is of a whole row, of which a rank has a share",
@@ -50,48 +50,48 @@ class Quantised(Operators):
     def name(self) -> str:
         return f"{self.inner.name} {self.format.name}"
 
-    def taken(self, x: torch.Tensor) -> torch.Tensor:
-        return _round(x, self.format, False)
+    def quantise_input(self, x: torch.Tensor) -> torch.Tensor:
+        return _quantise(x, self.format, False)
 
-    def weights(self, weight: torch.Tensor) -> torch.Tensor:
-        return _round(weight, self.format, True) if self.rounds_weights else weight
+    def quantise_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        return _quantise(weight, self.format, True) if self.rounds_weights else weight
 
     @property
-    def waits(self) -> bool:
+    def syncs_with_host(self) -> bool:
         return True  # experts are dispatched by the host
 
-    def mixture(self, *_: torch.Tensor) -> torch.Tensor | None:
+    def fused_experts(self, *_: torch.Tensor) -> torch.Tensor | None:
         """None: what `inner` does in one rounds nothing between its products."""
         return None
 
     def linear(self, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-        return self.inner.linear(self.taken(x_NI), self.weights(weight_OI))
+        return self.inner.linear(self.quantise_input(x_NI), self.quantise_weight(weight_OI))
 
     def linear_columns(self, x_NI: torch.Tensor, weight_OI: torch.Tensor, ranks: int) -> torch.Tensor:
         if self.degree == 1:
             return super().linear_columns(x_NI, weight_OI, ranks)
-        return self.inner.linear_columns(self.taken(x_NI), self.weights(weight_OI), ranks)
+        return self.inner.linear_columns(self.quantise_input(x_NI), self.quantise_weight(weight_OI), ranks)
 
     def linear_partial(self, x_NI: torch.Tensor, weight_OI: torch.Tensor, ranks: int) -> torch.Tensor:
         if self.degree == 1:
             return super().linear_partial(x_NI, weight_OI, ranks)
-        return self.inner.linear_partial(self.taken(x_NI), self.weights(weight_OI), ranks)
+        return self.inner.linear_partial(self.quantise_input(x_NI), self.quantise_weight(weight_OI), ranks)
 
 
-asked_of_inner(Quantised)
+delegate_to_inner(QuantisedOperators)
 
 
-def _round(x: torch.Tensor, format: Format, matrix: bool) -> torch.Tensor:
+def _quantise(x: torch.Tensor, format: Format, matrix: bool) -> torch.Tensor:
     if torch.is_grad_enabled() and x.requires_grad:
         through: torch.Tensor = _StraightThrough.apply(x, format, matrix)  # type: ignore[no-untyped-call]
         return through
-    return rounded(x, format, matrix=matrix)
+    return round_to_format(x, format, matrix=matrix)
 
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, format: Format, matrix: bool) -> torch.Tensor:
-        return rounded(x, format, matrix=matrix)
+        return round_to_format(x, format, matrix=matrix)
 
     @staticmethod
     @once_differentiable

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from etude.numerics.formats import E2M1, E4M3, Element, Format
-from etude.numerics.quantisation.rounding import scaled
+from etude.numerics.quantisation.rounding import to_scaled
 
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 
@@ -37,14 +37,14 @@ def pack(x: torch.Tensor, format: Format, *, matrix: bool = False) -> Packed:
     >>> unpack(packed, FORMATS[Quantise.MXFP4])[0, :2].tolist()
     [3.0, -1.0]
     """
-    done = scaled(x, format, matrix=matrix)
+    done = to_scaled(x, format, matrix=matrix)
     codes = _codes(done.elements.view(x.shape), format.element)
     if format.element is E2M1:
         codes = codes[..., 0::2] | codes[..., 1::2] << 4
     block_scale = done.block_scale[..., 0]
-    if done.outer is None:
+    if done.global_scale is None:
         return Packed(codes, (block_scale.view(torch.int32) >> 23).to(torch.uint8), None)
-    outer = done.outer.reshape(x.shape[: -2 if matrix else -1])
+    outer = done.global_scale.reshape(x.shape[: -2 if matrix else -1])
     return Packed(codes, _codes(block_scale, E4M3), outer.reciprocal())
 
 

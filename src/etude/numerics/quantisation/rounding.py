@@ -35,15 +35,15 @@ class Scaled:
 
     elements: torch.Tensor  # float32 [..., K/B, B]: each a value of the format's element
     block_scale: torch.Tensor  # float32 [..., K/B, 1]: a power of two, or a value of E4M3
-    outer: torch.Tensor | None  # float32 [..., 1, 1], with `matrix` [..., 1, 1, 1]: a power of two
+    global_scale: torch.Tensor | None  # float32 [..., 1, 1], with `matrix` [..., 1, 1, 1]: a power of two
 
     @property
     def scale(self) -> torch.Tensor:
         """float32 [..., K/B, 1]."""
-        return self.block_scale if self.outer is None else self.block_scale * self.outer
+        return self.block_scale if self.global_scale is None else self.block_scale * self.global_scale
 
 
-def rounded(x: torch.Tensor, format: Format, *, matrix: bool = False) -> torch.Tensor:
+def round_to_format(x: torch.Tensor, format: Format, *, matrix: bool = False) -> torch.Tensor:
     """`x` rounded to a format, in its own shape and dtype.
 
     The last dimension holds whole blocks. An outer scale is shared by a row or, with `matrix`, by the last two
@@ -54,11 +54,11 @@ def rounded(x: torch.Tensor, format: Format, *, matrix: bool = False) -> torch.T
     >>> rounded(torch.tensor([[1.0, 1.1, -5.0, 100.0] * 8]), FORMATS[Quantise.MXFP8])[0, :4].tolist()
     [1.0, 1.125, -5.0, 96.0]
     """
-    done = scaled(x, format, matrix=matrix)
+    done = to_scaled(x, format, matrix=matrix)
     return done.elements.mul_(done.scale).view(x.shape).to(x.dtype)
 
 
-def scaled(x: torch.Tensor, format: Format, *, matrix: bool = False) -> Scaled:
+def to_scaled(x: torch.Tensor, format: Format, *, matrix: bool = False) -> Scaled:
     """`x` as elements and scales; arguments and errors as of `rounded`."""
     if x.shape[-1] % format.block:
         raise ConfigError(
@@ -68,7 +68,7 @@ def scaled(x: torch.Tensor, format: Format, *, matrix: bool = False) -> Scaled:
         )
     blocks = x.float().reshape(*x.shape[:-1], -1, format.block)
     largest = blocks.abs().amax(-1, keepdim=True)
-    if not format.outer:
+    if not format.has_global_scale:
         scale = power_of_two(largest, format.element.largest)
         return Scaled(to_element_(blocks / scale, format.element), scale, None)
     most = E4M3.largest * format.element.largest

@@ -8,6 +8,6 @@ environment variables starts them. In a run the conductor's learner is rank 0 an
 """
 
 from etude.training.sharded.mesh import Mesh, join
-from etude.training.sharded.process_group import Sharded
+from etude.training.sharded.process_group import ShardedProcessGroup
 
-__all__ = ["Mesh", "Sharded", "join"]
+__all__ = ["Mesh", "ShardedProcessGroup", "join"]

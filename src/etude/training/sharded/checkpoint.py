@@ -17,36 +17,38 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from etude.errors import CheckpointError
-from etude.models.checkpoint import opened_file
-from etude.training.optimizer import AdamW, places
-from etude.training.sharded.fsdp import Cut
+from etude.models.checkpoint import open_safetensors
+from etude.training.optimizer import AdamW, layout
+from etude.training.sharded.fsdp import ShardSpec
 
-NOTHING: Mapping[str, Cut] = {}
+NOTHING: Mapping[str, ShardSpec] = {}
 COUNT = "num_steps"
 
 
-def _described(state: Mapping[str, torch.Tensor], optimizer: AdamW, cuts: Mapping[str, Cut]) -> dict[str, torch.Tensor]:
+def _described(
+    state: Mapping[str, torch.Tensor], optimizer: AdamW, cuts: Mapping[str, ShardSpec]
+) -> dict[str, torch.Tensor]:
     """A state's vectors parameter by parameter, each as a part of the whole one."""
     found = {COUNT: state[COUNT]}
     for key in ("master", "first", "second"):
-        for name, own in optimizer.named(state[key], skipped=key == "second").items():
+        for name, own in optimizer.by_parameter(state[key], adamw_only=key == "second").items():
             found[f"{key}.{name}"] = cuts[name].distributed(own) if cuts else own
     return found
 
 
-def save(path: Path, optimizer: AdamW, cuts: Mapping[str, Cut], group: distributed.ProcessGroup) -> None:
+def save(path: Path, optimizer: AdamW, cuts: Mapping[str, ShardSpec], group: distributed.ProcessGroup) -> None:
     """Write the state. Collective."""
     writer = FileSystemWriter(path, sync_files=True)
     save_shards(_described(optimizer.state(), optimizer, cuts), storage_writer=writer, process_group=group)
 
 
-def restore_of_one(path: Path, optimizer: AdamW, cuts: Mapping[str, Cut]) -> None:
+def restore_of_one(path: Path, optimizer: AdamW, cuts: Mapping[str, ShardSpec]) -> None:
     """Go on from the state that one process saved: of its vectors this rank reads what it has. Raises
     `CheckpointError`."""
     shapes = {name: torch.Size(cut.shape) for name, cut in cuts.items()}
-    where, begin, size = places(shapes, optimizer.turned)
+    where, begin, size = layout(shapes, optimizer.excluded)
     found = {key: vector.clone() for key, vector in optimizer.state().items()}
-    with opened_file(path) as state:
+    with open_safetensors(path) as state:
         for key, vector in found.items():
             whole = state.get_slice(key) if key in state.keys() else None  # noqa: SIM118  not a dict
             if whole is None or whole.get_shape() != [{"second": size - begin, COUNT: 1}.get(key, size)]:
@@ -54,7 +56,7 @@ def restore_of_one(path: Path, optimizer: AdamW, cuts: Mapping[str, Cut]) -> Non
             if key == COUNT:
                 vector.copy_(whole[:])
                 continue
-            for name, own in optimizer.named(vector, skipped=key == "second").items():
+            for name, own in optimizer.by_parameter(vector, adamw_only=key == "second").items():
                 width = shapes[name][1:].numel()
                 start = where[name].start - (begin if key == "second" else 0) + cuts[name].start * width
                 own.copy_(whole[start : start + own.numel()].view(own.shape))
@@ -64,7 +66,7 @@ def restore_of_one(path: Path, optimizer: AdamW, cuts: Mapping[str, Cut]) -> Non
 def restore(
     path: Path,
     optimizer: AdamW,
-    cuts: Mapping[str, Cut] = NOTHING,
+    cuts: Mapping[str, ShardSpec] = NOTHING,
     group: distributed.ProcessGroup | None = None,
 ) -> None:
     """Go on from a state, whichever ranks wrote it. Collective; without `cuts`, one process by itself. Raises

@@ -19,11 +19,11 @@ from torch import distributed
 
 from etude.numerics.exact.attention import CHUNK
 from etude.numerics.operators import Operators
-from etude.training.flat_batch import Rows, idle
+from etude.training.flat_batch import FlatBatch, empty_batch
 from etude.training.sharded.mesh import Mesh
 
 
-def pieces(num_tokens: int, rank: int, ranks: int) -> list[range]:
+def token_ranges(num_tokens: int, rank: int, ranks: int) -> list[range]:
     """The tokens of a text that a rank has, front and back.
 
     >>> [pieces(1024, rank, 2) for rank in range(2)]
@@ -37,35 +37,35 @@ def pieces(num_tokens: int, rank: int, ranks: int) -> list[range]:
     return [cut[rank], cut[2 * ranks - 1 - rank]]
 
 
-def kept(lengths: Sequence[int], rank: int, ranks: int) -> torch.Tensor:
+def rank_tokens(lengths: Sequence[int], rank: int, ranks: int) -> torch.Tensor:
     """int64: a rank's tokens of texts laid flat, ascending."""
     found, start = [], 0
     for length in lengths:
-        found += [start + i for piece in pieces(length, rank, ranks) for i in piece]
+        found += [start + i for piece in token_ranges(length, rank, ranks) for i in piece]
         start += length
     return torch.tensor(found, dtype=torch.int64)
 
 
-def part_of(rows: Rows, rank: int, ranks: int) -> Rows:
+def rank_part(rows: FlatBatch, rank: int, ranks: int) -> FlatBatch:
     """A rank's part of some rows. So few tokens that a rank would have none are the first rank's."""
     if ranks == 1 or rows.num_tokens == 0:
         return rows
-    parts = [kept(rows.lengths, one, ranks) for one in range(ranks)]
+    parts = [rank_tokens(rows.lengths, one, ranks) for one in range(ranks)]
     if not all(map(len, parts)):
-        return idle() if rank else rows
+        return empty_batch() if rank else rows
     return rows.of(parts[rank])
 
 
-class TextPart:
+class ContextParallelCache:
     """`Cache` of packed texts, of which this rank has some tokens. Every layer gathers once, forward and backward."""
 
     compressed = True  # latents are fewer numbers than the keys and values made of them
 
     def __init__(self, lengths: Sequence[int], operators: Operators, mesh: Mesh) -> None:
-        self._lengths, self._causal, self._mesh = list(lengths), operators.causal(), mesh
+        self._lengths, self._causal, self._mesh = list(lengths), operators.causal_attention(), mesh
         ranks = mesh.context_size
-        self._kept = [kept(lengths, rank, ranks) for rank in range(ranks)]
-        self._mine = [pieces(length, mesh.context_rank, ranks) for length in lengths]
+        self._kept = [rank_tokens(lengths, rank, ranks) for rank in range(ranks)]
+        self._mine = [token_ranges(length, mesh.context_rank, ranks) for length in lengths]
         starts = torch.cat([torch.arange(n) for n in lengths])
         self.positions = starts[self._kept[mesh.context_rank]].to(mesh.device)
 
@@ -75,7 +75,7 @@ class TextPart:
         shared = v_NGB.untyped_storage().data_ptr() == k_NGA.untyped_storage().data_ptr()
         width = k_NGA.shape[-1]
         both = k_NGA if shared else torch.cat([k_NGA, v_NGB], -1)
-        whole: torch.Tensor = _Gathered.apply(both, self._kept, self._mesh)  # type: ignore[no-untyped-call]
+        whole: torch.Tensor = _AllGather.apply(both, self._kept, self._mesh)  # type: ignore[no-untyped-call]
         k = whole[..., :width]
         v = whole[..., : v_NGB.shape[-1]] if shared else whole[..., width:]
         outs, at, start = [], 0, 0
@@ -90,7 +90,7 @@ class TextPart:
         return torch.cat(outs)
 
 
-class _Gathered(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     """Every rank's tokens in the order of the texts; backward, the sum of what every rank's queries say of mine."""
 
     @staticmethod
@@ -98,7 +98,7 @@ class _Gathered(torch.autograd.Function):
         ctx.kept, ctx.mesh = kept, mesh
         parts = [mine_N.new_empty(len(places), *mine_N.shape[1:]) for places in kept]
         mine_N = mine_N.contiguous()
-        _exchange(parts, [mine_N] * mesh.context_size, mesh)
+        _all_to_all(parts, [mine_N] * mesh.context_size, mesh)
         whole = mine_N.new_empty(sum(map(len, kept)), *mine_N.shape[1:])
         for places, part in zip(kept, parts, strict=True):
             whole[places.to(whole.device)] = part
@@ -110,14 +110,14 @@ class _Gathered(torch.autograd.Function):
         mine = kept[mesh.context_rank]
         sent = [gradient[places.to(gradient.device)].contiguous() for places in kept]
         parts = [gradient.new_empty(len(mine), *gradient.shape[1:]) for _ in kept]
-        _exchange(parts, sent, mesh)
+        _all_to_all(parts, sent, mesh)
         total = parts[0].to(torch.promote_types(gradient.dtype, torch.float32))
         for part in parts[1:]:
             total = total + part
         return total.to(gradient.dtype), None, None
 
 
-def _exchange(out: list[torch.Tensor], sent: Sequence[torch.Tensor], mesh: Mesh) -> None:
+def _all_to_all(out: list[torch.Tensor], sent: Sequence[torch.Tensor], mesh: Mesh) -> None:
     """One tensor to each rank, one from each; of shapes that all know."""
     given = torch.cat([one.flatten() for one in sent]).view(torch.uint8)
     taken = torch.cat([one.flatten() for one in out]).view(torch.uint8)

@@ -25,15 +25,15 @@ from etude.models.adapter_config import ADAPTER_CONFIG
 from etude.models.checkpoint import RowRange, read_json, read_rows
 from etude.models.config import ModelConfig
 from etude.models.headers import check_weights
-from etude.models.lora import own_part
+from etude.models.lora import local_part
 from etude.models.transformer import Block, Stack, Transformer
 from etude.models.weight_views import hf_biases, hf_views
-from etude.numerics.exact import tree
+from etude.numerics.exact import tree_sum
 from etude.numerics.operators import Operators
 from etude.training.sharded.mesh import Mesh
 
 
-class Tree:
+class TreeReduceScatter:
     """A reduce-scatter whose sum is a binary tree in the order of ranks: FSDP2's own kind of argument."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -49,11 +49,11 @@ class Tree:
     ) -> None:
         parts = torch.empty_like(input_tensor)
         distributed.all_to_all_single(parts, input_tensor, group=group)
-        output_tensor.copy_(tree(parts.view(group.size(), -1).unbind()))
+        output_tensor.copy_(tree_sum(parts.view(group.size(), -1).unbind()))
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardSpec:
     """A parameter of the whole model, and what this rank has of it: rows [start, stop) of its first dimension.
     `copied`: those that FSDP2 would share them with have them, too."""
 
@@ -80,7 +80,7 @@ class Cut:
         return made
 
 
-def chunk(size: int, rank: int, ranks: int) -> tuple[int, int]:
+def chunk_bounds(size: int, rank: int, ranks: int) -> tuple[int, int]:
     """The rows of a rank, as `torch.chunk` has them: later ranks may have fewer, or none.
 
     >>> [chunk(5, rank, 4) for rank in range(4)]
@@ -90,7 +90,7 @@ def chunk(size: int, rank: int, ranks: int) -> tuple[int, int]:
     return min(size, rank * each), min(size, (rank + 1) * each)
 
 
-def cuts_of(model: Transformer, mesh: Mesh) -> dict[str, Cut]:
+def shard_specs(model: Transformer, mesh: Mesh) -> dict[str, ShardSpec]:
     """Of each parameter, before `shard`."""
     stacked = {
         f"{name}.{part}" for name, m in model.named_modules() if isinstance(m, Stack) for part in ("gate_up", "down")
@@ -100,16 +100,16 @@ def cuts_of(model: Transformer, mesh: Mesh) -> dict[str, Cut]:
         shape = tuple(parameter.shape)
         if name in stacked:
             first = shape[0] * mesh.expert.rank
-            start, stop = chunk(shape[0], mesh.expert_fsdp.get_local_rank(), mesh.expert_fsdp.size())
+            start, stop = chunk_bounds(shape[0], mesh.expert_fsdp.get_local_rank(), mesh.expert_fsdp.size())
             whole = (shape[0] * mesh.expert.degree, *shape[1:])
-            found[name] = Cut(whole, first + start, first + stop, mesh.experts, expert=True)
+            found[name] = ShardSpec(whole, first + start, first + stop, mesh.experts, expert=True)
         else:
-            found[name] = Cut(shape, *chunk(shape[0], mesh.rank, mesh.size), mesh.dense, expert=False)
+            found[name] = ShardSpec(shape, *chunk_bounds(shape[0], mesh.rank, mesh.size), mesh.dense, expert=False)
     return found
 
 
 @dataclass(frozen=True)
-class Named:
+class TensorSlice:
     """A Hugging Face tensor as numbers of a parameter: from `start` on in the whole one."""
 
     name: str
@@ -121,22 +121,22 @@ class Named:
         return self.start + math.prod(self.shape)
 
 
-def names_of(model: Transformer, cuts: Mapping[str, Cut], mesh: Mesh) -> dict[str, list[Named]]:
+def tensor_slices(model: Transformer, cuts: Mapping[str, ShardSpec], mesh: Mesh) -> dict[str, list[TensorSlice]]:
     """The Hugging Face tensors in each parameter. Before `shard`."""
     storages = {name: p.untyped_storage() for name, p in model.named_parameters()}
     of = {id(storage): name for name, storage in storages.items()}
-    found: dict[str, list[Named]] = {name: [] for name in cuts}
+    found: dict[str, list[TensorSlice]] = {name: [] for name in cuts}
     for name, view in hf_views(model).items():
         parameter = of.get(id(view.untyped_storage()))
         if parameter is None:
             continue  # a bias of choosing
         cut = cuts[parameter]
         held = math.prod(cut.shape) // mesh.expert.degree * mesh.expert.rank if cut.expert else 0
-        found[parameter].append(Named(name, held + int(view.storage_offset()), tuple(view.shape)))
+        found[parameter].append(TensorSlice(name, held + int(view.storage_offset()), tuple(view.shape)))
     return found
 
 
-def begin(path: Path, operators: Operators, mesh: Mesh) -> Transformer:
+def meta_model(path: Path, operators: Operators, mesh: Mesh) -> Transformer:
     """The model of a checkpoint directory, with this rank's experts, and no memory yet. Raises `CheckpointError`, and
     `ConfigError` for an adapter's directory."""
     if (path / ADAPTER_CONFIG).is_file():
@@ -147,18 +147,20 @@ def begin(path: Path, operators: Operators, mesh: Mesh) -> Transformer:
         return Transformer(config, seed=None, operators=operators, parallel=mesh.expert)
 
 
-def fill(model: Transformer, path: Path, cuts: Mapping[str, Cut], named: Mapping[str, list[Named]], mesh: Mesh) -> None:
+def load_shards(
+    model: Transformer, path: Path, cuts: Mapping[str, ShardSpec], named: Mapping[str, list[TensorSlice]], mesh: Mesh
+) -> None:
     """Give a model that `shard` has its memory, and read what is this rank's into it. Raises `CheckpointError`."""
     tables = model.cos.to(mesh.device), model.sin.to(mesh.device)
     model.to_empty(device=mesh.device)
     model.cos, model.sin = tables
     wanted = [RowRange(name, tuple(one.shape), 0, len(one), one) for name, one in hf_biases(model).items()]
     for name, parameter in model.named_parameters():
-        wanted += _rows(cuts[name], named[name], own_part(parameter).view(-1))
+        wanted += _rows(cuts[name], named[name], local_part(parameter).view(-1))
     read_rows(path, wanted)
 
 
-def _rows(cut: Cut, named: Sequence[Named], own: torch.Tensor) -> Iterator[RowRange]:
+def _rows(cut: ShardSpec, named: Sequence[TensorSlice], own: torch.Tensor) -> Iterator[RowRange]:
     """Of each tensor in a parameter the rows that are here."""
     first = cut.start * math.prod(cut.shape[1:])
     for one in named:
@@ -169,7 +171,7 @@ def _rows(cut: Cut, named: Sequence[Named], own: torch.Tensor) -> Iterator[RowRa
             yield RowRange(one.name, one.shape, at, at + len(out), out)
 
 
-def shard(model: Transformer, mesh: Mesh, *, exact: bool, gathered: torch.dtype | None) -> None:
+def apply_fsdp(model: Transformer, mesh: Mesh, *, exact: bool, gathered: torch.dtype | None) -> None:
     """Have FSDP2 shard a model in place. `gathered`: the dtype that weights travel and are computed in (None: their
     own); gradients are summed in float32."""
     policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -180,7 +182,7 @@ def shard(model: Transformer, mesh: Mesh, *, exact: bool, gathered: torch.dtype 
         made.set_gradient_divide_factor(1.0)
         made.set_force_sum_reduction_for_comms(True)
         if exact:
-            made.set_custom_reduce_scatter(Tree())  # type: ignore[arg-type]  # the interface has no public name
+            made.set_custom_reduce_scatter(TreeReduceScatter())  # type: ignore[arg-type]  # the interface has no public name
 
     for block in model.blocks:
         assert isinstance(block, Block)

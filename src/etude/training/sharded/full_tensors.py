@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import distributed
 
-from etude.training.sharded.fsdp import Cut, chunk
+from etude.training.sharded.fsdp import ShardSpec, chunk_bounds
 from etude.training.sharded.mesh import Mesh
 
 
-class Wholes:
+class FullTensors:
     """`Together` for these ranks."""
 
-    def __init__(self, cuts: Mapping[str, Cut], mesh: Mesh) -> None:
+    def __init__(self, cuts: Mapping[str, ShardSpec], mesh: Mesh) -> None:
         self._cuts, self._mesh = cuts, mesh
         self.owner: dict[str, int] = {}
         load = [0] * mesh.size
@@ -28,10 +28,10 @@ class Wholes:
             self.owner[name] = lightest = load.index(min(load))
             load[lightest] += torch.Size(cuts[name].shape).numel()
 
-    def together(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def gather(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Collective, with the same names on each rank."""
         mesh, by_owner = self._mesh, self._by_owner(rows)
-        sent = [torch.cat([*(rows[n].flatten() for n in names), _none(rows)]) for names in by_owner]
+        sent = [torch.cat([*(rows[n].flatten() for n in names), _empty(rows)]) for names in by_owner]
         mine = by_owner[mesh.rank]
         received = [sum(self._numel(name, rank) for name in mine) for rank in range(mesh.size)]
         came = self._exchanged(sent, received)
@@ -42,14 +42,14 @@ class Wholes:
                 parts[name].append(part)
         return found | {name: torch.cat(parts[name]).view(self._cuts[name].shape) for name in mine}
 
-    def apart(self, wholes: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def shard(self, wholes: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Collective. `like`: what `together` was given."""
         mesh, by_owner = self._mesh, self._by_owner(like)
         mine = by_owner[mesh.rank]
         sent = []
         for rank in range(mesh.size):
-            rows = [wholes[n][slice(*chunk(self._cuts[n].shape[0], rank, mesh.size))].flatten() for n in mine]
-            sent.append(torch.cat([*rows, _none(like)]))
+            rows = [wholes[n][slice(*chunk_bounds(self._cuts[n].shape[0], rank, mesh.size))].flatten() for n in mine]
+            sent.append(torch.cat([*rows, _empty(like)]))
         received = [sum(like[name].numel() for name in names) for names in by_owner]
         found = {name: whole for name, whole in wholes.items() if self._cuts[name].expert}
         for names, flat in zip(by_owner, self._exchanged(sent, received), strict=True):
@@ -63,7 +63,7 @@ class Wholes:
 
     def _numel(self, name: str, rank: int) -> int:
         shape = self._cuts[name].shape
-        start, stop = chunk(shape[0], rank, self._mesh.size)
+        start, stop = chunk_bounds(shape[0], rank, self._mesh.size)
         return (stop - start) * torch.Size(shape[1:]).numel()
 
     def _exchanged(self, sent: Sequence[torch.Tensor], received: Sequence[int]) -> list[torch.Tensor]:
@@ -80,6 +80,6 @@ class Wholes:
         return list(torch.split(out, list(received)))
 
 
-def _none(rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _empty(rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """No numbers, of these tensors' dtype: something to join where there is nothing."""
     return next(iter(rows.values())).new_empty(0)

@@ -17,78 +17,80 @@ import torch
 from torch import distributed, nn
 
 from etude.errors import CheckpointError, EtudeError
-from etude.models.adapter_files import fill, write_adapter
-from etude.models.checkpoint import each_weight
+from etude.models.adapter_files import load_adapter, write_adapter
+from etude.models.checkpoint import iter_weights
 from etude.models.headers import HINT_DAMAGED
-from etude.models.lora import Adapters, rounded, weights_digest
+from etude.models.lora import Adapters, round_parameters, weights_digest
 from etude.models.transformer import Transformer
-from etude.numerics.lora import Adapted
+from etude.numerics.lora import LoraOperators
 from etude.records.adapter import PUBLISHED
 from etude.training.config import LiveWeights
-from etude.training.exports import published, stored_dtype
-from etude.training.optimizer import AdamW, local
-from etude.training.process_group import Rowwise
-from etude.training.sharded.fsdp import Cut, Named, Tree
+from etude.training.exports import encode_tensors, stored_dtype
+from etude.training.optimizer import AdamW, local_part
+from etude.training.process_group import ShareAccumulator
+from etude.training.sharded.fsdp import ShardSpec, TensorSlice, TreeReduceScatter
 from etude.training.sharded.mesh import Mesh
-from etude.training.sharded.trainable import Shards
-from etude.training.trainable import Loading
+from etude.training.sharded.trainable import ShardedWeights
+from etude.training.trainable import LoadRequest
 from etude.weights.tensors import Tensor
 
 if TYPE_CHECKING:
-    from etude.training.sharded.process_group import Sharded
+    from etude.training.sharded.process_group import ShardedProcessGroup
 
 
 SILENT_BYTES = 16 << 30
 """Rank 0 is heard of after each so many bytes of a base that it takes the digest of: within some ten seconds."""
 
 
-class LowRankShards(Shards):
+class ShardedLora(ShardedWeights):
     """`trained.Trained`. Made before FSDP2 has the model."""
 
     def __init__(
         self,
         model: Transformer,
-        group: Sharded,
-        cuts: Mapping[str, Cut],
-        named: Mapping[str, list[Named]],
+        group: ShardedProcessGroup,
+        cuts: Mapping[str, ShardSpec],
+        named: Mapping[str, list[TensorSlice]],
         weights: LiveWeights,
         base: Path,
-        loading: Loading,
+        loading: LoadRequest,
     ) -> None:
         """Collective. Raises `CheckpointError`."""
         super().__init__(model, group, cuts, named, weights, base)
         mesh, kind = group.mesh, stored_dtype(weights)
         self._rows = {name: _within(cut, model.get_parameter(name).shape[0], mesh) for name, cut in cuts.items()}
         digest = _digest(base, kind, group)
-        with group.agreed("adapter"):
+        with group.propagate_errors("adapter"):
             wanted, tensors = loading.adapter(model)
             held, device = torch.float32, mesh.device
             self.adapters = Adapters(model, wanted, dtype=kind, held=held, digest=digest, device=device)
         self._fill(loading, tensors, group)
-        assert isinstance(model.operators, Adapted), "a learner of adapters has them"
-        model.operators.moving = True
+        assert isinstance(model.operators, LoraOperators), "a learner of adapters has them"
+        model.operators.weights_move = True
         self.copies = self._copies()
         first = {False: mesh.rank == 0, True: mesh.expert_fsdp.get_local_rank() == 0}
         self._mine = {n for name, names in self.adapters.names.items() if first[cuts[name].expert] for n in names}
 
     def filled(self) -> None:
-        rounded(self.model, self.adapters.dtype)
+        round_parameters(self.model, self.adapters.dtype)
         self.adapters.share(self._rows)
 
-    def _fill(self, loading: Loading, tensors: Mapping[str, torch.Tensor], group: Sharded) -> None:
+    def _fill(self, loading: LoadRequest, tensors: Mapping[str, torch.Tensor], group: ShardedProcessGroup) -> None:
         """A and B as they begin, or as they were saved."""
         if not loading.resumed:
             return self.adapters.draw(loading.seed)
-        known = {name for names in group.gathered(list(self.adapters.views)) for name in names}
-        with group.agreed("adapter"):
+        known = {name for names in group.all_gather(list(self.adapters.views)) for name in names}
+        with group.propagate_errors("adapter"):
             for name in sorted(tensors.keys() - known):
                 facts = f"it has, and the base has no place for, {name}"
                 raise CheckpointError(f"{loading.path} does not fit its base", facts, hint=HINT_DAMAGED)
             views = self.adapters.views
-            fill(self.adapters, {name: tensors[name] for name in tensors.keys() & views.keys()}, str(loading.path))
+            load_adapter(
+                self.adapters, {name: tensors[name] for name in tensors.keys() & views.keys()}, str(loading.path)
+            )
         return None
 
-    def _copies(self) -> dict[str, Cut]:
+    def _copies(self) -> dict[str, ShardSpec]:
         """Of A and B what this rank has, by the optimiser's names."""
         mesh, found = self._group.mesh, {}
         parts = iter(self.adapters.trained.named_parameters(prefix="trained"))
@@ -98,24 +100,24 @@ class LowRankShards(Shards):
                 if self._cuts[parameter].expert:
                     start = held * mesh.expert.rank
                     whole = (held * mesh.expert.degree, *shape[1:])
-                    found[name] = Cut(whole, start, start + held, mesh.experts, expert=True, copied=True)
+                    found[name] = ShardSpec(whole, start, start + held, mesh.experts, expert=True, copied=True)
                 else:
-                    found[name] = Cut(shape, 0, held, mesh.dense, expert=False, copied=True)
+                    found[name] = ShardSpec(shape, 0, held, mesh.dense, expert=False, copied=True)
         return found
 
     @property
-    def parameters_of(self) -> nn.Module:
+    def module(self) -> nn.Module:
         return self.adapters
 
     def views(self) -> Mapping[str, torch.Tensor]:
         return self.adapters.views
 
-    def settle(self) -> None:
+    def sync_model(self) -> None:
         self.model.reshard()  # type: ignore[operator]  # FSDP2's: what it gathered last may be there still
-        self.adapters.settle()
+        self.adapters.merge()
 
     def exported(self) -> dict[str, Tensor]:
-        found = published({name: view for name, view in self.views().items() if name in self._mine}, self._weights)
+        found = encode_tensors({name: view for name, view in self.views().items() if name in self._mine}, self._weights)
         if self._group.rank == 0:
             config = np.frombuffer(self.adapters.config.to_bytes(), np.uint8).copy()
             found[PUBLISHED] = Tensor("u8", config.shape, config)
@@ -123,21 +125,21 @@ class LowRankShards(Shards):
 
     def base(self) -> dict[str, Tensor]:
         """The whole tensors of the base that this rank publishes. Collective."""
-        rows = {name: local(p).detach() for name, p in self.model.named_parameters()} | self.adapters.bases
+        rows = {name: local_part(p).detach() for name, p in self.model.named_parameters()} | self.adapters.bases
         return self._coded(self._wholes(rows))
 
     def write(self, folder: Path) -> None:
         """peft's directory, by rank 0. Collective."""
         group, kind = self._group, stored_dtype(self._weights)
         mine = {name: view.to(kind).cpu() for name, view in self.views().items() if name in self._mine}
-        there = group.at_first(mine)
-        with group.agreed("weights"):
+        there = group.gather_to_first(mine)
+        with group.propagate_errors("weights"):
             if group.rank == 0:
                 tensors = {name: one for own in there for name, one in own.items()}
                 write_adapter(folder, tensors, self.adapters.config, self._assets, dtype=kind)
 
 
-def _digest(base: Path, kind: torch.dtype, group: Sharded) -> str:
+def _digest(base: Path, kind: torch.dtype, group: ShardedProcessGroup) -> str:
     """The base's, which rank 0 takes: a large one takes longer than a collective may, so it says now and then that it
     is at work. Raises `CheckpointError`."""
     told: str | EtudeError | None = None
@@ -146,35 +148,35 @@ def _digest(base: Path, kind: torch.dtype, group: Sharded) -> str:
             told = weights_digest(_watched(base, group), kind)
         except CheckpointError as error:
             told = error
-        group.gathered(told)
+        group.all_gather(told)
     while told is None:
-        told = group.gathered(told)[0]
+        told = group.all_gather(told)[0]
     if isinstance(told, EtudeError):
         raise told
     return told
 
 
-def _watched(base: Path, group: Sharded) -> Iterator[tuple[str, torch.Tensor]]:
+def _watched(base: Path, group: ShardedProcessGroup) -> Iterator[tuple[str, torch.Tensor]]:
     num_bytes = 0
-    for name, tensor in each_weight(base):
+    for name, tensor in iter_weights(base):
         yield name, tensor
         num_bytes += tensor.nbytes
         if num_bytes > SILENT_BYTES:
             num_bytes = 0
-            group.gathered(None)
+            group.all_gather(None)
 
 
-class Across(Rowwise):
+class RankAccumulator(ShareAccumulator):
     """A row's gradient of what ranks have alike, added over them as one process adds its shares'."""
 
-    def __init__(self, optimizer: AdamW, cuts: Mapping[str, Cut], mesh: Mesh) -> None:
+    def __init__(self, optimizer: AdamW, cuts: Mapping[str, ShardSpec], mesh: Mesh) -> None:
         super().__init__(optimizer.grad)
-        self._named, self._cuts, self._mesh = optimizer.named(optimizer.grad), cuts, mesh
+        self._named, self._cuts, self._mesh = optimizer.by_parameter(optimizer.grad), cuts, mesh
 
-    def take(self) -> None:
+    def add_share(self) -> None:
         """It is added in `end`."""
 
-    def end(self) -> None:
+    def finish_row(self) -> None:
         everybody = self._mesh.dense.get_group()
         for expert, group in ((False, everybody), (True, self._mesh.expert_fsdp.get_group())):
             _add([one for name, one in self._named.items() if self._cuts[name].expert is expert], group)
@@ -189,13 +191,13 @@ def _add(tensors: Sequence[torch.Tensor], group: distributed.ProcessGroup) -> No
     each = -(-len(flat) // group.size())
     padded = torch.nn.functional.pad(flat, (0, each * group.size() - len(flat)))
     mine, whole = padded.new_empty(each), torch.empty_like(padded)
-    Tree()(mine, padded, group, op=None)
+    TreeReduceScatter()(mine, padded, group, op=None)
     distributed.all_gather_into_tensor(whole, mine, group=group)
     for one, part in zip(tensors, torch.split(whole[: len(flat)], [one.numel() for one in tensors]), strict=True):
         one.copy_(part.view(one.shape))
 
 
-def _within(cut: Cut, held: int, mesh: Mesh) -> slice:
+def _within(cut: ShardSpec, held: int, mesh: Mesh) -> slice:
     """This rank's rows of a parameter as it lies here before FSDP2 has it."""
     first = held * mesh.expert.rank if cut.expert else 0
     return slice(cut.start - first, cut.stop - first)

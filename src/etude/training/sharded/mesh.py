@@ -87,7 +87,7 @@ def join(
         )
     device, backend = _device(config.device, rank)
     deadline = timedelta(seconds=deadline_s)
-    address, interface = way_to(first)
+    address, interface = route_to(first)
     is_alone = int(os.environ.get("LOCAL_WORLD_SIZE", size)) == size  # torchrun's: all ranks are on this machine
     if interface and (is_alone or interface != "lo"):  # whatever the machine's name resolves to
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -145,7 +145,7 @@ def _device(name: str, rank: int) -> tuple[torch.device, str]:
     return device, "cpu:gloo,cuda:nccl"
 
 
-def listen(host: str, deadline_s: float = DEADLINE_S) -> TCPStore:
+def host_store(host: str, deadline_s: float = DEADLINE_S) -> TCPStore:
     """A store that others `reach`, at an address of this machine alone ("": all of them). Raises `OSError`."""
     bound = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port, deadline = bound.getsockname()[1], timedelta(seconds=deadline_s)
@@ -154,21 +154,21 @@ def listen(host: str, deadline_s: float = DEADLINE_S) -> TCPStore:
     )
 
 
-def reach(host: str, port: int, deadline_s: float = DEADLINE_S) -> TCPStore:
+def connect_store(host: str, port: int, deadline_s: float = DEADLINE_S) -> TCPStore:
     """Another machine's store, or this one's. Raises `RuntimeError`."""
     return TCPStore(host, port, None, False, timedelta(seconds=deadline_s), wait_for_workers=False)
 
 
 def _store(rank: int, host: str, control: distributed.ProcessGroup, deadline_s: float) -> Store:
     """A store of our own on rank 0: torch's has no public name, and torchrun's outlives the ranks."""
-    mine = listen(LOOPBACK if host in (LOOPBACK, "localhost") else "", deadline_s) if rank == 0 else None
+    mine = host_store(LOOPBACK if host in (LOOPBACK, "localhost") else "", deadline_s) if rank == 0 else None
     where = [mine.port if mine is not None else None]
     distributed.broadcast_object_list(where, src=0, group=control)
     assert where[0] is not None, "rank 0 has said"
-    return reach(host, where[0], deadline_s) if mine is None else mine
+    return connect_store(host, where[0], deadline_s) if mine is None else mine
 
 
-def way_to(host: str) -> tuple[str, str]:
+def route_to(host: str) -> tuple[str, str]:
     """(address, network interface) of this machine by which it reaches a host; "" where that cannot be told.
 
     >>> way_to("127.0.0.1")

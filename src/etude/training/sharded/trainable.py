@@ -10,34 +10,34 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from etude.models.checkpoint import save_tensors, write_about, write_index
+from etude.models.checkpoint import save_tensors, write_config_files, write_index
 from etude.models.transformer import Transformer
 from etude.models.weight_views import hf_biases
 from etude.training.config import LiveWeights
-from etude.training.exports import coded, stored_dtype
-from etude.training.optimizer import local
-from etude.training.sharded.fsdp import Cut, Named
+from etude.training.exports import encode, stored_dtype
+from etude.training.optimizer import local_part
+from etude.training.sharded.fsdp import ShardSpec, TensorSlice
 from etude.weights.tensors import Tensor
 
 if TYPE_CHECKING:
-    from etude.training.sharded.process_group import Sharded
+    from etude.training.sharded.process_group import ShardedProcessGroup
 
 
-class Shards:
+class ShardedWeights:
     """`trained.Trained`. Made before FSDP2 has the model."""
 
     def __init__(
         self,
         model: Transformer,
-        group: Sharded,
-        cuts: Mapping[str, Cut],
-        named: Mapping[str, list[Named]],
+        group: ShardedProcessGroup,
+        cuts: Mapping[str, ShardSpec],
+        named: Mapping[str, list[TensorSlice]],
         weights: LiveWeights,
         assets: Path,
     ) -> None:
         self.model, self._group, self._cuts = model, group, cuts
         self.cuts = cuts  # of the model
-        self.copies: Mapping[str, Cut] = {}  # of what trains in its place, where something does
+        self.copies: Mapping[str, ShardSpec] = {}  # of what trains in its place, where something does
         self._weights, self._assets = weights, assets
         self.named = named
 
@@ -50,15 +50,15 @@ class Shards:
         return hf_biases(self.model) if self._group.rank == 0 else {}
 
     @property
-    def parameters_of(self) -> nn.Module:
+    def module(self) -> nn.Module:
         return self.model
 
     def views(self) -> Mapping[str, torch.Tensor]:
         """This rank's rows of each parameter."""
         self.model.reshard()  # type: ignore[operator]  # FSDP2's: what it gathered last may be there still
-        return {name: local(p).detach() for name, p in self.model.named_parameters()}
+        return {name: local_part(p).detach() for name, p in self.model.named_parameters()}
 
-    def settle(self) -> None:
+    def sync_model(self) -> None:
         """The optimiser has written the shards."""
 
     def exported(self) -> dict[str, Tensor]:
@@ -68,7 +68,7 @@ class Shards:
     def _coded(self, wholes: Mapping[str, torch.Tensor]) -> dict[str, Tensor]:
         kinds = [(self._weights, wholes), (LiveWeights.F32, self._others)]
         return {
-            name: Tensor(str(kind), tuple(view.shape), coded(view, kind))
+            name: Tensor(str(kind), tuple(view.shape), encode(view, kind))
             for kind, views in kinds
             for name, view in views.items()
         }
@@ -82,12 +82,12 @@ class Shards:
         group = self._group
         tensors = self._wholes(self.views()) | {name: one.clone() for name, one in self._others.items()}
         file = f"model-{group.rank + 1:05}-of-{group.size:05}.safetensors"
-        with group.agreed("weights"):
+        with group.propagate_errors("weights"):
             save_tensors(tensors, folder / file)
-        there = group.gathered((file, {name: one.nbytes for name, one in tensors.items()}))
-        with group.agreed("weights"):
+        there = group.all_gather((file, {name: one.nbytes for name, one in tensors.items()}))
+        with group.propagate_errors("weights"):
             if group.rank == 0:
-                write_about(self.model.config, folder, dtype=self._weights, assets=self._assets)
+                write_config_files(self.model.config, folder, dtype=self._weights, assets=self._assets)
                 where = {name: own for own, sizes in there for name in sizes}
                 write_index(where, sum(sum(sizes.values()) for _, sizes in there), folder)
 
@@ -96,7 +96,7 @@ class Shards:
         stored. Collective."""
         found, kind = {}, stored_dtype(self._weights)
         rows = {name: own.to(kind) for name, own in views.items()}
-        for parameter, whole in self._group.together(rows).items():
+        for parameter, whole in self._group.gather(rows).items():
             cut, flat = self._cuts[parameter], whole.flatten()
             first = cut.start * math.prod(cut.shape[1:]) if cut.expert else 0
             for one in self.named[parameter]:
