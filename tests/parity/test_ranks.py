@@ -112,8 +112,8 @@ def test_a_rank_that_does_not_answer_is_an_error_in_the_other_that_names_the_wai
             rank.kill()
             rank.join()
     hung, _, died, _ = (tmp_path / "said").read_text().splitlines()
-    assert hung.startswith("True rank 0 of 2 waited for the others' attention.out: for at most 0.5 s")
-    assert died.startswith("True rank 0 of 2 waited for the others' mlp.down")
+    assert hung.startswith("True rank 0 of 2 timed out waiting for the other ranks: attention.out: within 0.5 s")
+    assert died.startswith("True rank 0 of 2 timed out waiting for the other ranks: mlp.down")
 
 
 @pytest.mark.parametrize("config", [QWEN, LATENTS, WHOLE_QUERIES])
@@ -138,8 +138,8 @@ def test_what_is_saved_whole_is_read_by_any_number_of_ranks(config: ModelConfig,
 @pytest.mark.parametrize(
     ("changed", "degree", "split", "hint"),
     [
-        ({"num_kv_heads": 1}, 2, Split.TENSOR, "num_kv_heads = 1 cannot be cut so"),
-        ({"expert_size": 21}, 2, Split.TENSOR, "expert_size = 21 cannot be cut so"),
+        ({"num_kv_heads": 1}, 2, Split.TENSOR, "num_kv_heads = 1 cannot be divided by 2"),
+        ({"expert_size": 21}, 2, Split.TENSOR, "expert_size = 21 cannot be divided by 2"),
         ({}, 3, Split.TENSOR, "take 1, 2, 4, ... tensor-parallel ranks"),
         ({}, 4, Split.TENSOR, "set numerics.degree = 4"),
         ({}, 4, Split.EXPERT, "a number of ranks that divides the experts"),

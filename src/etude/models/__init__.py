@@ -1,6 +1,7 @@
-"""One mixture-of-experts definition for training and inference; Hugging Face checkpoints in and out.
+"""One mixture-of-experts model definition for training and inference, with Hugging Face checkpoints as input and
+output.
 
-Reading a config needs no torch, so the names that do are imported when first used.
+Reading a config needs no torch: names that need it are imported on first use.
 
 >>> from etude.models import ModelConfig
 >>> ModelConfig(num_experts=16).to_hf()["num_experts"]

@@ -1,6 +1,6 @@
-"""Parts that families of models are made of: attention, routing, longer rotary positions. Torch-free.
+"""Components of model families: attention kinds, routing, YaRN. Torch-free.
 
-A family (`config.ModelFamily`) says which of them it has. What computes with them is in `attention`, `latent` and
+A family (`config.ModelFamily`) chooses among them. The layers that compute them are in `attention`, `latent` and
 `experts`.
 """
 
@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 
 class Sizes(Protocol):
-    """What an attention asks of a model (`config.ModelConfig`)."""
+    """The sizes of a model that an attention kind needs (`config.ModelConfig`)."""
 
     @property
     def hidden_size(self) -> int: ...
@@ -34,45 +34,45 @@ class Sizes(Protocol):
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """What a cache keeps of one token in one layer."""
+    """What a KV cache stores for one token in one layer."""
 
     heads: int  # G
     key_width: int  # A
     value_width: int  # B
-    shared: bool  # a value is the first B numbers of its key: kept once
+    shared: bool  # a value is the first B numbers of its key, so only keys are stored
 
 
 class AttentionKind(Protocol):
-    """The sizes of an attention, and the layer that computes it."""
+    """A kind of attention: its weight shapes and its layer class."""
 
     layer: ClassVar[str]
-    """The import path of the layer, "package.module:Name": an `nn.Module` and an `attention.AttentionLayer`, made from
-    a `ModelConfig`, operators and `Parallel`."""
+    """Import path of the layer, "package.module:Name": an `nn.Module` and an `attention.AttentionLayer`, constructed
+    from a `ModelConfig`, operators and `Parallel`."""
 
     @property
     def undivided(self) -> str:
-        """Why tensor-parallel ranks cannot share its heads; empty where they can."""
+        """Why tensor-parallel ranks cannot divide its heads; empty where they can."""
         ...
 
     def shapes(self, c: Sizes) -> dict[str, Shape]:
-        """Each weight by its name under `self_attn`, without `.weight`. A matrix's name ends in `_proj`."""
+        """Shape of each weight, by its name under `self_attn` without `.weight`. Names of matrices end in `_proj`."""
         ...
 
     def products(self, c: Sizes) -> set[tuple[int, int]]:
-        """(out, in) of each matrix product that a layer computes."""
+        """(out, in) of each matrix product of a layer."""
         ...
 
     def cache_layout(self, c: Sizes) -> CacheLayout:
-        """What an engine's cache keeps of a token."""
+        """What an engine's KV cache stores for each token."""
         ...
 
 
 class QkNorm(enum.StrEnum):
-    """Which numbers of queries and of keys are normalised together before positions turn them."""
+    """Over which numbers queries and keys are RMS-normalised, before RoPE."""
 
     NONE = "none"
-    HEAD = "head"  # those of one head; all heads have the same weight
-    WIDTH = "width"  # those of all heads
+    HEAD = "head"  # each head separately, with one weight for all heads
+    WIDTH = "width"  # all heads together
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class GroupedQueries:
 
     @property
     def undivided(self) -> str:
-        return "queries and keys are normalised over all heads" if self.qk_norm is QkNorm.WIDTH else ""
+        return "queries and keys are normalised over all heads together" if self.qk_norm is QkNorm.WIDTH else ""
 
     def shapes(self, c: Sizes) -> dict[str, Shape]:
         d, queries, keys = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
@@ -92,7 +92,7 @@ class GroupedQueries:
         return products | {"o_proj": (d, queries)} | self.norms(c)
 
     def norms(self, c: Sizes) -> dict[str, Shape]:
-        """The weights of the norms of queries and keys."""
+        """Shapes of the norm weights of queries and keys."""
         if self.qk_norm is QkNorm.NONE:
             return {}
         heads = (1, 1) if self.qk_norm is QkNorm.HEAD else (c.num_heads, c.num_kv_heads)
@@ -107,18 +107,18 @@ class GroupedQueries:
 
 
 class Scores(enum.StrEnum):
-    """What makes a router's logits comparable."""
+    """The activation of router logits."""
 
     SOFTMAX = "softmax"
-    SIGMOID = "sigmoid"  # and a bias that only choosing sees (arXiv 2408.15664)
+    SIGMOID = "sigmoid"  # with a bias that affects only the choice of experts (arXiv 2408.15664)
 
 
 @dataclass(frozen=True)
 class Routing:
-    """How a router's logits become a choice of experts and their gates.
+    """How router logits become experts and gates.
 
-    With groups (arXiv 2412.19437, §2.1.2) only the experts of the `top_groups` best can be chosen, a group being as
-    good as its two best experts together.
+    With groups (arXiv 2412.19437, §2.1.2) only experts of the `top_groups` best groups can be chosen. A group's score
+    is the sum of its two best experts' scores.
     """
 
     scores: Scores = Scores.SOFTMAX
@@ -128,35 +128,37 @@ class Routing:
     top_groups: int = ranged(1, low=1)
 
     def check(self, num_experts: int, top_k: int) -> None:
-        """Raises `ValueError` for groups that these experts do not fall into."""
+        """Raise `ValueError` where the experts cannot be divided into the groups."""
         if self.num_groups == 1:
             return
         size, rest = divmod(num_experts, self.num_groups)
         if rest or size < 2:
-            raise ValueError(f"{num_experts} experts do not fall into {self.num_groups} groups of two or more")
+            raise ValueError(f"{num_experts} experts cannot be divided into {self.num_groups} groups of two or more")
         if not top_k <= self.top_groups * size <= num_experts:
             raise ValueError(f"top_groups = {self.top_groups} of {self.num_groups} groups, and top_k = {top_k}")
 
 
 @dataclass(frozen=True)
 class Latent:
-    """Widths of multi-head latent attention (arXiv 2405.04434, §2.1): the keys and values of all heads are products of
-    one latent a token, and one rotary key is shared by all heads."""
+    """Sizes of multi-head latent attention (MLA; arXiv 2405.04434, §2.1).
+
+    Keys and values of all heads are projections of one latent per token; all heads share one RoPE key.
+    """
 
     layer: ClassVar[str] = "etude.models.latent:LatentAttention"
     undivided: ClassVar[str] = ""
     kv_rank: int = ranged(64, low=1)
-    nope_dim: int = ranged(32, low=1)  # of a head's query and key, without positions
-    rope_dim: int = ranged(16, low=2)  # of a head's query, and of the shared key: turned
+    nope_dim: int = ranged(32, low=1)  # part of a head's query and key without RoPE
+    rope_dim: int = ranged(16, low=2)  # part of a head's query, and width of the shared key, with RoPE
     value_dim: int = ranged(32, low=1)
-    q_rank: int | None = None  # None: queries are one product of the residual stream
-    interleaved: bool = True  # neighbours are a pair, not halves
+    q_rank: int | None = None  # None: queries have no latent
+    interleaved: bool = True  # RoPE rotates neighbouring numbers, not halves
 
     def __post_init__(self) -> None:
         if self.rope_dim % 2:
-            raise ValueError(f"rope_dim = {self.rope_dim}, but rotary positions turn pairs")
+            raise ValueError(f"rope_dim = {self.rope_dim}, but RoPE needs an even number")
         if self.q_rank is not None and self.q_rank < 1:
-            raise ValueError(f"q_rank = {self.q_rank}, at least 1 or none is wanted")
+            raise ValueError(f"q_rank = {self.q_rank}, expected at least 1, or none")
 
     @property
     def head_dim(self) -> int:
@@ -186,10 +188,10 @@ class Latent:
 
 @dataclass(frozen=True)
 class Yarn:
-    """Rotary positions stretched beyond those of pre-training (arXiv 2309.00071), as transformers computes them.
+    """YaRN: RoPE for longer contexts than in pre-training (arXiv 2309.00071), as transformers computes it.
 
-    The sharper softmax that goes with it is `attention_factor`, over cosine and sine. DeepSeek puts it into the
-    softmax's scale instead (`mscale_all_dim`), which is what makes its `attention_factor` 1.
+    YaRN's sharper softmax is `attention_factor`, applied to cosine and sine. DeepSeek applies it to the softmax scale
+    instead (`mscale_all_dim`), so its `attention_factor` is 1.
     """
 
     factor: float = ranged(4.0, low=1.0)
@@ -209,7 +211,7 @@ class Yarn:
 
     @property
     def table_scale(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """Factor of cosines and sines."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -218,17 +220,17 @@ class Yarn:
 
     @property
     def softmax_scale(self) -> float:
-        """What DeepSeek multiplies the softmax's scale by."""
+        """Factor of the softmax scale (DeepSeek)."""
         return self._sharper(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
     def _sharper(self, mscale: float) -> float:
         return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
 
     def interpolated(self, rope_dim: int, theta: float) -> list[float]:
-        """For each of the rope_dim / 2 frequencies: 0.0 where it stays, 1.0 where it is divided by `factor`."""
+        """Interpolation of each of the rope_dim / 2 frequencies: 0.0 keeps it, 1.0 divides it by `factor`."""
 
         def turns(rotations: float) -> float:
-            """The dimension that turns so often within the original positions."""
+            """The dimension with this number of rotations within the original context."""
             return rope_dim * math.log(self.original_tokens / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
         low, high = turns(self.beta_fast), turns(self.beta_slow)

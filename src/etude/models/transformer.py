@@ -247,7 +247,7 @@ class Transformer(nn.Module):
         whole model, whatever this rank's share."""
         kept = self.config.cache_layout
         sizes = {"heads": kept.heads, "key_width": kept.key_width}
-        return parity_class(self.operators, self.config.products, **sizes, device=self.embedding.device)
+        return parity_class(self.operators, self.config.product_shapes, **sizes, device=self.embedding.device)
 
     def cast(self, dtype: torch.dtype) -> Transformer:
         """Hold the parameters in `dtype`; what must stay float32 (biases of choosing) does."""

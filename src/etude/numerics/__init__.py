@@ -1,6 +1,6 @@
-"""Numbers that are the same on both sides: operators with one order of summation, sampling that is keyed.
+"""Numerics that engine and learner share: operators with a fixed order of summation, and keyed sampling.
 
-Reading the config needs no torch, so the names that do are imported when first used.
+Reading the config needs no torch: names that need it are imported on first use.
 
 >>> import torch
 >>> from etude.numerics import Exact, sample

@@ -1,4 +1,4 @@
-"""Which operators a run's engines and learner build their models with: by its config, for a device."""
+"""Create the operators that a run's config asks for, for a device."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ def operators_for(
     rounds_weights: bool = True,
     device: torch.device | None = None,
 ) -> Operators:
-    """What engine and learner of a run build their models with, for a device (None: the CPU). `rounds_weights` False:
-    whoever holds the weights has rounded them. Raises `ConfigError` for what is not built there."""
+    """The operators with which engines and learner of a run build their models.
+
+    `device` None: the CPU. `rounds_weights` False: the weights are rounded already. Raises `ConfigError` for a
+    combination that is not supported on the device.
+    """
     inner = _exact(numerics, dtype, device) if numerics.mode is Mode.EXACT else Native(dtype)
     if numerics.quantise is Quantise.NONE:
         return inner
@@ -33,7 +36,7 @@ def _exact(numerics: NumericsConfig, dtype: torch.dtype, device: torch.device | 
         return Exact(dtype, degree=numerics.degree)
     if numerics.quantise is not Quantise.NONE:
         raise ConfigError(
-            f"exact mode in {numerics.quantise} on {device}", "it is built for CPUs", hint='set device = "cpu"'
+            f"exact mode with {numerics.quantise} on {device}", "only CPUs support it", hint='set device = "cpu"'
         )
     try:
         from etude.numerics.gpu import ExactGpu

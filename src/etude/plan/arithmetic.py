@@ -52,7 +52,7 @@ def training_flops(model: ModelConfig, context: float, training: Training) -> fl
 def kv_bytes_token(model: ModelConfig, width: int = BF16_BYTES) -> int:
     """Keys and values of one token in all layers. Shazeer 2019 (arXiv 1911.02150); latents: DeepSeek-AI 2024,
     "DeepSeek-V2" (arXiv 2405.04434), table 1."""
-    kept = model.kept
+    kept = model.cache_layout
     values = 0 if kept.shared else kept.heads * kept.value_width
     return model.num_layers * (kept.heads * kept.key_width + values) * width
 
@@ -61,7 +61,7 @@ def kv_bytes_device(model: ModelConfig, devices: int, width: int = BF16_BYTES) -
     """Keys and values of one token on each of `devices` that share a model by tensor parallelism. Heads are divided
     until each device has one; more devices hold copies. A latent belongs to all heads, so every device has it whole.
     Shoeybi et al. 2019, "Megatron-LM" (arXiv 1909.08053), section 3; vLLM's `MLAAttention` for latents."""
-    kept = model.kept
+    kept = model.cache_layout
     if kept.shared:
         return kv_bytes_token(model, width)
     return model.num_layers * -(-kept.heads // devices) * (kept.key_width + kept.value_width) * width

@@ -1,4 +1,4 @@
-"""The numbers of one training batch, gathered over its microbatches. Pure arithmetic on detached tensors."""
+"""Metrics of one training batch, accumulated over its microbatches."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from etude.training.losses import PolicyLoss, k1, k3
 
 @dataclass
 class BatchMetrics:
-    """Sums so far. Made for one batch; `report` ends it."""
+    """Accumulated metrics of one batch. `report` returns the result."""
 
     num_tokens: int = 0
     loss: float = 0.0
-    balance: float = 0.0  # weighted by tokens
+    balance: float = 0.0  # weighted by number of tokens
     num_clipped: int = 0
     entropy: float = 0.0
     num_flipped: int = 0
-    num_routed: int = 0  # token-layers whose route was replayed
-    num_replaced: int = 0  # of their experts, those that were not plausible
-    num_slots: int = 0  # of their experts, all
-    num_replayed: int = 0  # tokens whose routes were replayed
+    num_routed: int = 0  # (token, layer) pairs with a replayed route
+    num_replaced: int = 0  # experts in them that were implausible and replaced
+    num_slots: int = 0  # all experts in them
+    num_replayed: int = 0  # tokens with replayed routes
     live: list[torch.Tensor] = field(default_factory=list)  # log-ratios of a few tokens, without replay
     fresh: list[float] = field(default_factory=list)
     log_ratios: list[torch.Tensor] = field(default_factory=list)
@@ -44,9 +44,9 @@ class BatchMetrics:
         loss: torch.Tensor,
         fresh: float | None,
     ) -> None:
-        """Count one microbatch."""
+        """Add one microbatch."""
         n = rows.num_tokens
-        if not n:  # forwarded for the sake of other ranks
+        if not n:  # forwarded only because other ranks wait for this one
             return
         self.num_tokens += n
         self.loss += float(loss)
@@ -69,7 +69,7 @@ class BatchMetrics:
         self.num_replayed += len(routes)
 
     def report(self, *, cpu_s: float) -> StepReport:
-        """The numbers of the batch. A batch without samples has a loss of 0 and ratios of 1."""
+        """The metrics of the batch. A batch without samples has a loss of 0 and ratios of 1."""
         log_ratio = torch.cat(self.log_ratios) if self.log_ratios else torch.zeros(1)
         off = torch.expm1(log_ratio).abs()
         live = torch.cat(self.live) if self.live else torch.zeros(0)
@@ -101,7 +101,7 @@ class BatchMetrics:
 
 
 def merge_metrics(tallies: Sequence[BatchMetrics]) -> BatchMetrics:
-    """Merge the tallies of several shares, in their order."""
+    """Merge the metrics of several shares, in their order."""
     whole = BatchMetrics()
     for one in tallies:
         for each in fields(BatchMetrics):

@@ -1,9 +1,7 @@
-"""Data-parallel ranks on one machine: spawned processes of one torch thread each, joined by gloo.
+"""Data-parallel ranks on one machine: spawned processes with one torch thread each, connected by gloo.
 
-Two processes of one thread use two cores better than one process of two threads at small sizes. A rank that dies,
-fails or stalls ends all of them, by name; ranks whose parent has gone end themselves.
-
-Knows nothing of models or of what the ranks compute.
+For small models, two processes with one thread use two cores better than one process with two threads. A rank that
+dies, fails or stalls ends all of them with an error that names it. Ranks end themselves when their parent is gone.
 """
 
 from __future__ import annotations
@@ -26,27 +24,27 @@ from etude.errors import DeadlineExceeded, EtudeError, RunError
 from etude.scratch import OwnFolder
 
 START_S = 600.0
-"""For every rank to be there: on a busy host `import torch` alone takes minutes."""
+"""Deadline for all ranks to start: on a busy host `import torch` alone takes minutes."""
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 
 class RankDied(RunError):
-    """A rank ended without an answer; what the ranks had kept stands, so the same call may be made again."""
+    """A rank ended without a result. Checkpoints of the ranks are kept, so the same call can be repeated."""
 
 
 class RankGroup(Protocol):
-    """What a rank knows of the others."""
+    """A rank's view of the other ranks."""
 
     rank: int
     size: int
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Replace the tensor by its sum over all ranks, the same bits in each. Collective."""
+        """Replace the tensor by its sum over all ranks, with the same bits on each. Collective."""
         ...
 
     def heartbeat(self) -> None:
-        """Say that this rank is alive and gets on; called before each forward: a step may be any number of those."""
+        """Report progress. Called before each forward pass, since a step may have any number of them."""
         ...
 
 
@@ -72,18 +70,18 @@ class _GlooGroup:
     def heartbeat(self) -> None:
         parent = multiprocessing.parent_process()
         if parent is None or not parent.is_alive():
-            sys.exit("the parent has gone")
+            sys.exit("the parent is gone")
         self._beats[self.rank] += 1
 
 
 def run_ranks(
     work: Callable[[RankGroup, Job], Result], job: Job, *, ranks: int, stall_s: float = 120.0
 ) -> list[Result]:
-    """Run `work(ranks, job)` in that many processes, each with one torch thread; their results by rank.
+    """Run `work(ranks, job)` in `ranks` processes with one torch thread each. Returns their results, by rank.
 
-    One rank runs in the caller's process; for more, `work`, `job` and the results are pickled. An `EtudeError` of a
-    rank is raised here. Raises `RankDied` when a rank dies, `DeadlineExceeded` when none has called `beat` for
-    `stall_s` once all are there, which may take `START_S`.
+    A single rank runs in the caller's process. For more, `work`, `job` and the results are pickled. An `EtudeError` of
+    a rank is raised here. Raises `RankDied` when a rank dies, and `DeadlineExceeded` when no rank has called
+    `heartbeat` for `stall_s` after all have started, which may take `START_S`.
     """
     if ranks == 1:
         return [_alone(work, job)]
@@ -137,7 +135,7 @@ def _answer(ready: Connection, processes: list[SpawnProcess]) -> Any:
     try:
         result, error = ready.recv()
     except EOFError:
-        for process in processes:  # the others follow the one that died
+        for process in processes:  # the other ranks end soon after
             process.join(timeout=1.0)
         codes = ", ".join(f"{rank}: {p.exitcode}" for rank, p in enumerate(processes) if p.exitcode is not None)
         raise RankDied("a rank died", f"exit codes by rank {codes}", hint="resume; -9 is out of memory") from None
@@ -151,14 +149,14 @@ def _main(
 ) -> None:
     rank, size, store, stall_s = where
     torch.set_num_threads(1)
-    # The parent judges a stall first and names it; gloo's own timeout is for a parent that cannot.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of one machine; its name need not resolve
+    # The parent detects a stall first and names it; gloo's own timeout is for a parent that cannot.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine; its name may not resolve
     distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=stall_s + 60)
     )
     try:
         ranks = _GlooGroup(rank, size, beats)
-        ranks.heartbeat()  # it is there
+        ranks.heartbeat()  # started
         answer.send((work(ranks, job), None))
     except EtudeError as error:
         answer.send((None, error))

@@ -1,8 +1,8 @@
-"""The sum of many numbers, rounded once: the same in whatever order they come, and whoever has which.
+"""Exact sums of floating-point numbers, rounded once: independent of order and of who holds which numbers.
 
-A float64 is a whole multiple of 2^-1074, so any number of them add up to one integer of such units. The parts of a
-sum that ranks have are added as integers, which nothing rounds. A part takes some hundred bytes, however many numbers
-are in it. `math.fsum` gives the same number, of numbers that are all in one place.
+A float64 is an integer multiple of 2^-1074, so the sum of any number of them is one integer in this unit. Ranks add
+their partial sums as integers, without rounding. A partial sum takes some hundred bytes. `math.fsum` gives the same
+result for numbers in one process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ ExactSum = int | float
 
 _UNIT = 1074
 _LOWEST = -1073  # exponent of the least float64, as frexp has it
-_MANTISSA, _LOW = 53, 27  # bits; the lower ones of a mantissa are added apart, so that 2^36 of them fit into 64
+_MANTISSA, _LOW = (
+    53,
+    27,
+)  # bits; the lower bits of mantissas are added separately, so that 2^36 of them fit into 64 bits
 
 
 def exact_sum(values: torch.Tensor) -> ExactSum:
@@ -39,7 +42,7 @@ def exact_sum(values: torch.Tensor) -> ExactSum:
 
 
 def rounded_sum(parts: Iterable[ExactSum]) -> float:
-    """The sum of several sums as the nearest float64.
+    """The sum of several exact sums, rounded to float64.
 
     >>> big, small = (torch.tensor(x, dtype=torch.float64) for x in ([1e16, 1.0], [1.0, -1e16]))
     >>> rounded([total(big), total(small)]), float(big.sum() + small.sum())

@@ -1,4 +1,4 @@
-"""What a learner publishes: live weights as raw codes, by the names that they have outside."""
+"""Encode the learner's live weights as the raw codes that are published."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _CODES = {
 
 
 def export(model: Transformer, weights: LiveWeights, quantise: Quantise = Quantise.NONE) -> dict[str, Tensor]:
-    """Every tensor of a model by its Hugging Face name, as the integers that hold its bits (see `published`).
+    """Every tensor of a model by its Hugging Face name, as integers with its bits (`encode_tensors`).
 
-    `quantise` is the packed format of the large matrices.
+    `quantise`: the packed format of the large matrices.
     """
     return encode_tensors(
         hf_views(model) if quantise is Quantise.NONE else pack_weights(model, FORMATS[quantise]), weights
@@ -33,10 +33,11 @@ def export(model: Transformer, weights: LiveWeights, quantise: Quantise = Quanti
 
 
 def encode_tensors(views: Mapping[str, torch.Tensor], weights: LiveWeights) -> dict[str, Tensor]:
-    """Tensors as raw codes; bf16 is exact when the live weights are rounded, and what `stays_float32` does.
+    """Encode tensors as raw codes in bf16 or float32.
 
-    Memory that several tensors share is converted once: under an optimiser that is all of it. In host memory float32
-    codes are views of the live weights: copy what is kept.
+    bf16 is exact when the live weights are rounded. Tensors of `stays_float32` keep float32. Memory shared by several
+    tensors is converted once; under an optimiser that is all of it. In host memory float32 codes are views of the live
+    weights: copy what you keep.
     """
     memory: dict[int, Codes] = {}  # by address
     tensors = {}
@@ -56,11 +57,11 @@ def encode_tensors(views: Mapping[str, torch.Tensor], weights: LiveWeights) -> d
 
 
 def stored_dtype(weights: LiveWeights) -> torch.dtype:
-    """Of what is published."""
+    """The torch dtype of published weights."""
     return _CODES[weights][0]
 
 
 def encode(values: torch.Tensor, stored: LiveWeights) -> Codes:
-    """The codes of some values, flat."""
+    """The codes of a tensor, flat."""
     kind, (signed, unsigned) = _CODES[stored]
     return values.to(kind).view(signed).flatten().numpy(force=True).view(unsigned)

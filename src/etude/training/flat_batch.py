@@ -1,7 +1,7 @@
-"""Samples laid flat for one forward: tokens of several paths, the rows that carry loss, and what the sampler said.
+"""Samples packed into one forward pass: tokens of several paths, and the rows with a loss.
 
-A path is forwarded up to its last sampled token, exclusive: that token is predicted, never read. Paths are packed one
-after another without padding. Pure; knows nothing of the model.
+A path is forwarded up to, and excluding, its last sampled token, which is only predicted. Paths are packed one after
+another without padding.
 """
 
 from __future__ import annotations
@@ -19,46 +19,46 @@ from etude.training.routes import RouteReplay
 
 @dataclass(frozen=True)
 class FlatBatch:
-    """One forward's worth. N tokens forwarded, R rows that carry loss, L layers, K experts a token."""
+    """The input of one forward pass. N tokens forwarded, R rows with a loss, L layers, K experts per token."""
 
     lengths: list[int]  # tokens of each path, summing to N
     tokens_N: torch.Tensor  # int64
-    routes_NLK: torch.Tensor | None  # the experts to replay, `missing_route` where none; None: replay nothing
-    rows_R: torch.Tensor  # int64: the positions whose next token was sampled
-    targets_R: torch.Tensor  # int64: that token
+    routes_NLK: torch.Tensor | None  # experts to replay, or `missing_route`; None: replay nothing
+    rows_R: torch.Tensor  # int64: positions whose next token was sampled
+    targets_R: torch.Tensor  # int64: the sampled tokens
     sampler_logprobs_R: torch.Tensor  # float32
     advantages_R: torch.Tensor  # float32
-    sample_R: torch.Tensor  # int64: index of the sample each row belongs to
-    temperatures_R: torch.Tensor | None = None  # float32, NaN: the run's; None: the run's for all
-    kept_N: torch.Tensor | None = None  # int64: which of the paths' tokens are here, where ranks share them; None: all
+    sample_R: torch.Tensor  # int64: index of each row's sample
+    temperatures_R: torch.Tensor | None = None  # float32, NaN: the run's temperature; None: the run's for all rows
+    kept_N: torch.Tensor | None = None  # int64: positions of this rank's tokens under context parallelism; None: all
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of paths: none in rows that are forwarded only because other ranks wait for this one."""
+        """Number of tokens of paths; 0 for a batch that is forwarded only because other ranks wait for this one."""
         return len(self.tokens_N) if self.lengths else 0
 
     @property
-    def forwarded(self) -> list[int]:
-        """Lengths of what is forwarded: one token, where there are no paths."""
+    def forward_lengths(self) -> list[int]:
+        """Lengths of the forwarded sequences: a single token where there is no path."""
         return self.lengths or [1]
 
     def per_row(self, of_samples: Sequence[bool]) -> torch.Tensor:
-        """bool [R]: what is said of each row's sample."""
+        """Expand a value per sample to rows, bool [R]."""
         return torch.tensor(of_samples, dtype=torch.bool, device=self.sample_R.device)[self.sample_R]
 
     def temperature(self, run: float) -> torch.Tensor | float:
-        """The temperature to compute each row's log-probability at: `run` for all, or [R, 1]."""
+        """Temperature of each row's log-probability: `run` for all rows, or [R, 1]."""
         if self.temperatures_R is None:
             return run
         return torch.where(self.temperatures_R.isnan(), run, self.temperatures_R)[:, None]
 
     def to(self, device: torch.device) -> FlatBatch:
-        """The same on a device."""
+        """Move the tensors to a device."""
         moved = {f.name: t.to(device) for f in fields(self) if isinstance(t := getattr(self, f.name), torch.Tensor)}
         return replace(self, **moved)  # type: ignore[arg-type]  # each is a tensor
 
-    def of(self, kept_N: torch.Tensor) -> FlatBatch:
-        """One rank's subset: the tokens at positions `kept_N` (ascending) and their rows. `lengths` is unchanged."""
+    def select(self, kept_N: torch.Tensor) -> FlatBatch:
+        """One rank's part: the tokens at positions `kept_N` (ascending) and their rows. `lengths` does not change."""
         here = torch.zeros(len(self.tokens_N), dtype=torch.bool)
         here[kept_N] = True
         mine_R = here[self.rows_R]
@@ -77,21 +77,26 @@ class FlatBatch:
 
 
 def empty_batch() -> FlatBatch:
-    """One token without a row."""
+    """A batch of one token without a row."""
     whole, real = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
     return FlatBatch([], torch.zeros(1, dtype=torch.int64), None, whole, whole, real, real, whole)
 
 
 def microbatches(samples: Sequence[Sample], *, budget_tokens: int) -> Iterator[list[Sample]]:
-    """Consecutive samples of at most `budget_tokens` together; a longer one comes alone. Order is kept, so a repeat
-    adds up in the same order."""
+    """Split samples into consecutive groups with at most `budget_tokens` each; a longer sample is alone.
+
+    The order is kept, so that a repetition sums in the same order.
+    """
     for part in group_by_budget([num_forwarded(sample) for sample in samples], budget_tokens):
         yield list(samples[part])
 
 
 def flatten_samples(samples: Sequence[Sample], replay: RouteReplay | None = None) -> FlatBatch:
-    """The rows of some samples. Raises `ValueError` for a path that begins with a sampled token, and `ParityError`
-    for routes that cannot be replayed. Without samples: `idle`."""
+    """Pack samples into a batch. Without samples: `empty_batch`.
+
+    Raises `ValueError` for a path that begins with a sampled token, and `ParityError` for routes that cannot be
+    replayed.
+    """
     if not samples:
         return empty_batch()
     ends = [num_forwarded(sample) for sample in samples]
@@ -117,7 +122,7 @@ def flatten_samples(samples: Sequence[Sample], replay: RouteReplay | None = None
 
 
 def num_forwarded(sample: Sample) -> int:
-    """Number of tokens to forward: up to the last sampled one, exclusive."""
+    """Number of tokens of a sample to forward: up to, and excluding, the last sampled token."""
     where = np.flatnonzero(sample.path.mask)
     if not len(where):
         raise ValueError(f"rollout {sample.rollout_id} has no sampled token")
@@ -129,7 +134,7 @@ def _tensor(parts: Sequence[np.ndarray], dtype: type) -> torch.Tensor:
 
 
 def _temperatures(samples: Sequence[Sample]) -> torch.Tensor | None:
-    """`Rows.temperatures_R`."""
+    """The temperatures of `FlatBatch.temperatures_R`."""
     if all(sample.temperatures is None for sample in samples):
         return None
     of = [np.full_like(s.advantages, np.nan) if s.temperatures is None else s.temperatures for s in samples]

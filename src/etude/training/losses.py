@@ -85,9 +85,7 @@ def cispo_loss(
     """
     now = logprobs_R.detach()
     ratio = (now - sampler_logprobs_R).exp()
-    gain = (
-        ratio.clamp(max=cap) * advantages_R * (logprobs_R - now).exp()
-    )  # a factor of 1 that carries the gradient of the logprob
+    gain = ratio.clamp(max=cap) * advantages_R * (logprobs_R - now).exp()  # times 1, with the gradient of the logprob
     return PolicyLoss(loss=-gain.sum() / normaliser, ratio_R=ratio, clipped_R=ratio > cap)
 
 

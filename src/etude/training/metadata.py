@@ -1,4 +1,4 @@
-"""Reads and writes ``learner.json``, the description of a learner's checkpoint beside weights and optimiser state."""
+"""Read and write ``learner.json``, the metadata of a learner's checkpoint."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ METADATA = "learner.json"
 
 
 def metadata_text(config: LearnerConfig, step: int, version: Version | None) -> str:
-    """The file's text."""
-    about = {
+    """The content of ``learner.json``."""
+    metadata = {
         "format": FORMAT,
         "step": step,
         "version": None if version is None else [version.step, version.incarnation, version.digest],
         "weights": str(config.weights),
         "optimizer": str(config.optimizer),
     }
-    return json.dumps(about) + "\n"
+    return json.dumps(metadata) + "\n"
 
 
 def read_metadata(path: Path, config: LearnerConfig) -> tuple[int, Version | None]:
-    """Step and version of a checkpoint that a learner of these settings saved. Raises `CheckpointError`."""
-    about = read_json(path)
-    step, version = about.get("step"), about.get("version")
+    """Step and version of a learner's checkpoint. Raises `CheckpointError` when it is damaged or of other settings."""
+    metadata = read_json(path)
+    step, version = metadata.get("step"), metadata.get("version")
     whole = isinstance(version, list) and [type(v) for v in version] == [int, str, str]
-    if about.get("format") != FORMAT or not isinstance(step, int) or not (version is None or whole):
+    if metadata.get("format") != FORMAT or not isinstance(step, int) or not (version is None or whole):
         raise CheckpointError(
             f"{path} is damaged",
-            f"it holds {about}",
-            hint=f"delete {path.parent}: a resumed run goes on from the checkpoint before it",
+            f"it contains {metadata}",
+            hint=f"delete {path.parent}: a resumed run continues from the checkpoint before it",
         )
     for name, wanted in (("weights", config.weights), ("optimizer", config.optimizer)):
-        if about.get(name, OptimizerKind.ADAMW) != wanted:
+        if metadata.get(name, OptimizerKind.ADAMW) != wanted:
             raise CheckpointError(
-                f"{path} is of a learner with {name} = {about.get(name)!r}",
-                f"this one has {str(wanted)!r}",
-                hint=f"set learner.{name} to the checkpoint's",
+                f"{path} was saved with learner.{name} = {metadata.get(name)!r}",
+                f"the setting is now {str(wanted)!r}",
+                hint=f"set learner.{name} to the checkpoint's value",
             )
     prove(path.parent, [path.name], kind=CheckpointError)
     return step, Version(*version) if isinstance(version, list) else None

@@ -1,4 +1,4 @@
-"""Where mid-training keeps its progress, beside the directory that it is to write. Torch-free."""
+"""Locations of mid-training's checkpoints, beside its output directory. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _STEP = "step-"
 
 
 def progress_folder(out: Path) -> Path:
-    """The directory of its checkpoints."""
+    """The directory of the checkpoints."""
     return out.with_name(out.name + ".partial")
 
 
@@ -18,12 +18,12 @@ def checkpoint_path(out: Path, step: int) -> Path:
 
 
 def newest_checkpoint(out: Path) -> Path | None:
-    """The checkpoint that it goes on from; None where it begins anew."""
+    """The checkpoint to resume from; None where there is no checkpoint."""
     return max(progress_folder(out).glob(f"{_STEP}*"), default=None)
 
 
 def resume_step(out: Path) -> int:
-    """The step that it goes on from; 0 where it begins anew.
+    """The step to resume from; 0 where there is no checkpoint.
 
     >>> kept_step(Path("nowhere"))
     0

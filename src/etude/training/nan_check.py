@@ -1,11 +1,10 @@
-"""Stops a step that computes NaN or infinity, and names the layer and operator, parameter, rollout and step.
+"""Stop training on NaN or infinity, and name the layer, operator, parameter, rollout and step.
 
-A NaN that is trained on is in every weight one step later, and its origin can no longer be found. So the sampled
-values, the logits, the loss, the gradient and the new weights are checked, each by one sum. Where a check fails the
-origin is traced: a forward is computed again with every operator watched; of a gradient, the parameter that the
-backward pass came to first is named.
+One step after training on a NaN, every weight is NaN, and its origin is lost. So sampled values, logits, loss, gradient
+and new weights are checked, each with one sum. After a failed check the origin is traced: a forward pass is repeated
+with a hook on every operator; for a gradient, the parameter that the backward pass reached first is named.
 
-Everything here raises `NotFinite`. Knows nothing of saving checkpoints.
+All checks raise `NotFinite`.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from etude.training.losses import PolicyLoss
 from etude.training.optimizer import AdamW
 
 Views = Callable[[], Mapping[str, torch.Tensor]]
-"""A function that returns the trained tensors by the names that they are saved under."""
+"""A function that returns the trained tensors by the names under which they are saved."""
 
-HINT = "the weights are those of the step before: resume with a lower lr, or look into what is named here"
+HINT = "the weights are those of the previous step: resume with a lower lr, or inspect what is named here"
 
 
 def check_sampled(samples: Sequence[Sample], rows: FlatBatch, *, step: int) -> None:
-    """Check the log-probabilities that engines logged and the advantages."""
+    """Check the engines' log-probabilities and the advantages."""
     for what, numbers_R in (("log-probability", rows.sampler_logprobs_R), ("advantage", rows.advantages_R)):
         if not is_finite(numbers_R):
             at = int((~torch.isfinite(numbers_R)).int().argmax())
             raise NotFinite(
                 f"a sampled token's {what} is {float(numbers_R[at])} at step {step}",
                 f"in {describe_token(samples, rows, int(rows.rows_R[at]), after=1)}",
-                hint="the engine or the grader gave a number that is not finite: see its log and the trace",
+                hint="the engine or the grader returned a number that is not finite: see its log and the trace",
             )
 
 
@@ -50,9 +49,11 @@ def check_logits(
     step: int,
     place: Callable[[int], str],
 ) -> None:
-    """Check a forward's logits [R, V]. Where they are not finite, `again` computes the forward once more and watches
-    its operators (None: it cannot be repeated, since other ranks take part in it). `rows_R`: the tokens that got logits
-    (None: all). `place` describes a token for the error."""
+    """Check the logits [R, V] of a forward pass.
+
+    `again` repeats the forward pass with a hook, to find the operator (None: it cannot be repeated, since other ranks
+    take part). `rows_R`: the tokens that have logits (None: all). `place` describes a token in the error.
+    """
     if is_finite(logits_RV):
         return
     if again is None:
@@ -62,11 +63,11 @@ def check_logits(
         raise NotFinite(f"the logits of step {step} are not finite", facts, hint=hint)
     where = first_non_finite(again)
     if where is None:
-        facts = f"{describe_non_finite(logits_RV)}; computed again, all numbers are finite"
-        hint = "the same forward gave two results: test the machine's memory, or use another machine"
+        facts = f"{describe_non_finite(logits_RV)}; in a repeated forward pass all numbers are finite"
+        hint = "the same forward pass gave two results: test the machine's memory, or use another machine"
         raise NotFinite(f"the logits of step {step} are not finite", facts, hint=hint)
     token = where.row if rows_R is None or where.name not in ("norm", "logits") else int(rows_R[where.row])
-    facts = f"{where.facts}, the first in {place(token)}; nothing computed before it is"
+    facts = f"{where.facts}, the first in {place(token)}; all operators before it are finite"
     raise NotFinite(f"{where.name} is not finite at step {step}", facts, hint=HINT)
 
 
@@ -79,8 +80,7 @@ def check_loss(
     *,
     step: int,
 ) -> None:
-    """Check the loss of finite logits: neither it nor any ratio [R] may overflow, even a ratio that the policy's loss
-    cuts."""
+    """Check the loss. Neither the loss nor any ratio [R] may overflow, not even a ratio that the loss clips."""
     if is_finite(loss) and is_finite(policy.ratio_R):
         return
     at = int(log_ratio_R.abs().argmax())
@@ -95,14 +95,16 @@ def check_loss(
 
 
 PropagateErrors = Callable[[str], AbstractContextManager[None]]
-"""See `group.Group.agreed`."""
+"""See `process_group.ProcessGroup.propagate_errors`."""
 
 
 def checked_step(
     optimizer: AdamW, views: Views, *, lr: float, step: int, agreed: PropagateErrors = lambda what: nullcontext()
 ) -> float:
-    """Apply the gradient; returns its norm. A gradient that is not finite changes no weight, and raises on every rank
-    with the parameter's name, from `views`. The new weights are checked too."""
+    """Apply the gradient, with checks of gradient and new weights. Returns the gradient norm.
+
+    A gradient that is not finite changes no weight and raises on every rank, with the parameter's name from `views`.
+    """
     try:
         norm = optimizer.step(lr)
     except NotFinite as error:
@@ -112,7 +114,7 @@ def checked_step(
                 first = list(bad)[-1]  # a backward pass goes from the last layer to the first
                 raise NotFinite(
                     f"the gradient of {first} is not finite at step {step}",
-                    f"{bad[first]}; the backward pass came to it first, and spread it to {len(bad)} tensors in all",
+                    f"{bad[first]}; the backward pass reached it first, and spread it to {len(bad)} tensors in all",
                     hint=HINT,
                 ) from None
         raise NotFinite(f"the gradient of step {step} overflows", error.facts, hint=HINT) from None  # of its squares
@@ -123,19 +125,21 @@ def checked_step(
 
 
 def check_weights(views: Mapping[str, torch.Tensor], when: str) -> None:
-    """Check live weights, by the names that they are saved under. `when`: words for the error, "after step 3"."""
+    """Check live weights, by the names under which they are saved. `when`: the end of the error, such as "after step
+    3"."""
     bad = find_non_finite(views)
     if bad:
         first = next(iter(bad))
         raise NotFinite(
             f"{first} is not finite {when}",
             f"{bad[first]}; {len(bad)} tensors in all",
-            hint="the weights are lost: go on from the last checkpoint, with a lower lr",
+            hint="the weights are lost: resume from the last checkpoint, with a lower lr",
         )
 
 
 def _gradients(optimizer: AdamW, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The gradient by the names of `views`. It is laid out as the live weights are, so their views give the places."""
+    """The gradient, split by the names of `views`. It has the layout of the live weights, whose views give the
+    slices."""
     if optimizer.is_sharded:
         return optimizer.by_parameter(optimizer.grad)
     return {
@@ -146,8 +150,10 @@ def _gradients(optimizer: AdamW, views: Mapping[str, torch.Tensor]) -> dict[str,
 
 
 def describe_token(samples: Sequence[Sample], rows: FlatBatch, token: int, *, after: int = 0) -> str:
-    """Describe a token of a forward: its rollout and position. `after`: added to the position, 1 for the token that a
-    row predicts."""
+    """Describe a token of a forward pass: its rollout and position.
+
+    `after`: added to the position; 1 for the token that a row predicts.
+    """
     token = token if rows.kept_N is None else int(rows.kept_N[token])
     ends = np.cumsum(rows.lengths)
     of = int(np.searchsorted(ends, token, side="right"))

@@ -132,7 +132,7 @@ class SingleProcess:
         return rows
 
     def cache(self, rows: FlatBatch, operators: Operators) -> Cache:
-        return Packed(rows.forwarded, operators, device=rows.tokens_N.device)
+        return Packed(rows.forward_lengths, operators, device=rows.tokens_N.device)
 
     def propagate_errors(self, what: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

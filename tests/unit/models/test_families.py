@@ -377,5 +377,5 @@ def test_a_mutated_config_is_read_or_refused_and_then_its_tables_can_be_made(
     if sizes.yarn is not None and sizes.rope_dim < 1000:
         assert len(sizes.yarn.interpolated(sizes.rope_dim, sizes.rope_theta)) == sizes.rope_dim // 2
     assert sizes.family in FAMILY_NAMES
-    assert sizes.products
+    assert sizes.product_shapes
     assert next(iter(hf_weight_shapes(sizes)))

@@ -117,7 +117,7 @@ def test_a_class_that_is_no_good_family_is_refused_by_its_import_path(own: str, 
 def test_two_families_of_one_model_type_are_refused(own: str) -> None:
     with pytest.raises(ConfigError, match=f"{own}:Claims has model_type = 'olmoe'") as raised:
         family_of(f"{own}:Claims")
-    assert raised.value.facts == "so has the family olmoe"
+    assert raised.value.facts == "the family olmoe has the same one"
     family_of(f"{own}:Good")
     with pytest.raises(ConfigError, match=f"{own}:Other has model_type = 'good_moe'"):
         family_of(f"{own}:Other")
@@ -134,7 +134,7 @@ def test_a_module_that_does_not_import_is_refused(monkeypatch: pytest.MonkeyPatc
     ("family", "change", "says"),
     [
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
-        ("olmoe", {"head_dim": 4}, "2 heads of 4 numbers are not hidden_size = 16"),
+        ("olmoe", {"head_dim": 4}, "num_heads · head_dim = 8, but hidden_size = 16"),
         ("mixtral", {"sliding_window": 4096}, "sliding_window = 4096"),
         ("mixtral", {"num_local_experts": None}, "num_local_experts = None"),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
@@ -149,6 +149,6 @@ def test_what_a_family_does_not_compute_is_refused_by_its_key(
 
 
 def test_heads_that_are_normalised_together_are_not_shared_by_tensor_parallel_ranks() -> None:
-    with pytest.raises(ConfigError, match=r"olmoe shared by 2 tensor-parallel ranks: .* over all heads"):
+    with pytest.raises(ConfigError, match=r"olmoe on 2 tensor-parallel ranks: .* over all heads"):
         family_of("olmoe").tiny().per_rank(2)
     assert family_of("olmoe").tiny().per_rank(1) == family_of("olmoe").tiny()

@@ -1,4 +1,4 @@
-"""DeepSeek-V3: latent attention, a sigmoid router with groups and a bias for the choice, shared experts."""
+"""DeepSeek-V3: multi-head latent attention, sigmoid routers with groups and a selection bias, shared experts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class DeepseekV3(ModelFamily):
         "moe_layer_freq": (1, 1),
     }
     varies = "q_lora_rank, groups, routed_scaling_factor, shared experts, first_k_dense_replace, rope_interleave"
-    no_external_engines = "keeps products of the latent attention's weights, which a run's versions do not reach"
+    no_external_engines = "stores products of the latent attention's weights, which weight updates do not reach"
 
     def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         raw = {**raw, "n_routed_experts": raw.get("n_routed_experts", raw.get("num_local_experts"))}
@@ -43,7 +43,7 @@ class DeepseekV3(ModelFamily):
         )
         first = raw.get("first_k_dense_replace", 0)
         if type(first) is not int or not 0 <= first <= sizes["num_layers"]:
-            raise ValueError(f"first_k_dense_replace = {first!r}, of {sizes['num_layers']} layers")
+            raise ValueError(f"first_k_dense_replace = {first!r}, expected 0 to {sizes['num_layers']}")
         return {
             **sizes,
             "head_dim": latent.head_dim,
@@ -77,17 +77,21 @@ class DeepseekV3(ModelFamily):
     def check(self, c: ModelConfig) -> None:
         self.check_experts(c)
         if c.latent is None:
-            raise ValueError(f"family = {self.name!r} wants a latent")
+            raise ValueError(f"family = {self.name!r} needs latent attention")
         if c.dense_layers != tuple(range(len(c.dense_layers))):
-            raise ValueError(f"dense_layers = {list(c.dense_layers)[:8]}, but this family's are the first ones")
+            raise ValueError(
+                f"dense_layers = {list(c.dense_layers)[:8]}, but in this family the first layers are dense"
+            )
         if c.routing.scores is not Scores.SIGMOID:
-            raise ValueError(f"routing.scores = {str(c.routing.scores)!r} is not of family {self.name!r}")
+            raise ValueError(f"routing.scores = {str(c.routing.scores)!r}, but family {self.name!r} has sigmoid")
         if not c.num_shared:
-            raise ValueError(f"family = {self.name!r} has a shared expert or more, num_shared = 0")
+            raise ValueError(f"family = {self.name!r} needs num_shared > 0")
 
     def unused(self, names: Iterable[str], c: ModelConfig) -> set[str]:
-        """Tensors of the layers behind the last that predict more than the next token (arXiv 2412.19437, §2.2). Such a
-        layer is known by its `eh_proj`."""
+        """Tensors of the multi-token prediction layers behind the last layer (arXiv 2412.19437, §2.2).
+
+        Such a layer has an `eh_proj`.
+        """
         layers = [(_LAYER.match(name), name) for name in names]
         behind = {m[1] for m, name in layers if m and int(m[1]) >= c.num_layers and name.endswith(".eh_proj.weight")}
         return {name for m, name in layers if m and m[1] in behind}

@@ -1,4 +1,4 @@
-"""Mixtral (arXiv 2401.04088): grouped queries without norms, gates that sum to 1, and names of its own for experts."""
+"""Mixtral (arXiv 2401.04088): grouped-query attention without norms, gates that sum to 1, other names of experts."""
 
 from __future__ import annotations
 
@@ -28,4 +28,4 @@ class Mixtral(ModelFamily):
         super().check(c)
         self.check_routers(c)
         if not c.routing.normalise:
-            raise ValueError(f"routing.normalise = false is not of family {self.name!r}: its gates sum to 1")
+            raise ValueError(f"routing.normalise = false, but in family {self.name!r} gates sum to 1")

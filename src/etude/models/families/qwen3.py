@@ -1,4 +1,4 @@
-"""Qwen3 without experts: as Qwen3-MoE, with one product in the place of every router."""
+"""Qwen3 (dense): Qwen3-MoE with an MLP in place of every router and its experts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Qwen3(ModelFamily):
     def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         kinds = raw.get("layer_types") or []
         if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-            raise ValueError(f"layer_types = {kinds!r:.80}, only full_attention is computed")
+            raise ValueError(f"layer_types = {kinds!r:.80}, only full_attention is supported")
         sizes = positive_ints(raw, self.sizes)
         dense = {"num_experts": 0, "top_k": 0, "dense_size": positive_int(raw, WIDTH)}
         return {**sizes, "head_dim": head_dim(raw, sizes), **dense}
@@ -29,8 +29,7 @@ class Qwen3(ModelFamily):
 
     def check(self, c: ModelConfig) -> None:
         if c.num_experts:
-            wants = "it wants num_experts = 0 and top_k = 0"
-            raise ValueError(f"family = {self.name!r} with num_experts = {c.num_experts}: {wants}")
+            raise ValueError(f"family = {self.name!r} needs num_experts = 0 and top_k = 0, not {c.num_experts} experts")
         self.check_plain(c)
 
     def tiny(self) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: grouped queries, a norm for each head's query and key, a softmax router."""
+"""Qwen3-MoE: grouped-query attention, RMS norms of each head's query and key, softmax routers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Qwen3Moe(ModelFamily):
         every = positive_int(raw, "decoder_sparse_step", default=1)
         named = raw.get("mlp_only_layers") or []
         if not isinstance(named, list) or not all(type(i) is int for i in named):
-            raise ValueError(f"mlp_only_layers = {named!r:.80}, expected layers' numbers")
+            raise ValueError(f"mlp_only_layers = {named!r:.80}, expected a list of integers")
         without = set(named)
         dense = tuple(i for i in range(found["num_layers"]) if i in without or (i + 1) % every)
         width = found["expert_size"] if raw.get(WIDTH) is None and not dense else positive_int(raw, WIDTH)

@@ -53,7 +53,7 @@ def rank_part(rows: FlatBatch, rank: int, ranks: int) -> FlatBatch:
     parts = [rank_tokens(rows.lengths, one, ranks) for one in range(ranks)]
     if not all(map(len, parts)):
         return empty_batch() if rank else rows
-    return rows.of(parts[rank])
+    return rows.select(parts[rank])
 
 
 class ContextParallelCache:

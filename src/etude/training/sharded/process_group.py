@@ -71,7 +71,7 @@ class ShardedProcessGroup:
 
     def cache(self, rows: FlatBatch, operators: Operators) -> Cache:
         if rows.kept_N is None:
-            return Packed(rows.forwarded, operators, device=self.mesh.device)
+            return Packed(rows.forward_lengths, operators, device=self.mesh.device)
         return ContextParallelCache(rows.lengths, operators, self.mesh)
 
     # agreeing
