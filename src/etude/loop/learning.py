@@ -141,7 +141,7 @@ class Learning:
         reference = self.reference if self.config.learner.kl else None
         self._learner = make_learner(self.config, self._channel, reference, group=self.group or SINGLE_PROCESS)
         self._learner.load(checkpoint)
-        base = self._learner.trained.base()
+        base = self._learner.trainable.base()
         if base is not None:  # published for engines that join without a checkpoint
             store = weights_store(self.run)
             if self.group is None:

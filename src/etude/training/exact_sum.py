@@ -7,7 +7,8 @@ result for numbers in one process.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -51,3 +52,8 @@ def rounded_sum(parts: Iterable[ExactSum]) -> float:
     parts = list(parts)
     odd = [part for part in parts if isinstance(part, float)]
     return sum(odd) if odd else sum(map(int, parts)) / (1 << _UNIT)
+
+
+def norm(squares: Mapping[str, torch.Tensor]) -> float:
+    """√ of the sum of all squares (float64, by parameter), rounded once."""
+    return math.sqrt(rounded_sum([exact_sum(torch.cat(list(squares.values())))]))

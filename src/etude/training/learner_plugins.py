@@ -1,7 +1,7 @@
-"""Calls the plug-ins of a learner, a policy loss or a correction, and checks what they return.
+"""Call the learner's plug-ins, policy loss and correction, and check their results.
 
-What they raise, and a result of the wrong type, shape or value, is a `PluginError` that names the plug-in. They are not
-called where a rank has no sampled token: the loss of nothing is 0.
+An exception, or a result with a wrong type, shape or value, is a `PluginError` that names the plug-in. Plug-ins are not
+called on a rank without sampled tokens: its loss is 0.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class LearnerPlugins:
     def __init__(self) -> None:
         self._made: list[tuple[Plugin, Any]] = []
 
-    def of(self, kind: Kind, plugin: Plugin) -> Any:
-        """The plug-in's object. Raises `PluginRefused`, `ConfigError`, `PluginError`."""
+    def get(self, kind: Kind, plugin: Plugin) -> Any:
+        """The plug-in's object. Raises `PluginRefused`, `ConfigError` and `PluginError`."""
         for known, made in self._made:
             if known == plugin:
                 return made
@@ -33,26 +33,26 @@ class LearnerPlugins:
         return self._made[-1][1]
 
     def load(self, config: LearnerConfig) -> None:
-        """Construct those of the learner's settings."""
+        """Construct the plug-ins of the learner's settings."""
         for kind, plugin in named_plugins(config).items():
-            self.of(kind, plugin)
+            self.get(kind, plugin)
 
     def loss(self, plugin: Plugin, tokens: SampledTokens) -> PolicyLoss:
         """The loss of a plug-in. Raises `PluginError`."""
         empty_R = tokens.logprobs_R.detach()
         if not len(empty_R):
             return PolicyLoss(tokens.logprobs_R.sum(), empty_R, empty_R.bool())
-        return call_loss(plugin, self.of(Kind.LOSS, plugin), tokens)
+        return call_loss(plugin, self.get(Kind.LOSS, plugin), tokens)
 
     def corrected(self, plugin: Plugin, log_ratio_R: torch.Tensor, sequence_R: torch.Tensor) -> Corrected:
-        """The weights of a plug-in. Raises `PluginError`."""
+        """The importance weights of a plug-in. Raises `PluginError`."""
         if not len(log_ratio_R):
             return Corrected(log_ratio_R, log_ratio_R)
-        return call_correction(plugin, self.of(Kind.CORRECTION, plugin), log_ratio_R, sequence_R)
+        return call_correction(plugin, self.get(Kind.CORRECTION, plugin), log_ratio_R, sequence_R)
 
 
 def call_loss(plugin: Plugin, function: PolicyLossFunction, tokens: SampledTokens) -> PolicyLoss:
-    """The loss that a plug-in's object computes. Raises `PluginError`."""
+    """Call a policy loss and check its result. Raises `PluginError`."""
     with called(Kind.LOSS, plugin, "computing the loss"):
         done: object = function(tokens)
     if not isinstance(done, PolicyLoss):
@@ -67,7 +67,7 @@ def call_loss(plugin: Plugin, function: PolicyLossFunction, tokens: SampledToken
 def call_correction(
     plugin: Plugin, correction: Correction, log_ratio_R: torch.Tensor, sequence_R: torch.Tensor
 ) -> Corrected:
-    """The weights that a plug-in's object computes. Raises `PluginError`."""
+    """Call a correction and check its result. Raises `PluginError`."""
     with called(Kind.CORRECTION, plugin, "computing the weights"):
         done: object = correction(log_ratio_R, sequence_R)
     if not isinstance(done, Corrected):
@@ -81,19 +81,22 @@ def call_correction(
 
 
 def named_plugins(config: LearnerConfig) -> dict[Kind, Plugin]:
-    """The plug-ins that a learner's settings name."""
+    """The plug-ins in a learner's settings, by kind."""
     named = {Kind.LOSS: config.policy_loss, Kind.CORRECTION: config.correction}
     return {kind: value for kind, value in named.items() if isinstance(value, Plugin)}
 
 
 def plugin_identities(config: LearnerConfig) -> Mapping[str, str]:
-    """Which code the plug-ins of a learner's settings are, by kind."""
+    """Package, version and source digest of the plug-ins in a learner's settings, by kind."""
     return {str(kind): str(identity(kind, plugin.path)) for kind, plugin in named_plugins(config).items()}
 
 
 def _check(kind: Kind, plugin: Plugin, name: str, value: object, *, like: torch.Tensor, grad: bool = False) -> None:
-    """Raises `PluginError` for anything but a tensor of the shape, device and sort of number of `like`. Only a loss may
-    have a gradient, and must. A ratio that overflows is found by `guard.check_loss`, which says what to do."""
+    """Raise `PluginError` unless `value` is a tensor with the shape, device and kind of dtype of `like`.
+
+    With `grad` it must have a gradient (the loss); otherwise it must not. A ratio that overflows is reported by
+    `nan_check.check_loss`, which says what to do.
+    """
     wanted = f"a tensor {list(like.shape)} of {'bool' if like.dtype is torch.bool else 'float'} on {like.device}"
     if not isinstance(value, torch.Tensor):
         raise unusable(kind, plugin, f"{name} is {type(value).__name__}, and {wanted} is wanted")

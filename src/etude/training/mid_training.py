@@ -1,11 +1,9 @@
-"""Mid-training: the learner's pieces over a corpus, data-parallel, resumable at any moment.
+"""Mid-training over a corpus, data-parallel and resumable at any moment.
 
-A step's batch does not depend on the number of ranks; each computes its share, gradients are summed as one buffer, and
-every rank takes the same optimiser step, so their weights stay equal to the bit (asserted at the end). Progress lies
-in ``<out>.partial/step-NNNNNN`` until the result is whole; a run that was killed goes on from the last one and ends
-with the same bytes as one that was not.
-
-Knows nothing of tasks: what is in the corpus, and what a copy probe measures, is the caller's business.
+A step's batch does not depend on the number of ranks. Each rank computes its part, gradients are summed as one buffer,
+and every rank takes the same optimiser step, so their weights stay equal to the bit (checked at the end). Checkpoints
+are in ``<out>.partial/step-NNNNNN`` until the result is complete. A killed run resumes from the last one and ends with
+the same bytes as a run without interruption.
 """
 
 from __future__ import annotations
@@ -44,11 +42,12 @@ from etude.training.optimizer import AdamW
 from etude.training.schedule import lr_multiplier
 
 FORMAT = 1
-FORWARD_TOKENS = 4096  # of one forward; bounds memory, changes nothing else
+FORWARD_TOKENS = 4096  # of one forward pass; bounds memory, changes nothing else
 RESULT, PROGRESS, STATE = "mid_training.json", "progress.json", "optimizer.state"
 
 Probe = Callable[[Transformer], float]
-"""Measures a skill of the model, for `mid.eval`. A module-level function or a partial of one: ranks are spawned."""
+"""Measures a skill of the model, for the event `mid.eval`. Must be a module-level function or a partial of one, since
+ranks are spawned."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,8 @@ class MidTrained:
 
     num_steps: int
     num_tokens: int
-    loss: float  # of the last step, nats a token
-    heldout_loss: float | None  # None: the corpus holds nothing out
+    loss: float  # of the last step, nats per token
+    heldout_loss: float | None  # None: the corpus has no held-out documents
     copy_probe: float | None
     digest: str  # SHA-256 of the weights' bytes, the same in every rank
 
@@ -81,7 +80,7 @@ class _Job:
 
     @property
     def identity(self) -> str:
-        """What must be equal for a checkpoint to be gone on from."""
+        """Digest of everything that must be equal to resume from a checkpoint."""
         corpus = (self.corpus / "corpus.json").read_text()
         plain = [to_plain(self.config), to_plain(self.model), self.seed, str(self.start), corpus]
         return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
@@ -100,15 +99,15 @@ def mid_train(
     telemetry: Telemetry | None = None,
     copy_probe: Probe | None = None,
 ) -> MidTrained:
-    """Train a new model, or the one in the checkpoint directory `start`, on a corpus; `out_dir` becomes a Hugging Face
+    """Train a new model, or the one in the checkpoint directory `start`, on a corpus. `out_dir` becomes a Hugging Face
     directory in float32.
 
-    `assets` is a directory whose tokeniser files are copied into it. Returns at once when `out_dir` holds the result
-    of the same settings. Raises `RunError` when a rank dies or the progress found is of other settings, `TaskError`
-    for the corpus, `CheckpointError` when the disk refuses, `DeadlineExceeded` when the ranks stall.
+    `assets`: a directory whose tokeniser files are copied. Returns at once when `out_dir` has the result of the same
+    settings. Raises `RunError` when a rank dies or a checkpoint has other settings, `TaskError` for the corpus,
+    `CheckpointError` for disk errors, and `DeadlineExceeded` when the ranks stall.
     """
     where = None if telemetry is None else (telemetry.path, telemetry.process)
-    read_corpus(corpus_dir, vocab_size=model.vocab_size)  # an error of the corpus is told before ranks start
+    read_corpus(corpus_dir, vocab_size=model.vocab_size)  # report errors of the corpus before ranks start
     job = _Job(
         config,
         model,
@@ -144,7 +143,7 @@ def _finished(job: _Job) -> MidTrained:
 
 
 def _train(ranks: RankGroup, job: _Job) -> MidTrained:
-    """One rank's run."""
+    """Run one rank."""
     run = _Run(ranks, job)
     for step in range(run.optimizer.num_steps, len(run.batches)):
         ranks.heartbeat()
@@ -202,7 +201,7 @@ class _Run:
         self._report(step + 1, balance_loss=float(sums[1]), lr=lr, grad_norm=norm)
 
     def _accumulate(self, spans: Spans) -> torch.Tensor:
-        """Add this rank's part of the gradient; returns its part of (mean loss, balance loss)."""
+        """Accumulate this rank's part of the gradient. Returns its part of (mean loss, balance loss)."""
         num_targets, num_inputs = _num_tokens(spans) - len(spans), _num_tokens(spans)
         sums = torch.zeros(2)
         for inputs, targets, lengths in _forwards(
@@ -226,7 +225,7 @@ class _Run:
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Held-out loss over all ranks, and the copy probe on the first."""
+        """Held-out loss over all ranks, and the copy probe on the first rank."""
         self.model.eval()
         docs = self.corpus.heldout
         sums = torch.zeros(2)
@@ -255,7 +254,7 @@ class _Run:
         return min(self.job.config.document_tokens, self.job.model.context_tokens)
 
     def checkpoint(self) -> None:
-        """Leave everything that going on needs."""
+        """Write a checkpoint, on the first rank."""
         self.ranks.heartbeat()
         if self.ranks.rank:
             return
@@ -269,7 +268,7 @@ class _Run:
                 shutil.rmtree(other, ignore_errors=True)
 
     def _resume(self) -> None:
-        """Go on from the last whole checkpoint, if there is one. Raises `RunError` when it is of other settings."""
+        """Resume from the last complete checkpoint, if there is one. Raises `RunError` when it has other settings."""
         found = newest_checkpoint(self.job.out)
         if found is None:
             return
@@ -277,15 +276,15 @@ class _Run:
         tokens = about.get("num_tokens")
         if about.get("identity") != self.identity or not isinstance(tokens, int):
             raise RunError(
-                f"{found} is the progress of other settings", hint=f"delete {self.job.partial} to begin anew"
+                f"{found} is a checkpoint of other settings", hint=f"delete {self.job.partial} to start again"
             )
         prove(found, [PROGRESS], kind=CheckpointError)
         state, biases = load_tensors(found / STATE), hf_biases(self.model)
         if not biases.keys() <= state.keys():
             raise RunError(
-                f"{found} is the progress of an earlier etude",
-                "it lacks the biases by which experts are balanced",
-                hint=f"delete {self.job.partial} to begin anew",
+                f"{found} is a checkpoint of an older etude",
+                "it lacks the router biases",
+                hint=f"delete {self.job.partial} to start again",
             )
         self.optimizer.restore(state, live=False)
         for name, bias in biases.items():
@@ -293,7 +292,7 @@ class _Run:
         self.num_tokens = tokens
 
     def finish(self) -> MidTrained:
-        """Write the result, from the first rank."""
+        """Write the result, on the first rank."""
         digest = hashlib.sha256(self.optimizer.live.numpy().tobytes()).hexdigest()
         result = MidTrained(
             num_steps=len(self.batches),
@@ -311,7 +310,7 @@ class _Run:
         return result
 
     def _report(self, step: int, **facts: float) -> None:
-        """An event about once a second, and at the end."""
+        """Write an event about once per second, and at the end."""
         now, (since, tokens) = time.monotonic(), self._reported
         if self.telemetry is None or (now - since < 1.0 and step < len(self.batches)):
             return
@@ -332,7 +331,8 @@ def _num_tokens(spans: Spans) -> int:
 
 
 def _forwards(documents: Documents, spans: Spans) -> list[tuple[torch.Tensor, torch.Tensor, list[int]]]:
-    """(inputs, targets, lengths) of each forward over some documents: a document's last token is predicted only."""
+    """(inputs, targets, lengths) of each forward pass over some documents. The last token of a document is only
+    predicted."""
     batches = []
     for part in group_by_budget((spans[:, 1] - spans[:, 0]).tolist(), FORWARD_TOKENS):
         docs = [torch.from_numpy(documents.tokens[start:stop].astype("int64")) for start, stop in spans[part]]

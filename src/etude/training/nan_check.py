@@ -99,7 +99,12 @@ PropagateErrors = Callable[[str], AbstractContextManager[None]]
 
 
 def checked_step(
-    optimizer: AdamW, views: Views, *, lr: float, step: int, agreed: PropagateErrors = lambda what: nullcontext()
+    optimizer: AdamW,
+    views: Views,
+    *,
+    lr: float,
+    step: int,
+    propagate_errors: PropagateErrors = lambda what: nullcontext(),
 ) -> float:
     """Apply the gradient, with checks of gradient and new weights. Returns the gradient norm.
 
@@ -108,7 +113,7 @@ def checked_step(
     try:
         norm = optimizer.step(lr)
     except NotFinite as error:
-        with agreed("gradient"):
+        with propagate_errors("gradient"):
             bad = find_non_finite(_gradients(optimizer, views()))
             if bad:
                 first = list(bad)[-1]  # a backward pass goes from the last layer to the first
@@ -118,7 +123,7 @@ def checked_step(
                     hint=HINT,
                 ) from None
         raise NotFinite(f"the gradient of step {step} overflows", error.facts, hint=HINT) from None  # of its squares
-    with agreed("weights"):
+    with propagate_errors("weights"):
         if not is_finite(optimizer.live):
             check_weights(views(), f"after step {step}")
     return norm

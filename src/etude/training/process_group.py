@@ -1,21 +1,21 @@
-"""The interface between the learner and the group of ranks that it may be spread over.
+"""The interface between the learner and the ranks that share its work.
 
-`One` is a process by itself. `training.sharded` has ranks with FSDP2 and a device mesh. What differs between them is
-what is asked here: which samples are mine, which tensors, how sums and troubles meet, how weights get in and out.
+`SingleProcess` is one process. `training.sharded` has ranks with FSDP2 and a device mesh. The interface is what differs
+between them: which samples and tensors a rank has, how sums and errors are exchanged, how weights are loaded and saved.
 Losses, checks and reports are the learner's, the same for both.
 
-A batch is packed into rows of one bin a *share* (`training.packing`), as many shares as there are data-parallel ranks;
-a row's gradient is the binary tree over its shares. `One` computes all of them in turn and adds in that tree: what
-ranks compute, to the bit, where their layout allows it (docs/decisions/0022-a-learner-over-ranks.md).
+A batch is packed into rows of one bin per *share* (`training.packing`), with as many shares as there are data-parallel
+ranks. A row's gradient is a binary tree over its shares. `SingleProcess` computes the shares in turn and adds them in
+the same tree: to the bit what ranks compute, where their layout allows it
+(docs/decisions/0022-a-learner-over-ranks.md).
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -27,27 +27,25 @@ from etude.numerics.device import device_for
 from etude.numerics.exact import tree_sum
 from etude.numerics.operators import Operators
 from etude.sums import files_in, prove
-from etude.training.exact_sum import exact_sum, rounded_sum
+from etude.training.exact_sum import norm
 from etude.training.flat_batch import FlatBatch
+from etude.training.optimizer import AdamW
 from etude.training.trainable import LoadRequest, Trainable, load_trainable
-
-if TYPE_CHECKING:
-    from etude.training.optimizer import AdamW
 
 T = TypeVar("T")
 OPTIMIZER_FILE, OPTIMIZER_SHARDS = "learner.state", "learner.shards"
-"""An optimiser's state in a checkpoint: one file of one process, or torch's distributed checkpoint of ranks. No
-*.safetensors: vLLM takes every such file for weights."""
+"""Optimiser state in a checkpoint: a file from one process, or a torch distributed checkpoint from several ranks. The
+file is not named *.safetensors, since vLLM loads every such file as weights."""
 
 
 class ProcessGroup(Protocol):
-    """The ranks of a learner, seen from one of them. Every call but `device` and `own` is collective."""
+    """The ranks of a learner, as seen by one of them. All calls but `device` and `own_shares` are collective."""
 
     rank: int
     size: int
 
     def device(self, name: str) -> torch.device:
-        """Where this rank computes: `learner.device`, or the GPU that is its own."""
+        """This rank's device: `learner.device`, or its own GPU."""
         ...
 
     def own_shares(self, shares: int) -> range:
@@ -55,20 +53,21 @@ class ProcessGroup(Protocol):
         ...
 
     def local_tokens(self, rows: FlatBatch) -> FlatBatch:
-        """The rows of a share that this rank forwards: all, or a part of each text."""
+        """The tokens of a share that this rank forwards: all, or with context parallelism a part of each text."""
         ...
 
     def cache(self, rows: FlatBatch, operators: Operators) -> Cache:
-        """The `Cache` by which the tokens of `part` attend to each other."""
+        """The `Cache` with which the tokens of `local_tokens` attend to each other."""
         ...
 
     def propagate_errors(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """A block without collectives: where it raises on one rank, all raise that. A rank that does not come in time
-        is a `RankLost`."""
+        """Context for a block without collectives: an error on one rank is raised on all ranks. A late rank is a
+        `RankLost`."""
         ...
 
     def collective(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """A block with collectives of torch's own: one that fails is a `RankLost` that names who is missing."""
+        """Context for a block with torch's collectives: a failed collective is a `RankLost` that names the missing
+        ranks."""
         ...
 
     def all_reduce(self, counts: torch.Tensor) -> None:
@@ -76,49 +75,49 @@ class ProcessGroup(Protocol):
         ...
 
     def global_norm(self, squares: Mapping[str, torch.Tensor]) -> float:
-        """√ of the sum of all ranks' squares (float64, by parameter), rounded once: independent of which rank holds
-        which."""
+        """√ of the sum of all ranks' squares (float64, by parameter), rounded once: independent of which rank has which
+        rows."""
         ...
 
     def all_gather(self, one: T) -> list[T]:
-        """The `one` of every rank, in order of rank, on every rank."""
+        """The values of all ranks, in order of rank, on each rank."""
         ...
 
     def load(self, loading: LoadRequest) -> Trainable:
-        """What trains of a checkpoint, or this rank's part of it: as `trained.load_trained`."""
+        """Load the trainable weights of a checkpoint, or this rank's part of them (`trainable.load_trainable`)."""
         ...
 
     def accumulator(self, optimizer: AdamW, shares: int) -> ShareAccumulator | None:
-        """What adds a row's gradients of so many shares of this rank, where backward passes alone do not."""
+        """Adds a row's gradients of several shares of this rank; None where backward passes alone do it."""
         ...
 
     def restore_optimizer(self, path: Path, optimizer: AdamW) -> None:
-        """The optimiser's state in a checkpoint, whichever ranks saved it. Raises `CheckpointError`."""
+        """Restore the optimiser state of a checkpoint, whichever ranks saved it. Raises `CheckpointError`."""
         ...
 
     def checkpoint_directory(self, path: Path) -> contextlib.AbstractContextManager[Path]:
-        """A hidden directory that all ranks fill, which becomes `path` when the block ends well on all of them."""
+        """A hidden directory that all ranks fill. It becomes `path` when the block succeeds on all of them."""
         ...
 
     def save_optimizer(self, folder: Path, optimizer: AdamW) -> None:
-        """Put the optimiser's state into a checkpoint."""
+        """Save the optimiser state into a checkpoint."""
         ...
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Exchange rows: from this rank's rows of each parameter to the whole parameters that this rank gets."""
+        """Exchange this rank's rows of each parameter for the full parameters that this rank computes."""
         ...
 
     def shard(self, wholes: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The reverse: from the whole parameters that this rank has to its rows of each parameter, shaped as `like`."""
+        """The reverse: exchange full parameters for this rank's rows of each parameter, shaped as `like`."""
         ...
 
     def reset(self, model: Transformer) -> None:
-        """Forget a forward or backward pass that was cut short."""
+        """Reset the model after an interrupted forward or backward pass."""
         ...
 
 
 class SingleProcess:
-    """The group of a learner in one process. Its calls never wait."""
+    """The process group of a learner in one process. Its calls never wait."""
 
     rank, size = 0, 1
 
@@ -144,7 +143,7 @@ class SingleProcess:
         pass
 
     def global_norm(self, squares: Mapping[str, torch.Tensor]) -> float:
-        return math.sqrt(rounded_sum([exact_sum(torch.cat(list(squares.values())))]))
+        return norm(squares)
 
     def all_gather(self, one: T) -> list[T]:
         return [one]
@@ -185,19 +184,20 @@ SINGLE_PROCESS = SingleProcess()
 
 
 class ShareAccumulator:
-    """Several shares' gradients in one process, added as ranks add theirs: a row as a tree, then row after row."""
+    """Adds the gradients of several shares in one process in the order in which ranks add theirs: a tree per row, then
+    row after row."""
 
     def __init__(self, gradient: torch.Tensor) -> None:
-        """`gradient`: what every backward pass adds to."""
+        """`gradient`: the buffer that every backward pass adds to."""
         self._gradient, self._before = gradient, gradient.clone()
         self._shares: list[torch.Tensor] = []
         gradient.zero_()
 
     def add_share(self) -> None:
-        """A share's backward pass has ended."""
+        """Call after a share's backward pass."""
         self._shares.append(self._gradient.clone())
         self._gradient.zero_()
 
     def finish_row(self) -> None:
-        """A row has ended."""
+        """Call after the last share of a row."""
         self._gradient.copy_(self._before + tree_sum(self._shares))

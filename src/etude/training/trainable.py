@@ -1,6 +1,6 @@
-"""What of a model an optimiser changes, and so what is saved and published: all of it, or adapters (LoRA).
+"""The part of a model that is trained, saved and published: all weights, or LoRA adapters.
 
-The learner knows no difference beyond this file. Knows nothing of losses and batches.
+This module is the only place in which a learner with LoRA differs from one that trains all weights.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 class Trainable(Protocol):
-    """A model, and what of it trains."""
+    """A model, and the part of it that is trained."""
 
     model: Transformer
 
     @property
     def module(self) -> nn.Module:
-        """The module whose parameters an optimiser takes over; `settle` comes after each time that it changed them."""
+        """The module whose parameters an optimiser takes over. Call `sync_model` after each update of them."""
         ...
 
     def views(self) -> Mapping[str, torch.Tensor]:
-        """What trains, by the names that it is saved under."""
+        """The trained tensors, by the names under which they are saved."""
         ...
 
     def sync_model(self) -> None:
-        """Have the model compute with what was trained."""
+        """Make the model compute with the updated parameters."""
         ...
 
     def exported(self) -> dict[str, Tensor]:
-        """What is published. Views of live memory may be among it."""
+        """The tensors to publish. They may contain views of live memory."""
         ...
 
     def base(self) -> dict[str, Tensor] | None:
-        """What an engine computes with beside what is published, frozen; None: nothing."""
+        """The frozen weights that an engine needs beside the published tensors; None where it needs none."""
         ...
 
     def write(self, folder: Path) -> None:
-        """A directory of it, beside which a learner's state goes."""
+        """Write a checkpoint directory, without the learner's state."""
         ...
 
 
@@ -78,13 +78,13 @@ class FullWeights:
         return hf_views(self.model)
 
     def sync_model(self) -> None:
-        """The optimiser's memory is the model's."""
+        """The optimiser's memory is the model's: nothing to do."""
 
     def exported(self) -> dict[str, Tensor]:
         return export(self.model, self._weights, self._quantise)
 
     def base(self) -> None:
-        """All is published."""
+        """None: all weights are published."""
 
     def write(self, folder: Path) -> None:
         write_model(self.model, folder, dtype=self._weights, assets=self._assets)
@@ -92,33 +92,34 @@ class FullWeights:
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """A checkpoint, and how a learner takes it up."""
+    """A checkpoint to load, and the settings to load it with."""
 
     path: Path
     config: LearnerConfig
     operators: Operators
     device: torch.device
     quantise: Quantise
-    seed: int  # keys what adapters begin with
-    resumed: bool  # a learner left it, of which it goes on; else it is the start of one
+    seed: int  # for the initial adapters
+    resumed: bool  # whether a learner saved it; else it is a starting checkpoint
 
     @property
     def base(self) -> Path:
-        """Where the model's weights lie: under adapters, the frozen ones. Raises `CheckpointError`."""
+        """The directory of the model's weights; with adapters, of the frozen base. Raises `CheckpointError`."""
         return next_base(self.path) if self.resumed and self.config.lora_rank else self.path
 
     def check_kind(self) -> None:
-        """Raises `CheckpointError` where its learner trained something else."""
+        """Raise `CheckpointError` where the checkpoint's learner trained adapters and this one does not, or the
+        reverse."""
         if self.resumed and (self.path / ADAPTER_CONFIG).is_file() != bool(self.config.lora_rank):
             was = "adapters" if not self.config.lora_rank else "all weights"
             raise CheckpointError(
-                f"{self.path} is of a learner that trains {was}",
-                f"this one has lora_rank = {self.config.lora_rank}",
-                hint="set learner.lora_rank to the checkpoint's, or begin a new run with `start`",
+                f"{self.path} was saved by a learner that trains {was}",
+                f"learner.lora_rank is now {self.config.lora_rank}",
+                hint="set learner.lora_rank to the checkpoint's value, or start a new run with `start`",
             )
 
     def adapter(self, model: Transformer) -> tuple[AdapterConfig, dict[str, torch.Tensor]]:
-        """What is adapted, and A and B where there are any yet. Raises `CheckpointError`."""
+        """The adapter's settings, and A and B if they were saved. Raises `CheckpointError`."""
         settings = self.config
         wanted = AdapterConfig(settings.lora_rank, settings.lora_alpha, lora_modules(model, settings.lora_on), "")
         if not self.resumed:
@@ -129,7 +130,7 @@ class LoadRequest:
 
 
 class LoraWeights:
-    """Adapters on a frozen base, which is the checkpoint at `base`."""
+    """LoRA adapters on a frozen base, the checkpoint at `base`."""
 
     def __init__(self, model: Transformer, adapters: Adapters, weights: LiveWeights, base: Path) -> None:
         self.model, self.adapters, self._weights, self._base = model, adapters, weights, base
@@ -157,7 +158,8 @@ class LoraWeights:
 
 
 def load_trainable(loading: LoadRequest) -> Trainable:
-    """What trains of a checkpoint: what a learner left there, or from its start. Raises `CheckpointError`."""
+    """Load the trainable weights from a learner's checkpoint or from a starting checkpoint. Raises
+    `CheckpointError`."""
     loading.check_kind()
     path, config, device = loading.path, loading.config, loading.device
     if not config.lora_rank:
@@ -177,14 +179,14 @@ def load_trainable(loading: LoadRequest) -> Trainable:
 
 
 def set_recompute(model: Transformer, recompute: bool) -> Transformer:
-    """The model, whose blocks keep nothing for the backward pass where so told."""
+    """Turn activation checkpointing on or off. Returns the model."""
     for block in model.blocks:
         block.recompute = recompute  # type: ignore[assignment]
     return model
 
 
 def lora_modules(model: Transformer, on: LoraOn) -> tuple[str, ...]:
-    """The modules of a model that are adapted, by the last parts of their names."""
+    """The modules of a model that get adapters, by the last parts of their names."""
     inside, names = (
         model.config.architecture.etude_name,
         [name for matrix in quantisable_matrices(model) for name in matrix.rows],
@@ -195,13 +197,13 @@ def lora_modules(model: Transformer, on: LoraOn) -> tuple[str, ...]:
 
 def _check_same(path: Path, wanted: AdapterConfig, found: AdapterConfig) -> None:
     facts = [
-        f"{name} = {getattr(found, name)!r}, set is {getattr(wanted, name)!r}"
+        f"{name} = {getattr(found, name)!r}, the setting is {getattr(wanted, name)!r}"
         for name in ("rank", "alpha", "modules")
         if getattr(found, name) != getattr(wanted, name)
     ]
     if facts:
         raise CheckpointError(
-            f"{path} is of a learner with other adapters",
+            f"{path} was saved with other LoRA settings",
             "; ".join(facts),
-            hint="set learner.lora_rank, lora_alpha and lora_on to the checkpoint's",
+            hint="set learner.lora_rank, lora_alpha and lora_on to the checkpoint's values",
         )
