@@ -54,6 +54,6 @@ def rounded_sum(parts: Iterable[ExactSum]) -> float:
     return sum(odd) if odd else sum(map(int, parts)) / (1 << _UNIT)
 
 
-def norm(squares: Mapping[str, torch.Tensor]) -> float:
+def exact_norm(squares: Mapping[str, torch.Tensor]) -> float:
     """√ of the sum of all squares (float64, by parameter), rounded once."""
     return math.sqrt(rounded_sum([exact_sum(torch.cat(list(squares.values())))]))

@@ -22,7 +22,7 @@ from torch.optim.adamw import adamw
 
 from etude.errors import CheckpointError, NotFinite
 from etude.training.config import LiveWeights
-from etude.training.exact_sum import norm
+from etude.training.exact_sum import exact_norm
 
 PADDING = 64
 """Vectors hold a multiple of this many numbers: more than any processor computes at once."""
@@ -52,7 +52,7 @@ class AdamW:
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         grad_clip: float = 1.0,
-        norm: Callable[[Mapping[str, torch.Tensor]], float] = norm,
+        norm: Callable[[Mapping[str, torch.Tensor]], float] = exact_norm,
     ) -> None:
         self.betas, self.eps, self.weight_decay, self.grad_clip = betas, eps, weight_decay, grad_clip
         self.num_steps, self._norm, self._model = 0, norm, model

@@ -27,7 +27,7 @@ from etude.numerics.device import device_for
 from etude.numerics.exact import tree_sum
 from etude.numerics.operators import Operators
 from etude.sums import files_in, prove
-from etude.training.exact_sum import norm
+from etude.training.exact_sum import exact_norm
 from etude.training.flat_batch import FlatBatch
 from etude.training.optimizer import AdamW
 from etude.training.trainable import LoadRequest, Trainable, load_trainable
@@ -143,7 +143,7 @@ class SingleProcess:
         pass
 
     def global_norm(self, squares: Mapping[str, torch.Tensor]) -> float:
-        return norm(squares)
+        return exact_norm(squares)
 
     def all_gather(self, one: T) -> list[T]:
         return [one]

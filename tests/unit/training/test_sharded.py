@@ -196,8 +196,8 @@ def test_a_rank_that_is_lost_in_a_collective_is_named(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"ranks": 3, "expert_parallel": 2}, "ranks = 3 do not fill a mesh of expert_parallel = 2"),
-        ({"ranks": 2, "context_parallel": 4}, "ranks = 2 do not fill a mesh of context_parallel = 4"),
+        ({"ranks": 3, "expert_parallel": 2}, "ranks = 3 is not a multiple of expert_parallel = 2"),
+        ({"ranks": 2, "context_parallel": 4}, "ranks = 2 is not a multiple of context_parallel = 4"),
         ({"ranks": 2, "context_parallel": 2, "kl": 0.1}, "kl with context_parallel"),
         ({"optimizer": OptimizerKind.MUON, "lora_rank": 4}, "adapters train by adamw"),
     ],
@@ -274,4 +274,4 @@ def test_the_guides_program_runs_under_torchrun_and_too_many_ranks_are_refused(t
     assert load_model(tmp_path / "saved").config == SIZES
     refused = torchrun(3)
     assert refused.returncode != 0
-    assert "3 ranks do not fill a mesh of 2" in refused.stderr
+    assert "the number of ranks does not match: 3 instead of 2" in refused.stderr

@@ -1,10 +1,11 @@
-"""A text over several ranks: each has some of its tokens, and sees the keys and values of all before them.
+"""Context parallelism: each rank has a part of a text's tokens, and attends to the keys and values of all tokens
+before.
 
-A text is cut into twice as many pieces as there are ranks, and each takes one from the front and one from the back
-(Llama 3, arXiv 2407.21783, §3.3.2): in causal attention the last piece sees all others and the first none, so that the
-pairs come out even. Keys and values are gathered layer by layer, of a latent attention the latents alone; their
-gradients are summed back to where they came from. Pieces are multiples of `CHUNK` where the text is long enough: then
-an exact operator sees its rows in the windows that it sees them in elsewhere, and a token's bits are those of one rank.
+A text is cut into twice as many pieces as there are ranks, and each rank takes one from the front and one from the back
+(Llama 3, arXiv 2407.21783, §3.3.2). With causal attention the last piece attends to all others and the first to none,
+so this balances the work. Keys and values are all-gathered layer by layer (for latent attention only the latents);
+their gradients are summed on the way back. Pieces are multiples of `CHUNK` where the text is long enough: then exact
+operators see the same key windows as on a single rank, and a token has the same bits.
 
 Shapes: N tokens of this rank, H query heads, G key/value heads, A key width, B value width, T tokens of a text.
 """
@@ -24,7 +25,7 @@ from etude.training.sharded.mesh import Mesh
 
 
 def token_ranges(num_tokens: int, rank: int, ranks: int) -> list[range]:
-    """The tokens of a text that a rank has, front and back.
+    """The token ranges of a text that a rank has, front and back.
 
     >>> [pieces(1024, rank, 2) for rank in range(2)]
     [[range(0, 256), range(768, 1024)], [range(256, 512), range(512, 768)]]
@@ -38,7 +39,7 @@ def token_ranges(num_tokens: int, rank: int, ranks: int) -> list[range]:
 
 
 def rank_tokens(lengths: Sequence[int], rank: int, ranks: int) -> torch.Tensor:
-    """int64: a rank's tokens of texts laid flat, ascending."""
+    """A rank's tokens in packed texts: indices, int64, ascending."""
     found, start = [], 0
     for length in lengths:
         found += [start + i for piece in token_ranges(length, rank, ranks) for i in piece]
@@ -47,7 +48,7 @@ def rank_tokens(lengths: Sequence[int], rank: int, ranks: int) -> torch.Tensor:
 
 
 def rank_part(rows: FlatBatch, rank: int, ranks: int) -> FlatBatch:
-    """A rank's part of some rows. So few tokens that a rank would have none are the first rank's."""
+    """A rank's part of a batch. If it would leave some rank without tokens, the first rank has all."""
     if ranks == 1 or rows.num_tokens == 0:
         return rows
     parts = [rank_tokens(rows.lengths, one, ranks) for one in range(ranks)]
@@ -57,9 +58,9 @@ def rank_part(rows: FlatBatch, rank: int, ranks: int) -> FlatBatch:
 
 
 class ContextParallelCache:
-    """`Cache` of packed texts, of which this rank has some tokens. Every layer gathers once, forward and backward."""
+    """`Cache` of packed texts of which this rank has a part. Every layer gathers once, forward and backward."""
 
-    compressed = True  # latents are fewer numbers than the keys and values made of them
+    compressed = True  # latents are smaller than keys and values
 
     def __init__(self, lengths: Sequence[int], operators: Operators, mesh: Mesh) -> None:
         self._lengths, self._causal, self._mesh = list(lengths), operators.causal_attention(), mesh
@@ -91,7 +92,7 @@ class ContextParallelCache:
 
 
 class _AllGather(torch.autograd.Function):
-    """Every rank's tokens in the order of the texts; backward, the sum of what every rank's queries say of mine."""
+    """All ranks' tokens in the order of the texts. Backward: the sum of all ranks' gradients of this rank's tokens."""
 
     @staticmethod
     def forward(ctx: Any, mine_N: torch.Tensor, kept: list[torch.Tensor], mesh: Mesh) -> torch.Tensor:
@@ -118,7 +119,7 @@ class _AllGather(torch.autograd.Function):
 
 
 def _all_to_all(out: list[torch.Tensor], sent: Sequence[torch.Tensor], mesh: Mesh) -> None:
-    """One tensor to each rank, one from each; of shapes that all know."""
+    """Send one tensor to each rank and receive one from each, with shapes known to all."""
     given = torch.cat([one.flatten() for one in sent]).view(torch.uint8)
     taken = torch.cat([one.flatten() for one in out]).view(torch.uint8)
     distributed.all_to_all_single(

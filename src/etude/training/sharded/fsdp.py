@@ -1,10 +1,10 @@
-"""A model as FSDP2 shards it, and which rows of each parameter lie where.
+"""Sharding a model with FSDP2, and which rows of each parameter this rank has.
 
-`fully_shard` cuts a parameter in its first dimension: rows of a matrix, experts of a stack. Layer by layer its shards
-are gathered before they are computed with, and gradients are summed and cut again behind it. Stacked experts are whole
-on their expert-parallel rank, and cut over the other mesh.
+`fully_shard` cuts parameters along their first dimension: rows of a matrix, experts of a stack. It gathers shards layer
+by layer before computing, and reduce-scatters gradients after. Experts are full matrices on their expert-parallel rank,
+and cut over the other mesh dimension.
 
-Sums over ranks in exact mode are trees in the order of shares (`Tree`); in native mode, whatever the library does.
+In exact mode, sums over ranks are trees in the order of shares (`TreeReduceScatter`); in native mode, the library's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from etude.training.sharded.mesh import Mesh
 
 
 class TreeReduceScatter:
-    """A reduce-scatter whose sum is a binary tree in the order of ranks: FSDP2's own kind of argument."""
+    """A reduce-scatter that sums in a binary tree in the order of ranks. Has FSDP2's interface for custom
+    reduce-scatters."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -54,8 +55,10 @@ class TreeReduceScatter:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """A parameter of the whole model, and what this rank has of it: rows [start, stop) of its first dimension.
-    `copied`: those that FSDP2 would share them with have them, too."""
+    """This rank's rows [start, stop) of a parameter of the full model.
+
+    `copied`: all ranks of the FSDP mesh have the same rows.
+    """
 
     shape: tuple[int, ...]
     start: int
@@ -69,7 +72,7 @@ class ShardSpec:
         return slice(self.start, self.stop)
 
     def distributed(self, own: torch.Tensor) -> DTensor:
-        """This rank's rows, as a part of the whole."""
+        """This rank's rows as a `DTensor`."""
         strides = torch.empty(self.shape, device="meta").stride()
         places: list[Placement] = [Shard(0)] * self.mesh.ndim
         if self.copied:
@@ -81,7 +84,7 @@ class ShardSpec:
 
 
 def chunk_bounds(size: int, rank: int, ranks: int) -> tuple[int, int]:
-    """The rows of a rank, as `torch.chunk` has them: later ranks may have fewer, or none.
+    """The rows of a rank, as in `torch.chunk`: later ranks may have fewer, or none.
 
     >>> [chunk(5, rank, 4) for rank in range(4)]
     [(0, 2), (2, 4), (4, 5), (5, 5)]
@@ -91,7 +94,7 @@ def chunk_bounds(size: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def shard_specs(model: Transformer, mesh: Mesh) -> dict[str, ShardSpec]:
-    """Of each parameter, before `shard`."""
+    """The shard of each parameter. Call before `apply_fsdp`."""
     stacked = {
         f"{name}.{part}" for name, m in model.named_modules() if isinstance(m, Stack) for part in ("gate_up", "down")
     }
@@ -110,7 +113,7 @@ def shard_specs(model: Transformer, mesh: Mesh) -> dict[str, ShardSpec]:
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """A Hugging Face tensor as numbers of a parameter: from `start` on in the whole one."""
+    """A Hugging Face tensor as a slice of a full parameter, flattened."""
 
     name: str
     start: int
@@ -121,26 +124,30 @@ class TensorSlice:
         return self.start + math.prod(self.shape)
 
 
-def tensor_slices(model: Transformer, cuts: Mapping[str, ShardSpec], mesh: Mesh) -> dict[str, list[TensorSlice]]:
-    """The Hugging Face tensors in each parameter. Before `shard`."""
+def tensor_slices(model: Transformer, specs: Mapping[str, ShardSpec], mesh: Mesh) -> dict[str, list[TensorSlice]]:
+    """The Hugging Face tensors in each parameter. Call before `apply_fsdp`."""
     storages = {name: p.untyped_storage() for name, p in model.named_parameters()}
     of = {id(storage): name for name, storage in storages.items()}
-    found: dict[str, list[TensorSlice]] = {name: [] for name in cuts}
+    found: dict[str, list[TensorSlice]] = {name: [] for name in specs}
     for name, view in hf_views(model).items():
         parameter = of.get(id(view.untyped_storage()))
         if parameter is None:
-            continue  # a bias of choosing
-        cut = cuts[parameter]
-        held = math.prod(cut.shape) // mesh.expert.degree * mesh.expert.rank if cut.expert else 0
+            continue  # a router bias
+        spec = specs[parameter]
+        held = math.prod(spec.shape) // mesh.expert.degree * mesh.expert.rank if spec.expert else 0
         found[parameter].append(TensorSlice(name, held + int(view.storage_offset()), tuple(view.shape)))
     return found
 
 
 def meta_model(path: Path, operators: Operators, mesh: Mesh) -> Transformer:
-    """The model of a checkpoint directory, with this rank's experts, and no memory yet. Raises `CheckpointError`, and
-    `ConfigError` for an adapter's directory."""
+    """The model of a checkpoint directory on the meta device, with this rank's experts.
+
+    Raises `CheckpointError`, and `ConfigError` for an adapter's directory.
+    """
     if (path / ADAPTER_CONFIG).is_file():
-        raise ConfigError(f"{path} on several ranks", "an adapter", hint="export it merged, and take that")
+        raise ConfigError(
+            f"{path} on several ranks", "it is an adapter", hint="export the merged model, and start from that"
+        )
     config = ModelConfig.from_hf(read_json(path / "config.json"))
     check_weights(path, config)
     with torch.device("meta"):
@@ -148,21 +155,21 @@ def meta_model(path: Path, operators: Operators, mesh: Mesh) -> Transformer:
 
 
 def load_shards(
-    model: Transformer, path: Path, cuts: Mapping[str, ShardSpec], named: Mapping[str, list[TensorSlice]], mesh: Mesh
+    model: Transformer, path: Path, specs: Mapping[str, ShardSpec], named: Mapping[str, list[TensorSlice]], mesh: Mesh
 ) -> None:
-    """Give a model that `shard` has its memory, and read what is this rank's into it. Raises `CheckpointError`."""
+    """Allocate the memory of a sharded model and read this rank's rows into it. Raises `CheckpointError`."""
     tables = model.cos.to(mesh.device), model.sin.to(mesh.device)
     model.to_empty(device=mesh.device)
     model.cos, model.sin = tables
     wanted = [RowRange(name, tuple(one.shape), 0, len(one), one) for name, one in hf_biases(model).items()]
     for name, parameter in model.named_parameters():
-        wanted += _rows(cuts[name], named[name], local_part(parameter).view(-1))
+        wanted += _rows(specs[name], named[name], local_part(parameter).view(-1))
     read_rows(path, wanted)
 
 
-def _rows(cut: ShardSpec, named: Sequence[TensorSlice], own: torch.Tensor) -> Iterator[RowRange]:
-    """Of each tensor in a parameter the rows that are here."""
-    first = cut.start * math.prod(cut.shape[1:])
+def _rows(spec: ShardSpec, named: Sequence[TensorSlice], own: torch.Tensor) -> Iterator[RowRange]:
+    """The rows of each tensor in a parameter that this rank has."""
+    first = spec.start * math.prod(spec.shape[1:])
     for one in named:
         start, stop = max(one.start, first), min(one.stop, first + len(own))
         if start < stop:
@@ -172,11 +179,13 @@ def _rows(cut: ShardSpec, named: Sequence[TensorSlice], own: torch.Tensor) -> It
 
 
 def apply_fsdp(model: Transformer, mesh: Mesh, *, exact: bool, gathered: torch.dtype | None) -> None:
-    """Have FSDP2 shard a model in place. `gathered`: the dtype that weights travel and are computed in (None: their
-    own); gradients are summed in float32."""
+    """Shard a model in place with FSDP2.
+
+    `gathered`: the dtype in which weights are gathered and computed (None: their own). Gradients are summed in float32.
+    """
     policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
-    def cut(module: nn.Module, over: DeviceMesh) -> None:
+    def wrap(module: nn.Module, over: DeviceMesh) -> None:
         made = fully_shard(module, mesh=over, mp_policy=policy)
         assert isinstance(made, FSDPModule)
         made.set_gradient_divide_factor(1.0)
@@ -187,7 +196,7 @@ def apply_fsdp(model: Transformer, mesh: Mesh, *, exact: bool, gathered: torch.d
     for block in model.blocks:
         assert isinstance(block, Block)
         if block.experts is not None:
-            cut(block.experts.stack, mesh.expert_fsdp)
-        cut(block, mesh.dense)
-    cut(model, mesh.dense)
+            wrap(block.experts.stack, mesh.expert_fsdp)
+        wrap(block, mesh.dense)
+    wrap(model, mesh.dense)
     register_fsdp_forward_method(model, "run")

@@ -1,9 +1,9 @@
-"""Adapters (LoRA) on a base that ranks share: merged rows lie where FSDP2 has them, A and B on all that need them.
+"""LoRA adapters on a sharded base model.
 
-Base and merged matrices are by far the most, and are cut as a model that trains whole is. A and B of dense matrices are
-on all ranks, those of experts on the ranks that have the experts: a few per cent. Each rank merges its rows, which have
-the bits of the whole's; each step's gradient is added over ranks in the tree that one process adds in, and all that
-have the same A and B move them alike. Of those that do one publishes and saves them.
+Base and merged matrices are sharded like a model with all weights trained. A and B of dense matrices are replicated on
+all ranks, those of experts on the ranks with these experts: a few per cent of the memory. Each rank merges its rows,
+with the same bits as in the full matrix. Gradients are summed over ranks in the same tree as in one process, so all
+replicas take equal steps. One of the replicas is published and saved.
 """
 
 from __future__ import annotations
@@ -39,50 +39,50 @@ if TYPE_CHECKING:
 
 
 SILENT_BYTES = 16 << 30
-"""Rank 0 is heard of after each so many bytes of a base that it takes the digest of: within some ten seconds."""
+"""Rank 0 reports progress after this many bytes of a base whose digest it computes: about every ten seconds."""
 
 
 class ShardedLora(ShardedWeights):
-    """`trained.Trained`. Made before FSDP2 has the model."""
+    """The adapters of a sharded model: a `trainable.Trainable`. Constructed before FSDP2 shards the model."""
 
     def __init__(
         self,
         model: Transformer,
         group: ShardedProcessGroup,
-        cuts: Mapping[str, ShardSpec],
+        specs: Mapping[str, ShardSpec],
         named: Mapping[str, list[TensorSlice]],
         weights: LiveWeights,
         base: Path,
         loading: LoadRequest,
     ) -> None:
         """Collective. Raises `CheckpointError`."""
-        super().__init__(model, group, cuts, named, weights, base)
+        super().__init__(model, group, specs, named, weights, base)
         mesh, kind = group.mesh, stored_dtype(weights)
-        self._rows = {name: _within(cut, model.get_parameter(name).shape[0], mesh) for name, cut in cuts.items()}
+        self._rows = {name: _within(spec, model.get_parameter(name).shape[0], mesh) for name, spec in specs.items()}
         digest = _digest(base, kind, group)
         with group.propagate_errors("adapter"):
             wanted, tensors = loading.adapter(model)
             held, device = torch.float32, mesh.device
             self.adapters = Adapters(model, wanted, dtype=kind, held=held, digest=digest, device=device)
         self._fill(loading, tensors, group)
-        assert isinstance(model.operators, LoraOperators), "a learner of adapters has them"
+        assert isinstance(model.operators, LoraOperators), "set by ShardedProcessGroup.load"
         model.operators.weights_move = True
         self.copies = self._copies()
         first = {False: mesh.rank == 0, True: mesh.expert_fsdp.get_local_rank() == 0}
-        self._mine = {n for name, names in self.adapters.names.items() if first[cuts[name].expert] for n in names}
+        self._mine = {n for name, names in self.adapters.names.items() if first[specs[name].expert] for n in names}
 
     def filled(self) -> None:
         round_parameters(self.model, self.adapters.dtype)
         self.adapters.share(self._rows)
 
     def _fill(self, loading: LoadRequest, tensors: Mapping[str, torch.Tensor], group: ShardedProcessGroup) -> None:
-        """A and B as they begin, or as they were saved."""
+        """Set A and B to their initial or saved values."""
         if not loading.resumed:
             return self.adapters.draw(loading.seed)
         known = {name for names in group.all_gather(list(self.adapters.views)) for name in names}
         with group.propagate_errors("adapter"):
             for name in sorted(tensors.keys() - known):
-                facts = f"it has, and the base has no place for, {name}"
+                facts = f"it has {name}, which the base does not have"
                 raise CheckpointError(f"{loading.path} does not fit its base", facts, hint=HINT_DAMAGED)
             views = self.adapters.views
             load_adapter(
@@ -91,13 +91,13 @@ class ShardedLora(ShardedWeights):
         return None
 
     def _copies(self) -> dict[str, ShardSpec]:
-        """Of A and B what this rank has, by the optimiser's names."""
+        """This rank's parts of A and B, by the optimiser's names."""
         mesh, found = self._group.mesh, {}
         parts = iter(self.adapters.trained.named_parameters(prefix="trained"))
         for parameter in self.adapters.names:
             for name, one in (next(parts), next(parts)):
                 held, shape = one.shape[0], tuple(one.shape)
-                if self._cuts[parameter].expert:
+                if self._specs[parameter].expert:
                     start = held * mesh.expert.rank
                     whole = (held * mesh.expert.degree, *shape[1:])
                     found[name] = ShardSpec(whole, start, start + held, mesh.experts, expert=True, copied=True)
@@ -124,12 +124,12 @@ class ShardedLora(ShardedWeights):
         return found
 
     def base(self) -> dict[str, Tensor]:
-        """The whole tensors of the base that this rank publishes. Collective."""
+        """The full tensors of the base that this rank publishes. Collective."""
         rows = {name: local_part(p).detach() for name, p in self.model.named_parameters()} | self.adapters.bases
-        return self._coded(self._wholes(rows))
+        return self._coded(self._full_tensors(rows))
 
     def write(self, folder: Path) -> None:
-        """peft's directory, by rank 0. Collective."""
+        """Write a peft directory, on rank 0. Collective."""
         group, kind = self._group, stored_dtype(self._weights)
         mine = {name: view.to(kind).cpu() for name, view in self.views().items() if name in self._mine}
         there = group.gather_to_first(mine)
@@ -140,20 +140,22 @@ class ShardedLora(ShardedWeights):
 
 
 def _digest(base: Path, kind: torch.dtype, group: ShardedProcessGroup) -> str:
-    """The base's, which rank 0 takes: a large one takes longer than a collective may, so it says now and then that it
-    is at work. Raises `CheckpointError`."""
-    told: str | EtudeError | None = None
+    """The digest of the base, computed by rank 0. Raises `CheckpointError`.
+
+    For a large base this takes longer than a collective may, so rank 0 reports progress now and then.
+    """
+    digest: str | EtudeError | None = None
     if group.rank == 0:
         try:
-            told = weights_digest(_watched(base, group), kind)
+            digest = weights_digest(_watched(base, group), kind)
         except CheckpointError as error:
-            told = error
-        group.all_gather(told)
-    while told is None:
-        told = group.all_gather(told)[0]
-    if isinstance(told, EtudeError):
-        raise told
-    return told
+            digest = error
+        group.all_gather(digest)
+    while digest is None:
+        digest = group.all_gather(digest)[0]
+    if isinstance(digest, EtudeError):
+        raise digest
+    return digest
 
 
 def _watched(base: Path, group: ShardedProcessGroup) -> Iterator[tuple[str, torch.Tensor]]:
@@ -167,19 +169,19 @@ def _watched(base: Path, group: ShardedProcessGroup) -> Iterator[tuple[str, torc
 
 
 class RankAccumulator(ShareAccumulator):
-    """A row's gradient of what ranks have alike, added over them as one process adds its shares'."""
+    """Adds a row's gradients of replicated adapters over ranks, in the same order as a single process."""
 
-    def __init__(self, optimizer: AdamW, cuts: Mapping[str, ShardSpec], mesh: Mesh) -> None:
+    def __init__(self, optimizer: AdamW, specs: Mapping[str, ShardSpec], mesh: Mesh) -> None:
         super().__init__(optimizer.grad)
-        self._named, self._cuts, self._mesh = optimizer.by_parameter(optimizer.grad), cuts, mesh
+        self._named, self._specs, self._mesh = optimizer.by_parameter(optimizer.grad), specs, mesh
 
     def add_share(self) -> None:
-        """It is added in `end`."""
+        """Gradients are added in `finish_row`."""
 
     def finish_row(self) -> None:
         everybody = self._mesh.dense.get_group()
         for expert, group in ((False, everybody), (True, self._mesh.expert_fsdp.get_group())):
-            _add([one for name, one in self._named.items() if self._cuts[name].expert is expert], group)
+            _add([one for name, one in self._named.items() if self._specs[name].expert is expert], group)
         self._gradient.add_(self._before)
 
 
@@ -197,7 +199,7 @@ def _add(tensors: Sequence[torch.Tensor], group: distributed.ProcessGroup) -> No
         one.copy_(part.view(one.shape))
 
 
-def _within(cut: ShardSpec, held: int, mesh: Mesh) -> slice:
-    """This rank's rows of a parameter as it lies here before FSDP2 has it."""
-    first = held * mesh.expert.rank if cut.expert else 0
-    return slice(cut.start - first, cut.stop - first)
+def _within(spec: ShardSpec, held: int, mesh: Mesh) -> slice:
+    """This rank's rows of a parameter, relative to the rows that it has before FSDP2 shards it."""
+    first = held * mesh.expert.rank if spec.expert else 0
+    return slice(spec.start - first, spec.stop - first)

@@ -1,4 +1,4 @@
-"""`Group` over torch.distributed: what `TorchLearner` asks of the ranks that share its work."""
+"""`ProcessGroup` over torch.distributed."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ from etude.training.trainable import LoadRequest, Trainable, set_recompute
 from etude.weights.shards.sharded import ShardedChannel
 
 T = TypeVar("T")
-REPORT_WITHIN_S = 5.0  # the others are waited for so long to say that they wait, too
+REPORT_WITHIN_S = 5.0  # other live ranks must report within this time that they are waiting, too
 
 
 class RankMissing(RankLost):
-    """A `RankLost` that names who did not come."""
+    """A `RankLost` that names the ranks that did not join."""
 
 
 class ShardedProcessGroup:
-    """One rank of a learner. Holds nothing of a model but how it is cut."""
+    """One rank of a learner. Has no state of a model but how it is sharded."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.rank, self.size = mesh, mesh.rank, mesh.size
-        self._cuts: Mapping[str, ShardSpec] = {}  # of what trains
-        self._wholes: FullTensors | None = None
+        self._specs: Mapping[str, ShardSpec] = {}  # of what trains
+        self._full_tensors: FullTensors | None = None
 
     def channel(self, store: BlobStore, **settings: Any) -> ShardedChannel:
-        """The channel that these ranks publish to, each what it holds. `store`: of this rank's own."""
+        """The channel to which these ranks publish, each its own tensors. `store`: this rank's own connection."""
         return ShardedChannel(store, PublishExchange(self), **settings)
 
     def device(self, name: str) -> torch.device:
@@ -78,20 +78,20 @@ class ShardedProcessGroup:
 
     @contextlib.contextmanager
     def propagate_errors(self, what: str) -> Iterator[None]:
-        trouble: Exception | None = None
+        own_error: Exception | None = None
         try:
             yield
         except RankLost:
             raise
-        except Exception as error:  # noqa: BLE001  all ranks are told, and all raise it
-            trouble = error
-        troubled = torch.tensor([trouble is not None], dtype=torch.int32)
+        except Exception as error:  # noqa: BLE001  sent to all ranks, and raised on all
+            own_error = error
+        any_error = torch.tensor([own_error is not None], dtype=torch.int32)
         with self.collective(what):
-            distributed.all_reduce(troubled, distributed.ReduceOp.MAX, group=self.mesh.control)
-        if troubled:
-            if trouble is not None and not isinstance(trouble, EtudeError):
-                trouble = EtudeError(f"rank {self.rank} failed in its {what}", repr(trouble), hint="report this")
-            raise next(one for one in self.all_gather(trouble) if one is not None)
+            distributed.all_reduce(any_error, distributed.ReduceOp.MAX, group=self.mesh.control)
+        if any_error:
+            if own_error is not None and not isinstance(own_error, EtudeError):
+                own_error = EtudeError(f"rank {self.rank} failed: {what}", repr(own_error), hint="report this")
+            raise next(error for error in self.all_gather(own_error) if error is not None)
 
     @contextlib.contextmanager
     def collective(self, what: str) -> Iterator[None]:
@@ -105,7 +105,7 @@ class ShardedProcessGroup:
             raise self._lost(what, error) from None
 
     def _lost(self, what: str, error: Exception) -> RankMissing:
-        """Who is missing: every rank that still lives says that it was left alone, within `NAMED_WITHIN_S`."""
+        """Name the missing ranks: every live rank reports within `REPORT_WITHIN_S` that it is waiting."""
         silent = []
         for rank in range(self.size):
             key = f"alone/{rank}"
@@ -116,9 +116,9 @@ class ShardedProcessGroup:
                     self.mesh.store.wait([key], timedelta(seconds=REPORT_WITHIN_S))
             except RuntimeError:
                 silent.append(rank)
-        names = ", ".join(map(self.mesh.named, silent)) or "?"
+        names = ", ".join(map(self.mesh.describe_rank, silent)) or "?"
         facts = f"rank {self.rank} of {self.size} waited; {_first_line(error)}"
-        hint = "see its output; the ranks begin again from the last checkpoint"
+        hint = "see its output; the ranks restart from the last checkpoint"
         return RankMissing(f"rank {names} did not join the collective for {what}", facts, hint=hint)
 
     def all_reduce(self, counts: torch.Tensor) -> None:
@@ -126,12 +126,12 @@ class ShardedProcessGroup:
             distributed.all_reduce(counts)
 
     def global_norm(self, squares: Mapping[str, torch.Tensor]) -> float:
-        mine = [rows for name, rows in squares.items() if self._counts(self._cuts[name])]
+        mine = [rows for name, rows in squares.items() if self._counts(self._specs[name])]
         return math.sqrt(rounded_sum(self.all_gather(exact_sum(torch.cat(mine)) if mine else 0)))
 
-    def _counts(self, cut: ShardSpec) -> bool:
-        """Whether this rank speaks for what it has of a parameter."""
-        return not cut.copied or (self.mesh.expert_fsdp.get_local_rank() if cut.expert else self.rank) == 0
+    def _counts(self, spec: ShardSpec) -> bool:
+        """Whether this rank counts its rows of a parameter, which other ranks may have, too."""
+        return not spec.copied or (self.mesh.expert_fsdp.get_local_rank() if spec.expert else self.rank) == 0
 
     def all_gather(self, one: T) -> list[T]:
         found: list[Any] = [None] * self.size
@@ -155,30 +155,30 @@ class ShardedProcessGroup:
             if loading.quantise is not Quantise.NONE:
                 raise ConfigError(
                     f"numerics.quantise = {str(loading.quantise)!r} with learner.ranks = {self.size}",
-                    "a format packs matrices that no rank has whole",
-                    hint="train in one process, or without a format",
+                    "packing a matrix needs all its rows, and each rank has a part of them",
+                    hint='train in one process, or set numerics.quantise = "none"',
                 )
             base = loading.base
             operators = LoraOperators(operators) if config.lora_rank else operators
             model = set_recompute(meta_model(base, operators, mesh), config.recompute)
             verify_weights(base, part=self.rank, parts=self.size)
-        cuts = shard_specs(model, mesh)
-        parts = (model, self, cuts, tensor_slices(model, cuts, mesh), config.weights, base)
+        specs = shard_specs(model, mesh)
+        parts = (model, self, specs, tensor_slices(model, specs, mesh), config.weights, base)
         trained = ShardedLora(*parts, loading) if config.lora_rank else ShardedWeights(*parts)
-        self._cuts = trained.copies or cuts
-        self._wholes = FullTensors(cuts, mesh)
+        self._specs = trained.copies or specs
+        self._full_tensors = FullTensors(specs, mesh)
         lossless = operators.dtype is torch.bfloat16 and config.weights is LiveWeights.BF16
         with self.collective("shards"):
             gathered = torch.bfloat16 if lossless and not operators.exact else None
             apply_fsdp(model, mesh, exact=operators.exact, gathered=gathered)
         with self.propagate_errors("weights"):
-            load_shards(model, base, cuts, trained.named, mesh)
+            load_shards(model, base, specs, trained.named, mesh)
             trained.filled()
         return trained
 
     def accumulator(self, optimizer: AdamW, shares: int) -> ShareAccumulator | None:
-        copied = any(cut.copied for cut in self._cuts.values())
-        return RankAccumulator(optimizer, self._cuts, self.mesh) if copied else None
+        copied = any(spec.copied for spec in self._specs.values())
+        return RankAccumulator(optimizer, self._specs, self.mesh) if copied else None
 
     def restore_optimizer(self, path: Path, optimizer: AdamW) -> None:
         with self.propagate_errors("optimiser"):
@@ -188,9 +188,9 @@ class ShardedProcessGroup:
             prove(path, state[self.rank :: self.size], kind=CheckpointError)
         with self.propagate_errors("optimiser"):
             if (path / OPTIMIZER_SHARDS).is_dir():
-                checkpoint.restore(path / OPTIMIZER_SHARDS, optimizer, self._cuts, self.mesh.control)
+                checkpoint.restore(path / OPTIMIZER_SHARDS, optimizer, self._specs, self.mesh.control)
             else:
-                checkpoint.restore_of_one(path / OPTIMIZER_FILE, optimizer, self._cuts)
+                checkpoint.restore_from_single(path / OPTIMIZER_FILE, optimizer, self._specs)
 
     @contextlib.contextmanager
     def checkpoint_directory(self, path: Path) -> Iterator[Path]:
@@ -199,7 +199,7 @@ class ShardedProcessGroup:
             with self.propagate_errors("directory"):
                 if self.rank == 0:
                     hidden.mkdir(parents=True)
-            yield hidden  # what it raises it raises on all ranks
+            yield hidden  # errors of the block are raised on all ranks
             with self.propagate_errors("directory"):
                 fsync_directory(hidden)
             with self.propagate_errors("directory"):
@@ -223,24 +223,24 @@ class ShardedProcessGroup:
 
     def save_optimizer(self, folder: Path, optimizer: AdamW) -> None:
         with self.collective("optimiser"):
-            checkpoint.save(folder / OPTIMIZER_SHARDS, optimizer, self._cuts, self.mesh.control)
+            checkpoint.save(folder / OPTIMIZER_SHARDS, optimizer, self._specs, self.mesh.control)
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        assert self._wholes is not None, "load comes first"
+        assert self._full_tensors is not None, "load comes first"
         with self.collective("matrices"):
-            return self._wholes.gather(rows)
+            return self._full_tensors.gather(rows)
 
     def shard(self, wholes: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        assert self._wholes is not None, "load comes first"
+        assert self._full_tensors is not None, "load comes first"
         with self.collective("matrices"):
-            return self._wholes.shard(wholes, like)
+            return self._full_tensors.shard(wholes, like)
 
     def reset(self, model: Transformer) -> None:
         model.reset_iter_state()  # type: ignore[operator]  # FSDP2's
 
 
 class PublishExchange:
-    """How the ranks publish: in a thread of their own, so in a group of their own."""
+    """Communication of ranks for publishing. It runs in its own thread, so it has its own process group."""
 
     def __init__(self, group: ShardedProcessGroup) -> None:
         self._group, self._mesh, self.rank = group, group.mesh, group.rank

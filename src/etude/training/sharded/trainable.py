@@ -1,4 +1,4 @@
-"""What trains of a model that ranks share: this rank's rows; what it saves and publishes: whole tensors."""
+"""The trained weights of a sharded model: this rank's rows in training, full tensors when saved and published."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ if TYPE_CHECKING:
 
 
 class ShardedWeights:
-    """`trained.Trained`. Made before FSDP2 has the model."""
+    """All weights of a sharded model: a `trainable.Trainable`. Constructed before FSDP2 shards the model."""
 
     def __init__(
         self,
         model: Transformer,
         group: ShardedProcessGroup,
-        cuts: Mapping[str, ShardSpec],
+        specs: Mapping[str, ShardSpec],
         named: Mapping[str, list[TensorSlice]],
         weights: LiveWeights,
         assets: Path,
     ) -> None:
-        self.model, self._group, self._cuts = model, group, cuts
-        self.cuts = cuts  # of the model
-        self.copies: Mapping[str, ShardSpec] = {}  # of what trains in its place, where something does
+        self.model, self._group, self._specs = model, group, specs
+        self.specs = specs  # of the model
+        self.copies: Mapping[str, ShardSpec] = {}  # of the adapters that are trained instead
         self._weights, self._assets = weights, assets
         self.named = named
 
     def filled(self) -> None:
-        """FSDP2 has the model, which holds its weights now."""
+        """Called when FSDP2 has sharded the model and the weights are loaded."""
 
     @property
     def _others(self) -> dict[str, torch.Tensor]:
-        """What is in no parameter and on every rank: the first's."""
+        """Tensors that are not parameters and are the same on every rank: rank 0 saves them."""
         return hf_biases(self.model) if self._group.rank == 0 else {}
 
     @property
@@ -55,15 +55,15 @@ class ShardedWeights:
 
     def views(self) -> Mapping[str, torch.Tensor]:
         """This rank's rows of each parameter."""
-        self.model.reshard()  # type: ignore[operator]  # FSDP2's: what it gathered last may be there still
+        self.model.reshard()  # type: ignore[operator]  # FSDP2 may still hold gathered weights
         return {name: local_part(p).detach() for name, p in self.model.named_parameters()}
 
     def sync_model(self) -> None:
-        """The optimiser has written the shards."""
+        """The optimiser has written the shards: nothing to do."""
 
     def exported(self) -> dict[str, Tensor]:
-        """The whole tensors that this rank publishes. Collective."""
-        return self._coded(self._wholes(self.views()))
+        """The full tensors that this rank publishes. Collective."""
+        return self._coded(self._full_tensors(self.views()))
 
     def _coded(self, wholes: Mapping[str, torch.Tensor]) -> dict[str, Tensor]:
         kinds = [(self._weights, wholes), (LiveWeights.F32, self._others)]
@@ -74,13 +74,13 @@ class ShardedWeights:
         }
 
     def base(self) -> dict[str, Tensor] | None:
-        """None: all is published."""
+        """None: all weights are published."""
         return None
 
     def write(self, folder: Path) -> None:
-        """Hugging Face's directory, its weights in a file a rank. Collective."""
+        """Write a Hugging Face directory, with one weights file per rank. Collective."""
         group = self._group
-        tensors = self._wholes(self.views()) | {name: one.clone() for name, one in self._others.items()}
+        tensors = self._full_tensors(self.views()) | {name: one.clone() for name, one in self._others.items()}
         file = f"model-{group.rank + 1:05}-of-{group.size:05}.safetensors"
         with group.propagate_errors("weights"):
             save_tensors(tensors, folder / file)
@@ -91,14 +91,14 @@ class ShardedWeights:
                 where = {name: own for own, sizes in there for name in sizes}
                 write_index(where, sum(sum(sizes.values()) for _, sizes in there), folder)
 
-    def _wholes(self, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Of each parameter's rows the tensors that this rank is to have whole, by Hugging Face's names, as they are
-        stored. Collective."""
+    def _full_tensors(self, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The full tensors that this rank gets, from all ranks' rows, by Hugging Face names and in the stored dtype.
+        Collective."""
         found, kind = {}, stored_dtype(self._weights)
         rows = {name: own.to(kind) for name, own in views.items()}
         for parameter, whole in self._group.gather(rows).items():
-            cut, flat = self._cuts[parameter], whole.flatten()
-            first = cut.start * math.prod(cut.shape[1:]) if cut.expert else 0
+            spec, flat = self._specs[parameter], whole.flatten()
+            first = spec.start * math.prod(spec.shape[1:]) if spec.expert else 0
             for one in self.named[parameter]:
                 if first <= one.start and one.stop <= first + len(flat):
                     found[one.name] = flat[one.start - first : one.stop - first].view(one.shape)
