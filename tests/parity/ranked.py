@@ -87,7 +87,7 @@ def lose(rank: int, folder: Path) -> None:
     distributed.init_process_group("gloo", **where)
     groups = [distributed.new_group(), distributed.new_group()]
     patient = Parallel(2, rank, group=groups[1], deadline_s=40.0)
-    patient.added(torch.ones(1), "first parts")
+    patient.all_reduce(torch.ones(1), "first parts")
     if rank == 1:
         while not (folder / "said").exists():
             time.sleep(0.02)

@@ -142,7 +142,7 @@ def test_what_is_saved_whole_is_read_by_any_number_of_ranks(config: ModelConfig,
         ({"expert_size": 21}, 2, Split.TENSOR, "expert_size = 21 cannot be divided by 2"),
         ({}, 3, Split.TENSOR, "use 1, 2, 4, ... tensor-parallel ranks"),
         ({}, 4, Split.TENSOR, "set numerics.degree = 4"),
-        ({}, 4, Split.EXPERT, "a number of ranks that divides the experts"),
+        ({}, 4, Split.EXPERT, "a number of ranks that divides the number of experts"),
     ],
 )
 def test_a_model_that_ranks_cannot_share_is_refused_with_a_hint(

@@ -1,9 +1,9 @@
-"""Reads and writes checkpoints as Hugging Face directories: config.json, weights in one file or in shards, and the
-tokeniser's files.
+"""Read and write checkpoints as Hugging Face directories: config.json, weights in one file or in shards, tokeniser
+files.
 
-A write is all or nothing: everything goes into a hidden sibling directory with its checksums (`etude.sums`), is
-fsynced, and is renamed into place. A read checks everything: names, shapes, dtypes and the number of weights before a
-model is built, and every byte where the directory has checksums.
+A write is all or nothing: it goes into a hidden sibling directory with checksums (`etude.sums`), which is fsynced and
+renamed into place. A read checks names, shapes, dtypes and the number of weights before it builds a model, and every
+byte where the directory has checksums.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ ASSETS = (
     "chat_template.jinja",
     "generation_config.json",
 )
-"""Files that travel with the weights from checkpoint to checkpoint."""
+"""Files that are copied with the weights from checkpoint to checkpoint."""
 
 SHARD_BYTES = 5_000_000_000
-"""More weights than this are written as shards."""
+"""More bytes of weights than this are written as shards."""
 
 _DTYPES = {"bf16": (torch.bfloat16, "bfloat16"), "f32": (torch.float32, "float32")}
 
@@ -65,10 +65,12 @@ def save_model(
     assets: Path | str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a checkpoint directory, complete or absent. `dtype` is "bf16" or "f32"; `assets` is a directory whose
-    tokeniser files are copied, and what its config.json says of tokens. More than `shard_bytes` of weights become
-    shards with an index; `quantise` stores the large matrices in that format. An existing directory is replaced.
-    Raises `CheckpointError`, and `ConfigError` for widths that the format has no whole blocks of."""
+    """Write a checkpoint directory, all or nothing. An existing directory is replaced.
+
+    `dtype`: "bf16" or "f32". `assets`: a directory whose tokeniser files, and special tokens in config.json, are
+    copied. More than `shard_bytes` of weights become shards with an index. `quantise` stores the large matrices in that
+    format. Raises `CheckpointError`, and `ConfigError` for widths that are not multiples of the format's block size.
+    """
     with atomic_directory(path) as folder:
         write_model(model, folder, dtype=dtype, quantise=quantise, assets=assets, shard_bytes=shard_bytes)
 
@@ -96,7 +98,7 @@ def write_config_files(
     quantise: Quantise = Quantise.NONE,
     assets: Path | str | None = None,
 ) -> None:
-    """All of such a directory but its weights."""
+    """Write all files of such a directory but its weights."""
     name = _DTYPES[dtype][1]
     config = {**model.to_hf(), **_carried(assets), "dtype": name, "torch_dtype": name}
     if quantise is not Quantise.NONE:
@@ -109,7 +111,7 @@ def write_config_files(
 
 
 def _carried(assets: Path | str | None) -> dict[str, object]:
-    """What a config.json says that no computation asks for and others read: the ids of special tokens."""
+    """Keys of a config.json that etude does not need and other tools read: ids of special tokens."""
     if assets is None or not (Path(assets) / "config.json").is_file():
         return {}
     raw = read_json(Path(assets) / "config.json")
@@ -117,7 +119,7 @@ def _carried(assets: Path | str | None) -> dict[str, object]:
 
 
 def _write_weights(views: Mapping[str, torch.Tensor], folder: Path, kind: torch.dtype, shard_bytes: int) -> None:
-    """One file, or shards of at most `shard_bytes` (a larger tensor has one of its own) and their index."""
+    """Write one file, or shards of at most `shard_bytes` (a larger tensor has its own shard) with their index."""
     kinds = {n: view.dtype if view.itemsize == 1 or stays_float32(n) else kind for n, view in views.items()}
     sizes = {name: view.numel() * kinds[name].itemsize for name, view in views.items()}
     shards: list[list[str]] = [[]]
@@ -138,18 +140,18 @@ def _write_weights(views: Mapping[str, torch.Tensor], folder: Path, kind: torch.
 
 
 def write_index(where: Mapping[str, str], num_bytes: int, folder: Path) -> None:
-    """Which shard has which tensor."""
+    """Write the index: tensor name → shard."""
     index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(where.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, *, metadata: Mapping[str, str] | None = None) -> None:
-    """Write one safetensors file, with the mode that the umask says. Views that share memory are written as separate
+    """Write one safetensors file, with the permissions of the umask. Views that share memory are written as separate
     tensors."""
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     save_file({name: t.clone() for name, t in tensors.items()}, path, metadata={"format": "pt", **(metadata or {})})
-    path.chmod(mode)  # safetensors makes a file of its own, with 0600, and renames it
+    path.chmod(mode)  # safetensors writes a new file with 0600 and renames it
     progress.made()
 
 
@@ -162,20 +164,21 @@ def load_model(
     parallel: Parallel = SINGLE_RANK,
     device: torch.device | None = None,
 ) -> Transformer:
-    """The model in a checkpoint directory, computed by `operators` (None: exact, in `dtype`), its weights in `held`
-    (None: as the operators like them), on a device (None: the CPU), where they go tensor by tensor; or a rank's share
-    of it. Of an adapter's directory its base, merged.
+    """Load the model of a checkpoint directory, or one rank's part of it. An adapter directory is merged into its base.
 
-    Raises `CheckpointError` for a missing or damaged file, another architecture, weights that do not fit the config,
-    weights that are NaN or infinite, and a head beside embeddings that are tied to it and others than it holds.
+    `operators` (None: exact, in `dtype`). `held`: dtype of the weights in memory (None: `Operators.storage_dtype`).
+    `device` (None: the CPU): weights are copied there tensor by tensor.
+
+    Raises `CheckpointError` for a missing or damaged file, an unsupported architecture, weights that do not fit the
+    config, weights with NaN or infinities, and a stored head that differs from tied embeddings.
     """
     path, device = Path(path), device or torch.device("cpu")
     if (path / ADAPTER_CONFIG).is_file():
-        from etude.models.adapter_files import load_merged  # which loads its base by this
+        from etude.models.adapter_files import load_merged  # which calls this function for the base
 
         return load_merged(path, dtype=dtype, operators=operators, held=held, parallel=parallel).to(device)
     config = ModelConfig.from_hf(read_json(path / "config.json"))
-    found = check_weights(path, config)  # before a wild config makes us allocate
+    found = check_weights(path, config)  # before an invalid config makes us allocate memory
     verify_weights(path)
     operators = Exact(dtype) if operators is None else operators
     with device:
@@ -192,7 +195,7 @@ def load_model(
 
 
 def iter_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight of a checkpoint directory's model by Hugging Face's name, sorted, one at a time, float32. Raises
+    """Every weight of a checkpoint directory's model by Hugging Face name, sorted, one at a time, float32. Raises
     `CheckpointError`."""
     config = ModelConfig.from_hf(read_json(path / "config.json"))
     found = check_weights(path, config)
@@ -205,32 +208,35 @@ def iter_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def verify_weights(path: Path, *, part: int = 0, parts: int = 1) -> None:
-    """Compare the bytes of a checkpoint directory's config and weights with its checksums, where it has any; a second
-    for one or two GB. `part` of `parts`: the others are compared elsewhere. Raises `CheckpointError`."""
+    """Verify checksums of a checkpoint directory's config and weights, where it has them; about one second per 1 to 2
+    GB.
+
+    `part` of `parts`: other callers verify the other parts. Raises `CheckpointError`.
+    """
     is_sharded = (path / INDEX).is_file()
     names = ["config.json", *([INDEX, *shard_names(path / INDEX)] if is_sharded else [WEIGHTS])]
     prove(path, names[part::parts], kind=CheckpointError)
 
 
 def require_tied(path: Path, head: torch.Tensor, embedding: torch.Tensor) -> None:
-    """Raises `CheckpointError` where a head that is stored is not the embedding that it is tied to."""
+    """Raise `CheckpointError` where a stored head differs from the embedding that it is tied to."""
     if not torch.equal(head.to(embedding), embedding):
         raise CheckpointError(
-            f"{HEAD} of {path} is not the embedding",
-            "its config.json has tie_word_embeddings = true, by which the head is the embedding",
-            hint="set tie_word_embeddings to false, if the head was trained apart; else delete the tensor",
+            f"{HEAD} of {path} differs from the embedding",
+            "its config.json has tie_word_embeddings = true, so both must be equal",
+            hint="set tie_word_embeddings to false if the head was trained separately; else delete the tensor",
         )
 
 
 def require_finite(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Raises `CheckpointError` where what was read is NaN or infinite in the dtype that it is held in."""
+    """Raise `CheckpointError` where weights are NaN or infinite in the dtype in memory."""
     bad = find_non_finite(tensors)
     if bad:
         first = next(iter(bad))
         raise CheckpointError(
             f"{first} of {path} is not finite in {str(tensors[first].dtype).removeprefix('torch.')}",
             f"{bad[first]}; {len(bad)} tensors in all",
-            hint="take a checkpoint from before its training diverged, or a dtype of a wider range",
+            hint="use a checkpoint from before training diverged, or a dtype with a wider range",
         )
 
 
@@ -241,18 +247,18 @@ class Tensors:
         self._found, self._where = found, where
 
     def stored(self, name: str) -> torch.Tensor:
-        """A tensor in the dtype that the file has."""
+        """A tensor in the dtype of the file."""
         progress.made()
         tensor: torch.Tensor = self._where[name].get_tensor(name)
         return tensor
 
     def whole(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A tensor's values, whatever it is stored as."""
+        """A tensor's values, dequantised if it is quantised."""
         tensor = read_stored(name, shape, self._found, self.stored)
         return dequantise(tensor, self.stored(name + FP8_SCALE)) if tensor.dtype == torch.float8_e4m3fn else tensor
 
     def rows(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
-        """Some rows of a tensor. No others are read, unless the tensor is stored in a packed format."""
+        """Some rows of a tensor. Only these are read, unless the tensor is packed."""
         if name in self._where and name + FP8_SCALE not in self._found:
             progress.made()
             some: torch.Tensor = self._where[name].get_slice(name)[start:stop]
@@ -262,7 +268,7 @@ class Tensors:
 
 @contextlib.contextmanager
 def open_tensors(path: Path, found: Container[str]) -> Iterator[Tensors]:
-    """A directory's tensors, of which `found` are there. Raises `CheckpointError`."""
+    """Open a directory's tensors. `found`: their names. Raises `CheckpointError`."""
     files = [path / name for name in (shard_names(path / INDEX) if (path / INDEX).is_file() else [WEIGHTS])]
     where: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
@@ -277,10 +283,10 @@ def open_tensors(path: Path, found: Container[str]) -> Iterator[Tensors]:
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows [start, stop) of a tensor by its Hugging Face name, and the memory that they are to be in."""
+    """Rows [start, stop) of a tensor with a Hugging Face name, and the memory to read them into."""
 
     name: str
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # of the full tensor
     start: int
     stop: int
     out: torch.Tensor  # [stop - start, *shape[1:]]
@@ -288,7 +294,11 @@ class RowRange:
 
 @torch.no_grad()
 def read_rows(path: Path, wanted: Iterable[RowRange]) -> None:
-    """Fill memory with rows of a checkpoint directory. Raises `CheckpointError` as `checkpoint.load_model` does."""
+    """Read rows of a checkpoint directory into memory: what a rank needs of a sharded model.
+
+    Of plain tensors only these rows are read from disk; quantised tensors are read in full, one at a time. Raises
+    `CheckpointError` as `load_model` does.
+    """
     config = ModelConfig.from_hf(read_json(path / "config.json"))
     found = check_weights(path, config)
     embedding, head = map(config.architecture.hf_name, (EMBEDDING, HEAD))
@@ -302,7 +312,7 @@ def read_rows(path: Path, wanted: Iterable[RowRange]) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of one safetensors file. Raises `CheckpointError`."""
+    """All tensors of one safetensors file. Raises `CheckpointError`."""
     with open_safetensors(path) as file:
         prove(path.parent, [path.name], kind=CheckpointError)
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
@@ -310,11 +320,9 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """Open one safetensors file, to be read tensor by tensor. Raises `CheckpointError`."""
+    """Open one safetensors file, to read it tensor by tensor. Raises `CheckpointError`."""
     if not path.is_file():
-        raise CheckpointError(
-            f"no weights at {path}", hint="a checkpoint directory holds config.json and *.safetensors"
-        )
+        raise CheckpointError(f"no weights at {path}", hint="a checkpoint directory has config.json and *.safetensors")
     try:
         with safe_open(path, "pt") as file:
             yield file
@@ -323,7 +331,7 @@ def open_safetensors(path: Path) -> Iterator[Any]:
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """A JSON object in a file. Raises `CheckpointError`."""
+    """The JSON object in a file. Raises `CheckpointError`."""
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
@@ -339,10 +347,10 @@ def read_json(path: Path) -> dict[str, object]:
 
 @contextlib.contextmanager
 def atomic_directory(path: Path | str) -> Iterator[Path]:
-    """A hidden directory to fill, which becomes `path` when the block ends well and vanishes when it does not.
+    """A hidden directory to fill. It becomes `path` when the block succeeds, and is deleted when it fails.
 
-    A reader finds the old directory, none for an instant, or the new one; never a half. Raises `CheckpointError` when
-    the disk refuses.
+    Readers see the old directory, for an instant no directory, or the new one; never an incomplete one. Raises
+    `CheckpointError` for disk errors.
     """
     path = Path(path)
     hidden = path.parent / f".{path.name}.{secrets.token_hex(4)}"
@@ -361,14 +369,14 @@ def atomic_directory(path: Path | str) -> Iterator[Path]:
 
 
 def fsync_directory(folder: Path) -> None:
-    """Have what is written in a directory survive the machine."""
+    """fsync a directory and its files."""
     for file in folder.iterdir():
         _sync(file)
     _sync(folder)
 
 
 def rename_into_place(hidden: Path, path: Path) -> None:
-    """Give a directory that is whole its name."""
+    """Rename a complete directory to its final name."""
     _rename(hidden, path)
     _sync(path.parent)
 

@@ -1,14 +1,14 @@
-"""The mixture of experts: choose, dispatch, compute, combine.
+"""The mixture of experts: routing, dispatch, expert MLPs, combination.
 
-Tokens are sorted by expert and each expert multiplies one contiguous slice. Measured on one core this is on par
-with a grouped GEMM and 1.6 times faster than computing all experts densely. The backward is written out: autograd
-would build a zero-filled [E, …] gradient for every expert's slice and scatter-add rows one by one; here every
-gradient is one product into its place, and rows come back by a gather, because the dispatch is a permutation.
+Tokens are sorted by expert, and each expert multiplies one contiguous slice. On one core this is as fast as a grouped
+GEMM and 1.6 times faster than computing all experts densely. The backward pass is explicit: autograd would create a
+zero-filled [E, …] gradient for each expert's slice and scatter-add rows one by one. Here each gradient is one product
+into its place, and rows come back by a gather, since dispatch is a permutation.
 
-An expert with fewer rows than the operators want (`Operators.rows`) computes copies of token 0 up to that number, so
-that a token's result does not depend on how many others chose its expert. Contributions are combined in slot order.
+An expert with fewer rows than the operators need (`Operators.padded_rows`) computes copies of token 0 as padding, so
+that a token's result does not depend on how many others chose the expert. Contributions are added in slot order.
 
-Shapes: N tokens, D width, E experts, K experts a token, F expert width, S rows after dispatch (N·K and padding).
+Shapes: N tokens, D width, E experts, K experts per token, F expert width, S rows after dispatch (N·K and padding).
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from etude.numerics.parallel import SINGLE_RANK, Parallel
 from etude.records.completion import route_dtype
 
 SOFTMAX = Routing()
-_TINY = 1e-20  # sigmoids may all be 0
+_TINY = 1e-20  # all sigmoids may be 0
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What one layer's router chose."""
+    """The result of one layer's router."""
 
-    gates_NK: torch.Tensor  # float32, differentiable; where the routing normalises they sum to its scaling
+    gates_NK: torch.Tensor  # float32, differentiable; with normalisation they sum to the routing's scaling
     experts_NK: torch.Tensor  # int64: the experts used, replayed ones included
     live_NK: torch.Tensor  # int64: the router's own top-k
-    balance: torch.Tensor | None  # scalar, 1.0 at perfect balance; None when not asked for
+    balance: torch.Tensor | None  # load-balancing loss, scalar, 1.0 at perfect balance; None when not requested
 
 
 def choose(
@@ -58,12 +58,13 @@ def choose(
     bias_E: torch.Tensor | None = None,
     balance: bool = False,
 ) -> Choice:
-    """Gates and experts from router scores (logits). What is `recorded` picks the experts where it is known and
-    plausible; gates are always computed from the live scores, so that gradients flow. `bias_E` (float32) is added where
-    experts are chosen, and nowhere else.
+    """Choose experts and gates from router logits.
 
-    `balance` is the load-balancing loss of the Switch Transformer (arXiv 2101.03961, eq. 4), E · Σ f·P, with f
-    counted from the live choice.
+    `recorded` experts are used where they are known and plausible; gates always come from live scores, so that
+    gradients reach the router. `bias_E` (float32) is added only for choosing experts.
+
+    `balance`: also compute the load-balancing loss of the Switch Transformer (arXiv 2101.03961, eq. 4), E · Σ f·P, with
+    f counted from the live choice.
     """
     operators = operators or Exact()
     if routing.scores is Scores.SOFTMAX:
@@ -86,10 +87,10 @@ def choose(
 
 
 def _counts(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """How often each expert was chosen, int64 [E]."""
+    """Number of times each expert was chosen, int64 [E]."""
     if experts.device.type == "cpu":
         return torch.bincount(experts, minlength=num_experts)
-    return experts.new_zeros(num_experts).scatter_add_(0, experts, torch.ones_like(experts))  # bincount would wait
+    return experts.new_zeros(num_experts).scatter_add_(0, experts, torch.ones_like(experts))  # bincount would sync
 
 
 @torch.no_grad()
@@ -109,7 +110,7 @@ def _top_experts(
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Where each (token, choice) goes when rows are sorted by expert."""
+    """The permutation that sorts (token, choice) pairs by expert."""
 
     source_S: torch.Tensor  # int64: the token each row holds; 0 in padding
     slot_NK: torch.Tensor  # int64: the row of each (token, choice)
@@ -117,8 +118,11 @@ class Dispatch:
 
     @classmethod
     def of(cls, experts_NK: torch.Tensor, num_experts: int, padded: Callable[[int], int]) -> Dispatch:
-        """`padded`: how many rows an expert computes for so many (`Operators.rows`). Computed on the host: splitting by
-        expert needs the counts there anyhow, and a radix sort in numpy is faster than torch's sort."""
+        """Sort by expert. `padded`: number of rows to compute for a number of rows (`Operators.padded_rows`).
+
+        Computed on the host, which needs the counts to split by expert; a radix sort in numpy is faster than torch's
+        sort.
+        """
         n, k = experts_NK.shape
         flat = experts_NK.numpy(force=True).astype(route_dtype(num_experts)).ravel()
         order = flat.argsort(kind="stable")
@@ -134,33 +138,36 @@ class Dispatch:
 
     @property
     def is_local(self) -> bool:
-        """Whether rows are computed where their tokens are."""
+        """Whether rows are computed on the rank of their tokens."""
         return True
 
     def to_experts(self, rows_SD: torch.Tensor, what: str) -> torch.Tensor:
-        """Rows where their experts are."""
+        """Send rows to the ranks of their experts."""
         return rows_SD
 
     def to_tokens(self, rows_SD: torch.Tensor, what: str) -> torch.Tensor:
-        """Rows where their tokens are."""
+        """Send rows back to the ranks of their tokens."""
         return rows_SD
 
 
 @dataclass(frozen=True)
 class ExchangedDispatch(Dispatch):
-    """Rows that go to the ranks of their experts, and come back. `source_S` and `slot_NK` are of this rank's tokens,
-    without padding; `rows` of this rank's experts, whoever's tokens chose them, with padding of zeros."""
+    """Dispatch with expert parallelism: rows travel to the ranks of their experts and back.
+
+    `source_S` and `slot_NK` refer to this rank's tokens, without padding. `rows` refer to this rank's experts, with any
+    rank's tokens and padding of zeros.
+    """
 
     parallel: Parallel
-    counts: tuple[list[int], list[int]]  # rows for each rank, rows from each
-    place_R: torch.Tensor  # int64: the row of each that came
-    sources: list[list[int]]  # of each expert's rows how many are each rank's, in that order
+    counts: tuple[list[int], list[int]]  # number of rows to each rank, and from each rank
+    place_R: torch.Tensor  # int64: the row of each received row
+    sources: list[list[int]]  # for each expert, the number of rows from each rank, in that order
 
     @classmethod
     def between(
         cls, experts_NK: torch.Tensor, num_held: int, padded: Callable[[int], int], parallel: Parallel
     ) -> ExchangedDispatch:
-        """Collective. `num_held`: experts of each rank."""
+        """Exchange the row counts. Collective. `num_held`: experts per rank."""
         degree = parallel.degree
         mine = Dispatch.of(experts_NK, num_held * degree, lambda rows: rows)
         counts = torch.tensor(mine.rows, device=experts_NK.device)
@@ -195,8 +202,11 @@ def mix(
     *,
     parallel: Parallel = SINGLE_RANK,
 ) -> torch.Tensor:
-    """Σ over K of gate · down(silu(gate_proj x) · up_proj x), for each token; [N, D]. The matrices are this rank's: a
-    part of each expert, or some experts whole, of which `see` is shown only what comes back of them."""
+    """Σ over K of gate · down(silu(gate_proj x) · up_proj x), for each token; [N, D].
+
+    The matrices are this rank's: a part of each expert (tensor parallelism), or some experts (expert parallelism). With
+    expert parallelism `hook` receives only the results that come back.
+    """
     pairs = (operators.lora_pairs(gate_up_E2FD), operators.lora_pairs(down_EDF))
     if hook is no_hook and parallel.degree == 1 and pairs == (None, None):
         whole = operators.fused_experts(x_ND, choice.gates_NK, choice.experts_NK, gate_up_E2FD, down_EDF)
@@ -273,19 +283,19 @@ class _Mix(torch.autograd.Function):
 
 
 def _seen(hook: ForwardHook, name: str, rows_S: torch.Tensor, to: Dispatch) -> torch.Tensor:
-    """Rows of tokens pass the watch as [N, K, ...]; padding stays."""
+    """Pass rows of tokens to the hook as [N, K, ...], without padding."""
     if hook is not no_hook:
         rows_S[to.slot_NK] = hook(f"experts.{name}", rows_S[to.slot_NK])
     return rows_S
 
 
 Cut = list[list[tuple[slice, int]]]
-"""For each expert the rows that are multiplied at once, and how many rows that product has."""
+"""For each expert, the slices of rows that are multiplied at once, and the padded size of each product."""
 
 
 def _cut(to: Dispatch, operators: Operators) -> Cut:
-    """All rows of an expert at once; in exact mode those of each rank apart, in the sizes that they would have there:
-    then gradients have the bits that they have where that rank computes by itself."""
+    """All rows of an expert at once. In exact mode with expert parallelism, each rank's rows separately, in the sizes
+    that they would have there: then gradients have the same bits as without expert parallelism."""
     apart = isinstance(to, ExchangedDispatch) and operators.exact
     found: Cut = []
     start = 0
@@ -297,7 +307,7 @@ def _cut(to: Dispatch, operators: Operators) -> Cut:
 
 
 def _ends(cut: Cut) -> list[int]:
-    """Where each expert's rows end; empty where an expert's are not multiplied at once, as they are."""
+    """Ends of each expert's rows; empty where an expert's rows are not multiplied in one unpadded product."""
     plain = all(len(parts) == 1 and size == rows.stop - rows.start for parts in cut for rows, size in parts)
     return [parts[0][0].stop for parts in cut] if plain else []
 
@@ -325,7 +335,7 @@ def _per_expert(x_SI: torch.Tensor, weight_EIO: torch.Tensor, cut: Cut) -> torch
 
 
 def _per_expert_weight(g_SO: torch.Tensor, x_SI: torch.Tensor, like: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """Each expert's weight gradient gᵀx, of several parts their tree; zero where no token came."""
+    """Each expert's weight gradient gᵀx, as a tree over several slices; zero for experts without tokens."""
     ends = _ends(cut)
     if ends and grouped_experts.is_supported(x_SI, like):
         return grouped_experts.weight_gradient(g_SO, x_SI, grouped_experts.offsets_on(ends, x_SI.device)).to(like.dtype)
@@ -347,8 +357,11 @@ def _product(g_SO: torch.Tensor, x_SI: torch.Tensor, rows: slice, size: int, lik
 def _per_expert_pairs(
     g_SO: torch.Tensor, x_SI: torch.Tensor, pairs: LoraPairs | None, cut: Cut
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """What each expert's pairs get instead: (scale · gB)ᵀx and gᵀ(scale · xAᵀ), in which no matrix's size occurs. Rows
-    are scaled, so that what several ranks send adds up to what each would have by itself."""
+    """Gradients of each expert's LoRA adapters: (scale · gB)ᵀx and gᵀ(scale · xAᵀ), without a matrix-sized
+    intermediate.
+
+    Rows are scaled, so that the parts of several ranks add up to what each would compute alone.
+    """
     if pairs is None:
         return None, None
     a_EQI, b_EOr, part = pairs.a.detach().flatten(1, 2), pairs.b.detach(), list(pairs.rows)

@@ -1,14 +1,14 @@
-"""Multi-head latent attention (arXiv 2405.04434, §2.1): DeepSeek-V3's, as transformers computes it.
+"""Multi-head latent attention (MLA; arXiv 2405.04434, §2.1) as in DeepSeek-V3 and transformers.
 
-Keys and values of all heads are products of one latent a token; one rotary key is shared by all heads. Two forms give
-the same numbers up to rounding (docs/decisions/0016-latents-are-absorbed.md):
+Keys and values of all heads are projections of one latent per token; all heads share one RoPE key. Two forms give the
+same results up to rounding (docs/decisions/0016-latents-are-absorbed.md):
 
-- *absorbed*: the product that would make keys is done to the queries instead, the one that would make values to what
-  was attended to. A cache then keeps the latent and the rotary key, one head for all queries.
-- *expanded*: keys and values are made. Cheaper where nothing is kept and every token is computed once.
+- *absorbed*: the key projection is applied to the queries instead, and the value projection to the attention output. A
+  cache then stores the latent and the RoPE key, as one head for all queries.
+- *expanded*: keys and values are computed. Cheaper where nothing is cached and every token is computed once.
 
-Shapes: N tokens, D width, H heads, Q width of the queries' latent, R of the keys' and values', P rotary width,
-M width of a head's query without positions, A = M + P, B width of a head's value.
+Shapes: N tokens, D width, H heads, Q width of the queries' latent, R of the keys' and values', P RoPE width, M width of
+a head's query without RoPE, A = M + P, B width of a head's value.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from etude.numerics.operators import Operators
 from etude.numerics.parallel import SINGLE_RANK, Parallel
 
 LATENT_EPS = 1e-6
-"""Of the norms of the latents, whatever the config's is: so it was trained, and so transformers computes it."""
+"""Epsilon of the norms of latents, whatever the config says: as in training and in transformers."""
 
 
 class LatentAttention(nn.Module):
-    """Attention over latents. The first product makes the queries (or their latent), the latent and the rotary key."""
+    """Attention over latents. The first product computes the queries (or their latent), the latent and the RoPE key."""
 
     def __init__(self, c: ModelConfig, operators: Operators, parallel: Parallel = SINGLE_RANK) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class LatentAttention(nn.Module):
         return {"inward": [first, latent, rope], "q_up": [at.head_dim] * heads, **by_head}
 
     def _inward(self, x_ND: torch.Tensor) -> torch.Tensor:
-        """[N, Q + R + P]. Of queries that have no latent a rank makes its own heads', beside what every rank makes."""
+        """The first product, [N, Q + R + P]. Without a query latent, a rank computes its own heads' queries only."""
         ops = self.operators
         if self.q_up is not None or max(self.parallel.degree, ops.degree) == 1:
             return ops.linear(x_ND, self.inward)
@@ -100,11 +100,11 @@ class LatentAttention(nn.Module):
     ) -> torch.Tensor:
         keys_HMR, values_HBR = self._up()
         q_NHR = self.operators.per_head(plain_NHM, keys_HMR.transpose(1, 2))
-        q_NHR = hook("attention.absorbed", self._trained(q_NHR, plain_NHM, keys=True))
+        q_NHR = hook("attention.absorbed", self._with_lora_gradient(q_NHR, plain_NHM, keys=True))
         q, k = torch.cat([q_NHR, q_NHP], -1), torch.cat([latent_NR[:, None], k_N1P], -1)
         o_NHR = cache.attend(layer, q, k, k[..., : self.latent.kv_rank], self.scale)
         o_NHR = hook("attention.attended_latent", o_NHR)
-        return self._trained(self.operators.per_head(o_NHR, values_HBR), o_NHR, keys=False)
+        return self._with_lora_gradient(self.operators.per_head(o_NHR, values_HBR), o_NHR, keys=False)
 
     def _expanded(
         self,
@@ -124,13 +124,15 @@ class LatentAttention(nn.Module):
         return cache.attend(layer, q, k, v, self.scale)
 
     def _up(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What makes keys [H, M, R] and values [H, B, R] of a latent."""
+        """Projections from a latent to keys [H, M, R] and values [H, B, R]."""
         up = self.operators.quantise_weight(self.kv_up).view(self.heads, -1, self.latent.kv_rank)
         return up[:, : self.latent.nope_dim], up[:, self.latent.nope_dim :]
 
-    def _trained(self, y_NHO: torch.Tensor, x_NHI: torch.Tensor, *, keys: bool) -> torch.Tensor:
-        """What absorbed keys or values made of `x_NHI`, where pairs train in the place of their product (`numerics.
-        adapted`): a head's keys are turned, and so are its A and B."""
+    def _with_lora_gradient(self, y_NHO: torch.Tensor, x_NHI: torch.Tensor, *, keys: bool) -> torch.Tensor:
+        """`y_NHO`, computed from `x_NHI` by the absorbed key or value projection, with gradients to its LoRA adapters.
+
+        For keys the projection is transposed, and so are A and B.
+        """
         pairs = self.operators.lora_pairs(self.kv_up)
         if pairs is None:
             return y_NHO

@@ -1,11 +1,12 @@
-"""A model's large matrices as packed bytes: what a directory stores, a channel ships, and an engine computes from.
+"""A model's large matrices as packed bytes: as stored in directories, published in channels, and held by engines.
 
-The learner holds unrounded weights and ships `packed`. An engine keeps those bytes as its live memory, under the same
-names, and the model beside it holds what they decode to: written anew, in the pause, for each matrix that an update
-touched (`PackedWeights.decoders`). So what proves an engine's memory is a digest of exactly what was published.
+The learner holds unrounded weights and publishes `pack_weights`. An engine keeps the published bytes as live memory,
+under the same names, and the model beside it holds the decoded values: decoded again, during the pause of a weight
+update, for each matrix that changed (`PackedWeights.decoders`). So a digest of an engine's memory is a digest of the
+published bytes.
 
-Matrices that the model holds fused (query, key and value; gate and up; all experts) are packed as the model holds
-them, and named part by part.
+Matrices that the model stores fused (query, key and value; gate and up; all experts) are packed together, and named
+part by part.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Matrix:
     rows: dict[str, int]
 
     def packed(self, format: Format) -> Packed:
-        """With a row for each row of all its matrices, and an outer scale for each name."""
+        """Pack the parameter: rows of all its matrices, and a global scale for each name."""
         one = pack(self.weight.detach().float(), format, matrix=True)
         outer = one.global_scale
         if outer is not None:
@@ -41,7 +42,7 @@ class Matrix:
         return Packed(one.codes.flatten(0, -2), one.scales.flatten(0, -2), outer)
 
     def decode(self, packed: Packed, format: Format) -> None:
-        """Write what the bytes say into the parameter."""
+        """Write the decoded values into the parameter."""
         outer = packed.global_scale
         if outer is not None:
             outer = outer.repeat_interleave(torch.tensor(list(self.rows.values())).to(outer.device))
@@ -50,15 +51,16 @@ class Matrix:
 
 
 def pack_weights(model: Transformer, format: Format) -> dict[str, torch.Tensor]:
-    """Every tensor of a model in a format: rounded matrices as `low.parts` names them, all others as live views.
+    """Every tensor of a model in a format: quantised matrices under the names of `stored_parts`, all others as live
+    views.
 
-    Raises `ConfigError` where a matrix has no whole blocks.
+    Raises `ConfigError` where a width is not a multiple of the block size.
     """
     return PackedWeights(model, format).tensors
 
 
 class PackedWeights:
-    """The packed bytes of a model's weights as they are now, as live memory under published names."""
+    """The packed bytes of a model's current weights, as live memory under published names."""
 
     def __init__(self, model: Transformer, format: Format) -> None:
         self.format = format
@@ -71,14 +73,14 @@ class PackedWeights:
             self.tensors |= named.get(name, {name: view})
 
     def decode(self) -> None:
-        """Have the model compute with what the bytes say."""
+        """Decode all bytes into the model."""
         for matrix, bytes_ in self._matrices:
             matrix.decode(bytes_, self.format)
 
     @property
     def decoders(self) -> list[tuple[frozenset[str], Callable[[], None]]]:
-        """For each parameter the names of its bytes, and what has it hold what they say: to be called once any of them
-        was written."""
+        """For each parameter, the names of its bytes, and a function that decodes them. Call it after any of them was
+        written."""
         return [
             (
                 frozenset(part for own in _named(matrix, bytes_, self.format).values() for part in own),
@@ -93,7 +95,7 @@ def read_stored(
 ) -> torch.Tensor:
     """Read one tensor of a checkpoint. A packed tensor is dequantised to float32; any other is returned as stored.
 
-    `names` are the checkpoint's tensors; `read` returns one of them. The caller has checked dtypes and shapes.
+    `names`: the checkpoint's tensors; `read` returns one of them. The caller has checked dtypes and shapes.
     """
     kind = stored_format(name, names)
     if kind is Quantise.NONE:
@@ -104,7 +106,7 @@ def read_stored(
 
 
 def _named(matrix: Matrix, bytes_: Packed, format: Format) -> dict[str, dict[str, torch.Tensor]]:
-    """Hugging Face name → its parts, as views of the parameter's."""
+    """Hugging Face name → the tensors that store it, as views of the parameter's bytes."""
     found, start = {}, 0
     for i, (name, rows) in enumerate(matrix.rows.items()):
         own = [bytes_.codes[start : start + rows], bytes_.scales[start : start + rows]]
@@ -119,10 +121,10 @@ def _named(matrix: Matrix, bytes_: Packed, format: Format) -> dict[str, dict[str
 
 
 def quantisable_matrices(model: Transformer) -> list[Matrix]:
-    """The parameters that are rounded: those that rounded names are views of."""
+    """The parameters that contain quantisable matrices."""
     parameters = sorted(model.parameters(), key=torch.Tensor.data_ptr)
     starts = [parameter.data_ptr() for parameter in parameters]
-    storages = [parameter.untyped_storage() for parameter in parameters]  # each its own, where none has memory yet
+    storages = [parameter.untyped_storage() for parameter in parameters]  # identify parameters on the meta device
     without = {id(storage): at for at, storage in enumerate(storages)} if model.embedding.is_meta else {}
     outside = model.config.architecture.hf_name
     found: dict[int, Matrix] = {}

@@ -1,6 +1,6 @@
-"""How matrices rounded to a low-precision format are stored in a Hugging Face directory: names, dtypes, shapes.
+"""Storage of quantised matrices in Hugging Face directories: names, dtypes, shapes. Needs torch only to compute values.
 
-By the names and layouts of compressed-tensors, which engines read (`quant_method: "compressed-tensors"`):
+Formats of compressed-tensors, which engines read (`quant_method: "compressed-tensors"`):
 
 | format | for each matrix `X.weight` [O, I] |
 | --- | --- |
@@ -8,8 +8,12 @@ By the names and layouts of compressed-tensors, which engines read (`quant_metho
 | mxfp4 | `X.weight_packed` U8 [O, I/2], `X.weight_scale` U8 [O, I/32] |
 | nvfp4 | `X.weight_packed` U8 [O, I/2], `X.weight_scale` F8_E4M3 [O, I/16], `X.weight_global_scale` F32 [1] |
 
-The last of them is a divisor. Everything else is stored as ever. A file's names alone tell what a matrix is stored as,
-so a directory in which only some are rounded is read as well. Torch-free.
+The global scale is a divisor. All other tensors are stored as usual. The names of the tensors tell the format of each matrix, so directories in which
+only some matrices are quantised can be read.
+
+DeepSeek's fp8 format is read, too: a weight [O, I] in float8 e4m3 has a float32 for each block of 128 × 128 under its
+name with `_scale_inv`; a value is its 8 bits times its block's number (arXiv 2412.19437, §3.3; DeepSeek-V3's
+`weight_dequant`). Other schemes are refused.
 """
 
 from __future__ import annotations
@@ -26,13 +30,13 @@ if TYPE_CHECKING:
     import torch
 
 Part = tuple[str, tuple[int, ...]]
-"""dtype as a safetensors header names it, shape."""
+"""(dtype as named in a safetensors header, shape)."""
 
 FP8_BLOCK = 128
 FP8_DTYPE = "F8_E4M3"
-"""What a safetensors header calls it."""
+"""The name of float8 e4m3 in a safetensors header."""
 FP8_SCALE = "_scale_inv"
-"""Ends the name of a weight's block scales."""
+"""Suffix of the name of a weight's block scales."""
 METHOD = "compressed-tensors"
 _FORMAT_NAMES = {
     Quantise.MXFP8: "mxfp8-quantized",
@@ -42,7 +46,7 @@ _FORMAT_NAMES = {
 
 
 def is_quantised(name: str) -> bool:
-    """Whether a Hugging Face name is of a matrix that `numerics.low.Quantised` rounds.
+    """Whether a matrix with this name is rounded by `numerics.quantisation.QuantisedOperators`.
 
     >>> [is_rounded(f"model.layers.0.{n}.weight") for n in ("self_attn.q_proj", "mlp.gate", "input_layernorm")]
     [True, False, False]
@@ -51,7 +55,7 @@ def is_quantised(name: str) -> bool:
 
 
 def stored_parts(name: str, shape: tuple[int, ...], kind: Quantise) -> dict[str, Part]:
-    """What is stored of a matrix, by name: codes, scales, and for NVFP4 the outer scale."""
+    """The tensors that store a matrix, by name: codes, scales, and for NVFP4 the global scale."""
     stem, format, rows, width = name.removesuffix(".weight"), FORMATS[kind], shape[0], shape[1]
     if format.element.bits == 8:
         codes: dict[str, Part] = {name: ("F8_E4M3", shape)}
@@ -62,12 +66,13 @@ def stored_parts(name: str, shape: tuple[int, ...], kind: Quantise) -> dict[str,
 
 
 def ignored_parts(name: str, kind: Quantise) -> set[str]:
-    """What others store beside a matrix and no computation here asks for: a scale of activations that is not live."""
+    """Tensors that other tools store beside a matrix and etude does not need: the scale of static activation
+    quantisation."""
     return {f"{name.removesuffix('.weight')}.input_global_scale"} if FORMATS[kind].has_global_scale else set()
 
 
 def stored_format(name: str, names: Container[str]) -> Quantise:
-    """The format that `name` is stored in, by the names that a directory has."""
+    """The format in which `name` is stored, from the names in the directory."""
     stem = name.removesuffix(".weight")
     if f"{stem}.weight_packed" in names:
         return Quantise.NVFP4 if f"{stem}.weight_global_scale" in names else Quantise.MXFP4
@@ -75,15 +80,15 @@ def stored_format(name: str, names: Container[str]) -> Quantise:
 
 
 def is_readable(scheme: Mapping[str, Any]) -> bool:
-    """Whether a `quantization_config` is of a format that is read."""
+    """Whether a `quantization_config` has a supported format."""
     return scheme.get("quant_method") == METHOD and scheme.get("format") in _FORMAT_NAMES.values()
 
 
 def quantization_config(kind: Quantise, *, router: str = "mlp.gate") -> dict[str, Any]:
-    """What config.json says of a directory in a format. `router`: the name of a router in the family's checkpoints.
+    """The `quantization_config` of config.json for a format. `router`: name of a router in the family's checkpoints.
 
-    Of NVFP4 it speaks of weights only: an outer scale for each token, which is what activations have here, cannot be
-    said in it. Who serves the directory with activations rounded in another way computes other numbers.
+    For NVFP4 it describes weights only: it cannot express a global scale per token, which activations have in etude. An
+    engine that rounds activations in another way computes other numbers.
     """
     format = FORMATS[kind]
     weights: dict[str, Any] = {
@@ -112,7 +117,7 @@ def quantization_config(kind: Quantise, *, router: str = "mlp.gate") -> dict[str
 
 
 def check_scheme(raw: Mapping[str, Any]) -> None:
-    """Raises `CheckpointError` for a config.json whose weights are in a format that is not read."""
+    """Raise `CheckpointError` for a config.json with an unsupported weight format."""
     found = raw.get("quantization_config", raw.get("compression_config"))
     if found is None:
         return
@@ -134,7 +139,7 @@ def check_scheme(raw: Mapping[str, Any]) -> None:
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of the block scales of a weight.
+    """Shape of the block scales of a weight.
 
     >>> scale_shape((129, 64))
     (2, 1)

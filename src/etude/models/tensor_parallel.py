@@ -1,8 +1,8 @@
-"""What each rank of a shared model holds: sizes, and which part of each tensor by etude's name of it.
+"""The part of each tensor that a rank has under tensor and expert parallelism.
 
-`Transformer(config, parallel=...)` is one rank's share, and computes with the others (`numerics.parallel`). Its weights
-come from a whole model (`share_of`) or from a directory (`load_model`), which is whole whatever the number of ranks, so
-what one number of ranks saved another reads.
+`Transformer(config, parallel=...)` is one rank's part of a model, and computes together with the others
+(`numerics.parallel`). Its weights come from a full model (`shard_model`) or from a directory (`load_model`), which
+always contains the full model, whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from etude.models.weight_views import views
 from etude.numerics.parallel import Parallel
 
 OUTPUTS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
-"""Matrices whose rows, their outputs, tensor-parallel ranks share: whole heads, or a part of a width."""
+"""Matrices divided by rows, their outputs (column-parallel): full heads, or a part of a width."""
 INPUTS = ("o_proj", "down_proj")
-"""Those whose columns, their inputs, they share. Every other tensor is on each rank. Of experts, expert-parallel ranks
-have some whole, and no other tensor is cut."""
+"""Matrices divided by columns, their inputs (row-parallel). All other tensors are on each rank. With expert parallelism
+a rank has some experts, and no tensor is divided."""
 
 
 def shard_dimension(name: str, parallel: Parallel) -> int | None:
-    """The dimension in which ranks share a tensor of this name (etude's: `naming.views`); None: each has it whole.
+    """The dimension along which ranks divide a tensor with this name (etude's: `weight_views.views`); None: it is
+    replicated.
 
     >>> two = Parallel(2)
     >>> [cut(f"model.layers.0.{n}.weight", two) for n in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate")]
@@ -34,19 +35,19 @@ def shard_dimension(name: str, parallel: Parallel) -> int | None:
 
 
 def shard_tensor(name: str, whole: torch.Tensor, parallel: Parallel) -> torch.Tensor:
-    """This rank's part of a whole tensor, a view."""
+    """This rank's part of a full tensor, as a view."""
     dimension = shard_dimension(name, parallel)
     return whole if dimension is None else whole.chunk(parallel.degree, dimension)[parallel.rank]
 
 
 def full_shape(name: str, part: torch.Tensor, parallel: Parallel) -> tuple[int, ...]:
-    """The shape of the tensor that this rank has a part of."""
+    """Shape of the full tensor of which this rank has a part."""
     dimension = shard_dimension(name, parallel)
     return tuple(size * (parallel.degree if at == dimension else 1) for at, size in enumerate(part.shape))
 
 
 def shard_model(whole: Transformer, parallel: Parallel) -> Transformer:
-    """This rank's share of a whole model, as a model of its own. Raises `ConfigError`."""
+    """This rank's part of a full model, as a new model. Raises `ConfigError`."""
     dtype = whole.embedding.dtype
     model = Transformer(whole.config, seed=None, dtype=dtype, operators=whole.operators, parallel=parallel)
     tensors = views(whole)

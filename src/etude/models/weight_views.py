@@ -1,10 +1,10 @@
-"""Tensors' names as views into the live parameters.
+"""Tensor names, as views into the live parameters.
 
-Inside, products of one input and all experts of a layer are single tensors, because that is fast. Outside (files,
-deltas, engines) every tensor has the name and shape that the family's Hugging Face checkpoints give it. One mapping
-serves save, load, publish and adopt: each value shares memory with the model, so writing into it changes the model in
-place. A rank's share of a model has the same names, of its own experts only, and its parts of the tensors that are cut
-(`models.parallel`).
+Inside the model, products of the same input and all experts of a layer are single tensors, for speed. Outside (files,
+deltas, engines) each tensor has the name and shape of the family's Hugging Face checkpoints. One mapping serves saving,
+loading, publishing and updating: each view shares memory with the model, so writing into it changes the model in place.
+A rank's part of a model has the same names, with its own experts and its parts of divided tensors
+(`models.tensor_parallel`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ _BIAS = "e_score_correction_bias"
 
 
 def stays_float32(name: str) -> bool:
-    """Whether a tensor keeps float32 whatever the weights are stored in, as transformers and every engine keep it."""
+    """Whether a tensor stays float32 whatever dtype the weights are stored in, as in transformers and all engines."""
     return name.endswith((_BIAS, ".weight_global_scale"))
 
 
 def views(model: Transformer) -> dict[str, torch.Tensor]:
-    """Every weight of a model by etude's name, in a fixed order, as contiguous detached views. Etude's names are those
-    of Qwen3 and DeepSeek-V3, whatever the family; there is no head where the embeddings are tied."""
+    """Every weight of a model by etude's name, in a fixed order, as contiguous detached views.
+
+    Etude's names are those of Qwen3 and DeepSeek-V3, for all families. With tied embeddings there is no head.
+    """
     found: dict[str, torch.Tensor] = {"model.embed_tokens.weight": model.embedding}
     for layer, block in enumerate(model.blocks):
         assert isinstance(block, Block)
@@ -38,13 +40,13 @@ def views(model: Transformer) -> dict[str, torch.Tensor]:
 
 
 def hf_views(model: Transformer) -> dict[str, torch.Tensor]:
-    """`views` by the names that the family's Hugging Face checkpoints have."""
+    """`views` by the names of the family's Hugging Face checkpoints."""
     outside = model.config.architecture.hf_name
     return {outside(name): view for name, view in views(model).items()}
 
 
 def hf_biases(model: Transformer) -> dict[str, torch.Tensor]:
-    """Of `hf_views` those that are no parameters: biases for the choice, float32 [E]."""
+    """The router biases of `hf_views`, float32 [E]. They are not parameters."""
     outside, blocks = model.config.architecture.hf_name, enumerate(model.blocks)
     found = {outside(f"model.layers.{i}.mlp.gate.{_BIAS}"): getattr(one.experts, "bias", None) for i, one in blocks}
     return {name: bias for name, bias in found.items() if bias is not None}

@@ -1,15 +1,16 @@
-"""A layer's experts on a device, by the vendor's grouped product: no count is asked for, so the host never waits.
+"""A layer's experts on a GPU with grouped matrix products, without synchronising with the host.
 
 Rows are sorted by expert on the device, `torch.nn.functional.grouped_mm` multiplies each expert's rows by its matrix,
-and contributions are summed in slot order. What is kept for the backward is little: rows are gathered anew, the
-activation is computed anew, and a gate's gradient is taken before the second product's width, so that nothing of
-[S, D] is kept at all. All products have their contiguous numbers along a width, never along rows: that is what the
-kernel's alignment needs (16 bytes), and gradients of weights come contiguous.
+and contributions are summed in slot order. Little is saved for the backward pass: rows are gathered again, the
+activation is recomputed, and the gradient of a gate is taken before the second product, so nothing of shape [S, D] is
+saved. All operands are contiguous along a width, never along rows, as the kernel's alignment requires (16 bytes); so
+weight gradients are contiguous.
 
-What is not a product (activation, sum by slot) runs as Triton programs where Triton is, since it is bound by memory;
-else in torch. Runs on a CPU as well, where `models.experts` is faster; the tests compare the two there.
+Activation and sum by slot are bound by memory; they run as Triton kernels where Triton is installed, else in torch.
+Works on a CPU as well, where `models.experts` is faster; the tests compare the two there.
 
-Shapes: N tokens, D width, E experts, K experts a token, F expert width, S = N·K rows sorted by expert, I and O in, out.
+Shapes: N tokens, D width, E experts, K experts per token, F expert width, S = N·K rows sorted by expert, I and O in,
+out.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ _ALIGNED = 8  # numbers of 16 bytes in bfloat16
 
 
 def is_supported(x: torch.Tensor, *weights: torch.Tensor) -> bool:
-    """Whether the device has a kernel for it: bfloat16, and widths of whole 16 bytes."""
+    """Whether the device has a kernel: bfloat16, and widths that are multiples of 16 bytes."""
     aligned = not any(width % _ALIGNED for weight in weights for width in weight.shape[1:])
     return x.device.type != "cpu" and x.dtype == torch.bfloat16 and aligned
 
 
 def offsets_on(ends: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int32 [E]: where each expert's rows end."""
+    """Ends of each expert's rows, int32 [E], on the device."""
     return torch.tensor(ends, dtype=torch.int32).to(device)
 
 
@@ -44,7 +45,7 @@ def grouped_mm(x_SI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tenso
 
 
 def weight_gradient(g_SO: torch.Tensor, x_SI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Each expert's gᵀ · x, [E, O, I]; zero where no row came, whatever the kernel leaves there."""
+    """Each expert's gᵀ · x, [E, O, I]; zero for experts without rows, whatever the kernel leaves there."""
     gradient = _grouped_mm(g_SO.t(), x_SI, ends_E)
     none = torch.cat([ends_E[:1], ends_E.diff()]) == 0
     return gradient.masked_fill_(none[:, None, None], 0.0)
@@ -58,9 +59,9 @@ def mix(
     down_EDF: torch.Tensor,
     rows: RowOps | None = None,
 ) -> torch.Tensor:
-    """Σ over K of gate · down(silu(gate_proj x) · up_proj x), for each token; [N, D], differentiable.
+    """Σ over K of gate · down(silu(gate_proj x) · up_proj x) for each token; [N, D], differentiable.
 
-    `rows`: how what is no product is computed (None: the fastest that the device has). Weights may be wider than x.
+    `rows`: the operations between products (None: the fastest for the device). Weights may have a wider dtype than x.
     """
     to = SortedDispatch.of(experts_NK, gate_up_E2FD.shape[0])
     rows = rows or row_ops_for(x_ND.device)
@@ -70,17 +71,17 @@ def mix(
 
 @dataclass(frozen=True, eq=False)
 class SortedDispatch:
-    """Where each (token, choice) goes when rows are sorted by expert, ties by token. All on the device."""
+    """The permutation that sorts (token, choice) pairs by expert, ties by token. All on the device."""
 
     ends_E: torch.Tensor  # int32: where each expert's rows end
-    choice_S: torch.Tensor  # int64: which of the N·K choices a row is
-    token_S: torch.Tensor  # int64
-    slot_NK: torch.Tensor  # int64: the row of each choice
+    choice_S: torch.Tensor  # int64: index of each row's choice among the N·K
+    token_S: torch.Tensor  # int64: each row's token
+    slot_NK: torch.Tensor  # int64: each choice's row
 
     @classmethod
     def of(cls, experts_NK: torch.Tensor, num_experts: int) -> SortedDispatch:
         n, k = experts_NK.shape
-        short = experts_NK.reshape(-1).to(torch.int16)  # a radix sort goes over two bytes, not eight
+        short = experts_NK.reshape(-1).to(torch.int16)  # a radix sort over two bytes instead of eight
         by_expert, choice = short.sort(stable=True)
         numbers = torch.arange(num_experts, device=short.device, dtype=torch.int16)
         ends_E = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
@@ -90,7 +91,7 @@ class SortedDispatch:
 
 @dataclass(frozen=True)
 class RowOps:
-    """What is done to rows between products, each in one pass over memory where it can be."""
+    """Operations on rows between the products, each in one pass over memory where possible."""
 
     gated: Callable[[torch.Tensor], torch.Tensor]  # [S, 2F] -> [S, F]: silu(first half) · second
     gated_gradient: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # [S, F], [S, 2F] -> [S, 2F]
@@ -121,7 +122,7 @@ TORCH_ROW_OPS = RowOps(_gated, _gated_gradient, _combine)
 
 @functools.cache
 def row_ops_for(device: torch.device) -> RowOps:
-    """The fastest that a device has."""
+    """The fastest row operations for a device."""
     if device.type != "cuda" or find_spec("triton") is None:
         return TORCH_ROW_OPS
     from etude.numerics.gpu import row_ops

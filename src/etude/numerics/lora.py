@@ -1,15 +1,15 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): a frozen matrix W, of which W + scale · B A is computed with.
+"""LoRA adapters (arXiv 2106.09685): a frozen matrix W, computed as W + scale · B A.
 
-The sum is made before a forward, not in it: `merge` writes it, rounded once, where the model's matrix lies. It is one
-function of W, A and B with one order of summation, so whoever holds the same three computes with the same bits, every
-operator stays as it is, and a decoded token costs what it costs without adapters.
+The sum is computed before a forward pass: `merge_lora` writes it, rounded once, into the model's matrix. It is a
+function of W, A and B with one order of summation, so everyone with the same three has the same bits, no operator
+changes, and a decoded token costs the same as without adapters.
 
-A gradient never has the matrix's size. With y = x Wᵀ, dB = scale · dyᵀ (x Aᵀ) and dA = scale · (dy B)ᵀ x; dx comes
-through the merged matrix. So `Adapted` operators compute a product as ever, of a matrix that wants no gradient, and
-hang a node behind it that leaves y alone and gives A and B theirs (`adapted`). Rounding passes gradients straight
-through, as it does for the masters behind bf16 weights.
+Gradients never have the size of the matrix. With y = x Wᵀ: dB = scale · dyᵀ (x Aᵀ), dA = scale · (dy B)ᵀ x, and dx
+comes from the merged matrix. So `LoraOperators` compute a product as usual, with a matrix that needs no gradient, and
+add an autograd node that leaves y unchanged and gives A and B their gradients (`with_lora_gradient`). Gradients pass
+through rounding unchanged, as with the masters behind bf16 weights.
 
-Knows nothing of models. Shapes: N tokens, I and O width in and out, r rank, P parts of a fused matrix, E experts.
+Shapes: N tokens, I and O width in and out, r rank, P parts of a fused matrix, E experts.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from etude.numerics.operators import Operators, delegate_to_inner
 
 @dataclass(frozen=True)
 class LoraPairs:
-    """A and B of one matrix [O, I], or of a stack of them [E, O, I], whose rows are P parts with a pair each."""
+    """A and B of one matrix [O, I], or of a stack of matrices [E, O, I]. The rows consist of P parts with a pair
+    each."""
 
     a: torch.Tensor  # [P, r, I] or [E, P, r, I]
     b: torch.Tensor  # [O, r] or [E, O, r]
-    rows: tuple[int, ...]  # of each part; O together
+    rows: tuple[int, ...]  # of each part; O in total
     scale: float
 
     def of(self, some: slice) -> LoraPairs:
-        """Of some rows of the matrix; of a stack, of some matrices."""
+        """The pairs of some rows of the matrix; for a stack, of some matrices."""
         if self.b.ndim == 3:
             return replace(self, a=self.a[some], b=self.b[some])
         ends = itertools.accumulate(self.rows)
@@ -47,23 +48,28 @@ class LoraPairs:
 
 @torch.no_grad()
 def merge_lora(base: torch.Tensor, pairs: LoraPairs, out: torch.Tensor, *, dtype: torch.dtype) -> None:
-    """Write W + scale · B A, summed in float32 and rounded once to `dtype`, into `out`, which has `base`'s shape. A
-    row's bits depend on that row alone: whoever has some of them (`Pairs.of`) gets the whole's."""
+    """Write W + scale · B A into `out`, summed in float32 and rounded once to `dtype`. `out` has the shape of `base`.
+
+    The bits of a row depend only on that row, so ranks with some of the rows (`LoraPairs.of`) get the same bits as for
+    the full matrix.
+    """
     width, rank = base.shape[-1], pairs.b.shape[-1]
     a_rI = pairs.a.float().reshape(-1, rank, width).unbind()
     rows = list(pairs.rows) * (len(a_rI) // len(pairs.rows))
     b_Or = torch.split((pairs.b.float() * pairs.scale).flatten(0, -2), rows)
     places = zip(torch.split(base.flatten(0, -2), rows), torch.split(out.view(-1, width), rows), strict=True)
     for (w_OI, out_OI), a, b in zip(places, a_rI, b_Or, strict=True):
-        product = exact.linear(b.cpu(), a.t().cpu().contiguous())  # in the one order that there is, a CPU's
+        product = exact.linear(b.cpu(), a.t().cpu().contiguous())  # always on the CPU: one order of summation
         out_OI.copy_((w_OI.float() + product.to(w_OI.device)).to(dtype))
 
 
 def with_lora_gradient(
     y_NO: torch.Tensor, x_NI: torch.Tensor, a_PrI: torch.Tensor, b_Or: torch.Tensor, rows: tuple[int, ...], scale: float
 ) -> torch.Tensor:
-    """`y_NO`, which a merged matrix made of `x_NI`; its gradient reaches A and B, too. With one dimension more in
-    front, of all but `rows`, for products of their own."""
+    """Return `y_NO`, computed from `x_NI` with a merged matrix, with gradients to A and B.
+
+    With one more leading dimension on all arguments but `rows`, for batched products.
+    """
     y: torch.Tensor = _LoraGradient.apply(y_NO, x_NI, a_PrI, b_Or, rows, scale)  # type: ignore[no-untyped-call]
     return y
 
@@ -98,10 +104,10 @@ class _LoraGradient(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a merged matrix, whose first row lies where it is known."""
+    """A part of a merged matrix, identified by the address of its first row."""
 
     weight: Callable[[], torch.Tensor]
-    address: int  # of the whole matrix
+    address: int  # of the full matrix
     pairs: LoraPairs
     index: int
 
@@ -112,11 +118,11 @@ class _Part:
 
 
 class LoraOperators(Operators):
-    """`inner`, of a model some of whose matrices are merged: products with them pass gradients to their pairs.
+    """The operators `inner` for a model with merged matrices: products with them pass gradients to their adapters.
 
-    Its numbers are `inner`'s, and so is its name. A matrix is known by the address of its memory, and so are the first
-    rows of each of its parts. With `moving`, matrices come and go, as FSDP2 gathers them: then who is asked for one
-    that is not known there looks at all of them anew.
+    Results and name are those of `inner`. A matrix is identified by its memory address, and so is the first row of each
+    of its parts. With `weights_move`, matrices move in memory, as when FSDP2 gathers them; then an unknown address
+    triggers a new look at all matrices.
     """
 
     def __init__(self, inner: Operators) -> None:
@@ -126,13 +132,13 @@ class LoraOperators(Operators):
         self._parts: dict[int, _Part] = {}
 
     def add_adapter(self, weight: Callable[[], torch.Tensor], pairs: LoraPairs) -> None:
-        """From now on products with what `weight` gives are of a merged matrix, whose gradient is that of its pairs."""
+        """Register the merged matrix that `weight` returns, and its adapters."""
         self._trained.append((weight, pairs))
         self._look(weight, pairs)
 
     def _look(self, weight: Callable[[], torch.Tensor], pairs: LoraPairs) -> None:
         now = weight()
-        if hasattr(now, "to_local"):  # a shard: not gathered
+        if hasattr(now, "to_local"):  # a shard that is not gathered
             return
         size, address = now.shape[-1] * now.itemsize, now.data_ptr()
         for i, row in enumerate(itertools.accumulate((0, *pairs.rows[:-1]))):

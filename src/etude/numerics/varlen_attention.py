@@ -1,13 +1,13 @@
-"""Causal attention of many sequences in one kernel, on a device: torch's own flash attention for ragged lengths.
+"""Causal attention of many sequences in one GPU kernel: torch's flash attention for ragged lengths.
 
-Of packed sequences, for training, with its gradient; and over slots of kept keys, for decoding and chunks of prompts,
-where a sequence's keys begin anywhere in memory and are as many as are said. Needs no mask and no padding, groups of
-query heads share keys, and nothing is asked of the device.
+For packed sequences in training, with gradients; and for a KV cache in slots, in decoding and chunked prefill, where a
+sequence's keys may start anywhere in memory. Needs no mask, no padding and no synchronisation with the host; query
+heads may share keys (GQA).
 
-By the operator under `torch.nn.attention.varlen` (FlashAttention-2, arXiv 2307.08691), whose arguments are the same in
-torch 2.11 and 2.13; those of the function above it are not.
+Calls the operator behind `torch.nn.attention.varlen` (FlashAttention-2, arXiv 2307.08691), whose arguments are the same
+in torch 2.11 and 2.13; those of the public function differ.
 
-Shapes: N tokens, H query heads, G key heads, T kept keys of all sequences, A key width, B value width, S sequences.
+Shapes: N tokens, H query heads, G key heads, T cached keys of all sequences, A key width, B value width, S sequences.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import torch
 import torch.nn.functional as F
 
 WIDEST = 256
-"""Of a key, for this kernel; a latent's (576) is wider."""
+"""Largest key width of this kernel; a latent's key (576) is wider."""
 
 
 def is_supported(device: torch.device, dtype: torch.dtype, key_width: int) -> bool:
-    """Whether there is a kernel for them."""
+    """Whether there is a kernel for this device, dtype and key width."""
     half = dtype in (torch.bfloat16, torch.float16)
     return device.type != "cpu" and half and key_width <= WIDEST and key_width % 8 == 0
 
 
 def starts(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int32 [S + 1]: where each sequence begins, and where the last ends."""
+    """Cumulative sequence lengths, int32 [S + 1]."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
 
 
@@ -45,10 +45,11 @@ def attend(
     scale: float | None = None,
     used_k: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """o_NHB: each sequence's last query sees its last key, the one before it the key before, and so on.
+    """Attention output o_NHB. Each sequence's last query attends up to its last key, the query before up to the key
+    before, and so on.
 
-    `starts_q`, `starts_k`: int32 [S + 1]. With `used_k` (int32 [S]) a sequence has that many keys from its start on,
-    and starts may be in any order. The longest are bounds, known to the host.
+    `starts_q`, `starts_k`: int32 [S + 1]. With `used_k` (int32 [S]) each sequence uses this many keys from its start,
+    and starts may be in any order. `longest_q` and `longest_k` are upper bounds, known on the host.
     """
     narrow = q_NHA.shape[-1] - v_TGB.shape[-1]
     value = F.pad(v_TGB, (0, narrow)) if narrow else v_TGB

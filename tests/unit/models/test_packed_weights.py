@@ -100,13 +100,13 @@ def test_a_model_without_whole_blocks_is_told_before_a_run_begins() -> None:
     check_blocks(QWEN, Quantise.MXFP8)
     for kind in (Quantise.NONE, Quantise.NVFP4):
         check_blocks(replace(QWEN, expert_size=48), kind)
-    with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.experts\.0\.down_proj.*whole blocks of 32"):
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.experts\.0\.down_proj.*not a multiple of the block size 32"):
         check_blocks(replace(QWEN, expert_size=48), Quantise.MXFP4)
 
 
 def test_widths_that_are_no_whole_blocks_are_refused(tmp_path: Path) -> None:
     model = Transformer(ModelConfig(**SMALL | {"hidden_size": 40}), seed=0)
-    with pytest.raises(ConfigError, match="no whole blocks of 32"):
+    with pytest.raises(ConfigError, match="not a multiple of the block size 32"):
         save_model(model, tmp_path / "low", dtype="bf16", quantise=Quantise.MXFP8)
     assert not (tmp_path / "low").exists()
 

@@ -122,7 +122,7 @@ def test_the_tiniest_and_the_largest_numbers_have_a_place(format: Format) -> Non
 
 @ALL
 def test_blocks_that_are_not_whole_are_refused(format: Format) -> None:
-    with pytest.raises(ConfigError, match=f"no whole blocks of {format.block}"):
+    with pytest.raises(ConfigError, match=f"not a multiple of the block size {format.block}"):
         round_to_format(torch.ones(2, format.block + 8), format)
 
 

@@ -139,6 +139,6 @@ def test_what_is_looked_for_is_what_the_step_computed_with_implausible_experts_r
     learner.config = replace(CONFIG, replay_plausible=1.0)
     with pytest.raises(NotFinite, match=r"layers\.1\.experts\.gate_up is not finite at step 1") as caught:
         learner.forward_backward(batch(changed(sample, routes=routes)))
-    assert "the first in rollout g.3 at position 0; nothing computed before it is" in caught.value.facts
+    assert "the first in rollout g.3 at position 0; all operators before it are finite" in caught.value.facts
     learner.config = replace(CONFIG, replay_plausible=0.0)
     assert learner.forward_backward(batch(changed(sample, routes=routes))).replaced_share == 0.0

@@ -1,7 +1,7 @@
-"""One order of summation for each operator, on CPUs: what `exact.operators.Exact` is made of.
+"""Operations on CPUs with one order of summation each: the parts of `exact.operators.Exact`.
 
-Most of it is the vendor's fastest routine, called only with sizes for which it was measured, on this machine and with
-this number of threads, that a row's bits do not depend on what else is computed.
+Most are the vendor's fastest routines, called only with sizes for which it was measured, on this machine and with this
+number of threads, that a row's bits do not depend on the rest of the batch.
 
 >>> import torch
 >>> linear(torch.eye(2), torch.tensor([[1.0, 2.0]])).flatten().tolist()

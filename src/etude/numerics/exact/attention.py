@@ -1,16 +1,16 @@
-"""Attention whose rows do not depend on how many rows there are, on chunking, or on how much memory follows the keys.
+"""Attention on CPUs whose rows do not depend on the number of rows, on chunking, or on the memory behind the keys.
 
-The vendor's attention takes its queries in blocks of 32, 64 or 256 rows and its keys in blocks of 512, and sums each
-block with GEMMs, whose order of summation depends on the block's size. So a query sees a *window* of whole `BLOCK`s of
-keys, masked, never a ragged end; its rows come in whole blocks, too; and only windows are used in which a row has the
-same bits as in whole blocks of 512 (here not those of 256 and 320, whose sums the GEMM splits in two). Which, is
-measured when first asked, in milliseconds. Where whole blocks themselves are not the same for any number of rows,
-every sum is written out: slow, and meant for machines that this was not seen on.
+The vendor's attention takes queries in blocks of 32, 64 or 256 rows and keys in blocks of 512, and sums each block with
+GEMMs, whose order of summation depends on the block's size. So queries see a masked *window*: a multiple of `BLOCK`
+keys. Queries come in full blocks of rows, too. Only windows are used in which a row has the same bits as in full blocks
+of 512 keys (here not 256 and 320, whose sums the GEMM splits in two). This is measured on first use, in milliseconds.
+Where even full blocks depend on the number of rows, sums are computed without the vendor's kernel: slow, and meant for
+machines on which this was not tested.
 
-Decoding, chunks of a prompt and packed training all attend so, and therefore to the same bits.
+Decoding, chunked prefill and packed training all use it, so they get the same bits.
 
-Shapes: B slots, H query heads, G key/value heads, M rows of queries, W window, T tokens of a sequence, A key width,
-C value width.
+Shapes: B slots, H query heads, G key/value heads, M rows of queries, W window, T tokens of a sequence, A key width, C
+value width.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import torch.nn.functional as F
 from etude.numerics.exact.matmul import MIN_ROWS
 
 BLOCK = 64
-KERNEL_BLOCK = 512  # keys that the CPU's attention kernel takes at once
-SEVERAL = 2 * KERNEL_BLOCK  # past it the pattern repeats: earlier blocks are whole, only the last one's size matters
-TILES = ((32, MIN_ROWS), (192, 32), (768, 64), (1 << 62, 256))  # below so many rows, the kernel takes so many at once
-CHUNK = 128  # queries of a whole sequence that see one window
+KERNEL_BLOCK = 512  # block of keys of the CPU's attention kernel
+SEVERAL = 2 * KERNEL_BLOCK  # beyond it the pattern repeats: only the size of the last block matters
+TILES = ((32, MIN_ROWS), (192, 32), (768, 64), (1 << 62, 256))  # (below this number of rows, the kernel's row block)
+CHUNK = 128  # queries of a full sequence that share a window
 
 Attend = Callable[..., torch.Tensor]
 """(q_BHMA, k_BGWA, v_BGWC, mask that broadcasts to BHMW, 0 or -inf, scale or None) -> o_BHMC"""
@@ -36,19 +36,19 @@ Attend = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class KeyWindows:
-    """In which sizes rows of queries and keys come, and how the ones attend to the others."""
+    """Supported sizes of key windows and query blocks, and the attention function."""
 
     usable: tuple[int, ...]  # windows up to `SEVERAL`, ascending
     attend: Attend
-    tiles: bool = True  # whether queries come in whole blocks of rows
+    tiles: bool = True  # whether queries come in full blocks of rows
 
     def covering(self, stop: int) -> int:
-        """The smallest usable window that covers keys [0, stop); at most the next multiple of `KERNEL_BLOCK`."""
+        """The smallest window that covers keys [0, stop); at most the next multiple of `KERNEL_BLOCK`."""
         whole = max(0, -(-(stop - SEVERAL) // KERNEL_BLOCK)) * KERNEL_BLOCK
         return whole + next(w for w in self.usable if w >= stop - whole)
 
     def padded(self, num_rows: int) -> int:
-        """How many rows of queries to compute for so many."""
+        """Number of query rows, padding included, for `num_rows` rows."""
         if not self.tiles:
             return num_rows
         tile = next(tile for below, tile in TILES if num_rows < below)
@@ -62,7 +62,7 @@ def masked_attention(
     mask: torch.Tensor,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """The vendor's attention under an additive mask."""
+    """The vendor's attention with an additive mask."""
     gqa = q_BHMA.shape[1] != k_BGWA.shape[1]
     return F.scaled_dot_product_attention(q_BHMA, k_BGWA, v_BGWC, attn_mask=mask, scale=scale, enable_gqa=gqa)
 
@@ -74,7 +74,7 @@ def summed_attention(
     mask: torch.Tensor,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """The same with every sum written out, key block by key block: one order, whatever the shapes."""
+    """Attention with explicit sums, key block by key block: one order, whatever the shapes."""
     repeats = q_BHMA.shape[1] // k_BGWA.shape[1]
     k_BHWA, v_BHWC = (t.repeat_interleave(repeats, 1) for t in (k_BGWA, v_BGWC))
     q_BHMA = q_BHMA * (q_BHMA.shape[-1] ** -0.5 if scale is None else scale)
@@ -91,8 +91,10 @@ def summed_attention(
 
 
 def key_windows(heads: int, key_width: int) -> KeyWindows:
-    """Those of a cache with so many key/value heads, under this number of threads: the same for any number of them, so
-    that a rank with a share of the heads attends as one with all."""
+    """The windows for a cache, with the current number of threads.
+
+    They are the same for any number of heads, so that a rank with some of the heads attends like one with all.
+    """
     return _measured(key_width, torch.get_num_threads())
 
 
@@ -111,7 +113,7 @@ def _measured(width: int, threads: int) -> KeyWindows:
 
 
 class _Probe:
-    """Random queries, each at a position in the last block of a window, some positions more than once."""
+    """Random queries at positions in the last block of a window, some positions more than once."""
 
     def __init__(self, heads: int, width: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -122,13 +124,13 @@ class _Probe:
     def same_rows(
         self, attend: Attend, window: int, counts: tuple[int, ...] = (*range(MIN_ROWS, 33, MIN_ROWS),)
     ) -> bool:
-        """Whether rows in a window have the bits that they have among many rows and in whole kernel blocks."""
+        """Whether rows in a window have the same bits as among many rows and in full kernel blocks."""
         most = TILES[1][0]
         whole = self._last(attend, most, window, SEVERAL)
         return all(torch.equal(self._last(attend, n, window, window)[:, :, -most:], whole[:, :, -n:]) for n in counts)
 
     def same_heads(self, attend: Attend) -> bool:
-        """Whether a head by itself has the bits that it has beside another."""
+        """Whether a head alone has the same bits as beside another head."""
         mask, both = causal_mask(SEVERAL - 1 - self.back, SEVERAL), (self.q, self.k, self.v)
         each = [attend(*(t[:, head : head + 1] for t in both), mask) for head in range(self.q.shape[1])]
         return torch.equal(torch.cat(each, 1), attend(*both, mask))
@@ -139,18 +141,18 @@ class _Probe:
 
 
 def causal_mask(positions_M: torch.Tensor, window: int) -> torch.Tensor:
-    """Additive float32 [M, W]: each row sees the keys up to its position."""
+    """Additive mask, float32 [M, W]: each row sees the keys up to its position."""
     hidden = torch.arange(window, device=positions_M.device) > positions_M[:, None]
     return torch.zeros(hidden.shape, device=positions_M.device).masked_fill_(hidden, -torch.inf)
 
 
 ANY = KeyWindows(tuple(range(BLOCK, SEVERAL + 1, BLOCK)), masked_attention, tiles=False)
-"""For those who do not care."""
+"""Windows for operators that do not need a fixed order."""
 
 
 @dataclass(frozen=True)
 class Causal:
-    """Attention within whole sequences, `CHUNK` queries at a time; masks are shared by layers and sequences."""
+    """Attention in full sequences, `CHUNK` queries at a time. Masks are shared by layers and sequences."""
 
     _masks: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
@@ -162,12 +164,15 @@ class Causal:
         scale: float | None = None,
         start: int = 0,
     ) -> torch.Tensor:
-        """o_HTC, of float32. `start`: the first query's position; where that is a whole number of `CHUNK`s, its
-        bits are those that it has among all queries."""
+        """Attention output o_HTC, float32.
+
+        `start`: position of the first query. Where it is a multiple of `CHUNK`, the bits are those of a call with all
+        queries.
+        """
         (heads, num, width), narrow = k_GTA.shape, k_GTA.shape[-1] - v_GTC.shape[-1]
         w = key_windows(heads, width)
-        room = w.covering(num) - num
-        k, v = F.pad(k_GTA, (0, 0, 0, room))[None], F.pad(v_GTC, (0, narrow, 0, room))[None]
+        padding = w.covering(num) - num
+        k, v = F.pad(k_GTA, (0, 0, 0, padding))[None], F.pad(v_GTC, (0, narrow, 0, padding))[None]
         outs = []
         for first, q in zip(range(start, num, CHUNK), torch.split(q_HTA, CHUNK, 1), strict=True):
             rows, window = q.shape[1], w.covering(first + q.shape[1])

@@ -1,7 +1,7 @@
-"""Functions of single numbers, and choices among them, that do not depend on where in memory a number lies.
+"""Elementwise functions and top-k whose results do not depend on the position of a number in memory.
 
-Torch computes most of a run of memory with vector instructions and its last few numbers one by one, by another routine
-with other bits: `silu` and `sigmoid` differ between the two. Rows of whole `LANES` have no last few numbers.
+Torch computes most of a contiguous block with vector instructions, and its last few numbers with another routine that
+gives other bits (`silu` and `sigmoid` differ). Rows of a multiple of `LANES` numbers have no such rest.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 
 LANES = 64  # numbers: two vectors of sixteen for each of two threads
-GRAIN = 32768  # numbers that torch computes in one thread (at::internal::GRAIN_SIZE)
+GRAIN = 32768  # largest size that torch computes in one thread (at::internal::GRAIN_SIZE)
 
 
 def in_lanes(function: Callable[[torch.Tensor], torch.Tensor], x_NF: torch.Tensor) -> torch.Tensor:
-    """`function` of every number of a float32 matrix.
+    """Apply an elementwise `function` to a float32 matrix.
 
     >>> x = torch.arange(6.0).view(2, 3)
     >>> torch.equal(in_lanes(F.silu, x)[1:], in_lanes(F.silu, x[1:]))
@@ -33,8 +33,9 @@ def in_lanes(function: Callable[[torch.Tensor], torch.Tensor], x_NF: torch.Tenso
 
 @torch.no_grad()
 def top_k(values_NE: torch.Tensor, k: int) -> torch.Tensor:
-    """Indices of the k largest, largest first, of equal ones the lowest first; int64 [N, k]. `torch.topk` promises
-    nothing about equal ones, and is not faster by much.
+    """Indices of the k largest values, largest first, ties to the lowest index; int64 [N, k].
+
+    `torch.topk` does not define the order of ties, and is hardly faster.
 
     >>> top_k(torch.tensor([[1.0, 3.0, 3.0, 2.0]]), 3).tolist()
     [[1, 2, 3]]

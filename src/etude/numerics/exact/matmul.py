@@ -1,21 +1,20 @@
-"""Matrix products whose rows do not depend on how many other rows there are, nor on the number of threads.
+"""Matrix products on CPUs whose rows do not depend on the number of other rows, nor on the number of threads.
 
-An engine computes a token among whichever others are in its batch; the learner computes it in a packed sequence.
-Both must get the same bits. The vendor's GEMM takes other paths for few rows (a dot product, a matrix-vector kernel:
-another order of summation), and with threads it gives each of them some of the rows. Which numbers of rows are safe
-is measured here and now, in milliseconds, rather than assumed; a product of any other number is computed with zero
-rows added up to the next safe one.
+An engine computes a token among whatever else is in its batch; the learner computes it in a packed sequence. Both must
+get the same bits. The vendor's GEMM uses other kernels for few rows (a dot product, a matrix-vector product: another
+order of summation), and divides rows among threads. Which numbers of rows are safe is measured at run time, in
+milliseconds. A product with another number of rows is padded with zero rows to the next safe number.
 
-A weight's shape whose rows differ all the same is computed in tiles of `TILE` rows, one call each; one whose tiles
-differ, too, is summed without the vendor's library. Both are slow and meant for machines that this was not seen on.
+A weight shape whose rows still differ is computed in tiles of `TILE` rows, one call each; if tiles differ, too, sums
+are computed without the vendor's library. Both are slow, and meant for machines on which this was not tested.
 
-Products are of float32, as weights are held: a result is rounded to the compute dtype once, by the caller.
+Products are in float32, the dtype of the weights. The caller rounds results to the compute dtype once.
 
-For models that ranks share: outputs whose bits do not depend on which others are computed beside them (`columns`; the
-vendor computes ten or fewer in another way), and an inner width in equal pieces whose sums are added in one binary tree
-(`partial`), so that a rank of two, or one that has all, comes to the same bits.
+For tensor-parallel models: `column_product` computes outputs whose bits do not depend on which other outputs are
+computed beside them (the vendor computes ten or fewer in another way); `partial_products` cuts the inner width into
+equal parts and adds their sums in a binary tree, so that any number of ranks gets the same bits.
 
-Knows nothing of models. Shapes: N rows, I and O width in and out.
+Shapes: N rows, I and O width in and out.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ import torch.nn.functional as F
 
 MIN_ROWS = 4
 LINE_BYTES = 64
-MANY_ROWS = 64  # counts up to this one are measured one by one
+MANY_ROWS = 64  # up to this number of rows, each is measured
 TILE = 32
-SUM_NUMBERS = 1 << 22  # of the intermediate of one written-out sum
+SUM_NUMBERS = 1 << 22  # size of the intermediate tensor of `summed_product`
 REFERENCE_ROWS = 300
 SAMPLED_ROWS = (1, 2, 3, 4, 5, 7, 8, 15, 16, 31, 33, 64, 100, 257)
-SAMPLED_WIDTH = 4096  # of a shape's outputs, so that a large vocabulary costs no seconds
+SAMPLED_WIDTH = 4096  # outputs that are measured, so that a large vocabulary does not take seconds
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def linear(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-    """``x @ weight.T`` in float32, with rows that do not depend on N.
+    """``x @ weight.T`` in float32. Rows do not depend on N.
 
     >>> weight, x = torch.ones(3, 2), torch.tensor([[1.0, 2.0]])
     >>> linear(x, weight).tolist()
@@ -50,13 +49,14 @@ def linear(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
 
 
 def product_for(out_size: int, in_size: int, *, turned: bool = False) -> Product:
-    """How products with weights of a shape, `turned` in memory or not, are computed under this number of threads."""
+    """The product function for weights of a shape, transposed in memory or not, with the current number of threads."""
     return _measured_path(out_size, in_size, turned, torch.get_num_threads())
 
 
 def tree_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of tensors: neighbours first, an odd one out waits for the next round. Of equal shares' trees, a power of
-    two of them in each, it makes the whole's.
+    """The sum of tensors as a binary tree: neighbours first; an odd one out waits for the next round.
+
+    The trees of equal parts, each a power of two long, are subtrees of the tree of all.
 
     >>> tree([torch.tensor(float(n)) for n in (1, 2, 3, 4)]).item()
     10.0
@@ -68,7 +68,7 @@ def tree_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def split_inner(weight_OI: torch.Tensor, number: int) -> tuple[torch.Tensor, ...]:
-    """An inner width, the last dimension, in that many equal pieces."""
+    """Split the inner width (the last dimension) into `number` equal parts."""
     cut = torch.split(weight_OI, weight_OI.shape[-1] // number, -1)
     out_size, in_size = cut[0].shape[-2:]
     if number == 1 or _gaps_alike(out_size, in_size, torch.get_num_threads()):
@@ -77,7 +77,7 @@ def split_inner(weight_OI: torch.Tensor, number: int) -> tuple[torch.Tensor, ...
 
 
 def partial_products(x_NI: torch.Tensor, weight_OI: torch.Tensor, number: int) -> torch.Tensor:
-    """``x @ weight.T`` as the tree of that many products.
+    """``x @ weight.T`` as the tree sum of `number` products over parts of the inner width.
 
     >>> partial(torch.ones(1, 4), torch.ones(2, 4), 2).tolist()
     [[4.0, 4.0]]
@@ -88,27 +88,27 @@ def partial_products(x_NI: torch.Tensor, weight_OI: torch.Tensor, number: int) -
 
 
 def column_product(size: int, in_size: int, number: int) -> Product:
-    """How any whole number of shares of `size` outputs, `number` in all, are computed so that no bit of one depends on
-    which others are there, nor on their order."""
+    """The product function for outputs in `number` parts of `size`: no bit depends on which other parts are computed,
+    nor on their order."""
     return _measured_columns(size, in_size, number, torch.get_num_threads())
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers in memory that begins at a whole cache line and has no gaps: the vendor's GEMM sums few outputs
-    in another order where it does not."""
+    """Copy to contiguous memory that begins at a cache line, if it is not. Elsewhere the vendor's GEMM sums few outputs
+    in another order."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % LINE_BYTES else x
 
 
 def padded_rows(num_rows: int) -> int:
-    """How many rows a product of `num_rows` takes."""
+    """Number of rows, padding included, of a product of `num_rows` rows."""
     if num_rows > MANY_ROWS:
         return num_rows
     return safe_counts(torch.get_num_threads())[num_rows]
 
 
 def vendor_product(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-    """One call of the vendor's GEMM, never with an unsafe number of rows."""
+    """One call of the vendor's GEMM, padded to a safe number of rows."""
     n = x_NI.shape[0]
     rows = padded_rows(n)
     if rows == n:
@@ -117,22 +117,25 @@ def vendor_product(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
 
 
 def tiled_product(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-    """Every call has the same shape."""
+    """One call of the vendor's GEMM for each tile of `TILE` rows."""
     n = x_NI.shape[0]
     tiles = torch.split(F.pad(x_NI, (0, 0, 0, -n % TILE)), TILE)
     return torch.cat([F.linear(tile, weight_OI) for tile in tiles])[:n]
 
 
 def summed_product(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-    """A sum written out for each number."""
+    """Products and sums without the vendor's GEMM."""
     rows = max(1, SUM_NUMBERS // weight_OI.numel())
     return torch.cat([(x[:, None] * weight_OI).sum(-1) for x in torch.split(x_NI, rows)])
 
 
 @functools.cache
 def safe_counts(threads: int) -> tuple[int, ...]:
-    """For each n up to `MANY_ROWS`: the smallest number of rows from n on in which all rows have the bits that they
-    have among `REFERENCE_ROWS`. Measured with `threads`, which must be set."""
+    """For each n up to `MANY_ROWS`: the smallest safe number of rows from n on.
+
+    A number is safe if all rows have the bits that they have among `REFERENCE_ROWS`. Measured with `threads`, which
+    must be the current number.
+    """
     counts = range(MIN_ROWS, MANY_ROWS)
     unsafe = set[int]().union(*(_other_counts(F.linear, *shape, counts) for shape in ((48, 64), (64, 256))))
     safe = [n for n in counts if n not in unsafe]
@@ -165,7 +168,7 @@ def _measured_columns(size: int, in_size: int, number: int, threads: int) -> Pro
 
 @functools.cache
 def _gaps_alike(out_size: int, in_size: int, threads: int) -> bool:
-    """Whether rows of a weight with others' numbers between them make the bits of a weight by itself."""
+    """Whether a strided weight gives the same bits as a contiguous one."""
     x, weight = _random(REFERENCE_ROWS, in_size), _random(min(out_size, SAMPLED_WIDTH), 2 * in_size)
     return all(torch.equal(linear(x, one), linear(x, one.contiguous())) for one in weight.chunk(2, -1))
 
@@ -173,7 +176,7 @@ def _gaps_alike(out_size: int, in_size: int, threads: int) -> bool:
 def _other_counts(
     product: Product, out_size: int, in_size: int, counts: Iterable[int], *, turned: bool = False
 ) -> list[int]:
-    """The numbers of rows among which the last rows have other bits than among many."""
+    """The numbers of rows for which the last rows have other bits than among many rows."""
     weight = _random(in_size, out_size).T if turned else _random(out_size, in_size)
     x = _random(REFERENCE_ROWS, in_size)
     whole = product(x, weight)

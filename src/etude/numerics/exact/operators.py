@@ -1,4 +1,4 @@
-"""The operators with one order of summation each, on CPUs. Shapes as in `numerics.operators`."""
+"""`Exact`: operators with one order of summation each, on CPUs. Shapes as in `numerics.operators`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from etude.numerics.operators import Causal, Operators, at_least_float32
 
 
 class Exact(Operators):
-    """One order of summation for each operator: a row's bits depend on that row alone.
+    """Operators with one order of summation each: a row's bits depend only on that row.
 
-    `degree` above 1: nor do they depend on how many tensor-parallel ranks compute it, up to so many. Every product into
-    the residual stream is then the sum of that many, whoever computes them.
+    With `degree` above 1 they do not depend on the number of tensor-parallel ranks either, up to `degree`. Each product
+    into the residual stream is then the sum of `degree` partial sums, whoever computes them.
     """
 
     absorbs_latents = True
@@ -26,7 +26,7 @@ class Exact(Operators):
     def __init__(self, dtype: torch.dtype = torch.float32, *, degree: int = 1) -> None:
         super().__init__(dtype)
         if degree < 1 or degree & (degree - 1):
-            raise ConfigError(f"degree = {degree}", "sums over ranks are a binary tree", hint="take 1, 2, 4, ...")
+            raise ConfigError(f"degree = {degree}", "it must be a power of two", hint="use 1, 2, 4, ...")
         self.degree = degree
 
     @property
@@ -39,8 +39,8 @@ class Exact(Operators):
 
     @property
     def storage_dtype(self) -> torch.dtype:
-        """float32 or wider: a narrow dtype's numbers are float32 numbers, and widening them for every product costs
-        more than the product of a decoded token does."""
+        """float32 or wider. Narrow dtypes are subsets of float32, and converting them for each product would cost more
+        than the product of a decoded token."""
         return torch.promote_types(self.dtype, torch.float32)
 
     def linear(self, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
@@ -58,7 +58,7 @@ class Exact(Operators):
         return part if ranks > 1 else part.to(self.dtype)
 
     def _columns(self, weight: torch.Tensor, ranks: int) -> Product:
-        """How products of a rank's share of outputs are computed: the same way on any number of ranks."""
+        """How to compute a rank's part of the outputs: in the same way on any number of ranks."""
         out_size, in_size = weight.shape[-2:]
         return exact.column_product(out_size * ranks // self.degree, in_size, self.degree)
 
@@ -118,7 +118,7 @@ class Exact(Operators):
         return exact.in_lanes(torch.sigmoid, at_least_float32(scores_NE))
 
     def top_k(self, values_NE: torch.Tensor, k: int) -> torch.Tensor:
-        """Of equal ones the lowest index comes first."""
+        """Ties go to the lowest index."""
         return exact.top_k(values_NE, k)
 
     def causal_attention(self) -> Causal:
@@ -135,5 +135,5 @@ class Exact(Operators):
         return exact.key_windows(heads, key_width)
 
     def logits(self, x_RD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-        """float32: rounding them would add noise to the log-probabilities of both sides, and save nothing."""
+        """float32: rounding would add noise to the log-probabilities of both sides, and save nothing."""
         return self.router_scores(x_RD, weight_VD)

@@ -1,4 +1,4 @@
-"""Low precision: block-scaled formats, their bytes, and operators that compute with numbers rounded to them.
+"""Low precision: rounding to block-scaled formats, packing to bytes, and operators that compute with rounded numbers.
 
 >>> import torch
 >>> from etude.numerics import Native, Quantise

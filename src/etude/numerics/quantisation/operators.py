@@ -1,16 +1,16 @@
-"""Operators whose large products take numbers rounded to a low-precision format, computed by other operators.
+"""Operators whose large matrix products use inputs and weights rounded to a low-precision format.
 
-Rounded are both sides of every product with a weight matrix inside a layer: attention's projections, dense and shared
-MLPs, experts. Not rounded, as in NVIDIA's recipe (arXiv 2509.25149) and in what engines serve: embeddings, norms, the
+Rounded are both inputs of every product with a weight matrix inside a layer: attention projections, dense and shared
+MLPs, experts. Not rounded, as in NVIDIA's recipe (arXiv 2509.25149) and in serving engines: embeddings, norms, the
 router (a rounded score chooses another expert), attention over keys and values, and the head.
 
-Activations share scales within a token, weights within a matrix as the model holds it: query, key and value, or an
-expert's gate and up, have one outer scale, which is what engines that fuse them need. So a token's numbers depend on
-that token alone, and where `inner` is exact, all of it is: engine and learner agree to the bit.
+Activations share scales within a token, weights within a matrix as the model stores it: query, key and value, or an
+expert's gate and up, have one global scale, as engines that fuse them require. So a token's numbers depend only on that
+token. With an exact `inner`, engine and learner agree to the bit.
 
-Gradients pass rounding as if it were not there (straight-through, arXiv 1308.3432), and are computed by `inner` in its
-own precision: that of an input from the rounded weights, that of a weight from the rounded input. Both are the
-gradients of what the forward computed. Nothing is random: a stochastic rounding would make every delta dense.
+Gradients pass through rounding unchanged (straight-through, arXiv 1308.3432) and are computed by `inner` in its own
+precision, from the rounded weights and inputs: the gradients of what the forward pass computed. Nothing is random:
+stochastic rounding would make every weight delta dense.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from etude.numerics.quantisation.rounding import round_to_format
 
 
 class QuantisedOperators(Operators):
-    """`inner`, with inputs and weights of the large products rounded to `format`.
+    """The operators `inner`, with inputs and weights of the large products rounded to `format`.
 
-    `rounds_weights` False: the weights are the format's already, as those of an engine are that decodes what was
-    published (`models.packed`).
+    `rounds_weights` False: the weights are rounded already, as in an engine that unpacks published weights
+    (`models.packed_weights`).
     """
 
     absorbs_latents = True
-    """The two forms of latent attention would round other numbers. Absorbed, a latent is not rounded, as in a cache."""
+    """True: the two forms of latent attention would round other numbers. Absorbed, a latent is not rounded, as in a
+    cache."""
 
     def __init__(self, inner: Operators, format: Format, *, rounds_weights: bool = True) -> None:
         super().__init__(inner.dtype)
         if inner.degree > 1 and format.has_global_scale:
             raise ConfigError(
                 f"{format.name} over {inner.degree} tensor-parallel ranks",
-                "its outer scale is of a whole row, of which a rank has a share",
-                hint="set numerics.degree = 1, or take mxfp8 or mxfp4",
+                "its global scale needs a full row, and a rank has a part of it",
+                hint="set numerics.degree = 1, or use mxfp8 or mxfp4",
             )
         self.inner, self.format, self.rounds_weights = inner, format, rounds_weights
 
@@ -58,10 +59,10 @@ class QuantisedOperators(Operators):
 
     @property
     def syncs_with_host(self) -> bool:
-        return True  # experts are dispatched by the host
+        return True  # the host dispatches rows to experts
 
     def fused_experts(self, *_: torch.Tensor) -> torch.Tensor | None:
-        """None: what `inner` does in one rounds nothing between its products."""
+        """None: the fused operation of `inner` does not round between its products."""
         return None
 
     def linear(self, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Rounded numbers as bytes, and back: exactly what `rounding.rounded` gives.
+"""Pack rounded numbers into bytes, and unpack them: exactly the values of `rounding.round_to_format`.
 
-Codes are the element's bits, those of E2M1 two in a byte with the first in the lower nibble; scales are a byte a block.
-The outer scale is held as its reciprocal, as compressed-tensors' `weight_global_scale` is: it is a power of two here,
-so nothing is lost. A file of others may hold any number there: value = element · (scale / global).
+Codes are the element's bits; two E2M1 elements share a byte, the first in the lower nibble. Scales are one byte per
+block. The global scale is stored as its reciprocal, like compressed-tensors' `weight_global_scale`; it is a power of
+two here, so this loses nothing. Files from other tools may have any number there: value = element · (scale / global).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, 
 
 @dataclass(frozen=True)
 class Packed:
-    """A tensor in a format. Made by `pack`, or of a file's tensors; its shape is that of the numbers but for K."""
+    """A tensor in a format, from `pack` or from a file. All dimensions but the last are those of the numbers."""
 
     codes: torch.Tensor  # uint8 [..., K], of four-bit elements [..., K/2]
     scales: torch.Tensor  # uint8 [..., K/B]: E8M0, or E4M3
@@ -28,7 +28,7 @@ class Packed:
 
 
 def pack(x: torch.Tensor, format: Format, *, matrix: bool = False) -> Packed:
-    """`x` [..., K] in a format; arguments and errors as of `rounding.rounded`.
+    """Pack `x` [..., K]. Arguments and errors as in `rounding.round_to_format`.
 
     >>> from etude.numerics.formats import FORMATS, Quantise
     >>> packed = pack(torch.tensor([[3.0, -1.0] * 16]), FORMATS[Quantise.MXFP4])
@@ -49,7 +49,7 @@ def pack(x: torch.Tensor, format: Format, *, matrix: bool = False) -> Packed:
 
 
 def unpack(packed: Packed, format: Format) -> torch.Tensor:
-    """float32 [..., K]: the numbers."""
+    """The numbers, float32 [..., K]."""
     blocks = _values(packed.codes, format.element).reshape(*packed.scales.shape, format.block)
     if packed.global_scale is None:
         scale = packed.scales.view(torch.float8_e8m0fnu).float()
@@ -61,22 +61,22 @@ def unpack(packed: Packed, format: Format) -> torch.Tensor:
 
 
 def _codes(values: torch.Tensor, element: Element) -> torch.Tensor:
-    """The bits of values that are an element's, uint8; NaN is 0x7f of E4M3, and 0 of E2M1, whose scale says it."""
+    """The bits of element values, uint8. NaN is 0x7f in E4M3, and 0 in E2M1, where the scale is NaN."""
     if element is E4M3:
         return values.to(torch.float8_e4m3fn).view(torch.uint8)
-    # at float32's own smallest numbers, E2M1's bits are those on top of the mantissa's and below the sign's
+    # scaled to float32's smallest numbers, E2M1's bits are the top bits of the mantissa and the bits below the sign
     bits = (values.nan_to_num(nan=0.0) * 2.0**-126).view(torch.int32)
     return ((bits >> 22) & 7 | (bits >> 28) & 8).to(torch.uint8)
 
 
 def _values(codes: torch.Tensor, element: Element) -> torch.Tensor:
-    """float32: the values of codes, one for each; of E2M1 two, in a new last dimension."""
+    """The values of codes, float32; for E2M1 two per byte, in a new last dimension."""
     return _table(element).to(codes.device)[codes.int()]
 
 
 @functools.cache
 def _table(element: Element) -> torch.Tensor:
-    """The values of every byte: [256], of two E2M1 [256, 2]."""
+    """The values of every byte: [256], or [256, 2] for E2M1."""
     bits = torch.arange(256)
     if element is E4M3:
         return bits.to(torch.uint8).view(torch.float8_e4m3fn).float()

@@ -1,18 +1,17 @@
 """Rounding to block-scaled formats (`numerics.formats`).
 
-Rounding is IEEE's: nearest, ties to even, subnormals kept, and what is past the largest number saturates. Any scale is
-a valid encoding, and whoever decodes need not know how it was chosen. That of an MX block is the smallest power of two
-under which nothing saturates; the specification's own rule (section 6.3: the exponent of the largest number, less that
-of the largest element) cuts up to an eighth (E4M3) or a quarter (E2M1) off a block's largest numbers. The outer scale
-of NVFP4 is the smallest power of two under which no block's scale saturates, where others take largest / (6 · 448): the
-block scales carry the mantissa anyhow, and so every product of element and scales has six significant bits, which bf16
-and fp16 hold exactly.
+Rounding is IEEE's: to nearest, ties to even, with subnormals, saturating at the largest number. Any scale is a valid
+encoding; a decoder need not know how it was chosen. The scale of an MX block is the smallest power of two with which
+nothing saturates. The specification's own rule (section 6.3: the exponent of the largest number minus that of the
+largest element) cuts up to an eighth (E4M3) or a quarter (E2M1) off a block's largest numbers. The global scale of
+NVFP4 is the smallest power of two with which no block scale saturates, where others take largest / (6 · 448): block
+scales carry the mantissa anyway, and every product of element and scales has six significant bits, which bf16 and fp16
+represent exactly.
 
-What shares a scale with a NaN or an infinity becomes NaN: of MX a block, of NVFP4 a token or a matrix. A block of zeros
-stays zeros, with their signs.
+Numbers that share a scale with NaN or infinity become NaN: in MX a block, in NVFP4 a token or a matrix. A block of
+zeros stays zeros, with their signs.
 
-Everything is a function of one token, or of one matrix: what else is in a batch changes nothing. Knows nothing of
-products or models. Shapes: K the last dimension, B numbers of a block.
+Results depend on one token or one matrix only. Shapes: K the last dimension, B numbers of a block.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _SMALLEST_SCALE = 0x00400000  # bits of 2**-127, which E8M0 writes as 0
 
 @dataclass(frozen=True)
 class Scaled:
-    """Numbers as elements times scales. `elements` · `scale` is what they are rounded to."""
+    """Numbers as elements times scales; `elements` · `scale` are the rounded numbers."""
 
     elements: torch.Tensor  # float32 [..., K/B, B]: each a value of the format's element
     block_scale: torch.Tensor  # float32 [..., K/B, 1]: a power of two, or a value of E4M3
@@ -39,16 +38,16 @@ class Scaled:
 
     @property
     def scale(self) -> torch.Tensor:
-        """float32 [..., K/B, 1]."""
+        """float32 [..., K/B, 1]: the product of both scales."""
         return self.block_scale if self.global_scale is None else self.block_scale * self.global_scale
 
 
 def round_to_format(x: torch.Tensor, format: Format, *, matrix: bool = False) -> torch.Tensor:
-    """`x` rounded to a format, in its own shape and dtype.
+    """Round `x` to a format, in its shape and dtype.
 
-    The last dimension holds whole blocks. An outer scale is shared by a row or, with `matrix`, by the last two
-    dimensions. bf16 holds every value exactly, and fp16 where the scale lets it. Raises `ConfigError` where blocks
-    would not be whole.
+    The last dimension must consist of full blocks. A global scale is shared by a row or, with `matrix`, by the last two
+    dimensions. bf16 represents every value exactly, and fp16 where the scale allows it. Raises `ConfigError` where
+    blocks are not full.
 
     >>> from etude.numerics.formats import FORMATS, Quantise
     >>> rounded(torch.tensor([[1.0, 1.1, -5.0, 100.0] * 8]), FORMATS[Quantise.MXFP8])[0, :4].tolist()
@@ -59,12 +58,12 @@ def round_to_format(x: torch.Tensor, format: Format, *, matrix: bool = False) ->
 
 
 def to_scaled(x: torch.Tensor, format: Format, *, matrix: bool = False) -> Scaled:
-    """`x` as elements and scales; arguments and errors as of `rounded`."""
+    """`x` as elements and scales. Arguments and errors as in `round_to_format`."""
     if x.shape[-1] % format.block:
         raise ConfigError(
             f"a product over {x.shape[-1]} numbers in {format.name}",
-            f"they are no whole blocks of {format.block}",
-            hint=f'give the model widths that are multiples of {format.block}, or set numerics.quantise = "none"',
+            f"the width is not a multiple of the block size {format.block}",
+            hint=f'use model widths that are multiples of {format.block}, or set numerics.quantise = "none"',
         )
     blocks = x.float().reshape(*x.shape[:-1], -1, format.block)
     largest = blocks.abs().amax(-1, keepdim=True)
@@ -79,9 +78,9 @@ def to_scaled(x: torch.Tensor, format: Format, *, matrix: bool = False) -> Scale
 
 
 def to_element_(y: torch.Tensor, element: Element) -> torch.Tensor:
-    """float32 numbers rounded to an element's values, in place: nearest, ties to even, saturating; NaN stays NaN.
+    """Round float32 numbers to an element's values, in place: nearest, ties to even, saturating; NaN stays NaN.
 
-    Adding 1.5 · 2^(23 - mantissa) times a number's power of two, and taking it away again, leaves `mantissa` bits.
+    Adding and subtracting 1.5 · 2^(23 - mantissa) times a number's power of two leaves `mantissa` bits.
 
     >>> from etude.numerics.formats import E2M1
     >>> to_element_(torch.tensor([0.2, 0.25, 0.26, 2.5, 5.0, -9.0]), E2M1).tolist()
@@ -95,8 +94,9 @@ def to_element_(y: torch.Tensor, element: Element) -> torch.Tensor:
 
 
 def power_of_two(largest: torch.Tensor, most: float) -> torch.Tensor:
-    """The smallest power of two p from 2^-127 on with `largest` ≤ `most` · p, but none with which `most` · p would be
-    past float32; NaN where `largest` is not finite.
+    """The smallest power of two p ≥ 2^-127 with `largest` ≤ `most` · p, without overflow of `most` · p in float32.
+
+    NaN where `largest` is not finite.
 
     >>> power_of_two(torch.tensor([448.0, 449.0, 0.0, torch.inf]), 448.0).tolist()
     [1.0, 2.0, 5.877471754111438e-39, nan]
