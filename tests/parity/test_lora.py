@@ -289,7 +289,7 @@ def test_an_adapter_never_meets_another_base(tmp_path: Path) -> None:
 
     async def story() -> None:
         async with engine:
-            with pytest.raises(CheckpointError, match="an adapter of the base") as refused:
+            with pytest.raises(CheckpointError, match="the adapter belongs to the base") as refused:
                 await asyncio.to_thread(following.step)
             assert "hint: give the checkpoint that it was trained on" in str(refused.value)
             assert engine.version == START != published.version, "it goes on with what it holds"
@@ -300,7 +300,7 @@ def test_an_adapter_never_meets_another_base(tmp_path: Path) -> None:
     shutil.rmtree(start)
     other.rename(start)
     for load in (lambda: load_model(tmp_path / "step-1"), lambda: learner.load(tmp_path / "step-1")):
-        with pytest.raises(CheckpointError, match="an adapter of the base"):
+        with pytest.raises(CheckpointError, match="the adapter belongs to the base"):
             load()
 
 

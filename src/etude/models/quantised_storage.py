@@ -8,8 +8,8 @@ Formats of compressed-tensors, which engines read (`quant_method: "compressed-te
 | mxfp4 | `X.weight_packed` U8 [O, I/2], `X.weight_scale` U8 [O, I/32] |
 | nvfp4 | `X.weight_packed` U8 [O, I/2], `X.weight_scale` F8_E4M3 [O, I/16], `X.weight_global_scale` F32 [1] |
 
-The global scale is a divisor. All other tensors are stored as usual. The names of the tensors tell the format of each matrix, so directories in which
-only some matrices are quantised can be read.
+The global scale is a divisor. All other tensors are stored as usual. The names of the tensors tell the format of each
+matrix, so directories in which only some matrices are quantised can be read.
 
 DeepSeek's fp8 format is read, too: a weight [O, I] in float8 e4m3 has a float32 for each block of 128 × 128 under its
 name with `_scale_inv`; a value is its 8 bits times its block's number (arXiv 2412.19437, §3.3; DeepSeek-V3's

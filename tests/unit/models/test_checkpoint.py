@@ -94,7 +94,7 @@ def test_a_missing_directory_and_missing_weights_are_named(tmp_path: Path, saved
     ("change", "message"),
     [
         (lambda c: c | {"num_hidden_layers": 3}, r"no tensor 'model\.layers\.2"),
-        (lambda c: c | {"hidden_size": 10**9}, r"embed_tokens.*\[13, 8\]: .*wants \[13, 1000000000\]"),
+        (lambda c: c | {"hidden_size": 10**9}, r"embed_tokens.*\[13, 8\]: .*expects \[13, 1000000000\]"),
         (lambda c: c | {"num_hidden_layers": 4000}, r"no tensor 'model\.layers\.2"),
         (lambda c: c | {"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000 is above 4096"),
         (lambda c: c | {"num_hidden_layers": 1}, r"a tensor 'model\.layers\.1"),
@@ -130,7 +130,7 @@ def test_a_tensor_of_another_shape_is_named(saved: Path) -> None:
     tensors = load_tensors(saved / "model.safetensors")
     q = "model.layers.0.self_attn.q_proj.weight"
     save_tensors(tensors | {q: tensors[q].t().contiguous().reshape(4, 16)}, saved / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: .*q_proj.*\[4, 16\]: .*wants \[8, 8\]"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: .*q_proj.*\[4, 16\]: .*expects \[8, 8\]"):
         load_model(saved)
 
 
@@ -209,7 +209,7 @@ def test_a_tied_head_is_the_embedding_or_refused(tmp_path: Path) -> None:
     assert load_model(folder).head is None
     head[0, 0] += 1
     save_tensors({**weights, "lm_head.weight": head}, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight of .* is not the embedding") as caught:
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight of .* differs from the embedding") as caught:
         load_model(folder)
     assert "tie_word_embeddings = true" in caught.value.facts
 
