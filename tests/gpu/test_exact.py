@@ -106,7 +106,7 @@ def test_schedules_and_tensor_parallel_shards_of_a_product_have_its_bits(dtype: 
         assert torch.equal(torch.cat(columns, 1), whole[:, :28])
     with pytest.raises(ValueError, match="no tree"):
         join_partial_sums(torch.zeros(3, 2, 2), dtype)
-    with pytest.raises(ValueError, match="cannot be shared by 4 ranks"):
+    with pytest.raises(ValueError, match="cannot be divided among 4 ranks"):
         tiles_of(8, 30, 2, degree=4)
 
 

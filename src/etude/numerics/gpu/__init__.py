@@ -1,14 +1,15 @@
-"""Exact mode on a GPU, in Triton: one order of summation for each operator, in engine and learner, forward and back.
+"""Exact mode on a GPU, in Triton: one order of summation for each operator, in engine and learner, forward and
+backward.
 
-Needs Triton (`pip install 'etude[gpu]'`) and is imported only by whoever asks for it: nothing else here knows it.
+Needs Triton (`pip install 'etude[gpu]'`); imported only where it is used.
 
     operators = ExactGpu(torch.bfloat16)
     learner = Transformer(config, operators=operators).cuda()
-    learner.run(tokens, PackedTokens([812, 4096], "cuda"))          # training
-    engine.run(tokens, PagedTokens(pages, [Rows(17, 1, (4,))]))      # decoding, chunks, or both: the same bits
+    learner.run(tokens, PackedTokens([812, 4096], "cuda"))                # training
+    engine.run(tokens, PagedTokens(pages, [SequenceRows(17, 1, (4,))]))   # decoding, chunks, or both: the same bits
 
-A tile follows from the widths and the dtype alone, never from the number of rows; there is one kernel, with one tile,
-for decoding and for training. Bits are equal within a parity class: chip, versions, dtype.
+Tile sizes follow from widths and dtype, never from the number of rows. Decoding and training use the same kernels with
+the same tiles. Bits are equal within a parity class: chip, versions, dtype.
 """
 
 from importlib.util import find_spec

@@ -1,7 +1,7 @@
-"""Causal attention over kept keys and values, in pages or packed: what calls the programs of `programs.attention`.
+"""Causal attention over cached keys and values, in pages or packed: the callers of `kernels.attention`.
 
-Shapes: N tokens, H query heads, G key heads, A width of a key, B width of a value (A and B differ where attention is
-latent), S sequences, P pages a sequence.
+Shapes: N tokens, H query heads, G key heads, A key width, B value width (different in latent attention), S sequences, P
+pages per sequence.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from etude.numerics.gpu.matmul import Groups, next_power_of_two
 from etude.numerics.gpu.row_ops import NO_FUSION
 
 _WHOLE = 1 << 30  # a page longer than any sequence
-_SPAN = 1024  # keys whose sums may be a program's of its own
+_SPAN = 1024  # keys whose sums may be computed by a separate program
 _FEW_PROGRAMS = 128
 
 
 @dataclass(frozen=True, eq=False)
 class Queries:
-    """Which rows of a forward are which positions of which sequence."""
+    """The sequence and position of each row of a forward pass."""
 
     tokens: Groups  # each sequence's rows, in order
-    positions_S: torch.Tensor  # int32: of each sequence's first row; those after it follow
+    positions_S: torch.Tensor  # int32: position of each sequence's first row; the others follow
 
     @classmethod
     def of(cls, lengths: torch.Tensor, positions_S: torch.Tensor, num_tokens: int) -> Queries:
-        """`lengths`, int [S]: rows of each sequence in this forward, `num_tokens` in all."""
+        """`lengths`, int [S]: number of rows of each sequence in this forward pass, `num_tokens` in total."""
         starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
         return cls(Groups(starts, num_tokens), positions_S.to(torch.int32))
 
 
 @dataclass(frozen=True, eq=False)
 class PagedKeys:
-    """Keys and values of many sequences; position j of sequence s is number j % page of page pages[s, j // page].
+    """Keys and values of many sequences in pages. Position j of sequence s is at offset j % page of page pages[s, j //
+    page].
 
-    A slot of memory for each sequence is one long page; `values` may be a view of the first numbers of `keys`.
+    A slot of memory per sequence is one long page. `values` may be a view of the first numbers of `keys`.
     """
 
     keys: torch.Tensor  # [pages, G, page, A], any strides but the last
@@ -52,9 +53,9 @@ class PagedKeys:
 def attend(
     q_NHA: torch.Tensor, kept: PagedKeys, queries: Queries, scale: float | None = None, *, spread: bool | None = None
 ) -> torch.Tensor:
-    """o_NHB: every row attends to its sequence up to its own position, which is already in `kept`.
+    """Attention output o_NHB. Each row attends to its sequence up to its own position, which is already in `kept`.
 
-    `spread` picks the schedule, which changes no bit (None: by the number of tiles).
+    `spread` selects the schedule, without changing a bit (None: by the number of tiles).
     """
     o, _ = _attend(q_NHA, kept, queries, scale, spread)
     return o
@@ -63,19 +64,19 @@ def attend(
 def attend_packed(
     q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGB: torch.Tensor, tokens: Groups, scale: float | None = None
 ) -> torch.Tensor:
-    """o_NHB of whole sequences laid one after another, differentiable; the bits are those of `attend`."""
+    """Attention output o_NHB of packed full sequences, differentiable. The bits are those of `attend`."""
     o: torch.Tensor = _Packed.apply(q_NHA, k_NGA, v_NGB, tokens, scale)  # type: ignore[no-untyped-call]
     return o
 
 
 def _sizes(key_width: int, value_width: int, item_bytes: int) -> dict[str, int]:
-    """Widths as powers of two, and the tile, from them and the dtype alone."""
+    """Widths as powers of two, and the tile, from widths and dtype alone."""
     wide = max(16, next_power_of_two(key_width + 1) // 2)
     rest = max(16, next_power_of_two(key_width - wide)) if key_width > wide else 0
     widths = {
         "WIDTH": key_width, "WIDE": wide, "REST": rest,
         "VALUE": value_width, "VALUES": max(16, next_power_of_two(value_width)),
-        "SPAN": 0 if wide > 256 else _SPAN,  # 0: one span; two sums of a latent's width would not fit in registers
+        "SPAN": 0 if wide > 256 else _SPAN,  # 0: one span; two sums of a latent's width do not fit in registers
     }  # fmt: skip
     if item_bytes == 4:
         side = 32 if wide <= 128 else 16
@@ -96,7 +97,7 @@ def _gradient_sizes(key_width: int, value_width: int, item_bytes: int) -> dict[s
 def _attend(
     q: torch.Tensor, kept: PagedKeys, queries: Queries, scale: float | None, spread: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """o and, for the gradient, log2 of the sum of powers of 2 of each row's scores."""
+    """The output o and, for the gradient, log2 of the sum of powers of 2 of each row's scores."""
     q = q if q.stride(-1) == 1 else q.contiguous()
     k, v, tokens = kept.keys, kept.values, queries.tokens
     (n, heads, width), (_, key_heads, _, value_width) = q.shape, v.shape
@@ -128,7 +129,7 @@ def _attend(
 
 
 def _pages(t_NGW: torch.Tensor) -> torch.Tensor:
-    """Packed rows as memory in which a page begins at every row and goes on through those after it."""
+    """Packed rows as pages: a page begins at every row and continues through the rows after it."""
     (n, heads, width), (by_row, by_head, _) = t_NGW.shape, t_NGW.stride()
     return t_NGW.as_strided((n, heads, 1, width), (by_row, by_head, by_row, 1))
 

@@ -1,7 +1,7 @@
-"""A layer's experts in one differentiable step: dispatch, two grouped products, the activation, the sum by slot.
+"""A layer's experts in one differentiable operation: dispatch, two grouped products, activation, sum by slot.
 
-No count leaves the device, so a forward can be captured in a graph. Rows are gathered as they are read; gradients come
-back by the same permutation, in slot order.
+No count is read by the host, so a forward pass can be captured in a CUDA graph. Rows are gathered while they are read;
+gradients return by the same permutation, in slot order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Products with one matrix and with many, and their gradients: what calls the programs of `programs.products`.
+"""Products with one matrix and with many, and their gradients: the callers of `kernels.matmul`.
 
-Forward and gradients have one order of summation each; gradients of weights are sums over rows in their order, without
-atomic additions, so that the same step has the same bits every time. Shapes: N rows, I and O width in and out,
-E experts, S rows sorted by expert, P partial sums.
+Forward and gradients have one order of summation each. Weight gradients are sums over rows in their order, without
+atomic additions, so the same step always has the same bits. Shapes: N rows, I and O width in and out, E experts, S rows
+sorted by expert, P partial sums.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from etude.numerics.gpu.kernels import matmul as kernels
 from etude.numerics.gpu.tiles import MAX_LEAVES, Tiles, tiles_of
 
 _BAND = 8  # row tiles that go through the outputs together
-_FEW_PROGRAMS = 128  # below this many tiles, leaves are programs of their own
-_PART_ROWS = 2048  # a program's share of the rows in a weight's gradient, where tiles alone are few
+_FEW_PROGRAMS = 128  # below this number of tiles, each leaf is a separate program
+_PART_ROWS = 2048  # rows per program in a weight gradient with few tiles
 _JOIN_BLOCK = 1024
 
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Rows sorted by expert, as the device sees them."""
+    """Rows sorted by expert, on the device."""
 
     starts: torch.Tensor  # int32 [E + 1]: rows [starts[e], starts[e+1]) are expert e's
     num_rows: int
@@ -36,7 +36,7 @@ class Groups:
         return len(self.starts) - 1
 
     def tile_starts(self, tile_rows: int, share: int = 1) -> torch.Tensor:
-        """int32 [E + 1]: an expert's first tile, where each row counts as `share` rows."""
+        """First tile of each expert, int32 [E + 1], where each row counts as `share` rows."""
         if (tile_rows, share) not in self._tile_starts:
             tiles = (self.starts.diff() * share + tile_rows - 1) // tile_rows
             first = torch.nn.functional.pad(tiles.cumsum(0), (1, 0)).to(torch.int32)
@@ -44,7 +44,7 @@ class Groups:
         return self._tile_starts[tile_rows, share]
 
     def most_tiles(self, tile_rows: int, share: int = 1) -> int:
-        """No fewer than there are, known without asking the device."""
+        """Upper bound of the number of tiles, known without synchronising."""
         rows = self.num_rows * share
         return rows // tile_rows + min(self.num_groups, rows)
 
@@ -59,10 +59,10 @@ def multiply(
     dtype: torch.dtype | None = None,
     split: bool | None = None,
 ) -> torch.Tensor:
-    """x · weightᵀ, [N, O]; `weight` [O, I], or [E, O, I] with `groups`, in any strides.
+    """x · weightᵀ, [N, O]; `weight` [O, I], or [E, O, I] with `groups`, with any strides.
 
-    `source_N`: row n is that row of x. `dtype` of the result (None: that of x). `split` picks the schedule, which
-    changes no bit (None: by the number of tiles).
+    `source_N`: row n is row source_N[n] of x. `dtype`: of the result (None: that of x). `split` selects the schedule,
+    without changing a bit (None: by the number of tiles).
     """
     ins, outs = x_NI.shape[1], weight.shape[-2]
     rows = x_NI.shape[0] if source_N is None else len(source_N)
@@ -90,13 +90,13 @@ def multiply(
 
 
 def join_partial_sums(sums_PNO: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Partial sums, float32, as a balanced tree, rounded once; [N, O]. P is a power of two up to 8.
+    """Add partial sums, float32, as a balanced tree, and round once; [N, O]. P is a power of two up to 8.
 
-    Also what tensor-parallel ranks do with their partial sums, in the order of their shares of the inner width.
+    Tensor-parallel ranks add their partial sums in the same way, in the order of their parts of the inner width.
     """
     leaves = len(sums_PNO)
     if leaves not in (1, 2, 4, MAX_LEAVES):
-        raise ValueError(f"{leaves} partial sums are no tree: their number is a power of two up to {MAX_LEAVES}")
+        raise ValueError(f"{leaves} partial sums: their number must be a power of two up to {MAX_LEAVES}")
     y = sums_PNO.new_empty(sums_PNO.shape[1:], dtype=dtype)
     if size := y.numel():
         common.join[(-(-size // _JOIN_BLOCK),)](sums_PNO.contiguous(), y, size, LEAVES=leaves, BLOCK=_JOIN_BLOCK)
@@ -111,7 +111,7 @@ def weight_gradient(
     groups: Groups | None = None,
     source_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """dyᵀ · x, [O, I], or [E, O, I] by expert: zero where no row came. `source_N` as in `multiply`."""
+    """dyᵀ · x, [O, I], or [E, O, I] by expert, zero for experts without rows. `source_N` as in `multiply`."""
     dy_NO, x_NI = dy_NO.contiguous(), x_NI.contiguous()
     (rows, outs), ins = dy_NO.shape, x_NI.shape[1]
     wide = dy_NO.dtype == torch.float32
@@ -134,7 +134,7 @@ def weight_gradient(
 def linear(
     x_NI: torch.Tensor, weight_OI: torch.Tensor, *, degree: int = 1, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """x · weightᵀ, [N, O], differentiable; `degree` as in `tiles_of`, `dtype` of the result (None: that of x)."""
+    """x · weightᵀ, [N, O], differentiable. `degree` as in `tiles_of`; `dtype`: of the result (None: that of x)."""
     outs, ins = weight_OI.shape
     tiles = tiles_of(outs, ins, x_NI.element_size(), degree=degree)
     y: torch.Tensor = _Product.apply(x_NI, weight_OI, tiles, None, dtype)  # type: ignore[no-untyped-call]
@@ -181,5 +181,5 @@ class _Product(torch.autograd.Function):
 
 
 def next_power_of_two(n: int) -> int:
-    """The smallest that is no smaller than n and 1."""
+    """The smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()

@@ -1,7 +1,7 @@
-"""`ExactGpu`: the operators of a model in exact mode on a GPU, for `Transformer(config, operators=ExactGpu(dtype))`.
+"""`ExactGpu`: a model's operators in exact mode on a GPU, for `Transformer(config, operators=ExactGpu(dtype))`.
 
-Equal bits are promised between models of one *parity class*: the same chip architecture, the same versions of Triton
-and these programs, the same dtype. The class is not the CPU's: engine and learner are both here, or both there.
+Bits are equal between models of one *parity class*: the same chip architecture, versions of Triton and of these
+kernels, and dtype. The class differs from a CPU's, so engine and learner must both run on GPUs, or both on CPUs.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from etude.numerics.operators import Causal, Operators, PackedCausal
 
 
 class ExactGpu(Operators):
-    """One order of summation for each operator, in Triton. Weights are rounded to the rows' dtype as they are read."""
+    """Operators with one order of summation each, in Triton. Weights are rounded to the rows' dtype as they are
+    read."""
 
-    absorbs_latents = True  # a packed forward sums as one over a cache of latents does
+    absorbs_latents = True  # so that packed forward passes sum in the same order as those over a cache of latents
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16, *, degree: int = 1) -> None:
-        """`degree`: the most tensor-parallel ranks, a power of two, for which products keep their bits."""
+        """`degree`: largest number of tensor-parallel ranks, a power of two, for which products keep their bits."""
         super().__init__(dtype)
         self.degree = degree
 
@@ -55,7 +56,7 @@ class ExactGpu(Operators):
         return matmul.multiply(x_SI, weight_EOI, tiles, groups=Groups(starts, len(x_SI)))
 
     def per_head(self, x_NHI: torch.Tensor, weight_HOI: torch.Tensor) -> torch.Tensor:
-        """Each head's row times that head's matrix, [N, H, O]: how latent attention is absorbed."""
+        """Each head's row times that head's matrix, [N, H, O]: used by absorbed latent attention."""
         n, heads, ins = x_NHI.shape
         starts = torch.arange(heads + 1, dtype=torch.int32, device=x_NHI.device) * n
         y = matmul.grouped(x_NHI.transpose(0, 1).reshape(heads * n, ins), weight_HOI, Groups(starts, heads * n))
@@ -68,7 +69,7 @@ class ExactGpu(Operators):
         return row_ops.rotate(x_NHA, cos_N1A, sin_N1A)
 
     def router_scores(self, x_ND: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
-        """A router's logits, not rounded: rounded ones would tie."""
+        """A router's logits, not rounded: rounded logits would tie."""
         return matmul.linear(x_ND, weight_ED, dtype=torch.float32)
 
     def combine(self, out_SD: torch.Tensor, slot_NK: torch.Tensor, gates_NK: torch.Tensor) -> torch.Tensor:
@@ -84,7 +85,7 @@ class ExactGpu(Operators):
         return routing.scores(scores_NE, sigmoid=True)
 
     def top_k(self, values_NE: torch.Tensor, k: int) -> torch.Tensor:
-        """Of equal ones the lowest index comes first."""
+        """Ties go to the lowest index."""
         return values_NE.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
     def causal_attention(self) -> Causal:
@@ -116,7 +117,7 @@ class ExactGpu(Operators):
 
 @functools.cache
 def _digest_of_programs() -> str:
-    """Of the sources that make the bits: equal ones compile to equal programs with one Triton for one chip."""
+    """Digest of the kernels' sources: equal sources compile to equal kernels with one Triton for one chip."""
     folder, digest = Path(__file__).parent, hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -132,7 +133,7 @@ def _packed(
 def _causal(
     q_HTA: torch.Tensor, k_GTA: torch.Tensor, v_GTC: torch.Tensor, scale: float | None = None, start: int = 0
 ) -> torch.Tensor:
-    if start:  # the kernel wants a query for each key
+    if start:  # the kernel needs a query for each key
         return _causal(F.pad(q_HTA, (0, 0, start, 0)), k_GTA, v_GTC, scale)[:, start:]
     whole = Groups(torch.tensor([0, q_HTA.shape[1]], dtype=torch.int32).to(q_HTA.device), q_HTA.shape[1])
     q, k, v = (t.transpose(0, 1) for t in (q_HTA, k_GTA, v_GTC))

@@ -1,6 +1,6 @@
-"""Which experts, with which gates; and rows sorted by expert, without asking the device how many.
+"""Router choice and gates, and rows sorted by expert, without synchronising with the host.
 
-Shapes: N tokens, E experts, K experts a token, S = N · K rows after dispatch.
+Shapes: N tokens, E experts, K experts per token, S = N · K rows after dispatch.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class Router:
 
     top_k: int
     sigmoid: bool = False
-    groups: int = 1  # the experts are in so many
-    groups_kept: int = 1  # those with the highest sum of two best scores are chosen from
+    groups: int = 1  # number of groups of experts
+    groups_kept: int = 1  # number of groups to choose from: those with the highest sum of their two best scores
     normalised: bool = True  # gates of a token sum to `scale`
     scale: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """One layer's choice."""
+    """The choice of one layer's router."""
 
     gates_NK: torch.Tensor  # float32, differentiable
     experts_NK: torch.Tensor  # int32: the experts used, replayed ones included
@@ -46,8 +46,11 @@ def choose(
     bias_E: torch.Tensor | None = None,
     routes_NK: torch.Tensor | None = None,
 ) -> Chosen:
-    """Top-k by probability (plus `bias_E`), ties to the lowest. `routes_NK` (uint8 or uint16) replaces the choice,
-    with live gates, but for rows whose first is the largest value of its dtype: those are missing."""
+    """Top-k by probability (plus `bias_E`), ties to the lowest index.
+
+    `routes_NK` (uint8 or uint16) replaces the choice, with live gates. A row whose first route is the largest value of
+    the dtype is missing, and chooses live.
+    """
     return Chosen(*_Choose.apply(logits_NE, bias_E, routes_NK, router))  # type: ignore[no-untyped-call]
 
 
@@ -134,7 +137,7 @@ class _Choose(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class Dispatch:
-    """Where each (token, choice) goes when rows are sorted by expert, ties by token."""
+    """The permutation that sorts (token, choice) pairs by expert, ties by token."""
 
     groups: Groups
     token_S: torch.Tensor  # int32: the token of each row

@@ -1,7 +1,8 @@
-"""Norms, rotary positions, the gated activation, the expert sum and log-probabilities, with their gradients.
+"""Row operations with gradients: norms, RoPE, gated activation, expert sum, log-probabilities. The callers of
+`kernels.row_ops`.
 
-What calls the programs of `programs.rows`. A tile follows from a row's width alone. Shapes: N tokens, H heads, A head
-width, D width, S rows after dispatch, K experts a token, F expert width, R rows, V vocabulary.
+A tile follows from a row's width alone. Shapes: N tokens, H heads, A head width, D width, S rows after dispatch, K
+experts per token, F expert width, R rows, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from torch.autograd.function import once_differentiable
 from etude.numerics.gpu.kernels import row_ops as kernels
 from etude.numerics.gpu.matmul import next_power_of_two
 
-_TILE = 2048  # numbers of a program, where rows are shorter than that
-_TURNS = 16  # tiles of rows that one program of the norm's gradient goes through
+_TILE = 2048  # numbers per program, where rows are shorter
+_TURNS = 16  # tiles of rows per program in the norm's gradient
 _COLUMNS = 1024
 _VOCABULARY = 2048
 NO_FUSION: dict[str, Any] = {"enable_fp_fusion": False}
@@ -27,7 +28,8 @@ def _tile(width: int) -> dict[str, int]:
 
 
 def _heads(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int, int]:
-    """x as rows of heads: (x, rows, heads of a row, stride of a row, of a head); copied only where it has to be."""
+    """View x as rows of heads: (x, rows, heads per row, stride of a row, stride of a head). Copied only where
+    necessary."""
     if x.dim() == 2:
         x = x[:, None]
     if x.dim() != 3 or x.stride(-1) != 1:
@@ -82,7 +84,7 @@ def _column_sums(x_RD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def rotate(x_NHA: torch.Tensor, cos_N1A: torch.Tensor, sin_N1A: torch.Tensor) -> torch.Tensor:
-    """Rotary positions in the half-rotation layout; the sine carries the sign."""
+    """RoPE in the half-rotation layout. The sine carries the sign."""
     y: torch.Tensor = _Rotate.apply(x_NHA, cos_N1A.contiguous(), sin_N1A.contiguous())  # type: ignore[no-untyped-call]
     return y
 
@@ -137,7 +139,7 @@ def _gated(h_S2F: torch.Tensor) -> torch.Tensor:
 
 
 def gated_gradient(dy_SF: torch.Tensor, h_S2F: torch.Tensor) -> torch.Tensor:
-    """Of `gated`; [S, 2F]."""
+    """The gradient of `gated`; [S, 2F]."""
     rows, width = dy_SF.shape
     dh = torch.empty_like(h_S2F)
     if rows:
@@ -148,7 +150,7 @@ def gated_gradient(dy_SF: torch.Tensor, h_S2F: torch.Tensor) -> torch.Tensor:
 
 
 def combine(out_SD: torch.Tensor, slot_NK: torch.Tensor, gates_NK: torch.Tensor | None) -> torch.Tensor:
-    """Σ over K in slot order of gate · row (None: of the row); [N, D]. Not differentiable: `combine_gradient`."""
+    """Σ over K, in slot order, of gate · row (None: of the row); [N, D]. Its gradient is `combine_gradient`."""
     (n, k), width = slot_NK.shape, out_SD.shape[1]
     y = out_SD.new_empty(n, width)
     if n:
@@ -163,7 +165,7 @@ def combine(out_SD: torch.Tensor, slot_NK: torch.Tensor, gates_NK: torch.Tensor 
 def combine_gradient(
     dy_ND: torch.Tensor, out_SD: torch.Tensor, slot_NK: torch.Tensor, gates_NK: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of `combine`: [S, D] and [N, K]. Each of the S rows is one (token, choice)."""
+    """The gradients of `combine`: [S, D] and [N, K]. Each of the S rows belongs to one (token, choice)."""
     (n, k), width = slot_NK.shape, out_SD.shape[1]
     dout, dgates = torch.empty_like(out_SD), torch.empty_like(gates_NK)
     if n:
@@ -175,7 +177,7 @@ def combine_gradient(
 
 
 def log_softmax(logits_RV: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities, float32 [R, V]; the vocabulary is summed in fixed blocks."""
+    """Log-probabilities, float32 [R, V]. The vocabulary is summed in fixed blocks."""
     y: torch.Tensor = _LogSoftmax.apply(logits_RV)  # type: ignore[no-untyped-call]
     return y
 

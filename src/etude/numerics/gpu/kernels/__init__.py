@@ -1,1 +1,1 @@
-"""The programs that run on the device, in Triton's own language: products, attention, and what works on rows."""
+"""The Triton kernels: matrix products, attention, routing and row operations."""

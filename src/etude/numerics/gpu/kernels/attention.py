@@ -1,21 +1,22 @@
-"""Causal attention over keys in pages, and its gradient.
+"""Triton kernels of causal attention over keys in pages, and its gradient.
 
-A query row meets the keys of its own sequence in blocks of `KEYS` from position 0, whatever the batch, the chunk or
-the pages; a block that lies after it changes nothing: its weights are exact zeros and its correction is exactly one.
-So there is one kernel with one tile for decoding, chunks and packed training.
+A query row processes the keys of its own sequence in blocks of `KEYS` from position 0, whatever the batch, the chunk or
+the pages. A block after the row changes nothing: its weights are exact zeros and its correction is exactly one. So one
+kernel with one tile serves decoding, chunks and packed training.
 
-Blocks are summed within *spans* of `SPAN` keys, and spans meet in their order. Where there are few tiles, each span is
-a program of its own (`SPREAD`), so that few sequences with long contexts still use the whole chip: the same additions.
+Blocks are summed within *spans* of `SPAN` keys, and spans are merged in their order. Where there are few tiles, each
+span is a separate program (`SPREAD`), so that few sequences with long contexts still use the whole chip, with the same
+additions.
 
-A tile holds rows of one sequence that share keys: the `SHARE` query heads of a key head, token after token. So one
-decoding token of grouped-query attention fills several rows of a tensor core's tile, and all heads of a latent
-attention do. The widths of keys are `WIDE` + `REST`, as tiles are powers of two (192 = 128 + 64, 576 = 512 + 64); with
-`SHARED`, values are the first `WIDE` numbers of the keys, read once.
+A tile has rows of one sequence that share keys: the `SHARE` query heads of a key head, token after token. So a decoding
+token of grouped-query attention fills several rows of a tensor core's tile, and all heads of latent attention do. Key
+widths are `WIDE` + `REST`, as tiles are powers of two (192 = 128 + 64, 576 = 512 + 64); with `SHARED`, values are the
+first `WIDE` numbers of the keys, read once.
 
-Gradients are sums over fixed blocks too: one program a tile of queries, then one program a block of keys that passes
-over all rows that see it, first to last; nothing is added atomically.
+Gradients are sums over fixed blocks, too: one program per tile of queries, then one program per block of keys, which
+passes over all rows that see it, first to last. There are no atomic additions.
 
-Shapes of tiles: ROWS queries, KEYS keys. Scores are kept in base 2.
+Tile shapes: ROWS queries, KEYS keys. Scores are in base 2.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ LOW = tl.constexpr(float("-inf"))
 
 @triton.jit
 def places(starts, sequence, index, head, SHARE: tl.constexpr):
-    """Token and query head of rows of a tile, and which there are."""
+    """Token and query head of the rows of a tile, and whether they exist."""
     first = tl.load(starts + sequence)
     there = index < (tl.load(starts + sequence + 1) - first) * SHARE
     return first + tl.where(there, index // SHARE, 0), head * SHARE + index % SHARE, there
@@ -38,13 +39,13 @@ def places(starts, sequence, index, head, SHARE: tl.constexpr):
 
 @triton.jit
 def tile_of(memory, there, lane, WIDTH: tl.constexpr):
-    """A tile at rows of addresses."""
+    """Load a tile at the given row addresses."""
     return tl.load(memory + lane[None, :], mask=there[:, None] & (lane < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
 def halves(memory, there, WIDTH: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr):
-    """A tile of queries or keys in its two widths; without a `REST` the first twice."""
+    """Load a tile of queries or keys in its two widths; without `REST`, the first one twice."""
     wide = tile_of(memory, there, tl.arange(0, WIDE), WIDTH)
     rest = wide
     if REST:
@@ -54,14 +55,14 @@ def halves(memory, there, WIDTH: tl.constexpr, WIDE: tl.constexpr, REST: tl.cons
 
 @triton.jit
 def keep(memory, there, lane, tile, WIDTH: tl.constexpr):
-    """Write a tile to rows of addresses, rounded once."""
+    """Write a tile to the given row addresses, rounded once."""
     mask = there[:, None] & (lane < WIDTH)[None, :]
     tl.store(memory + lane[None, :], rounded(tile, memory.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def keep_slopes(memory, there, wide, rest, scale, WIDTH: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr):
-    """Write the gradient of queries or keys from what `weights_and_slopes` leaves out of it: scale · ln 2."""
+    """Write the gradient of queries or keys, with the factor that `weights_and_slopes` omits: scale · ln 2."""
     factor = scale * 0.6931471805599453
     keep(memory, there, tl.arange(0, WIDE), wide * factor, WIDTH)
     if REST:
@@ -70,7 +71,7 @@ def keep_slopes(memory, there, wide, rest, scale, WIDTH: tl.constexpr, WIDE: tl.
 
 @triton.jit
 def met(most, total, acc, other_most, other_total, other_acc):
-    """Sums over two runs of keys as one: all relative to the higher maximum. An empty second changes nothing."""
+    """Merge the sums of two runs of keys, relative to the higher maximum. An empty second run changes nothing."""
     now = tl.maximum(most, other_most)
     shrink = tl.exp2(most - now)
     other_shrink = tl.exp2(other_most - now)
@@ -93,7 +94,7 @@ def over_keys(
     WIDTH: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Maximum, Σ 2^(score - maximum) and the same weighted by values, over keys [first, stop), block by block."""
+    """Maximum, Σ 2^(score - maximum), and the same weighted by values, over keys [first, stop), block by block."""
     wide, rest, value = tl.arange(0, WIDE), tl.arange(0, REST if REST else 16), tl.arange(0, VALUES)
     most = tl.full([ROWS], LOW, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -176,7 +177,7 @@ def attend(
 
 @triton.jit(do_not_specialize=["rows", "spans"])
 def meet(sums, marks, o, lse, rows, spans, VALUE: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr):
-    """What `attend` left of each span, met in their order."""
+    """Merge the results that `attend` wrote for each span, in their order."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     there, value = row < rows, tl.arange(0, VALUES)
     all_most = tl.full([ROWS], LOW, tl.float32)
@@ -198,7 +199,8 @@ def weights_and_slopes(
     q_wide, q_rest, do, k_wide, k_rest, values, lse, delta, scale, seen,
     REST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of rows and keys: the weights of attention, and the slopes of the scores (before scale · ln 2)."""
+    """Attention weights of a tile of rows and keys, and the gradients of the scores (without the factor scale ·
+    ln 2)."""
     score = dot(q_wide, tl.trans(k_wide), tl.zeros([ROWS, KEYS], tl.float32))
     if REST:
         score = dot(q_rest, tl.trans(k_rest), score)
@@ -262,7 +264,7 @@ def key_gradient(
     WIDTH: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a block of keys of packed sequences; here `tile_starts` counts blocks of keys."""
+    """dk and dv of a block of keys of packed sequences. Here `tile_starts` counts blocks of keys."""
     tile, head = tl.program_id(0), tl.program_id(1)
     sequence = find(tile_starts, tile, sequences, LANES)
     if sequence >= sequences:

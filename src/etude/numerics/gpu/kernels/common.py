@@ -1,6 +1,6 @@
-"""What all programs share: the product of two tiles, the one rounding, the tree of partial sums.
+"""Shared parts of the Triton kernels: product of two tiles, rounding, tree of partial sums.
 
-No reduced precision hides in a product: float32 operands are multiplied as IEEE float32, never as TF32.
+Products have full precision: float32 operands are multiplied as IEEE float32, never as TF32.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-"""Triton's interpreter multiplies bfloat16 as integers and rounds it towards zero: there both are done by hand."""
+"""Triton's interpreter multiplies bfloat16 as integers and rounds towards zero; there the kernels multiply and round
+explicitly."""
 
 
 @triton.jit
@@ -23,7 +24,7 @@ def dot(a, b, acc):
 
 @triton.jit
 def rounded(x, KIND: tl.constexpr):
-    """To the nearest number of a dtype, ties to even."""
+    """Round to a dtype: to nearest, ties to even."""
     if INTERPRETED and tl.bfloat16 == KIND and x.dtype == tl.float32:
         bits = x.to(tl.uint32, bitcast=True)
         bits += 0x7FFF + ((bits >> 16) & 1)
@@ -33,7 +34,7 @@ def rounded(x, KIND: tl.constexpr):
 
 @triton.jit
 def bound(number):
-    """A number that a loop runs to: the interpreter's numpy wants Python's."""
+    """The end of a loop. The interpreter's numpy needs a Python integer."""
     if INTERPRETED:
         return number.handle.data.item() if isinstance(number, tl.tensor) else number
     return number
@@ -41,7 +42,8 @@ def bound(number):
 
 @triton.jit
 def find(tile_starts, tile, number, LANES: tl.constexpr):
-    """Which of `number` ranges a tile belongs to, as each begins at tile_starts[i]; `number` where there is none."""
+    """Which of `number` ranges a tile belongs to, where range i begins at tile_starts[i]; `number` where there is
+    none."""
     lane = tl.arange(0, LANES)
     ends = tl.load(tile_starts + 1 + lane, mask=lane < number, other=2147483647)
     return tl.sum((ends <= tile).to(tl.int32), 0)
@@ -49,7 +51,7 @@ def find(tile_starts, tile, number, LANES: tl.constexpr):
 
 @triton.jit
 def carried(total, one, pair, four, LEAF: tl.constexpr):
-    """A leaf's sum together with those before it that it completes, in the tree of `joined`; and the open sums."""
+    """Add a leaf's sum to those before it that it completes, in the tree of `joined`. Also returns the open sums."""
     if LEAF % 2 == 1:
         total = one + total
         if LEAF % 4 == 1:
@@ -77,7 +79,7 @@ def joined(sums, first, step, inside, LEAVES: tl.constexpr):
 
 @triton.jit
 def join(sums, y, size, LEAVES: tl.constexpr, BLOCK: tl.constexpr):
-    """Partial sums [LEAVES, size] to y [size]: their tree, rounded once."""
+    """Sum partial sums [LEAVES, size] into y [size] as a tree, rounded once."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = joined(sums, at, size, at < size, LEAVES)
     tl.store(y + at, rounded(total, y.dtype.element_ty), mask=at < size)

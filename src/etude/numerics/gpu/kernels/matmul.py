@@ -1,14 +1,14 @@
-"""Products of rows with matrices, dense or expert by expert, and the gradients of the matrices.
+"""Triton kernels of matrix products, dense or expert by expert, and of the gradients of the matrices.
 
-A row's sum over the inner width is taken in steps of `INS`, first to last, within a *leaf*; the leaves' sums meet in a
-balanced tree (`common.joined`), and the result is rounded once. The tile is the same for any number of rows: a tile
-with one row in it does the work of a full one, with the same instructions. Few rows: one program a leaf, so that a
-small batch still reads the weights with the whole chip (`SPLIT`); many rows: one program does all leaves, and the tree
-stays in registers. Both are the same additions.
+A row's sum over the inner width is taken in steps of `INS`, first to last, within a *leaf*. The sums of the leaves are
+added in a balanced tree (`common.joined`), and the result is rounded once. The tile is the same for any number of rows:
+a tile with one row executes the same instructions as a full one. With few rows, each leaf is a separate program, so
+that a small batch still reads the weights with the whole chip (`SPLIT`). With many rows, one program computes all
+leaves, and the tree stays in registers. The additions are the same.
 
-For Hopper: tiles of 64 or 128 rows by 128 are whole wgmma instructions (m64n128k16), operands come through a pipeline
-of asynchronous copies into shared memory, and programs are numbered in bands of row tiles, so that those running
-together share their operands in L2. Weights may be wider than the rows: they are rounded as they are read.
+For Hopper: tiles of 64 or 128 rows by 128 are full wgmma instructions (m64n128k16), operands are copied asynchronously
+into shared memory in a pipeline, and programs are numbered in bands of row tiles, so that concurrent programs share
+operands in L2. Weights may be wider than the rows: they are rounded as they are read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from etude.numerics.gpu.kernels.common import bound, carried, dot, find, rounded
 
 @triton.jit
 def place(number, row_tiles, OUT_TILES: tl.constexpr, BAND: tl.constexpr):
-    """The tile (by rows, by outputs) of a program: down a band of row tiles first, then to the next outputs."""
+    """The tile (row, output) of a program: down a band of row tiles first, then to the next outputs."""
     band = number // (BAND * OUT_TILES)
     size = tl.minimum(row_tiles - band * BAND, BAND)
     within = number % (BAND * OUT_TILES)

@@ -1,7 +1,7 @@
-"""A router's choice: probabilities, top-k with ties to the lowest index, gates in slot order; and its gradient.
+"""Triton kernels of routing: probabilities, top-k with ties to the lowest index, gates in slot order; and the gradient.
 
-Softmax (Qwen3-MoE) or sigmoid with a bias that only the choice sees and experts in groups (DeepSeek-V3). A tile of rows
-is one program; K picks are K reductions over the experts, each the maximum and then the lowest index that has it.
+Softmax (Qwen3-MoE), or sigmoid with a selection bias and groups of experts (DeepSeek-V3). Each program has a tile of
+rows. K choices are K reductions over the experts: the maximum, then the lowest index that has it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from etude.numerics.gpu.kernels.common import rounded
 
 @triton.jit
 def probabilities(logits, row, rows, row_stride, EXPERTS: tl.constexpr, SIGMOID: tl.constexpr, LANES: tl.constexpr):
-    """[ROWS, LANES] float32, zero past the experts."""
+    """Probabilities of a tile, float32 [ROWS, LANES], zero beyond the experts."""
     expert = tl.arange(0, LANES)
     inside = (row < rows)[:, None] & (expert < EXPERTS)[None, :]
     memory = logits + row.to(tl.int64)[:, None] * row_stride + expert[None, :]
@@ -46,7 +46,7 @@ def scores_gradient(
     dy, y, dlogits, rows,
     EXPERTS: tl.constexpr, SIGMOID: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Of `scores`."""
+    """The gradient of `scores`."""
     row, expert = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)
     inside = (row < rows)[:, None] & (expert < EXPERTS)[None, :]
     at = row.to(tl.int64)[:, None] * EXPERTS + expert[None, :]
@@ -65,7 +65,7 @@ def lowest_of_the_highest(score, lane, LANES: tl.constexpr):
 
 @triton.jit
 def in_best_groups(score, expert, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, LANES: tl.constexpr):
-    """Scores of the experts in the groups with the highest sum of their two best; -inf for the others."""
+    """Scores of the experts in the best groups, by the sum of a group's two best scores; -inf for the others."""
     low = float("-inf")
     group = expert // (EXPERTS // GROUPS)
     mark = tl.zeros_like(score) + low  # at a group's number: its sum
@@ -89,7 +89,8 @@ def choose(
     GROUPS: tl.constexpr, KEPT: tl.constexpr, REPLAYED: tl.constexpr, MISSING: tl.constexpr, NORMALISED: tl.constexpr,
     ROWS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Gates, experts used and the router's own choice, [rows, TOP]. A row whose first route is `MISSING` is live."""
+    """Gates, used experts, and the router's own choice, [rows, TOP]. A row whose first route is `MISSING` chooses
+    live."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert, slot = tl.arange(0, LANES), tl.arange(0, SLOTS)
     chance = probabilities(logits, row, rows, row_stride, EXPERTS, SIGMOID, LANES)
@@ -126,7 +127,7 @@ def choose_gradient(
     EXPERTS: tl.constexpr, TOP: tl.constexpr, SIGMOID: tl.constexpr, NORMALISED: tl.constexpr,
     ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Of the gates with respect to the logits, the choice held fixed."""
+    """The gradient of the gates with respect to the logits, for a fixed choice."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, LANES)
     chance = probabilities(logits, row, rows, row_stride, EXPERTS, SIGMOID, LANES)

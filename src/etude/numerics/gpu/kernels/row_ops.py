@@ -1,9 +1,8 @@
-"""What works on rows: norms, rotary positions, the gated activation, the expert sum, routers, log-probabilities.
+"""Triton kernels of row operations: norms, RoPE, gated activation, expert sum, routers, log-probabilities.
 
-A row is one program's, or a fixed tile of rows is; its sums have one layout, from its width alone. Everything is
-computed in float32 and rounded once. All are bound by memory: each reads and writes every number once. Launched without
-contraction of a product and a sum into one instruction (`enable_fp_fusion=False`), so that a formula has the same bits
-wherever the compiler meets it.
+Each program has a row, or a fixed tile of rows; the layout of its sums follows from the row's width alone. Everything
+is computed in float32 and rounded once. All kernels are bound by memory: each reads and writes every number once. They
+run without fused multiply-add (`enable_fp_fusion=False`), so that a formula has the same bits wherever it occurs.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ def rms_norm(
     x, weight, y, scales, rows, heads, x_row, x_head, eps,
     WIDTH: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y = x / √(mean x² + eps) · weight; `scales` keeps 1 / √…. Row r is head r % heads of row r // heads of x."""
+    """y = x / √(mean x² + eps) · weight; `scales` stores 1 / √…. Row r is head r % heads of row r // heads of x."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
@@ -40,7 +39,8 @@ def rms_norm_gradient(
     dy, x, weight, scales, dx, parts, rows, heads, x_row, x_head,
     WIDTH: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of `rms_norm`; `parts` [programs, WIDTH] are sums of the weight's gradient over ROWS · TURNS rows."""
+    """The gradient of `rms_norm`; `parts` [programs, WIDTH] are sums of the weight's gradient over ROWS · TURNS
+    rows."""
     column = tl.arange(0, BLOCK)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for turn in range(TURNS):
@@ -108,7 +108,7 @@ def gated(h, y, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def gated_gradient(dy, h, dh, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Of `gated`."""
+    """The gradient of `gated`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -145,7 +145,7 @@ def combine_gradient(
     dy, out, slots, gates, dout, dgates,
     WIDTH: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of `combine`: one program for each (n, k), whose row is its own, as dispatch is a permutation."""
+    """The gradient of `combine`: one program per (n, k), whose row is its own, since dispatch is a permutation."""
     at = tl.program_id(0).to(tl.int64)
     token = at // SLOTS
     slot = tl.load(slots + at).to(tl.int64)
@@ -160,7 +160,7 @@ def combine_gradient(
 
 @triton.jit
 def vocabulary_parts(x, parts, x_row, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of a row: its maximum and Σ exp(x - maximum), in parts [2, rows, BLOCKS]."""
+    """Maximum and Σ exp(x - maximum) of a block of a row, in parts [2, rows, BLOCKS]."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
     a = tl.load(x + row * x_row + column, mask=column < WIDTH, other=float("-inf")).to(tl.float32)
