@@ -186,8 +186,8 @@ def load_model(
     own, outside = views(model.to(device)), config.architecture.hf_name
     with open_tensors(path, found) as tensors, torch.no_grad():
         for name, view in own.items():
-            whole = tensors.whole(outside(name), full_shape(name, view, parallel))
-            view.copy_(shard_tensor(name, whole, parallel))
+            full = tensors.full(outside(name), full_shape(name, view, parallel))
+            view.copy_(shard_tensor(name, full, parallel))
         if model.head is None and outside(HEAD) in found:
             require_tied(path, tensors.stored(outside(HEAD)), own[EMBEDDING])
     require_finite(hf_views(model.cast(held or operators.storage_dtype)), path)
@@ -204,7 +204,7 @@ def iter_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         named = hf_views(Transformer(config, seed=None))
     with open_tensors(path, found) as tensors:
         for name in sorted(named):
-            yield name, tensors.whole(name, tuple(named[name].shape)).float()
+            yield name, tensors.full(name, tuple(named[name].shape)).float()
 
 
 def verify_weights(path: Path, *, part: int = 0, parts: int = 1) -> None:
@@ -252,7 +252,7 @@ class Tensors:
         tensor: torch.Tensor = self._where[name].get_tensor(name)
         return tensor
 
-    def whole(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def full(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A tensor's values, dequantised if it is quantised."""
         tensor = read_stored(name, shape, self._found, self.stored)
         return dequantise(tensor, self.stored(name + FP8_SCALE)) if tensor.dtype == torch.float8_e4m3fn else tensor
@@ -263,7 +263,7 @@ class Tensors:
             progress.made()
             some: torch.Tensor = self._where[name].get_slice(name)[start:stop]
             return some
-        return self.whole(name, shape)[start:stop]
+        return self.full(name, shape)[start:stop]
 
 
 @contextlib.contextmanager
@@ -293,7 +293,7 @@ class RowRange:
 
 
 @torch.no_grad()
-def read_rows(path: Path, wanted: Iterable[RowRange]) -> None:
+def read_rows(path: Path, ranges: Iterable[RowRange]) -> None:
     """Read rows of a checkpoint directory into memory: what a rank needs of a sharded model.
 
     Of plain tensors only these rows are read from disk; quantised tensors are read in full, one at a time. Raises
@@ -304,7 +304,7 @@ def read_rows(path: Path, wanted: Iterable[RowRange]) -> None:
     embedding, head = map(config.architecture.hf_name, (EMBEDDING, HEAD))
     tied = config.tie_embeddings and head in found
     with open_tensors(path, found) as tensors:
-        for one in wanted:
+        for one in ranges:
             one.out.copy_(tensors.rows(one.name, one.shape, one.start, one.stop))
             require_finite({one.name: one.out}, path)
             if tied and one.name == embedding:

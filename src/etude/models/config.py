@@ -275,7 +275,7 @@ class ModelFamily:
 
     def write(self, c: ModelConfig) -> dict[str, Any]:
         """The keys of config.json that `read` reads."""
-        sizes = {theirs: getattr(c, ours) for ours, theirs in self.sizes.items()}
+        sizes = {key: getattr(c, name) for name, key in self.sizes.items()}
         return {**sizes, "head_dim": c.head_dim, "norm_topk_prob": c.routing.normalise}
 
     def check(self, c: ModelConfig) -> None:
@@ -312,14 +312,14 @@ class ModelFamily:
 
     def hf_name(self, name: str) -> str:
         """Etude's tensor name → the name in this family's checkpoints."""
-        for ours, theirs in self.renamed.items():
-            name = name.replace(ours, theirs)
+        for etude_part, hf_part in self.renamed.items():
+            name = name.replace(etude_part, hf_part)
         return name
 
     def etude_name(self, name: str) -> str:
         """The tensor name in this family's checkpoints → etude's name."""
-        for ours, theirs in self.renamed.items():
-            name = name.replace(theirs, ours)
+        for etude_part, hf_part in self.renamed.items():
+            name = name.replace(hf_part, etude_part)
         return name
 
     def tiny(self) -> ModelConfig:
@@ -328,12 +328,12 @@ class ModelFamily:
 
     def from_hf(self, raw: Mapping[str, Any]) -> ModelConfig:
         """Read a config.json of this family. Raises `CheckpointError`."""
-        for key, (ours, default) in self.fixed.items():
+        for key, (supported, default) in self.fixed.items():
             found = default if raw.get(key) is None else raw[key]
-            if found != ours:
+            if found != supported:
                 raise CheckpointError(
                     f"a {self.model_type} variant with {key} = {found!r}",
-                    f"etude supports only {key} = {ours!r}",
+                    f"etude supports only {key} = {supported!r}",
                     hint=self._may_vary,
                 )
         raw = {**self.defaults, **raw}
@@ -361,7 +361,7 @@ class ModelFamily:
             **write_rope(c.rope_theta, c.yarn),
             "rms_norm_eps": c.rms_eps,
             "tie_word_embeddings": c.tie_embeddings,
-            **{key: ours for key, (ours, _) in self.fixed.items()},
+            **{key: supported for key, (supported, _) in self.fixed.items()},
             "attention_dropout": 0.0,
             "use_cache": True,
         }

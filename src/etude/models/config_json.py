@@ -21,11 +21,11 @@ _SCALES = ("mscale", "mscale_all_dim", "attention_factor")  # of YaRN
 
 def positive_ints(raw: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, int]:
     """Read several positive integers. `keys`: field of `ModelConfig` → key of config.json."""
-    found = {ours: positive_int(raw, theirs) for ours, theirs in keys.items()}
+    found = {name: positive_int(raw, key) for name, key in keys.items()}
     limits = {"context_tokens": MAX_CONTEXT_TOKENS, "num_layers": MAX_LAYERS, "num_experts": MAX_EXPERTS}
-    for ours, limit in limits.items():
-        if found.get(ours, 0) > limit:
-            raise ValueError(f"{keys[ours]} = {found[ours]} is above {limit}")
+    for name, limit in limits.items():
+        if found.get(name, 0) > limit:
+            raise ValueError(f"{keys[name]} = {found[name]} is above {limit}")
     return found
 
 

@@ -209,14 +209,14 @@ def mix(
     """
     pairs = (operators.lora_pairs(gate_up_E2FD), operators.lora_pairs(down_EDF))
     if hook is no_hook and parallel.degree == 1 and pairs == (None, None):
-        whole = operators.fused_experts(x_ND, choice.gates_NK, choice.experts_NK, gate_up_E2FD, down_EDF)
-        if whole is not None:
-            return whole
+        fused = operators.fused_experts(x_ND, choice.gates_NK, choice.experts_NK, gate_up_E2FD, down_EDF)
+        if fused is not None:
+            return fused
     tensor = parallel.tensor
     if tensor is parallel:
-        to: Dispatch = Dispatch.of(choice.experts_NK, gate_up_E2FD.shape[0], operators.padded_rows)
+        dispatch: Dispatch = Dispatch.of(choice.experts_NK, gate_up_E2FD.shape[0], operators.padded_rows)
     else:
-        to = ExchangedDispatch.between(choice.experts_NK, gate_up_E2FD.shape[0], operators.padded_rows, parallel)
+        dispatch = ExchangedDispatch.between(choice.experts_NK, gate_up_E2FD.shape[0], operators.padded_rows, parallel)
     trained = [part for pair in pairs for part in ((None, None) if pair is None else (pair.a, pair.b))]
     x_ND, gate_up_E2FD, down_EDF = (
         operators.quantise_input(x_ND),
@@ -225,7 +225,7 @@ def mix(
     )
     products = (choice.gates_NK, gate_up_E2FD, down_EDF)
     y: torch.Tensor = _Mix.apply(  # type: ignore[no-untyped-call]
-        tensor.copy_to_ranks(operators, x_ND), *products, to, operators, hook, tensor, pairs, *trained
+        tensor.copy_to_ranks(operators, x_ND), *products, dispatch, operators, hook, tensor, pairs, *trained
     )
     return y
 
@@ -238,35 +238,35 @@ class _Mix(torch.autograd.Function):
         gates: torch.Tensor,
         gate_up: torch.Tensor,
         down: torch.Tensor,
-        to: Dispatch,
+        dispatch: Dispatch,
         operators: Operators,
         hook: ForwardHook,
         tensor: Parallel,
         pairs: tuple[LoraPairs | None, LoraPairs | None],
         *trained: torch.Tensor | None,
     ) -> torch.Tensor:
-        inside, ranks = hook if to.is_local else no_hook, tensor.degree
-        x_S = to.to_experts(x.index_select(0, to.source_S), "rows for experts")
-        h_S = _seen(inside, "gate_up", operators.grouped_columns(x_S, gate_up, to.rows, ranks), to)
-        act_S = _seen(inside, "activated", operators.quantise_input(operators.gated(h_S)), to)
-        part_S = operators.grouped_partial(act_S, down, to.rows, ranks)
-        out_S = to.to_tokens(tensor.sum_over_ranks(operators, part_S, "experts.down"), "rows of experts")
-        out_S = _seen(hook, "down", out_S, to)
+        inside, ranks = hook if dispatch.is_local else no_hook, tensor.degree
+        x_S = dispatch.to_experts(x.index_select(0, dispatch.source_S), "rows for experts")
+        h_S = _seen(inside, "gate_up", operators.grouped_columns(x_S, gate_up, dispatch.rows, ranks), dispatch)
+        act_S = _seen(inside, "activated", operators.quantise_input(operators.gated(h_S)), dispatch)
+        part_S = operators.grouped_partial(act_S, down, dispatch.rows, ranks)
+        out_S = dispatch.to_tokens(tensor.sum_over_ranks(operators, part_S, "experts.down"), "rows of experts")
+        out_S = _seen(hook, "down", out_S, dispatch)
         ctx.save_for_backward(x_S, h_S, act_S, out_S, gates, gate_up, down)
-        ctx.to, ctx.wide, ctx.pairs, ctx.cut = to, operators.storage_dtype, pairs, _cut(to, operators)
-        return operators.combine(out_S, to.slot_NK, gates)
+        ctx.dispatch, ctx.wide, ctx.pairs, ctx.cut = dispatch, operators.storage_dtype, pairs, _cut(dispatch, operators)
+        return operators.combine(out_S, dispatch.slot_NK, gates)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         saved: tuple[torch.Tensor, ...] = ctx.saved_tensors
         x_S, h_S, act_S, out_S, gates, gate_up, down = (t.to(ctx.wide) for t in saved)
-        to: Dispatch = ctx.to
-        gate_S = gates.new_zeros(len(to.source_S))  # padding keeps gate 0 and so has no gradient
-        gate_S[to.slot_NK] = gates
-        dy_S = dy.to(ctx.wide).index_select(0, to.source_S)
-        dgates = torch.linalg.vecdot(dy_S, out_S)[to.slot_NK]
-        dout_S = to.to_experts(dy_S.mul_(gate_S[:, None]), "gradients for experts")
+        dispatch: Dispatch = ctx.dispatch
+        gate_S = gates.new_zeros(len(dispatch.source_S))  # padding keeps gate 0 and so has no gradient
+        gate_S[dispatch.slot_NK] = gates
+        dy_S = dy.to(ctx.wide).index_select(0, dispatch.source_S)
+        dgates = torch.linalg.vecdot(dy_S, out_S)[dispatch.slot_NK]
+        dout_S = dispatch.to_experts(dy_S.mul_(gate_S[:, None]), "gradients for experts")
         dact_S = _per_expert(dout_S, down, ctx.cut)
         ddown = _per_expert_weight(dout_S, act_S, down, ctx.cut) if ctx.needs_input_grad[3] else None
         low_down = _per_expert_pairs(dout_S, act_S, ctx.pairs[1], ctx.cut)
@@ -277,15 +277,15 @@ class _Mix(torch.autograd.Function):
         da.copy_(torch.ops.aten.silu_backward(dact_S.mul_(b), a))
         dgate_up = _per_expert_weight(dh_S, x_S, gate_up, ctx.cut) if ctx.needs_input_grad[2] else None
         low_gate_up = _per_expert_pairs(dh_S, x_S, ctx.pairs[0], ctx.cut)
-        dx_S = to.to_tokens(_per_expert(dh_S, gate_up, ctx.cut), "gradients of experts")
-        dx = F.embedding(to.slot_NK, dx_S).sum(1)
+        dx_S = dispatch.to_tokens(_per_expert(dh_S, gate_up, ctx.cut), "gradients of experts")
+        dx = F.embedding(dispatch.slot_NK, dx_S).sum(1)
         return dx, dgates, dgate_up, ddown, None, None, None, None, None, *low_gate_up, *low_down
 
 
-def _seen(hook: ForwardHook, name: str, rows_S: torch.Tensor, to: Dispatch) -> torch.Tensor:
+def _seen(hook: ForwardHook, name: str, rows_S: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
     """Pass rows of tokens to the hook as [N, K, ...], without padding."""
     if hook is not no_hook:
-        rows_S[to.slot_NK] = hook(f"experts.{name}", rows_S[to.slot_NK])
+        rows_S[dispatch.slot_NK] = hook(f"experts.{name}", rows_S[dispatch.slot_NK])
     return rows_S
 
 
@@ -293,15 +293,15 @@ Cut = list[list[tuple[slice, int]]]
 """For each expert, the slices of rows that are multiplied at once, and the padded size of each product."""
 
 
-def _cut(to: Dispatch, operators: Operators) -> Cut:
+def _cut(dispatch: Dispatch, operators: Operators) -> Cut:
     """All rows of an expert at once. In exact mode with expert parallelism, each rank's rows separately, in the sizes
     that they would have there: then gradients have the same bits as without expert parallelism."""
-    apart = isinstance(to, ExchangedDispatch) and operators.exact
+    per_rank = isinstance(dispatch, ExchangedDispatch) and operators.exact
     found: Cut = []
     start = 0
-    for expert, rows in enumerate(to.rows):
-        stops = np.cumsum([start, *(to.sources[expert] if apart else [rows])]).tolist()  # type: ignore[attr-defined]
-        found.append([(slice(a, b), operators.padded_rows(b - a) if apart else b - a) for a, b in pairwise(stops)])
+    for expert, rows in enumerate(dispatch.rows):
+        stops = np.cumsum([start, *(dispatch.sources[expert] if per_rank else [rows])]).tolist()  # type: ignore[attr-defined]
+        found.append([(slice(a, b), operators.padded_rows(b - a) if per_rank else b - a) for a, b in pairwise(stops)])
         start += rows
     return found
 

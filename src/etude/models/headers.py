@@ -148,8 +148,8 @@ def _check_tensor(name: str, found: Mapping[str, StoredTensor], shape: Shape, fo
 
 
 def _check_parts(name: str, found: Mapping[str, StoredTensor], shape: Shape, low: Quantise) -> set[str]:
-    wanted = stored_parts(name, shape, low) if len(shape) == 2 and shape[1] % FORMATS[low].block == 0 else {}
-    for part, (dtype, its_shape) in wanted.items():
+    expected = stored_parts(name, shape, low) if len(shape) == 2 and shape[1] % FORMATS[low].block == 0 else {}
+    for part, (dtype, its_shape) in expected.items():
         tensor = found.get(part)
         if tensor is None or (tensor.dtype, tensor.shape) != (dtype, its_shape):
             raise CheckpointError(
@@ -157,13 +157,13 @@ def _check_parts(name: str, found: Mapping[str, StoredTensor], shape: Shape, low
                 f"it must be {dtype} {list(its_shape)}, {_described(tensor)}",
                 hint="export it again, or convert the checkpoint to bf16 first",
             )
-    if not wanted:
+    if not expected:
         raise CheckpointError(
             f"{name!r} {list(shape)} cannot be in {low}",
             f"its width is not a multiple of the block size {FORMATS[low].block}",
             hint="config and weights are of different models: take both from one checkpoint",
         )
-    return {*wanted, *ignored_parts(name, low)}
+    return {*expected, *ignored_parts(name, low)}
 
 
 def _described(tensor: StoredTensor | None) -> str:
@@ -261,7 +261,7 @@ def read_header(path: Path, *, listed_in: Path | None = None) -> dict[str, Store
             if name != "__metadata__"
         }
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        hint = "a checkpoint directory holds config.json and model.safetensors, or its shards with their index"
+        hint = "a checkpoint directory has config.json and model.safetensors, or its shards with their index"
         if listed_in is not None:
             facts, hint = f"{listed_in} lists it", "copy or download that shard again"
             raise CheckpointError(f"no shard at {path}", facts, hint=hint) from None

@@ -81,8 +81,8 @@ class Adapters(nn.Module):
         self.config = AdapterConfig(config.rank, config.alpha, config.modules, found)
         model.requires_grad_(False)
         chosen = _chosen(model, config.modules)
-        own, lies = {id(p): name for name, p in model.named_parameters()}, {"dtype": held or dtype, "device": device}
-        self._adapters = [_adapter(own[id(matrix.weight)], matrix, self.config, dtype, lies) for matrix in chosen]
+        own, options = {id(p): name for name, p in model.named_parameters()}, {"dtype": held or dtype, "device": device}
+        self._adapters = [_adapter(own[id(matrix.weight)], matrix, self.config, dtype, options) for matrix in chosen]
         self.trained = nn.ParameterList([p for one in self._adapters for p in (one.pairs.a, one.pairs.b)])
         if isinstance(model.operators, LoraOperators):
             for one in self._adapters:
@@ -176,8 +176,8 @@ def round_parameters(model: Transformer, dtype: torch.dtype) -> None:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor: its rows of an FSDP2 shard, all of any other tensor."""
-    whole: Any = tensor
-    own: torch.Tensor = whole.to_local() if hasattr(whole, "to_local") else whole
+    dtensor: Any = tensor
+    own: torch.Tensor = dtensor.to_local() if hasattr(dtensor, "to_local") else dtensor
     return own.detach()
 
 
@@ -207,11 +207,13 @@ def module_name(name: str) -> str:
     return name.removesuffix(".weight").rpartition(".")[2]
 
 
-def _adapter(name: str, matrix: Matrix, config: AdapterConfig, dtype: torch.dtype, lies: Mapping[str, Any]) -> _Adapter:
+def _adapter(
+    name: str, matrix: Matrix, config: AdapterConfig, dtype: torch.dtype, options: Mapping[str, Any]
+) -> _Adapter:
     weight = matrix.weight
     stack, (out_size, in_size) = weight.shape[:-2], weight.shape[-2:]
     rows = list(matrix.rows.values())[: len(matrix.rows) // math.prod(stack)]
-    kind = {**lies, "device": lies["device"] or weight.device}
+    kind = {**options, "device": options["device"] or weight.device}
     a = nn.Parameter(torch.zeros(*stack, len(rows), config.rank, in_size, **kind))
     b = nn.Parameter(torch.zeros(*stack, out_size, config.rank, **kind))
     base = weight.detach().to(dtype, copy=True)

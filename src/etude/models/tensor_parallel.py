@@ -34,10 +34,10 @@ def shard_dimension(name: str, parallel: Parallel) -> int | None:
     return 0 if kind in OUTPUTS else 1 if kind in INPUTS else None
 
 
-def shard_tensor(name: str, whole: torch.Tensor, parallel: Parallel) -> torch.Tensor:
+def shard_tensor(name: str, full: torch.Tensor, parallel: Parallel) -> torch.Tensor:
     """This rank's part of a full tensor, as a view."""
     dimension = shard_dimension(name, parallel)
-    return whole if dimension is None else whole.chunk(parallel.degree, dimension)[parallel.rank]
+    return full if dimension is None else full.chunk(parallel.degree, dimension)[parallel.rank]
 
 
 def full_shape(name: str, part: torch.Tensor, parallel: Parallel) -> tuple[int, ...]:
@@ -46,11 +46,11 @@ def full_shape(name: str, part: torch.Tensor, parallel: Parallel) -> tuple[int, 
     return tuple(size * (parallel.degree if at == dimension else 1) for at, size in enumerate(part.shape))
 
 
-def shard_model(whole: Transformer, parallel: Parallel) -> Transformer:
+def shard_model(full: Transformer, parallel: Parallel) -> Transformer:
     """This rank's part of a full model, as a new model. Raises `ConfigError`."""
-    dtype = whole.embedding.dtype
-    model = Transformer(whole.config, seed=None, dtype=dtype, operators=whole.operators, parallel=parallel)
-    tensors = views(whole)
+    dtype = full.embedding.dtype
+    model = Transformer(full.config, seed=None, dtype=dtype, operators=full.operators, parallel=parallel)
+    tensors = views(full)
     for name, view in views(model).items():
         view.copy_(shard_tensor(name, tensors[name], parallel))
     return model

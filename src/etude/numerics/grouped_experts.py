@@ -47,8 +47,8 @@ def grouped_mm(x_SI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tenso
 def weight_gradient(g_SO: torch.Tensor, x_SI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """Each expert's gᵀ · x, [E, O, I]; zero for experts without rows, whatever the kernel leaves there."""
     gradient = _grouped_mm(g_SO.t(), x_SI, ends_E)
-    none = torch.cat([ends_E[:1], ends_E.diff()]) == 0
-    return gradient.masked_fill_(none[:, None, None], 0.0)
+    is_empty = torch.cat([ends_E[:1], ends_E.diff()]) == 0
+    return gradient.masked_fill_(is_empty[:, None, None], 0.0)
 
 
 def mix(
@@ -63,9 +63,9 @@ def mix(
 
     `rows`: the operations between products (None: the fastest for the device). Weights may have a wider dtype than x.
     """
-    to = SortedDispatch.of(experts_NK, gate_up_E2FD.shape[0])
+    dispatch = SortedDispatch.of(experts_NK, gate_up_E2FD.shape[0])
     rows = rows or row_ops_for(x_ND.device)
-    y: torch.Tensor = _Mix.apply(x_ND, gates_NK.contiguous(), gate_up_E2FD, down_EDF, to, rows)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _Mix.apply(x_ND, gates_NK.contiguous(), gate_up_E2FD, down_EDF, dispatch, rows)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -138,31 +138,33 @@ class _Mix(torch.autograd.Function):
         gates: torch.Tensor,
         gate_up: torch.Tensor,
         down: torch.Tensor,
-        to: SortedDispatch,
+        dispatch: SortedDispatch,
         rows: RowOps,
     ) -> torch.Tensor:
-        h = grouped_mm(x.index_select(0, to.token_S), gate_up.to(x.dtype).mT, to.ends_E)
+        h = grouped_mm(x.index_select(0, dispatch.token_S), gate_up.to(x.dtype).mT, dispatch.ends_E)
         ctx.save_for_backward(x, h, gates, gate_up, down)
-        ctx.to, ctx.rows = to, rows
-        return rows.combine(grouped_mm(rows.gated(h), down.to(x.dtype).mT, to.ends_E), to.slot_NK, gates)
+        ctx.dispatch, ctx.rows = dispatch, rows
+        return rows.combine(grouped_mm(rows.gated(h), down.to(x.dtype).mT, dispatch.ends_E), dispatch.slot_NK, gates)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, h, gates, gate_up, down = ctx.saved_tensors
-        to, rows = ctx.to, ctx.rows
-        gate_S1 = gates.view(-1).index_select(0, to.choice_S)[:, None].to(x.dtype)
-        dy_S = dy.index_select(0, to.token_S)
-        dact = grouped_mm(dy_S, down.to(x.dtype), to.ends_E)  # before the gate
+        dispatch, rows = ctx.dispatch, ctx.rows
+        gate_S1 = gates.view(-1).index_select(0, dispatch.choice_S)[:, None].to(x.dtype)
+        dy_S = dy.index_select(0, dispatch.token_S)
+        dact = grouped_mm(dy_S, down.to(x.dtype), dispatch.ends_E)  # before the gate
         act = rows.gated(h)
-        dgates = torch.linalg.vecdot(dact.float(), act.float()).index_select(0, to.slot_NK.view(-1)).view_as(gates)
+        dgates = (
+            torch.linalg.vecdot(dact.float(), act.float()).index_select(0, dispatch.slot_NK.view(-1)).view_as(gates)
+        )
         ddown = dgate_up = None
         if ctx.needs_input_grad[3]:
-            ddown = weight_gradient(dy_S, act * gate_S1, to.ends_E).to(down.dtype)
+            ddown = weight_gradient(dy_S, act * gate_S1, dispatch.ends_E).to(down.dtype)
         dh = rows.gated_gradient(dact.mul_(gate_S1), h)
         if ctx.needs_input_grad[2]:
-            dgate_up = weight_gradient(dh, x.index_select(0, to.token_S), to.ends_E).to(gate_up.dtype)
-        dx = rows.combine(grouped_mm(dh, gate_up.to(x.dtype), to.ends_E), to.slot_NK, None)
+            dgate_up = weight_gradient(dh, x.index_select(0, dispatch.token_S), dispatch.ends_E).to(gate_up.dtype)
+        dx = rows.combine(grouped_mm(dh, gate_up.to(x.dtype), dispatch.ends_E), dispatch.slot_NK, None)
         return dx, dgates.to(gates.dtype), dgate_up, ddown, None, None
 
 

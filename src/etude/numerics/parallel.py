@@ -100,8 +100,8 @@ class Parallel:
         """Sum of every rank's part, in the operators' dtype; the gradient of each part is that of the sum."""
         if self.degree == 1:
             return part
-        whole: torch.Tensor = _SumOverRanks.apply(part, self, what)  # type: ignore[no-untyped-call]
-        return whole.to(ops.dtype)
+        total: torch.Tensor = _SumOverRanks.apply(part, self, what)  # type: ignore[no-untyped-call]
+        return total.to(ops.dtype)
 
     def all_reduce(self, part: torch.Tensor, what: str) -> torch.Tensor:
         """Sum of every rank's part, in float32 or wider, in the fixed order. Collective."""

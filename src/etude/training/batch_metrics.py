@@ -102,8 +102,8 @@ class BatchMetrics:
 
 def merge_metrics(tallies: Sequence[BatchMetrics]) -> BatchMetrics:
     """Merge the metrics of several shares, in their order."""
-    whole = BatchMetrics()
+    merged = BatchMetrics()
     for one in tallies:
         for each in fields(BatchMetrics):
-            setattr(whole, each.name, getattr(whole, each.name) + getattr(one, each.name))
-    return whole
+            setattr(merged, each.name, getattr(merged, each.name) + getattr(one, each.name))
+    return merged

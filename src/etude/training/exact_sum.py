@@ -32,9 +32,9 @@ def exact_sum(values: torch.Tensor) -> ExactSum:
     if not bool(torch.isfinite(values).all()):
         return float(values.sum())
     mantissas, exponents = torch.frexp(values.cpu())
-    whole, at = (mantissas * 2.0**_MANTISSA).long(), exponents.long() - _LOWEST
-    none = torch.zeros(int(at.max()) + 1 if len(at) else 0, dtype=torch.int64)
-    high, low = none.index_add(0, at, whole >> _LOW), none.index_add(0, at, whole & ((1 << _LOW) - 1))
+    integers, at = (mantissas * 2.0**_MANTISSA).long(), exponents.long() - _LOWEST
+    zeros = torch.zeros(int(at.max()) + 1 if len(at) else 0, dtype=torch.int64)
+    high, low = zeros.index_add(0, at, integers >> _LOW), zeros.index_add(0, at, integers & ((1 << _LOW) - 1))
     found = 0
     for place in torch.nonzero(high | low).flatten().tolist():
         number, shift = (int(high[place]) << _LOW) + int(low[place]), place + _LOWEST - _MANTISSA + _UNIT

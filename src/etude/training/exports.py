@@ -49,8 +49,8 @@ def encode_tensors(views: Mapping[str, torch.Tensor], weights: LiveWeights) -> d
         stored = LiveWeights.F32 if stays_float32(name) else weights
         storage, start = view.untyped_storage(), view.storage_offset()
         if storage.data_ptr() not in memory:
-            whole = torch.empty(0, dtype=view.dtype, device=view.device).set_(storage)
-            memory[storage.data_ptr()] = encode(whole, stored)
+            shared = torch.empty(0, dtype=view.dtype, device=view.device).set_(storage)
+            memory[storage.data_ptr()] = encode(shared, stored)
         own = memory[storage.data_ptr()][start : start + view.numel()]
         tensors[name] = Tensor(str(stored), tuple(view.shape), own)
     return tensors

@@ -78,8 +78,8 @@ class FlatBatch:
 
 def empty_batch() -> FlatBatch:
     """A batch of one token without a row."""
-    whole, real = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
-    return FlatBatch([], torch.zeros(1, dtype=torch.int64), None, whole, whole, real, real, whole)
+    ints, floats = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
+    return FlatBatch([], torch.zeros(1, dtype=torch.int64), None, ints, ints, floats, floats, ints)
 
 
 def microbatches(samples: Sequence[Sample], *, budget_tokens: int) -> Iterator[list[Sample]]:

@@ -173,9 +173,9 @@ class TorchLearner:
     ) -> None:
         group, step = self._group, self.step + 1
         with group.propagate_errors("samples"):
-            whole = flatten_samples(samples, self._replay())
-            check_sampled(samples, whole, step=step)
-        rows = group.local_tokens(whole).to(self._device)
+            batch_rows = flatten_samples(samples, self._replay())
+            check_sampled(samples, batch_rows, step=step)
+        rows = group.local_tokens(batch_rows).to(self._device)
         with group.collective("forward pass"):
             done = self._run(rows)
         with group.propagate_errors("forward pass"):

@@ -22,15 +22,15 @@ class LearnerPlugins:
     """The plug-ins of a learner, each constructed once."""
 
     def __init__(self) -> None:
-        self._made: list[tuple[Plugin, Any]] = []
+        self._loaded: list[tuple[Plugin, Any]] = []
 
     def get(self, kind: Kind, plugin: Plugin) -> Any:
         """The plug-in's object. Raises `PluginRefused`, `ConfigError` and `PluginError`."""
-        for known, made in self._made:
+        for known, made in self._loaded:
             if known == plugin:
                 return made
-        self._made.append((plugin, make(kind, plugin)))
-        return self._made[-1][1]
+        self._loaded.append((plugin, make(kind, plugin)))
+        return self._loaded[-1][1]
 
     def load(self, config: LearnerConfig) -> None:
         """Construct the plug-ins of the learner's settings."""
@@ -97,12 +97,12 @@ def _check(kind: Kind, plugin: Plugin, name: str, value: object, *, like: torch.
     With `grad` it must have a gradient (the loss); otherwise it must not. A ratio that overflows is reported by
     `nan_check.check_loss`, which says what to do.
     """
-    wanted = f"a tensor {list(like.shape)} of {'bool' if like.dtype is torch.bool else 'float'} on {like.device}"
+    expected = f"a tensor {list(like.shape)} of {'bool' if like.dtype is torch.bool else 'float'} on {like.device}"
     if not isinstance(value, torch.Tensor):
-        raise unusable(kind, plugin, f"{name} is {type(value).__name__}, and {wanted} is wanted")
+        raise unusable(kind, plugin, f"{name} is {type(value).__name__}, and {expected} is wanted")
     fits = value.shape == like.shape and value.device == like.device
     if not fits or value.is_floating_point() != like.is_floating_point():
-        facts = f"{name} is a tensor {list(value.shape)} of {value.dtype} on {value.device}, and {wanted} is wanted"
+        facts = f"{name} is a tensor {list(value.shape)} of {value.dtype} on {value.device}, and {expected} is wanted"
         raise unusable(kind, plugin, facts)
     if value.requires_grad != grad:
         facts = "has no gradient: compute it from tokens.logprobs_R" if grad else "has a gradient: detach it"

@@ -31,18 +31,18 @@ def read_metadata(path: Path, config: LearnerConfig) -> tuple[int, Version | Non
     """Step and version of a learner's checkpoint. Raises `CheckpointError` when it is damaged or of other settings."""
     metadata = read_json(path)
     step, version = metadata.get("step"), metadata.get("version")
-    whole = isinstance(version, list) and [type(v) for v in version] == [int, str, str]
-    if metadata.get("format") != FORMAT or not isinstance(step, int) or not (version is None or whole):
+    is_version = isinstance(version, list) and [type(v) for v in version] == [int, str, str]
+    if metadata.get("format") != FORMAT or not isinstance(step, int) or not (version is None or is_version):
         raise CheckpointError(
             f"{path} is damaged",
             f"it contains {metadata}",
             hint=f"delete {path.parent}: a resumed run continues from the checkpoint before it",
         )
-    for name, wanted in (("weights", config.weights), ("optimizer", config.optimizer)):
-        if metadata.get(name, OptimizerKind.ADAMW) != wanted:
+    for name, expected in (("weights", config.weights), ("optimizer", config.optimizer)):
+        if metadata.get(name, OptimizerKind.ADAMW) != expected:
             raise CheckpointError(
                 f"{path} was saved with learner.{name} = {metadata.get(name)!r}",
-                f"the setting is now {str(wanted)!r}",
+                f"the setting is now {str(expected)!r}",
                 hint=f"set learner.{name} to the checkpoint's value",
             )
     prove(path.parent, [path.name], kind=CheckpointError)

@@ -133,11 +133,11 @@ def mid_train(
 
 
 def _finished(job: _Job) -> MidTrained:
-    about = read_json(job.out / RESULT)
-    if about.pop("identity", None) != job.identity:
+    metadata = read_json(job.out / RESULT)
+    if metadata.pop("identity", None) != job.identity:
         raise RunError(f"{job.out} was trained with other settings", hint="give another directory, or delete it")
     try:
-        return MidTrained(**about)  # type: ignore[arg-type]
+        return MidTrained(**metadata)  # type: ignore[arg-type]
     except TypeError as error:
         raise CheckpointError(f"{job.out / RESULT} is damaged", str(error), hint="delete the directory") from None
 
@@ -258,11 +258,11 @@ class _Run:
         self.ranks.heartbeat()
         if self.ranks.rank:
             return
-        about = {"format": FORMAT, "identity": self.identity, "num_tokens": self.num_tokens}
+        metadata = {"format": FORMAT, "identity": self.identity, "num_tokens": self.num_tokens}
         path = checkpoint_path(self.job.out, self.optimizer.num_steps)
         with atomic_directory(path) as folder:
             save_tensors({**self.optimizer.state(), **hf_biases(self.model)}, folder / STATE)
-            (folder / PROGRESS).write_text(json.dumps(about) + "\n")
+            (folder / PROGRESS).write_text(json.dumps(metadata) + "\n")
         for other in self.job.partial.iterdir():
             if other != path:
                 shutil.rmtree(other, ignore_errors=True)
@@ -272,9 +272,9 @@ class _Run:
         found = newest_checkpoint(self.job.out)
         if found is None:
             return
-        about = read_json(found / PROGRESS)
-        tokens = about.get("num_tokens")
-        if about.get("identity") != self.identity or not isinstance(tokens, int):
+        metadata = read_json(found / PROGRESS)
+        tokens = metadata.get("num_tokens")
+        if metadata.get("identity") != self.identity or not isinstance(tokens, int):
             raise RunError(
                 f"{found} is a checkpoint of other settings", hint=f"delete {self.job.partial} to start again"
             )
@@ -305,11 +305,11 @@ class _Run:
         if self.ranks.rank == 0:
             with atomic_directory(self.job.out) as folder:
                 write_model(self.model, folder, dtype="f32", assets=self.job.assets)
-                about = {**dataclasses.asdict(result), "identity": self.identity}
-                (folder / RESULT).write_text(json.dumps(about) + "\n")
+                metadata = {**dataclasses.asdict(result), "identity": self.identity}
+                (folder / RESULT).write_text(json.dumps(metadata) + "\n")
         return result
 
-    def _report(self, step: int, **facts: float) -> None:
+    def _report(self, step: int, **values: float) -> None:
         """Write an event about once per second, and at the end."""
         now, (since, tokens) = time.monotonic(), self._reported
         if self.telemetry is None or (now - since < 1.0 and step < len(self.batches)):
@@ -322,7 +322,7 @@ class _Run:
             tokens=self.num_tokens,
             loss=self.loss,
             tokens_per_s=(self.num_tokens - tokens) / max(now - since, 1e-9),
-            **facts,
+            **values,
         )
 
 

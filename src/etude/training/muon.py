@@ -48,7 +48,9 @@ class ShardExchange(Protocol):
         """Exchange this rank's rows of each parameter for the full parameters that this rank computes."""
         ...
 
-    def shard(self, wholes: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def shard(
+        self, full_tensors: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """The reverse: exchange full parameters for this rank's rows of each parameter, shaped as `like`."""
         ...
 
@@ -74,9 +76,11 @@ class Muon(AdamW):
         momentum.mul_(self._momentum).add_(grad)
         ahead = grad.add_(momentum, alpha=self._momentum)  # Nesterov; overwrites the gradient
         rows = {name: ahead[self.slices[name]].view(self.shapes[name]) for name in self._blocks}
-        wholes = {name: orthogonalise(whole, self._blocks[name]) for name, whole in self._exchange.gather(rows).items()}
-        for name, turned in self._exchange.shard(wholes, rows).items():
-            rows[name].copy_(turned)
+        full_tensors = {
+            name: orthogonalise(full, self._blocks[name]) for name, full in self._exchange.gather(rows).items()
+        }
+        for name, update in self._exchange.shard(full_tensors, rows).items():
+            rows[name].copy_(update)
         master.mul_(1 - lr * self.weight_decay).sub_(ahead, alpha=lr)
 
 
@@ -87,13 +91,13 @@ def muon_matrices(model: nn.Module) -> dict[str, list[int]]:
     return {f"{name}.{part}": rows for name, module in layers for part, rows in module.matrices().items()}
 
 
-def orthogonalise(whole: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+def orthogonalise(parameter: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """Orthogonalise and scale each of the matrices stacked in a parameter, [O, I] or [E, O, I]."""
-    out = torch.empty_like(whole)
+    out = torch.empty_like(parameter)
     at = 0
     for number in rows:
         part = slice(at, at := at + number)
-        matrices = whole[..., part, :]
+        matrices = parameter[..., part, :]
         size = SIZE * max(matrices.shape[-2:]) ** 0.5
         if matrices.ndim == 2:
             out[part] = newton_schulz(matrices) * size

@@ -65,7 +65,7 @@ class AdamW:
         self._second = _zeros(size - self._excluded_size, device)
         self._master = self._live if weights is LiveWeights.F32 else _zeros(size, device)
         self.live, self.grad, self.first, self.master = (
-            whole[:size] for whole in (self._live, self._grad, self._first, self._master)
+            padded[:size] for padded in (self._live, self._grad, self._first, self._master)
         )
         self.second = self._second[: size - self._excluded_size]
         self._take_over()
@@ -202,8 +202,8 @@ class AdamW:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor: its rows of a `DTensor`, all of any other tensor."""
-    whole: Any = tensor
-    return whole.to_local() if _is_sharded(tensor) else tensor.detach()
+    dtensor: Any = tensor
+    return dtensor.to_local() if _is_sharded(tensor) else tensor.detach()
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:

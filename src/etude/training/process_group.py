@@ -83,7 +83,7 @@ class ProcessGroup(Protocol):
         """The values of all ranks, in order of rank, on each rank."""
         ...
 
-    def load(self, loading: LoadRequest) -> Trainable:
+    def load(self, request: LoadRequest) -> Trainable:
         """Load the trainable weights of a checkpoint, or this rank's part of them (`trainable.load_trainable`)."""
         ...
 
@@ -107,7 +107,9 @@ class ProcessGroup(Protocol):
         """Exchange this rank's rows of each parameter for the full parameters that this rank computes."""
         ...
 
-    def shard(self, wholes: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def shard(
+        self, full_tensors: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """The reverse: exchange full parameters for this rank's rows of each parameter, shaped as `like`."""
         ...
 
@@ -148,8 +150,8 @@ class SingleProcess:
     def all_gather(self, one: T) -> list[T]:
         return [one]
 
-    def load(self, loading: LoadRequest) -> Trainable:
-        return load_trainable(loading)
+    def load(self, request: LoadRequest) -> Trainable:
+        return load_trainable(request)
 
     def accumulator(self, optimizer: AdamW, shares: int) -> ShareAccumulator | None:
         return ShareAccumulator(optimizer.grad) if shares > 1 else None
@@ -170,8 +172,10 @@ class SingleProcess:
     def gather(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return dict(rows)
 
-    def shard(self, wholes: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return dict(wholes)
+    def shard(
+        self, full_tensors: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        return dict(full_tensors)
 
     def save_optimizer(self, folder: Path, optimizer: AdamW) -> None:
         save_tensors(optimizer.state(), folder / OPTIMIZER_FILE)

@@ -41,19 +41,19 @@ class RouteReplay:
         """
         starts, dtype = np.cumsum([0, *ends]), np.dtype(self.model.route_dtype)
         shape = (starts[-1], self.model.num_moe_layers, self.model.top_k)
-        routes, wanted = np.full(shape, missing_route(dtype), dtype), np.zeros(starts[-1], bool)
+        routes, replayed = np.full(shape, missing_route(dtype), dtype), np.zeros(starts[-1], bool)
         for sample, start, end in zip(samples, starts, ends, strict=False):
             there = slice(start, start + end)
-            wanted[there] = ~self._stale(sample, end)
-            if wanted[there].any():
+            replayed[there] = ~self._stale(sample, end)
+            if replayed[there].any():
                 _check_kind(sample, self.model)
                 routes[there] = sample.path.routes[:end]
-        wrong = wanted & _wrong(routes, self.model.num_experts)
+        wrong = replayed & _wrong(routes, self.model.num_experts)
         if wrong.any():
             at = int(wrong.argmax())
             one = int(np.searchsorted(starts, at, side="right")) - 1
             raise _refusal(samples[one].rollout_id, at - int(starts[one]), routes[at], self.model.num_experts)
-        routes[~wanted] = missing_route(dtype)
+        routes[~replayed] = missing_route(dtype)
         return torch.from_numpy(routes)
 
     def _stale(self, sample: Sample, end: int) -> Bools:

@@ -121,11 +121,11 @@ class LoadRequest:
     def adapter(self, model: Transformer) -> tuple[AdapterConfig, dict[str, torch.Tensor]]:
         """The adapter's settings, and A and B if they were saved. Raises `CheckpointError`."""
         settings = self.config
-        wanted = AdapterConfig(settings.lora_rank, settings.lora_alpha, lora_modules(model, settings.lora_on), "")
+        expected = AdapterConfig(settings.lora_rank, settings.lora_alpha, lora_modules(model, settings.lora_on), "")
         if not self.resumed:
-            return wanted, {}
+            return expected, {}
         found, tensors = read_adapter(self.path)
-        _check_same(self.path, wanted, found)
+        _check_same(self.path, expected, found)
         return found, tensors
 
 
@@ -157,24 +157,24 @@ class LoraWeights:
         write_adapter(folder, self.views(), self.adapters.config, self._base, dtype=kind)
 
 
-def load_trainable(loading: LoadRequest) -> Trainable:
+def load_trainable(request: LoadRequest) -> Trainable:
     """Load the trainable weights from a learner's checkpoint or from a starting checkpoint. Raises
     `CheckpointError`."""
-    loading.check_kind()
-    path, config, device = loading.path, loading.config, loading.device
+    request.check_kind()
+    path, config, device = request.path, request.config, request.device
     if not config.lora_rank:
-        model = load_model(path, operators=loading.operators, held=torch.float32).to(device)
-        return FullWeights(set_recompute(model, config.recompute), config.weights, loading.quantise, path)
-    base = loading.base
-    model = load_model(base, operators=LoraOperators(loading.operators), held=torch.float32).to(device)
-    wanted, tensors = loading.adapter(set_recompute(model, config.recompute))
-    if loading.resumed:
-        adapters = merge_adapter(model, wanted, tensors, str(path), held=True)
+        model = load_model(path, operators=request.operators, held=torch.float32).to(device)
+        return FullWeights(set_recompute(model, config.recompute), config.weights, request.quantise, path)
+    base = request.base
+    model = load_model(base, operators=LoraOperators(request.operators), held=torch.float32).to(device)
+    adapter_config, tensors = request.adapter(set_recompute(model, config.recompute))
+    if request.resumed:
+        adapters = merge_adapter(model, adapter_config, tensors, str(path), held=True)
     else:
         kind = stored_dtype(config.weights)
-        adapters = Adapters(model, wanted, dtype=kind, held=torch.float32)
+        adapters = Adapters(model, adapter_config, dtype=kind, held=torch.float32)
         round_parameters(model, kind)
-        adapters.draw(loading.seed)
+        adapters.draw(request.seed)
     return LoraWeights(model, adapters, config.weights, base)
 
 
@@ -195,15 +195,15 @@ def lora_modules(model: Transformer, on: LoraOn) -> tuple[str, ...]:
     return tuple(sorted(name for name in is_mlp if on is LoraOn.ALL or is_mlp[name] == (on is LoraOn.MLP)))
 
 
-def _check_same(path: Path, wanted: AdapterConfig, found: AdapterConfig) -> None:
-    facts = [
-        f"{name} = {getattr(found, name)!r}, the setting is {getattr(wanted, name)!r}"
+def _check_same(path: Path, expected: AdapterConfig, found: AdapterConfig) -> None:
+    differences = [
+        f"{name} = {getattr(found, name)!r}, the setting is {getattr(expected, name)!r}"
         for name in ("rank", "alpha", "modules")
-        if getattr(found, name) != getattr(wanted, name)
+        if getattr(found, name) != getattr(expected, name)
     ]
-    if facts:
+    if differences:
         raise CheckpointError(
             f"{path} was saved with other LoRA settings",
-            "; ".join(facts),
+            "; ".join(differences),
             hint="set learner.lora_rank, lora_alpha and lora_on to the checkpoint's values",
         )

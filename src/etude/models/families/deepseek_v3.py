@@ -62,8 +62,8 @@ class DeepseekV3(ModelFamily):
     def write(self, c: ModelConfig) -> dict[str, Any]:
         assert c.latent is not None
         return {
-            **{theirs: getattr(c, ours) for ours, theirs in self.sizes.items()},
-            **{theirs: getattr(c.latent, ours) for ours, theirs in _LATENT.items()},
+            **{key: getattr(c, name) for name, key in self.sizes.items()},
+            **{key: getattr(c.latent, name) for name, key in _LATENT.items()},
             "q_lora_rank": c.latent.q_rank,
             "rope_interleave": c.latent.interleaved,
             "first_k_dense_replace": len(c.dense_layers),

@@ -25,7 +25,7 @@ class Qwen3(ModelFamily):
         return {**sizes, "head_dim": head_dim(raw, sizes), **dense}
 
     def write(self, c: ModelConfig) -> dict[str, Any]:
-        return {theirs: getattr(c, ours) for ours, theirs in self.sizes.items()} | {"head_dim": c.head_dim}
+        return {key: getattr(c, name) for name, key in self.sizes.items()} | {"head_dim": c.head_dim}
 
     def check(self, c: ModelConfig) -> None:
         if c.num_experts:

@@ -159,9 +159,9 @@ def _measured_columns(size: int, in_size: int, number: int, threads: int) -> Pro
     x, weight = _random(REFERENCE_ROWS, in_size), _random(seen * number, in_size)
     mixed = torch.randperm(len(weight), generator=torch.Generator().manual_seed(0))
     for product in (linear, share_by_share):
-        whole = product(x, weight)[:, mixed]
+        reference = product(x, weight)[:, mixed]
         shares = [weight[mixed].chunk(1 << n) for n in range(number.bit_length())]
-        if all(torch.equal(torch.cat([product(x, w) for w in share], -1), whole) for share in shares):
+        if all(torch.equal(torch.cat([product(x, w) for w in share], -1), reference) for share in shares):
             return product
     return summed_product
 
@@ -179,8 +179,8 @@ def _other_counts(
     """The numbers of rows for which the last rows have other bits than among many rows."""
     weight = _random(in_size, out_size).T if turned else _random(out_size, in_size)
     x = _random(REFERENCE_ROWS, in_size)
-    whole = product(x, weight)
-    return [n for n in counts if not torch.equal(product(x[-n:], weight), whole[-n:])]
+    reference = product(x, weight)
+    return [n for n in counts if not torch.equal(product(x[-n:], weight), reference[-n:])]
 
 
 @functools.lru_cache(maxsize=8)

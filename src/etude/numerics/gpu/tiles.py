@@ -53,8 +53,8 @@ def tiles_of(outs: int, ins: int, item_bytes: int, *, grouped: bool = False, deg
         tile = Tiles(128, 128, 64, warps=8, stages=3)
     programs, leaves = -(-outs // tile.outs), 1
     while leaves < MAX_LEAVES and ins % (2 * leaves) == 0:
-        wanted = not grouped and programs * leaves < _ENOUGH_PROGRAMS and ins // (2 * leaves) >= _SHORTEST_LEAF
-        if not (wanted or leaves < degree):
+        useful = not grouped and programs * leaves < _ENOUGH_PROGRAMS and ins // (2 * leaves) >= _SHORTEST_LEAF
+        if not (useful or leaves < degree):
             break
         leaves *= 2
     if leaves % degree:

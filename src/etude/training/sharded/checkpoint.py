@@ -49,18 +49,18 @@ def restore_from_single(path: Path, optimizer: AdamW, specs: Mapping[str, ShardS
     found = {key: vector.clone() for key, vector in optimizer.state().items()}
     with open_safetensors(path) as state:
         for key, vector in found.items():
-            whole = state.get_slice(key) if key in state.keys() else None  # noqa: SIM118  not a dict
-            if whole is None or whole.get_shape() != [{"second": size - begin, COUNT: 1}.get(key, size)]:
+            stored = state.get_slice(key) if key in state.keys() else None  # noqa: SIM118  not a dict
+            if stored is None or stored.get_shape() != [{"second": size - begin, COUNT: 1}.get(key, size)]:
                 raise CheckpointError(
                     f"the optimiser's {key!r} does not fit", hint="load a complete learner checkpoint"
                 )
             if key == COUNT:
-                vector.copy_(whole[:])
+                vector.copy_(stored[:])
                 continue
             for name, own in optimizer.by_parameter(vector, adamw_only=key == "second").items():
                 width = shapes[name][1:].numel()
                 start = where[name].start - (begin if key == "second" else 0) + specs[name].start * width
-                own.copy_(whole[start : start + own.numel()].view(own.shape))
+                own.copy_(stored[start : start + own.numel()].view(own.shape))
     optimizer.restore(found)
 
 

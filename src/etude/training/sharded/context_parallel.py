@@ -76,9 +76,9 @@ class ContextParallelCache:
         shared = v_NGB.untyped_storage().data_ptr() == k_NGA.untyped_storage().data_ptr()
         width = k_NGA.shape[-1]
         both = k_NGA if shared else torch.cat([k_NGA, v_NGB], -1)
-        whole: torch.Tensor = _AllGather.apply(both, self._kept, self._mesh)  # type: ignore[no-untyped-call]
-        k = whole[..., :width]
-        v = whole[..., : v_NGB.shape[-1]] if shared else whole[..., width:]
+        full: torch.Tensor = _AllGather.apply(both, self._kept, self._mesh)  # type: ignore[no-untyped-call]
+        k = full[..., :width]
+        v = full[..., : v_NGB.shape[-1]] if shared else full[..., width:]
         outs, at, start = [], 0, 0
         for length, mine in zip(self._lengths, self._mine, strict=True):
             for piece in (one for one in mine if len(one)):
@@ -100,10 +100,10 @@ class _AllGather(torch.autograd.Function):
         parts = [mine_N.new_empty(len(places), *mine_N.shape[1:]) for places in kept]
         mine_N = mine_N.contiguous()
         _all_to_all(parts, [mine_N] * mesh.context_size, mesh)
-        whole = mine_N.new_empty(sum(map(len, kept)), *mine_N.shape[1:])
+        full = mine_N.new_empty(sum(map(len, kept)), *mine_N.shape[1:])
         for places, part in zip(kept, parts, strict=True):
-            whole[places.to(whole.device)] = part
-        return whole
+            full[places.to(full.device)] = part
+        return full
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -104,8 +104,8 @@ def shard_specs(model: Transformer, mesh: Mesh) -> dict[str, ShardSpec]:
         if name in stacked:
             first = shape[0] * mesh.expert.rank
             start, stop = chunk_bounds(shape[0], mesh.expert_fsdp.get_local_rank(), mesh.expert_fsdp.size())
-            whole = (shape[0] * mesh.expert.degree, *shape[1:])
-            found[name] = ShardSpec(whole, first + start, first + stop, mesh.experts, expert=True)
+            full_shape = (shape[0] * mesh.expert.degree, *shape[1:])
+            found[name] = ShardSpec(full_shape, first + start, first + stop, mesh.experts, expert=True)
         else:
             found[name] = ShardSpec(shape, *chunk_bounds(shape[0], mesh.rank, mesh.size), mesh.dense, expert=False)
     return found
@@ -161,10 +161,10 @@ def load_shards(
     tables = model.cos.to(mesh.device), model.sin.to(mesh.device)
     model.to_empty(device=mesh.device)
     model.cos, model.sin = tables
-    wanted = [RowRange(name, tuple(one.shape), 0, len(one), one) for name, one in hf_biases(model).items()]
+    ranges = [RowRange(name, tuple(one.shape), 0, len(one), one) for name, one in hf_biases(model).items()]
     for name, parameter in model.named_parameters():
-        wanted += _rows(specs[name], named[name], local_part(parameter).view(-1))
-    read_rows(path, wanted)
+        ranges += _rows(specs[name], named[name], local_part(parameter).view(-1))
+    read_rows(path, ranges)
 
 
 def _rows(spec: ShardSpec, named: Sequence[TensorSlice], own: torch.Tensor) -> Iterator[RowRange]:

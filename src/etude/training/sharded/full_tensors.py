@@ -42,16 +42,20 @@ class FullTensors:
                 parts[name].append(part)
         return found | {name: torch.cat(parts[name]).view(self._specs[name].shape) for name in mine}
 
-    def shard(self, wholes: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def shard(
+        self, full_tensors: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """Rows from full parameters. Collective. `like`: the argument of `gather`."""
         mesh, by_owner = self._mesh, self._by_owner(like)
         mine = by_owner[mesh.rank]
         sent = []
         for rank in range(mesh.size):
-            rows = [wholes[n][slice(*chunk_bounds(self._specs[n].shape[0], rank, mesh.size))].flatten() for n in mine]
+            rows = [
+                full_tensors[n][slice(*chunk_bounds(self._specs[n].shape[0], rank, mesh.size))].flatten() for n in mine
+            ]
             sent.append(torch.cat([*rows, _empty(like)]))
         received = [sum(like[name].numel() for name in names) for names in by_owner]
-        found = {name: whole for name, whole in wholes.items() if self._specs[name].expert}
+        found = {name: full for name, full in full_tensors.items() if self._specs[name].expert}
         for names, flat in zip(by_owner, self._exchanged(sent, received), strict=True):
             for name, part in zip(names, torch.split(flat, [like[n].numel() for n in names]), strict=True):
                 found[name] = part.view(like[name].shape)

@@ -53,7 +53,7 @@ class ShardedLora(ShardedWeights):
         named: Mapping[str, list[TensorSlice]],
         weights: LiveWeights,
         base: Path,
-        loading: LoadRequest,
+        request: LoadRequest,
     ) -> None:
         """Collective. Raises `CheckpointError`."""
         super().__init__(model, group, specs, named, weights, base)
@@ -61,10 +61,10 @@ class ShardedLora(ShardedWeights):
         self._rows = {name: _within(spec, model.get_parameter(name).shape[0], mesh) for name, spec in specs.items()}
         digest = _digest(base, kind, group)
         with group.propagate_errors("adapter"):
-            wanted, tensors = loading.adapter(model)
+            config, tensors = request.adapter(model)
             held, device = torch.float32, mesh.device
-            self.adapters = Adapters(model, wanted, dtype=kind, held=held, digest=digest, device=device)
-        self._fill(loading, tensors, group)
+            self.adapters = Adapters(model, config, dtype=kind, held=held, digest=digest, device=device)
+        self._fill(request, tensors, group)
         assert isinstance(model.operators, LoraOperators), "set by ShardedProcessGroup.load"
         model.operators.weights_move = True
         self.copies = self._copies()
@@ -75,18 +75,18 @@ class ShardedLora(ShardedWeights):
         round_parameters(self.model, self.adapters.dtype)
         self.adapters.share(self._rows)
 
-    def _fill(self, loading: LoadRequest, tensors: Mapping[str, torch.Tensor], group: ShardedProcessGroup) -> None:
+    def _fill(self, request: LoadRequest, tensors: Mapping[str, torch.Tensor], group: ShardedProcessGroup) -> None:
         """Set A and B to their initial or saved values."""
-        if not loading.resumed:
-            return self.adapters.draw(loading.seed)
+        if not request.resumed:
+            return self.adapters.draw(request.seed)
         known = {name for names in group.all_gather(list(self.adapters.views)) for name in names}
         with group.propagate_errors("adapter"):
             for name in sorted(tensors.keys() - known):
                 facts = f"it has {name}, which the base does not have"
-                raise CheckpointError(f"{loading.path} does not fit its base", facts, hint=HINT_DAMAGED)
+                raise CheckpointError(f"{request.path} does not fit its base", facts, hint=HINT_DAMAGED)
             views = self.adapters.views
             load_adapter(
-                self.adapters, {name: tensors[name] for name in tensors.keys() & views.keys()}, str(loading.path)
+                self.adapters, {name: tensors[name] for name in tensors.keys() & views.keys()}, str(request.path)
             )
         return None
 
@@ -99,8 +99,8 @@ class ShardedLora(ShardedWeights):
                 held, shape = one.shape[0], tuple(one.shape)
                 if self._specs[parameter].expert:
                     start = held * mesh.expert.rank
-                    whole = (held * mesh.expert.degree, *shape[1:])
-                    found[name] = ShardSpec(whole, start, start + held, mesh.experts, expert=True, copied=True)
+                    full_shape = (held * mesh.expert.degree, *shape[1:])
+                    found[name] = ShardSpec(full_shape, start, start + held, mesh.experts, expert=True, copied=True)
                 else:
                     found[name] = ShardSpec(shape, 0, held, mesh.dense, expert=False, copied=True)
         return found
@@ -192,10 +192,10 @@ def _add(tensors: Sequence[torch.Tensor], group: distributed.ProcessGroup) -> No
     flat = torch.cat([one.flatten() for one in tensors])
     each = -(-len(flat) // group.size())
     padded = torch.nn.functional.pad(flat, (0, each * group.size() - len(flat)))
-    mine, whole = padded.new_empty(each), torch.empty_like(padded)
+    mine, total = padded.new_empty(each), torch.empty_like(padded)
     TreeReduceScatter()(mine, padded, group, op=None)
-    distributed.all_gather_into_tensor(whole, mine, group=group)
-    for one, part in zip(tensors, torch.split(whole[: len(flat)], [one.numel() for one in tensors]), strict=True):
+    distributed.all_gather_into_tensor(total, mine, group=group)
+    for one, part in zip(tensors, torch.split(total[: len(flat)], [one.numel() for one in tensors]), strict=True):
         one.copy_(part.view(one.shape))
 
 

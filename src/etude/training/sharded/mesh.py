@@ -188,10 +188,10 @@ def route_to(host: str) -> tuple[str, str]:
         return "", ""
     if ":" in address:
         return address, _interface6(address)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # one without an address
-                raw = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                raw = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
                 if socket.inet_ntoa(raw[20:24]) == address:
                     return address, name
     return address, ""

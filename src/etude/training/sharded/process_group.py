@@ -148,33 +148,33 @@ class ShardedProcessGroup:
 
     # weights in and out
 
-    def load(self, loading: LoadRequest) -> Trainable:
-        mesh, config, operators = self.mesh, loading.config, loading.operators
+    def load(self, request: LoadRequest) -> Trainable:
+        mesh, config, operators = self.mesh, request.config, request.operators
         with self.propagate_errors("checkpoint"):
-            loading.check_kind()
-            if loading.quantise is not Quantise.NONE:
+            request.check_kind()
+            if request.quantise is not Quantise.NONE:
                 raise ConfigError(
-                    f"numerics.quantise = {str(loading.quantise)!r} with learner.ranks = {self.size}",
+                    f"numerics.quantise = {str(request.quantise)!r} with learner.ranks = {self.size}",
                     "packing a matrix needs all its rows, and each rank has a part of them",
                     hint='train in one process, or set numerics.quantise = "none"',
                 )
-            base = loading.base
+            base = request.base
             operators = LoraOperators(operators) if config.lora_rank else operators
             model = set_recompute(meta_model(base, operators, mesh), config.recompute)
             verify_weights(base, part=self.rank, parts=self.size)
         specs = shard_specs(model, mesh)
         parts = (model, self, specs, tensor_slices(model, specs, mesh), config.weights, base)
-        trained = ShardedLora(*parts, loading) if config.lora_rank else ShardedWeights(*parts)
-        self._specs = trained.copies or specs
+        trainable = ShardedLora(*parts, request) if config.lora_rank else ShardedWeights(*parts)
+        self._specs = trainable.copies or specs
         self._full_tensors = FullTensors(specs, mesh)
         lossless = operators.dtype is torch.bfloat16 and config.weights is LiveWeights.BF16
         with self.collective("shards"):
             gathered = torch.bfloat16 if lossless and not operators.exact else None
             apply_fsdp(model, mesh, exact=operators.exact, gathered=gathered)
         with self.propagate_errors("weights"):
-            load_shards(model, base, specs, trained.named, mesh)
-            trained.filled()
-        return trained
+            load_shards(model, base, specs, trainable.named, mesh)
+            trainable.filled()
+        return trainable
 
     def accumulator(self, optimizer: AdamW, shares: int) -> ShareAccumulator | None:
         copied = any(spec.copied for spec in self._specs.values())
@@ -230,10 +230,12 @@ class ShardedProcessGroup:
         with self.collective("matrices"):
             return self._full_tensors.gather(rows)
 
-    def shard(self, wholes: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def shard(
+        self, full_tensors: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         assert self._full_tensors is not None, "load comes first"
         with self.collective("matrices"):
-            return self._full_tensors.shard(wholes, like)
+            return self._full_tensors.shard(full_tensors, like)
 
     def reset(self, model: Transformer) -> None:
         model.reset_iter_state()  # type: ignore[operator]  # FSDP2's

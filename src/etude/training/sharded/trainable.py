@@ -65,8 +65,8 @@ class ShardedWeights:
         """The full tensors that this rank publishes. Collective."""
         return self._coded(self._full_tensors(self.views()))
 
-    def _coded(self, wholes: Mapping[str, torch.Tensor]) -> dict[str, Tensor]:
-        kinds = [(self._weights, wholes), (LiveWeights.F32, self._others)]
+    def _coded(self, full_tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensor]:
+        kinds = [(self._weights, full_tensors), (LiveWeights.F32, self._others)]
         return {
             name: Tensor(str(kind), tuple(view.shape), encode(view, kind))
             for kind, views in kinds
@@ -96,8 +96,8 @@ class ShardedWeights:
         Collective."""
         found, kind = {}, stored_dtype(self._weights)
         rows = {name: own.to(kind) for name, own in views.items()}
-        for parameter, whole in self._group.gather(rows).items():
-            spec, flat = self._specs[parameter], whole.flatten()
+        for parameter, full in self._group.gather(rows).items():
+            spec, flat = self._specs[parameter], full.flatten()
             first = spec.start * math.prod(spec.shape[1:]) if spec.expert else 0
             for one in self.named[parameter]:
                 if first <= one.start and one.stop <= first + len(flat):
