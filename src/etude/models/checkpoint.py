@@ -67,9 +67,12 @@ def save_model(
 ) -> None:
     """Write a checkpoint directory, all or nothing. An existing directory is replaced.
 
-    `dtype`: "bf16" or "f32". `assets`: a directory whose tokeniser files, and special tokens in config.json, are
-    copied. More than `shard_bytes` of weights become shards with an index. `quantise` stores the large matrices in that
-    format. Raises `CheckpointError`, and `ConfigError` for widths that are not multiples of the format's block size.
+    - `dtype`: "bf16" or "f32".
+    - `quantise`: the format of the large matrices.
+    - `assets`: a directory whose tokeniser files, and special tokens in config.json, are copied.
+    - `shard_bytes`: more weights than this become shards with an index.
+
+    Raises `CheckpointError`, and `ConfigError` for widths that are not multiples of the format's block size.
     """
     with atomic_directory(path) as folder:
         write_model(model, folder, dtype=dtype, quantise=quantise, assets=assets, shard_bytes=shard_bytes)
@@ -166,8 +169,10 @@ def load_model(
 ) -> Transformer:
     """Load the model of a checkpoint directory, or one rank's part of it. An adapter directory is merged into its base.
 
-    `operators` (None: exact, in `dtype`). `held`: dtype of the weights in memory (None: `Operators.storage_dtype`).
-    `device` (None: the CPU): weights are copied there tensor by tensor.
+    - `operators`: None: exact, in `dtype`.
+    - `held`: dtype of the weights in memory (None: `Operators.storage_dtype`).
+    - `parallel`: load this rank's part.
+    - `device`: weights are copied there tensor by tensor (None: the CPU).
 
     Raises `CheckpointError` for a missing or damaged file, an unsupported architecture, weights that do not fit the
     config, weights with NaN or infinities, and a stored head that differs from tied embeddings.

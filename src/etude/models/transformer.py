@@ -223,10 +223,13 @@ class Transformer(nn.Module):
     ) -> None:
         """Create a model.
 
-        `seed`: for the initial weights; None leaves the memory uninitialised, for a caller that fills it. `dtype`: of
-        the weights. `operators` (None: exact, in `dtype`). `parallel`: the model is one rank's part of a model with the
-        sizes `config`; its caller fills it (`models.tensor_parallel`), and forward passes are collective. Raises
-        `ConfigError` for sizes that cannot be divided among the ranks.
+        - `seed`: for the initial weights; None leaves the memory uninitialised, for a caller that fills it.
+        - `dtype`: of the weights.
+        - `operators`: None: exact, in `dtype`.
+        - `parallel`: the model is one rank's part of a model with the sizes `config`. Its caller fills it
+          (`models.tensor_parallel`), and forward passes are collective.
+
+        Raises `ConfigError` for sizes that cannot be divided among the ranks.
         """
         super().__init__()
         self.operators = operators = Exact(dtype) if operators is None else operators

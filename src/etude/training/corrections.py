@@ -134,7 +134,7 @@ def masked_sequences(
 
 
 def decoupled(
-    weight_R: torch.Tensor, logprobs_R: torch.Tensor, sampler_logprobs_R: torch.Tensor, own_R: torch.Tensor
+    weight_R: torch.Tensor, logprobs_R: torch.Tensor, sampler_logprobs_R: torch.Tensor, fresh_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Separate mismatch from staleness. Returns the anchor log-probabilities and the factor of the advantages, both
     [R].
@@ -142,12 +142,12 @@ def decoupled(
     A policy loss that takes its ratio against the anchor, and multiplies the advantages by the factor, weights each
     token's gradient by `weight_R`, and its clip does not see the mismatch.
 
-    For tokens sampled by the live weights (`own_R`, bool) the whole ratio is mismatch: the loss's own ratio is 1 and
+    For tokens sampled by the live weights (`fresh_R`, bool) the whole ratio is mismatch: the loss's own ratio is 1 and
     the factor is the weight. For older versions only the product of both is known, since their weights are gone: the
     ratio stays in the loss, and the factor is what the correction cut off.
     """
     live_R = logprobs_R.detach()
-    whole_R = own_R | (weight_R == 0)  # the ratio of a masked token may be infinite: do not use it
+    whole_R = fresh_R | (weight_R == 0)  # the ratio of a masked token may be infinite: do not use it
     anchor_R = torch.where(whole_R, live_R, sampler_logprobs_R)
     return anchor_R, weight_R * (anchor_R - live_R).exp()
 

@@ -54,20 +54,24 @@ from etude.training.trainable import LoadRequest, Trainable
 from etude.weights.chain.publisher import Publisher, Writer
 from etude.weights.tensors import Tensor
 
-SAMPLED_ANEW = 64
+UNREPLAYED_EVERY = 64
 """One of this many samples is computed again without route replay, to measure the unreplayed ratio."""
 
 
 class TorchLearner:
     """A `seams.Learner` on torch. Call `load` first.
 
-    `channel`: where versions are published. `num_steps`: length of the run, for the learning-rate decay (None: no
-    decay). `temperature`: the run's sampling temperature, since the ratio is of the distribution sampled from; a sample
-    may have its own (`Sample.temperatures`). `reference`: the reference policy of `config.kl`. `numerics`: the same as
-    the engines'. In exact mode a ratio on the live weights other than 1 is refused (with `refuse_mismatch`), in native
-    mode it is reported; in low precision, published weights are packed (`models.packed_weights`). `seed`: for the
-    initial LoRA adapters. `group`: the ranks that share the work; each has its own learner, and all make the same calls
-    (`training.sharded`). Without a group, one process computes the shares of `config.ranks` in turn.
+    - `channel`: where versions are published.
+    - `num_steps`: length of the run, for the learning-rate decay (None: no decay).
+    - `temperature`: the run's sampling temperature, since the ratio is of the distribution sampled from. Samples may have
+      their own (`Sample.temperatures`).
+    - `reference`: the reference policy of `config.kl`.
+    - `numerics`: the same as the engines'. In low precision, published weights are packed (`models.packed_weights`).
+    - `refuse_mismatch`: in exact mode, raise `ParityError` where a ratio on the live weights is not 1. Otherwise the ratio is
+      only reported.
+    - `seed`: for the initial LoRA adapters.
+    - `group`: the ranks that share the work. Each has its own learner, and all make the same calls (`training.sharded`).
+      Without a group, one process computes the shares of `config.ranks` in turn.
     """
 
     step: int
@@ -143,7 +147,7 @@ class TorchLearner:
                 self._row(row, batch.num_loss_tokens, num_tokens, metrics)
             total = merge_metrics([share for rank in self._group.all_gather(metrics) for share in rank])
             if total.num_replayed:
-                total.live += self._live(batch)
+                total.live += self._unreplayed_log_ratios(batch)
         except Exception:
             self._group.reset(self.model)
             self.optimizer.clear()
@@ -171,11 +175,13 @@ class TorchLearner:
     def _share(
         self, samples: Sequence[Sample], normaliser: float, num_tokens: int, share_metrics: BatchMetrics
     ) -> None:
+        """Forward and backward pass of one share. `normaliser`: number of sampled tokens in the batch; `num_tokens`: of
+        all tokens."""
         group, step = self._group, self.step + 1
         with group.propagate_errors("samples"):
-            batch_rows = flatten_samples(samples, self._replay())
-            check_sampled(samples, batch_rows, step=step)
-        rows = group.local_tokens(batch_rows).to(self._device)
+            packed = flatten_samples(samples, self._replay())
+            check_sampled(samples, packed, step=step)
+        rows = group.local_tokens(packed).to(self._device)
         with group.collective("forward pass"):
             done = self._run(rows)
         with group.propagate_errors("forward pass"):
@@ -185,9 +191,9 @@ class TorchLearner:
             logprobs_RV = self._logprobs(done.logits, rows)
             logprobs_R = logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0]
             log_ratio_R = logprobs_R.detach() - rows.sampler_logprobs_R
-            own_R = rows.per_row([self._is_fresh(sample) for sample in samples])
-            fresh = self._fresh_ratio(samples, rows, log_ratio_R, own_R)
-            policy, corrected = self._policy_loss(logprobs_R, rows, own_R, normaliser)
+            fresh_R = rows.per_row([self._is_fresh(sample) for sample in samples])
+            fresh = self._fresh_ratio(samples, rows, log_ratio_R, fresh_R)
+            policy, corrected = self._policy_loss(logprobs_R, rows, fresh_R, normaliser)
             loss = policy.loss
             if self._reference is not None:
                 anchor_R = self._reference.logprobs(rows)
@@ -209,24 +215,25 @@ class TorchLearner:
             return None
         return RouteReplay(self.model.config, step=self.step, max_lag=self.config.replay_max_lag)
 
-    def _run(self, rows: FlatBatch, watch: ForwardHook = no_hook) -> Forward:
+    def _run(self, rows: FlatBatch, hook: ForwardHook = no_hook) -> Forward:
+        """One forward pass."""
         return self.model.train().run(
             rows.tokens_N,
             self._group.cache(rows, self.model.operators),
             rows.routes_NLK,
             rows.rows_R,
             plausible=self.config.replay_plausible,
-            hook=watch,
+            hook=hook,
         )
 
     @torch.no_grad()
-    def _live(self, batch: Batch) -> list[torch.Tensor]:
-        """Log-ratios of a few of the batch's tokens, without replay: one sample in `SAMPLED_ANEW`, at least one, others
+    def _unreplayed_log_ratios(self, batch: Batch) -> list[torch.Tensor]:
+        """Log-ratios of a few of the batch's tokens, without replay: one sample in `UNREPLAYED_EVERY`, at least one, others
         each step.
 
         Costs about a third of their training: about 0.5 % of the step.
         """
-        few = batch.samples[batch.step % SAMPLED_ANEW :: SAMPLED_ANEW] or batch.samples[:1]
+        few = batch.samples[batch.step % UNREPLAYED_EVERY :: UNREPLAYED_EVERY] or batch.samples[:1]
         found = []
         for samples in microbatches(few, budget_tokens=self.config.budget_tokens):
             rows = self._group.local_tokens(flatten_samples(samples)).to(self._device)
@@ -235,7 +242,7 @@ class TorchLearner:
         return [one.cpu() for one in found]
 
     def _policy_loss(
-        self, logprobs_R: torch.Tensor, rows: FlatBatch, own_R: torch.Tensor, normaliser: float
+        self, logprobs_R: torch.Tensor, rows: FlatBatch, fresh_R: torch.Tensor, normaliser: float
     ) -> tuple[PolicyLoss, Corrected]:
         """The policy loss, and each token's importance weight before the loss clips it."""
         sampler_R, advantages_R = rows.sampler_logprobs_R, rows.advantages_R
@@ -247,7 +254,7 @@ class TorchLearner:
             corrected = correct(kind, log_ratio_R, rows.sample_R, low=low, high=high)
         if kind is CorrectionKind.NONE:
             return self._loss(SampledTokens(logprobs_R, sampler_R, advantages_R, rows.sample_R, normaliser)), corrected
-        anchor_R, factor_R = decoupled(corrected.weight_R, logprobs_R, sampler_R, own_R)
+        anchor_R, factor_R = decoupled(corrected.weight_R, logprobs_R, sampler_R, fresh_R)
         tokens = SampledTokens(logprobs_R, anchor_R, advantages_R * factor_R, rows.sample_R, normaliser)
         return self._loss(tokens), corrected
 
@@ -267,12 +274,12 @@ class TorchLearner:
         return self.model.operators.log_softmax(logits_RV, rows.temperature(self._temperature))
 
     def _fresh_ratio(
-        self, samples: Sequence[Sample], rows: FlatBatch, log_ratio_R: torch.Tensor, own_R: torch.Tensor
+        self, samples: Sequence[Sample], rows: FlatBatch, log_ratio_R: torch.Tensor, fresh_R: torch.Tensor
     ) -> float | None:
         """max |r - 1| over the samples that the live weights sampled; None without such samples."""
-        if not bool(own_R.any()):
+        if not bool(fresh_R.any()):
             return None
-        off = torch.where(own_R, torch.expm1(log_ratio_R).abs(), 0.0)
+        off = torch.where(fresh_R, torch.expm1(log_ratio_R).abs(), 0.0)
         worst = float(off.max())
         if worst > 0.0 and self._refuse_mismatch:
             rollout = samples[int(rows.sample_R[int(off.argmax())])].rollout_id

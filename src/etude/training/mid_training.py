@@ -102,9 +102,11 @@ def mid_train(
     """Train a new model, or the one in the checkpoint directory `start`, on a corpus. `out_dir` becomes a Hugging Face
     directory in float32.
 
-    `assets`: a directory whose tokeniser files are copied. Returns at once when `out_dir` has the result of the same
-    settings. Raises `RunError` when a rank dies or a checkpoint has other settings, `TaskError` for the corpus,
-    `CheckpointError` for disk errors, and `DeadlineExceeded` when the ranks stall.
+    `assets`: a directory whose tokeniser files are copied. `copy_probe`: measures copying from the context, for the
+    event `mid.eval`. Returns at once when `out_dir` has the result of the same settings.
+
+    Raises `RunError` when a rank dies or a checkpoint has other settings, `TaskError` for the corpus, `CheckpointError`
+    for disk errors, and `DeadlineExceeded` when the ranks stall.
     """
     where = None if telemetry is None else (telemetry.path, telemetry.process)
     read_corpus(corpus_dir, vocab_size=model.vocab_size)  # report errors of the corpus before ranks start
@@ -147,7 +149,7 @@ def _train(ranks: RankGroup, job: _Job) -> MidTrained:
     run = _Run(ranks, job)
     for step in range(run.optimizer.num_steps, len(run.batches)):
         ranks.heartbeat()
-        run.one(step)
+        run.train_step(step)
         done = step + 1
         if done % job.config.eval_every == 0 or done == len(run.batches):
             run.evaluate()
@@ -184,7 +186,7 @@ class _Run:
         self._resume()
         self._reported = (time.monotonic(), self.num_tokens)
 
-    def one(self, step: int) -> None:
+    def train_step(self, step: int) -> None:
         """One optimiser step."""
         config, spans = self.job.config, self.batches[step]
         sums = self._accumulate(spans)
@@ -220,8 +222,8 @@ class _Run:
             sums += torch.stack([loss.detach(), balance.detach()])
         return sums
 
-    def _forward(self, inputs: torch.Tensor, lengths: list[int], watch: ForwardHook = no_hook) -> Forward:
-        return self.model.run(inputs, Packed(lengths, self.model.operators), hook=watch)
+    def _forward(self, inputs: torch.Tensor, lengths: list[int], hook: ForwardHook = no_hook) -> Forward:
+        return self.model.run(inputs, Packed(lengths, self.model.operators), hook=hook)
 
     @torch.no_grad()
     def evaluate(self) -> None:
