@@ -52,8 +52,8 @@ class _Adapter:
 class Adapters(nn.Module):
     """All adapters of a model, as parameters. The model's own matrices become merged matrices without gradients.
 
-    - `dtype`: the published dtype, to which merged matrices are rounded. The rest of the model must be rounded to it, too
-      (`round_parameters`).
+    - `dtype`: the published dtype, to which merged matrices are rounded. The rest of the model must be rounded to it,
+      too (`round_parameters`).
     - `held`: dtype of A and B in memory (None: `dtype`). They are zero, and nothing is merged yet.
     - `digest`: the base model's digest, if known.
     - `device`: of A and B, where the model is on the meta device (`share`).

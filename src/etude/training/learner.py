@@ -63,15 +63,15 @@ class TorchLearner:
 
     - `channel`: where versions are published.
     - `num_steps`: length of the run, for the learning-rate decay (None: no decay).
-    - `temperature`: the run's sampling temperature, since the ratio is of the distribution sampled from. Samples may have
-      their own (`Sample.temperatures`).
+    - `temperature`: the run's sampling temperature, since the ratio is of the distribution sampled from. Samples may
+      have their own (`Sample.temperatures`).
     - `reference`: the reference policy of `config.kl`.
     - `numerics`: the same as the engines'. In low precision, published weights are packed (`models.packed_weights`).
-    - `refuse_mismatch`: in exact mode, raise `ParityError` where a ratio on the live weights is not 1. Otherwise the ratio is
-      only reported.
+    - `refuse_mismatch`: in exact mode, raise `ParityError` where a ratio on the live weights is not 1. Otherwise the
+      ratio is only reported.
     - `seed`: for the initial LoRA adapters.
-    - `group`: the ranks that share the work. Each has its own learner, and all make the same calls (`training.sharded`).
-      Without a group, one process computes the shares of `config.ranks` in turn.
+    - `group`: the ranks that share the work. Each has its own learner, and all make the same calls
+      (`training.sharded`). Without a group, one process computes the shares of `config.ranks` in turn.
     """
 
     step: int
@@ -228,8 +228,8 @@ class TorchLearner:
 
     @torch.no_grad()
     def _unreplayed_log_ratios(self, batch: Batch) -> list[torch.Tensor]:
-        """Log-ratios of a few of the batch's tokens, without replay: one sample in `UNREPLAYED_EVERY`, at least one, others
-        each step.
+        """Log-ratios of a few tokens, without replay: one sample in `UNREPLAYED_EVERY` (at least one), others each
+        step.
 
         Costs about a third of their training: about 0.5 % of the step.
         """
