@@ -5,7 +5,7 @@ Where values are the first numbers of their keys (a compressed cache) both are o
 Decoding rows that need the same window attend together, a chunk of a prompt by itself.
 
 In which sizes rows and keys come, so that a row's bits are free of its neighbours, of chunking and of prefix hits, is
-the operators' business (`numerics.exact.windows`): a row sees a window of keys, masked.
+the operators' business (`numerics.exact.attention`): a row sees a window of keys, masked.
 
 Shapes: N tokens of a step, S slots, G key/value heads, R query heads a key/value head, H = G·R, C positions a slot,
 A key width, B value width, W window.

@@ -26,7 +26,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 def describe_non_finite(tensor: torch.Tensor) -> str:
     """How many numbers of a tensor are NaN or infinite.
 
-    >>> described(torch.tensor([1.0, float("nan"), float("-inf"), float("nan")]))
+    >>> describe_non_finite(torch.tensor([1.0, float("nan"), float("-inf"), float("nan")]))
     '2 NaN and 1 infinite of 4'
     """
     nan, infinite = int(tensor.isnan().sum()), int(tensor.isinf().sum())

@@ -48,7 +48,7 @@ _FORMAT_NAMES = {
 def is_quantised(name: str) -> bool:
     """Whether a matrix with this name is rounded by `numerics.quantisation.QuantisedOperators`.
 
-    >>> [is_rounded(f"model.layers.0.{n}.weight") for n in ("self_attn.q_proj", "mlp.gate", "input_layernorm")]
+    >>> [is_quantised(f"model.layers.0.{n}.weight") for n in ("self_attn.q_proj", "mlp.gate", "input_layernorm")]
     [True, False, False]
     """
     return name.endswith(("_proj.weight", "_proj_with_mqa.weight"))

@@ -21,9 +21,9 @@ import torch
 class RecordedRoutes:
     """The recorded experts of one layer.
 
-    >>> recorded = Recorded(torch.tensor([[1, 3], [1, 0], [255, 255]], dtype=torch.uint8), plausible=0.5)
+    >>> recorded = RecordedRoutes(torch.tensor([[1, 3], [1, 0], [255, 255]], dtype=torch.uint8), plausible=0.5)
     >>> scores = torch.tensor([[.4, .3, .2, .1]] * 3)
-    >>> recorded.over(torch.tensor([[0, 1]] * 3), scores).tolist()  # expert 3 has less than half of expert 1's score
+    >>> recorded.apply(torch.tensor([[0, 1]] * 3), scores).tolist()  # expert 3 has less than half of expert 1's score
     [[1, 0], [1, 0], [0, 1]]
     """
 

@@ -25,7 +25,8 @@ def shard_dimension(name: str, parallel: Parallel) -> int | None:
     replicated.
 
     >>> two = Parallel(2)
-    >>> [cut(f"model.layers.0.{n}.weight", two) for n in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate")]
+    >>> names = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate")
+    >>> [shard_dimension(f"model.layers.0.{name}.weight", two) for name in names]
     [0, 1, None]
     """
     kind = name.removesuffix(".weight").rpartition(".")[2]

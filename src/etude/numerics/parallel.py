@@ -42,7 +42,7 @@ class Split(enum.StrEnum):
 class Parallel:
     """One rank's place among `degree` ranks. `SINGLE_RANK` has no group and never waits.
 
-    >>> ALONE.degree, ALONE.tensor is ALONE
+    >>> SINGLE_RANK.degree, SINGLE_RANK.tensor is SINGLE_RANK
     (1, True)
     """
 

@@ -19,7 +19,7 @@ from etude.models.transformer import Block, Transformer
 def expert_loads(live_NLK: torch.Tensor, num_experts: int) -> torch.Tensor:
     """Number of tokens that chose each expert, int64 [L, E].
 
-    >>> loads(torch.tensor([[[0, 2]], [[2, 1]]], dtype=torch.uint8), 4)
+    >>> expert_loads(torch.tensor([[[0, 2]], [[2, 1]]], dtype=torch.uint8), 4)
     tensor([[1, 1, 2, 0]])
     """
     num_layers = live_NLK.shape[1]

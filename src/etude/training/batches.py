@@ -27,7 +27,7 @@ def plan_batches(
     Raises `TaskError` when no document has two tokens.
 
     >>> docs = Documents(tokens=np.arange(9, dtype=np.uint16), offsets=np.array([0, 4, 9]))
-    >>> [b.tolist() for b in plan(docs, num_tokens=9, batch_tokens=6, document_tokens=5, seed=0)]
+    >>> [b.tolist() for b in plan_batches(docs, num_tokens=9, batch_tokens=6, document_tokens=5, seed=0)]
     [[[0, 4]], [[4, 9]]]
     """
     spans = split_documents(documents, document_tokens=min(document_tokens, batch_tokens))
@@ -75,7 +75,7 @@ def rank_share(spans: Spans, rank: int, ranks: int) -> Spans:
 def group_by_budget(lengths: Sequence[int], budget: int) -> Iterator[slice]:
     """Slices of consecutive items with a total of at most `budget`. A longer item is alone.
 
-    >>> list(runs([3, 3, 9, 1], 6))
+    >>> list(group_by_budget([3, 3, 9, 1], 6))
     [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None)]
     """
     start = size = 0

@@ -26,7 +26,7 @@ _MANTISSA, _LOW = (
 def exact_sum(values: torch.Tensor) -> ExactSum:
     """The sum of float64 values [N].
 
-    >>> total(torch.tensor([1.0, float("inf")], dtype=torch.float64))
+    >>> exact_sum(torch.tensor([1.0, float("inf")], dtype=torch.float64))
     inf
     """
     if not bool(torch.isfinite(values).all()):
@@ -46,7 +46,7 @@ def rounded_sum(parts: Iterable[ExactSum]) -> float:
     """The sum of several exact sums, rounded to float64.
 
     >>> big, small = (torch.tensor(x, dtype=torch.float64) for x in ([1e16, 1.0], [1.0, -1e16]))
-    >>> rounded([total(big), total(small)]), float(big.sum() + small.sum())
+    >>> rounded_sum([exact_sum(big), exact_sum(small)]), float(big.sum() + small.sum())
     (2.0, 0.0)
     """
     parts = list(parts)

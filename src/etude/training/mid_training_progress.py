@@ -25,7 +25,7 @@ def newest_checkpoint(out: Path) -> Path | None:
 def resume_step(out: Path) -> int:
     """The step to resume from; 0 where there is no checkpoint.
 
-    >>> kept_step(Path("nowhere"))
+    >>> resume_step(Path("nowhere"))
     0
     """
     newest = newest_checkpoint(out)

@@ -12,7 +12,7 @@ def lr_multiplier(step: int, num_steps: int | None, *, warmup_steps: int, decay_
     The rate rises over `warmup_steps`, is constant until the share `decay_from` of `num_steps`, and falls linearly to
     the share `final`. Without `num_steps` it never decays.
 
-    >>> [round(rate(s, 10, warmup_steps=2, decay_from=0.6, final=0.1), 3) for s in (0, 1, 5, 6, 8, 9)]
+    >>> [round(lr_multiplier(s, 10, warmup_steps=2, decay_from=0.6, final=0.1), 3) for s in (0, 1, 5, 6, 8, 9)]
     [0.5, 1.0, 1.0, 1.0, 0.55, 0.325]
     """
     warm = min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0

@@ -58,7 +58,7 @@ def tree_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
     The trees of equal parts, each a power of two long, are subtrees of the tree of all.
 
-    >>> tree([torch.tensor(float(n)) for n in (1, 2, 3, 4)]).item()
+    >>> tree_sum([torch.tensor(float(n)) for n in (1, 2, 3, 4)]).item()
     10.0
     """
     while len(parts) > 1:
@@ -79,7 +79,7 @@ def split_inner(weight_OI: torch.Tensor, number: int) -> tuple[torch.Tensor, ...
 def partial_products(x_NI: torch.Tensor, weight_OI: torch.Tensor, number: int) -> torch.Tensor:
     """``x @ weight.T`` as the tree sum of `number` products over parts of the inner width.
 
-    >>> partial(torch.ones(1, 4), torch.ones(2, 4), 2).tolist()
+    >>> partial_products(torch.ones(1, 4), torch.ones(2, 4), 2).tolist()
     [[4.0, 4.0]]
     """
     width = x_NI.shape[-1] // number

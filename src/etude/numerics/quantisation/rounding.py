@@ -50,7 +50,7 @@ def round_to_format(x: torch.Tensor, format: Format, *, matrix: bool = False) ->
     blocks are not full.
 
     >>> from etude.numerics.formats import FORMATS, Quantise
-    >>> rounded(torch.tensor([[1.0, 1.1, -5.0, 100.0] * 8]), FORMATS[Quantise.MXFP8])[0, :4].tolist()
+    >>> round_to_format(torch.tensor([[1.0, 1.1, -5.0, 100.0] * 8]), FORMATS[Quantise.MXFP8])[0, :4].tolist()
     [1.0, 1.125, -5.0, 96.0]
     """
     done = to_scaled(x, format, matrix=matrix)

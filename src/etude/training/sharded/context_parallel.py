@@ -27,9 +27,9 @@ from etude.training.sharded.mesh import Mesh
 def token_ranges(num_tokens: int, rank: int, ranks: int) -> list[range]:
     """The token ranges of a text that a rank has, front and back.
 
-    >>> [pieces(1024, rank, 2) for rank in range(2)]
+    >>> [token_ranges(1024, rank, 2) for rank in range(2)]
     [[range(0, 256), range(768, 1024)], [range(256, 512), range(512, 768)]]
-    >>> [pieces(6, rank, 2) for rank in range(2)]
+    >>> [token_ranges(6, rank, 2) for rank in range(2)]
     [[range(0, 2), range(6, 6)], [range(2, 4), range(4, 6)]]
     """
     each = -(-num_tokens // (2 * ranks))

@@ -86,7 +86,7 @@ class ShardSpec:
 def chunk_bounds(size: int, rank: int, ranks: int) -> tuple[int, int]:
     """The rows of a rank, as in `torch.chunk`: later ranks may have fewer, or none.
 
-    >>> [chunk(5, rank, 4) for rank in range(4)]
+    >>> [chunk_bounds(5, rank, 4) for rank in range(4)]
     [(0, 2), (2, 4), (4, 5), (5, 5)]
     """
     each = -(-size // ranks)

@@ -176,7 +176,7 @@ def _store(rank: int, host: str, control: distributed.ProcessGroup, deadline_s: 
 def route_to(host: str) -> tuple[str, str]:
     """(address, network interface) of this machine from which it reaches a host; "" where unknown.
 
-    >>> way_to("127.0.0.1")
+    >>> route_to("127.0.0.1")
     ('127.0.0.1', 'lo')
     """
     try:
