@@ -118,6 +118,7 @@ class Experts(nn.Module):
     def forward(
         self, x_ND: torch.Tensor, recorded: RecordedRoutes | None, hook: ForwardHook = no_hook
     ) -> tuple[torch.Tensor, Choice]:
+        """The layer's output [N, D], shared experts included, and the router's choice."""
         scores = hook("experts.scores", self.operators.router_scores(x_ND, self.router))
         choice = choose(
             scores, self.top_k, recorded, self.operators, routing=self.routing, bias_E=self.bias, balance=self.training

@@ -80,6 +80,7 @@ class SortedDispatch:
 
     @classmethod
     def of(cls, experts_NK: torch.Tensor, num_experts: int) -> SortedDispatch:
+        """Sort (token, choice) pairs of `experts_NK` by expert."""
         n, k = experts_NK.shape
         short = experts_NK.reshape(-1).to(torch.int16)  # a radix sort over two bytes instead of eight
         by_expert, choice = short.sort(stable=True)

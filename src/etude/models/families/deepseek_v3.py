@@ -20,6 +20,8 @@ _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 
 
 class DeepseekV3(ModelFamily):
+    """DeepSeek-V3 (arXiv 2412.19437)."""
+
     model_type = "deepseek_v3"
     hf_class = "DeepseekV3ForCausalLM"
     sizes = {**MOE, "num_experts": "n_routed_experts", "num_shared": "n_shared_experts"}

@@ -10,6 +10,8 @@ from etude.models.config import FIXED, MOE, WIDTH, ModelConfig, ModelFamily
 
 
 class Mixtral(ModelFamily):
+    """Mixtral (arXiv 2401.04088)."""
+
     model_type = "mixtral"
     hf_class = "MixtralForCausalLM"
     sizes = {**MOE, "expert_size": WIDTH, "num_experts": "num_local_experts"}

@@ -10,6 +10,8 @@ from etude.models.config import FIXED, MOE, WIDTH, ModelConfig, ModelFamily
 
 
 class Olmoe(ModelFamily):
+    """OLMoE (arXiv 2409.02060)."""
+
     model_type = "olmoe"
     hf_class = "OlmoeForCausalLM"
     sizes = {**MOE, "expert_size": WIDTH}

@@ -10,6 +10,8 @@ from etude.models.config_json import head_dim, positive_int, positive_ints
 
 
 class Qwen3(ModelFamily):
+    """Dense Qwen3 models (arXiv 2505.09388)."""
+
     model_type = "qwen3"
     hf_class = "Qwen3ForCausalLM"
     sizes = SIZES

@@ -10,6 +10,8 @@ from etude.models.config_json import positive_int
 
 
 class Qwen3Moe(ModelFamily):
+    """Mixture-of-experts Qwen3 models (arXiv 2505.09388)."""
+
     model_type = "qwen3_moe"
     hf_class = "Qwen3MoeForCausalLM"
     fixed = {**FIXED, "use_sliding_window": (False, False)}

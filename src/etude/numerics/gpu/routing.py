@@ -145,6 +145,7 @@ class Dispatch:
 
     @classmethod
     def of(cls, experts_NK: torch.Tensor, num_experts: int) -> Dispatch:
+        """Sort (token, choice) pairs of `experts_NK` by expert."""
         n, k = experts_NK.shape
         device = experts_NK.device
         by_expert, order = experts_NK.reshape(-1).sort(stable=True)
