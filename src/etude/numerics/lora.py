@@ -113,6 +113,7 @@ class _Part:
 
     @property
     def is_there(self) -> bool:
+        """Whether the matrix is still at the same address."""
         now = self.weight()
         return not hasattr(now, "to_local") and now.data_ptr() == self.address
 

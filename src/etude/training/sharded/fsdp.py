@@ -69,6 +69,7 @@ class ShardSpec:
 
     @property
     def rows(self) -> slice:
+        """This rank's rows."""
         return slice(self.start, self.stop)
 
     def distributed(self, own: torch.Tensor) -> DTensor:
@@ -121,6 +122,7 @@ class TensorSlice:
 
     @property
     def stop(self) -> int:
+        """End of the slice in the flattened parameter."""
         return self.start + math.prod(self.shape)
 
 
