@@ -9,7 +9,7 @@ from pathlib import Path
 from etude.errors import CheckpointError
 from etude.harness import ChatFormat
 from etude.models.config import ModelConfig
-from etude.models.headers import left_out
+from etude.models.headers import unused_layers
 from etude.records import Version
 from etude.run import RunFolder
 from etude.sums import SUMS, files_in, prove, write_sums
@@ -40,7 +40,7 @@ def copy_start_checkpoint(checkpoint: Path, run: RunFolder, telemetry: Telemetry
             shutil.copy(checkpoint / name, run / "tokenizer" / name)
     write_sums(run / "tokenizer")
     ChatFormat.load(run / "tokenizer")  # raises when there is no usable chat format
-    layers = left_out(checkpoint, ModelConfig.from_hf(json.loads((checkpoint / "config.json").read_bytes())))
+    layers = unused_layers(checkpoint, ModelConfig.from_hf(json.loads((checkpoint / "config.json").read_bytes())))
     if layers and telemetry is not None:
         telemetry.event("start.left_out", checkpoint=str(checkpoint), layers=layers)
 

@@ -34,7 +34,7 @@ from etude.loop.locations import check_store, has_published, ledger_location, re
 from etude.loop.rpc import MAX_FRAME_BYTES
 from etude.loop.task_images import with_images
 from etude.models.config import ModelConfig
-from etude.models.headers import check_blocks, check_rank, check_weights, tell_left_out
+from etude.models.headers import check_blocks, check_rank, check_weights, report_unused_layers
 from etude.numerics.config import NumericsConfig
 from etude.records.task import Split
 from etude.run import RunFolder
@@ -74,7 +74,7 @@ def preflight(
     if config.start is None:
         check_blocks(config.model, config.numerics.quantise)
         check_rank(config.model, config.learner.lora_rank)
-        config.model.shared(config.numerics.degree)
+        config.model.per_rank(config.numerics.degree)
         check_step(config, config.model, log)
         if config.learner.device.startswith("cuda"):
             log(f"mid-training runs on the CPU; learner.device = {config.learner.device!r} is used by RL only")
@@ -129,10 +129,10 @@ def check_foreign(config: RunConfig, *, adopted: bool) -> None:
     if not kinds or config.start is None or adopted:
         return
     model = start_model_config(config.start)
-    if model.architecture.foreign:
+    if model.architecture.no_external_engines:
         raise ConfigError(
             f"fleet.engines = {list(map(str, config.fleet.engines))}",
-            f"{MAKES[kinds[0]].name} {model.architecture.foreign} (family {model.family})",
+            f"{MAKES[kinds[0]].name} {model.architecture.no_external_engines} (family {model.family})",
             hint="use reference engines for this model",
         )
 
@@ -233,7 +233,7 @@ def check_start(
     check_weights(checkpoint, model)
     check_blocks(model, numerics.quantise)
     check_rank(model, lora_rank)
-    model.shared(numerics.degree)
+    model.per_rank(numerics.degree)
     if context_tokens > model.context_tokens:
         raise ConfigError(
             f"engine.context_tokens = {context_tokens}",
@@ -241,7 +241,7 @@ def check_start(
             hint="lower it, and harness.context_tokens with it, or start from a model with a longer context",
         )
     ChatFormat.load(checkpoint)
-    tell_left_out(checkpoint, model, log)
+    report_unused_layers(checkpoint, model, log)
     return model
 
 

@@ -27,7 +27,7 @@ from etude.loop.locations import has_published, poll_arguments, weights_location
 from etude.loop.processes import Child, Role, Supervisor
 from etude.loop.run_processes import read_url
 from etude.models.config import ModelConfig
-from etude.models.headers import check_weights, tell_left_out
+from etude.models.headers import check_weights, report_unused_layers
 from etude.numerics.config import NumericsConfig
 from etude.run import RunFolder
 from etude.scratch import OwnFolder
@@ -116,7 +116,7 @@ def _read_model(checkpoint: Path, log: Callable[[str], None]) -> ModelConfig:
     except ValueError as error:
         raise CheckpointError(f"{checkpoint}/config.json is damaged", str(error), hint="export it again") from None
     check_weights(checkpoint, config)
-    tell_left_out(checkpoint, config, log)
+    report_unused_layers(checkpoint, config, log)
     return config
 
 
