@@ -11,11 +11,11 @@ import tempfile
 from pathlib import Path
 
 
-class OwnFolder:
+class ScratchDirectory:
     """An empty folder at `path`, until `close` or the end of the block. `name` says what it is for. Raises `OSError`
     where none can be made.
 
-    >>> with OwnFolder("example") as path:
+    >>> with ScratchDirectory("example") as path:
     ...     path.name.startswith("etude-example."), list(path.iterdir())
     (True, [])
     >>> path.exists()

@@ -708,7 +708,7 @@ def _runs(pid: int) -> bool:
 def test_a_dead_launcher_is_evidence_and_the_next_fork_starts_another(victim):
     async def test(runtime):
         launcher = runtime._pool.launcher
-        if victim == "template" and not launcher.facts["agent"]:
+        if victim == "template" and not launcher.info["agent"]:
             pytest.skip("no agent was built")
         snapshot = await runtime.prepare({"a": b"1"})
         [machine] = await runtime.fork(snapshot, 1)
@@ -740,7 +740,7 @@ def test_closing_a_runtime_leaves_nothing():
 def test_a_machine_killed_from_outside_counts_as_a_killed_command_not_as_an_error():
     async def test(runtime):
         [machine] = await runtime.fork(await runtime.prepare({}), 1)
-        signal.pidfd_send_signal(machine._made.init, signal.SIGKILL)
+        signal.pidfd_send_signal(machine._handle.init, signal.SIGKILL)
         result = await machine.exec(["true"], key="1", deadline_s=20)
         with pytest.raises(FileNotFoundError, match="gone"):
             await machine.read("x")

@@ -21,10 +21,10 @@ namespaces, `NamespaceRuntime` says so and names the alternatives.
 from etude.environments.config import MachineLimits
 from etude.environments.grading import (
     MachineGrader,
-    exports_of,
+    find_test_command_problem,
     prepare,
     reference_exports,
-    start_fault,
+    simulate_exports,
     take_exports,
     validate_exports,
 )
@@ -34,11 +34,11 @@ __all__ = [
     "MachineGrader",
     "MachineLimits",
     "NamespaceRuntime",
-    "exports_of",
+    "find_test_command_problem",
     "prepare",
     "probe",
     "reference_exports",
-    "start_fault",
+    "simulate_exports",
     "take_exports",
     "validate_exports",
 ]

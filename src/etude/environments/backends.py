@@ -19,7 +19,7 @@ BACKENDS = {
     "gvisor": ("etude.environments.gvisor", "GVisorRuntime"),
     "remote": ("etude.environments.remote.runtime", "open_remote"),
 }
-_WITH_IMAGES: dict[str, Callable[[ImageStore], dict[str, Any]]] = {
+_IMAGE_ARGUMENTS: dict[str, Callable[[ImageStore], dict[str, Any]]] = {
     "namespace": lambda store: {"images": store},
     "microvm": lambda store: {"roots": store.root},
     "gvisor": lambda store: {"roots": store.root},
@@ -38,21 +38,21 @@ def open_runtime(name: str, limits: MachineLimits | None = None, *, images: Imag
     if name not in BACKENDS:
         raise InputError(f"no backend {name!r}", f"there are {', '.join(BACKENDS)}", hint=nearest(name, BACKENDS))
     module, attribute = BACKENDS[name]
-    if images is not None and name not in _WITH_IMAGES:
-        hint = f"choose among {', '.join(_WITH_IMAGES)}"
+    if images is not None and name not in _IMAGE_ARGUMENTS:
+        hint = f"choose among {', '.join(_IMAGE_ARGUMENTS)}"
         raise InputError(f"machines of backend {name!r} cannot be made from images", hint=hint)
-    store = {} if images is None else _WITH_IMAGES[name](images)
+    store = {} if images is None else _IMAGE_ARGUMENTS[name](images)
     return cast(Runtime, getattr(import_module(module), attribute)(limits, **store))
 
 
-def open_bounded(name: str, *, accepts_unbounded: bool = False, images: ImageStore | None = None) -> Runtime:
+def open_memory_bounded(name: str, *, accepts_unbounded: bool = False, images: ImageStore | None = None) -> Runtime:
     """`open_runtime` for code that is not etude's own: where nothing bounds the memory of a machine it is refused, as a
     run is, unless the user `accepts_unbounded`. Raises `InputError`, `MachineError`."""
     limits = None if name == "remote" or accepts_unbounded else MachineLimits(require_memory_bound=True)
     return open_runtime(name, limits, images=images)
 
 
-def runtime_of(config: MachinesConfig) -> Runtime:
+def runtime_from_config(config: MachinesConfig) -> Runtime:
     """The runtime of a config. Raises what `open_runtime` does; `InputError` for limits that nobody would keep."""
     images = ImageStore(Path(config.images)) if config.images else None
     if config.backend != "remote":

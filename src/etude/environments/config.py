@@ -38,7 +38,7 @@ class MachinesConfig(MachineLimits):
     images: str = ""  # folder of the image store, where tasks name images; "": they name none
 
 
-def require_bound(limits: MachineLimits, controllers: Collection[str]) -> None:
+def check_memory_bound(limits: MachineLimits, controllers: Collection[str]) -> None:
     """Raise `MachineError` where a bound on a machine's memory is required and no control group can keep it.
 
     Nothing else can: a process may hold memory that no count of processes shows (files in memory whose descriptors are

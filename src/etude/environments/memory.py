@@ -20,7 +20,7 @@ from typing import Any, Unpack
 
 import msgspec
 
-from etude.environments.bounded import Bounded
+from etude.environments.lru_cache import LruCache
 from etude.errors import MachineError
 from etude.records.command import Command, ExecOptions, ExecResult, Printed, Started, check_count, check_max_bytes
 from etude.records.image import Image
@@ -209,7 +209,7 @@ class MemoryRuntime:
     info = RuntimeInfo(name="memory", isolation="none", users=("user",))
 
     def __init__(self, *, max_bytes: int = 1 << 30) -> None:
-        self._snapshots = Bounded[dict[str, bytes]](_num_bytes, max_bytes=max_bytes)
+        self._snapshots = LruCache[dict[str, bytes]](_num_bytes, max_bytes=max_bytes)
         self._machines: list[MemoryMachine] = []
 
     async def prepare(self, files: Mapping[str, bytes], *, image: Image | None = None) -> str:

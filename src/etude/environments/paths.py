@@ -6,10 +6,10 @@ import os
 from pathlib import PurePosixPath
 
 
-def inside(path: str) -> bytes:
+def encode_path(path: str) -> bytes:
     """A relative path in its plain form. `ValueError` for one that leaves the working directory.
 
-    >>> inside("./a//b.py")
+    >>> encode_path("./a//b.py")
     b'a/b.py'
     """
     pure = PurePosixPath(path)

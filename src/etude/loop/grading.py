@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Mapping
 
 from etude import progress
 from etude.environments import MachineGrader
-from etude.environments.backends import runtime_of
+from etude.environments.backends import runtime_from_config
 from etude.loop import child
 from etude.loop.config import open_tasks, read_config
 from etude.loop.places import rollout_files
@@ -80,7 +80,7 @@ class Turns:
 async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Handlers:
     config = read_config(run)
     source = open_tasks(config)
-    runtime = runtime_of(config.machines)
+    runtime = runtime_from_config(config.machines)
     grader = Verdicts(grader_for(source, MachineGrader(runtime)))
     terms = [_named(i, one) for i, one in enumerate(config.rewards.terms)]
     room, measuring, files = Turns(GRADES_AT_ONCE), Turns(GRADES_AT_ONCE), rollout_files(run)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from etude.environments.grading.signs import Signs, signs_of
+from etude.environments.grading.cheat_detector import CheatIndicators, scan_rollout
 from etude.experience import RolloutFiles
 from etude.harness import ChatFormat
 from etude.records import Rollout, Task
@@ -19,7 +19,7 @@ class Played(msgspec.Struct, frozen=True, kw_only=True):
 
     summary: RolloutSummary
     task: Task
-    signs: Signs = Signs()  # of cheating
+    signs: CheatIndicators = CheatIndicators()  # of cheating
     transcript: str = ""  # of the last path, where it was asked for
 
 
@@ -27,7 +27,7 @@ class HandedOver(msgspec.Struct, frozen=True, kw_only=True):
     """A `Played` without its task, as it is sent to the conductor, which has the task."""
 
     summary: RolloutSummary
-    signs: Signs
+    signs: CheatIndicators
     transcript: str
 
     def of(self, task: Task) -> Played:
@@ -40,10 +40,10 @@ def hand_over(
     """Store a rollout; what is to be said of it. `kept`: a ledger will count on the file, so it is on the disk when
     this returns. `looks`: for signs of cheating, but in what is invalid. `chat`: how to write a transcript. Raises
     `StoreError`."""
-    stored, signs = files.write(rollout, durable=kept), Signs()
+    stored, signs = files.write(rollout, durable=kept), CheatIndicators()
     if looks and rollout.invalid is None:
         calls = [turn.calls for turn in rollout.trace.turns]
-        signs = signs_of(rollout.task, calls=calls, exports=rollout.exports)
+        signs = scan_rollout(rollout.task, calls=calls, exports=rollout.exports)
     leaves = rollout.trace.leaves() if chat is not None else []
     transcript = chat.readable(rollout.trace.path(leaves[-1]).token_ids) if chat is not None and leaves else ""
     return HandedOver(summary=summary_of(rollout, stored), signs=signs, transcript=transcript)

@@ -15,15 +15,15 @@ from functools import partial
 from pathlib import Path
 
 from etude.config import leaves, to_plain
-from etude.environments import MachineGrader, exports_of
-from etude.environments.backends import runtime_of
+from etude.environments import MachineGrader, simulate_exports
+from etude.environments.backends import runtime_from_config
 from etude.environments.images import ImageStore
 from etude.errors import ConfigError, RunError, TaskError
 from etude.experience.database import NoLedger, check_server
 from etude.harness import ChatFormat, standard_tools
+from etude.http_server import bind
 from etude.inference.config import EngineKind
 from etude.inference.foreign.environment import MAKES
-from etude.listening import bind
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.devices import check_devices, check_foreign_device
 from etude.loop.joining import check_listen
@@ -140,7 +140,7 @@ def check_machines(config: RunConfig) -> None:
     `InputError`."""
 
     async def opened() -> None:
-        await runtime_of(config.machines).close()
+        await runtime_from_config(config.machines).close()
 
     asyncio.run(opened())
 
@@ -150,7 +150,7 @@ async def build_images(config: RunConfig, said: Callable[[str], None]) -> None:
     source = open_source(config.tasks.source, config.tasks.seed)
     if not isinstance(source, HarborSource) or not config.machines.images:
         return
-    runtime = runtime_of(config.machines)
+    runtime = runtime_from_config(config.machines)
     try:
         store = ImageStore(Path(config.machines.images))
         await with_images(source, store, runtime, lambda name: said(f"the image of {name} is there"))
@@ -275,9 +275,9 @@ def used_splits(config: RunConfig) -> list[Split]:
 
 
 async def _prove(source: TaskSource, config: RunConfig) -> None:
-    runtime = runtime_of(config.machines)
+    runtime = runtime_from_config(config.machines)
     try:
-        grader, export = grader_for(source, MachineGrader(runtime)), partial(exports_of, runtime)
+        grader, export = grader_for(source, MachineGrader(runtime)), partial(simulate_exports, runtime)
         proof = await check(source, grader, used_splits(config)[0], PROVEN_TASKS, export=export)
     finally:
         await runtime.close()

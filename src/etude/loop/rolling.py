@@ -23,7 +23,7 @@ from typing import NamedTuple
 import msgspec
 
 from etude import __version__
-from etude.environments.grading.signs import Signs, Suspicion
+from etude.environments.grading.cheat_detector import CheatIndicator, CheatIndicators
 from etude.errors import DeadlineExceeded, EngineBehind, EtudeError, LedgerError
 from etude.experience import Ledger
 from etude.experience.transitions import State
@@ -130,12 +130,12 @@ def with_host_terms(rollout: Played, outcome: Outcome, *, looked: bool) -> Outco
         return outcome
     terms = [submitted(rollout.summary)]
     if looked:
-        plain = Signs(found=rollout.signs.found).of(outcome)
+        plain = CheatIndicators(found=rollout.signs.found).for_outcome(outcome)
         terms += [_signs(SIGNS, plain), _signs(SIGNS_IF_REWARDED, rollout.signs.if_rewarded)]
     return outcome.with_terms(*terms)
 
 
-def _signs(name: str, found: Sequence[Suspicion]) -> Term:
+def _signs(name: str, found: Sequence[CheatIndicator]) -> Term:
     evidence = str(found[0]) if found else ""
     return Term(name=name, value=float(len(found)), version=__version__, evidence=evidence)
 
@@ -145,9 +145,9 @@ def reward_of(outcome: Outcome, composition: Composition) -> Reward | Invalid:
     return outcome if isinstance(outcome, Invalid) else composition.of(outcome)
 
 
-def signs_that_count(rollout: Played, outcome: Outcome, reward: Reward | Invalid) -> list[Suspicion]:
+def signs_that_count(rollout: Played, outcome: Outcome, reward: Reward | Invalid) -> list[CheatIndicator]:
     """The signs of cheating that took a rollout's reward, the gravest first."""
-    return rollout.signs.of(outcome) if isinstance(reward, Reward) and SIGNS in reward.gates else []
+    return rollout.signs.for_outcome(outcome) if isinstance(reward, Reward) and SIGNS in reward.gates else []
 
 
 class _Ended(NamedTuple):
@@ -155,7 +155,7 @@ class _Ended(NamedTuple):
 
     rollout: RolloutSummary
     outcome: Outcome
-    signs: list[Suspicion]
+    signs: list[CheatIndicator]
     counts: asyncio.Future[bool]
 
 
@@ -216,7 +216,7 @@ class Rolling:
         finally:
             room.release()
 
-    async def _finish(self, rollout: RolloutSummary, outcome: Outcome, signs: list[Suspicion]) -> bool:
+    async def _finish(self, rollout: RolloutSummary, outcome: Outcome, signs: list[CheatIndicator]) -> bool:
         """Store an ended rollout, in one transaction with others that end meanwhile. False where the ledger does not
         count it any more."""
         one = _Ended(rollout, outcome, signs, asyncio.get_running_loop().create_future())
@@ -254,7 +254,7 @@ class Rolling:
                 one.counts.set_result(counted)
 
     def _tell_signs(
-        self, rollout: RolloutSummary, outcome: Outcome, reward: Reward | Invalid, signs: list[Suspicion]
+        self, rollout: RolloutSummary, outcome: Outcome, reward: Reward | Invalid, signs: list[CheatIndicator]
     ) -> None:
         draw = keyed_seed(self.crew.config.seed, "review", rollout.rollout_id) / 2**63
         solved = isinstance(reward, Reward) and reward.value > 0

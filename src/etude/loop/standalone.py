@@ -23,7 +23,7 @@ from etude.models.headers import left_out
 from etude.records import Version
 from etude.records.task import Split
 from etude.run import RunFolder
-from etude.scratch import OwnFolder
+from etude.scratch import ScratchDirectory
 from etude.sums import SUMS, files_in, prove, write_sums
 from etude.telemetry import Telemetry
 
@@ -84,7 +84,7 @@ async def evaluate_checkpoint(
     """Evaluate a checkpoint with the rollout code of a run; returns what `evaluate` returns, under the step of the
     checkpoint's version. `out`: folder for the rollouts. `each` is called after every rollout."""
     version, config = version_of(checkpoint), alone(config)
-    with OwnFolder("eval") as scratch:
+    with ScratchDirectory("eval") as scratch:
         run = RunFolder.create(scratch / "run", config_toml=to_toml(config), seed=config.seed)
         telemetry = Telemetry(run / "events" / "conductor.jsonl", process="conductor")
         await apart(functools.partial(take_checkpoint, checkpoint, run, telemetry))

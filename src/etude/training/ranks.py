@@ -23,7 +23,7 @@ import torch
 from torch import distributed
 
 from etude.errors import DeadlineExceeded, EtudeError, RunError
-from etude.scratch import OwnFolder
+from etude.scratch import ScratchDirectory
 
 START_S = 600.0
 """For every rank to be there: on a busy host `import torch` alone takes minutes."""
@@ -87,7 +87,7 @@ def run_ranks(work: Callable[[Ranks, Job], Result], job: Job, *, ranks: int, sta
         return [_alone(work, job)]
     context = multiprocessing.get_context("spawn")
     beats = context.Array("q", ranks, lock=False)
-    with OwnFolder("ranks") as meeting:
+    with ScratchDirectory("ranks") as meeting:
         processes: list[SpawnProcess] = []
         answers: list[Connection] = []
         try:

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from tests.unit.environments.judging import RIGHT, TASK, judge, on_machines
 
-from etude.environments import MachineGrader, exports_of, reference_exports, take_exports
-from etude.environments.grading.verifier import _judged, installed
+from etude.environments import MachineGrader, reference_exports, simulate_exports, take_exports
+from etude.environments.grading.verifier import _run_verifier, installed_modules
 from etude.records.exports import STATE
 from etude.records.rollout import Boundary, Graded, Invalid
 from etude.records.task import Answer, Trust, Verifier
@@ -67,7 +67,7 @@ def test_what_would_configure_a_verifier_or_be_found_instead_of_the_library_is_t
 def test_a_module_that_is_installed_is_not_found_in_what_was_handed_in_unless_it_is_the_tasks_own():
     files = "os.path.relpath(os.path.join(f, n)) for f, _, ns in os.walk('.') for n in ns"
     listing = f"import os, sys\nsys.exit(' '.join(sorted({files})))"
-    [there] = on_machines(lambda runtime: _all(installed(runtime, None, ["."], "python")))
+    [there] = on_machines(lambda runtime: _all(installed_modules(runtime, None, ["."], "python")))
     assert "json" not in there  # of the library, whose names are known
     name = min(there, default="")
     if not name:
@@ -183,7 +183,7 @@ def left_by(script: str, task: Any = STATE_TASK, answer: Answer = MIGRATED) -> A
 def test_the_state_of_a_machine_is_judged_in_a_fork_of_the_frozen_one():
     async def work(runtime: Any) -> Any:
         solved = await reference_exports(runtime, STATE_TASK, MIGRATED)
-        untouched = await exports_of(runtime, STATE_TASK)
+        untouched = await simulate_exports(runtime, STATE_TASK)
         grader = MachineGrader(runtime)
         return [*solved], [(await grader.grade(STATE_TASK, MIGRATED, each)).grade for each in (solved, untouched)]
 
@@ -219,7 +219,7 @@ def test_a_reward_that_lies_there_and_cannot_be_taken_away_is_no_verdict(path):
         script = "cd locked; chmod 444 reward; chmod 555 .; cd ..; printf %s $PWD"
         here = (await machine.exec(["sh", "-c", script], key="plant", deadline_s=20.0)).output.decode()
         verifier = Verifier(files={}, argv=("true",), reward_path=path.format(here=here), deadline_s=10.0)
-        return await _judged(machine, verifier, user="")
+        return await _run_verifier(machine, verifier, user="")
 
     said = on_machines(work)
     assert said.reward is None

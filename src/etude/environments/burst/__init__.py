@@ -8,7 +8,7 @@ whoever has a fleet of their own. A library for code that asks for it: no settin
 >>> placement = Placement()
 >>> for name in ("a", "b", "c"):
 ...     placement.join(name, Capacity(cores=96, memory_bytes=768 << 30), 0.0)
->>> placement.holds("tree", placement.homes(1)[0], 0.0)
+>>> placement.add_snapshot("tree", placement.choose_homes(1)[0], 0.0)
 >>> sum(batch.n for batch in placement.place("tree", 128, 0.0))
 128
 """

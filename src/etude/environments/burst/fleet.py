@@ -29,7 +29,7 @@ from etude.records.image import Image
 from etude.seams import Machine, Portable, Runtime, RuntimeInfo
 
 
-def portable(runtime: Runtime) -> Portable:
+def require_portable(runtime: Runtime) -> Portable:
     """A runtime as one whose snapshots can leave it. `MachineError` for one that keeps them."""
     if not isinstance(runtime, Portable):
         facts = f"{runtime.info.name} machines stay where they are"
@@ -37,7 +37,7 @@ def portable(runtime: Runtime) -> Portable:
     return runtime
 
 
-async def closed(machine: Machine) -> None:
+async def close_quietly(machine: Machine) -> None:
     """Close it, or find it gone."""
     with contextlib.suppress(MachineError):
         await machine.close()
@@ -53,7 +53,7 @@ class FleetHost:
 
 
 @dataclass
-class _Wanted:
+class _PendingGroup:
     """Machines of a group that a caller waits for."""
 
     machines: asyncio.Future[list[Machine]]
@@ -96,11 +96,11 @@ class FleetRuntime:
         self._beat_s, self._clock = beat_s, clock
         self._placement = Placement(seed=seed, costs=costs, lease_s=lease_s, suspect_s=3 * beat_s, grace_s=late_s)
         self._recipes = Recipes()
-        self._groups: dict[int, _Wanted] = {}
-        self._machines: dict[str, set[_Placed]] = {name: set() for name in hosts}
+        self._groups: dict[int, _PendingGroup] = {}
+        self._machines: dict[str, set[_FleetMachine]] = {name: set() for name in hosts}
         self._orphans: dict[str, list[Machine]] = {name: [] for name in hosts}  # of hosts that are lost
-        self._doubted: set[str] = set()  # hosts whose last fork failed
-        self._line, self._room = asyncio.Lock(), asyncio.Condition()
+        self._suspects: set[str] = set()  # hosts whose last fork failed
+        self._fifo_lock, self._freed = asyncio.Lock(), asyncio.Condition()
         self._num_waiting, self._max_waiting = 0, max_waiting
         self._tasks: set[asyncio.Task[Any]] = set()
         self._beating: asyncio.Task[None] | None = None
@@ -126,12 +126,12 @@ class FleetRuntime:
 
     async def prepare(self, files: Mapping[str, bytes], *, image: Image | None = None) -> str:
         """See `Runtime.prepare`. On one host; on others when they are to fork it."""
-        self._must_be_open()
+        self._require_open()
         parts = msgspec.msgpack.encode([sorted(files.items()), image])
         snapshot = hashlib.sha256(parts).hexdigest()
         recipe = self._recipes.get(snapshot) or self._recipes.put(snapshot, Recipe(dict(files), image))
-        if not self._placement.holders(snapshot):
-            recipe.on.clear()
+        if not self._placement.hosts_with(snapshot):
+            recipe.id_by_host.clear()
             try:
                 await self._prepare_somewhere(snapshot, recipe)
             except BaseException:
@@ -142,28 +142,28 @@ class FleetRuntime:
 
     async def _prepare_somewhere(self, snapshot: str, recipe: Recipe) -> None:
         failure: MachineError | None = None
-        for name in self._placement.homes(3):
+        for name in self._placement.choose_homes(3):
             try:
-                recipe.on[name] = await self._hosts[name].runtime.prepare(recipe.files, image=recipe.image)
+                recipe.id_by_host[name] = await self._hosts[name].runtime.prepare(recipe.files, image=recipe.image)
             except MachineError as error:
                 failure = error
                 continue
-            self._placement.holds(snapshot, name, self._clock(), need=self._need)
+            self._placement.add_snapshot(snapshot, name, self._clock(), need=self._need)
             return
         raise failure or MachineError("no host can prepare a snapshot", self._facts(), hint="see why hosts are lost")
 
     def _forget_oldest(self) -> None:
         for snapshot in self._recipes.surplus():
-            for name in self._placement.holders(snapshot):
-                self._placement.dropped(snapshot, name)
+            for name in self._placement.hosts_with(snapshot):
+                self._placement.remove_snapshot(snapshot, name)
 
     async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
         """See `Portable.pack`. `MachineError` where the hosts' runtimes are not `Portable`."""
         recipe = self._recipe_of(snapshot)
-        if not recipe.on:
+        if not recipe.id_by_host:
             await self._prepare_again(snapshot, recipe)
-        host, there = next(iter(recipe.on.items()))
-        packed = await portable(self._hosts[host].runtime).pack(there, max_bytes=max_bytes)
+        host, there = next(iter(recipe.id_by_host.items()))
+        packed = await require_portable(self._hosts[host].runtime).pack(there, max_bytes=max_bytes)
         return msgspec.msgpack.encode((host, packed))
 
     async def unpack(self, packed: bytes) -> str:
@@ -173,9 +173,9 @@ class FleetRuntime:
         except msgspec.MsgspecError as error:
             raise ValueError(f"these bytes are no state: {error}") from None
         failure = MachineError("no host can take a state over", self._facts(), hint="see why hosts are lost")
-        for name in dict.fromkeys([*self._placement.homes(2), *({origin} & self._hosts.keys() - {*self.lost})]):
+        for name in dict.fromkeys([*self._placement.choose_homes(2), *({origin} & self._hosts.keys() - {*self.lost})]):
             try:
-                return self._keep(name, await portable(self._hosts[name].runtime).unpack(state))
+                return self._register_state(name, await require_portable(self._hosts[name].runtime).unpack(state))
             except MachineError as error:
                 failure = error
         raise failure
@@ -183,25 +183,25 @@ class FleetRuntime:
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
         """See `Runtime.fork`. Waits where no host has room."""
         check_count(n)
-        self._must_be_open()
+        self._require_open()
         recipe = self._recipe_of(snapshot)
         if self._beating is None:
             self._beating = self._spawn(self._beat_always())
-        waiting_for, groups = "room on a host", dict[int, _Wanted]()
+        waiting_for, groups = "room on a host", dict[int, _PendingGroup]()
         loop = asyncio.get_running_loop()
         until_s = loop.time() + deadline_s
         try:
             async with asyncio.timeout_at(until_s):
-                if not self._placement.holders(snapshot):
+                if not self._placement.hosts_with(snapshot):
                     await self._prepare_again(snapshot, recipe)
-                batches = await self._placed(snapshot, n)
+                batches = await self._place(snapshot, n)
                 waiting_for = f"machines to start on {', '.join(sorted({batch.host for batch in batches}))}"
                 for batch in batches:
-                    groups[batch.group] = self._groups[batch.group] = _Wanted(loop.create_future(), until_s)
+                    groups[batch.group] = self._groups[batch.group] = _PendingGroup(loop.create_future(), until_s)
                     self._spawn(self._start(batch))
                 started = await asyncio.gather(*(group.machines for group in groups.values()))
         except BaseException as error:
-            self._give_up(groups)
+            self._abandon_groups(groups)
             if isinstance(error, TimeoutError):
                 facts = f"waited {deadline_s:g} s for {waiting_for}; {self._facts()}"
                 hint = "close machines, add hosts, or wait longer"
@@ -224,20 +224,20 @@ class FleetRuntime:
             raise MachineError("the snapshot is lost with its host", facts, hint="begin again from a prepared one")
         await self._prepare_somewhere(snapshot, recipe)
 
-    async def _placed(self, snapshot: str, n: int) -> list[Batch]:
+    async def _place(self, snapshot: str, n: int) -> list[Batch]:
         """Batches for n machines; who waits for room does so in line."""
         if self._num_waiting >= self._max_waiting:
             facts = f"{self._num_waiting} callers wait; {self._facts()}"
             raise MachineError("the line for machines is full", facts, hint="ask again later, or for fewer at once")
         self._num_waiting += 1
         try:
-            async with self._line, self._room:
+            async with self._fifo_lock, self._freed:
                 while n > 0:
-                    self._must_be_open()
+                    self._require_open()
                     batches = self._placement.place(snapshot, n, self._clock())
                     if batches:
                         return batches
-                    await self._room.wait()
+                    await self._freed.wait()
                 return []
         finally:
             self._num_waiting -= 1
@@ -251,60 +251,60 @@ class FleetRuntime:
         left_s = group.until_s - asyncio.get_running_loop().time()
         try:
             recipe = self._recipe_of(batch.snapshot)
-            if batch.host not in recipe.on and not recipe.of_machine:
-                recipe.on[batch.host] = await host.runtime.prepare(recipe.files, image=recipe.image)
-            machines = await host.runtime.fork(recipe.on[batch.host], batch.n, deadline_s=max(0.001, left_s))
+            if batch.host not in recipe.id_by_host and not recipe.of_machine:
+                recipe.id_by_host[batch.host] = await host.runtime.prepare(recipe.files, image=recipe.image)
+            machines = await host.runtime.fork(recipe.id_by_host[batch.host], batch.n, deadline_s=max(0.001, left_s))
         except (MachineError, OSError, KeyError, ValueError) as error:
             await self._failed(batch, error)
             return
-        self._doubted.discard(batch.host)
+        self._suspects.discard(batch.host)
         if not self._placement.started(batch.id, self._clock()) or group.machines.done():
-            await asyncio.gather(*map(closed, machines))
+            await asyncio.gather(*map(close_quietly, machines))
             await self._ended(batch.id, batch.n)
             return
-        placed = [_Placed(machine, self, batch) for machine in machines]
+        placed = [_FleetMachine(machine, self, batch) for machine in machines]
         self._machines[batch.host].update(placed)
         group.machines.set_result([*placed])
 
     async def _failed(self, batch: Batch, error: Exception) -> None:
-        self._doubted.add(batch.host)
+        self._suspects.add(batch.host)
         recipe = self._recipes.get(batch.snapshot)
         if recipe is not None and not recipe.of_machine:
-            recipe.on.pop(batch.host, None)  # it may have had to go there
+            recipe.id_by_host.pop(batch.host, None)  # it may have had to go there
         group = self._groups.get(batch.group)
         if group is None or group.machines.done():
             self._placement.cancel(batch.group)
         following = self._placement.failed(batch.id, self._clock())
         if following is None:
-            async with self._room:
-                self._room.notify_all()
+            async with self._freed:
+                self._freed.notify_all()
         elif group is not None and following.attempt <= len(self._hosts) + 2:
             self._spawn(self._start(following))
         elif group is not None:
-            group.machines.set_exception(error if isinstance(error, MachineError) else _unprepared(error))
+            group.machines.set_exception(error if isinstance(error, MachineError) else _prepare_error(error))
             await self._ended(following.id, following.n)
 
-    def _give_up(self, groups: Mapping[int, _Wanted]) -> None:
+    def _abandon_groups(self, groups: Mapping[int, _PendingGroup]) -> None:
         for group_id, wanted in groups.items():
             group = wanted.machines
             self._placement.cancel(group_id)
             self._groups.pop(group_id, None)
             if group.done() and not group.cancelled() and group.exception() is None:
                 for machine in group.result():
-                    self._spawn(closed(machine))
+                    self._spawn(close_quietly(machine))
             else:
                 group.cancel()
 
     async def _ended(self, batch_id: int, n: int) -> None:
         self._placement.ended(batch_id, n)
-        async with self._room:
-            self._room.notify_all()
+        async with self._freed:
+            self._freed.notify_all()
 
-    def _keep(self, host: str, there: str) -> str:
+    def _register_state(self, host: str, there: str) -> str:
         """The state of a machine as a snapshot of the fleet."""
         snapshot = hashlib.sha256(f"{host}\0{there}".encode()).hexdigest()
-        self._recipes.put(snapshot, Recipe(on={host: there}, of_machine=True))
-        self._placement.holds(snapshot, host, self._clock(), need=self._need, copyable=False)
+        self._recipes.put(snapshot, Recipe(id_by_host={host: there}, of_machine=True))
+        self._placement.add_snapshot(snapshot, host, self._clock(), need=self._need, copyable=False)
         self._forget_oldest()
         return snapshot
 
@@ -315,36 +315,36 @@ class FleetRuntime:
 
     async def beat(self) -> None:
         """One round of care, as it is made every `beat_s`: hosts are asked whether they live, silent ones are lost."""
-        await asyncio.gather(*map(self._ask, self._hosts))
+        await asyncio.gather(*map(self._heartbeat, self._hosts))
         review = self._placement.review(self._clock())
         for name in review.hosts:
             for recipe in self._recipes:
-                recipe.on.pop(name, None)
+                recipe.id_by_host.pop(name, None)
             for machine in self._machines[name]:
-                machine.lose(name)
+                machine.mark_lost(name)
                 self._orphans[name].append(machine.inner)
             self._machines[name].clear()
         for batch in review.batches:
             self._spawn(self._start(batch))
-        async with self._room:
-            self._room.notify_all()  # a host may be back, or less pressed
+        async with self._freed:
+            self._freed.notify_all()  # a host may be back, or less pressed
 
-    async def _ask(self, name: str) -> None:
+    async def _heartbeat(self, name: str) -> None:
         """A heartbeat. A host whose last fork failed has to show that it can fork."""
         host = self._hosts[name]
         try:
             async with asyncio.timeout(2 * self._beat_s):
                 empty = await host.runtime.prepare({})
-                if name in self._doubted:
+                if name in self._suspects:
                     [machine] = await host.runtime.fork(empty, 1, deadline_s=2 * self._beat_s)
-                    await closed(machine)
-                    self._doubted.discard(name)
+                    await close_quietly(machine)
+                    self._suspects.discard(name)
                 if name in self.lost:  # it is back: nothing of before may run there
-                    await asyncio.gather(*map(closed, self._orphans[name]))
+                    await asyncio.gather(*map(close_quietly, self._orphans[name]))
                     self._orphans[name].clear()
         except (MachineError, OSError, TimeoutError):
             return
-        if not self._placement.heard(name, self._clock(), pressure=host.pressure()):
+        if not self._placement.heartbeat(name, self._clock(), pressure=host.pressure()):
             self._placement.join(name, host.capacity, self._clock())
 
     def _facts(self) -> str:
@@ -357,7 +357,7 @@ class FleetRuntime:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _must_be_open(self) -> None:
+    def _require_open(self) -> None:
         if self._closed:
             raise MachineError("the runtime is closed", hint="make a new runtime")
 
@@ -367,15 +367,15 @@ class FleetRuntime:
         for group in self._groups.values():
             if not group.machines.done():
                 group.machines.set_exception(MachineError("the runtime was closed", hint="make a new runtime"))
-        async with self._room:
-            self._room.notify_all()
+        async with self._freed:
+            self._freed.notify_all()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*(host.runtime.close() for host in self._hosts.values()), return_exceptions=True)
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-class _Placed:
+class _FleetMachine:
     """A `Machine` by another one, `inner`, on a host. Lost with the host, for good."""
 
     def __init__(self, machine: Machine, fleet: FleetRuntime, batch: Batch) -> None:
@@ -386,23 +386,23 @@ class _Placed:
         self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
     ) -> ExecResult:
         """See `Machine.exec`."""
-        return await self._there().exec(argv, key=key, deadline_s=deadline_s, **options)
+        return await self._require_host().exec(argv, key=key, deadline_s=deadline_s, **options)
 
     async def read(self, path: str, *, max_bytes: int = 1_048_576) -> bytes:
         """See `Machine.read`."""
-        return await self._there().read(path, max_bytes=max_bytes)
+        return await self._require_host().read(path, max_bytes=max_bytes)
 
     async def write(self, path: str, data: bytes) -> None:
         """See `Machine.write`."""
-        await self._there().write(path, data)
+        await self._require_host().write(path, data)
 
     async def freeze(self) -> None:
         """See `Machine.freeze`."""
-        await self._there().freeze()
+        await self._require_host().freeze()
 
     async def snapshot(self) -> str:
         """See `Machine.snapshot`. It can be forked on this machine's host only."""
-        return self._fleet._keep(self._batch.host, await self._there().snapshot())
+        return self._fleet._register_state(self._batch.host, await self._require_host().snapshot())
 
     async def close(self) -> None:
         """See `Machine.close`."""
@@ -415,18 +415,18 @@ class _Placed:
                 self._fleet._machines[self._batch.host].discard(self)
                 self._fleet._spawn(self._fleet._ended(self._batch.id, 1))
 
-    def lose(self, host: str) -> None:
+    def mark_lost(self, host: str) -> None:
         """Every later call raises `MachineError`, even if the host comes back."""
         self._lost = host
 
-    def _there(self) -> Machine:
+    def _require_host(self) -> Machine:
         if self._lost:
             facts = f"host {self._lost} was silent past its lease"
             raise MachineError("the machine is lost with its host", facts, hint="fork another one, as a new attempt")
         return self.inner
 
 
-def _unprepared(error: Exception) -> MachineError:
+def _prepare_error(error: Exception) -> MachineError:
     return MachineError("a host could not prepare a snapshot", str(error), hint="prepare it again")
 
 
@@ -443,7 +443,7 @@ class Recipe:
 
     files: dict[str, bytes] = field(default_factory=dict)
     image: Image | None = None
-    on: dict[str, str] = field(default_factory=dict)  # host: the snapshot's id there
+    id_by_host: dict[str, str] = field(default_factory=dict)  # host: the snapshot's id there
     of_machine: bool = False
 
     @property

@@ -36,20 +36,20 @@ class Host:
 
     name: str
     capacity: Capacity
-    heard_s: float
+    last_heartbeat_s: float
     cores: float = 0.0  # taken
     memory_bytes: int = 0  # taken
     pressure: float = 0.0  # as the host tells: 0 idle, 1 no more
     queued_s: float = 0.0  # work that was placed on it and has not started, at the expected speed
-    is_doubted: bool = False  # silent for longer than it should be
-    is_shunned: bool = False  # so slow that what was placed there is tried elsewhere as well
+    is_suspect: bool = False  # silent for longer than it should be
+    is_too_slow: bool = False  # so slow that what was placed there is tried elsewhere as well
     uploads: int = 0  # copies that were asked of it and have not been seen to arrive
     slowness: float = 1.0  # measured over expected time of its forks
     batches: set[int] = field(default_factory=set)
     snapshots: set[str] = field(default_factory=set)
     entry: int = 0  # of its newest entry in the heap
 
-    def room(self, need: Need) -> int:
+    def free_slots(self, need: Need) -> int:
         """How many machines more."""
         if self.pressure >= 1.0:
             return 0
@@ -69,16 +69,16 @@ class Host:
         self.memory_bytes += n * need.memory_bytes
 
 
-class Copies:
+class SnapshotHosts:
     """The hosts that have a snapshot, and since when (or from when on)."""
 
     def __init__(self, need: Need, *, copyable: bool) -> None:
         self.need, self.copyable = need, copyable
         self.since_s: dict[str, float] = {}
         self.confirmed: set[str] = set()  # that have shown that they have it
-        self._coming: dict[str, Host] = {}  # whose copy is to come, and from where
+        self._copying_from: dict[str, Host] = {}  # whose copy is to come, and from where
         self._hosts: list[Host] = []
-        self._place: dict[str, int] = {}
+        self._index: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._hosts)
@@ -86,10 +86,10 @@ class Copies:
     def add(self, host: Host, since_s: float, *, source: Host | None = None) -> None:
         """The host has it from then on; the earlier time counts. `source` sends it."""
         if source is not None:
-            self._coming[host.name] = source
+            self._copying_from[host.name] = source
             source.uploads += 1
-        if host.name not in self._place:
-            self._place[host.name] = len(self._hosts)
+        if host.name not in self._index:
+            self._index[host.name] = len(self._hosts)
             self._hosts.append(host)
         self.since_s[host.name] = min(since_s, self.since_s.get(host.name, since_s))
 
@@ -100,23 +100,23 @@ class Copies:
             self._arrived(name)
 
     def _arrived(self, name: str) -> None:
-        source = self._coming.pop(name, None)
+        source = self._copying_from.pop(name, None)
         if source is not None:
             source.uploads -= 1
 
     def drop(self, name: str) -> None:
         """The host has it no more."""
         self._arrived(name)
-        at = self._place.pop(name, None)
+        at = self._index.pop(name, None)
         if at is not None:
             last = self._hosts.pop()
             if last.name != name:
                 self._hosts[at] = last
-                self._place[last.name] = at
+                self._index[last.name] = at
             del self.since_s[name]
             self.confirmed.discard(name)
 
-    def some(self, rng: random.Random, n: int) -> list[Host]:
+    def sample(self, rng: random.Random, n: int) -> list[Host]:
         """n hosts at random, or all where there are not more."""
         if len(self._hosts) <= n:
             return list(self._hosts)
@@ -128,8 +128,8 @@ class Hosts:
 
     >>> hosts = Hosts()
     >>> for name, cores in (("a", 4), ("b", 8)):
-    ...     hosts.add(Host(name, Capacity(cores, 1 << 30), heard_s=0.0))
-    >>> hosts["a"].take(10, Need()); hosts.changed(hosts["a"])
+    ...     hosts.add(Host(name, Capacity(cores, 1 << 30), last_heartbeat_s=0.0))
+    >>> hosts["a"].take(10, Need()); hosts.reindex(hosts["a"])
     >>> [host.name for host in hosts.emptiest(2)]
     ['b', 'a']
     """
@@ -157,7 +157,7 @@ class Hosts:
         """A new host."""
         self._by_name[host.name] = host
         self._list.append(host)
-        self.changed(host)
+        self.reindex(host)
 
     def remove(self, host: Host) -> None:
         """A host that is lost."""
@@ -165,21 +165,21 @@ class Hosts:
         self._list.remove(host)
         host.entry = -1
 
-    def heard(self, host: Host, now_s: float) -> None:
+    def heartbeat(self, host: Host, now_s: float) -> None:
         """It lives."""
-        host.heard_s, host.is_doubted = now_s, False
+        host.last_heartbeat_s, host.is_suspect = now_s, False
         self._by_name.move_to_end(host.name)
 
-    def silent(self, since_s: float) -> list[Host]:
+    def silent_since(self, since_s: float) -> list[Host]:
         """Those that were not heard since then."""
         found = []
         for host in self._by_name.values():
-            if host.heard_s >= since_s:
+            if host.last_heartbeat_s >= since_s:
                 break
             found.append(host)
         return found
 
-    def changed(self, host: Host) -> None:
+    def reindex(self, host: Host) -> None:
         """Its fullness is another."""
         self._entries += 1
         host.entry = self._entries
@@ -199,6 +199,6 @@ class Hosts:
             heapq.heappush(self._heap, entry)
         return [host for _, _, host in top]
 
-    def some(self, rng: random.Random, n: int) -> list[Host]:
+    def sample(self, rng: random.Random, n: int) -> list[Host]:
         """n hosts at random."""
         return [self._list[int(rng.random() * len(self._list))] for _ in range(n if self._list else 0)]

@@ -21,10 +21,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from etude.environments.burst.choice import Choice, Chooser, Costs
-from etude.environments.burst.hosts import Capacity, Copies, Host, Hosts, Need
+from etude.environments.burst.hosts import Capacity, Host, Hosts, Need, SnapshotHosts
 from etude.errors import MachineError
 
-_MOST_ATTEMPTS = 3  # at one group, beside each other
+_MAX_ATTEMPTS = 3  # at one group, beside each other
 _SPARE_ATTEMPTS = 64  # that there may be beside others, and one for ten batches that have not started
 
 
@@ -100,7 +100,7 @@ class Placement:
     >>> placement = Placement(seed=1)
     >>> for name in ("a", "b"):
     ...     placement.join(name, Capacity(cores=2, memory_bytes=1 << 30), 0.0)
-    >>> placement.holds("tree", "a", 0.0)
+    >>> placement.add_snapshot("tree", "a", 0.0)
     >>> [(batch.host, batch.n, batch.sources) for batch in placement.place("tree", 12, 0.0)]
     [('a', 12, ())]
     >>> [(batch.host, batch.n, batch.sources) for batch in placement.place("tree", 12, 0.0)]  # 4 would fit beside
@@ -126,15 +126,15 @@ class Placement:
         self._patience, self._grace_s = patience, grace_s
         self.hosts = Hosts()
         self._chooser = Chooser(self.hosts, self._costs, seed=seed, suspect_s=suspect_s, short_s=grace_s)
-        self._copies: dict[str, Copies] = {}
+        self._copies: dict[str, SnapshotHosts] = {}
         self._batches: dict[int, Batch] = {}
-        self._left: dict[int, int] = {}  # machines of a batch that have not ended
+        self._open_machines: dict[int, int] = {}  # machines of a batch that have not ended
         self._pending: dict[int, _Pending] = {}  # batches of which nothing was heard yet
         self._groups: dict[int, _Group] = {}
         self._due: list[tuple[float, int]] = []
         self._late: deque[int] = deque()  # batches that are overdue
-        self._beside_others: set[int] = set()  # those that have not started, of attempts beside others
-        self._homeless: deque[int] = deque()  # groups whose next attempt has found no room yet
+        self._parallel: set[int] = set()  # those that have not started, of attempts beside others
+        self._unplaced: deque[int] = deque()  # groups whose next attempt has found no room yet
         self._gone: set[str] = set()  # snapshots of overdue groups that no host has
         self._ids = 0
 
@@ -146,28 +146,32 @@ class Placement:
             raise ValueError(f"host {name!r} is there already")
         self.hosts.add(Host(name, capacity, now_s))
 
-    def heard(self, name: str, now_s: float, *, pressure: float = 0.0) -> bool:
+    def heartbeat(self, name: str, now_s: float, *, pressure: float = 0.0) -> bool:
         """A heartbeat. False: the host counts as lost, it has to kill its machines and join again."""
         host = self.hosts.get(name)
         if host is None:
             return False
-        self.hosts.heard(host, now_s)
-        self._chooser.heard(host)
+        self.hosts.heartbeat(host, now_s)
+        self._chooser.heartbeat(host)
         if host.pressure != pressure:
             host.pressure = pressure
-            self.hosts.changed(host)
+            self.hosts.reindex(host)
         return True
 
-    def holds(self, snapshot: str, name: str, now_s: float, *, need: Need | None = None, copyable: bool = True) -> None:
+    def add_snapshot(
+        self, snapshot: str, name: str, now_s: float, *, need: Need | None = None, copyable: bool = True
+    ) -> None:
         """Record that a host has a snapshot. `need` and `copyable` are taken from the snapshot's first report only."""
         host = self.hosts.get(name)
         if host is not None:
-            copies = self._copies.setdefault(snapshot, Copies(need if need is not None else Need(), copyable=copyable))
+            copies = self._copies.setdefault(
+                snapshot, SnapshotHosts(need if need is not None else Need(), copyable=copyable)
+            )
             copies.add(host, now_s)
             copies.confirm(name)
             host.snapshots.add(snapshot)
 
-    def dropped(self, snapshot: str, name: str) -> None:
+    def remove_snapshot(self, snapshot: str, name: str) -> None:
         """The host has the snapshot no more."""
         if snapshot in self._copies:
             self._copies[snapshot].drop(name)
@@ -177,13 +181,13 @@ class Placement:
         if host is not None:
             host.snapshots.discard(snapshot)
 
-    def holders(self, snapshot: str) -> tuple[str, ...]:
+    def hosts_with(self, snapshot: str) -> tuple[str, ...]:
         """The hosts that have it, or will when what was placed has been copied."""
         return tuple(self._copies[snapshot].since_s) if snapshot in self._copies else ()
 
-    def homes(self, n: int) -> list[str]:
+    def choose_homes(self, n: int) -> list[str]:
         """Where to prepare a new snapshot: up to n of the emptiest hosts, no two in one rack where that is possible."""
-        emptiest = [host for host in self.hosts.emptiest(4 * n) if host.room(Need())]
+        emptiest = [host for host in self.hosts.emptiest(4 * n) if host.free_slots(Need())]
         first = {host.capacity.rack or host.name: host for host in reversed(emptiest)}
         spread = sorted(first.values(), key=lambda host: host.fullness)
         return [host.name for host in dict.fromkeys([*spread, *emptiest])][:n]
@@ -195,7 +199,7 @@ class Placement:
         for all of them now. Raises `MachineError` where no host has the snapshot."""
         copies = self._copies.get(snapshot)
         if not copies:
-            raise MachineError(f"no host has snapshot {snapshot!r}", hint="prepare it on one of `homes`")
+            raise MachineError(f"no host has snapshot {snapshot!r}", hint="prepare it on one of `choose_homes`")
         placed: list[Batch] = []
         left = n
         while left > 0:
@@ -205,7 +209,7 @@ class Placement:
                 for one in placed:
                     self.ended(one.id, one.n)
                 return []
-            size = min(wanted, choice.host.room(copies.need))
+            size = min(wanted, choice.host.free_slots(copies.need))
             placed.append(self._assign(self._new_group(snapshot, size), choice, now_s))
             left -= size
         return placed
@@ -222,7 +226,7 @@ class Placement:
             return False
         host, copies, pending = self.hosts[batch.host], self._copies.get(batch.snapshot), self._unqueue(batch)
         if not batch.sources and pending is not None:  # no copy was waited for
-            self._chooser.saw(host, pending.base_s, now_s - batch.there_s)
+            self._chooser.record_start(host, pending.base_s, now_s - batch.there_s)
         if copies is not None:
             copies.confirm(batch.host)
         if group is None or group.won is not None:
@@ -240,7 +244,7 @@ class Placement:
             group.n -= n
             if group.n <= 0:
                 del self._groups[batch.group]
-        self._resize(batch, self._left[batch_id] - n)
+        self._resize(batch, self._open_machines[batch_id] - n)
 
     def failed(self, batch_id: int, now_s: float) -> Batch | None:
         """The host could not fork the batch: the next attempt, elsewhere where that is possible. None: another one is
@@ -248,23 +252,23 @@ class Placement:
         batch = self._batches.get(batch_id)
         if batch is None:
             return None
-        self._chooser.was_late(self.hosts[batch.host])
+        self._chooser.record_delay(self.hosts[batch.host])
         self._resize(batch, 0)
-        return self._again(batch.group, now_s, avoid=(batch.host,))
+        return self._retry(batch.group, now_s, avoid=(batch.host,))
 
     def review(self, now_s: float) -> Review:
         """Look at the clock: new attempts at what is overdue or was to start on a host that is lost. What had started
         there is told in `lost`: ask for it `again`, or let it be. Call this a few times a second."""
-        self._chooser.look()
-        silent = self.hosts.silent(now_s - self._lost_s)
+        self._chooser.update_median()
+        silent = self.hosts.silent_since(now_s - self._lost_s)
         lost = [batch for host in silent for batch in self._lose(host)]
-        wanted = list(dict.fromkeys(self._homeless))
-        self._homeless.clear()
-        new = [self._again(group, now_s) for group in wanted]
-        for host in self.hosts.silent(now_s - self._suspect_s):
-            if not host.is_doubted:
-                host.is_doubted = True
-                self._all_late(host)
+        wanted = list(dict.fromkeys(self._unplaced))
+        self._unplaced.clear()
+        new = [self._retry(group, now_s) for group in wanted]
+        for host in self.hosts.silent_since(now_s - self._suspect_s):
+            if not host.is_suspect:
+                host.is_suspect = True
+                self._mark_all_late(host)
         while self._due and self._due[0][0] <= now_s:
             batch_id = heapq.heappop(self._due)[1]
             if batch_id in self._pending:
@@ -274,7 +278,7 @@ class Placement:
                 else:
                     self._late.append(batch_id)
         while self._late:
-            new.append(self._care_for(self._late.popleft(), now_s))
+            new.append(self._handle_late(self._late.popleft(), now_s))
         return Review(tuple(one for one in new if one), tuple(lost), tuple(host.name for host in silent))
 
     def _due_s(self, batch: Batch) -> float:
@@ -282,7 +286,7 @@ class Placement:
         wait_s = self._chooser.wait_s(self.hosts[batch.host], self._pending[batch.id].base_s)
         return batch.there_s + self._patience * wait_s + self._grace_s
 
-    def _care_for(self, batch_id: int, now_s: float) -> Batch | None:
+    def _handle_late(self, batch_id: int, now_s: float) -> Batch | None:
         """Think less of whoever keeps a batch waiting, the copy or the host, and try it elsewhere as well."""
         batch = self._batches.get(batch_id)
         group = self._groups.get(batch.group) if batch is not None else None
@@ -290,22 +294,22 @@ class Placement:
             return None
         copies, host = self._copies.get(batch.snapshot), self.hosts[batch.host]
         if copies is not None and batch.host not in copies.confirmed:
-            self.dropped(batch.snapshot, batch.host)  # the copy has not come
-        elif not (host.is_doubted or host.is_shunned):
-            self._chooser.was_late(host)
+            self.remove_snapshot(batch.snapshot, batch.host)  # the copy has not come
+        elif not (host.is_suspect or host.is_too_slow):
+            self._chooser.record_delay(host)
             if self._chooser.is_slow(host):
-                host.is_shunned = True
-                self._all_late(host)
-        return self._beside(batch, group, now_s)
+                host.is_too_slow = True
+                self._mark_all_late(host)
+        return self._retry_in_parallel(batch, group, now_s)
 
-    def _all_late(self, host: Host) -> None:
+    def _mark_all_late(self, host: Host) -> None:
         """What has not started there is overdue now."""
         self._late += sorted(self._pending.keys() & host.batches)
 
-    def again(self, lost: Batch, now_s: float) -> Batch | None:
+    def retry(self, lost: Batch, now_s: float) -> Batch | None:
         """The next attempt at a group whose machines were lost. None: no room yet, a later `review` has it."""
         self._groups[lost.group] = _Group(lost.snapshot, lost.n, attempts=lost.attempt)
-        return self._again(lost.group, now_s)
+        return self._retry(lost.group, now_s)
 
     def cancel(self, group_id: int) -> None:
         """Nobody wants the group's machines any more: for those of its batches that start yet, `started` is False."""
@@ -319,14 +323,14 @@ class Placement:
     @property
     def missing(self) -> set[str]:
         """Snapshots that groups wait for and no host has: prepare them again."""
-        waiting = {self._groups[group].snapshot for group in self._homeless if group in self._groups}
+        waiting = {self._groups[group].snapshot for group in self._unplaced if group in self._groups}
         self._gone = {snapshot for snapshot in self._gone | waiting if not self._copies.get(snapshot)}
         return set(self._gone)
 
     @property
     def waiting(self) -> int:
         """Machines that were placed once and have no host now: there is no room, or no host has their snapshot."""
-        return sum(self._groups[group].n for group in self._homeless if group in self._groups)
+        return sum(self._groups[group].n for group in self._unplaced if group in self._groups)
 
     # how
 
@@ -335,26 +339,26 @@ class Placement:
         self._groups[self._ids] = _Group(snapshot, n)
         return self._ids
 
-    def _again(self, group_id: int, now_s: float, *, avoid: Sequence[str] = ()) -> Batch | None:
+    def _retry(self, group_id: int, now_s: float, *, avoid: Sequence[str] = ()) -> Batch | None:
         """The next attempt at a group that has none. It stays whole, and waits where no host has room for it."""
         group = self._groups.get(group_id)
         if group is None or group.open:
             return None
         copies = self._copies.get(group.snapshot)
         choice = self._chooser.choose(copies, group.n, now_s, avoid=avoid) if copies else None
-        if choice is None or copies is None or choice.host.room(copies.need) < group.n:
-            self._homeless.append(group_id)
+        if choice is None or copies is None or choice.host.free_slots(copies.need) < group.n:
+            self._unplaced.append(group_id)
             return None
         return self._assign(group_id, choice, now_s)
 
-    def _beside(self, batch: Batch, group: _Group, now_s: float) -> Batch | None:
+    def _retry_in_parallel(self, batch: Batch, group: _Group, now_s: float) -> Batch | None:
         """One more attempt beside one that is overdue."""
         copies = self._copies.get(group.snapshot)
         choice = None
-        if copies and len(group.open) < _MOST_ATTEMPTS and len(self._beside_others) < self._most_beside:
+        if copies and len(group.open) < _MAX_ATTEMPTS and len(self._parallel) < self._max_parallel:
             tried = [self._batches[other].host for other in group.open]
             choice = self._chooser.choose(copies, group.n, now_s, avoid=tried)
-            if choice is not None and (choice.host.name in tried or choice.host.room(copies.need) < group.n):
+            if choice is not None and (choice.host.name in tried or choice.host.free_slots(copies.need) < group.n):
                 choice = None
         if not copies:
             self._gone.add(group.snapshot)
@@ -362,11 +366,11 @@ class Placement:
         if choice is None:
             return None
         further = self._assign(batch.group, choice, now_s)
-        self._beside_others.add(further.id)
+        self._parallel.add(further.id)
         return further
 
     @property
-    def _most_beside(self) -> int:
+    def _max_parallel(self) -> int:
         """Bounded, so that hosts which are late since there is too much to do are not given more to do."""
         return _SPARE_ATTEMPTS + len(self._pending) // 10
 
@@ -397,30 +401,30 @@ class Placement:
         group.open.add(batch.id)
         self._pending[batch.id] = _Pending(work_s, host.queued_s + work_s)
         host.queued_s += work_s
-        self._batches[batch.id], self._left[batch.id] = batch, batch.n
+        self._batches[batch.id], self._open_machines[batch.id] = batch, batch.n
         host.batches.add(batch.id)
         host.take(batch.n, copies.need)
-        self.hosts.changed(host)
+        self.hosts.reindex(host)
         heapq.heappush(self._due, (self._due_s(batch), batch.id))
         return batch
 
     def _resize(self, batch: Batch, left: int) -> None:
         host = self.hosts[batch.host]
-        host.take(max(0, left) - self._left[batch.id], batch.need)
-        self._left[batch.id] = left
+        host.take(max(0, left) - self._open_machines[batch.id], batch.need)
+        self._open_machines[batch.id] = left
         if left <= 0:
             self._forget(batch, host)
-        self.hosts.changed(host)
+        self.hosts.reindex(host)
 
     def _unqueue(self, batch: Batch) -> _Pending | None:
         host, pending = self.hosts.get(batch.host), self._pending.pop(batch.id, None)
-        self._beside_others.discard(batch.id)
+        self._parallel.discard(batch.id)
         if host is not None and pending is not None:
             host.queued_s = max(0.0, host.queued_s - pending.work_s)
         return pending
 
     def _forget(self, batch: Batch, host: Host) -> None:
-        del self._batches[batch.id], self._left[batch.id]
+        del self._batches[batch.id], self._open_machines[batch.id]
         self._unqueue(batch)
         host.batches.discard(batch.id)
         group = self._groups.get(batch.group)
@@ -436,11 +440,11 @@ class Placement:
         for batch_id in sorted(host.batches):
             batch = self._batches[batch_id]
             group = self._groups.get(batch.group)
-            left = self._left[batch_id]
+            left = self._open_machines[batch_id]
             self._forget(batch, host)
             if group is not None and group.won == batch_id:
                 del self._groups[batch.group]
                 lost.append(dataclasses.replace(batch, n=left))
             elif group is not None and group.won is None:
-                self._homeless.append(batch.group)
+                self._unplaced.append(batch.group)
         return lost

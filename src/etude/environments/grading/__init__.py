@@ -2,10 +2,10 @@
 
 from etude.environments.grading.data import same
 from etude.environments.grading.exports import (
-    exports_of,
+    find_test_command_problem,
     prepare,
     reference_exports,
-    start_fault,
+    simulate_exports,
     take_exports,
     validate_exports,
 )
@@ -13,11 +13,11 @@ from etude.environments.grading.machine_grader import MachineGrader
 
 __all__ = [
     "MachineGrader",
-    "exports_of",
+    "find_test_command_problem",
     "prepare",
     "reference_exports",
     "same",
-    "start_fault",
+    "simulate_exports",
     "take_exports",
     "validate_exports",
 ]

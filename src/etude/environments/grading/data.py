@@ -11,9 +11,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from etude.environments.grading.ground import Ground, Work
-from etude.environments.grading.reports import new_nonce, runner
-from etude.environments.grading.verdicts import Refused, earned, one_line
+from etude.environments.grading.machines import GradingMachines, Submission, new_nonce, runner_source
+from etude.environments.grading.verdicts import Rejected, graded, one_line
 from etude.records.rollout import Graded
 from etude.records.task import Case, Trust
 
@@ -37,15 +36,17 @@ def same(got: Any, expected: Any) -> bool:
     return bool(got == expected)
 
 
-async def grade_cases(ground: Ground, cases: Sequence[Case], work: Work, *, deadline_s: float) -> Graded:
+async def grade_cases(
+    machines: GradingMachines, cases: Sequence[Case], submission: Submission, *, deadline_s: float
+) -> Graded:
     """The verdict by the results of these calls. `deadline_s` is that of all together."""
     nonce = new_nonce()
     order = random.Random(nonce).sample(range(len(cases)), len(cases))
     calls = [[cases[i].module, cases[i].function, cases[i].args] for i in order]
-    argv = [await ground.python(), "-c", runner("data")]
-    results = await ground.report(work, {}, argv, {"calls": calls}, deadline_s=deadline_s, nonce=nonce)
+    argv = [await machines.python(), "-c", runner_source("data")]
+    results = await machines.run_runner(submission, {}, argv, {"calls": calls}, deadline_s=deadline_s, nonce=nonce)
     if type(results) is not list or len(results) != len(cases):
-        raise Refused("the calls were not all answered")
+        raise Rejected("the calls were not all answered")
     verdicts: list[tuple[Any, str]] = [(_NOT_THERE, "")] * len(cases)
     for i, result in zip(order, results, strict=True):
         verdicts[i] = _value(result)
@@ -55,9 +56,9 @@ async def grade_cases(ground: Ground, cases: Sequence[Case], work: Work, *, dead
     if not solved:
         first = passed.index(False)
         why = f": {verdicts[first][1]}" if verdicts[first][1] else ""
-        place = f"{cases[first].module}.{cases[first].function}"
-        reason = f"{sum(passed)} of {len(passed)} hidden tests pass; {place} is wrong{why}"
-    return earned(solved, share, Trust.DATA, reason)
+        path_of = f"{cases[first].module}.{cases[first].function}"
+        reason = f"{sum(passed)} of {len(passed)} hidden tests pass; {path_of} is wrong{why}"
+    return graded(solved, share, Trust.DATA, reason)
 
 
 def _value(result: Any) -> tuple[Any, str]:

@@ -24,7 +24,7 @@ MAX_STATE_BYTES = 768 << 20  # with the files in one message between processes, 
 _LISTING_BYTES = 8 << 20
 _LISTING_S = 30.0
 _NOT_STARTED = (126, 127)  # as shells say it: it may not be run, it was not found
-_NOTHING = b""  # the word on a state of which nothing is left
+_NO_REASON = b""  # the word on a state of which nothing is left
 
 
 def validate_exports(
@@ -69,22 +69,22 @@ async def take_exports(
     Whatever the agent did to them is no error: they are left out. `max_bytes` is of one file. Raises `MachineError`,
     and `TaskError` for a declaration that cannot be one. A state that cannot be had is `NO_STATE`, in words.
     """
-    _check(task.exports)
-    must_keep(runtime, task)
+    _check_declared(task.exports)
+    require_complete_snapshots(runtime, task)
     state = await _state(machine, runtime) if task.running else {}
     try:
         await machine.freeze()
     except OSError:  # nothing is left of it
-        return state or ({NO_STATE: _NOTHING} if task.state else {})
+        return state or ({NO_STATE: _NO_REASON} if task.state else {})
     exports: dict[str, bytes] = {}
-    room = MAX_EXPORT_BYTES
+    free_bytes = MAX_EXPORT_BYTES
     for path in await _paths(machine, task, runtime):
         await asyncio.sleep(0)  # others take turns, however many files there are
         try:
-            data = await machine.read(path, max_bytes=min(max_bytes, room))
+            data = await machine.read(path, max_bytes=min(max_bytes, free_bytes))
         except (OSError, ValueError):  # deleted, a folder, a link, too large
             continue
-        room -= len(data)
+        free_bytes -= len(data)
         exports[path] = data
     if task.state and not task.running:
         state = await _state(machine, runtime)
@@ -95,13 +95,13 @@ async def _paths(machine: Machine, task: Task, runtime: Runtime) -> list[str]:
     folders = [one for one in task.exports if one.endswith("/")]
     paths = dict.fromkeys(one for one in task.exports if not one.endswith("/"))
     if folders:
-        listed = await _listed(machine, folders, task, runtime)
+        listed = await _list_files(machine, folders, task, runtime)
         inside = covering(folders)
         paths |= dict.fromkeys(path for path in sorted(listed) if is_plain(path) and inside(path))
     return [*paths][:MAX_FILES]
 
 
-async def _listed(machine: Machine, folders: Sequence[str], task: Task, runtime: Runtime) -> list[str]:
+async def _list_files(machine: Machine, folders: Sequence[str], task: Task, runtime: Runtime) -> list[str]:
     fork = await _fork_of(machine, task, runtime)
     if fork is None:
         return []
@@ -141,12 +141,12 @@ async def _state(machine: Machine, runtime: Runtime) -> dict[str, bytes]:
     try:
         return {STATE: await runtime.pack(await machine.snapshot(), max_bytes=MAX_STATE_BYTES)}
     except OSError:
-        return {NO_STATE: _NOTHING}
+        return {NO_STATE: _NO_REASON}
     except ValueError as error:
         return {NO_STATE: str(error).encode()}
 
 
-async def exports_of(
+async def simulate_exports(
     runtime: Runtime,
     task: Task,
     files: Mapping[str, bytes] | None = None,
@@ -173,7 +173,7 @@ async def exports_of(
         await machine.close()
 
 
-async def start_fault(runtime: Runtime, task: Task, answer: Answer, *, deadline_s: float = 10.0) -> str:
+async def find_test_command_problem(runtime: Runtime, task: Task, answer: Answer, *, deadline_s: float = 10.0) -> str:
     """Why the `test` tool's command cannot start where an agent found the reference solution; empty where it does,
     whatever it says and however long it takes. Raises `MachineError`, and `TaskError` where the files cannot be
     written."""
@@ -189,8 +189,8 @@ async def start_fault(runtime: Runtime, task: Task, answer: Answer, *, deadline_
         await machine.close()
     if result.timed_out or result.exit_code not in _NOT_STARTED:
         return ""
-    said = " ".join(result.output[-400:].decode(errors="replace").split())
-    return f"its test_command {list(task.test_command)} cannot start: exit code {result.exit_code}: {said}"
+    output = " ".join(result.output[-400:].decode(errors="replace").split())
+    return f"its test_command {list(task.test_command)} cannot start: exit code {result.exit_code}: {output}"
 
 
 async def _write(machine: Machine, files: Mapping[str, bytes]) -> None:
@@ -203,23 +203,23 @@ async def _write(machine: Machine, files: Mapping[str, bytes]) -> None:
 
 
 async def reference_exports(runtime: Runtime, task: Task, answer: Answer) -> dict[str, bytes]:
-    """What a rollout would export that found the reference solution. Raises what `exports_of` does."""
+    """What a rollout would export that found the reference solution. Raises what `simulate_exports` does."""
     files = {path: text.encode() for path, text in answer.reference.items()}
     if answer.reference_argv or task.state or task.image is not None:
-        return await exports_of(runtime, task, files, answer.reference_argv)
+        return await simulate_exports(runtime, task, files, answer.reference_argv)
     is_declared = covering(task.exports)
-    untouched = {path: text.encode() for path, text in task.files.items() if is_declared(path)}
-    return untouched | files
+    untouched_submission = {path: text.encode() for path, text in task.files.items() if is_declared(path)}
+    return untouched_submission | files
 
 
 async def prepare(runtime: Runtime, task: Task) -> str:
     """The snapshot that the task's rollouts begin from. `MachineError`, also where what they leave cannot be kept."""
     snapshot = await runtime.prepare({path: text.encode() for path, text in task.files.items()}, image=task.image)
-    must_keep(runtime, task)
+    require_complete_snapshots(runtime, task)
     return snapshot
 
 
-def must_keep(runtime: Runtime, task: Task) -> None:
+def require_complete_snapshots(runtime: Runtime, task: Task) -> None:
     """`MachineError` where snapshots do not hold what the task is judged by: its processes, or all of an image."""
     info = runtime.info
     if task.running and not info.forks_memory:
@@ -232,7 +232,7 @@ def must_keep(runtime: Runtime, task: Task) -> None:
         raise MachineError(f"task {task.task_id} is judged by all of its machine", facts, hint=hint)
 
 
-def _check(declared: Sequence[str]) -> None:
+def _check_declared(declared: Sequence[str]) -> None:
     if len(declared) > MAX_DECLARED:
         raise TaskError(f"{len(declared)} exports are declared", hint=f"at most {MAX_DECLARED}; declare a folder")
     for path in declared:

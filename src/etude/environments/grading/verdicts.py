@@ -14,7 +14,7 @@ from etude.records.task import Trust
 REASON_CHARS = 200
 
 
-class Refused(Exception):
+class Rejected(Exception):
     """The agent's work earns nothing; the message says why in one line. `forged`: a test passed that cannot pass.
     `over_limit`: it was not looked at, being larger than may be."""
 
@@ -23,7 +23,7 @@ class Refused(Exception):
         super().__init__(self.reason)
 
 
-class Broken(Exception):
+class GradingFault(Exception):
     """There is no verdict, and the agent has no part in that."""
 
     def __init__(self, boundary: Boundary, reason: str, evidence: str) -> None:
@@ -34,18 +34,18 @@ class Broken(Exception):
         return Invalid(boundary=self.boundary, reason=self.reason, evidence=self.evidence)
 
 
-def earned(grade: float, share: float, trust: Trust, reason: str) -> Graded:
+def graded(grade: float, share: float, trust: Trust, reason: str) -> Graded:
     """A verdict. `share` is that of the hidden tests which pass; `grade` alone counts."""
     measures = {"tests": share, "pass": float(grade == 1.0)}
     return Graded.of(grade, measures, trust=trust, reason=one_line(reason), version=__version__)
 
 
-def refused(refusal: Refused, trust: Trust) -> Graded:
+def rejected_grade(rejection: Rejected, trust: Trust) -> Graded:
     """The verdict on work that earns nothing. A forged one says so in a term, one over a limit too: they are to be
     looked at."""
-    said = {"forged": refusal.forged, "over_limit": refusal.over_limit}
-    measures = {"tests": 0.0, "pass": 0.0, **{name: 1.0 for name, is_so in said.items() if is_so}}
-    return Graded.of(0.0, measures, trust=trust, reason=refusal.reason, version=__version__)
+    flags = {"forged": rejection.forged, "over_limit": rejection.over_limit}
+    measures = {"tests": 0.0, "pass": 0.0, **{name: 1.0 for name, is_so in flags.items() if is_so}}
+    return Graded.of(0.0, measures, trust=trust, reason=rejection.reason, version=__version__)
 
 
 def one_line(text: str) -> str:

@@ -42,7 +42,12 @@ _CAPABILITIES = [
 ]  # fmt: skip
 """Capabilities of the agent in the sandbox; the commands that it runs keep few of them, or none."""
 _UNLIMITED = (1 << 63) - 1
-_PLACES = {"proc": 0o555, "dev": 0o755, "tmp": 0o1777, "sys": 0o555}  # where something is mounted, or nothing is shown
+_MOUNT_POINTS = {
+    "proc": 0o555,
+    "dev": 0o755,
+    "tmp": 0o1777,
+    "sys": 0o555,
+}  # where something is mounted, or nothing is shown
 _USERS_BYTES = 4 << 20  # of an image's passwd or group
 
 
@@ -79,7 +84,7 @@ def make_image_root(image: Path, folder: Path) -> list[dict[str, Any]]:
     with open_folder(image) as source, Tree(folder, ImageLimits(), keep_setuid=True) as tree:
         for name in sorted(os.listdir(source)):
             found = os.lstat(name, dir_fd=source)
-            if name in _PLACES or name in ("etc", AGENT[1:]) or not _is_of_images(found):
+            if name in _MOUNT_POINTS or name in ("etc", AGENT[1:]) or not _is_supported(found):
                 continue
             owner = _owner_of(found)
             if stat.S_ISDIR(found.st_mode):
@@ -87,7 +92,7 @@ def make_image_root(image: Path, folder: Path) -> list[dict[str, Any]]:
                 mounts.append(_mount(f"/{name}", "bind", str(image / name), "rbind", "rw"))
             else:
                 copy_one(found, source, name, tree, name, owner)
-        for name, mode in _PLACES.items():
+        for name, mode in _MOUNT_POINTS.items():
             tree.folder(name, Owner(mode))
         tree.file(AGENT[1:], Owner(0o755), ())
         _make_etc(source, tree)
@@ -108,7 +113,7 @@ def _make_etc(image: int, tree: Tree) -> None:
     if etc >= 0:
         try:
             for path, found, parent, name in walk(etc):
-                if _is_of_images(found):
+                if _is_supported(found):
                     copy_one(found, parent, name, tree, f"etc/{path}", _owner_of(found))
         finally:
             os.close(etc)
@@ -116,8 +121,8 @@ def _make_etc(image: int, tree: Tree) -> None:
         text = _text_in(image, f"etc/{name}")
         known = [line.split(":")[0] for line in text.splitlines()]
         lines = [line for line in _FILES[f"etc/{name}"].splitlines() if line.split(":")[0] not in known]
-        whole = "\n".join([text.rstrip("\n"), *lines]).lstrip("\n") + "\n"
-        tree.file(f"etc/{name}", Owner(0o644), (whole.encode(errors="surrogateescape"),))
+        content = "\n".join([text.rstrip("\n"), *lines]).lstrip("\n") + "\n"
+        tree.file(f"etc/{name}", Owner(0o644), (content.encode(errors="surrogateescape"),))
 
 
 def _text_in(image: int, path: str) -> str:
@@ -142,7 +147,7 @@ def _owner_of(found: os.stat_result) -> Owner:
     return Owner(stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid)
 
 
-def _is_of_images(found: os.stat_result) -> bool:
+def _is_supported(found: os.stat_result) -> bool:
     return stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)
 
 
@@ -155,18 +160,18 @@ def config(
     host_name: str,
     work: str,
     user: str,
-    own: bool,
+    own_root: bool,
 ) -> bytes:
     """The text of config.json. `own`: the root is the runtime's own, with its working directory in memory."""
     arguments = ["--stdio", "--work", work, "--user", user, "--path", PATH]
     for name, value in (("nproc", limits.processes), ("nofile", limits.open_files), ("as", limits.address_bytes)):
         arguments += ["--limit", f"{name}={value}"]
-    places = [_mount("/proc", "proc", "proc"), _mount("/dev", "tmpfs", "tmpfs")]
-    places.append(_mount("/tmp", "tmpfs", "tmpfs", "mode=1777", f"size={limits.tmp_bytes}"))
-    if own:
+    all_mounts = [_mount("/proc", "proc", "proc"), _mount("/dev", "tmpfs", "tmpfs")]
+    all_mounts.append(_mount("/tmp", "tmpfs", "tmpfs", "mode=1777", f"size={limits.tmp_bytes}"))
+    if own_root:
         owner = ("mode=755", "uid=1000", "gid=1000", f"size={limits.work_bytes}")
-        places.append(_mount(work, "tmpfs", "tmpfs", *owner))
-    places += [*mounts, _mount(AGENT, "bind", str(agent), "bind", "ro")]
+        all_mounts.append(_mount(work, "tmpfs", "tmpfs", *owner))
+    all_mounts += [*mounts, _mount(AGENT, "bind", str(agent), "bind", "ro")]
     unlimited = {"type": "RLIMIT_CORE", "soft": _UNLIMITED, "hard": _UNLIMITED}  # else the agent cannot mark by it
     process = {
         "terminal": False,
@@ -183,9 +188,9 @@ def config(
         {
             "ociVersion": "1.0.0",
             "process": process,
-            "root": {"path": str(root), "readonly": own},
+            "root": {"path": str(root), "readonly": own_root},
             "hostname": host_name,
-            "mounts": places,
+            "mounts": all_mounts,
             "linux": {"namespaces": namespaces},
         }
     ).encode()

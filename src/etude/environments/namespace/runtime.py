@@ -20,17 +20,16 @@ from typing import Any
 import msgspec
 
 from etude.environments.agent.program import BUILT
-from etude.environments.config import MachineLimits, require_bound
+from etude.environments.config import MachineLimits, check_memory_bound
 from etude.environments.images.store import ImageStore
 from etude.environments.namespace.guest import wire
 from etude.environments.namespace.guest.confine import user_of
 from etude.environments.namespace.guest.overlay import COPIED, NUM_IDS
 from etude.environments.namespace.guest.root import SHARED
-from etude.environments.namespace.images import ImageMachine, State, launcher_facts, state_in
-from etude.environments.namespace.launcher import Blank, LauncherProcess, abandon_blank
+from etude.environments.namespace.images import ImageMachine, ImageState, image_settings, unpack_state
+from etude.environments.namespace.launcher import LauncherProcess, PendingMachine, default_python, discard_pending
 from etude.environments.namespace.machine import USERS, WITH_ROOT, NamespaceMachine
 from etude.environments.namespace.snapshots import Snapshots
-from etude.environments.namespace.starting import default_python
 from etude.errors import MachineError
 from etude.records.command import check_count
 from etude.records.image import Image
@@ -70,7 +69,7 @@ class NamespaceRuntime:
         images: ImageStore | None = None,
         with_agent: bool = True,
     ) -> None:
-        self._bounds = limits if limits is not None else MachineLimits()
+        self._limits = limits if limits is not None else MachineLimits()
         self._max_machines, self._spare = max_machines, min(spare, max_machines)
         self._python, self._prefix = python or default_python(), os.path.realpath(prefix or sys.base_prefix)
         self._agent = str(BUILT) if with_agent and BUILT.exists() else ""
@@ -78,26 +77,26 @@ class NamespaceRuntime:
         self._images = images
         self._alive: dict[tuple[int, int], NamespaceMachine] = {}  # by launcher and its number
         self._reserved = 0
-        self._room = asyncio.Condition()
+        self._slots_changed = asyncio.Condition()
         self._closed = False
-        self._pool = Pool(self._start, spare=self._spare)
+        self._pool = MachinePool(self._start, spare=self._spare)
         try:
-            require_bound(self._bounds, self._pool.launcher.facts["cgroups"])
+            check_memory_bound(self._limits, self._pool.launcher.info["cgroups"])
         except MachineError:
             self._pool.launcher.wait()
             raise
-        self._image_pools: OrderedDict[bytes, Pool] = OrderedDict()  # least recently used first
+        self._image_pools: OrderedDict[bytes, MachinePool] = OrderedDict()  # least recently used first
         self._starting = asyncio.Lock()
 
     @property
     def info(self) -> RuntimeInfo:
         """See `Runtime.info`."""
         weaker = [f"{what}: {how}" for what, how in self.limits.items() if how.startswith(("per process", "none"))]
-        if not self._pool.launcher.facts["agent"]:
+        if not self._pool.launcher.info["agent"]:
             weaker.append("programs: each by the runner, slower than by the agent, which is not there")
-        if self._pool.launcher.facts["root"] == SHARED:
+        if self._pool.launcher.info["root"] == SHARED:
             weaker.append("system files: one set of inodes for all machines, so siblings can meet at locks on them")
-        copied = any(pool.launcher.facts["root"] == COPIED for pool in self._image_pools.values())
+        copied = any(pool.launcher.info["root"] == COPIED for pool in self._image_pools.values())
         if copied:
             weaker.append("images: this kernel mounts no overlay of them here, so every machine gets a copy in memory")
         images = self._images is not None
@@ -107,21 +106,21 @@ class NamespaceRuntime:
 
     @property
     def _users(self) -> tuple[str, ...]:
-        facts = self._pool.launcher.facts
-        return WITH_ROOT if facts["agent"] and facts["base"] is not None else USERS
+        host = self._pool.launcher.info
+        return WITH_ROOT if host["agent"] and host["base"] is not None else USERS
 
     @property
     def limits(self) -> dict[str, str]:
         """What enforces each limit on this host: control groups where it has them, else limits per process."""
-        facts = self._pool.launcher.facts
-        groups = facts["cgroups"]
-        alone = {
-            "memory": f"per process only ({self._bounds.address_bytes} bytes of addresses) and sized file systems",
+        host = self._pool.launcher.info
+        groups = host["cgroups"]
+        fallback = {
+            "memory": f"per process only ({self._limits.address_bytes} bytes of addresses) and sized file systems",
             "pids": "limit per user of the machine's own user namespace",
             "cpu": "none but each process's CPU seconds",
         }
-        found = {name: f"cgroup v{groups[name]}" if name in groups else alone[name] for name in alone}
-        users = "three of its own" if facts["base"] is not None else "that of this process"
+        found = {name: f"cgroup v{groups[name]}" if name in groups else fallback[name] for name in fallback}
+        users = "three of its own" if host["base"] is not None else "that of this process"
         return {**found, "disk": "sized tmpfs", "users": users}
 
     def cpu_s(self) -> float:
@@ -138,8 +137,8 @@ class NamespaceRuntime:
                 "this runtime has no images",
                 hint="name the store: --images STORE, `images` in [machines], or NamespaceRuntime(images=...)",
             )
-        await asyncio.to_thread(launcher_facts, self._images, image, self._bounds)  # raises for one that is not there
-        return self._snapshots.keep(State(image, self._tree(tree) if files else b"", b"").pack())
+        await asyncio.to_thread(image_settings, self._images, image, self._limits)  # raises for one that is not there
+        return self._snapshots.keep(ImageState(image, self._tree(tree) if files else b"", b"").pack())
 
     async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
         """See `Portable.pack`: the tree itself."""
@@ -150,7 +149,7 @@ class NamespaceRuntime:
 
     async def unpack(self, packed: bytes) -> str:
         """See `Portable.unpack`."""
-        state = state_in(packed)
+        state = unpack_state(packed)
         if state is None:
             return self._snapshots.adopt(packed)
         if state.tree:
@@ -169,7 +168,7 @@ class NamespaceRuntime:
         """See `Runtime.fork`. Waits for others to be closed where `max_machines` are alive."""
         check_count(n)
         tree = self._tree(snapshot)
-        state = state_in(tree)
+        state = unpack_state(tree)
         if n > self._max_machines:
             raise MachineError(f"{n} machines asked for", f"at most {self._max_machines}", hint="raise max_machines")
         waiting_for = "room among the live machines"
@@ -190,26 +189,26 @@ class NamespaceRuntime:
         return tree
 
     async def _reserve(self, n: int) -> None:
-        async with self._room:
-            await self._room.wait_for(
+        async with self._slots_changed:
+            await self._slots_changed.wait_for(
                 lambda: self._closed or len(self._alive) + self._reserved + n <= self._max_machines
             )
             if self._closed:
                 raise MachineError("the runtime is closed", hint="make a new runtime")
             self._reserved += n
 
-    async def _fork(self, start: State | list[bytes], n: int) -> list[NamespaceMachine]:
+    async def _fork(self, start: ImageState | list[bytes], n: int) -> list[NamespaceMachine]:
         """`start` is a state, or the fields of a tree."""
         try:
-            pool = await self._pool_of(start.image) if isinstance(start, State) else self._pool
+            pool = await self._pool_of(start.image) if isinstance(start, ImageState) else self._pool
             launcher = pool.launcher
-            if pool.revive():
+            if pool.restart_if_dead():
                 self._abandon_all(launcher)
-            wakes = [asyncio.create_task(self._wake(pool, blank, start)) for blank in pool.take(n)]
+            loads = [asyncio.create_task(self._load_machine(pool, pending, start)) for pending in pool.take(n)]
             try:
-                await asyncio.wait(wakes)
+                await asyncio.wait(loads)
             finally:
-                machines, errors = await _results(wakes)
+                machines, errors = await _results(loads)
                 if len(machines) < n:
                     for machine in machines:
                         machine.abandon()
@@ -219,68 +218,70 @@ class NamespaceRuntime:
                 self._alive[id(pool.launcher), machine.number] = machine
         finally:
             self._reserved -= n
-            async with self._room:
-                self._room.notify_all()
+            async with self._slots_changed:
+                self._slots_changed.notify_all()
         pool.refill()
         return machines
 
-    async def _pool_of(self, image: Image) -> Pool:
+    async def _pool_of(self, image: Image) -> MachinePool:
         """The machines of an image, started if there are none yet."""
         async with self._starting:
             key = msgspec.json.encode(image)
             if key not in self._image_pools:
-                await self._make_room()
+                await self._evict_idle_image()
                 self._image_pools[key] = await asyncio.to_thread(self._open_pool, image)
             self._image_pools.move_to_end(key)
             return self._image_pools[key]
 
-    def _open_pool(self, image: Image) -> Pool:
+    def _open_pool(self, image: Image) -> MachinePool:
         if self._images is None:
             raise MachineError(
                 "this runtime has no images",
                 hint="name the store: --images STORE, `images` in [machines], or NamespaceRuntime(images=...)",
             )
-        start = partial(self._start, launcher_facts(self._images, image, self._bounds))
+        start = partial(self._start, image_settings(self._images, image, self._limits))
         held = ExitStack()
         held.enter_context(self._images.held(image.digest))  # not removed as long as machines lie on it
         try:
-            pool = Pool(start, spare=min(_IMAGE_SPARE, self._spare), release=held.close)
+            pool = MachinePool(start, spare=min(_IMAGE_SPARE, self._spare), release=held.close)
         except BaseException:
             held.close()
             raise
         return pool
 
-    async def _make_room(self) -> None:
+    async def _evict_idle_image(self) -> None:
         """Let go of the image that was used longest ago of those without a live machine."""
         busy = {launcher for launcher, _ in self._alive}
         idle = [key for key, pool in self._image_pools.items() if id(pool.launcher) not in busy]
         if len(self._image_pools) >= _MAX_IMAGES and idle:
             pool = self._image_pools.pop(idle[0])
-            pool.hang_up()
+            pool.shut_down()
             await pool.wait()
 
-    async def _wake(self, pool: Pool, blank: Blank, start: State | list[bytes]) -> NamespaceMachine:
+    async def _load_machine(
+        self, pool: MachinePool, pending: PendingMachine, start: ImageState | list[bytes]
+    ) -> NamespaceMachine:
         """Load a blank machine."""
         try:
-            made = await asyncio.shield(blank)
+            handle = await asyncio.shield(pending)
         except asyncio.CancelledError:
-            pool.give_back(blank)
+            pool.put_back(pending)
             raise
-        launcher, base = pool.launcher, pool.launcher.facts["base"]
+        launcher, base = pool.launcher, pool.launcher.info["base"]
         common: dict[str, Any] = {
-            "max_tree_bytes": self._bounds.work_bytes,
+            "max_tree_bytes": self._limits.work_bytes,
             "keep": self._snapshots.keep,
-            "kill": partial(self._kill, launcher, made.number),
-            "cores": self._bounds.cpus,
+            "kill": partial(self._kill, launcher, handle.number),
+            "cores": self._limits.cpus,
         }
         machine: NamespaceMachine
-        if isinstance(start, State):
-            first = 0 if base is None else base + made.slot * NUM_IDS
-            machine = ImageMachine(made, launcher, start, first=first, **common)
+        if isinstance(start, ImageState):
+            first = 0 if base is None else base + handle.slot * NUM_IDS
+            machine = ImageMachine(handle, launcher, start, first=first, **common)
             loaded = machine.restore(start)
         else:
-            owner = None if base is None else user_of(base, made.slot)
-            machine = NamespaceMachine(made, launcher, owner=owner, users=self._users, **common)
+            owner = None if base is None else user_of(base, handle.slot)
+            machine = NamespaceMachine(handle, launcher, owner=owner, users=self._users, **common)
             loaded = machine.load(start)
         try:
             await machine.ready(_START_S)
@@ -298,8 +299,8 @@ class NamespaceRuntime:
             await launcher.kill(number)
         finally:
             self._alive.pop((id(launcher), number), None)
-            async with self._room:
-                self._room.notify_all()
+            async with self._slots_changed:
+                self._slots_changed.notify_all()
 
     def _abandon_all(self, launcher: LauncherProcess | None = None) -> None:
         """Let go of every machine, or of those of one launcher."""
@@ -309,7 +310,7 @@ class NamespaceRuntime:
     def _start(self, image: Mapping[str, Any] | None = None) -> LauncherProcess:
         slots = self._max_machines + self._spare
         return LauncherProcess(
-            self._bounds,
+            self._limits,
             max_machines=slots,
             python=self._python,
             prefix=self._prefix,
@@ -322,20 +323,20 @@ class NamespaceRuntime:
         self._closed = True
         pools = [self._pool, *self._image_pools.values()]
         for pool in pools:
-            pool.hang_up()
+            pool.shut_down()
         self._abandon_all()
         for pool in pools:
             await pool.wait()
-        async with self._room:
-            self._room.notify_all()
+        async with self._slots_changed:
+            self._slots_changed.notify_all()
 
 
 async def _results(
-    wakes: list[asyncio.Task[NamespaceMachine]],
+    loads: list[asyncio.Task[NamespaceMachine]],
 ) -> tuple[list[NamespaceMachine], list[BaseException]]:
-    for wake in wakes:
-        wake.cancel()  # no effect on those that are done
-    results = await asyncio.gather(*wakes, return_exceptions=True)
+    for load in loads:
+        load.cancel()  # no effect on those that are done
+    results = await asyncio.gather(*loads, return_exceptions=True)
     machines = [r for r in results if isinstance(r, NamespaceMachine)]
     return machines, [r for r in results if isinstance(r, BaseException)]
 
@@ -360,17 +361,17 @@ def probe() -> None:
 # -------------------------------------------------------------------------------------- a pool of machines of one kind
 
 
-class Pool:
+class MachinePool:
     """Blank machines from one launcher, which is started again after it has died. At most `spare` are kept ready."""
 
     def __init__(
         self, start: Callable[[], LauncherProcess], *, spare: int, release: Callable[[], None] = lambda: None
     ) -> None:
         self._start, self._spare, self._release = start, spare, release
-        self._ready: deque[Blank] = deque()
+        self._ready: deque[PendingMachine] = deque()
         self.launcher = start()
 
-    def revive(self) -> bool:
+    def restart_if_dead(self) -> bool:
         """Have a living launcher; True when it is a new one, and every machine of the old one is gone."""
         if self.launcher.failure is None:
             return False
@@ -379,16 +380,16 @@ class Pool:
         self.launcher = self._start()
         return True
 
-    def take(self, n: int) -> list[Blank]:
+    def take(self, n: int) -> list[PendingMachine]:
         """n machines to be, of the launcher there is now."""
         missing = n - len(self._ready)
         if missing > 0:
             self._ready.extend(self.launcher.spawn(missing))
         return [self._ready.popleft() for _ in range(n)]
 
-    def give_back(self, blank: Blank) -> None:
+    def put_back(self, pending: PendingMachine) -> None:
         """A machine that was taken and not used."""
-        self._ready.append(blank)
+        self._ready.append(pending)
 
     def refill(self) -> None:
         """Have machines made for whatever comes next."""
@@ -396,9 +397,9 @@ class Pool:
         if missing > 0:
             self._ready.extend(self.launcher.spawn(missing))
 
-    def hang_up(self) -> None:
+    def shut_down(self) -> None:
         """End every machine; `wait` tells when they are gone."""
-        self.launcher.hang_up()
+        self.launcher.shut_down()
         self._abandon()
 
     async def wait(self) -> None:
@@ -407,6 +408,6 @@ class Pool:
         self._release()
 
     def _abandon(self) -> None:
-        for blank in self._ready:
-            abandon_blank(blank)
+        for pending in self._ready:
+            discard_pending(pending)
         self._ready.clear()

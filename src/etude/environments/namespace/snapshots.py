@@ -9,15 +9,15 @@ import hashlib
 import os
 from collections.abc import Mapping
 
-from etude.environments.bounded import Bounded
+from etude.environments.lru_cache import LruCache
 from etude.environments.namespace.guest import wire
-from etude.environments.paths import inside
+from etude.environments.paths import encode_path
 
 
 def tree(files: Mapping[str, bytes]) -> bytes:
     """The TREE frame of these files and their folders: the same files, the same bytes. `ValueError` for a path outside,
     or one that is both a file and a folder."""
-    named = {inside(path): bytes(data) for path, data in files.items()}
+    named = {encode_path(path): bytes(data) for path, data in files.items()}
     entries = {path: (b"f", data) for path, data in named.items()}
     for path in named:
         while path := path.rpartition(b"/")[0]:
@@ -27,7 +27,7 @@ def tree(files: Mapping[str, bytes]) -> bytes:
     return wire.pack(wire.TREE, *(part for path in sorted(entries) for part in (path, *entries[path])))
 
 
-class Snapshots(Bounded[bytes]):
+class Snapshots(LruCache[bytes]):
     """Trees as TREE frames.
 
     >>> kept = Snapshots(max_bytes=1 << 20)
@@ -53,6 +53,6 @@ class Snapshots(Bounded[bytes]):
             raise ValueError("these bytes are no tree")
         for at in range(0, len(frame.fields), 3):
             path, kind = frame.fields[at : at + 2]
-            if inside(os.fsdecode(path)) != path or kind not in (b"f", b"x", b"d", b"l"):
+            if encode_path(os.fsdecode(path)) != path or kind not in (b"f", b"x", b"d", b"l"):
                 raise ValueError(f"{path!r} of kind {kind!r} is in no tree")
         return self.keep(tree)

@@ -25,7 +25,7 @@ import msgspec
 
 from etude.errors import InputError, MachineError, StoreError
 
-_FORMS = {
+_SPEC_PATTERNS = {
     "pip": re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)==([A-Za-z0-9.+!_-]+)"),
     "npm": re.compile(r"((?:@[a-z0-9._-]+/)?[a-z0-9][a-z0-9._-]*)@([A-Za-z0-9.+-]+)"),
     "apt": re.compile(r"([a-z0-9][a-z0-9.+-]*)=([A-Za-z0-9.+~:-]+)"),
@@ -33,11 +33,11 @@ _FORMS = {
 _TAIL_BYTES = 1000
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class PackageSpec(msgspec.Struct, frozen=True):
     """A package by name and exact version: what an allow-list is made of.
 
-    >>> wanted("pip:Foo.Bar==1.0")
-    Wanted(kind='pip', name='foo-bar', version='1.0')
+    >>> parse_package_spec("pip:Foo.Bar==1.0")
+    PackageSpec(kind='pip', name='foo-bar', version='1.0')
     """
 
     kind: str  # "pip", "npm", "apt"
@@ -57,17 +57,17 @@ class Package(msgspec.Struct, frozen=True, kw_only=True):
     facts: str = ""
 
 
-def wanted(text: str) -> Wanted:
+def parse_package_spec(text: str) -> PackageSpec:
     """``pip:name==version``, ``npm:name@version`` or ``apt:name=version``. `InputError` for anything else."""
     kind, _, rest = text.strip().partition(":")
-    found = _FORMS[kind].fullmatch(rest) if kind in _FORMS else None
+    found = _SPEC_PATTERNS[kind].fullmatch(rest) if kind in _SPEC_PATTERNS else None
     if not found:
         hint = "write pip:NAME==VERSION, npm:NAME@VERSION or apt:NAME=VERSION"
         raise InputError(f"{text[:80]!r} is no package", hint=hint)
-    return Wanted(kind, normal(kind, found[1]), found[2])
+    return PackageSpec(kind, normalize_name(kind, found[1]), found[2])
 
 
-def normal(kind: str, name: str) -> str:
+def normalize_name(kind: str, name: str) -> str:
     """A name as its registry compares it."""
     return re.sub("[-_.]+", "-", name).lower() if kind == "pip" else name
 
@@ -109,22 +109,22 @@ class Packages:
             raise InputError(f"{wheel} is no wheel", hint="give NAME-VERSION-TAGS.whl, as pip makes them")
         with tempfile.TemporaryDirectory(dir=self.folder, prefix="fetch-") as folder:
             copy = Path(shutil.copy(wheel, folder))
-            package = self._keep("pip", normal("pip", found[1]), found[2], copy, "")
+            package = self._keep("pip", normalize_name("pip", found[1]), found[2], copy, "")
         self._list()
         return package
 
     def fetch(
-        self, packages: Iterable[Wanted], *, dependencies: bool = False, deadline_s: float = 600.0
+        self, packages: Iterable[PackageSpec], *, dependencies: bool = False, deadline_s: float = 600.0
     ) -> list[Package]:
         """Get packages from the registries outside; with `dependencies` (pip) what they need, too. Returns all that is
         new. `MachineError` with the tool's own words when one cannot be had."""
         tools = {"pip": _fetch_pip, "npm": _fetch_npm, "apt": _fetch_apt}
         new: list[Package] = []
-        for one in packages:
+        for spec in packages:
             with tempfile.TemporaryDirectory(dir=self.folder, prefix="fetch-") as folder:
-                for name, version, path, facts in tools[one.kind](one, Path(folder), dependencies, deadline_s):
+                for name, version, path, facts in tools[spec.kind](spec, Path(folder), dependencies, deadline_s):
                     had = len(self.known)
-                    found = self._keep(one.kind, name, version, path, facts)
+                    found = self._keep(spec.kind, name, version, path, facts)
                     new += [found] * (len(self.known) - had)
         self._list()
         return new
@@ -151,31 +151,31 @@ class Packages:
 Fetched = list[tuple[str, str, Path, str]]
 
 
-def _fetch_pip(one: Wanted, folder: Path, dependencies: bool, deadline_s: float) -> Fetched:
+def _fetch_pip(spec: PackageSpec, folder: Path, dependencies: bool, deadline_s: float) -> Fetched:
     options = ["--disable-pip-version-check", "--no-input", "--only-binary=:all:", "--quiet", "--dest", str(folder)]
-    alone = [] if dependencies else ["--no-deps"]
-    command = [sys.executable, "-m", "pip", "download", *options, *alone, "--", f"{one.name}=={one.version}"]
+    no_deps = [] if dependencies else ["--no-deps"]
+    command = [sys.executable, "-m", "pip", "download", *options, *no_deps, "--", f"{spec.name}=={spec.version}"]
     _run(command, folder, deadline_s)
     found = []
     for path in sorted(folder.iterdir()):
         name, version, *_ = path.name.removesuffix(".tar.gz").split("-")
-        found.append((normal("pip", name), version, path, ""))
+        found.append((normalize_name("pip", name), version, path, ""))
     return found
 
 
-def _fetch_npm(one: Wanted, folder: Path, dependencies: bool, deadline_s: float) -> Fetched:
-    spec = f"{one.name}@{one.version}"
+def _fetch_npm(package: PackageSpec, folder: Path, dependencies: bool, deadline_s: float) -> Fetched:
+    spec = f"{package.name}@{package.version}"
     facts = _run(["npm", "view", "--json", spec], folder, deadline_s)
     _run(["npm", "pack", "--silent", "--ignore-scripts", spec], folder, deadline_s)
-    return [(one.name, one.version, path, facts.decode()) for path in sorted(folder.glob("*.tgz"))]
+    return [(package.name, package.version, path, facts.decode()) for path in sorted(folder.glob("*.tgz"))]
 
 
-def _fetch_apt(one: Wanted, folder: Path, dependencies: bool, deadline_s: float) -> Fetched:
-    spec = f"{one.name}={one.version}"
+def _fetch_apt(package: PackageSpec, folder: Path, dependencies: bool, deadline_s: float) -> Fetched:
+    spec = f"{package.name}={package.version}"
     facts = _run(["apt-cache", "show", "--no-all-versions", spec], folder, deadline_s).decode(errors="replace")
     _run(["apt-get", "download", "-qq", "-o", "APT::Sandbox::User=root", spec], folder, deadline_s)
     stanza = "\n".join(line for line in facts.split("\n\n")[0].splitlines())
-    return [(one.name, one.version, path, stanza) for path in sorted(folder.glob("*.deb"))]
+    return [(package.name, package.version, path, stanza) for path in sorted(folder.glob("*.deb"))]
 
 
 def _run(command: Sequence[str], folder: Path, deadline_s: float) -> bytes:
@@ -194,7 +194,7 @@ def _run(command: Sequence[str], folder: Path, deadline_s: float) -> bytes:
     return done.stdout
 
 
-def document(package: Package) -> dict[str, object]:
+def npm_document(package: Package) -> dict[str, object]:
     """What npm's registry says of a version, as far as it is an object."""
     try:
         found = json.loads(package.facts)

@@ -17,12 +17,19 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from etude.config import ranged
-from etude.environments.network.closing import closed
-from etude.environments.network.heads import MAX_HEAD_BYTES, BadRequest, Head, Target, parse_head, target_of
+from etude.environments.network.http import (
+    MAX_HEAD_BYTES,
+    BadRequest,
+    RequestHead,
+    Target,
+    close_writer,
+    parse_head,
+    target_of,
+)
 from etude.environments.network.policy import AllowList, is_public
 
 _CHUNK_BYTES = 65_536
-_CROWD = 4  # times as many connections are heard, to be told that it is too many
+_OVERLOAD = 4  # times as many connections are heard, to be told that it is too many
 _MAX_ADDRESSES = 4  # of a host, tried in turn
 _HOP = ("connection", "proxy-connection", "keep-alive", "te", "upgrade", "host", "proxy-authorization", "expect")
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
@@ -91,27 +98,27 @@ class EgressProxy:
         await asyncio.gather(*self._serving, return_exceptions=True)
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, who: str) -> None:
-        facts: dict[str, Any] = {"who": who, "host": "", "port": 0, "address": "", "sent_bytes": 0, "got_bytes": 0}
-        started, facts["time"] = time.monotonic(), time.time()
+        entry: dict[str, Any] = {"who": who, "host": "", "port": 0, "address": "", "sent_bytes": 0, "got_bytes": 0}
+        started, entry["time"] = time.monotonic(), time.time()
         verdict = "ended by the proxy"
         try:
             async with asyncio.timeout(self._limits.total_s):
-                verdict = await self._request(reader, writer, facts)
+                verdict = await self._request(reader, writer, entry)
         except TimeoutError:
             verdict = f"more than {self._limits.total_s:g} s"
         except (OSError, asyncio.IncompleteReadError):
             verdict = "broken off"
         finally:
-            facts |= {"verdict": verdict, "wall_s": round(time.monotonic() - started, 3)}
+            entry |= {"verdict": verdict, "wall_s": round(time.monotonic() - started, 3)}
             try:
-                self._log.write(json.dumps(facts).encode() + b"\n")
+                self._log.write(json.dumps(entry).encode() + b"\n")
                 self._log.flush()
             finally:
-                await closed(writer, self._limits.idle_s)
+                await close_writer(writer, self._limits.idle_s)
 
-    async def _request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, facts: dict[str, Any]) -> str:
+    async def _request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, entry: dict[str, Any]) -> str:
         """Do what one connection asks for; returns the verdict."""
-        if len(self._serving) > _CROWD * self._limits.connections:
+        if len(self._serving) > _OVERLOAD * self._limits.connections:
             return "too many connections"  # not even heard
         try:
             async with asyncio.timeout(self._limits.head_s):
@@ -125,22 +132,22 @@ class EgressProxy:
             return _refuse(writer, 408, "no request in time")
         if len(self._serving) > self._limits.connections:
             return _refuse(writer, 503, "too many connections")
-        facts |= {"method": head.method, "host": target.host, "port": target.port, "path": target.path[:200]}
+        entry |= {"method": head.method, "host": target.host, "port": target.port, "path": target.path[:200]}
         if not self._allow.permits(target.host, target.port):
             return _refuse(writer, 403, "not on the allow-list")
         addresses = await self._addresses(target)
         if not addresses:
             return _refuse(writer, 502, "the name has no address")
-        facts["address"] = addresses[0]
+        entry["address"] = addresses[0]
         for address in addresses:
             if not self._reachable(address):
-                facts["address"] = address
+                entry["address"] = address
                 return _refuse(writer, 403, "its address is not on the public internet")
-        far = await self._connected(addresses, target.port, facts)
+        far = await self._connected(addresses, target.port, entry)
         if far is None:
             return _refuse(writer, 502, "it cannot be connected to")
         try:
-            return await self._carry(head, target, (reader, writer), far, facts)
+            return await self._carry(head, target, (reader, writer), far, entry)
         finally:
             far[1].transport.abort()
 
@@ -152,11 +159,11 @@ class EgressProxy:
             return ()
 
     async def _connected(
-        self, addresses: Sequence[str], port: int, facts: dict[str, Any]
+        self, addresses: Sequence[str], port: int, entry: dict[str, Any]
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
         """A connection to the first address that takes one; each was checked, and none is looked up again."""
         for address in addresses:
-            facts["address"] = address
+            entry["address"] = address
             with contextlib.suppress(OSError, TimeoutError):
                 async with asyncio.timeout(self._limits.connect_s):
                     return await asyncio.open_connection(address, port, limit=_CHUNK_BYTES)
@@ -164,53 +171,53 @@ class EgressProxy:
 
     async def _carry(
         self,
-        head: Head,
+        head: RequestHead,
         target: Target,
         near: tuple[asyncio.StreamReader, asyncio.StreamWriter],
         far: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-        facts: dict[str, Any],
+        entry: dict[str, Any],
     ) -> str:
         if head.method == "CONNECT":
             near[1].write(b"HTTP/1.1 200 Connected\r\n\r\n")
-            there = self._copy(near[0], far[1], facts, "sent_bytes", self._limits.request_bytes)
+            there = self._copy(near[0], far[1], entry, "sent_bytes", self._limits.request_bytes)
         else:
             far[1].write(_forwarded(head, target))
-            there = self._body(head, near[0], far[1], facts)
-        back = self._copy(far[0], near[1], facts, "got_bytes", self._limits.response_bytes)
+            there = self._body(head, near[0], far[1], entry)
+        back = self._copy(far[0], near[1], entry, "got_bytes", self._limits.response_bytes)
         tasks = [asyncio.create_task(there), asyncio.create_task(back)]
         try:
-            await self._until_done(tasks, facts, answer_is_all=head.method != "CONNECT")
+            await self._until_done(tasks, entry, answer_is_all=head.method != "CONNECT")
             return "allowed"
-        except _Ended as ended:
+        except _ConnectionEnded as ended:
             return str(ended)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _until_done(self, tasks: list[asyncio.Task[None]], facts: dict[str, Any], *, answer_is_all: bool) -> None:
+    async def _until_done(self, tasks: list[asyncio.Task[None]], entry: dict[str, Any], *, answer_is_all: bool) -> None:
         """Until both ways have ended, or the way back where `answer_is_all`, or nothing moves any more."""
         pending = set(tasks)
         while pending and not (answer_is_all and tasks[1].done()):
-            before = facts["sent_bytes"], facts["got_bytes"]
+            before = entry["sent_bytes"], entry["got_bytes"]
             done, pending = await asyncio.wait(
                 pending, timeout=self._limits.idle_s, return_when=asyncio.FIRST_COMPLETED
             )
             for task in done:
                 task.result()
-            if not done and before == (facts["sent_bytes"], facts["got_bytes"]):
-                raise _Ended(f"idle for {self._limits.idle_s:g} s")
+            if not done and before == (entry["sent_bytes"], entry["got_bytes"]):
+                raise _ConnectionEnded(f"idle for {self._limits.idle_s:g} s")
 
     async def _copy(
-        self, source: asyncio.StreamReader, to: asyncio.StreamWriter, facts: dict[str, Any], count: str, most: int
+        self, source: asyncio.StreamReader, to: asyncio.StreamWriter, entry: dict[str, Any], count: str, most: int
     ) -> None:
         while data := await source.read(_CHUNK_BYTES):
-            await self._write(to, data, facts, count, most)
-        if facts["method"] == "CONNECT" and to.can_write_eof():
+            await self._write(to, data, entry, count, most)
+        if entry["method"] == "CONNECT" and to.can_write_eof():
             to.write_eof()
 
     async def _body(
-        self, head: Head, source: asyncio.StreamReader, to: asyncio.StreamWriter, facts: dict[str, Any]
+        self, head: RequestHead, source: asyncio.StreamReader, to: asyncio.StreamWriter, entry: dict[str, Any]
     ) -> None:
         """Exactly one request's body, and nothing after it."""
         most = self._limits.request_bytes
@@ -218,34 +225,34 @@ class EgressProxy:
             left = head.body
             while left and (data := await source.read(min(left, _CHUNK_BYTES))):
                 left -= len(data)
-                await self._write(to, data, facts, "sent_bytes", most)
+                await self._write(to, data, entry, "sent_bytes", most)
             return
         while True:
             line = await _line(source)
             size = _chunk_size(line)
-            await self._write(to, b"%x\r\n" % size, facts, "sent_bytes", most)
+            await self._write(to, b"%x\r\n" % size, entry, "sent_bytes", most)
             left = size
             while left:
                 data = await source.read(min(left, _CHUNK_BYTES))
                 if not data:
-                    raise _Ended("the request broke off")
+                    raise _ConnectionEnded("the request broke off")
                 left -= len(data)
-                await self._write(to, data, facts, "sent_bytes", most)
+                await self._write(to, data, entry, "sent_bytes", most)
             if size and await _line(source) != b"\r\n":
-                raise _Ended("a chunk is not as long as it says")
-            await self._write(to, b"\r\n", facts, "sent_bytes", most)  # trailers are not passed on
+                raise _ConnectionEnded("a chunk is not as long as it says")
+            await self._write(to, b"\r\n", entry, "sent_bytes", most)  # trailers are not passed on
             if not size:
                 return
 
-    async def _write(self, to: asyncio.StreamWriter, data: bytes, facts: dict[str, Any], count: str, most: int) -> None:
-        facts[count] += len(data)
-        if facts[count] > most:
-            raise _Ended(f"more than {most} bytes")
+    async def _write(self, to: asyncio.StreamWriter, data: bytes, entry: dict[str, Any], count: str, most: int) -> None:
+        entry[count] += len(data)
+        if entry[count] > most:
+            raise _ConnectionEnded(f"more than {most} bytes")
         to.write(data)
         await to.drain()
 
 
-class _Ended(Exception):
+class _ConnectionEnded(Exception):
     """The proxy ends a connection; the text is the verdict."""
 
 
@@ -253,10 +260,10 @@ async def _line(source: asyncio.StreamReader) -> bytes:
     try:
         return await source.readuntil(b"\r\n")
     except (asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-        raise _Ended("a chunk is damaged") from None
+        raise _ConnectionEnded("a chunk is damaged") from None
 
 
-def _forwarded(head: Head, target: Target) -> bytes:
+def _forwarded(head: RequestHead, target: Target) -> bytes:
     """The head that the far server gets: its own path and name, no field that means the connection, no second one."""
     named = {part.strip().lower().decode() for name, value in head.fields if name == "connection"
              for part in value.split(b",")}  # fmt: skip
@@ -274,7 +281,7 @@ def _forwarded(head: Head, target: Target) -> bytes:
 def _chunk_size(line: bytes) -> int:
     text = line[:-2]
     if not 0 < len(text) <= 8 or any(c not in b"0123456789abcdefABCDEF" for c in text):
-        raise _Ended("a chunk is damaged")
+        raise _ConnectionEnded("a chunk is damaged")
     return int(text, 16)
 
 

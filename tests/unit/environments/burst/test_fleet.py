@@ -81,7 +81,7 @@ def test_machines_of_a_host_that_died_are_lost_and_new_ones_are_made_on_the_othe
         again = await fleet.fleet.fork(snapshot, 8)  # "b" is tried in vain, or not at all
         assert {machine._batch.host for machine in again} == {"a"}
         assert [await exits(machine) for machine in again] == [b"hi\n"] * 8
-        fleet.fleet._doubted.add("b")  # whoever was forked there last failed
+        fleet.fleet._suspects.add("b")  # whoever was forked there last failed
         await fleet.after(12)
         assert fleet.fleet.lost == ("b",)
         with pytest.raises(MachineError, match="lost with its host"):

@@ -41,40 +41,40 @@ class Agents:
         hierarchies: Sequence[Hierarchy],
         filter_: bytes,
         users_of: Callable[[int], int],
-        person: confine.Person,
-        me: int,
+        command_user: confine.CommandUser,
+        agent_id: int,
     ) -> None:
         self._hierarchies, self._users_of = hierarchies, users_of
-        self._given: dict[int, list[int]] = {}  # to every agent of a slot
-        self._template, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._slot_fds: dict[int, list[int]] = {}  # to every agent of a slot
+        self._template, agent_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._template.settimeout(_CLONE_S)
-        calls, maker = os.memfd_create("filter", os.MFD_CLOEXEC), os.pidfd_open(os.getpid())
-        os.write(calls, filter_)
-        words = ["--template", str(theirs.fileno()), str(maker), str(person.uid if base is None else me)]
-        words += ["--work", person.work, "--user", person.name, "--cpus", str(os.cpu_count() or 1)]
-        words += ["--path", person.path] if person.path else []
-        words += ["--root-capabilities", f"{_ROOT_CAPABILITIES:x}", "--filter-fd", str(calls)]
+        filter_fd, maker = os.memfd_create("filter", os.MFD_CLOEXEC), os.pidfd_open(os.getpid())
+        os.write(filter_fd, filter_)
+        args = ["--template", str(agent_end.fileno()), str(maker), str(command_user.uid if base is None else agent_id)]
+        args += ["--work", command_user.work, "--user", command_user.name, "--cpus", str(os.cpu_count() or 1)]
+        args += ["--path", command_user.path] if command_user.path else []
+        args += ["--root-capabilities", f"{_ROOT_CAPABILITIES:x}", "--filter-fd", str(filter_fd)]
         for name, value in confine.rlimits(limits).items():
-            words += ["--limit", f"{name}={value}"]
-        inherited = [(os.POSIX_SPAWN_DUP2, fd, fd) for fd in (theirs.fileno(), maker, calls)]
-        path, env = f"/proc/self/fd/{program}", {"AGENT": "\n".join(words)}
+            args += ["--limit", f"{name}={value}"]
+        inherited = [(os.POSIX_SPAWN_DUP2, fd, fd) for fd in (agent_end.fileno(), maker, filter_fd)]
+        path, env = f"/proc/self/fd/{program}", {"AGENT": "\n".join(args)}
         self.template = os.pidfd_open(os.posix_spawn(path, ["init"], env, file_actions=inherited))
-        for fd in (theirs.detach(), maker, calls):
+        for fd in (agent_end.detach(), maker, filter_fd):
             os.close(fd)
 
     def start(self, slot: int) -> tuple[int, int]:
         """In the namespaces of the machine to be: its PID here, and the host's end of its channel."""
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            socket.send_fds(self._template, [b"\0"], [theirs.fileno(), *self._given[slot]])
+        host_end, agent_end = socket.socketpair()
+        with host_end, agent_end:
+            socket.send_fds(self._template, [b"\0"], [agent_end.fileno(), *self._slot_fds[slot]])
             pid = int.from_bytes(self._template.recv(4), sys.byteorder, signed=True)
             if pid <= 0:
                 raise OSError(-pid, f"cloning an agent: {os.strerror(-pid) if pid else 'the template has ended'}")
-            return pid, ours.detach()
+            return pid, host_end.detach()
 
     def prepare(self, slot: int) -> None:
         """What every agent of a slot is given, made once."""
-        self._given[slot] = [self._users_of(slot), *(hierarchy.entrance(slot) for hierarchy in self._hierarchies)]
+        self._slot_fds[slot] = [self._users_of(slot), *(hierarchy.entrance(slot) for hierarchy in self._hierarchies)]
 
 
 def write_maps(pid: int, ids: str) -> None:

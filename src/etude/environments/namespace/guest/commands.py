@@ -30,13 +30,13 @@ from .packets import (
     ENDED,
     ENDED_FACTS,
     HEAD,
+    REPORT_PID,
     RUN,
     RUN_FACTS,
     SIGNALLED,
     STOP_ALL,
-    TELL_PID,
 )
-from .roles import Become
+from .processes import Become
 
 _KILLED = 9  # a wait status
 _FDS_SPACE = socket.CMSG_SPACE(5 * 4)
@@ -72,28 +72,28 @@ class _Runner:
     def serve(self) -> None:
         self._poller.register(self._channel, select.POLLIN)
         while True:
-            for fd, _ in self._poller.poll(self._patience_ms()):
+            for fd, _ in self._poller.poll(self._poll_timeout_ms()):
                 if fd in self._running:
-                    self._ended(fd)
-                elif not self._answer():
+                    self._reap(fd)
+                elif not self._handle_request():
                     return
-            self._end_the_late()
+            self._kill_late()
 
-    def _patience_ms(self) -> float | None:
+    def _poll_timeout_ms(self) -> float | None:
         soonest = None
         for process in self._running.values():
             if process.command and not process.timed_out and (soonest is None or process.end < soonest):
                 soonest = process.end
         return None if soonest is None else max(0.0, soonest - time.monotonic()) * 1000 + 1
 
-    def _end_the_late(self) -> None:
+    def _kill_late(self) -> None:
         now = time.monotonic()
         for process in [p for p in self._running.values() if p.command and p.end <= now and not p.timed_out]:
             process.timed_out = True
             ender = _Process(0, os.dup(process.init), process.init_pid, now, command=False)
-            self._fork(ender, partial(_once, partial(processes.end_tree, process.pid)), [], inside=False)
+            self._fork(ender, partial(_run_and_exit, partial(processes.end_tree, process.pid)), [], inside=False)
 
-    def _answer(self) -> bool:
+    def _handle_request(self) -> bool:
         packet, ancillary, _, _ = self._channel.recvmsg(64, _FDS_SPACE)
         if not packet:
             return False
@@ -115,9 +115,9 @@ class _Runner:
             role = partial(tools.start, init, streams, flags, slot, deadline_s, self._confinement)
         else:
             roots = [init_pid, *(p.pid for p in self._running.values() if p.command and p.init_pid == init_pid)]
-            role = partial(_once, _SIGNALS[kind](roots))
-        if self._fork(process, role, streams) and flags & TELL_PID:
-            self._channel.send(HEAD.pack(BEGUN, number) + BEGUN_FACTS.pack(processes.number_inside(process.pid)))
+            role = partial(_run_and_exit, _SIGNALS[kind](roots))
+        if self._fork(process, role, streams) and flags & REPORT_PID:
+            self._channel.send(HEAD.pack(BEGUN, number) + BEGUN_FACTS.pack(processes.pid_in_namespace(process.pid)))
         return True
 
     def _fork(self, process: _Process, role: Callable[[], object], streams: list[int], *, inside: bool = True) -> bool:
@@ -135,7 +135,7 @@ class _Runner:
         for fd in streams:
             os.close(fd)
         if pid < 0:
-            self._done(process, lost=True)
+            self._report_end(process, lost=True)
             return False
         if inside:
             sys_.setns(self._own_pids, sys_.CLONE_NEWPID)
@@ -145,14 +145,14 @@ class _Runner:
         self._poller.register(fd, select.POLLIN)
         return True
 
-    def _ended(self, fd: int) -> None:
+    def _reap(self, fd: int) -> None:
         process = self._running.pop(fd)
         self._poller.unregister(fd)
         os.close(fd)
         _, process.status = os.waitpid(process.pid, 0)
-        self._done(process, lost=process.status == _KILLED and not self._lives(process.init))
+        self._report_end(process, lost=process.status == _KILLED and not self._is_machine_alive(process.init))
 
-    def _lives(self, init: int) -> bool:
+    def _is_machine_alive(self, init: int) -> bool:
         """Whether a machine can still have processes. Killed by whom? Its end kills what runs in it first."""
         pid = -1
         with contextlib.suppress(OSError):
@@ -163,7 +163,7 @@ class _Runner:
         sys_.setns(self._own_pids, sys_.CLONE_NEWPID)
         return pid > 0 and os.waitpid(pid, 0)[1] == 0
 
-    def _done(self, process: _Process, *, lost: bool) -> None:
+    def _report_end(self, process: _Process, *, lost: bool) -> None:
         os.close(process.init)
         code = os.waitstatus_to_exitcode(process.status)
         facts = ENDED_FACTS.pack((code if code >= 0 else 128 - code) & 0xFF, process.timed_out, lost)
@@ -173,7 +173,7 @@ class _Runner:
             self._channel.send(HEAD.pack(SIGNALLED, process.number) + facts)
 
 
-def _once(work: Callable[[], None]) -> NoReturn:
+def _run_and_exit(work: Callable[[], None]) -> NoReturn:
     work()
     os._exit(0)
 

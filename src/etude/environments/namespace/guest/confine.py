@@ -33,7 +33,7 @@ class Limits(NamedTuple):
     address_bytes: int
 
 
-class Person(NamedTuple):
+class CommandUser(NamedTuple):
     """Whom commands run as, as machines see it, and where they start."""
 
     uid: int = USER
@@ -51,7 +51,7 @@ class Confinement(NamedTuple):
     hierarchies: list[Hierarchy]
     filter_: ctypes.Structure
     outer_proc: int  # device of the /proc that machines must not see
-    person: Person
+    command_user: CommandUser
     own_root: bool  # whether machines have this process's own root, and with it its interpreter
 
 
@@ -80,7 +80,7 @@ def enter(init: int, slot: int, cpu_s: int, to: Confinement) -> None:
         os.setgroups([])
     sys_.setns(init, sys_.CLONE_NEWUSER)
     os.closerange(3, 1 << 20)
-    uid, gid, work, *_ = to.person
+    uid, gid, work, *_ = to.command_user
     os.setresgid(gid, gid, gid)
     os.setresuid(uid, uid, uid)
     sys_.prctl(sys_.PR_SET_NO_NEW_PRIVS, 1)

@@ -44,7 +44,7 @@ class Machines:
         runner: int,
         program: int | None,
         filter_: bytes,
-        person: confine.Person,
+        command_user: confine.CommandUser,
         root: overlay.Roots | Frame,
     ) -> None:
         self._frame = root if isinstance(root, Frame) and root.overlays else None
@@ -62,9 +62,9 @@ class Machines:
         self._sleeper = Sleeper()
         self._agents: agents.Agents | None = None
         if program is not None:
-            me = agents.AGENT if self._roots is None else overlay.AGENT
+            agent_id = agents.AGENT if self._roots is None else overlay.AGENT
             users = self._user_namespace if self._roots is None else self._kept_user_namespace
-            self._agents = agents.Agents(program, base, limits, hierarchies, filter_, users, person, me)
+            self._agents = agents.Agents(program, base, limits, hierarchies, filter_, users, command_user, agent_id)
             self._helpers.append(self._agents.template)
         self._poller = select.poll()
         if base is not None:  # without privilege, maps could not be written then; a capability it holds protects PID 1
@@ -78,10 +78,10 @@ class Machines:
             for fd, _ in self._poller.poll():
                 if fd in self._alive:
                     self._reap(fd)
-                elif fd in self._helpers or not self._answer():
+                elif fd in self._helpers or not self._handle_request():
                     return
 
-    def _answer(self) -> bool:
+    def _handle_request(self) -> bool:
         packet = self._channel.recv(64)
         if not packet:
             return False
@@ -134,12 +134,12 @@ class Machines:
                 pid, channel = self._agents.start(slot)
                 fds.append(channel)
         finally:
-            self._go_home()
+            self._return_home()
         if self._agents is None:
             self._map_users(pid, slot)
         return pid
 
-    def _go_home(self) -> None:
+    def _return_home(self) -> None:
         for fd, kind in self._home:
             sys_.setns(fd, kind)
 
@@ -151,7 +151,7 @@ class Machines:
             frame.make()
             return _namespace("mnt")
         finally:
-            self._go_home()
+            self._return_home()
 
     def _map_users(self, pid: int, slot: int) -> None:
         try:

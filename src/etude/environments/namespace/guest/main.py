@@ -28,7 +28,7 @@ from typing import Any
 from . import cgroups, commands, confine, machines, overlay, root, seccomp
 from . import syscalls as sys_
 from .packets import FAILED, HEAD, STARTED
-from .roles import Become
+from .processes import Become
 from .tools import ENVIRONMENT
 
 _OF_THE_C_LIBRARY = (32, 33)  # signals that it hides; they are inherited as others are
@@ -127,7 +127,7 @@ def _enter_user_namespace() -> None:
 def _launcher(config: dict[str, Any], control: int, hierarchies: list[cgroups.Hierarchy], base: int | None) -> None:
     channel = socket.socket(fileno=control)
     limits, image = confine.Limits(*config["limits"]), config["image"]
-    person, roots, frame = confine.Person(), None, None
+    command_user, roots, frame = confine.CommandUser(), None, None
     try:
         sys_.prctl(sys_.PR_SET_PDEATHSIG, 9)
         for name in config["preload"]:
@@ -142,8 +142,12 @@ def _launcher(config: dict[str, Any], control: int, hierarchies: list[cgroups.Hi
             frame = root.enter(config["python"], config["prefix"])
         else:
             overlay.enter_frame(image["path"])
-            person = confine.Person(image["uid"], image["gid"], image["workdir"], image["user"], image["env"]["PATH"])
-            roots = overlay.Roots(base, overlay.Size(*image["size"]), person.work, person.uid, person.gid)
+            command_user = confine.CommandUser(
+                image["uid"], image["gid"], image["workdir"], image["user"], image["env"]["PATH"]
+            )
+            roots = overlay.Roots(
+                base, overlay.Size(*image["size"]), command_user.work, command_user.uid, command_user.gid
+            )
         filter_ = seccomp.build()
     except (OSError, ImportError, KeyError) as error:
         channel.send(HEAD.pack(FAILED, getattr(error, "errno", 0) or 0) + f"building the root: {error}".encode())
@@ -155,7 +159,7 @@ def _launcher(config: dict[str, Any], control: int, hierarchies: list[cgroups.Hi
     if runner == 0:
         channel.close()
         confinement = confine.Confinement(
-            limits, base, hierarchies, filter_, os.stat("/proc").st_dev, person, roots is None
+            limits, base, hierarchies, filter_, os.stat("/proc").st_dev, command_user, roots is None
         )
         raise Become(partial(commands.serve, config["commands"], confinement))
     os.close(config["commands"])
@@ -166,7 +170,16 @@ def _launcher(config: dict[str, Any], control: int, hierarchies: list[cgroups.Hi
     facts = {"base": base, "cgroups": bounded, "accounts": accounts, "agent": program is not None, "root": whole.mode}
     channel.send(HEAD.pack(STARTED, os.getpid()) + json.dumps(facts).encode())
     machines.Machines(
-        channel, hierarchies, base, limits, config["max_machines"], runner, program, seccomp.packed(), person, whole
+        channel,
+        hierarchies,
+        base,
+        limits,
+        config["max_machines"],
+        runner,
+        program,
+        seccomp.packed(),
+        command_user,
+        whole,
     ).serve()
 
 

@@ -119,11 +119,11 @@ class Roots:
         """In a machine's mount namespace, that was the launcher's: be in its root, with nothing else in reach."""
         first, size = self.first(slot), self._size
         copied = self.mode == COPIED
-        room, inodes = size.upper_bytes, size.upper_inodes
+        num_bytes, inodes = size.upper_bytes, size.upper_inodes
         if copied:
-            room, inodes = room + size.image_bytes + (size.image_files << 12), inodes + size.image_files
+            num_bytes, inodes = num_bytes + size.image_bytes + (size.image_files << 12), inodes + size.image_files
         flags = MS_NOSUID | MS_NODEV
-        mount("tmpfs", _MACHINE, "tmpfs", flags, f"size={room},nr_inodes={inodes + 8},mode=700")
+        mount("tmpfs", _MACHINE, "tmpfs", flags, f"size={num_bytes},nr_inodes={inodes + 8},mode=700")
         proc, devices = clone_tree("/proc"), clone_tree("/dev")
         try:
             root, upper = f"{_MACHINE}/root", f"{_MACHINE}/upper"
@@ -182,17 +182,17 @@ class Roots:
 
     def users_of(self, slot: int) -> int:
         """The user namespace of a slot, open, from a fork of this process that is in it for a moment."""
-        ready, told = os.pipe()
+        read_end, write_end = os.pipe()
         pid = os.fork()
         if pid == 0:
             with contextlib.suppress(OSError):
                 unshare(CLONE_NEWUSER)
-                os.write(told, b"x")
+                os.write(write_end, b"x")
                 signal.pause()
             os._exit(1)
-        os.close(told)
+        os.close(write_end)
         try:
-            with open(ready, "rb", buffering=0) as pipe:
+            with open(read_end, "rb", buffering=0) as pipe:
                 if not pipe.read(1):
                     raise OSError(errno.EPERM, "unshare: a user namespace cannot be made")
             write_maps(pid, self.maps(slot))

@@ -23,7 +23,7 @@ RUN, END_ALL, STOP_ALL, CONTINUE_ALL = b"E", b"X", b"T", b"C"
 # host to runner, without descriptors: the deadline of the command of this number is over
 END_ONE = b"K"
 RUN_FACTS = struct.Struct("<dIIB")  # deadline_s, slot, PID of PID 1, flags
-ERRORS_APART, INPUT_GIVEN, TELL_PID = 1, 2, 4
+SEPARATE_STDERR, INPUT_GIVEN, REPORT_PID = 1, 2, 4
 # runner to host: a command's first process, by its PID in the machine; the command has ended; a signal was delivered
 BEGUN, ENDED, SIGNALLED = b"B", b"D", b"L"
 BEGUN_FACTS = struct.Struct("<I")

@@ -10,11 +10,11 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 _AGAIN_S = 0.0005
 _GONE = "ZX"
-_STANDING = "TtZX"
+_STOPPED = "TtZX"
 
 
 def below(pid: int) -> list[int]:
@@ -76,7 +76,7 @@ def stop_all(roots: Iterable[int]) -> None:
         os.kill(-1, signal.SIGSTOP)
     init, *commands = roots
     everyone = [*below(init), *(each for pid in commands for each in (pid, *_below_if_there(pid)))]
-    while not all(_all_are(each, _STANDING) for each in everyone):
+    while not all(_all_are(each, _STOPPED) for each in everyone):
         time.sleep(_AGAIN_S)
 
 
@@ -93,8 +93,16 @@ def continue_all() -> None:
         os.kill(-1, signal.SIGCONT)
 
 
-def number_inside(pid: int) -> int:
+def pid_in_namespace(pid: int) -> int:
     """What a process is called in its own, innermost PID namespace; 0 when it is gone."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/status", "rb") as file:
         return int(file.read().partition(b"\nNSpid:")[2].partition(b"\n")[0].split()[-1])
     return 0
+
+
+class Become(BaseException):
+    """Unwind a forked process to its outermost frame and be `role` there: nothing of its parent's frames remains."""
+
+    def __init__(self, role: Callable[[], object]) -> None:
+        super().__init__()
+        self.role = role

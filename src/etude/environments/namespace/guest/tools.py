@@ -13,8 +13,8 @@ from functools import partial
 from typing import NoReturn
 
 from . import confine, python
-from .packets import ERRORS_APART, INPUT_GIVEN
-from .roles import Become
+from .packets import INPUT_GIVEN, SEPARATE_STDERR
+from .processes import Become
 from .root import PYTHON_BIN, WORK
 
 ENVIRONMENT = {
@@ -38,19 +38,19 @@ def request(argv: Sequence[str], *, cwd: str, env: Mapping[str, str]) -> bytes:
 def start(init: int, streams: list[int], flags: int, slot: int, deadline_s: float, to: confine.Confinement) -> NoReturn:
     """The outermost frame of a command's process. `streams` are its request and output, then its errors and its input
     where `flags` say so."""
-    told, out, *given = streams
+    request_fd, out, *other_fds = streams
     try:
         os.setsid()
-        cwd, num_env, *words = os.fsdecode(os.pread(told, MAX_REQUEST_BYTES, 0)).split("\0")
+        cwd, num_env, *words = os.fsdecode(os.pread(request_fd, MAX_REQUEST_BYTES, 0)).split("\0")
         env, argv = words[: int(num_env)], words[int(num_env) :]
-        errors = given.pop(0) if flags & ERRORS_APART else out
-        os.dup2(given[0] if flags & INPUT_GIVEN else os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), 0)
+        errors = other_fds.pop(0) if flags & SEPARATE_STDERR else out
+        os.dup2(other_fds[0] if flags & INPUT_GIVEN else os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), 0)
         os.dup2(out, 1)
         os.dup2(errors, 2)
         confine.enter(init, slot, int(deadline_s * (os.cpu_count() or 1)) + 2, to)
     except OSError as error:
-        os.ftruncate(told, 0)
-        os.pwrite(told, str(error).encode(), 0)
+        os.ftruncate(request_fd, 0)
+        os.pwrite(request_fd, str(error).encode(), 0)
         os._exit(BROKEN_EXIT)
     if cwd:
         _go_to(cwd)

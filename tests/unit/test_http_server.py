@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from etude.errors import ConfigError
-from etude.listening import bind, listening
+from etude.http_server import bind, run_http_server
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 GET = b"GET /%b HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -56,7 +56,7 @@ def served(test: Callable[[Callable[[], Awaitable[Streams]], App], Awaitable[Non
             opened.append(streams[1])
             return streams
 
-        async with asyncio.timeout(30), listening(app.app, sock, what="a test", patience_s=patience_s):
+        async with asyncio.timeout(30), run_http_server(app.app, sock, name="a test", client_timeout_s=patience_s):
             await test(connect, app)
             for writer in opened:
                 writer.transport.abort()

@@ -24,7 +24,7 @@ sys.path.insert(0, {folder!r})
 libc = ctypes.CDLL(None, use_errno=True)
 if {user} >= 0 and libc.setns({user}, 0x10000000) < 0 or libc.setns({net}, 0x40000000) < 0:
     sys.exit(ctypes.get_errno())
-from etude.environments.network.inside import loopback_listener
+from etude.environments.network.loopback import loopback_listener
 listener = loopback_listener({port})
 socket.send_fds(socket.socket(fileno={channel}), [b"x"], [listener.fileno()])
 """
@@ -43,17 +43,17 @@ def loopback_listener(port: int) -> socket.socket:
     return listener
 
 
-def listen_inside(pid: int, port: int = 0) -> socket.socket:
+def listen_on_loopback(pid: int, port: int = 0) -> socket.socket:
     """A socket that listens on 127.0.0.1:`port` (0: any free one) of a process's network namespace. `MachineError`
     where that namespace cannot be entered."""
     net = user = -1
     try:
         net = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-        user = -1 if os.geteuid() == 0 else _owner_of(net)
-        mine, theirs = socket.socketpair()
-        with mine, theirs:
-            mine.settimeout(_DEADLINE_S)
-            return _made_inside(net, user, port, mine, theirs)
+        user = -1 if os.geteuid() == 0 else _owning_user_namespace(net)
+        receiver, sender = socket.socketpair()
+        with receiver, sender:
+            receiver.settimeout(_DEADLINE_S)
+            return _create_in_namespace(net, user, port, receiver, sender)
     except (OSError, subprocess.TimeoutExpired) as error:
         hint = "a socket inside needs root, or a machine of this user's"
         raise MachineError("no socket can be made in the machine", str(error), hint=hint) from None
@@ -63,21 +63,23 @@ def listen_inside(pid: int, port: int = 0) -> socket.socket:
                 os.close(fd)
 
 
-def _owner_of(net: int) -> int:
+def _owning_user_namespace(net: int) -> int:
     """The user namespace that a network namespace belongs to."""
     return fcntl.ioctl(net, 0xB701)  # NS_GET_USERNS
 
 
-def _made_inside(net: int, user: int, port: int, mine: socket.socket, theirs: socket.socket) -> socket.socket:
+def _create_in_namespace(
+    net: int, user: int, port: int, receiver: socket.socket, sender: socket.socket
+) -> socket.socket:
     """In a process of its own: only one with a single thread may enter a user namespace."""
     folder = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3))
-    code = _HELPER.format(folder=folder, user=user, net=net, port=port, channel=theirs.fileno())
-    fds = [fd for fd in (net, user, theirs.fileno()) if fd >= 0]
+    code = _HELPER.format(folder=folder, user=user, net=net, port=port, channel=sender.fileno())
+    fds = [fd for fd in (net, user, sender.fileno()) if fd >= 0]
     done = subprocess.run(
         [sys.executable, "-s", "-c", code], pass_fds=fds, stderr=subprocess.PIPE, timeout=_DEADLINE_S, check=False
     )
     if done.returncode:
-        words = done.stderr.decode(errors="replace").strip().splitlines()
-        raise OSError(done.returncode, words[-1] if words else os.strerror(done.returncode))
-    _, received, _, _ = socket.recv_fds(mine, 1, 1)
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        raise OSError(done.returncode, lines[-1] if lines else os.strerror(done.returncode))
+    _, received, _, _ = socket.recv_fds(receiver, 1, 1)
     return socket.socket(fileno=received[0])

@@ -7,6 +7,8 @@ coding together, two lengths, any coding but one ``chunked``.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
 from typing import NamedTuple
 
@@ -21,7 +23,7 @@ class BadRequest(ValueError):
     """Bytes that are no plain request head. The text is for the client."""
 
 
-class Head(NamedTuple):
+class RequestHead(NamedTuple):
     """`fields` in order, names in lower case. `body`: its length in bytes, or None where it comes in chunks."""
 
     method: str
@@ -38,7 +40,7 @@ class Target(NamedTuple):
     path: str
 
 
-def parse_head(data: bytes) -> Head:
+def parse_head(data: bytes) -> RequestHead:
     """A request's head, from its first byte to the empty line, that included. Raises `BadRequest`.
 
     >>> parse_head(b"GET http://a/b HTTP/1.1\\r\\nHost: a\\r\\n\\r\\n").target
@@ -58,7 +60,7 @@ def parse_head(data: bytes) -> Head:
         if not field:
             raise BadRequest("a field is not plain")
         fields.append((field[1].decode().lower(), field[2].rstrip(b" \t")))
-    return Head(found[1].decode(), found[2].decode(), tuple(fields), _body(fields))
+    return RequestHead(found[1].decode(), found[2].decode(), tuple(fields), _body(fields))
 
 
 def _body(fields: list[tuple[str, bytes]]) -> int | None:
@@ -77,7 +79,7 @@ def _body(fields: list[tuple[str, bytes]]) -> int | None:
     return 0
 
 
-def target_of(head: Head) -> Target:
+def target_of(head: RequestHead) -> Target:
     """Where a proxy is asked to go: the authority of a CONNECT, the absolute URL of anything else. `BadRequest`."""
     if head.method == "CONNECT":
         host, port = authority(head.target)
@@ -110,3 +112,14 @@ def authority(text: str) -> tuple[str, int | None]:
     if not host or ".." in host or host.startswith("."):
         raise BadRequest("no plain host")
     return host, port
+
+
+async def close_writer(writer: asyncio.StreamWriter, deadline_s: float) -> None:
+    """Close a connection once what was written has gone, or break it off at the deadline."""
+    writer.close()
+    try:
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                await writer.wait_closed()
+    finally:
+        writer.transport.abort()

@@ -28,13 +28,13 @@ PACKAGES, EGRESS_LOG = "packages", "egress.jsonl"
 
 
 @runtime_checkable
-class Listening(Protocol):
+class ListensOnLoopback(Protocol):
     """A machine on whose loopback something can be served from outside."""
 
     async def listen(self, port: int = 0) -> socket.socket: ...
 
 
-class Outlets:
+class BuildNetwork:
     """What builds may reach. `key` stands for it in their caches.
 
     `packages`: a folder of fetched packages; None: no mirror. `allow`: hosts that may be reached through a proxy, which
@@ -59,7 +59,7 @@ class Outlets:
                 listener = await _listener(machine)
                 stack.push_async_callback(mirror.close)
                 await mirror.serve(listener)
-                variables |= _of_mirror(listener)
+                variables |= _mirror_variables(listener)
             if self._allow:
                 proxy = EgressProxy(self._allow, stack.enter_context(self._log.open("ab")))
                 listener = await _listener(machine)
@@ -71,14 +71,14 @@ class Outlets:
             yield variables
 
 
-def outlets_of(store: Path, allow: Iterable[str] = ()) -> Outlets:
+def build_network_of(store: Path, allow: Iterable[str] = ()) -> BuildNetwork:
     """The outlets of builds in a store's folder: its packages, if it has some, and these hosts."""
     folder = store / PACKAGES
-    return Outlets(folder if folder.is_dir() else None, allow, log=store / EGRESS_LOG)
+    return BuildNetwork(folder if folder.is_dir() else None, allow, log=store / EGRESS_LOG)
 
 
 async def _listener(machine: object) -> socket.socket:
-    if not isinstance(machine, Listening):
+    if not isinstance(machine, ListensOnLoopback):
         facts = "its machines have no loopback that is served from outside"
         raise MachineError("a build cannot reach packages here", facts, hint="build with --backend namespace")
     return await machine.listen()
@@ -88,7 +88,7 @@ def _url(listener: socket.socket) -> str:
     return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def _of_mirror(listener: socket.socket) -> dict[str, str]:
+def _mirror_variables(listener: socket.socket) -> dict[str, str]:
     url = _url(listener)
     pip = {"PIP_INDEX_URL": f"{url}/pip/simple", "PIP_TRUSTED_HOST": "127.0.0.1", "PIP_NO_INPUT": "1"}
     return {**pip, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "npm_config_registry": f"{url}/npm", "ETUDE_MIRROR": url}

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 
 from etude.errors import MachineError
 
-_STILL_THERE = 'test "$PPID" = "$0" && exec "$@"'  # between the fork and setpriv the parent may have died
+_CHECK_PARENT = 'test "$PPID" = "$0" && exec "$@"'  # between the fork and setpriv the parent may have died
 
 
-def require(programs: dict[str, str], what: str) -> None:
+def require_programs(programs: dict[str, str], what: str) -> None:
     """Raises `MachineError` where this is no Linux, or a program is missing; values are the packages that have them.
     `what` is what they are for."""
     if sys.platform != "linux":
@@ -31,54 +31,54 @@ def require(programs: dict[str, str], what: str) -> None:
             raise MachineError(f"{program} not found", f"{what} run in it", hint=f"install: {package}")
 
 
-def bound(command: Sequence[str], *, by: str = "KILL") -> list[str]:
+def die_with_parent(command: Sequence[str], *, signal_name: str = "KILL") -> list[str]:
     """A command that gets this signal when the thread that starts it ends, and is not begun where it already has."""
-    return ["setpriv", f"--pdeathsig={by}", "--", "sh", "-c", _STILL_THERE, str(os.getpid()), *command]
+    return ["setpriv", f"--pdeathsig={signal_name}", "--", "sh", "-c", _CHECK_PARENT, str(os.getpid()), *command]
 
 
-class BoundProcess:
+class ChildProcess:
     """A started program. `said` is a descriptor that its standard error, and output where none is given, go to."""
 
     def __init__(
         self,
         command: Sequence[str],
         *,
-        said: int,
+        log_fd: int,
         stdin: int | None = None,
         stdout: int | None = None,
         fds: Sequence[int],
     ) -> None:
-        self._said, self._closed = said, False
+        self._log_fd, self._closed = log_fd, False
         try:
             self._process = subprocess.Popen(
-                bound(command),
+                die_with_parent(command),
                 stdin=subprocess.DEVNULL if stdin is None else stdin,
-                stdout=said if stdout is None else stdout,
-                stderr=said,
+                stdout=log_fd if stdout is None else stdout,
+                stderr=log_fd,
                 pass_fds=fds,
                 cwd="/",
                 start_new_session=True,
             )
         except OSError as error:
-            raise _unstarted(command[0], error) from None
+            raise _start_error(command[0], error) from None
         self.pid = self._process.pid
         try:
             self._pidfd = os.pidfd_open(self.pid)
         except OSError as error:
             self._process.kill()
             self._process.wait()
-            raise _unstarted(command[0], error) from None
+            raise _start_error(command[0], error) from None
 
     @property
     def is_alive(self) -> bool:
         return not self._closed and self._process.poll() is None
 
-    def said(self) -> str:
+    def log_tail(self) -> str:
         """The end of what it wrote to its standard error."""
-        size = os.fstat(self._said).st_size
-        return os.pread(self._said, 2000, max(0, size - 2000)).decode(errors="replace").strip()
+        size = os.fstat(self._log_fd).st_size
+        return os.pread(self._log_fd, 2000, max(0, size - 2000)).decode(errors="replace").strip()
 
-    async def ended(self) -> None:
+    async def wait(self) -> None:
         """Wait until it is no more, for whatever reason."""
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._pidfd, ready.set)
@@ -101,7 +101,7 @@ class BoundProcess:
         self._closed = True
         try:
             async with asyncio.timeout(deadline_s):
-                await self.ended()
+                await self.wait()
         except TimeoutError:
             facts = f"process {self.pid}, {deadline_s:g} s after SIGKILL"
             raise MachineError("a process does not end", facts, hint="it hangs in the kernel: see dmesg") from None
@@ -110,5 +110,5 @@ class BoundProcess:
             os.close(self._pidfd)
 
 
-def _unstarted(program: str, error: OSError) -> MachineError:
+def _start_error(program: str, error: OSError) -> MachineError:
     return MachineError(f"{program} could not be started", str(error), hint="see ulimit -u, ulimit -n, memory")

@@ -18,7 +18,7 @@ SENTRY_BYTES = 96 << 20  # memory that gVisor itself needs for one sandbox: its 
 _ENTER = 'while [ "$1" != -- ]; do echo 0 > "$1" || exit 125; shift; done; shift; exec "$@"'
 
 
-class Groups:
+class SandboxCgroups:
     """The control groups of a runtime's sandboxes, at most `count` at once. On a host that allows no control groups it
     does nothing, and sandboxes are not limited."""
 
