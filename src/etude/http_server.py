@@ -1,8 +1,8 @@
-"""Offering an ASGI app over HTTP: one socket, bound before anything starts, closed in order.
+"""Serve an ASGI app over HTTP with uvicorn: bind first, shut down in order, drop clients that block a connection.
 
-uvicorn bounds neither how long nor how large the head of a request is, nor how long an answer waits for a client that
-does not read it; here a connection is cut for that. Bodies, and the time that answers take, are the app's own to bound.
-Signals are left to whoever starts this. Knows nothing of what is offered.
+uvicorn bounds neither the time nor the size of a request's head, nor the time that a response waits for a client that
+does not read it. Here such connections are aborted. The app itself bounds request bodies and its response times.
+Signals are left to the caller.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ async def run_http_server(
     max_connections: int = 8192,
     client_timeout_s: float = _CLIENT_TIMEOUT_S,
 ) -> AsyncIterator[str]:
-    """Serve at a socket of `bind` while the block runs; yields the URL. `what` names it in errors; requests that are
-    under way at the end have `grace_s`. A client has `patience_s` for the head of a request, and to take more of an
-    answer.
+    """Serve an app on a socket while the block runs. Yields the base URL.
 
-    Raises `DeadlineExceeded` where it does not start, or stop.
+    `sock`: a listening socket from `bind`; closed at the end. `name`: the server's name in errors. `grace_s`: how long
+    requests in progress may continue at shutdown. `client_timeout_s`: how long a client may take to send a request's
+    head, and to read more of a response. Raises `DeadlineExceeded` if the server does not start or stop in time.
     """
     config = uvicorn.Config(
         app,
@@ -69,7 +69,7 @@ async def run_http_server(
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises `ConfigError`."""
+    """A listening socket. Port 0 takes any free port. Raises `ConfigError`."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
@@ -89,7 +89,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn that says when it is up, and leaves signals alone."""
+    """A uvicorn server that sets `ready` once it is up, and leaves signals alone."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -118,7 +118,7 @@ async def _wait_started(server: _Server, serving: asyncio.Task[None], name: str)
 
 
 class _Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """uvicorn's, whichever parser it has, cut where its client holds it for nothing."""
+    """uvicorn's HTTP connection, with either parser, aborted when its client blocks it."""
 
     client_timeout_s = _CLIENT_TIMEOUT_S
     _abort_timer: asyncio.TimerHandle | None = None
@@ -165,7 +165,7 @@ class _Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             self._abort_timer = asyncio.get_running_loop().call_later(self.client_timeout_s, self.transport.abort)
 
     def _wait_for_reader(self, bytes_before: int) -> None:
-        """Cut it unless less waits to be read now than before; look again later."""
+        """Abort the connection unless the client has read something since the last check; check again later."""
         self._stop_waiting()
         num_bytes = self.transport.get_write_buffer_size()
         if num_bytes >= bytes_before:

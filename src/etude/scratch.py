@@ -1,5 +1,8 @@
-"""A folder among the temporary files that is removed even when its owner was killed: its lock says that the owner
-lives, and whoever makes the next one of that name removes those without an owner."""
+"""Temporary directories that are removed even after their owner was killed.
+
+The owner holds a file lock on its directory. Whoever creates the next directory of the same name removes those whose
+lock is free.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from pathlib import Path
 
 
 class ScratchDirectory:
-    """An empty folder at `path`, until `close` or the end of the block. `name` says what it is for. Raises `OSError`
-    where none can be made.
+    """An empty temporary directory at `path`, until `close` or the end of the block. `name` says what it is for. Raises
+    `OSError` if it cannot be created.
 
     >>> with ScratchDirectory("example") as path:
     ...     path.name.startswith("etude-example."), list(path.iterdir())
@@ -44,7 +47,7 @@ class ScratchDirectory:
         self.close()
 
     def close(self) -> None:
-        """Remove it, with all that is in it. Once."""
+        """Remove the directory with its content. Call it once."""
         self._folder.cleanup()
         os.close(self._lock)
 

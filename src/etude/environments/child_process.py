@@ -1,7 +1,8 @@
-"""A process that cannot outlive this one: the kernel kills it with its parent, however that ends.
+"""Child processes that the kernel kills when their parent ends, however it ends.
 
-`setpriv` asks for it, in the child and before the program, so there is nothing to be done between fork and exec here,
-where other threads may hold locks. The signal comes when the thread that started it ends: start from the event loop.
+`setpriv --pdeathsig` sets the parent-death signal in the child, before the program starts. So nothing runs between fork
+and exec in this process, where other threads may hold locks. The kernel sends the signal when the *thread* that started
+the child ends: start children from the event loop's thread.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ _CHECK_PARENT = 'test "$PPID" = "$0" && exec "$@"'  # between the fork and setpr
 
 
 def require_programs(programs: dict[str, str], what: str) -> None:
-    """Raises `MachineError` where this is no Linux, or a program is missing; values are the packages that have them.
-    `what` is what they are for."""
+    """Check that this is Linux and that the programs are installed. Raises `MachineError`.
+
+    `programs`: program name to the package that has it. `what`: who needs them, as the subject of the error.
+    """
     if sys.platform != "linux":
         hint = "use the container recipe or a remote backend"
         raise MachineError(f"{what} need Linux", sys.platform, hint=hint)
@@ -32,12 +35,17 @@ def require_programs(programs: dict[str, str], what: str) -> None:
 
 
 def die_with_parent(command: Sequence[str], *, signal_name: str = "KILL") -> list[str]:
-    """A command that gets this signal when the thread that starts it ends, and is not begun where it already has."""
+    """Wrap a command so that it gets the signal `signal_name` when the thread that starts it ends. If that thread
+    has already ended, the command does not start."""
     return ["setpriv", f"--pdeathsig={signal_name}", "--", "sh", "-c", _CHECK_PARENT, str(os.getpid()), *command]
 
 
 class ChildProcess:
-    """A started program. `said` is a descriptor that its standard error, and output where none is given, go to."""
+    """A started program that dies with this process.
+
+    `log_fd`: descriptor of the file that gets its standard error, and its standard output unless `stdout` is given.
+    `fds`: further descriptors that it inherits. Raises `MachineError` where it cannot be started.
+    """
 
     def __init__(
         self,
@@ -74,12 +82,12 @@ class ChildProcess:
         return not self._closed and self._process.poll() is None
 
     def log_tail(self) -> str:
-        """The end of what it wrote to its standard error."""
+        """The last 2,000 bytes of its log, as text."""
         size = os.fstat(self._log_fd).st_size
         return os.pread(self._log_fd, 2000, max(0, size - 2000)).decode(errors="replace").strip()
 
     async def wait(self) -> None:
-        """Wait until it is no more, for whatever reason."""
+        """Wait until the process has ended."""
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._pidfd, ready.set)
         try:
@@ -88,13 +96,14 @@ class ChildProcess:
             loop.remove_reader(self._pidfd)
 
     def kill(self) -> None:
-        """End it at once, without waiting. Idempotent."""
+        """Send SIGKILL without waiting. Idempotent."""
         if not self._closed:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     async def close(self, *, deadline_s: float = 20.0) -> None:
-        """Kill it and wait until it is gone. Idempotent. `MachineError` where it hangs in the kernel."""
+        """Kill the process and wait until it has ended. Idempotent. Raises `MachineError` if it does not end within
+        `deadline_s`, because it hangs in the kernel."""
         if self._closed:
             return
         self.kill()

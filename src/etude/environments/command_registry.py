@@ -1,7 +1,7 @@
-"""What a machine remembers of its commands: each key runs once, whoever repeats it gets the record.
+"""Idempotent commands: a machine runs each command key once, and repeats of the key get the stored result.
 
-A command is a task of its own: whoever asked may be cancelled, and asks again with the same key. Knows nothing of how
-a command is run.
+Each command runs as a task of its own. A caller that is cancelled can ask again with the same key. How a command is
+executed is up to the machine.
 """
 
 from __future__ import annotations
@@ -18,21 +18,24 @@ MAX_COMMANDS = 4096  # of one machine: each keeps its result
 
 
 class CommandRegistry:
-    """Of one machine, by their keys."""
+    """The commands of one machine, by their keys."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[ExecResult]] = {}
 
     def __bool__(self) -> bool:
-        """Whether any was ever begun."""
+        """Whether any command was ever started."""
         return bool(self._tasks)
 
     async def run_once(
         self, begin: Begin, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
     ) -> ExecResult:
-        """The result of the command with this key. Where there is none yet, `begin` makes one: what it raises is
-        raised here, and the key is free still; what its coroutine raises belongs to the key. `ValueError` for what
-        cannot be a command, `MachineError` past `MAX_COMMANDS`."""
+        """Return the result of the command with this key; start it if the key is new.
+
+        `begin(command)` returns the coroutine that runs the command. If `begin` itself raises, the key stays unused; an
+        error of the coroutine is stored as the key's result. Raises `ValueError` for an invalid command, `MachineError`
+        beyond `MAX_COMMANDS` commands.
+        """
         running = self._tasks.get(key)
         if running is None:
             if len(self._tasks) >= MAX_COMMANDS:

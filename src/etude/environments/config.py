@@ -1,4 +1,4 @@
-"""Settings of machines: what one may use, and how many there are. Imports no torch; part of a run's config."""
+"""Settings of machines: the limits of one machine, and the `[machines]` section of a run's config. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """Bounds on one machine. What enforces them depends on the host: `NamespaceRuntime.limits` says what does.
+    """Resource limits of one machine. What enforces them depends on the host; `NamespaceRuntime.limits` reports it.
 
-    The defaults fit small repositories and their tests; the fork of a whole toolchain needs more of each.
+    The defaults fit small repositories and their tests. A toolchain such as a compiler needs more of each.
     """
 
     memory_bytes: int = ranged(256 * MIB, low=32 * MIB)  # all processes and what they write, together
@@ -31,7 +31,7 @@ class MachineLimits:
 
 @dataclass(frozen=True)
 class MachinesConfig(MachineLimits):
-    """The `[machines]` section: the backend, and what one machine may use."""
+    """The `[machines]` section of a run's config: the backend and the limits of one machine."""
 
     backend: str = "namespace"  # or "microvm", "gvisor", "remote": see `environments.backends`
     require_memory_bound: bool = True  # false: start all the same; what one process maps is bounded, the sum is not
@@ -39,10 +39,11 @@ class MachinesConfig(MachineLimits):
 
 
 def check_memory_bound(limits: MachineLimits, controllers: Collection[str]) -> None:
-    """Raise `MachineError` where a bound on a machine's memory is required and no control group can keep it.
+    """Check that the memory of a machine can be bounded, if `limits` require that. Raises `MachineError`.
 
-    Nothing else can: a process may hold memory that no count of processes shows (files in memory whose descriptors are
-    on their way through a socket, buffers of sockets), and may take gigabytes between two counts.
+    `controllers`: the control-group controllers that this process may use. Only the memory controller can bound a
+    machine: counting the memory of its processes misses files in memory without a mapping and socket buffers, and a
+    process can allocate gigabytes between two counts.
     """
     if limits.require_memory_bound and "memory" not in controllers:
         raise MachineError(

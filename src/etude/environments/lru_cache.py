@@ -1,7 +1,4 @@
-"""What a runtime keeps by name, bounded in bytes: the least recently used goes first, what is held does not go.
-
-Held things count apart: whoever holds them has a bound of their own, and takes nobody else's room.
-"""
+"""A cache that is bounded in bytes and evicts the least recently used entries. Entries can be held against eviction."""
 
 from __future__ import annotations
 
@@ -15,7 +12,10 @@ T = TypeVar("T")
 
 
 class LruCache(Generic[T]):
-    """Things of a size. What has a name never changes.
+    """Cached values by name; the value of a name never changes.
+
+    `size_of` gives a value's size in bytes. The entries that are not held have at most `max_bytes` together (one entry
+    may exceed that alone). Held entries do not count: their holders have quotas of their own.
 
     >>> trees = LruCache(len, max_bytes=8)
     >>> trees.put("a", b"aaaaa"), trees.hold("a"), trees.put("b", b"bbbbb"), trees.put("c", b"ccccc")
@@ -31,20 +31,21 @@ class LruCache(Generic[T]):
         self._holds: Counter[str] = Counter()
 
     def put(self, name: str, value: T) -> str:
-        """Keep it, or what has this name already. Returns the name."""
+        """Add an entry unless the name exists already. Returns the name."""
         if self.get(name) is None:
             self._entries[name] = value, self._size_of(value)
             self._make_evictable(name)
         return name
 
     def get(self, name: str) -> T | None:
-        """None for what was never kept, or has had to go."""
+        """The value, or None if it was never added or has been evicted."""
         if name in self._evictable:
             self._evictable.move_to_end(name)
         return self._entries[name][0] if name in self._entries else None
 
     def hold(self, name: str) -> int:
-        """Keep it until it was released as often; how many bytes it has. `MachineError` for what is not there."""
+        """Keep an entry until `release` has been called as often as `hold`. Returns its size in bytes. Raises
+        `MachineError` for an unknown name."""
         if name not in self._entries:
             raise MachineError(f"no snapshot {name[:12]}", "unknown, or gone for others", hint="take it again")
         if name in self._evictable:
@@ -54,7 +55,7 @@ class LruCache(Generic[T]):
         return self._entries[name][1]
 
     def release(self, name: str) -> None:
-        """One hold fewer."""
+        """Undo one `hold`."""
         self._holds[name] -= 1
         if self._holds[name] <= 0:
             del self._holds[name]
@@ -62,7 +63,7 @@ class LruCache(Generic[T]):
                 self._make_evictable(name)
 
     def clear(self) -> None:
-        """Let go of everything, held or not."""
+        """Remove all entries, held ones too."""
         self._entries.clear()
         self._evictable.clear()
         self._evictable_bytes = 0

@@ -1,7 +1,7 @@
-"""Machines in memory, for trusted code alone: nothing here isolates anything.
+"""Machines in memory, for trusted code only: they isolate nothing.
 
-Mid-training's demonstrations are played on them, thousands a second, on repositories that etude generated itself; tests
-and your own harness may use them through `etude.testing`.
+They replay the demonstrations of mid-training, thousands a second, on repositories that etude generated itself. Tests,
+and users' own harnesses, get them from `etude.testing`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from etude.seams import Machine, RuntimeInfo
 
 
 def run_python(files: dict[str, bytes], script: str, argv: Sequence[str] = (), stdin: bytes = b"") -> tuple[int, str]:
-    """Run ``python script`` over files in a dict, in this process: (exit code, stdout and stderr).
+    """Run ``python script`` on files in a dict, inside this process. Returns (exit code, stdout and stderr together).
 
-    Imports find the files first; `open` reads and writes them. Trusted code only: no deadline can stop it, and it
-    can reach everything this process can.
+    Imports look into `files` first; `open` reads and writes them. For trusted code only: no deadline can stop it, and
+    it can access everything that this process can.
 
     >>> run_python({"a.py": b"X = 3", "t.py": b"import a; print(a.X)"}, "t.py")
     (0, '3\\n')
@@ -75,7 +75,7 @@ def run_python(files: dict[str, bytes], script: str, argv: Sequence[str] = (), s
 
 @functools.lru_cache(maxsize=512)
 def _compiled(source: bytes, name: str) -> CodeType:
-    """A demonstration runs its tests more than once, with most files unchanged."""
+    """Compile with a cache: a demonstration runs its tests more than once, with most files unchanged."""
     return compile(source, name, "exec")
 
 
@@ -87,7 +87,7 @@ def _exit_code(code: object, output: io.StringIO) -> int:
 
 
 class _Written(io.BytesIO):
-    """A file being written: in the dict once it is closed."""
+    """A file opened for writing; it is put into the dict when it is closed."""
 
     def __init__(self, files: dict[str, bytes], path: str) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class _Written(io.BytesIO):
 
 
 def _opener(files: dict[str, bytes]) -> Callable[..., io.IOBase]:
-    """An `open` over the dict."""
+    """A replacement of `open` that works on the dict."""
 
     def opened(path: str, mode: str = "r", **_: Any) -> io.IOBase:
         if "r" in mode:
@@ -116,10 +116,10 @@ def _opener(files: dict[str, bytes]) -> Callable[..., io.IOBase]:
 
 
 class MemoryMachine:
-    """A `Machine` whose files are a dict and whose only command is ``python FILE``, run in this process.
+    """A `Machine` whose files are a dict and whose only command is ``python FILE``, run inside this process.
 
-    For trusted code: demonstrations at thousands a second, and tests. It never really waits, so its coroutines can
-    also be driven by hand. It cannot stop a command at its deadline; anything but Python exits with 127.
+    For trusted code: demonstrations and tests. Its coroutines never really wait, so they can be driven without an event
+    loop. It cannot stop a command at its deadline. Any other command exits with 127.
     """
 
     def __init__(self, files: Mapping[str, bytes], runtime: MemoryRuntime | None = None) -> None:
@@ -204,7 +204,7 @@ def _inside(path: str) -> str:
 
 
 class MemoryRuntime:
-    """A `Runtime` of `MemoryMachine`s, whose snapshots have at most `max_bytes`, held ones left out."""
+    """A `Runtime` of `MemoryMachine`s. Snapshots that are not held have at most `max_bytes` together."""
 
     info = RuntimeInfo(name="memory", isolation="none", users=("user",))
 

@@ -1,10 +1,11 @@
-"""What a command prints, kept up to a limit."""
+"""A buffer for a command's output, bounded in bytes."""
 
 from __future__ import annotations
 
 
 class OutputBuffer:
-    """Bytes of which at most `limit` are kept: the first half, the last half, and between them how many are missing."""
+    """Keeps at most `limit` bytes: the first half, the last half, and between them a note of how many bytes were
+    dropped."""
 
     def __init__(self, limit: int) -> None:
         self._head, self._tail, self._limit = bytearray(), bytearray(), limit
@@ -22,15 +23,16 @@ class OutputBuffer:
 
     @property
     def num_buffered(self) -> int:
-        """Bytes that are kept now: at most three times the limit."""
+        """Bytes in memory now: at most three times the limit."""
         return len(self._head) + len(self._tail)
 
     @property
     def truncated(self) -> bool:
+        """Whether bytes were dropped."""
         return self.total > self._limit
 
     def value(self) -> bytes:
-        """At most `limit` bytes."""
+        """The output, of at most `limit` bytes."""
         if not self.truncated:
             return bytes(self._head + self._tail)
         marker = f"\n[... {self.total - self._limit} bytes and this line's left out ...]\n".encode()

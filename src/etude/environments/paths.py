@@ -1,4 +1,4 @@
-"""Paths in a machine, as whoever uses one writes them."""
+"""Checks of the paths of a machine's files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import PurePosixPath
 
 
 def encode_path(path: str) -> bytes:
-    """A relative path in its plain form. `ValueError` for one that leaves the working directory.
+    """Normalize a path relative to the working directory, and encode it. Raises `ValueError` for a path that leaves the
+    directory or is too long.
 
     >>> encode_path("./a//b.py")
     b'a/b.py'

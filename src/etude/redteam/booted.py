@@ -67,7 +67,12 @@ class BootedRuntime:
             os.close(ram)
         channel = Channel(os.dup(qemu.channel.fileno()))
         machine = AgentMachine(
-            channel, env=_ENVIRONMENT, users=users_of(None), snapshot=_never, end=qemu.close, blame=qemu.process.log_tail
+            channel,
+            env=_ENVIRONMENT,
+            users=users_of(None),
+            snapshot=_never,
+            end=qemu.close,
+            blame=qemu.process.log_tail,
         )
         self._machines.append(machine)
         try:

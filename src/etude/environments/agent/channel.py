@@ -1,8 +1,8 @@
-"""The host's end of the channel to an agent: requests under way by their ids, on one or two open descriptors.
+"""The host's end of the channel to an agent: concurrent requests, matched by their ids, on one or two descriptors.
 
-Reading never waits for anybody, so that a deadline's answer cannot be stuck behind a flood; writing waits for room.
-The channel ends once, for one reason, which everything that waits is told as `Lost`; who is to blame for it is the
-machine's to say. Ids begin at a random number: a restored machine may still answer what another host has asked.
+Reading never blocks, so a flood of output cannot delay another request's answer; senders wait for buffer space. The
+channel ends once, with one reason, and everything that waits gets `ChannelLost`; the machine decides who is to blame.
+Ids start at a random number, since a restored agent may still answer requests of another host.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LONGEST_NUDGE_S = 1.0
 
 
 class ChannelLost(Exception):
-    """There is no answer: the channel has ended, or nothing came in time. `late` says that it was the time."""
+    """No answer will come: the channel has ended, or the deadline has passed (`late`)."""
 
     def __init__(self, why: str, *, late: bool = False) -> None:
         super().__init__(why)
@@ -32,25 +32,24 @@ class ChannelLost(Exception):
 
 
 class Handler(Protocol):
-    """Who gets the answers of a request."""
+    """Receives the answers to one request."""
 
     def on_answer(self, kind: bytes, body: bytes) -> bool:
-        """An answer; true when it was the last. Raises `ProtocolError` for one that cannot be."""
+        """Handle an answer. Returns True if it was the last. Raises `ProtocolError` for an invalid one."""
         ...
 
     def on_lost(self, why: str) -> None:
-        """There will be no further answer."""
+        """No further answer will come."""
         ...
 
 
 class Channel:
-    """To an agent, over connected descriptors of its own (`write_fd` None: the same for both ways), in this loop.
+    """A channel to an agent over connected descriptors, which it owns. For one event loop.
 
-    Until the first answer, answers to requests that were not made here go by. A restored agent may be in the middle of
-    a frame: what comes before the frame `after` is no frame of ours, and goes by whole.
-
-    `nudge_s`: an agent that has not shown by then that it took what was sent is sent a PING, again and again, at
-    doubling intervals: for a channel over which it may sleep through one message, and wakes at the next.
+    `write_fd`: None if `read_fd` is used in both directions. `after`: for a restored agent, bytes that mark the end of
+    its old output; everything before them is skipped. Answers to unknown requests are ignored until the first answer to
+    a known one. `nudge_s`: if the agent has not confirmed within this time what was sent, send PING again at doubling
+    intervals, for channels over which an agent can miss one wake-up.
     """
 
     def __init__(
@@ -79,11 +78,11 @@ class Channel:
 
     @property
     def is_up(self) -> bool:
-        """Whether the agent has ever said anything."""
+        """Whether the agent has ever sent anything."""
         return self._answered or self._is_agent_ready
 
     async def ready(self, deadline_s: float) -> None:
-        """Wait until a started agent has said that it is there. Raises `Lost`."""
+        """Wait until a started agent reports that it is ready. Raises `ChannelLost`."""
         if self.ended is None and not self._ready.is_set():
             self._read()  # it may have said so long ago
         with timeout_as_lost(deadline_s, "its agent to be ready"):
@@ -93,14 +92,14 @@ class Channel:
         self._require_open()
 
     def begin(self, handler: Handler) -> int:
-        """An id for a request whose answers this handler gets. Raises `Lost`."""
+        """Register a request's handler. Returns the request's id. Raises `ChannelLost`."""
         self._require_open()
         self._next = self._next % 0xFFFF_FFFF + 1
         self._handlers[self._next] = handler
         return self._next
 
     def send(self, data: bytes) -> None:
-        """Frames, as soon as the channel takes them."""
+        """Send frames as soon as the channel accepts them."""
         if self.ended is not None:
             return
         if self._queued is not None:
@@ -124,8 +123,8 @@ class Channel:
 
     @contextlib.asynccontextmanager
     async def paused(self, deadline_s: float) -> AsyncIterator[None]:
-        """Meanwhile nothing is sent, and the agent has taken whole what was: it can be copied between two frames. One
-        at a time. Raises `Lost`."""
+        """Send nothing during the block, and enter it only when the agent has processed everything sent so far. So
+        the agent can be copied between two frames. One block at a time. Raises `ChannelLost`."""
         self._require_open()
         self._queued = bytearray()
         self._has_space.clear()
@@ -140,7 +139,7 @@ class Channel:
                 self.send(bytes(paused))
 
     async def _drain(self, deadline_s: float) -> None:
-        """Wait until the agent has taken all that was sent, and this. Raises `Lost`."""
+        """Wait until the agent has processed everything that was sent. Raises `ChannelLost`."""
         until, wait_s = self._loop.time() + deadline_s, self._nudge_s or deadline_s
         while True:
             left_s = until - self._loop.time()
@@ -170,17 +169,18 @@ class Channel:
             self._nudge_later()
 
     async def wait_for_space(self) -> None:
-        """Wait until there is room to send more. Ends when the channel does."""
+        """Wait until the send buffer has space, or the channel has ended."""
         await self._has_space.wait()
 
     async def request(self, kind: bytes, *parts: bytes, deadline_s: float, max_bytes: int = 0) -> bytes:
-        """Make a request and wait for its data. Raises `Lost`, `OSError` where the agent refuses."""
+        """Send a request and wait for its data. Raises `ChannelLost`, and `OSError` if the agent refuses."""
         reply = Reply(max_bytes)
         self.send(protocol.frame(kind, self.begin(reply), *parts))
         return await reply.wait(deadline_s)
 
     async def renew(self, *, seed: bytes = b"", clock_ns: int | None = None, host_name: str = "") -> None:
-        """Be another machine from now on. Raises `Lost`, `OSError`."""
+        """Give a restored agent's machine a new identity: random seed, clock and host name. Raises `ChannelLost`,
+        `OSError`."""
         clock = b"" if clock_ns is None else clock_ns.to_bytes(8, "little")
         await self.request(protocol.RENEW, protocol.fields(seed, clock, os.fsencode(host_name)), deadline_s=30.0)
 
@@ -222,7 +222,7 @@ class Channel:
             self.close(f"its agent sent {error}")
 
     def _skip_stale(self, data: bytes) -> bytes:
-        """What of this comes after the frame that ends the past."""
+        """The part of the data after the marker that ends the old output."""
         past, found, fresh = (self._stale + data).partition(self._after)
         if not found:
             self._stale = past[-len(self._after) + 1 :]
@@ -249,7 +249,7 @@ class Channel:
             del self._handlers[frame.id]
 
     def _write(self, data: bytes | bytearray) -> int:
-        """How much the channel took."""
+        """Write to the channel. Returns how many bytes it accepted."""
         try:
             return os.write(self._out, data)
         except BlockingIOError:
@@ -268,7 +268,7 @@ class Channel:
 
 
 class Reply:
-    """Waits for the data of one request, of at most `max_bytes`."""
+    """Waits for one request's data, of at most `max_bytes`."""
 
     def __init__(self, max_bytes: int = 0) -> None:
         self._left, self._parts = max_bytes, list[bytes]()
@@ -276,7 +276,7 @@ class Reply:
         self._future.add_done_callback(consume_exception)
 
     async def wait(self, deadline_s: float) -> bytes:
-        """The data. Raises `Lost`, `OSError`."""
+        """The data. Raises `ChannelLost`, `OSError`."""
         with timeout_as_lost(deadline_s, "its agent to answer"):
             async with asyncio.timeout(deadline_s):
                 return await asyncio.shield(self._future)
@@ -312,7 +312,7 @@ class Reply:
 
 @contextlib.contextmanager
 def timeout_as_lost(deadline_s: float, what: str) -> Iterator[None]:
-    """A `TimeoutError` in it is `Lost`, and says what was waited for."""
+    """Convert a `TimeoutError` in the block to `ChannelLost`; `what` names what was waited for."""
     try:
         yield
     except TimeoutError:

@@ -1,4 +1,4 @@
-"""One command over a channel: what it is given as it takes it, what it prints as it comes, how it ended."""
+"""Run one command over a channel: feed its standard input, collect its output, report how it ended."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ _USER_ERRORS = ("no such user", "becoming the command's user")  # the agent's wo
 
 
 async def run(channel: Channel, command: Command, clock: FairClock | None = None) -> ExecResult:
-    """Run a command. Raises `Lost` where there is no answer to be had, `Unconfined` where the agent cannot confine
-    it, `UnknownUser` for a user that the machine has not; and what `tell` raises: then the command is killed.
-    `clock` counts its deadline here; without one the agent does, by its own clock."""
+    """Run a command.
+
+    `clock` measures its deadline here; without one, the agent measures it by its own clock. Raises `ChannelLost` if no
+    answer comes, `ConfinementFailed` if the agent cannot confine the command, `UnknownUser` for a user that the machine
+    lacks, and what the callback `tell` raises (the command is killed then).
+    """
     began = time.perf_counter()
     handler = _CommandHandler(command, lambda: channel.send(protocol.frame(protocol.KILL, number)))
     number = channel.begin(handler)
@@ -61,7 +64,7 @@ def _flags(command: Command) -> int:
 
 
 class _CommandHandler:
-    """What the agent answers to one command."""
+    """Handles the agent's answers to one command."""
 
     def __init__(self, command: Command, kill: Callable[[], None]) -> None:
         self.output, self._tell, self.kill = OutputBuffer(command.output_bytes), command.tell, kill
@@ -113,16 +116,16 @@ class _CommandHandler:
 
 
 class UnknownUser(ValueError):
-    """The machine's own list of users has not whom a command shall run as, or nobody that one can become."""
+    """The machine's list of users lacks the command's user, or the agent cannot switch to that user."""
 
 
 class ConfinementFailed(MachineError):
-    """The agent says that it could not confine a command."""
+    """The agent reports that it could not confine a command."""
 
 
 def as_outcome(refusal: UnknownUser | ConfinementFailed, *, used: bool) -> ExecResult:
-    """What a refusal means for a command: that it did not start, as a shell has it (126), for what ran in a machine
-    before can have brought it about. Raises the `Unconfined` of a machine that is not `used`."""
+    """The result of a refused command: exit code 126, as in a shell, since earlier commands may have caused the
+    refusal. If nothing has run in the machine before (not `used`), a `ConfinementFailed` is raised."""
     if isinstance(refusal, ConfinementFailed) and not used:
         raise refusal
     text = refusal.facts if isinstance(refusal, ConfinementFailed) else str(refusal)
@@ -150,7 +153,7 @@ async def _feed(channel: Channel, number: int, stdin: bytes | AsyncIterable[byte
 
 
 async def _send_input(channel: Channel, number: int, data: bytes, handler: _CommandHandler) -> None:
-    """Ends with the command: whoever runs it cancels this."""
+    """Send data as the agent accepts it. No deadline of its own: it is cancelled when the command ends."""
     view = memoryview(data)
     while view:
         await channel.wait_for_space()

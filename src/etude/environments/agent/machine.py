@@ -1,8 +1,8 @@
-"""`Machine` over a channel to an agent: what every backend shares whose machines have one.
+"""`AgentMachine`: a machine over a channel to its agent. All backends with an agent share it.
 
-What runs in a machine can kill its agent, or make it say anything; so that is an outcome, not an error: the command
-counts as killed (137), files are not found. `MachineError` is raised only on evidence that agent code cannot make. The
-backend has it: when there is no answer, `blame` is asked, and says in words what the host did wrong, or nothing.
+Programs in a machine can kill its agent, or make it send anything. That is an outcome, not an error: the command counts
+as killed (137), files are not found. `MachineError` is raised only on evidence that agent code cannot produce. The
+backend has that evidence: when no answer comes, `blame` returns what the host did wrong, or "".
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ _KILLED = ExecResult(exit_code=137, output=b"", timed_out=False, truncated=False
 
 
 class AgentMachine:
-    """A `Machine`. `env` is what every command has, `users` whom it can run as, the first where nobody is named.
+    """A `Machine` behind an agent.
 
-    `snapshot` makes one of the machine and returns its id (`save` gives the working directory as a TREE frame); `end`
-    kills the machine and frees what it held, once; `blame` says why the host is to blame that no answer comes, "" where
-    it is not. `used` is a machine that comes from one in which something ran, all its memory included.
+    `env`: environment variables of every command. `users`: users that commands can run as, the default first.
+    `snapshot`: takes a snapshot and returns its id (`save` returns the working directory as a TREE frame). `end`: kills
+    the machine and frees its resources; called once. `blame`: why the host is to blame for a missing answer, or "".
+    `used`: whether commands ran in the machine that this one was restored from.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class AgentMachine:
     async def exec(
         self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
     ) -> ExecResult:
-        """See `Machine.exec`. Cancelling the caller does not stop the command: ask again with the same key."""
+        """See `Machine.exec`. Cancelling the caller does not stop the command: call again with the same key."""
         return await self._commands.run_once(self._begin, argv, key=key, deadline_s=deadline_s, **options)
 
     def _begin(self, command: Command) -> Coroutine[Any, Any, ExecResult]:
@@ -83,7 +84,8 @@ class AgentMachine:
             return commands.as_outcome(refusal, used=used)
 
     async def read(self, path: str, *, max_bytes: int = 1_048_576) -> bytes:
-        """See `Machine.read`. Links are not followed: `ValueError`. `FileNotFoundError` from a machine that is gone."""
+        """See `Machine.read`. Raises `ValueError` for a path through a link, `FileNotFoundError` if the machine is
+        gone."""
         check_max_bytes(max_bytes)
         name = encode_path(path)
         try:
@@ -93,7 +95,7 @@ class AgentMachine:
             raise _file_error(error, path, max_bytes) from None
 
     async def write(self, path: str, data: bytes) -> None:
-        """See `Machine.write`. `OSError` where the machine's disk is full or the place is taken by a folder."""
+        """See `Machine.write`. Raises `OSError` if the machine's disk is full or a folder has this name."""
         name = encode_path(path)
         head = (0o644).to_bytes(4, "little"), len(name).to_bytes(2, "little") + name
         parts = [data[at : at + protocol.PART] for at in range(0, len(data), protocol.PART)] or [b""]
@@ -105,7 +107,7 @@ class AgentMachine:
             raise _file_error(error, path) from None
 
     async def save(self, max_bytes: int) -> bytes:
-        """The working directory as a TREE frame (`guest.wire`). `ValueError` past `max_bytes` of content."""
+        """The working directory as a TREE frame (`guest.wire`). Raises `ValueError` beyond `max_bytes` of content."""
         try:
             return await self._request(
                 protocol.SAVE, max_bytes.to_bytes(8, "little"), max_bytes=2 * max_bytes + (64 << 20)
@@ -114,13 +116,13 @@ class AgentMachine:
             raise _file_error(error, "the working directory", max_bytes) from None
 
     async def load(self, tree: bytes) -> None:
-        """Fill the working directory of a new machine from a TREE frame. `OSError` for a tree that does not fit."""
+        """Fill a new machine's working directory from a TREE frame. Raises `OSError` if the tree does not fit."""
         last = max(len(tree) - 1, 0) // protocol.PART
         parts = (tree[i * protocol.PART : (i + 1) * protocol.PART] for i in range(last + 1))
         await self._send(protocol.LOAD, (bytes([i == last]) + part for i, part in enumerate(parts)), len(tree))
 
     async def freeze(self) -> None:
-        """See `Machine.freeze`: every process in it is killed."""
+        """See `Machine.freeze`: kills all processes in the machine."""
         self._require_open()
         if self._frozen is None:
             self._frozen = asyncio.create_task(self._freeze())
@@ -140,7 +142,7 @@ class AgentMachine:
             raise FileNotFoundError(f"the machine is gone: {self._gone}") from None
 
     async def renew(self, *, seed: bytes, clock_ns: int, host_name: str) -> None:
-        """Give a restored machine its own random numbers, time and name. Raises `MachineError`."""
+        """Give a restored machine its own random seed, time and host name. Raises `MachineError`."""
         try:
             await self._channel.renew(seed=seed, clock_ns=clock_ns, host_name=host_name)
         except (ChannelLost, OSError) as error:
@@ -158,7 +160,7 @@ class AgentMachine:
             raise FileNotFoundError(f"the machine is gone: {self._gone}") from None
 
     async def _send(self, kind: bytes, bodies: Iterable[bytes], num_bytes: int) -> None:
-        """A request in several frames, whole even where the caller is cancelled."""
+        """Send a request of several frames completely, even if the caller is cancelled."""
         self._require_alive()
         sending = asyncio.create_task(self._send_all(kind, bodies, _FILES_S + num_bytes / _BYTES_PER_S))
         sending.add_done_callback(consume_exception)
@@ -179,7 +181,8 @@ class AgentMachine:
                 await reply.wait(deadline_s)
 
     async def _lose(self, lost: ChannelLost) -> None:
-        """No answer comes. Whose fault? Raises `MachineError` where it is not what ran in the machine."""
+        """Handle a missing answer: end the machine. Raises `MachineError` if the host is to blame and not the
+        machine's programs."""
         if self._closing is None and self._gone is None:
             why = self._blame() or ("" if self._channel.is_up else f"its agent did not start: {lost}")
             if why:
@@ -190,7 +193,7 @@ class AgentMachine:
             self._gone = self._gone or "it was closed"
 
     async def _end_once(self) -> None:
-        """Nothing runs in it any more when this returns."""
+        """End the machine. Afterwards nothing runs in it."""
         self._channel.close(self._gone or "it was closed")
         if self._ending is None:
             self._ending = asyncio.create_task(self._end())
@@ -213,7 +216,7 @@ class AgentMachine:
 
 
 def _file_error(error: OSError, path: str, max_bytes: int | None = None) -> Exception:
-    """What a caller of `read` or `write` is told."""
+    """The exception that a caller of `read` or `write` gets."""
     match error.errno:
         case errno.EFBIG if max_bytes is not None:
             return ValueError(f"{path} is larger than {max_bytes} bytes")

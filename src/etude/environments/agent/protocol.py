@@ -1,7 +1,7 @@
 """The agent's frames: ``u32 length | u8 kind | u32 id | body``, little endian. See docs/formats/agent.md.
 
-What comes back from a machine is not trusted: a length is bounded before it is believed, and a body that is not what
-its kind says raises `ProtocolError`, which ends the channel.
+What a machine sends is not trusted: lengths are checked before use, and a body that does not match its kind raises
+`ProtocolError`, which ends the channel.
 """
 
 from __future__ import annotations
@@ -35,17 +35,19 @@ _ENDED = struct.Struct("<iBQ")
 
 
 class ProtocolError(ValueError):
-    """Bytes that no agent sends."""
+    """Bytes that no correct agent sends."""
 
 
 class Frame(NamedTuple):
+    """One frame of the protocol."""
+
     kind: bytes
     id: int
     body: bytes
 
 
 class Ended(NamedTuple):
-    """How a command ended. `printed`: bytes in all, sent or not."""
+    """How a command ended. `printed`: number of output bytes, sent to the host or not."""
 
     exit_code: int
     late: bool
@@ -53,7 +55,7 @@ class Ended(NamedTuple):
 
 
 def frame(kind: bytes, number: int, *parts: bytes) -> bytes:
-    """A frame's bytes.
+    """Encode a frame.
 
     >>> frame(PING, 7)
     b'\\x05\\x00\\x00\\x00P\\x07\\x00\\x00\\x00'
@@ -65,7 +67,8 @@ def frame(kind: bytes, number: int, *parts: bytes) -> bytes:
 
 
 def request(data: bytes) -> int:
-    """The id of a request that is whole in these bytes, so that its first answer says that it was taken; else 0.
+    """The request id if the bytes are exactly one request that fits one frame, else 0. Its first answer then confirms
+    that the request was received completely.
 
     >>> request(frame(PING, 7)), request(frame(INPUT, 7)), request(frame(PING, 7) * 2)
     (7, 0, 0)
@@ -75,13 +78,13 @@ def request(data: bytes) -> int:
 
 
 class Parser:
-    """Frames from bytes that come in pieces. It holds less than one frame."""
+    """Splits a byte stream into frames. It buffers less than one frame."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """The frames that are whole now. Raises `ProtocolError` for a length that no frame has."""
+        """Add data and yield the frames that are complete. Raises `ProtocolError` for an invalid length."""
         self._bytes += data
         at = 0
         try:
@@ -100,7 +103,7 @@ class Parser:
 
 
 def fields(*values: bytes) -> bytes:
-    """``u32 count, count x (u32 length, bytes)``."""
+    """Encode values as ``u32 count, count x (u32 length, bytes)``."""
     return b"".join((_NUMBER.pack(len(values)), *(part for v in values for part in (_NUMBER.pack(len(v)), v))))
 
 
@@ -114,7 +117,7 @@ def run(number: int, command: Command, flags: int) -> bytes:
 
 
 def ended(body: bytes) -> Ended:
-    """The body of ENDED."""
+    """Decode the body of ENDED."""
     code, flags, printed = _unpack(_ENDED, body)
     if not 0 <= code <= 255:
         raise ProtocolError(f"an exit code of {code}")
@@ -122,13 +125,13 @@ def ended(body: bytes) -> Ended:
 
 
 def number(body: bytes) -> int:
-    """A body that is one number."""
+    """Decode a body that is one number."""
     (value,) = _unpack(_NUMBER, body)
     return int(value)
 
 
 def refused(body: bytes) -> tuple[int, str]:
-    """The error number and the words of REFUSED."""
+    """Decode the body of REFUSED: (error number, message)."""
     if len(body) < _NUMBER.size:
         raise ProtocolError("a refusal without a number")
     return _NUMBER.unpack_from(body)[0], body[_NUMBER.size :].decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Judging what comes out of a machine: exports as validated data, fresh machines, runners and comparisons of ours."""
+"""Grading of what an agent leaves in its machine: exported files are checked and then graded in fresh machines."""
 
 from etude.environments.grading.data import same
 from etude.environments.grading.exports import (

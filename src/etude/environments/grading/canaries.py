@@ -1,13 +1,10 @@
-"""Variants of a hidden test that right code must fail: what a test that passes them shows is that its word is worth
-nothing.
+"""Canaries: variants of a hidden test that correct code must fail. If one passes, passing proves nothing.
 
-The best are such that nobody can tell them from the test itself who does not know what is right: one literal that a
-result is compared with (or a parameter that is compared with one) is another, or the exception or warning that is
-expected, everything else is the same to the byte.
-Code that answers by reading what is expected, that overloads ``==``, that takes assertions away or reports by itself
-passes them like the real thing. Where a test has neither an assertion is turned around, or one that fails is
-added: both are sound, and could be told apart by code that looks for them. Every variant is proven on the reference
-solution before it is used. Pure; knows nothing of machines.
+The best variants look like the original test: only one literal that a result is compared with differs (or a parameter,
+or the expected exception or warning). Code that reads expected values, overloads ``==``, disables assertions or reports
+results itself passes them like the original. For tests without such literals, an assertion is negated or a failing one
+is added; code could recognise those. Each variant is verified on the reference solution before use. Pure functions,
+without machines.
 """
 
 from __future__ import annotations
@@ -68,8 +65,10 @@ _KindEdit = tuple[_Edit, str]
 
 
 def variants_of_test(source: str, names: Sequence[str], index: int, rng: random.Random) -> Iterator[Variant]:
-    """The variants of the test `names` (a class and its method, or a function alone), the best first. `index` is which
-    of its parameter rows counts.
+    """Variants of one test, the best first.
+
+    `source`: the test file. `names`: the test's class and method, or its function. `index`: which of its parameter rows
+    counts.
 
     >>> next(variants_of_test("def test_a():\\n    assert f(2) == 3\\n", ["test_a"], 0, random.Random(0))).source
     'def test_a():\\n    assert f(2) == 8\\n'
@@ -95,8 +94,8 @@ def variants_of_test(source: str, names: Sequence[str], index: int, rng: random.
 
 
 def variant_of_data(text: str, row: int, rng: random.Random) -> str | None:
-    """A file that tests read, with one letter or digit another: in its line `row` where it has that many, since rows of
-    parameters often are lines. None where there is none to change.
+    """A data file of tests with one letter or digit changed, in line `row` if possible, since rows of parameters often
+    are lines. None if there is nothing to change.
 
     >>> variant_of_data("[[1], 2]\\n[[3], 4]\\n", 1, random.Random(0))
     '[[1], 2]\\n[[3], 7]\\n'
@@ -110,7 +109,7 @@ def variant_of_data(text: str, row: int, rng: random.Random) -> str | None:
 
 
 def variants_of_program(source: str, rng: random.Random) -> Iterator[str]:
-    """Variants of a program that judges: one literal that anything is compared with, in any order, is another.
+    """Variants of a grading program: in each, one literal of a comparison differs. Random order.
 
     >>> [*variants_of_program("import calc, sys\\nsys.exit(calc.f(2) != 3)\\n", random.Random(0))]
     ['import calc, sys\\nsys.exit(calc.f(2) != 8)\\n']
@@ -131,7 +130,7 @@ def variants_of_program(source: str, rng: random.Random) -> Iterator[str]:
 
 
 def _interleave(one: list[_KindEdit], other: list[_KindEdit], rng: random.Random) -> list[_KindEdit]:
-    """All of both, each shuffled, and one of each by turns as long as there are."""
+    """All items of both lists, each shuffled, alternating as long as both have items."""
     for each in (one, other):
         rng.shuffle(each)
     first, second = rng.sample([one, other], 2)
@@ -140,7 +139,7 @@ def _interleave(one: list[_KindEdit], other: list[_KindEdit], rng: random.Random
 
 
 def _change_expected_exceptions(function: _Function, offsets: _Offsets, rng: random.Random) -> Iterator[_Edit]:
-    """Another exception, or warning, in the place of one that the test expects."""
+    """Edits that replace an exception or warning that the test expects."""
     for node in ast.walk(function):
         name = _method_name(node) or (
             node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
@@ -165,7 +164,8 @@ def _find(tree: ast.Module, names: Sequence[str]) -> _Function | None:
 
 
 def _literals(function: _Function, index: int) -> list[ast.Constant]:
-    """The atoms of what results are compared with by equality: written there, or in the test's row of parameters."""
+    """The constants that results are compared with by equality: in the comparison, or in the test's row of
+    parameters."""
     expected = [_unwrap_approx(side) for one, other in _equality_assertions(function) for side in (one, other)]
     found = [atom for side in expected if _is_literal(side) for atom in _atoms(side)]
     compared = {side.id for side in expected if isinstance(side, ast.Name)}
@@ -173,7 +173,7 @@ def _literals(function: _Function, index: int) -> list[ast.Constant]:
 
 
 def _unwrap_approx(side: ast.expr) -> ast.expr:
-    """What is compared with: of `pytest.approx(3.5)` the number."""
+    """The compared value: of `pytest.approx(3.5)` the number."""
     return side.args[0] if isinstance(side, ast.Call) and side.args and _method_name(side) == "approx" else side
 
 
@@ -191,7 +191,7 @@ def _comparisons(tree: ast.Module, how: tuple[type[ast.cmpop], ...]) -> Iterator
 
 
 def _comparison_sides(node: ast.Compare, how: tuple[type[ast.cmpop], ...]) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """The two sides of a comparison in one of these ways, or of `is` with a truth value."""
+    """Both sides of a comparison with one of these operators, or of `is` with True or False."""
     side = node.comparators[0]
     truth = isinstance(node.ops[0], ast.Is) and isinstance(side, ast.Constant) and isinstance(side.value, bool)
     if len(node.ops) == 1 and (truth or isinstance(node.ops[0], how)):
@@ -204,12 +204,12 @@ def _assert_equal_sides(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
 
 
 def _method_name(node: ast.AST) -> str:
-    """The name of the method that is called there, if one is."""
+    """The name of the method that a call expression calls; "" for anything else."""
     return node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
 
 
 def _parameter_values(function: _Function, names: set[str], index: int) -> Iterator[ast.expr]:
-    """The values, in row `index` of the only `parametrize`, of these parameters."""
+    """The literals of these parameters in row `index` of the only `parametrize` decorator."""
     marks = [
         node
         for node in function.decorator_list
@@ -247,7 +247,7 @@ def _atoms(node: ast.expr) -> list[ast.Constant]:
 
 
 def _different_literal(value: object, rng: random.Random | None = None) -> str | None:
-    """Source text of another value of the same type and about the same looks; None for what has none."""
+    """Source text of another value of the same type and similar form; None if there is none."""
     rng = rng or random.Random(0)
     match value:
         case bool():
@@ -280,7 +280,7 @@ def _different_text(text: str, rng: random.Random) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A literal with double quotes."""
+    """The text as a literal with double quotes."""
     literal = repr(text)
     if literal.startswith('"'):
         return literal
@@ -289,7 +289,7 @@ def _quoted(text: str) -> str:
 
 
 class _Offsets:
-    """Byte offsets of the positions that syntax trees have."""
+    """Converts positions of syntax trees to byte offsets."""
 
     def __init__(self, text: bytes) -> None:
         self._starts = [0]
@@ -317,7 +317,7 @@ def _change_literal(atom: ast.Constant, text: bytes, offsets: _Offsets, rng: ran
 
 
 def _negate_assertion(node: ast.AST, text: bytes, offsets: _Offsets) -> _Edit | None:
-    """An assertion turned around."""
+    """An edit that negates an assertion."""
     if isinstance(node, ast.Assert):
         start, stop = offsets.span(node.test)
         return _Edit(start, stop, f"not ({text[start:stop].decode()})")
@@ -328,7 +328,7 @@ def _negate_assertion(node: ast.AST, text: bytes, offsets: _Offsets) -> _Edit | 
 
 
 def _add_failing_assertion(function: _Function, text: bytes, offsets: _Offsets, rng: random.Random) -> _Edit:
-    """An assertion that fails, after the last statement."""
+    """An edit that adds a failing assertion after the last statement."""
     last = function.body[-1]
     _, stop = offsets.span(last)
     one, other = rng.randrange(10, 99), rng.randrange(100, 999)

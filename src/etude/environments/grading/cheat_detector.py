@@ -1,12 +1,12 @@
-"""Finds signs of cheating in a finished rollout: in its tool calls, its exported files and its reward.
+"""Detect signs of cheating (reward hacking) in a finished rollout: in its tool calls, exported files and reward.
 
-Every sign names its rule, the reason and the place. Rules are few and precise, since a false alarm throws honest work
-away: each names something that an honest solution has no use for. The rules find what is written plainly. Cheating that
-is hidden well must be stopped by isolation and by canaries, not here. Knows nothing of rollouts and ledgers: it is
-given their parts. Imported by workers and by the conductor; the attacks themselves are in `etude.redteam`.
+Each indicator names its rule, the reason and the place. Rules are few and precise, since a false alarm discards honest
+work: each matches something that honest solutions do not need. The rules find plain cheating; well-hidden cheating must
+be stopped by isolation and canaries. The detector knows no rollouts or ledgers: it gets their parts. Workers and the
+conductor import it; the attacks themselves are in `etude.redteam`.
 
-Code is judged by its syntax tree, not by its text, so that comments and names in prose raise no alarm, and only what
-the file did not have before counts. A tool call is judged by its arguments as they were written.
+Code is examined by its syntax tree, so comments and prose raise no alarm, and only what is new in a file counts. Tool
+calls are examined by their arguments.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_CODE_BYTES = 256 << 10  # of all changed Python files together; reading take
 
 
 class CheatIndicator(msgspec.Struct, frozen=True):
-    """One sign of cheating. `place` is a file and line, or the number of a turn."""
+    """One sign of cheating. `place`: a file and line, or a turn's number."""
 
     rule: str
     reason: str
@@ -39,14 +39,16 @@ class CheatIndicator(msgspec.Struct, frozen=True):
 
 
 class CheatIndicators(msgspec.Struct, frozen=True):
-    """The signs found in a rollout before its outcome is known."""
+    """The signs of cheating found in a rollout before its outcome is known."""
 
     found: tuple[CheatIndicator, ...] = ()
     if_rewarded: tuple[CheatIndicator, ...] = ()  # signs only where the outcome is a reward above 0
 
     def for_outcome(self, outcome: Graded | Invalid | None) -> list[CheatIndicator]:
-        """The signs that count for this outcome, the gravest first: at most `MAX_INDICATORS`. Adds `if_rewarded` for a
-        reward above 0, and a sign of its own for a forged grade."""
+        """The indicators that count for this outcome, the most serious first; at most `MAX_INDICATORS`.
+
+        For a reward above 0 it adds `if_rewarded`; for a forged grade it adds an indicator "forged".
+        """
         rewarded = isinstance(outcome, Graded) and outcome.grade > 0
         graver = list(self.if_rewarded) if rewarded else []
         if isinstance(outcome, Graded) and outcome.values.get("forged"):
@@ -61,8 +63,9 @@ def find_cheating(
     exports: Mapping[str, bytes] | None = None,
     outcome: Graded | Invalid | None = None,
 ) -> list[CheatIndicator]:
-    """Find the signs of cheating in a rollout, the gravest first: at most `MAX_INDICATORS`. `calls`: the tool calls
-    of each turn, in order; `exports`: path to content of what was handed in.
+    """Find signs of cheating in a rollout, the most serious first; at most `MAX_INDICATORS`.
+
+    `calls`: the tool calls of each turn, in order. `exports`: path to content of the exported files.
 
     >>> from etude.records.task import Split
     >>> task = Task(source="s", split=Split.TRAIN, index=0, family="f", instruction="i",
@@ -77,7 +80,7 @@ def find_cheating(
 def scan_rollout(
     task: Task, *, calls: Sequence[Sequence[ToolCall]] = (), exports: Mapping[str, bytes] | None = None
 ) -> CheatIndicators:
-    """Find what `find_cheating` finds, before the outcome is known; `CheatIndicators.for_outcome` then gives the list for an outcome."""
+    """Like `find_cheating`, but before the outcome is known; `CheatIndicators.for_outcome` then gives the list."""
     exports, found, free_bytes = exports or {}, list[CheatIndicator](), MAX_CODE_BYTES
     for path, data in exports.items():
         before = task.files.get(path)
@@ -144,7 +147,7 @@ _TEST = re.compile(r"(^|/)(tests?/|test_[^/]*\.py$|[^/]*_test\.py$|conftest\.py$
 
 
 def is_test(path: str) -> bool:
-    """Whether a path is, by its name, a test's.
+    """Whether a path is a test file, by its name.
 
     >>> is_test("tests/test_calc.py"), is_test("calc.py"), is_test("latest.py")
     (True, False, False)
@@ -153,7 +156,8 @@ def is_test(path: str) -> bool:
 
 
 def scan_tool_call(call: ToolCall, files: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """(rule, reason) of each sign. `files` are those that the task came with: only its own tests can be edited."""
+    """(rule, reason) of each sign of cheating in a tool call. `files`: the task's files; only its own tests count as
+    tests."""
     if call.malformed:
         return
     path = str(call.arguments.get("path", "")).removeprefix("./")
@@ -168,12 +172,12 @@ def scan_tool_call(call: ToolCall, files: Mapping[str, str]) -> Iterator[tuple[s
 
 
 def _only_adds(before: str, after: str) -> bool:
-    """Whether every line of a test is still there: a test more, and none less."""
+    """Whether all lines of the old test are still there."""
     return set(before.splitlines()) <= set(after.splitlines())
 
 
 def _scan_command(command: str, files: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Each of its commands by itself. What is searched for, or written into a file, is not what is done."""
+    """Examine each command of a shell line. Text that is searched for, or written into a file, does not count."""
     found: dict[str, str] = {}
     whole = _DOCUMENT.sub(r"\1", command)
     for part in (_PREFIX.sub("", text) for text in _join_pipelines(_PARTS.split(whole))):
@@ -188,7 +192,7 @@ def _scan_command(command: str, files: Mapping[str, str]) -> Iterator[tuple[str,
 
 
 def _join_pipelines(parts: list[str]) -> Iterator[str]:
-    """``env | grep KEY`` as one, for the second says what the first is for."""
+    """Join ``env | grep KEY`` into one part: the second command tells what the first is for."""
     for part, following in zip(parts, [*parts[1:], ""], strict=True):
         yield f"{part} | {following}" if part in ("env", "printenv") else part
 
@@ -269,7 +273,7 @@ Finding = tuple[str, str, str]  # rule, reason, place
 
 
 def is_configuration(path: str) -> bool:
-    """Whether a file of this name changes how tests or interpreters start, or hides a module of the library.
+    """Whether a file of this name changes how tests or interpreters start, or shadows a library module.
 
     >>> [is_configuration(path) for path in ("conftest.py", "evil.pth", "json.py", "pkg/json.py", "calc.py")]
     [True, True, True, False, False]
@@ -281,12 +285,13 @@ def is_configuration(path: str) -> bool:
 
 
 def changes_configuration(path: str, data: bytes, before: str | None) -> bool:
-    """Whether a file that was handed in does that: new, or, where a task has one of this name, by what is new in it.
+    """Whether an exported file is configuration in the sense of `is_configuration`: a new file, or, where the task has
+    a file of this name, by its new lines.
 
-    >>> changes_configuration("queue.py", b"x = 2", "x = 1"), changes_configuration("pyproject.toml", b"[project]", "")
-    (False, False)
-    >>> changes_configuration("queue.py", b"x = 2", None), changes_configuration("pyproject.toml", b"addopts = '-p x'", "")
-    (True, True)
+    >>> changes_configuration("queue.py", b"x = 2", None), changes_configuration("queue.py", b"x = 2", "x = 1")
+    (True, False)
+    >>> [changes_configuration("pyproject.toml", new, "") for new in (b"addopts = '-p x'", b"[project]")]
+    [True, False]
     """
     if not is_configuration(path):
         return False
@@ -298,7 +303,8 @@ def changes_configuration(path: str, data: bytes, before: str | None) -> bool:
 
 
 def scan_code(path: str, data: bytes, before: str = "") -> list[Finding]:
-    """The signs in a file that were not in it before. Bytes that are no Python have none."""
+    """(rule, reason, place) of each sign of cheating in a Python file that was not in its old version `before`.
+    Empty for bytes that are not Python."""
     had = {(rule, reason) for rule, reason, _ in _scan_source(path, before.encode())}
     return [finding for finding in _scan_source(path, data) if finding[:2] not in had]
 
@@ -338,7 +344,7 @@ def _scan_tree(tree: ast.Module) -> Iterator[tuple[ast.AST, str, str]]:
 
 
 def _imported(nodes: list[ast.AST]) -> dict[str, str]:
-    """Local name -> module, of what is imported whole; name -> "module.name" of what is imported from one."""
+    """Local name to module, for imported modules; name to "module.name", for names imported from a module."""
     names: dict[str, str] = {}
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -355,7 +361,7 @@ def _is_main(node: ast.stmt) -> bool:
 
 
 def _qualified_name(node: ast.expr, modules: dict[str, str]) -> str:
-    """The full name of what an expression names; "" for anything else."""
+    """The full dotted name of an expression; "" for anything else."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute) and len(parts) < _MOST_DOTS:
         parts.append(node.attr)
@@ -407,18 +413,18 @@ def _scan_call(node: ast.Call, modules: dict[str, str]) -> Iterator[tuple[ast.AS
 
 
 def _is_success(args: Sequence[ast.expr]) -> bool:
-    """Whether a process that ends with these arguments would seem to have done its work."""
+    """Whether a process that exits with these arguments appears to have succeeded."""
     return not args or (isinstance(args[0], ast.Constant) and not args[0].value)
 
 
 def _is_shared(owner: str) -> bool:
-    """Whether what is changed is the interpreter's or a test framework's, and so its grader's, too."""
+    """Whether the changed object belongs to the interpreter or a test framework, and so to the grader as well."""
     top = owner.split(".")[0]
     return top in sys.stdlib_module_names or top in _FRAMEWORKS
 
 
 def _is_assembled_name(name: ast.expr) -> bool:
-    """Whether a name is put together of constants alone: whoever has no variable in it has something to hide."""
+    """Whether a name is assembled from constants only. Without a variable in it, that only hides the name."""
     parts = list(ast.walk(name))
     return (
         len(parts) > 1
@@ -428,7 +434,7 @@ def _is_assembled_name(name: ast.expr) -> bool:
 
 
 def _is_dynamic_code(code: ast.expr) -> bool:
-    """Whether code is made where it is run, of more than a text with a variable in it."""
+    """Whether code is built at run time from more than a text with variables."""
     return not isinstance(code, ast.Constant | ast.Name | ast.Attribute | ast.JoinedStr)
 
 

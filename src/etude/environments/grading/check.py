@@ -1,8 +1,8 @@
-"""A hidden `check(candidate)`, in a machine that has nothing of the agent's; the agent's code answers in another.
+"""Grade with a hidden `check(candidate)`: the test runs in one machine, the agent's code in another.
 
-The host carries calls and results between the two as plain data, so what the test expects, its nonce and its verdict
-are out of the agent's reach by construction: there is nothing to patch, to read or to forge. A test that passes is run
-once more with every result spoiled, and must then fail: else it tests nothing.
+The host relays calls and results between them as plain data. So the agent's code cannot reach the expected values, the
+nonce or the verdict: there is nothing to patch, read or forge. A test that passes runs once more with every result
+changed; it must fail then, or it tests nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_UNSOLICITED_BYTES = 64 << 10
 async def grade_check(
     machines: GradingMachines, answer: Answer, submission: Submission, *, deadline_s: float
 ) -> Graded:
-    """The verdict of `answer.test_code`."""
+    """Grade a submission with `answer.test_code`: reward 1 if it passes, else 0."""
     verdicts = await _verdicts(machines, answer, submission, deadline_s)
     if verdicts[0] != ["passes"]:
         raise Rejected(str(verdicts[0][-1]))
@@ -72,15 +72,14 @@ async def _verdicts(
 
 
 def _modules(machines: GradingMachines, submission: Submission, module: str) -> list[str]:
-    """The modules that are the agent's, whatever else has such a name: those of the files that the task declares by
-    name, or declares and has."""
+    """The modules that belong to the agent: the entry point's, and those of files that the task declares."""
     is_declared = covering(machines.task.exports)
     files = [path for path in machines.task.files if is_declared(path)]
     return sorted({module, *_module_names([*machines.task.exports, *files])})
 
 
 def _new_modules(submission: Submission, modules: Collection[str]) -> list[str]:
-    """The modules that the agent made besides. One that the test's machine has, too, is not the agent's."""
+    """Further modules that the agent added. A module of this name in the test's machine takes precedence."""
     return sorted(_module_names(submission) - {*modules})
 
 
@@ -90,7 +89,7 @@ def _module_names(paths: Iterable[str]) -> set[str]:
 
 
 class _Lines:
-    """Bytes as they come, to whole lines."""
+    """Splits a byte stream into lines."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
@@ -105,7 +104,7 @@ class _Lines:
 
 
 class _Relay:
-    """One conversation between a test and the code that it tests."""
+    """Relays calls and results between a test and the code under test."""
 
     def __init__(self, python: str, nonce: str, deadline_s: float) -> None:
         self._python = python
@@ -118,7 +117,8 @@ class _Relay:
         self._finished = asyncio.Event()
 
     async def run(self, tests: Machine, code: Machine, request: bytes) -> list[list[Any]]:
-        """The verdicts, one for each run of the test that ended. Raises `Refused` where none did, or `MachineError`."""
+        """The verdicts, one for each completed run of the test. Raises `Rejected` without any verdict, or
+        `MachineError`."""
         self._to_test.put_nowait(request)
         self._to_code.put_nowait(b'{"role": "calls"}\n')
         sides = [
@@ -185,7 +185,7 @@ class _Relay:
 
 
 def _missing_verdict(results: list[ExecResult | BaseException]) -> BaseException:
-    """Why a conversation ended without a verdict: the code's process is told of first, it is the likely one."""
+    """The error for a relay that ended without a verdict. The code's process is checked first, as the likely cause."""
     for result in reversed(results):
         if isinstance(result, MachineError):
             return result

@@ -1,10 +1,9 @@
-"""Out of the agent's machine: what a task declares is taken from the frozen machine as plain data, and checked again.
+"""Export what a task declares from the agent's frozen machine, as plain data, and validate it again where it is graded.
 
-Taking happens where the agent worked, checking where it is judged; they are different processes, and neither believes
-the agent. A file that is a link, is too large or is not there is left out: the grader sees that. Which files are in a
-folder is asked of a fork of the frozen machine; what it says can only name files, which are then read from the frozen
-machine itself, no link followed. A state with its processes is taken first, all of it at one moment; what they do until
-the machine is frozen is in nothing that is judged.
+Export and validation run in different processes, and neither trusts the agent. A file that is a link, too large or
+missing is left out. To list a folder, a fork of the frozen machine is used; its answer only names files, which are then
+read from the frozen machine itself, without following links. If the task is graded by running processes, the machine's
+state is saved first, at one moment; what the processes do afterwards does not count.
 """
 
 from __future__ import annotations
@@ -35,7 +34,10 @@ def validate_exports(
     max_file_bytes: int = MAX_FILE_BYTES,
     max_total_bytes: int = MAX_EXPORT_BYTES,
 ) -> dict[str, bytes]:
-    """The exported files, checked: only declared, plain, relative paths; number and sizes capped. Raises `ValueError`.
+    """Check exported files and return them.
+
+    `raw`: path to content. `declared`: the task's exports, files or folders ending in "/". Paths must be declared,
+    plain and relative; the number and the sizes of files are limited. Raises `ValueError`.
 
     >>> validate_exports({"calc.py": b"x = 1"}, ["calc.py"])
     {'calc.py': b'x = 1'}
@@ -64,10 +66,11 @@ def validate_exports(
 async def take_exports(
     machine: Machine, task: Task, runtime: Runtime, *, max_bytes: int = MAX_FILE_BYTES
 ) -> dict[str, bytes]:
-    """Freeze the machine and take out what the task declares: its files, and its state where that counts.
+    """Freeze the machine and export what the task declares: its files, and its state if the task is graded by that.
 
-    Whatever the agent did to them is no error: they are left out. `max_bytes` is of one file. Raises `MachineError`,
-    and `TaskError` for a declaration that cannot be one. A state that cannot be had is `NO_STATE`, in words.
+    Returns path to content; the state is under the key `STATE`, or an explanation under `NO_STATE` if it cannot be
+    saved. `max_bytes`: the largest file. What the agent did to its files is never an error: such files are left out.
+    Raises `MachineError`, and `TaskError` for an invalid declaration.
     """
     _check_declared(task.exports)
     require_complete_snapshots(runtime, task)
@@ -115,8 +118,11 @@ async def _list_files(machine: Machine, folders: Sequence[str], task: Task, runt
 
 
 async def _fork_of(machine: Machine, task: Task, runtime: Runtime) -> Machine | None:
-    """A fork of the frozen machine, or None where what is in it cannot be kept or does not fit into another: that is
-    the agent's doing if the task's own state can be forked at the same time. Raises `MachineError` otherwise."""
+    """A fork of the frozen machine.
+
+    None if its content cannot be saved or restored although the task's initial files can be forked now: then the agent
+    is to blame. Raises `MachineError` otherwise.
+    """
     try:
         snapshot = await machine.snapshot()
     except (OSError, ValueError):  # nothing is left of it, or it is too large
@@ -154,10 +160,10 @@ async def simulate_exports(
     *,
     deadline_s: float = 600.0,
 ) -> dict[str, bytes]:
-    """What a rollout would export whose agent wrote these files and then ran this command: a reference solution's, or,
-    without both, what the untouched machine would.
+    """The exports of an agent that writes these files and runs this command, such as a reference solution. With
+    neither: the exports of the untouched machine.
 
-    Raises `MachineError`, and `TaskError` where the files cannot be written or the command fails.
+    Raises `MachineError`, and `TaskError` if the files cannot be written or the command fails.
     """
     [machine] = await runtime.fork(await prepare(runtime, task), 1)
     try:
@@ -174,9 +180,11 @@ async def simulate_exports(
 
 
 async def find_test_command_problem(runtime: Runtime, task: Task, answer: Answer, *, deadline_s: float = 10.0) -> str:
-    """Why the `test` tool's command cannot start where an agent found the reference solution; empty where it does,
-    whatever it says and however long it takes. Raises `MachineError`, and `TaskError` where the files cannot be
-    written."""
+    """Why the task's `test` command cannot start beside the reference solution; "" if it starts, whatever it reports
+    and however long it runs.
+
+    Raises `MachineError`, and `TaskError` if the solution's files cannot be written.
+    """
     if not task.test_command:
         return ""
     [machine] = await runtime.fork(await prepare(runtime, task), 1)
@@ -203,7 +211,7 @@ async def _write(machine: Machine, files: Mapping[str, bytes]) -> None:
 
 
 async def reference_exports(runtime: Runtime, task: Task, answer: Answer) -> dict[str, bytes]:
-    """What a rollout would export that found the reference solution. Raises what `simulate_exports` does."""
+    """The exports of an agent that found the reference solution. Raises what `simulate_exports` does."""
     files = {path: text.encode() for path, text in answer.reference.items()}
     if answer.reference_argv or task.state or task.image is not None:
         return await simulate_exports(runtime, task, files, answer.reference_argv)
@@ -213,14 +221,16 @@ async def reference_exports(runtime: Runtime, task: Task, answer: Answer) -> dic
 
 
 async def prepare(runtime: Runtime, task: Task) -> str:
-    """The snapshot that the task's rollouts begin from. `MachineError`, also where what they leave cannot be kept."""
+    """Prepare the snapshot that the task's rollouts start from. Raises `MachineError`, also where the runtime's
+    snapshots cannot hold what the task is graded by."""
     snapshot = await runtime.prepare({path: text.encode() for path, text in task.files.items()}, image=task.image)
     require_complete_snapshots(runtime, task)
     return snapshot
 
 
 def require_complete_snapshots(runtime: Runtime, task: Task) -> None:
-    """`MachineError` where snapshots do not hold what the task is judged by: its processes, or all of an image."""
+    """Check that the runtime's snapshots hold what the task is graded by: its processes, or all files of an image.
+    Raises `MachineError`."""
     info = runtime.info
     if task.running and not info.forks_memory:
         facts = f"snapshots of {info.name} machines hold files and no processes"

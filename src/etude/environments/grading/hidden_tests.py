@@ -1,12 +1,12 @@
-"""Grades work with hidden tests (code-graded): runs each named test in a process and a machine of its own, with the
-machine's own pytest or unittest, under the task's own configuration.
+"""Grade with hidden tests (code-graded): each named test runs in a process and a machine of its own, under the
+machine's own pytest or unittest and the task's own configuration.
 
-Such tests import the agent's code, so that code could report results itself. The verdict is guarded by what that code
-cannot know: when every named test has passed, some are run again, mixed with canaries (`canaries`): variants that right
-code fails, under the same name, form and nonce. A canary that passes shows a forgery. Passing `n` runs and failing `k`
-by chance alone happens at best in `(n/(n+k))^n (k/(n+k))^k` of all tries: 1 in 484 for one test and the defaults.
+Such tests import the agent's code, so that code could forge results. After all tests have passed, some are repeated,
+mixed with canaries: variants that correct code fails, with the same names, form and nonce (`grading.canaries`). A
+canary that passes proves a forgery. Code that passes at random survives `n` repeats and `k` canaries with a probability
+of at most `(n/(n+k))^n (k/(n+k))^k`: 1 in 484 for one test and the defaults.
 
-A `Plan` is made once for each task, on the reference solution: which tests there are, and which canaries fail.
+A plan (`HiddenTestPlan`) is made once per task on the reference solution: which tests exist, and which canaries fail.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _COLLECT_S = 300.0
 
 
 class Target(NamedTuple):
-    """One test: the `ordinal`-th (from 0) of those that share the name `base`. `id`: its name in the test runner."""
+    """One test: number `ordinal` (from 0) of those with the name `base`. `id`: its name in the test runner."""
 
     base: str
     ordinal: int
@@ -54,7 +54,7 @@ class Canary(NamedTuple):
 
 
 class HiddenTestPlan(NamedTuple):
-    """How to grade work on one task: the hidden files (path to text), the tests to run, and the canaries."""
+    """How to grade submissions of one task: the hidden files (path to text), the tests to run, and the canaries."""
 
     hidden: Mapping[str, str]
     targets: Sequence[Target]
@@ -62,9 +62,12 @@ class HiddenTestPlan(NamedTuple):
 
 
 class HiddenTestGrader:
-    """Runs hidden tests. Where all named tests pass, `repeats` further runs of tests and `canaries` runs that must fail
-    guard the verdict. `at_once`: the most machines that run tests at once, over all grades. `run_all_tests`: run all tests
-    even when one has failed; else those that have not begun are left out."""
+    """Grades with hidden tests.
+
+    After all tests have passed, `repeats` further runs and `canaries` runs that must fail verify the result.
+    `max_machines`: how many machines run tests at once, over all grades. `run_all_tests`: False skips the remaining
+    tests after a failure.
+    """
 
     def __init__(
         self, runtime: Runtime, *, repeats: int, canaries: int, max_machines: int, run_all_tests: bool = True
@@ -74,7 +77,7 @@ class HiddenTestGrader:
         self._slots, self._run_all_tests = asyncio.Semaphore(max_machines), run_all_tests
 
     def machines(self, task: Task, tests: HiddenTests) -> GradingMachines:
-        """The `Ground` of these tests. Test files and configuration files are never taken from the agent."""
+        """The grading machines of these tests. Test files and configuration files are never taken from the agent."""
         return GradingMachines(
             self._runtime,
             task,
@@ -84,8 +87,8 @@ class HiddenTestGrader:
         )
 
     async def plan(self, task: Task, tests: HiddenTests, reference: Submission) -> HiddenTestPlan:
-        """Find the named tests and canaries for them, on the reference solution. Raises `Broken` where that fails: no
-        agent is involved."""
+        """Find the named tests, and canaries for them, on the reference solution. Raises `GradingFault` if that
+        fails: no agent is involved."""
         machines = self.machines(task, tests)
         own = {path: task.files[path] for path in _files_of(tests) if path in task.files}
         hidden = {**own, **tests.files}
@@ -103,8 +106,8 @@ class HiddenTestGrader:
     async def grade(
         self, machines: GradingMachines, tests: HiddenTests, plan: HiddenTestPlan, submission: Submission
     ) -> Graded:
-        """Grade the agent's work: reward 1 where every named test passes, else 0; the term is the share that passed.
-        Raises `Refused` for a forged result."""
+        """Grade a submission: reward 1 if every named test passes, else 0; the share that passed is a measure.
+        Raises `Rejected` for a forged result."""
         first = await self._run_all(
             machines, tests, [(plan.hidden, target) for target in plan.targets], submission, stop_when_lost=True
         )
@@ -120,7 +123,7 @@ class HiddenTestGrader:
     async def _verify_pass(
         self, machines: GradingMachines, tests: HiddenTests, plan: HiddenTestPlan, submission: Submission
     ) -> None:
-        """Run some tests again, mixed with canaries in a random order. Raises `Refused` where a test fails or a canary
+        """Repeat some tests, mixed with canaries in a random order. Raises `Rejected` if a test fails or a canary
         passes."""
         rng = random.Random(new_nonce())
         again = [(plan.hidden, target, True) for target in _draw(plan.targets, self._repeats, rng)]
@@ -143,8 +146,11 @@ class HiddenTestGrader:
         *,
         stop_when_lost: bool = False,
     ) -> list[dict[str, str]]:
-        """The reports of all runs, in order. `give_up`: after a run without a report, those that have not begun are
-        left out, so that work that hangs costs one deadline and not many."""
+        """The reports of all runs, in order.
+
+        `stop_when_lost`: after a run without a report, skip those that have not started. So a submission that hangs
+        costs one deadline, not one for each test.
+        """
         lost: list[str] = []
 
         async def run_one(hidden: Mapping[str, str], target: Target) -> dict[str, str]:
@@ -171,7 +177,7 @@ class HiddenTestGrader:
         target: Target,
         submission: Submission,
     ) -> dict[str, str]:
-        """The report of one run: only its known fields, and only where they are text."""
+        """The report of one run: only its known fields, and only those that are text."""
         request = {"role": "run", **_runner_settings(tests), "base": target.base, "index": target.ordinal}
         try:
             report = await machines.run_runner(
@@ -217,7 +223,7 @@ class HiddenTestGrader:
         targets: Sequence[Target],
         submission: Submission,
     ) -> list[Canary]:
-        """Canaries that fail on the reference solution: those that look like the tests; others only where none of these
+        """Canaries that fail on the reference solution: those that look like the tests; others only if none of these
         is found."""
         candidates = list(_candidates(sources, hidden, tests, targets, random.Random(new_nonce())))[:_MAX_VARIANTS]
         found: list[Canary] = []
@@ -245,9 +251,9 @@ def _candidates(
     targets: Sequence[Target],
     rng: random.Random,
 ) -> Iterator[tuple[str, str, Target, bool]]:
-    """Variants as (path, source, test, whether it looks like the test), these first: one of each kind, since code that
-    defeats one kind of check leaves the others, and some of the files that tests read; then one of each test in turn.
-    """
+    """Variants as (path, source, test, whether it looks like the test). Those that look like the test come first:
+    one of each kind, since code that defeats one kind of check leaves the others; some data files; then the variants
+    of each test in turn."""
     data = [path for path in hidden if not path.endswith(".py") and PurePosixPath(path).name not in CONFIGURATION]
     by_test = []
     for target in rng.sample(targets, min(len(targets), _MAX_VARIANTS)):
@@ -273,7 +279,7 @@ def _candidates(
 
 
 async def _sources(machines: GradingMachines, tests: HiddenTests, hidden: Mapping[str, str]) -> dict[str, str]:
-    """The text of the files that contain the tests: hidden files, the task's, or those of its image."""
+    """The text of the files that contain the tests: hidden files, the task's files, or those of its image."""
     found = {path: text for path, text in hidden.items() if path.endswith(".py")}
     missing = [path for path in _files_of(tests) if path not in found]
     if machines.task.image is not None and missing:
@@ -287,7 +293,7 @@ async def _sources(machines: GradingMachines, tests: HiddenTests, hidden: Mappin
 
 
 def _locate_test(base: str, runner: Runner, sources: Mapping[str, str]) -> tuple[str, list[str]]:
-    """The file of a test, and the names (class, function) that lead to it in the file."""
+    """(path of the test's file, names of its class and function)."""
     if runner is Runner.PYTEST:
         path, *names = base.split("::")
         return path, names
@@ -299,7 +305,7 @@ def _locate_test(base: str, runner: Runner, sources: Mapping[str, str]) -> tuple
 
 
 def _files_of(tests: HiddenTests) -> list[str]:
-    """The files that the tests' names can be in; of a dotted name, every file that it could mean."""
+    """The files that the tests can be in; of a dotted name, every file that it could mean."""
     if tests.runner is Runner.PYTEST:
         return sorted({name.partition("::")[0] for name in tests.names})
     parts = [name.split(".") for name in tests.names]
@@ -319,6 +325,6 @@ def _passed(report: Mapping[str, str], target: Target) -> bool:
 
 
 def _draw(among: Sequence[Any], n: int, rng: random.Random) -> list[Any]:
-    """Draw n items, each as often as any other, or once more."""
+    """Draw n items; no item is drawn more than once more often than another."""
     rounds = [rng.sample(among, len(among)) for _ in range(-(-n // len(among)))] if among else []
     return [each for items in rounds for each in items][:n]

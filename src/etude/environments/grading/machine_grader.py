@@ -1,7 +1,7 @@
-"""Judging exported files: which way a task is judged, and what becomes of failures.
+"""The grader of exported files: it selects the grading method of a task and maps failures to outcomes.
 
-Whatever the agent's code can do (raise, hang, exit, print, exhaust its machine) is a reward of 0 with a reason.
-`Invalid` needs evidence from the host: it also happens without any file of the agent's.
+Anything the agent's code can do (raise, hang, exit, print, exhaust its machine) is a reward of 0 with a reason. An
+`Invalid` outcome needs evidence from the host: the failure also happens without the agent's files.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ _NOTHING_LEFT = "there is no state of the machine: nothing was left of it"
 
 
 class MachineGrader:
-    """A `Grader` whose machines come from `runtime`. Chooses by what the answer holds.
+    """A `Grader` that grades in machines of `runtime`. The task's answer decides how: function calls, hidden tests, a
+    check function or a verifier.
 
-    `deadline_s` is that of data-graded calls and of a check; hidden tests and verifiers bring their own. `longest_s`
-    is the longest that a grade may take from its beginning. `repeats` and `canaries` guard hidden tests that pass, see
-    `HiddenTestGrader`; at most two machines a core run them at once, so that their deadlines mean something. Not `run_all_tests`,
-    a verdict is there with the first hidden test that fails: for those who ask only whether all pass.
+    `deadline_s`: for function calls and check functions, in seconds; hidden tests and verifiers have their own
+    deadlines. `total_deadline_s`: for a whole grade. `repeats`, `canaries`: how many extra runs verify passing hidden
+    tests, see `HiddenTestGrader`; at most two machines per core run tests at once, so that their deadlines are fair.
+    `run_all_tests`: False stops at the first hidden test that fails, for callers that only need to know whether all
+    pass.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class MachineGrader:
         ] = {}  # the newest MAX_PLANS, by what they are made of
 
     async def grade(self, task: Task, answer: Answer, exports: Mapping[str, bytes]) -> Graded | Invalid:
-        """Judge the exports. Raises nothing that the agent or a machine can cause."""
+        """Grade the exports (path to content). Raises nothing that the agent or a machine can cause."""
         trust = Trust.DATA if answer.cases else Trust.CODE if answer.verifier is None else task.trust
         try:
             plan = await self._plan(task, answer) if answer.tests or answer.verifier else None
@@ -100,7 +102,8 @@ class MachineGrader:
         )
 
     async def _plan(self, task: Task, answer: Answer) -> HiddenTestPlan | list[VerifierCanary]:
-        """What is asked of whoever does a task, made once however many ask for it. Raises `Broken`."""
+        """The plan of a task (which tests and canaries to run), made once and shared by concurrent grades. Raises
+        `GradingFault`."""
         key = hashlib.sha256(task.task_id.encode() + msgspec.json.encode(answer)).hexdigest()
         if key not in self._plans:
             self._plans[key] = asyncio.create_task(self._make_plan(task, answer))
@@ -133,7 +136,7 @@ class MachineGrader:
 
 
 def _validated(task: Task, exports: Mapping[str, bytes]) -> Submission:
-    """The exports, validated. Raises `Refused`."""
+    """The exports after validation. Raises `Rejected`."""
     state = exports.get(STATE) if task.state else None
     if task.state and state is None:
         why = exports.get(NO_STATE, b"").decode(errors="replace")

@@ -1,9 +1,15 @@
-"""Makes the machines in which one task is graded: forked from its pristine state with the agent's exports and the
-hidden files written over it; or, where the machine's state counts, from the state that the agent left.
+"""Fresh machines to grade one task's submissions in.
 
-On the host the agent's files are only data. Files whose names decide how tests run (`exports.CONFIGURATION`) are never
-taken from the agent, nor files that shadow a hidden one. What fails is tried once more, and then without the agent's
-files: only if it fails then too is the agent not to blame.
+A grading machine is forked from the task's initial files, with the agent's exports and then the hidden files written
+over them; or from the machine state that the agent left, if the task is graded by its state. On the host the agent's
+files are only data. Files whose names configure test runs (`exports.CONFIGURATION`), and files that shadow a hidden
+file, are never taken from the agent.
+
+A failed run is retried, and then tried without the agent's files. Only if that fails too, the agent is not to blame.
+
+The runner programs (`environments/runners`) report on one line of output that begins with a nonce. The nonce arrives on
+standard input and is in no file, argument or environment variable, so only code in the runner's own process can find
+it. Canaries detect forgeries by such code.
 """
 
 from __future__ import annotations
@@ -46,9 +52,12 @@ class HiddenFilesNotWritten(Exception):
 
 
 class GradingMachines:
-    """Makes fresh machines to grade one task's work in. These files of the agent are left out: those at the paths
-    `kept`; those whose name is in `never`; and new modules named as one in `library`, where hidden files or commands
-    would import them. A file of the last two kinds is taken where the task declares it by its whole path."""
+    """Creates fresh machines to grade one task's submissions in.
+
+    Some of the agent's files are left out: those at `protected_paths`; those whose file name is in `excluded_names`;
+    and new modules whose name is in `reserved_modules`, where hidden files or commands would import them. Files of the
+    last two kinds are accepted if the task declares their full path as an export.
+    """
 
     def __init__(
         self,
@@ -72,9 +81,12 @@ class GradingMachines:
         ] = {}  # by their id()
 
     async def snapshot(self, submission: Submission, hidden: Mapping[str, str]) -> str:
-        """Prepare the snapshot that machines with this work and these hidden files are forked from, once for all
-        concurrent calls. Raises `Refused` where the agent's files do not fit into one tree with them, `Broken` where
-        the task's own do not."""
+        """Prepare the snapshot for a submission with these hidden files (path to text). Concurrent calls share one
+        preparation.
+
+        Raises `Rejected` where the agent's files cannot be combined with the task's, `GradingFault` where the task's
+        own files are invalid.
+        """
         key = (id(submission), id(hidden))
         if key not in self._snapshots:
             preparing = asyncio.create_task(self._prepare_snapshot(submission, hidden))
@@ -151,7 +163,7 @@ class GradingMachines:
             raise GradingFault(Boundary.MACHINE, "the machine's state cannot be taken over", str(error)) from None
 
     async def _remove_files(self, snapshot: str, paths: Sequence[str]) -> str:
-        """Remove the image's own files at declared paths that the agent's machine no longer had."""
+        """Remove the image's own files at declared paths that the agent has deleted."""
         [machine] = await self.runtime.fork(snapshot, 1)
         try:
             removed = await machine.exec(["rm", "-rf", "--", *paths], key="rm", deadline_s=30.0)
@@ -166,8 +178,8 @@ class GradingMachines:
     async def open(self, submission: Submission, hidden: Mapping[str, str] | None = None) -> AsyncIterator[Machine]:
         """A fresh machine for a `with` block, closed at its end. A failed fork is retried up to `ATTEMPTS` times.
 
-        If every fork fails, raises `Refused` where a machine without the agent's files works, and else `Broken`. Raises
-        `HiddenFilesNotWritten` where the hidden files cannot be written.
+        Raises `Rejected` if every fork fails although machines without the agent's files work, `GradingFault` if those
+        fail too, and `HiddenFilesNotWritten` if the hidden files cannot be written.
         """
         machine = await self._fork(submission, hidden or {})
         try:
@@ -189,8 +201,8 @@ class GradingMachines:
         raise Rejected(f"no machine can be made with the agent's files: {failure}")
 
     async def check_host(self) -> None:
-        """Check that a machine without the agent's files can be made and used now. Raises `Broken` otherwise: the host
-        is to blame."""
+        """Check that a machine without the agent's files can be created and used now. Raises `GradingFault`
+        otherwise."""
         try:
             [machine] = await self.runtime.fork(await prepare(self.runtime, self.task), 1)
             try:
@@ -203,12 +215,11 @@ class GradingMachines:
             raise GradingFault(Boundary.TASK, "the task's files are no tree", str(error)) from None
 
     async def python(self) -> str:
-        """The name of the Python program in the task's machine."""
+        """Name of the Python program in the task's machine."""
         return await self._python_finder.find(self.task.image)
 
     async def check_python(self) -> None:
-        """Check that Python starts in the task's machine without the agent's files. Raises `Broken` otherwise: the task
-        is to blame."""
+        """Check that Python starts in the task's machine without the agent's files. Raises `GradingFault` otherwise."""
         program = await self.python()
         async with self.open(await self.untouched_submission()) as machine:
             result = await machine.exec([program, "-c", ""], key="starts", deadline_s=60.0)
@@ -218,23 +229,23 @@ class GradingMachines:
             raise GradingFault(Boundary.TASK, "there is no python that works in the task's machine", facts)
 
     async def untouched_submission(self) -> Submission:
-        """The work of an agent that did nothing."""
+        """The exports of an agent that did nothing."""
         return await simulate_exports(self.runtime, self.task)
 
     @property
     def user(self) -> str:
-        """The user that a verifier runs as: root in a machine with the agent's state, where the runtime has it; else ""
-        (the machine's default)."""
+        """The user that verifiers run as: root on the agent's machine state if the runtime has it, else "" for the
+        default user."""
         return ROOT if self.task.state and ROOT in self.runtime.info.users else ""
 
     def path_of(self, path: str) -> str:
-        """The path of a verifier's file in the machine. Where processes of the agent run, it lies in a folder that only
-        root can enter."""
+        """Path of a verifier's file in the machine. If the agent's processes still run there, it is in a folder that
+        only root can read."""
         return f"{self._private_folder}/{path}" if self._private_folder and not path.startswith("/") else path
 
     async def _write_hidden_files(self, machine: Machine, submission: Submission, hidden: Mapping[str, str]) -> None:
         """Write the hidden files that the snapshot lacks: all of them on the agent's state, else those outside the
-        working folder."""
+        working directory."""
         if self._private_folder:
             await self._run_setup(machine, self._private_folder, ["mkdir", "-m", "700", self._private_folder])
         for path, text in hidden.items():
@@ -263,9 +274,12 @@ class GradingMachines:
         deadline_s: float,
         nonce: str | None = None,
     ) -> Any:
-        """Run one of etude's test runners in a fresh machine and return its report. A machine that the host lost is
-        replaced once. Raises `Refused` where there is no report and the agent's files are to blame, `Broken` where the
-        task or the host is."""
+        """Run one of the runner programs in a fresh machine and return its report (plain data).
+
+        `argv`: how to start it. `request`: what it gets as JSON on standard input, together with the nonce. A machine
+        that the host lost is replaced once. Raises `NoReport` or `Rejected` if there is no report because of the
+        agent's files, `GradingFault` if the task or the host is to blame.
+        """
         nonce = nonce or new_nonce()
         stdin = json.dumps({**request, "nonce": nonce}).encode()
         for attempt in range(ATTEMPTS + 1):
@@ -291,24 +305,25 @@ class GradingMachines:
 
 
 def runner_source(name: str) -> str:
-    """The source of one of the programs in `runners/`."""
+    """Source code of a program in `environments/runners`."""
     return (resources.files("etude.environments") / "runners" / f"{name}.py").read_text()
 
 
 def new_nonce() -> str:
+    """A random string of 32 hexadecimal digits."""
     return secrets.token_hex(16)
 
 
 class NoReport(Rejected):
-    """A runner ended without its report."""
+    """A runner program ended without a report."""
 
 
 class RunnerNotStarted(NoReport):
-    """Its program was not even there."""
+    """A runner program could not be started."""
 
 
 def parse_report(result: ExecResult, nonce: str) -> Any:
-    """The plain data on the line that begins with the nonce. Raises `NotTold`."""
+    """The plain data after the nonce in a runner's output. Raises `NoReport`."""
     marker = f"{nonce} ".encode()
     for line in result.output.split(b"\n"):
         if line.startswith(marker):
@@ -325,15 +340,19 @@ def parse_report(result: ExecResult, nonce: str) -> Any:
 
 
 class PythonFinder:
-    """The word for Python of each image of a runtime."""
+    """Finds the name of the Python program in an image, with one test per image.
+
+    Debian images have ``python3`` and no ``python``, others only ``python``. The test runs in a machine without the
+    agent's files.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._known: dict[str, str] = {}  # by the image's digest
 
     async def find(self, image: Image | None) -> str:
-        """The first of `NAMES` that works in machines of this image. The first of all where none does or none can be
-        asked: whoever runs it is told what is wrong."""
+        """The first of `PYTHON_NAMES` that works in machines of this image. If no name works or the test fails, the
+        first name; the caller's own run then reports the problem."""
         if image is None:
             return PYTHON_NAMES[0]
         if image.digest not in self._known:

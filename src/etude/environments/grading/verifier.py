@@ -1,16 +1,15 @@
-"""Grades work with a verifier: any command, run in a fresh machine with the exports in it, or in a fork of the frozen
-machine where the machine's state counts. The verdict is its exit code, or a number in a file that is read from outside.
+"""Grade with a verifier: any command, run in a fresh machine with the exports, or in a fork of the frozen machine if
+the task is graded by its state. The reward is its exit code, or a number in a file.
 
-A verifier that runs the agent's code must trust that code, which can end the verifier's process or write the reward
-itself. Two things guard against this: a verdict above 0 must repeat, and canaries. A canary is the verifier with one
-literal that it compares with changed in its Python files; it is proven to give the reference solution less. Work that a
-canary does not give less is a forgery.
+A verifier that runs the agent's code has to trust it: that code can end the verifier's process, or write the reward
+itself. Two guards: a reward above 0 must repeat, and canaries. A canary is the verifier with one compared literal
+changed in its Python files; it is known to give the reference solution less. A submission that gets no less from a
+canary is a forgery.
 
-Where a verifier hangs, cannot be started or writes no number from 0 to 1, it is run on the untouched machine: if it
-gives a verdict there, the agent caused the failure; if not, the task is at fault. In a fork of the agent's machine the
-verifier runs as root where the runtime allows it, since processes of the agent may still run. It trusts the programs
-that it uses of that machine: a task can bring its own. Its files lie in a folder of root's that the agent's processes
-cannot reach.
+If a verifier hangs, does not start or writes no number from 0 to 1, it is run on the untouched machine: if it works
+there, the agent caused the failure; else the task is at fault. In a fork of the agent's machine the verifier runs as
+root if possible, since processes of the agent may still run, and its files are in a folder that only root can read. It
+uses that machine's programs, unless the task brings its own.
 """
 
 from __future__ import annotations
@@ -52,8 +51,10 @@ _MAX_VARIANTS = 6
 
 @dataclass(frozen=True)
 class VerifierResult:
-    """Result of one run of a verifier. `reward` is in [0, 1], or None where it gave no verdict; `evidence` is the end
-    of its output."""
+    """The result of one run of a verifier.
+
+    `reward`: from 0 to 1, or None without a verdict. `evidence`: the end of its output.
+    """
 
     reward: float | None
     reason: str
@@ -61,14 +62,15 @@ class VerifierResult:
 
 
 class VerifierCanary(NamedTuple):
-    """A changed verifier, and the reward that it gives the reference solution: less than the verifier gives."""
+    """A changed verifier, and the reward that it gives the reference solution: less than the original gives."""
 
     verifier: Verifier
     reward: float
 
 
 class VerifierGrader:
-    """Runs verifiers. Remembers which gave a verdict on the untouched machine, so that this is tried once for each."""
+    """Grades with verifiers. It remembers which verifiers work on the untouched machine, so that this is tested once
+    for each."""
 
     def __init__(self, runtime: Runtime, *, canaries: int) -> None:
         self._runtime, self._canaries = runtime, canaries
@@ -77,8 +79,8 @@ class VerifierGrader:
         self._installed_modules: dict[tuple[str, frozenset[str]], frozenset[str]] = {}  # by image and folders
 
     def variants(self, task: Task, verifier: Verifier) -> list[tuple[str, str]]:
-        """Changed files, as (path, text), that may make canaries. Empty where the verdict does not rest on the agent's
-        code."""
+        """Changed files as (path, text) that may become canaries. Empty if the verdict does not depend on the
+        agent's code."""
         if task.trust is not Trust.CODE or not self._canaries:
             return []
         rng = random.Random(new_nonce())
@@ -87,8 +89,8 @@ class VerifierGrader:
         return rng.sample(changed, min(len(changed), _MAX_VARIANTS))
 
     async def plan(self, task: Task, verifier: Verifier, reference: Submission) -> list[VerifierCanary]:
-        """Find canaries: variants that give the reference solution less than the verifier does. Empty where the
-        verifier gives it 0. Raises `Broken` where the verifier gives no verdict."""
+        """Find canaries: variants that give the reference solution less than the verifier does. Empty if the
+        verifier gives it 0. Raises `GradingFault` if the verifier gives no verdict."""
         machines = await self._machines(task, verifier)
         right = await self._run(machines, verifier, reference)
         if right.reward is None:
@@ -106,9 +108,12 @@ class VerifierGrader:
     async def grade(
         self, task: Task, verifier: Verifier, canaries: Sequence[VerifierCanary], submission: Submission
     ) -> Graded:
-        """Grade work with a verifier. A verdict above 0 that ran the agent's code must repeat: the lesser of two
-        counts. Raises `Refused` where the work prevented a verdict or forged one, `Broken` where the task or the host
-        is at fault."""
+        """Grade a submission with a verifier.
+
+        A reward above 0 from a verifier that ran the agent's code must repeat; the lower of two counts. Raises
+        `Rejected` if the submission prevents a verdict or forges one, `GradingFault` if the task or the host is at
+        fault.
+        """
         machines = await self._machines(task, verifier)
         result = await self._run(machines, verifier, submission)
         if result.reward is None:
@@ -130,7 +135,7 @@ class VerifierGrader:
         )
 
     async def _reserved_modules(self, task: Task, verifier: Verifier) -> frozenset[str]:
-        """Module names that new files of the agent may not have; names in the task's own folders are allowed."""
+        """Module names that new files of the agent may not have. Names in the task's own folders are allowed."""
         if not any(path.endswith("/") for path in task.exports):
             return STDLIB_MODULES  # exports that are named one by one cannot add files
         own = {part.partition(".")[0] for path in task.files for part in PurePosixPath(path).parts}
@@ -154,9 +159,11 @@ class VerifierGrader:
         submission: Submission,
         first: VerifierResult,
     ) -> VerifierResult:
-        """Run the verifier again, and the canaries; return the lesser of both verdicts. `Refused` where a canary gives
-        the work as much as the verifier first did, and that is more than it gives the reference solution. Work with a
-        lower first verdict is not refused: it may give by chance what the canary wants."""
+        """Run the verifier again, and the canaries. Returns the lower of both results.
+
+        Raises `Rejected` if a canary gives the submission as much as the verifier first did, and more than it gives the
+        reference solution. A submission with a lower first reward is not rejected: it may match the canary by chance.
+        """
         had, counts = first.reward or 0.0, first
         for canary in random.Random(new_nonce()).sample([None, *canaries], 1 + len(canaries)):
             result = await self._run(machines, verifier if canary is None else canary.verifier, submission)
@@ -168,7 +175,7 @@ class VerifierGrader:
         return counts
 
     async def _check_verifier(self, machines: GradingMachines, verifier: Verifier) -> None:
-        """Check that the verifier gives a verdict on the untouched machine. Raises `Broken` where it does not."""
+        """Check that the verifier gives a verdict on the untouched machine. Raises `GradingFault` otherwise."""
         key = hashlib.sha256(machines.task.task_id.encode() + msgspec.json.encode(verifier)).hexdigest()
         if key in self._working:
             return
@@ -235,7 +242,7 @@ def _result_from_exit_code(result: ExecResult, output: str) -> VerifierResult:
 
 
 async def _remove_reward(machine: Machine, path: str, user: str) -> None:
-    """Remove what lies at the reward's path before the verifier runs. `OSError`, `ValueError` where that fails."""
+    """Remove whatever is at the reward's path before the verifier runs. Raises `OSError`, `ValueError`."""
     if path.startswith("/"):
         script = 'rm -rf "$1" && mkdir -p "$(dirname "$1")"'
         done = await machine.exec(["sh", "-c", script, "sh", path], key="clear", deadline_s=30.0, user=user)
@@ -246,7 +253,7 @@ async def _remove_reward(machine: Machine, path: str, user: str) -> None:
 
 
 async def _read_reward(machine: Machine, path: str, user: str) -> bytes:
-    """The beginning of the reward's file; empty where there is no such file. A path in the work folder is read once the
+    """The start of the reward file; empty if there is none. A path in the working directory is read after the
     machine is frozen, so that nothing rewrites it."""
     if path.startswith("/"):
         result = await machine.exec(["cat", path], key="read", deadline_s=30.0, output_bytes=_REWARD_BYTES, user=user)
@@ -288,8 +295,8 @@ _ALWAYS_ALLOWED = sys.stdlib_module_names | {"test", "tests"}  # known without a
 async def installed_modules(
     runtime: Runtime, image: Image | None, folders: Collection[str], python: str
 ) -> frozenset[str]:
-    """Names of modules that new files in these folders could hide. None where there is no Python to import any.
-    Raises `MachineError`."""
+    """Module names that new files in these folders could shadow; empty if there is no Python to import them. Raises
+    `MachineError`."""
     [machine] = await runtime.fork(await runtime.prepare({}, image=image), 1)
     try:
         argv = [python, "-c", _LIST_MODULES, *sorted(folders)]

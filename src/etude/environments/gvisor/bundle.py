@@ -1,7 +1,8 @@
-"""Makes the parts of a sandbox: its root folder, the mounts on it, and the config.json (OCI) that runsc reads.
+"""The parts of a sandbox: its root folder, its mounts, and the config.json (OCI runtime specification) that runsc
+reads.
 
-The runtime's own root is a skeleton of folders and small files in /etc, with the host's toolchain mounted on it
-read-only, as in machines of namespaces. The root of an image is read-only too; writes go to the sandbox's memory.
+The runtime's own root is a skeleton of folders and small files in /etc; the host's toolchain is mounted on it
+read-only, as in namespace machines. An image's root is read-only too; writes go to the sandbox's memory.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _USERS_BYTES = 4 << 20  # of an image's passwd or group
 
 
 def make_root(folder: Path) -> list[dict[str, Any]]:
-    """Make the skeleton in an empty folder. Returns the mounts on it, as config.json lists them."""
+    """Make the skeleton in an empty folder. Returns its mounts in the form of config.json."""
     for name in _FOLDERS:
         (folder / name).mkdir(parents=True, exist_ok=True)
     for name, text in _FILES.items():
@@ -75,10 +76,10 @@ def make_root(folder: Path) -> list[dict[str, Any]]:
 
 
 def make_image_root(image: Path, folder: Path) -> list[dict[str, Any]]:
-    """Make the root of an image's sandboxes in an empty folder. Returns the mounts on it, as config.json lists them.
+    """Make the root for sandboxes of an image in an empty folder. Returns its mounts in the form of config.json.
 
-    The image's own folder cannot be the root, as runsc would make mount points in it. /etc is a copy with the users of
-    machines added. The image's links are not trusted: they are copied, and none of them is followed on the host.
+    The image's own folder cannot be the root, as runsc would create mount points in it. /etc is a copy with the
+    machine's users added. The image's links are not trusted: they are copied, and never followed on the host.
     """
     mounts = []
     with open_folder(image) as source, Tree(folder, ImageLimits(), keep_setuid=True) as tree:
@@ -100,7 +101,7 @@ def make_image_root(image: Path, folder: Path) -> list[dict[str, Any]]:
 
 
 def _make_etc(image: int, tree: Tree) -> None:
-    """Copy the folder at /etc of an open image (links followed inside the image), and add the users of machines."""
+    """Copy /etc of an open image, following links inside the image only, and add the machine's users."""
     tree.folder("etc")
     try:
         etc = open_in(image, "etc", os.O_RDONLY | os.O_DIRECTORY)
@@ -126,8 +127,8 @@ def _make_etc(image: int, tree: Tree) -> None:
 
 
 def _text_in(image: int, path: str) -> str:
-    """The text of a regular file inside an open image, links followed as its own processes would; "" where it is no
-    regular file. `BadSource` past `_USERS_BYTES`."""
+    """Text of a regular file in an open image, following links inside the image only; "" if it is not a regular
+    file. Raises `BadSource` beyond `_USERS_BYTES`."""
     try:
         fd = open_in(image, path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -162,7 +163,7 @@ def config(
     user: str,
     own_root: bool,
 ) -> bytes:
-    """The text of config.json. `own`: the root is the runtime's own, with its working directory in memory."""
+    """The text of config.json. `own_root`: the root is the runtime's skeleton, with the working directory in memory."""
     arguments = ["--stdio", "--work", work, "--user", user, "--path", PATH]
     for name, value in (("nproc", limits.processes), ("nofile", limits.open_files), ("as", limits.address_bytes)):
         arguments += ["--limit", f"{name}={value}"]

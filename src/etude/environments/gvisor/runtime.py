@@ -1,7 +1,7 @@
-"""`Runtime` of gVisor: what runs sees a kernel in user space, written in Go, and the host sees that kernel's few calls.
+"""`Runtime` of gVisor: a machine's programs run on a user-space kernel, which makes only few system calls to the host.
 
-A snapshot is the working directory's files alone: a tree's bytes, kept by their digest. Knows nothing of tasks and
-rewards.
+A snapshot contains the working directory's files only: a tree's bytes, addressed by their digest. Tasks and rewards are
+not known here.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 class GVisorRuntime:
-    """Forks sandboxes. `MachineError` where there is no `runsc` or no agent, or where gVisor runs nothing.
+    """Forks sandboxes. Raises `MachineError` without `runsc` or the machine agent, or if gVisor cannot run here.
 
-    At most `max_machines` are alive. `roots` gives the folder of an image's root filesystem by its digest
-    (`ImageStore.root`); without it there is only the host's own toolchain, read-only.
+    `max_machines`: the most that are alive at once. `roots`: the folder of an image's root filesystem by its digest
+    (`ImageStore.root`); without it, machines have the host's toolchain, read-only.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class GVisorRuntime:
         return self._keep(tree(files), image)
 
     def _keep(self, packed: bytes, image: Image | None) -> str:
-        """Keep a tree, or one in an image. `MachineError` where the image is not there."""
+        """Cache a tree, or one for an image. Raises `MachineError` if the image is missing."""
         if image is None:
             return self._snapshots.keep(packed)
         if self._roots is None or not self._roots(image.digest).is_dir():
@@ -111,8 +111,8 @@ class GVisorRuntime:
         return packed
 
     async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
-        """See `Portable.pack`: the tree itself. `MachineError` for a machine of an image, whose snapshot is its working
-        directory alone: judged by that, whoever changed what lies outside would have done nothing."""
+        """See `Portable.pack`. The packed form is the tree itself. Raises `MachineError` for an image's machine: its
+        snapshot lacks changes outside of the working directory, so it cannot be graded by its state."""
         packed = self._kept(snapshot)
         if unpack_state(packed) is not None:
             facts = "what is outside its working directory is in no snapshot of gVisor"
@@ -216,7 +216,7 @@ class GVisorRuntime:
         return sandbox, Channel(sandbox.read_fd, sandbox.write_fd)
 
     def _image_root(self, digest: str) -> tuple[Path, list[dict[str, Any]]]:
-        """Made once, and never written to: what machines write goes to their memory."""
+        """The root folder of an image's sandboxes, made once. It stays unchanged: machines write to their memory."""
         assert self._roots is not None
         if digest not in self._image_roots:
             root = self._scratch.path / f"root-{digest[:16]}"
@@ -246,7 +246,8 @@ class GVisorRuntime:
 
 
 async def _make_workdir(machine: AgentMachine, image: Image) -> None:
-    """Its working directory is there, and who works in it owns it. An image's tools do it: its root is not ours."""
+    """Create the working directory and give it to its user, with the image's own tools, as etude does not trust its
+    root."""
     argv = ["sh", "-c", _MAKE_WORKDIR, image.workdir, image.user]
     made = await machine.exec(argv, key=secrets.token_hex(8), deadline_s=60.0, user="root", cwd="/")
     if made.exit_code:
@@ -256,7 +257,7 @@ async def _make_workdir(machine: AgentMachine, image: Image) -> None:
 
 
 def _kill_unresponsive(sandbox: Sandbox) -> str:
-    """A sandbox can end or hang by what runs in it, and nothing but its end is owed to it."""
+    """Kill a sandbox that does not answer. Its programs can cause that, so the host is never blamed."""
     sandbox.process.kill()
     return ""
 
@@ -275,7 +276,7 @@ async def _close_all(forking: list[asyncio.Task[AgentMachine]]) -> None:
 
 @contextlib.contextmanager
 def disk_errors(*made: Path) -> Iterator[None]:
-    """What cannot be written inside is a `MachineError`; whatever goes wrong, these folders are gone again."""
+    """Convert `OSError` in the block to `MachineError`. After any error, remove the folders `made`."""
     try:
         yield
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Starts and ends one sandbox: a `runsc run` process with the agent inside, reached over a pair of pipes."""
+"""Start and end one sandbox: a `runsc run` process with the agent inside, reached over two pipes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RUNSC = (
 
 
 def require_runsc() -> str:
-    """The version of runsc that is installed. Raises `MachineError` where none is."""
+    """The installed version of runsc. Raises `MachineError` if there is none."""
     require_programs({"runsc": "runsc (or gvisor.dev's)"}, "machines of gVisor")
     done = subprocess.run(["runsc", "--version"], capture_output=True, text=True, timeout=20.0)
     words = done.stdout.split()
@@ -41,8 +41,8 @@ def memory_overlay() -> str:
 
 
 def probe_platform() -> str:
-    """Find the first of `PLATFORMS` under which a program runs on this host. Blocks for about a second where one works.
-    Raises `MachineError` where none does."""
+    """The first of `PLATFORMS` that works on this host. Blocks for about a second. Raises `MachineError` if none
+    works."""
     problem = ""
     for name in PLATFORMS:
         try:
@@ -64,13 +64,16 @@ def _flags(platform: str) -> list[str]:
 
 
 class Sandbox:
-    """A started sandbox. `folder` is its own, and removed with it; `read_fd` and `write_fd` lead to its agent."""
+    """A started sandbox. It owns `folder`, which is removed with it. `read_fd` and `write_fd` lead to its agent."""
 
     def __init__(
         self, folder: Path, platform: str, *, overlay: str, on_close: Callable[[Sandbox], None], groups: SandboxCgroups
     ) -> None:
-        """Start a sandbox from `folder`, which has its config.json. `overlay` is `memory_overlay()` for a root that can
-        be written to, else "". The process runs in a control group of `groups`."""
+        """Start a sandbox from `folder`, which contains its config.json.
+
+        `overlay`: `memory_overlay()` for a writable root, else "". `on_close`: called once when it closes. `groups`:
+        the control groups to run in.
+        """
         self._folder, self._on_close, self._closed = folder, on_close, False
         self._groups, self._slot = groups, groups.take()
         self._log_fd = os.memfd_create("etude-said", os.MFD_CLOEXEC)
@@ -91,8 +94,8 @@ class Sandbox:
             os.close(agent_stdout)
 
     async def close(self) -> None:
-        """Kill the sandbox, wait until its processes are gone, and remove its folder. Does not close `read_fd` and
-        `write_fd`: their reader does. Idempotent."""
+        """Kill the sandbox, wait for its processes, and remove its folder. The reader of `read_fd` and `write_fd`
+        closes those. Idempotent."""
         if self._closed:
             return
         self._closed = True

@@ -1,7 +1,7 @@
-"""Machines of images: whom they run as, what a snapshot of one is, and how one tells what it has changed.
+"""Machines whose root is an image: their user, their snapshots, and their changes to the image.
 
-A snapshot is the image's name, the files that were prepared, and a layer: what commands have changed since, wherever
-in the root. It is content-addressed like any other, and small, since the image stays where it is.
+A snapshot consists of the image's name, the prepared files, and a layer with everything that commands have changed
+anywhere in the root. It is content-addressed like any other snapshot, and small, since the image is not copied.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class ImageState(NamedTuple):
-    """A snapshot of an image's machine: `tree` a TREE frame for the working directory, `layer` on top, or empty."""
+    """A snapshot of an image's machine. `tree`: a TREE frame for the working directory; `layer`: the changes on top.
+    Either may be empty."""
 
     image: Image
     tree: bytes
     layer: bytes
 
     def pack(self) -> bytes:
-        """One frame of all of it."""
+        """The state as one frame of bytes."""
         return wire.pack(_KIND, msgspec.json.encode(self.image), self.tree, self.layer)
 
 
 def unpack_state(frame: bytes) -> ImageState | None:
-    """The state in a frame, or None for what could be the frame of a plain tree. `ValueError` for other bytes."""
+    """The state in a frame, or None for the frame of a plain tree. Raises `ValueError` for anything else."""
     if frame[:1] == bytes([wire.TREE]):
         return None
     kind, fields = wire.unpack(frame)
@@ -64,7 +65,8 @@ def unpack_state(frame: bytes) -> ImageState | None:
 
 
 def image_settings(store: ImageStore, image: Image, limits: MachineLimits) -> dict[str, Any]:
-    """What a launcher must know of an image. `MachineError` where the store has it not, or not its user."""
+    """The launcher's settings for machines of an image. Raises `MachineError` if the store lacks the image, or the
+    image's user or directory is invalid."""
     try:
         record: ImageRecord = store.get(image.digest)
     except EtudeError as error:
@@ -95,7 +97,7 @@ def image_settings(store: ImageStore, image: Image, limits: MachineLimits) -> di
 
 
 def _find_user(store: ImageStore, image: Image) -> tuple[int, int, str, str, list[str]]:
-    """(uid, gid, name, home) of the image's user: root, numbers, or a name of its /etc/passwd; and all names there."""
+    """(uid, gid, name, home, all known names) of the image's user: root, a number, or a name in its /etc/passwd."""
     user, _, group = image.user.partition(":")
     lines = [line.split(":") for line in _text_in(store, image.digest, "etc/passwd").splitlines()]
     known = [f for f in lines if len(f) == 7 and f[0] and _NUMBER.fullmatch(f[2]) and _NUMBER.fullmatch(f[3])]
@@ -131,7 +133,8 @@ def _is_folder(root: int, path: str) -> bool:
 
 
 class ImageMachine(NamespaceMachine):
-    """A machine whose root is an image's; its snapshots hold what changed anywhere in it. Tells it, too: `Changing`."""
+    """A machine whose root is an image. Its snapshots contain all changes to the root; it can also export them
+    (`Changing`)."""
 
     def __init__(
         self, handle: MachineHandle, launcher: LauncherProcess, state: ImageState, *, first: int, **common: Any
@@ -148,14 +151,14 @@ class ImageMachine(NamespaceMachine):
         return False  # its Python is its own
 
     async def restore(self, state: ImageState) -> None:
-        """Bring a new machine into a state. `OSError` or `ValueError` for one that does not fit."""
+        """Bring a new machine into a state. Raises `OSError` or `ValueError` if the state does not fit."""
         if state.layer:
             await self._in_thread(lambda: self._apply(state.layer))
         elif state.tree:
             await self.load(wire.unpack(state.tree).fields)
 
     async def load(self, tree: list[bytes]) -> None:
-        """See `NamespaceMachine.load`. Where the working directory is not its user's, its root lays the files."""
+        """See `NamespaceMachine.load`. If the working directory does not belong to its user, root writes the files."""
         try:
             await super().load(tree)
         except PermissionError:
@@ -164,7 +167,8 @@ class ImageMachine(NamespaceMachine):
             await self._in_thread(lambda: self._write_as_root(tree))
 
     def _write_as_root(self, tree: list[bytes]) -> None:
-        """As root, then given to its user, new folders too. Nothing has run in it: what is there stays."""
+        """Write files as root, then give them and new folders to the user. For a new machine, in which nothing has
+        run."""
         work, owner, laid = self._handle.work, self._owner or 0, [os.fsdecode(path) for path in tree[::3]]
         paths = {*laid, *(str(folder) for path in laid for folder in PurePosixPath(path).parents)}
         given = [path for path in paths if not _is_folder(work, path)]  # looked for before any is made
@@ -196,7 +200,7 @@ class ImageMachine(NamespaceMachine):
         write_layer(self._handle.upper, write, ids=self._guest_id, whole=self._root_mode == COPIED, skip=MOUNTED)
 
     def _guest_id(self, owner: int) -> int:
-        """A user of the host's as the machine sees it; what it cannot see is root's."""
+        """A host user's number inside the machine; 0 (root) for a user that is outside of its range."""
         return owner - self._first_id if self._first_id and 0 <= owner - self._first_id < NUM_IDS else 0
 
     async def changes(self, out: BinaryIO, *, max_bytes: int) -> None:

@@ -1,5 +1,5 @@
-"""The host's side of the launcher and runner processes: starts them, has machines made and killed and commands run, and
-notices when they die."""
+"""The host's side of the launcher and runner processes: start them, have them create and kill machines and run
+commands, and notice when they end."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _HINT = (
 
 
 class MachineHandle(NamedTuple):
-    """A new machine, as the launcher made it. Its receiver must `close` it; int fields without another note are open
+    """A new machine, as the launcher created it. The receiver must `close` it. Int fields without a comment are open
     file descriptors."""
 
     number: int  # the launcher's name for it
@@ -70,7 +70,7 @@ class MachineHandle(NamedTuple):
 
 
 class CommandEnd(NamedTuple):
-    """How a command ended. `exit_code` is 128 + signal when killed."""
+    """How a command ended. `exit_code` is 128 + signal for a killed command."""
 
     exit_code: int
     timed_out: bool
@@ -90,9 +90,9 @@ def discard_pending(pending: PendingMachine) -> None:
 
 
 class LauncherProcess:
-    """A started launcher. Raises `MachineError` when machines cannot be made here.
+    """A started launcher. Raises `MachineError` if machines cannot be created on this host.
 
-    It lives as long as this process, or any fork of it that never execs, holds the other end of its sockets.
+    It lives as long as this process, or any fork of it that never calls exec, holds the other end of its sockets.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class LauncherProcess:
         return _child_of(self._process.pid), json.loads(text)
 
     def spawn(self, count: int) -> list[PendingMachine]:
-        """Ask for `count` machines. Each future raises `MachineError` when its machine cannot be made."""
+        """Request `count` machines. Each future raises `MachineError` if its machine cannot be created."""
         loop = self._start_receiving()
         pending: list[PendingMachine] = [loop.create_future() for _ in range(count)]
         for future in pending:
@@ -168,12 +168,12 @@ class LauncherProcess:
         return pending
 
     def discard(self, number: int) -> None:
-        """Have a machine killed without waiting for its end."""
+        """Kill a machine without waiting for its end."""
         with contextlib.suppress(MachineError):
             self._send(KILL, number)
 
     async def kill(self, number: int, *, deadline_s: float = 10.0) -> None:
-        """Have a machine killed and wait until every process in it is gone. Raises `MachineError`."""
+        """Kill a machine and wait until all its processes are gone. Raises `MachineError` after `deadline_s`."""
         if self.failure is not None:
             return
         loop = self._start_receiving()
@@ -199,9 +199,11 @@ class LauncherProcess:
         flags: int = 0,
         tell: Tell | None = None,
     ) -> asyncio.Future[CommandEnd]:
-        """Run a command in a machine. `streams`: descriptors of its request and its output, then those that `flags`
-        name. `tell` is called with its `Started` (the PID) once it runs. The future raises `MachineError` when launcher
-        or runner dies."""
+        """Run a command in a machine.
+
+        `streams`: descriptors of its request and its output, then those that `flags` name. `tell` is called with
+        `Started` (the PID) once the command runs. The future raises `MachineError` if launcher or runner dies.
+        """
         if tell is not None:
             flags |= REPORT_PID
             self._on_started[self._last_number + 1] = tell
@@ -209,16 +211,16 @@ class LauncherProcess:
 
     @property
     def last_number(self) -> int:
-        """The number of the last command (a `run` or `signal_all`)."""
+        """Number of the last command (a `run` or `signal_all`)."""
         return self._last_number
 
     def end_one(self, number: int) -> None:
-        """Kill a command whose deadline is over; it ends as timed out. Does nothing where it has ended."""
+        """Kill a command whose deadline has passed; it ends as timed out. Does nothing if it has ended."""
         if number in self._running and self.failure is None:
             self._send_packet(self._commands, HEAD.pack(END_ONE, number), [])
 
     def signal_all(self, handle: MachineHandle, kind: bytes) -> asyncio.Future[CommandEnd]:
-        """End, stop or continue everything in a machine: END_ALL, STOP_ALL, CONTINUE_ALL."""
+        """Kill, stop or continue all processes in a machine: END_ALL, STOP_ALL, CONTINUE_ALL."""
         return self._send_command(kind, handle, [], 0.0, 0)
 
     def _send_command(
@@ -306,7 +308,7 @@ class LauncherProcess:
             future.set_exception(MachineError("a machine could not be taken over", "too many open files", hint=hint))
 
     def is_gone(self, number: int) -> bool:
-        """Whether a machine has died without a call to `kill` or `discard`."""
+        """Whether a machine has died without a call of `kill` or `discard`."""
         return number in self._ending and self._ending[number].done()
 
     def _set_failed(self, why: str) -> None:
@@ -323,7 +325,7 @@ class LauncherProcess:
         self._on_started.clear()
 
     def shut_down(self) -> None:
-        """End every machine. Idempotent."""
+        """End all machines. Idempotent."""
         if self._lifeline >= 0:
             if self.failure is None:
                 self._set_failed("closed")
@@ -333,7 +335,7 @@ class LauncherProcess:
             self._lifeline = -1
 
     def wait(self, *, deadline_s: float = 20.0) -> None:
-        """Hang up and block until no process and no control group is left. Idempotent."""
+        """Shut down and block until no process and no control group is left. Idempotent."""
         self.shut_down()
         try:
             self._process.wait(deadline_s)
@@ -342,7 +344,7 @@ class LauncherProcess:
             self._process.wait()
 
     def cpu_s(self) -> float:
-        """CPU seconds of launcher and runner, and of everything in machines that has ended, so far."""
+        """CPU seconds so far of launcher, runner, and everything in machines that has ended."""
         try:
             stats = [Path(f"/proc/{pid}/stat").read_text() for pid in (self.pid, self.runner_pid)]
         except OSError:
@@ -356,7 +358,7 @@ def _gone_error(why: str) -> MachineError:
 
 
 def _set_result(future: asyncio.Future[T], result: T) -> bool:
-    """Give a future its result. False when it is done already."""
+    """Set a future's result. False if it is done already."""
     if future.done():
         return False
     future.set_result(result)
@@ -372,14 +374,14 @@ _BOOT = "import sys; sys.path.insert(0, {folder!r}); from guest.main import main
 
 
 def default_python() -> str:
-    """The interpreter behind this one, outside any virtual environment."""
+    """Path of the interpreter behind this one, outside any virtual environment."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     installed = os.path.join(sys.base_prefix, "bin", version)
     return os.path.realpath(installed if os.path.exists(installed) else sys.executable)
 
 
 def _config(limits: MachineLimits, settings: Mapping[str, Any]) -> str:
-    """What a launcher is told of itself."""
+    """The launcher's configuration as JSON."""
     order = ("memory_bytes", "processes", "cpus", "work_bytes", "tmp_bytes", "inodes", "open_files", "address_bytes")
     return json.dumps(
         {
@@ -393,7 +395,7 @@ def _config(limits: MachineLimits, settings: Mapping[str, Any]) -> str:
 
 
 def _start(python: str, config: str, pass_fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
-    """A launcher. `MachineError` where there is no such interpreter."""
+    """Start a launcher. Raises `MachineError` if there is no such interpreter."""
     boot = _BOOT.format(folder=_FOLDER, config=config)
     try:
         process = subprocess.Popen(
@@ -417,14 +419,14 @@ def _start(python: str, config: str, pass_fds: tuple[int, ...]) -> subprocess.Po
 
 
 def _child_of(pid: int) -> int:
-    """A process's first child; itself where it has none."""
+    """A process's first child, or the process itself if it has none."""
     children = Path(f"/proc/{pid}/task/{pid}/children")
     listed = children.read_text().split() if children.exists() else []
     return int(listed[0]) if listed else pid
 
 
 def _exit_status(process: subprocess.Popen[bytes]) -> str:
-    """In words, where it ends within a second."""
+    """ " with status N" if the process ends within a second, else ""."""
     try:
         return f" with status {process.wait(1.0)}"
     except subprocess.TimeoutExpired:

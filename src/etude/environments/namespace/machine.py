@@ -1,11 +1,12 @@
-"""`Machine` by its descriptors: commands go to the agent in it, files are reached through the open work folder.
+"""`NamespaceMachine`: a machine reached through its open file descriptors.
 
-Python goes to the runner, which forks an interpreter that has started; so does everything where no agent was built.
+The machine's agent runs the commands; the host accesses files through the open work folder. The runner executes Python
+commands, by forking a started interpreter, and all commands where no agent was built.
 
-Files are read and written as the machine's own user, without following a link (`guest.files`). A machine that dies
-was most likely killed by what ran in it, so that is an outcome, not an error: the command counts as killed (137),
-files are not found. `MachineError` is raised only on evidence that agent code cannot make: launcher or runner is gone,
-a command could not be confined before any had run, or the machine was closed by its owner.
+Files are accessed as the machine's own user, and links are not followed (`guest.files`). A machine that dies was most
+likely killed by its own programs. That is an outcome, not an error: the command counts as killed (137), files are not
+found. `MachineError` is raised only on evidence that agent code cannot produce: launcher or runner has ended, the first
+command could not be confined, or the owner closed the machine.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _ENVIRONMENT = {name: value for name, value in ENVIRONMENT.items() if name not i
 
 
 class NamespaceMachine:
-    """A `Machine`. Commands run beside each other."""
+    """A `Machine` made of namespaces. Commands may run concurrently."""
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class NamespaceMachine:
     async def exec(
         self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
     ) -> ExecResult:
-        """See `Machine.exec`. Cancelling the caller does not stop the command: ask again with the same key."""
+        """See `Machine.exec`. Cancelling the caller does not stop the command: call again with the same key."""
         return await self._commands.run_once(self._begin, argv, key=key, deadline_s=deadline_s, **options)
 
     def _begin(self, command: Command) -> Coroutine[Any, Any, ExecResult]:
@@ -143,7 +144,7 @@ class NamespaceMachine:
             )
 
     def _clock(self) -> FairClock | None:
-        """What counts a command's deadline. Without a control group that counts CPU time it is wall time: None."""
+        """The clock of a command's deadline, or None (wall time) if no control group counts the machine's CPU time."""
         accounts = self._launcher.info["accounts"]
         if accounts is None:
             return None
@@ -169,7 +170,7 @@ class NamespaceMachine:
                 return agents.as_outcome(refusal, used=used)
 
     async def _lose_agent(self, lost: ChannelLost) -> None:
-        """The machine is no more, with its launcher or without."""
+        """Record that the machine is gone; end it if its launcher still runs."""
         self._gone = self._gone or str(lost)
         with contextlib.suppress(MachineError):
             await self._kill()
@@ -199,7 +200,7 @@ class NamespaceMachine:
         return end
 
     async def freeze(self) -> None:
-        """See `Machine.freeze`: every process in it is killed."""
+        """See `Machine.freeze`: kills all processes in the machine."""
         self._require_open()
         if self._frozen is None:
             self._frozen = asyncio.create_task(self._signal_all(END_ALL))
@@ -211,30 +212,31 @@ class NamespaceMachine:
                 await self._ended(self._launcher.signal_all(self._handle, kind), _SIGNAL_S)
 
     async def read(self, path: str, *, max_bytes: int = 1_048_576) -> bytes:
-        """See `Machine.read`. Links are not followed: `ValueError`. `FileNotFoundError` from a machine that is gone."""
+        """See `Machine.read`. Raises `ValueError` for a path through a link, `FileNotFoundError` if the machine is
+        gone."""
         check_max_bytes(max_bytes)
         name = os.fsdecode(encode_path(path))
         return await self._with_files(lambda: files.read(self._handle.work, name, max_bytes))
 
     async def write(self, path: str, data: bytes) -> None:
-        """See `Machine.write`. `OSError` where the machine's disk is full or the place is taken by a folder."""
+        """See `Machine.write`. Raises `OSError` if the machine's disk is full or a folder has this name."""
         name = os.fsdecode(encode_path(path))
         await self._with_files(lambda: files.write(self._handle.work, name, data), num_bytes=len(data))
 
     async def snapshot(self) -> str:
-        """See `Machine.snapshot`: the work folder, without sockets, pipes, owners and times; of a machine of an image
-        all that has changed in it."""
+        """See `Machine.snapshot`. Contains the work folder without sockets, pipes, owners and times; for machines of
+        an image, everything that has changed in the root."""
         async with self._paused():
             return self._keep(await self._in_thread(self._pack_state))
 
     def _pack_state(self) -> bytes:
-        """Its state as a frame."""
+        """The machine's state as a frame."""
         with acting_on_files_as(self._owner):
             return wire.pack(wire.TREE, *files.save(self._handle.work, self._max_tree_bytes))
 
     @contextlib.asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
-        """Nothing in it runs meanwhile."""
+        """Stop all processes of the machine during the block."""
         running = self._commands and self._frozen is None
         if running:
             await self._signal_all(STOP_ALL)
@@ -245,13 +247,15 @@ class NamespaceMachine:
                 await self._signal_all(CONTINUE_ALL)
 
     async def listen(self, port: int = 0) -> socket.socket:
-        """A listening socket on the machine's own loopback, to be served from here (`environments.network`): the only
-        thing that its commands can connect to. `MachineError` where it cannot be made."""
+        """A listening socket on the machine's own loopback, to be served from the host (see `environments.network`).
+
+        Nothing else is reachable from the machine. Raises `MachineError` if the socket cannot be created.
+        """
         with self._in_use():
             return await asyncio.to_thread(listen_on_loopback, _pid_of(self._handle.init), port)
 
     async def ready(self, deadline_s: float) -> None:
-        """Wait until its agent, if it has one, is there. Raises `MachineError`: nothing has run in it yet."""
+        """Wait until the machine's agent, if it has one, has started. Raises `MachineError`."""
         if self._agent is not None:
             try:
                 await self._agent.ready(deadline_s)
@@ -260,11 +264,12 @@ class NamespaceMachine:
                 raise MachineError("a machine's agent did not start", str(lost), hint=hint) from None
 
     async def load(self, tree: list[bytes]) -> None:
-        """Fill a new machine's work folder from the fields of a TREE frame. `OSError` for a tree that does not fit."""
+        """Fill a new machine's work folder from the fields of a TREE frame. Raises `OSError` if the tree does not
+        fit."""
         await self._with_files(lambda: files.load(self._handle.work, tree), num_bytes=sum(map(len, tree)))
 
     async def _with_files(self, work: Callable[[], T], *, num_bytes: int = 0) -> T:
-        """Work on its files as its user."""
+        """Access the machine's files as its user."""
 
         def as_owner() -> T:
             with acting_on_files_as(self._owner):
@@ -274,7 +279,7 @@ class NamespaceMachine:
             return as_owner() if num_bytes < _LARGE_BYTES else await asyncio.to_thread(as_owner)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        """Work on its files as this process, in a thread."""
+        """Access the machine's files as this process, in a thread."""
         with self._require_alive():
             return await asyncio.to_thread(work)
 
@@ -289,7 +294,7 @@ class NamespaceMachine:
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[None]:
-        """The machine's descriptors stay open meanwhile."""
+        """Keep the machine's descriptors open during the block."""
         self._require_open()
         self._num_users += 1
         try:
@@ -313,14 +318,14 @@ class NamespaceMachine:
             self._close_descriptors()
 
     def abandon(self) -> None:
-        """Let go of a machine without waiting for its end. Idempotent."""
+        """Discard a machine without waiting for its end. Idempotent."""
         if not self._abandoned:
             self._abandoned = True
             self._launcher.discard(self.number)
             self._close_descriptors()
 
     def _close_descriptors(self) -> None:
-        """Close the descriptors, once, when nobody uses them any more."""
+        """Close the descriptors, once, when nothing uses them any more."""
         if self._num_users == 0 and not self._descriptors_closed:
             self._descriptors_closed = True
             for output in self._leftover_outputs:
@@ -340,10 +345,11 @@ class NamespaceMachine:
 
 
 class _Streams:
-    """What a command is `given` (its request and output, then what `flags` say), and the ends on this side of it."""
+    """The descriptors of a command: `command_fds` for the command (request, output, then what `flags` say), and the
+    host's ends."""
 
     def __init__(self, request_bytes: bytes, stdin: bytes | AsyncIterable[bytes], *, separate_stderr: bool) -> None:
-        """`stdin` as bytes fits into a pipe."""
+        """`stdin` given as bytes must fit into a pipe."""
         self.command_fds: list[int] = []
         self.outputs: list[int] = []
         self.input, self.flags = -1, 0
@@ -371,7 +377,7 @@ class _Streams:
             raise
 
     def close(self) -> None:
-        """Close what the command was given; its outputs belong to whoever reads them."""
+        """Close the command's descriptors. The reader of the outputs closes those."""
         for fd in (*self.command_fds, self.input):
             if fd >= 0:
                 os.close(fd)
@@ -383,7 +389,7 @@ async def _as_stream(data: bytes) -> AsyncIterator[bytes]:
 
 
 def _memfd(data: bytes) -> int:
-    """A file of these bytes, without a name, at its beginning."""
+    """An anonymous file with this content, positioned at its start."""
     fd = os.memfd_create("", os.MFD_CLOEXEC)
     view = memoryview(data)
     while view:
@@ -399,7 +405,7 @@ def _check_confined(request: int, request_bytes: bytes) -> None:
 
 
 def _pid_of(pidfd: int) -> int:
-    """A process's number, as this process sees it; -1 when it is gone."""
+    """PID of a pidfd's process, as this process sees it; -1 if it has ended."""
     lines = Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pid:"))
 
@@ -412,8 +418,8 @@ _PIPE_CHUNKS = 4  # more than a pipe holds
 
 
 class PipeOutput(OutputBuffer):
-    """Fills itself from the reading ends of pipes, a chunk each time the event loop comes by, so that a flood from one
-    command takes turns with everything else. `tell` gets every byte as well, under its pipe's number: 1, 2."""
+    """An output buffer that reads pipes without blocking, one chunk per event-loop iteration, so that the output of
+    one command cannot starve other work. `tell` receives every byte as well, with the number of its pipe (1 or 2)."""
 
     def __init__(self, pipes: Sequence[int], limit: int, tell: Tell | None = None) -> None:
         super().__init__(limit)
@@ -438,8 +444,11 @@ class PipeOutput(OutputBuffer):
         return bool(data)
 
     def end(self) -> bool:
-        """Take what is there now that the command has ended. True when something that it left behind can still write:
-        then the pipe is emptied, into nothing, until that ends or `close` is called."""
+        """Read what is there after the command has ended.
+
+        True if a process that the command left behind can still write. Then the pipe is drained and discarded until
+        that process ends or `close` is called.
+        """
         for number in list(self._open):
             for _ in range(_PIPE_CHUNKS):
                 if not self._read_pipe(number):
@@ -462,7 +471,7 @@ class PipeOutput(OutputBuffer):
 
 
 async def feed_pipe(pipe: int, parts: AsyncIterable[bytes]) -> None:
-    """Write each part into a pipe as it has room; close it at their end, or once nobody reads it any more."""
+    """Write all parts into a pipe as it has space. Close it at the end, or once nobody reads from it."""
     os.set_blocking(pipe, False)
     try:
         with contextlib.suppress(BrokenPipeError):
@@ -481,7 +490,7 @@ async def _write(pipe: int, view: memoryview) -> None:
 
 
 async def _wait_writable(pipe: int) -> None:
-    """Ends with the command: whoever runs it cancels this."""
+    """Wait until the pipe has space. No deadline of its own: it is cancelled when the command ends."""
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     loop.add_writer(pipe, ready.set)

@@ -1,9 +1,9 @@
-"""`Runtime` of Linux namespaces: the kernel is shared with the host, everything else is private to a machine.
+"""`Runtime` of Linux namespaces: machines share the host's kernel, everything else is private to a machine.
 
-Machines are blank until a snapshot is loaded into them, so a few are kept ready in advance for whatever comes next.
-A snapshot is a tree's bytes, kept by their digest; loading is a copy, which is right for repositories of megabytes.
-Each image in use has a launcher of its own, whose root is that image; the least recently used ones are let go.
-Knows nothing of tasks and rewards.
+Machines start empty and a snapshot is then loaded into them, so a few are always created in advance. A snapshot is a
+file tree's bytes, addressed by their digest; loading copies them, which suits repositories of megabytes. Each image in
+use has a launcher whose root is that image; the least recently used ones are closed. Tasks and rewards are not known
+here.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ _IMAGE_SPARE = 2  # machines of each kept ready
 
 
 class NamespaceRuntime:
-    """Forks isolated machines in about a millisecond of CPU. Raises `MachineError` where namespaces are not to be had.
+    """Forks isolated machines with about a millisecond of CPU time each. Raises `MachineError` on a host without
+    namespaces.
 
-    `spare` machines are kept ready; at most `max_machines` are alive. `python` is the interpreter that machines see.
-    With `images`, machines can be made from the images of that store. `with_agent` False does without the machine
-    agent, as is done where it was not built.
+    `spare`: machines that are created in advance. `max_machines`: the most that are alive at once. `python`: the
+    interpreter inside the machines, `prefix`: its installation. `images`: a store whose images machines can start from.
+    `with_agent`: False runs without the machine agent, as if it had not been built.
 
     >>> async def main():
     ...     runtime = NamespaceRuntime()
@@ -111,7 +112,7 @@ class NamespaceRuntime:
 
     @property
     def limits(self) -> dict[str, str]:
-        """What enforces each limit on this host: control groups where it has them, else limits per process."""
+        """What enforces each limit on this host: control groups where possible, else limits per process."""
         host = self._pool.launcher.info
         groups = host["cgroups"]
         fallback = {
@@ -124,7 +125,7 @@ class NamespaceRuntime:
         return {**found, "disk": "sized tmpfs", "users": users}
 
     def cpu_s(self) -> float:
-        """CPU seconds so far of the launcher and of every machine that has ended."""
+        """CPU seconds so far of the launchers and of all machines that have ended."""
         return sum(pool.launcher.cpu_s() for pool in (self._pool, *self._image_pools.values()))
 
     async def prepare(self, files: Mapping[str, bytes], *, image: Image | None = None) -> str:
@@ -141,7 +142,7 @@ class NamespaceRuntime:
         return self._snapshots.keep(ImageState(image, self._tree(tree) if files else b"", b"").pack())
 
     async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
-        """See `Portable.pack`: the tree itself."""
+        """See `Portable.pack`. The packed form is the tree itself."""
         tree = self._tree(snapshot)
         if len(tree) > max_bytes:
             raise ValueError(f"the tree has {len(tree)} bytes, at most {max_bytes}")
@@ -165,7 +166,7 @@ class NamespaceRuntime:
         self._snapshots.release(snapshot)
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
-        """See `Runtime.fork`. Waits for others to be closed where `max_machines` are alive."""
+        """See `Runtime.fork`. If `max_machines` are alive, it waits until others are closed."""
         check_count(n)
         tree = self._tree(snapshot)
         state = unpack_state(tree)
@@ -198,7 +199,7 @@ class NamespaceRuntime:
             self._reserved += n
 
     async def _fork(self, start: ImageState | list[bytes], n: int) -> list[NamespaceMachine]:
-        """`start` is a state, or the fields of a tree."""
+        """Fork n machines from an image's state or from the fields of a tree."""
         try:
             pool = await self._pool_of(start.image) if isinstance(start, ImageState) else self._pool
             launcher = pool.launcher
@@ -224,7 +225,7 @@ class NamespaceRuntime:
         return machines
 
     async def _pool_of(self, image: Image) -> MachinePool:
-        """The machines of an image, started if there are none yet."""
+        """The machine pool of an image, started if there is none yet."""
         async with self._starting:
             key = msgspec.json.encode(image)
             if key not in self._image_pools:
@@ -250,7 +251,7 @@ class NamespaceRuntime:
         return pool
 
     async def _evict_idle_image(self) -> None:
-        """Let go of the image that was used longest ago of those without a live machine."""
+        """Close the least recently used image pool without live machines if there are too many pools."""
         busy = {launcher for launcher, _ in self._alive}
         idle = [key for key, pool in self._image_pools.items() if id(pool.launcher) not in busy]
         if len(self._image_pools) >= _MAX_IMAGES and idle:
@@ -261,7 +262,7 @@ class NamespaceRuntime:
     async def _load_machine(
         self, pool: MachinePool, pending: PendingMachine, start: ImageState | list[bytes]
     ) -> NamespaceMachine:
-        """Load a blank machine."""
+        """Load a state or tree into an empty machine."""
         try:
             handle = await asyncio.shield(pending)
         except asyncio.CancelledError:
@@ -303,7 +304,7 @@ class NamespaceRuntime:
                 self._slots_changed.notify_all()
 
     def _abandon_all(self, launcher: LauncherProcess | None = None) -> None:
-        """Let go of every machine, or of those of one launcher."""
+        """Discard all machines, or those of one launcher."""
         for key in [key for key in self._alive if launcher is None or key[0] == id(launcher)]:
             self._alive.pop(key).abandon()
 
@@ -319,7 +320,7 @@ class NamespaceRuntime:
         )
 
     async def close(self) -> None:
-        """See `Runtime.close`. When it returns, no process, mount or control group of this runtime is left."""
+        """See `Runtime.close`. Afterwards no process, mount or control group of this runtime is left."""
         self._closed = True
         pools = [self._pool, *self._image_pools.values()]
         for pool in pools:
@@ -342,7 +343,7 @@ async def _results(
 
 
 def probe() -> None:
-    """Make one machine and let go of it. Raises `MachineError`, with what to do, where that cannot be done."""
+    """Create one machine and run Python in it. Raises `MachineError`, with a hint, if that fails."""
 
     async def try_one() -> None:
         runtime = NamespaceRuntime(max_machines=1, spare=0)
@@ -362,7 +363,7 @@ def probe() -> None:
 
 
 class MachinePool:
-    """Blank machines from one launcher, which is started again after it has died. At most `spare` are kept ready."""
+    """Empty machines of one launcher, which is restarted after it has died. At most `spare` are created in advance."""
 
     def __init__(
         self, start: Callable[[], LauncherProcess], *, spare: int, release: Callable[[], None] = lambda: None
@@ -372,7 +373,7 @@ class MachinePool:
         self.launcher = start()
 
     def restart_if_dead(self) -> bool:
-        """Have a living launcher; True when it is a new one, and every machine of the old one is gone."""
+        """Start a new launcher if the current one has ended. True if so: all machines of the old one are gone."""
         if self.launcher.failure is None:
             return False
         self._abandon()
@@ -381,29 +382,29 @@ class MachinePool:
         return True
 
     def take(self, n: int) -> list[PendingMachine]:
-        """n machines to be, of the launcher there is now."""
+        """n machines (as futures) of the current launcher."""
         missing = n - len(self._ready)
         if missing > 0:
             self._ready.extend(self.launcher.spawn(missing))
         return [self._ready.popleft() for _ in range(n)]
 
     def put_back(self, pending: PendingMachine) -> None:
-        """A machine that was taken and not used."""
+        """Return a machine that was taken and not used."""
         self._ready.append(pending)
 
     def refill(self) -> None:
-        """Have machines made for whatever comes next."""
+        """Request machines until `spare` are ready."""
         missing = self._spare - len(self._ready)
         if missing > 0:
             self._ready.extend(self.launcher.spawn(missing))
 
     def shut_down(self) -> None:
-        """End every machine; `wait` tells when they are gone."""
+        """End all machines; `wait` waits until they are gone."""
         self.launcher.shut_down()
         self._abandon()
 
     async def wait(self) -> None:
-        """Wait, after `hang_up`, until no process, mount and control group is left; then `release`."""
+        """Wait, after `shut_down`, until no process, mount and control group is left; then call `release`."""
         await asyncio.to_thread(self.launcher.wait)
         self._release()
 

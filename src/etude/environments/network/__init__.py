@@ -1,7 +1,7 @@
-"""What machines without a network may reach all the same: mirrors of packages, and, if it is opened, one way out.
+"""Limited network access for machines without a network: package mirrors, and an egress proxy with an allow-list.
 
-Both serve on sockets that they are given; `listen_on_loopback` makes one on a machine's own loopback. `outlets` gives both
-to the commands of a build.
+Both serve on sockets that they are given; `listen_on_loopback` creates one on a machine's own loopback. `build_network`
+gives both to the commands of an image build.
 """
 
 from etude.environments.network.loopback import listen_on_loopback

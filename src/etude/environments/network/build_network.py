@@ -1,8 +1,8 @@
-"""What commands of a machine can reach while an image is built in it: a mirror of packages, and hosts by allow-list.
+"""Network access of commands during an image build: a package mirror, and hosts on an allow-list.
 
-Nothing is routed: both answer on the machine's own loopback, and environment variables tell pip, npm and everything
-that honours a proxy where. They are gone with the command, so no image remembers them. For what has no variable (apt)
-`ETUDE_MIRROR` is the mirror's address.
+Nothing is routed: both serve on the machine's own loopback, and environment variables point pip, npm and all programs
+that honour proxy variables to them. The variables exist only for the command, so no image contains them. For programs
+without such a variable (apt), `ETUDE_MIRROR` is the mirror's address.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ PACKAGES, EGRESS_LOG = "packages", "egress.jsonl"
 
 @runtime_checkable
 class ListensOnLoopback(Protocol):
-    """A machine on whose loopback something can be served from outside."""
+    """A machine on whose loopback the host can serve."""
 
     async def listen(self, port: int = 0) -> socket.socket: ...
 
 
 class BuildNetwork:
-    """What builds may reach. `key` stands for it in their caches.
+    """What builds can reach. `key`: identifies these settings in build caches.
 
-    `packages`: a folder of fetched packages; None: no mirror. `allow`: hosts that may be reached through a proxy, which
-    writes every request to `log`. `InputError` for a rule that allows nothing, `StoreError` for damaged packages.
+    `packages`: a folder of fetched packages, or None without a mirror. `allow`: hosts that the proxy may connect to; it
+    appends every request to `log`. Raises `InputError` for an invalid rule, `StoreError` for damaged packages.
     """
 
     def __init__(self, packages: Path | None, allow: Iterable[str] = (), *, log: Path = Path(os.devnull)) -> None:
@@ -50,8 +50,8 @@ class BuildNetwork:
 
     @contextlib.asynccontextmanager
     async def open_in(self, machine: object, who: str) -> AsyncIterator[dict[str, str]]:
-        """Serve a machine; what is yielded are the variables that its commands need. `MachineError` for a machine that
-        cannot be served."""
+        """Serve a machine during the block. Yields the environment variables for its commands. `who` names the
+        machine in the log. Raises `MachineError` for a machine that cannot be served."""
         async with contextlib.AsyncExitStack() as stack:
             variables: dict[str, str] = {}
             if self._packages is not None:
@@ -72,7 +72,7 @@ class BuildNetwork:
 
 
 def build_network_of(store: Path, allow: Iterable[str] = ()) -> BuildNetwork:
-    """The outlets of builds in a store's folder: its packages, if it has some, and these hosts."""
+    """The build network of an image store's folder: its packages, if there are any, and these hosts."""
     folder = store / PACKAGES
     return BuildNetwork(folder if folder.is_dir() else None, allow, log=store / EGRESS_LOG)
 

@@ -1,8 +1,8 @@
-"""The head of an HTTP/1 request, read strictly. Only what every server reads alike is let through.
+"""Strict parsing of HTTP/1 request heads, and closing of connections; shared by mirror and proxy.
 
-Two readers that disagree on where a request ends are how one is smuggled past a proxy (RFC 9112, section 11.2), so
-what is not plain is refused: bare LF, folded lines, space before a colon, control characters, a length and a transfer
-coding together, two lengths, any coding but one ``chunked``.
+Only requests that all servers parse alike are accepted. Two parsers that disagree on where a request ends allow request
+smuggling (RFC 9112, section 11.2). So these are refused: bare LF, folded lines, space before a colon, control
+characters, both a length and a transfer coding, two lengths, any coding but one ``chunked``.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ _AUTHORITY = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253}
 
 
 class BadRequest(ValueError):
-    """Bytes that are no plain request head. The text is for the client."""
+    """Bytes that are not an acceptable request head. The text is sent to the client."""
 
 
 class RequestHead(NamedTuple):
-    """`fields` in order, names in lower case. `body`: its length in bytes, or None where it comes in chunks."""
+    """The head of a request. `fields`: names in lower case, in order. `body`: its length in bytes, or None for a
+    chunked body."""
 
     method: str
     target: str
@@ -33,7 +34,7 @@ class RequestHead(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where a request is to go. `path` is what that server is asked for; "" of a CONNECT."""
+    """Where a request goes. `path`: what is requested from that server; "" for CONNECT."""
 
     host: str  # lower case, without brackets and a last dot
     port: int
@@ -41,7 +42,7 @@ class Target(NamedTuple):
 
 
 def parse_head(data: bytes) -> RequestHead:
-    """A request's head, from its first byte to the empty line, that included. Raises `BadRequest`.
+    """Parse a request's head, including the empty line at its end. Raises `BadRequest`.
 
     >>> parse_head(b"GET http://a/b HTTP/1.1\\r\\nHost: a\\r\\n\\r\\n").target
     'http://a/b'
@@ -80,7 +81,7 @@ def _body(fields: list[tuple[str, bytes]]) -> int | None:
 
 
 def target_of(head: RequestHead) -> Target:
-    """Where a proxy is asked to go: the authority of a CONNECT, the absolute URL of anything else. `BadRequest`."""
+    """The target of a proxy request: the authority of a CONNECT, else the absolute URL. Raises `BadRequest`."""
     if head.method == "CONNECT":
         host, port = authority(head.target)
         if port is None:
@@ -99,7 +100,7 @@ def target_of(head: RequestHead) -> Target:
 
 
 def authority(text: str) -> tuple[str, int | None]:
-    """The host, in lower case, and the port of ``host:port``. `BadRequest` for anything else.
+    """Split ``host:port``; the host in lower case, port None if missing. Raises `BadRequest`.
 
     >>> authority("Example.COM.:443")
     ('example.com', 443)
@@ -115,7 +116,7 @@ def authority(text: str) -> tuple[str, int | None]:
 
 
 async def close_writer(writer: asyncio.StreamWriter, deadline_s: float) -> None:
-    """Close a connection once what was written has gone, or break it off at the deadline."""
+    """Close a connection after what was written has been sent, or abort it at the deadline."""
     writer.close()
     try:
         with contextlib.suppress(OSError, TimeoutError):

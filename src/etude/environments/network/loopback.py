@@ -1,8 +1,8 @@
-"""A listening socket inside a machine that has no network: its loopback is the only way to a service of ours.
+"""Create a listening socket on the loopback of a machine that has no network.
 
-The socket is made in the machine's network namespace and kept by this process, which answers on it from its own side.
-Nothing is routed and no interface is added, so what the machine can reach is exactly what was made for it. Needs the
-right to enter that namespace: root, or the user whose namespace it is.
+The socket is created in the machine's network namespace and kept by this process, which serves it from the host.
+Nothing is routed and no interface is added, so the machine reaches exactly this service. It needs the right to enter
+the namespace: root, or the user who owns it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ socket.send_fds(socket.socket(fileno={channel}), [b"x"], [listener.fileno()])
 
 
 def loopback_listener(port: int) -> socket.socket:
-    """A listening socket on this network namespace's loopback, which is brought up if it is not."""
+    """A listening socket on this network namespace's loopback, which is brought up if necessary."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     request = struct.pack("16sh22x", b"lo", 0)
     (flags,) = struct.unpack_from("h", fcntl.ioctl(listener, _SIOCGIFFLAGS, request), 16)
@@ -44,8 +44,8 @@ def loopback_listener(port: int) -> socket.socket:
 
 
 def listen_on_loopback(pid: int, port: int = 0) -> socket.socket:
-    """A socket that listens on 127.0.0.1:`port` (0: any free one) of a process's network namespace. `MachineError`
-    where that namespace cannot be entered."""
+    """A socket that listens on 127.0.0.1:`port` (0: any free port) in a process's network namespace. Raises
+    `MachineError` if that namespace cannot be entered."""
     net = user = -1
     try:
         net = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
@@ -64,14 +64,14 @@ def listen_on_loopback(pid: int, port: int = 0) -> socket.socket:
 
 
 def _owning_user_namespace(net: int) -> int:
-    """The user namespace that a network namespace belongs to."""
+    """Descriptor of the user namespace that owns a network namespace."""
     return fcntl.ioctl(net, 0xB701)  # NS_GET_USERNS
 
 
 def _create_in_namespace(
     net: int, user: int, port: int, receiver: socket.socket, sender: socket.socket
 ) -> socket.socket:
-    """In a process of its own: only one with a single thread may enter a user namespace."""
+    """Create the socket in a child process: only a single-threaded process can enter a user namespace."""
     folder = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3))
     code = _HELPER.format(folder=folder, user=user, net=net, port=port, channel=sender.fileno())
     fds = [fd for fd in (net, user, sender.fileno()) if fd >= 0]

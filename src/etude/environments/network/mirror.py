@@ -1,13 +1,13 @@
-"""pip, npm and apt, served from a folder of fetched files, by allow-list. What is not on the list is not there.
+"""Serve pip, npm and apt packages from a folder, by an allow-list.
 
 ===========================================  ==========================================================
 ``pip --index-url http://HOST/pip/simple``   PEP 503, with hashes
-``npm --registry http://HOST/npm``           one document a package, its tarballs from here
-``deb [trusted=yes] http://HOST/apt ./``     a flat repository; `Packages` is made of what is allowed
+``npm --registry http://HOST/npm``           one document per package; this mirror serves its tarballs
+``deb [trusted=yes] http://HOST/apt ./``     a flat repository; `Packages` lists the allowed packages
 ===========================================  ==========================================================
 
-Serves GET and HEAD, one request a connection, on sockets it is given: one that listens inside of a machine
-(`inside`), or any other. Reads nothing but the folder; a file's digest was checked when the mirror was opened.
+It serves GET and HEAD, one request per connection, on sockets that it is given, such as one inside a machine
+(`loopback`). It reads only the folder; the files' digests are verified when the mirror is created.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REQUEST_S, _ANSWER_S, _CLOSE_S = 10.0, 600.0, 10.0
 
 
 class Answer(NamedTuple):
-    """`file`: what is sent after the body, which is then empty."""
+    """A response. `file`: a package to send instead of `body`."""
 
     status: int
     kind: str
@@ -40,8 +40,8 @@ class Answer(NamedTuple):
 
 
 class Mirror:
-    """Serves what `packages` holds and `allow` lists (None: all that was fetched). Raises `StoreError` for a folder
-    whose files are not what was fetched."""
+    """Serves the packages that `packages` has and `allow` lists (None: all of them). Raises `StoreError` for a
+    damaged folder."""
 
     def __init__(self, packages: Packages, allow: Collection[PackageSpec] | None = None) -> None:
         packages.verify()
@@ -52,7 +52,7 @@ class Mirror:
         self._serving: set[asyncio.Task[None]] = set()
 
     async def serve(self, listener: socket.socket) -> asyncio.Server:
-        """Serve a listening socket, of any family. Closing what is returned ends that alone."""
+        """Serve a listening socket of any address family. Closing the returned server stops serving this socket."""
 
         def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.get_running_loop().create_task(self._connection(reader, writer))
@@ -106,7 +106,7 @@ class Mirror:
         await writer.drain()
 
     def answer(self, head: RequestHead) -> Answer:
-        """What a request gets."""
+        """The response to a request."""
         if head.method not in ("GET", "HEAD") or head.body:
             return _text(405, "a mirror is only read")
         path = urllib.parse.unquote(head.target.partition("?")[0], errors="replace")
@@ -167,7 +167,7 @@ class Mirror:
 
 
 def _stanza(package: Package) -> str:
-    """What apt says of a package, with where it is here and what it hashes to."""
+    """The apt entry of a package: the registry's fields, with this mirror's path, size and hash."""
     replaced = ("filename:", "size:", "sha256:", "sha1:", "md5sum:", "sha512:", "status:", "package:", "version:")
     kept: list[str] = []
     skipping = False

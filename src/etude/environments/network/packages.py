@@ -1,11 +1,11 @@
-"""Packages for machines without a network: fetched once, outside, from the registries this host is configured with.
+"""Packages for machines without a network, downloaded once with the registries that this host is configured for.
 
-A folder holds them, with a list of what was fetched and its SHA-256::
+A folder contains the packages and a list of them with their SHA-256::
 
-    <folder>/packages.json                  every `Package`
-    <folder>/files/<sha256>                 what they are, by content
+    <folder>/packages.json                  all `Package` records
+    <folder>/files/<sha256>                 the files, by content
 
-The fetch is done by pip, npm and apt themselves, so mirrors, keys and proxies are the ones they have here.
+pip, npm and apt do the downloads, so this host's mirrors, keys and proxies apply.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TAIL_BYTES = 1000
 
 
 class PackageSpec(msgspec.Struct, frozen=True):
-    """A package by name and exact version: what an allow-list is made of.
+    """A package with an exact version; allow-lists consist of these.
 
     >>> parse_package_spec("pip:Foo.Bar==1.0")
     PackageSpec(kind='pip', name='foo-bar', version='1.0')
@@ -46,7 +46,7 @@ class PackageSpec(msgspec.Struct, frozen=True):
 
 
 class Package(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that was fetched. `facts` is what its registry says of it: npm's version document, apt's stanza."""
+    """A downloaded file. `facts`: the registry's metadata: npm's version document, or apt's stanza."""
 
     kind: str
     name: str
@@ -58,7 +58,7 @@ class Package(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_package_spec(text: str) -> PackageSpec:
-    """``pip:name==version``, ``npm:name@version`` or ``apt:name=version``. `InputError` for anything else."""
+    """Parse ``pip:name==version``, ``npm:name@version`` or ``apt:name=version``. Raises `InputError`."""
     kind, _, rest = text.strip().partition(":")
     found = _SPEC_PATTERNS[kind].fullmatch(rest) if kind in _SPEC_PATTERNS else None
     if not found:
@@ -68,12 +68,13 @@ def parse_package_spec(text: str) -> PackageSpec:
 
 
 def normalize_name(kind: str, name: str) -> str:
-    """A name as its registry compares it."""
+    """A package name in its registry's canonical form."""
     return re.sub("[-_.]+", "-", name).lower() if kind == "pip" else name
 
 
 class Packages:
-    """What a folder holds. Opened read-only by mirrors; `fetch` adds."""
+    """The packages of a folder. Mirrors read it; `fetch` and `take` add to it. Raises `StoreError` if its list is
+    damaged."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
@@ -88,11 +89,11 @@ class Packages:
                 raise StoreError(f"{self.folder}/packages.json is damaged", facts, hint="fetch again") from None
 
     def path(self, package: Package) -> Path:
-        """Where a package's bytes are."""
+        """Path of a package's file."""
         return self.folder / "files" / package.sha256
 
     def verify(self) -> None:
-        """Read every file. `StoreError` names the first that is not what was fetched."""
+        """Check the digest of every file. Raises `StoreError`, which names the first damaged one."""
         for package in self.known:
             try:
                 with open(self.path(package), "rb") as file:
@@ -103,7 +104,7 @@ class Packages:
                 raise StoreError(f"{package.file} of the packages is damaged", found[:16], hint="fetch it again")
 
     def take(self, wheel: Path) -> Package:
-        """Keep a wheel that lies here. `InputError` for a file that is none by its name, or cannot be read."""
+        """Add a local wheel. Raises `InputError` if the file is not named like a wheel or cannot be read."""
         found = re.fullmatch(r"([A-Za-z0-9._]+)-([A-Za-z0-9._+!]+)(-[^-]+){3,4}\.whl", wheel.name)
         if found is None or not wheel.is_file():
             raise InputError(f"{wheel} is no wheel", hint="give NAME-VERSION-TAGS.whl, as pip makes them")
@@ -116,8 +117,11 @@ class Packages:
     def fetch(
         self, packages: Iterable[PackageSpec], *, dependencies: bool = False, deadline_s: float = 600.0
     ) -> list[Package]:
-        """Get packages from the registries outside; with `dependencies` (pip) what they need, too. Returns all that is
-        new. `MachineError` with the tool's own words when one cannot be had."""
+        """Download packages. Returns the new ones.
+
+        `dependencies`: also download what they require (pip only). Raises `MachineError` with the tool's message if a
+        download fails.
+        """
         tools = {"pip": _fetch_pip, "npm": _fetch_npm, "apt": _fetch_apt}
         new: list[Package] = []
         for spec in packages:
@@ -130,7 +134,7 @@ class Packages:
         return new
 
     def _keep(self, kind: str, name: str, version: str, path: Path, facts: str) -> Package:
-        """Move a file here."""
+        """Move a file into the folder."""
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         found = Package(
@@ -195,7 +199,7 @@ def _run(command: Sequence[str], folder: Path, deadline_s: float) -> bytes:
 
 
 def npm_document(package: Package) -> dict[str, object]:
-    """What npm's registry says of a version, as far as it is an object."""
+    """npm's metadata of a version; {} if it is not a JSON object."""
     try:
         found = json.loads(package.facts)
     except (ValueError, RecursionError):

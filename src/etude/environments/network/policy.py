@@ -1,4 +1,4 @@
-"""Who may be reached: hosts by an allow-list, and of those only addresses that are nobody's own network."""
+"""Egress policy: an allow-list of hosts, and a check that an address is public."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ _MORE_PRIVATE = tuple(
 
 
 class Rule(NamedTuple):
-    """`host` exactly, or, with a leading dot, every name below it; `port` None: 80 and 443."""
+    """An entry of an allow-list. `host`: an exact name, or with a leading dot all names below it. `port` None: 80
+    and 443."""
 
     host: str
     port: int | None
 
 
 class AllowList:
-    """Hosts that may be reached: ``host``, ``host:port``, ``.suffix``, ``.suffix:port``. Empty: none.
+    """Hosts that may be reached: ``host``, ``host:port``, ``.suffix``, ``.suffix:port``. An empty list allows none.
+    Raises `InputError` for an invalid rule.
 
     >>> allowed = AllowList(["pypi.org", ".example.com:8443"])
     >>> [allowed.permits(host, 8443) for host in ("a.example.com", "example.com", "pypi.org")]
@@ -38,7 +40,7 @@ class AllowList:
         self.rules = tuple(_rule(text) for text in rules)
 
     def permits(self, host: str, port: int) -> bool:
-        """Whether a host in lower case may be reached at a port."""
+        """Whether this port of a host (in lower case) may be reached."""
         return any(
             (host.endswith(rule.host) and host != rule.host if rule.host.startswith(".") else host == rule.host)
             and (port in _PORTS if rule.port is None else port == rule.port)
@@ -54,8 +56,8 @@ def _rule(text: str) -> Rule:
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is on the public internet: none of a private network, this host, a link, a cloud's
-    metadata service, a multicast group, nor one that stands for such an IPv4 address.
+    """Whether an IP address is on the public internet. Not public: private networks, this host, link-local addresses,
+    cloud metadata services, multicast, and IPv6 addresses that contain an IPv4 address.
 
     >>> [is_public(a) for a in ("1.1.1.1", "10.0.0.1", "169.254.169.254", "::ffff:127.0.0.1", "fd00::1", "nonsense")]
     [True, False, False, False, False, False]

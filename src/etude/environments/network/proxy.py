@@ -1,8 +1,8 @@
-"""The one door out of a machine, where it is opened at all: a proxy that knows whom it may reach and tells of each.
+"""The egress proxy: the only way out of a machine, if there is one. It checks an allow-list and logs each request.
 
-Plain HTTP and CONNECT. A connection carries one request, so nothing can ride behind it; a host's addresses are looked
-up once and the one that was checked is the one that is connected to, so a name that changes its mind gains nothing.
-Knows nothing of what goes through a CONNECT but how much.
+It serves plain HTTP and CONNECT, one request per connection, so no second request can follow unchecked. A host's
+addresses are looked up once, and only a checked address is connected to, so DNS rebinding has no effect. Of a CONNECT
+it sees only the number of bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 @dataclass(frozen=True)
 class ProxyLimits:
-    """Bounds on what goes through one proxy."""
+    """Limits of one proxy."""
 
     connections: int = ranged(64, low=1)  # at once; further ones are turned away
     request_bytes: int = ranged(64 << 20, low=1024)  # out of the machine, each connection
@@ -49,17 +49,17 @@ class ProxyLimits:
 
 
 async def resolve(host: str, port: int) -> list[str]:
-    """The addresses of a host, as this host knows them."""
+    """The addresses of a host, from this host's resolver."""
     loop = asyncio.get_running_loop()
     return [str(info[4][0]) for info in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
 
 
 class EgressProxy:
-    """Serves on listening sockets that it is given, until `close`. With an empty allow-list it only writes refusals
-    down. Every request is one JSON line in `log`: who, host, port, address, bytes each way, verdict, seconds.
+    """Serves on the sockets that it is given, until `close`. With an empty allow-list it refuses and logs everything.
 
-    `who` is a socket's name in the log: the machine that it belongs to. `reachable` says which addresses may be
-    connected to after a name has been looked up; leave it, unless the network is your own.
+    `allow`: allow-list rules. `log`: gets one JSON line per request: who, host, port, address, bytes in each direction,
+    verdict, seconds. `reachable`: decides which resolved addresses may be connected to; change it only on a network of
+    your own.
     """
 
     def __init__(
@@ -78,7 +78,8 @@ class EgressProxy:
         self._serving: set[asyncio.Task[None]] = set()
 
     async def serve(self, listener: socket.socket, *, who: str) -> asyncio.Server:
-        """Serve a listening socket, of any family. Closing what is returned ends that alone."""
+        """Serve a listening socket of any address family. `who`: names its machine in the log. Closing the returned
+        server stops serving this socket."""
 
         def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.get_running_loop().create_task(self._connection(reader, writer, who))
@@ -90,7 +91,7 @@ class EgressProxy:
         return server
 
     async def close(self) -> None:
-        """Stop serving, and end what is under way. Idempotent."""
+        """Stop serving and abort open connections. Idempotent."""
         for server in self._servers:
             server.close()
         for task in list(self._serving):
@@ -117,7 +118,7 @@ class EgressProxy:
                 await close_writer(writer, self._limits.idle_s)
 
     async def _request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, entry: dict[str, Any]) -> str:
-        """Do what one connection asks for; returns the verdict."""
+        """Handle one connection's request. Returns the verdict."""
         if len(self._serving) > _OVERLOAD * self._limits.connections:
             return "too many connections"  # not even heard
         try:
@@ -161,7 +162,7 @@ class EgressProxy:
     async def _connected(
         self, addresses: Sequence[str], port: int, entry: dict[str, Any]
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-        """A connection to the first address that takes one; each was checked, and none is looked up again."""
+        """A connection to the first address that accepts one. Names are not resolved again."""
         for address in addresses:
             entry["address"] = address
             with contextlib.suppress(OSError, TimeoutError):
@@ -196,7 +197,8 @@ class EgressProxy:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _until_done(self, tasks: list[asyncio.Task[None]], entry: dict[str, Any], *, answer_is_all: bool) -> None:
-        """Until both ways have ended, or the way back where `answer_is_all`, or nothing moves any more."""
+        """Wait until both directions have ended (only the response if `answer_is_all`), or no byte has moved for
+        `idle_s`."""
         pending = set(tasks)
         while pending and not (answer_is_all and tasks[1].done()):
             before = entry["sent_bytes"], entry["got_bytes"]
@@ -219,7 +221,7 @@ class EgressProxy:
     async def _body(
         self, head: RequestHead, source: asyncio.StreamReader, to: asyncio.StreamWriter, entry: dict[str, Any]
     ) -> None:
-        """Exactly one request's body, and nothing after it."""
+        """Copy exactly one request's body."""
         most = self._limits.request_bytes
         if head.body is not None:
             left = head.body
@@ -253,7 +255,7 @@ class EgressProxy:
 
 
 class _ConnectionEnded(Exception):
-    """The proxy ends a connection; the text is the verdict."""
+    """The proxy ends a connection; the message is the verdict."""
 
 
 async def _line(source: asyncio.StreamReader) -> bytes:
@@ -264,7 +266,7 @@ async def _line(source: asyncio.StreamReader) -> bytes:
 
 
 def _forwarded(head: RequestHead, target: Target) -> bytes:
-    """The head that the far server gets: its own path and name, no field that means the connection, no second one."""
+    """The request head for the server: origin-form path, its own host field, no hop-by-hop fields."""
     named = {part.strip().lower().decode() for name, value in head.fields if name == "connection"
              for part in value.split(b",")}  # fmt: skip
     host = f"[{target.host}]" if ":" in target.host else target.host
