@@ -1,13 +1,13 @@
-"""Which host, of those that have room: the one that would have the machines soonest, as far as is known here.
+"""Choose the host that is expected to have the machines ready first.
 
-Of two random hosts that have the snapshot and two that would have to copy it, the one with the shortest expected wait
-wins (power of two choices: near the best at O(1), and robust against knowledge that is a heartbeat old). So a snapshot
-spreads by itself where its hosts are busy: a copy is made when waiting costs more than copying. Where none of the four
-will do, the emptiest hosts come from a heap in O(log hosts).
+Among two random hosts that have the snapshot and two that would have to copy it, the one with the shortest expected
+wait wins. This is the power of two choices: near the optimum in O(1), and robust against data that is one heartbeat
+old. It also replicates snapshots: a copy is made as soon as waiting costs more than copying. If none of the four can
+serve, a heap gives the emptiest hosts in O(log hosts).
 
-What is expected is corrected by what is seen of each host (`Host.slowness`). All hosts forking slower than was said is
-no host's fault: one that is more than `PATIENT` times slower than the median is asked only where nothing else has
-room. Knows nothing of groups and attempts.
+Expectations are corrected by measurements of each host (`Host.slowness`). If all hosts are slower than expected, no
+host is to blame: a host more than `MAX_SLOWNESS` times slower than the median is used only if no other host has free
+slots. Groups and attempts are not known here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SOURCES = 3  # of a copy: where the first does not send, the next is asked
 
 @dataclass(frozen=True)
 class Costs:
-    """What placement expects of an idle host, in seconds. It corrects itself by what it then sees."""
+    """Expected durations on an idle host, in seconds. Placement corrects them by what it measures."""
 
     batch_s: float = 0.005  # a batch, whatever its size, messages included
     fork_s: float = 0.002  # one machine more
@@ -37,13 +37,13 @@ class Costs:
     full_s: float = 0.05  # as so much waiting counts a host that is full
 
     def work_s(self, n: int) -> float:
-        """A batch of n."""
+        """Duration of forking a batch of n machines."""
         return self.batch_s + n * self.fork_s
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A host, and when it will have the snapshot."""
+    """A chosen host, and when it will have the snapshot."""
 
     host: Host
     there_s: float
@@ -51,7 +51,7 @@ class Choice:
 
 
 class Chooser:
-    """Chooses hosts, and learns how fast they are. Seeded; time is passed."""
+    """Chooses hosts and learns how fast they are. Seeded; the caller passes the time."""
 
     def __init__(self, hosts: Hosts, costs: Costs, *, seed: int, suspect_s: float, short_s: float) -> None:
         self._hosts, self.costs, self._rng = hosts, costs, random.Random(seed)
@@ -59,7 +59,8 @@ class Chooser:
         self.typical = 1.0  # of the hosts' slowness
 
     def choose(self, copies: SnapshotHosts, n: int, now_s: float, *, avoid: Sequence[str] = ()) -> Choice | None:
-        """The host that would start n machines soonest, or one with room for some of them; None without any room."""
+        """The host that would start n machines first, else a host with free slots for some of them; None if no host
+        has any."""
         near = copies.sample(self._rng, 2)
         if copies.copyable:
             near += self._hosts.sample(self._rng, 2)
@@ -78,36 +79,37 @@ class Chooser:
         return self._choice(wide[-at], copies, sources, now_s) if free_slots else None
 
     def is_alive(self, host: Host, now_s: float) -> bool:
-        """Heard lately."""
+        """Whether the host sent a heartbeat within `suspect_s`."""
         return now_s - host.last_heartbeat_s <= self._suspect_s
 
     def is_slow(self, host: Host) -> bool:
-        """Slower than others by more than is waited for."""
+        """Whether the host is much slower than the median."""
         return host.slowness > MAX_SLOWNESS * self.typical
 
     def wait_s(self, host: Host, base_s: float) -> float:
-        """How long a host is waited for, for what should take `base_s` by the costs alone."""
+        """How long to wait for a host to do what takes `base_s` by the costs alone."""
         return base_s * min(host.slowness, MAX_SLOWNESS * self.typical)
 
     def update_median(self) -> None:
-        """Learn what is typical: the median, so that a few slow hosts do not make the others look fast, nor all
-        together look slow."""
+        """Update the median slowness of all hosts. The median is robust: a few slow hosts do not make the others
+        look fast."""
         if len(self._hosts):
             self.typical = statistics.median_low(host.slowness for host in self._hosts)
 
     def heartbeat(self, host: Host) -> None:
-        """It lives: what was slow once is tried again some day."""
+        """Record a heartbeat: the slowness of a living host slowly returns to the median, so that it is tried again
+        some day."""
         host.slowness += 0.02 * (self.typical - host.slowness)
         host.is_too_slow = host.is_too_slow and self.is_slow(host)
 
     def record_start(self, host: Host, base_s: float, took_s: float) -> None:
-        """A batch that should have taken `base_s` by the costs alone started after `took_s`. Short waits say little:
-        a message that was lost once takes longer."""
+        """Record that a batch started after `took_s`; the costs alone predicted `base_s`. Short batches count
+        little, since one lost message dominates them."""
         ratio = min(_SLOWEST, max(0.25, took_s / max(1e-6, base_s)))
         host.slowness += 0.25 * min(1.0, base_s / self._short_s) * (ratio - host.slowness)
 
     def record_delay(self, host: Host) -> None:
-        """A batch is overdue there, or failed."""
+        """Record that a batch is overdue on the host, or has failed there."""
         host.slowness = min(_SLOWEST, host.slowness * 1.5)
 
     def _soonest(
@@ -135,8 +137,8 @@ class Chooser:
         return Choice(host, sources[0][0], tuple(source for _, source in sources[:_SOURCES]))
 
     def _sources(self, copies: SnapshotHosts, now_s: float) -> list[tuple[float, Host]]:
-        """(when a further host would have it from there, host), the soonest first. Who waits for a copy itself can
-        send it on, but is believed less than who has shown that it has it."""
+        """(when another host would have the snapshot from there, source host), the earliest first. A source that
+        still waits for its own copy is penalised."""
         candidates = copies.sample(self._rng, 4)
         found = []
         for source in [host for host in candidates if self.is_alive(host, now_s)] or candidates:

@@ -1,10 +1,10 @@
-"""`Runtime` over several others, one a host, by the real placement: several remote runtimes, or several here.
+"""A `Runtime` over several others, one per host, using `Placement`: several remote runtimes, or several local ones.
 
-A snapshot is kept as what it was prepared from, and prepared on a further host when the placement wants it there; the
-state of a machine in use exists on its host alone and forks there. Hosts are asked again and again whether they live.
-A host that has been silent for its lease is lost: its machines raise `MachineError` from then on, whatever the host
-does later, and what was being forked there is forked elsewhere. Machines that callers have are not made again behind
-their back: their state is gone, and whoever had one starts a new attempt by another `fork`.
+A snapshot is stored as the files that it was prepared from, and prepared on another host when the placement needs it
+there. The state of a machine exists only on its own host and is forked there. Hosts are checked by heartbeats. A host
+that is silent beyond its lease is lost: its machines raise `MachineError` from then on, even if the host comes back,
+and forks in progress there are repeated on another host. Lost machines are not replaced silently, since their state is
+gone: the caller forks again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from etude.seams import Machine, Portable, Runtime, RuntimeInfo
 
 
 def require_portable(runtime: Runtime) -> Portable:
-    """A runtime as one whose snapshots can leave it. `MachineError` for one that keeps them."""
+    """The runtime as a `Portable`. Raises `MachineError` if its snapshots cannot leave it."""
     if not isinstance(runtime, Portable):
         facts = f"{runtime.info.name} machines stay where they are"
         raise MachineError("states cannot leave this runtime", facts, hint="use a runtime that is `Portable`")
@@ -38,14 +38,14 @@ def require_portable(runtime: Runtime) -> Portable:
 
 
 async def close_quietly(machine: Machine) -> None:
-    """Close it, or find it gone."""
+    """Close a machine; ignore a `MachineError`."""
     with contextlib.suppress(MachineError):
         await machine.close()
 
 
 @dataclass
 class FleetHost:
-    """A host: its runtime, what it has, and how loaded it says it is (0 to 1)."""
+    """A host of a fleet: its runtime, its capacity, and a function that returns its load (0 to 1)."""
 
     runtime: Runtime
     capacity: Capacity
@@ -54,7 +54,7 @@ class FleetHost:
 
 @dataclass
 class _PendingGroup:
-    """Machines of a group that a caller waits for."""
+    """Machines that a caller waits for."""
 
     machines: asyncio.Future[list[Machine]]
     until_s: float  # of the event loop's clock
@@ -63,8 +63,9 @@ class _PendingGroup:
 class FleetRuntime:
     """Places forks on hosts that all offer the same kind of machine.
 
-    `beat_s`: how often hosts are asked whether they live; `lease_s`: how long one may be silent. `need` is what one
-    machine takes, `costs` what placement expects of a fork; one that is `late_s` late is tried elsewhere, too.
+    `need`: resources of one machine. `lease_s`: how long a host may be silent; `beat_s`: interval of heartbeats.
+    `costs`: expected durations. `late_s`: a fork that is this late is also tried on another host. `max_waiting`: the
+    most callers that may wait for free slots. `clock`: seconds; replaced in tests.
 
     >>> from etude.testing import MemoryRuntime
     >>> async def main():
@@ -110,22 +111,22 @@ class FleetRuntime:
 
     @property
     def info(self) -> RuntimeInfo:
-        """That of the first host's runtime, and how many hosts there are."""
+        """The info of the first host's runtime, with the number of hosts."""
         info = next(iter(self._hosts.values())).runtime.info
         return msgspec.structs.replace(info, notes=(*info.notes, f"{len(self._hosts)} hosts"))
 
     @property
     def placed(self) -> dict[str, int]:
-        """Machines that are alive, by host."""
+        """Number of live machines by host."""
         return {name: len(machines) for name, machines in self._machines.items()}
 
     @property
     def lost(self) -> tuple[str, ...]:
-        """Hosts that count as lost."""
+        """Names of lost hosts."""
         return tuple(name for name in self._hosts if self._placement.hosts.get(name) is None)
 
     async def prepare(self, files: Mapping[str, bytes], *, image: Image | None = None) -> str:
-        """See `Runtime.prepare`. On one host; on others when they are to fork it."""
+        """See `Runtime.prepare`. Prepares on one host; others follow when they are to fork it."""
         self._require_open()
         parts = msgspec.msgpack.encode([sorted(files.items()), image])
         snapshot = hashlib.sha256(parts).hexdigest()
@@ -167,7 +168,7 @@ class FleetRuntime:
         return msgspec.msgpack.encode((host, packed))
 
     async def unpack(self, packed: bytes) -> str:
-        """See `Portable.unpack`. On one of the emptiest hosts, or where it was packed if they cannot take it."""
+        """See `Portable.unpack`. Uses one of the emptiest hosts, or the host where it was packed if those fail."""
         try:
             origin, state = msgspec.msgpack.decode(packed, type=tuple[str, bytes])
         except msgspec.MsgspecError as error:
@@ -181,7 +182,7 @@ class FleetRuntime:
         raise failure
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
-        """See `Runtime.fork`. Waits where no host has room."""
+        """See `Runtime.fork`. Waits if no host has free slots."""
         check_count(n)
         self._require_open()
         recipe = self._recipe_of(snapshot)
@@ -225,7 +226,7 @@ class FleetRuntime:
         await self._prepare_somewhere(snapshot, recipe)
 
     async def _place(self, snapshot: str, n: int) -> list[Batch]:
-        """Batches for n machines; who waits for room does so in line."""
+        """Place n machines. Callers wait for free slots in the order of their calls."""
         if self._num_waiting >= self._max_waiting:
             facts = f"{self._num_waiting} callers wait; {self._facts()}"
             raise MachineError("the line for machines is full", facts, hint="ask again later, or for fewer at once")
@@ -243,7 +244,7 @@ class FleetRuntime:
             self._num_waiting -= 1
 
     async def _start(self, batch: Batch) -> None:
-        """Carry out a batch; the group's future gets its machines if it is the first attempt to have them."""
+        """Execute a batch. The first successful attempt resolves the group's future."""
         host, group = self._hosts[batch.host], self._groups.get(batch.group)
         if group is None:  # given up meanwhile
             await self._ended(batch.id, batch.n)
@@ -301,7 +302,7 @@ class FleetRuntime:
             self._freed.notify_all()
 
     def _register_state(self, host: str, there: str) -> str:
-        """The state of a machine as a snapshot of the fleet."""
+        """Register a machine's state on its host as a snapshot of the fleet."""
         snapshot = hashlib.sha256(f"{host}\0{there}".encode()).hexdigest()
         self._recipes.put(snapshot, Recipe(id_by_host={host: there}, of_machine=True))
         self._placement.add_snapshot(snapshot, host, self._clock(), need=self._need, copyable=False)
@@ -314,7 +315,8 @@ class FleetRuntime:
             await self.beat()
 
     async def beat(self) -> None:
-        """One round of care, as it is made every `beat_s`: hosts are asked whether they live, silent ones are lost."""
+        """One heartbeat round, as done every `beat_s`: check all hosts, and give up those that are silent for too
+        long."""
         await asyncio.gather(*map(self._heartbeat, self._hosts))
         review = self._placement.review(self._clock())
         for name in review.hosts:
@@ -330,7 +332,7 @@ class FleetRuntime:
             self._freed.notify_all()  # a host may be back, or less pressed
 
     async def _heartbeat(self, name: str) -> None:
-        """A heartbeat. A host whose last fork failed has to show that it can fork."""
+        """Check one host. A host whose last fork failed must also fork a machine."""
         host = self._hosts[name]
         try:
             async with asyncio.timeout(2 * self._beat_s):
@@ -376,7 +378,7 @@ class FleetRuntime:
 
 
 class _FleetMachine:
-    """A `Machine` by another one, `inner`, on a host. Lost with the host, for good."""
+    """A `Machine` on a host, by that host's machine `inner`. It is lost with the host, permanently."""
 
     def __init__(self, machine: Machine, fleet: FleetRuntime, batch: Batch) -> None:
         self.inner, self._fleet, self._batch = machine, fleet, batch
@@ -401,7 +403,7 @@ class _FleetMachine:
         await self._require_host().freeze()
 
     async def snapshot(self) -> str:
-        """See `Machine.snapshot`. It can be forked on this machine's host only."""
+        """See `Machine.snapshot`. The snapshot can be forked on this machine's host only."""
         return self._fleet._register_state(self._batch.host, await self._require_host().snapshot())
 
     async def close(self) -> None:
@@ -416,7 +418,7 @@ class _FleetMachine:
                 self._fleet._spawn(self._fleet._ended(self._batch.id, 1))
 
     def mark_lost(self, host: str) -> None:
-        """Every later call raises `MachineError`, even if the host comes back."""
+        """Make every later call raise `MachineError`, even if the host comes back."""
         self._lost = host
 
     def _require_host(self) -> Machine:
@@ -439,7 +441,7 @@ MAX_RECIPES = 16_384
 
 @dataclass
 class Recipe:
-    """Of one snapshot. Without files and image where it is the state of a machine in use: there is no other."""
+    """What a snapshot was prepared from. Without files and image for the state of a machine, which exists only once."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     image: Image | None = None
@@ -452,7 +454,7 @@ class Recipe:
 
 
 class Recipes:
-    """By the fleet's names of snapshots, least recently used first."""
+    """Recipes by the fleet's snapshot ids, bounded; the least recently used are dropped first."""
 
     def __init__(self) -> None:
         self._recipes: OrderedDict[str, Recipe] = OrderedDict()
@@ -462,25 +464,25 @@ class Recipes:
         return iter(self._recipes.values())
 
     def get(self, snapshot: str) -> Recipe | None:
-        """One of them, used now."""
+        """The recipe, marked as used now, or None."""
         if snapshot in self._recipes:
             self._recipes.move_to_end(snapshot)
         return self._recipes.get(snapshot)
 
     def put(self, snapshot: str, recipe: Recipe) -> Recipe:
-        """Keep it, in the place of another."""
+        """Add or replace a recipe."""
         self.drop(snapshot)
         self._recipes[snapshot] = recipe
         self._num_bytes += recipe.num_bytes
         return recipe
 
     def drop(self, snapshot: str) -> None:
-        """Idempotent."""
+        """Remove a recipe. Idempotent."""
         if (recipe := self._recipes.pop(snapshot, None)) is not None:
             self._num_bytes -= recipe.num_bytes
 
     def surplus(self) -> Iterator[str]:
-        """Names of those that are dropped now, because there is too much."""
+        """Drop recipes until the bounds are met. Yields their snapshot ids."""
         while len(self._recipes) > 1 and (len(self._recipes) > MAX_RECIPES or self._num_bytes > MAX_BYTES):
             snapshot = next(iter(self._recipes))
             self.drop(snapshot)

@@ -1,15 +1,15 @@
-"""Batches over hosts: groups, attempts, leases. Where a batch goes is `choice`'s; this is what becomes of it.
+"""Placement of batches on hosts: groups, attempts and leases. `choice` selects the host; this module tracks what
+happens.
 
-A group goes whole to one host. Requests for more than `batch` are cut into groups.
+A group is placed on one host. Requests for more than `batch` machines are split into groups.
 
-Nothing runs twice. A batch is an *attempt* at its group. One that is overdue is tried elsewhere as well; the first that
-starts is the group's, for any other `started` says False and its machines, which nobody has used, are closed. When a
-host shows itself to be slow, all that has not started there is overdue at once, not each batch when its own time comes.
-A host renews its lease with each heartbeat that is answered and kills its machines itself when it runs out (`Lease`);
-only `margin_s` after that its machines count as lost here and their groups are placed anew. A lost host that comes
-back is told so and begins empty.
+Nothing runs twice. A batch is one *attempt* at its group. An overdue batch is also tried on another host. The first
+that starts wins the group; for any other, `started` returns False and its unused machines are closed. When a host turns
+out to be slow, all batches that have not started there are overdue at once. Each answered heartbeat renews a host's
+lease; the host kills its machines itself when the lease expires (`Lease`). Only `margin_s` later they count as lost
+here and their groups are placed again. A lost host that comes back starts empty.
 
-Pure and seeded: time is passed, nothing is sent. Whoever uses it carries the batches to the hosts.
+Pure and seeded: the caller passes the time and sends the batches to the hosts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SPARE_ATTEMPTS = 64  # that there may be beside others, and one for ten batches
 
 @dataclass(frozen=True)
 class Batch:
-    """n machines that a host is to fork: an attempt at a group."""
+    """n machines that a host is to fork: one attempt at a group."""
 
     id: int
     group: int
@@ -49,7 +49,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Review:
-    """What has to be done after a look at the clock."""
+    """What to do after a `Placement.review`."""
 
     batches: tuple[Batch, ...] = ()  # new attempts at groups that have not started
     lost: tuple[Batch, ...] = ()  # started, and gone with their host; n is what had not ended
@@ -57,7 +57,7 @@ class Review:
 
 
 class Lease:
-    """The host kills its machines itself when this has run out.
+    """A host's lease: when it has expired, the host kills its machines itself.
 
     >>> lease = Lease(10.0, now_s=0.0)
     >>> lease.answered(sent_s=4.0)
@@ -69,17 +69,18 @@ class Lease:
         self._lease_s, self.ends_s = lease_s, now_s + lease_s
 
     def answered(self, *, sent_s: float) -> None:
-        """The heartbeat that was sent then was answered. What counts is when it was sent: it came later."""
+        """Record that the heartbeat sent at `sent_s` was answered. The time of sending counts, since the answer
+        arrived later."""
         self.ends_s = max(self.ends_s, sent_s + self._lease_s)
 
     def is_over(self, now_s: float) -> bool:
-        """Whether nothing may run here any more."""
+        """Whether the lease has expired, so that no machine may run here any more."""
         return now_s >= self.ends_s
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """Of a batch that has not started, in seconds by the costs alone."""
+    """A batch that has not started; seconds by the costs alone."""
 
     work_s: float  # its own
     base_s: float  # from when the snapshot is there: what was before it, and its own
@@ -96,6 +97,10 @@ class _Group:
 
 class Placement:
     """Hosts, snapshots and batches.
+
+    `costs`: expected durations. `batch`: the most machines of one group. `lease_s`: lease of a host; `margin_s`: how
+    much later its machines count as lost. `suspect_s`: silence after which a host gets no new batches. `patience`,
+    `grace_s`: a batch is overdue after `patience` times its expected wait plus `grace_s`.
 
     >>> placement = Placement(seed=1)
     >>> for name in ("a", "b"):
@@ -141,13 +146,13 @@ class Placement:
     # hosts and snapshots
 
     def join(self, name: str, capacity: Capacity, now_s: float) -> None:
-        """A host that runs nothing."""
+        """Add a host that runs no machines."""
         if self.hosts.get(name) is not None:
             raise ValueError(f"host {name!r} is there already")
         self.hosts.add(Host(name, capacity, now_s))
 
     def heartbeat(self, name: str, now_s: float, *, pressure: float = 0.0) -> bool:
-        """A heartbeat. False: the host counts as lost, it has to kill its machines and join again."""
+        """Record a heartbeat. False if the host counts as lost: it must kill its machines and join again."""
         host = self.hosts.get(name)
         if host is None:
             return False
@@ -172,7 +177,7 @@ class Placement:
             host.snapshots.add(snapshot)
 
     def remove_snapshot(self, snapshot: str, name: str) -> None:
-        """The host has the snapshot no more."""
+        """Record that a host no longer has a snapshot."""
         if snapshot in self._copies:
             self._copies[snapshot].drop(name)
             if not self._copies[snapshot]:
@@ -182,11 +187,11 @@ class Placement:
             host.snapshots.discard(snapshot)
 
     def hosts_with(self, snapshot: str) -> tuple[str, ...]:
-        """The hosts that have it, or will when what was placed has been copied."""
+        """Hosts that have a snapshot, or will have it after copies in progress."""
         return tuple(self._copies[snapshot].since_s) if snapshot in self._copies else ()
 
     def choose_homes(self, n: int) -> list[str]:
-        """Where to prepare a new snapshot: up to n of the emptiest hosts, no two in one rack where that is possible."""
+        """Up to n of the emptiest hosts to prepare a new snapshot on, if possible no two in one rack."""
         emptiest = [host for host in self.hosts.emptiest(4 * n) if host.free_slots(Need())]
         first = {host.capacity.rack or host.name: host for host in reversed(emptiest)}
         spread = sorted(first.values(), key=lambda host: host.fullness)
@@ -195,8 +200,11 @@ class Placement:
     # batches
 
     def place(self, snapshot: str, n: int, now_s: float) -> list[Batch]:
-        """n machines: groups of at most `batch`, cut further only where no host has room. [] where there is no room
-        for all of them now. Raises `MachineError` where no host has the snapshot."""
+        """Place n machines in groups of at most `batch`; groups are split further only if no host has enough free
+        slots.
+
+        Returns [] if not all of them can be placed now. Raises `MachineError` if no host has the snapshot.
+        """
         copies = self._copies.get(snapshot)
         if not copies:
             raise MachineError(f"no host has snapshot {snapshot!r}", hint="prepare it on one of `choose_homes`")
@@ -215,7 +223,8 @@ class Placement:
         return placed
 
     def started(self, batch_id: int, now_s: float) -> bool:
-        """The host has forked the batch. False: it is not wanted any more, close its machines and say `ended`."""
+        """Record that a host has forked a batch. False if the batch is no longer wanted: close its machines and call
+        `ended`."""
         batch = self._batches.get(batch_id)
         if batch is None:
             return False
@@ -235,7 +244,7 @@ class Placement:
         return True
 
     def ended(self, batch_id: int, n: int = 1) -> None:
-        """n machines of a batch are closed, or will never be."""
+        """Record that n machines of a batch are closed, or will never exist."""
         batch = self._batches.get(batch_id)
         if batch is None:
             return
@@ -247,8 +256,8 @@ class Placement:
         self._resize(batch, self._open_machines[batch_id] - n)
 
     def failed(self, batch_id: int, now_s: float) -> Batch | None:
-        """The host could not fork the batch: the next attempt, elsewhere where that is possible. None: another one is
-        under way already, or there is no room yet and a later `review` has it."""
+        """Record that a host could not fork a batch. Returns the next attempt, on another host if possible. None if
+        another attempt is in progress, or there are no free slots yet; then a later `review` returns it."""
         batch = self._batches.get(batch_id)
         if batch is None:
             return None
@@ -257,8 +266,11 @@ class Placement:
         return self._retry(batch.group, now_s, avoid=(batch.host,))
 
     def review(self, now_s: float) -> Review:
-        """Look at the clock: new attempts at what is overdue or was to start on a host that is lost. What had started
-        there is told in `lost`: ask for it `again`, or let it be. Call this a few times a second."""
+        """Check the clock: start new attempts for batches that are overdue or were to start on a lost host.
+
+        `Review.lost` has the batches that had started on a lost host: pass them to `retry`, or ignore them. Call this a
+        few times a second.
+        """
         self._chooser.update_median()
         silent = self.hosts.silent_since(now_s - self._lost_s)
         lost = [batch for host in silent for batch in self._lose(host)]
@@ -282,12 +294,12 @@ class Placement:
         return Review(tuple(one for one in new if one), tuple(lost), tuple(host.name for host in silent))
 
     def _due_s(self, batch: Batch) -> float:
-        """When it is overdue, by what is known of its host and of all by now."""
+        """When a batch is overdue, by what is known now of its host and of all hosts."""
         wait_s = self._chooser.wait_s(self.hosts[batch.host], self._pending[batch.id].base_s)
         return batch.there_s + self._patience * wait_s + self._grace_s
 
     def _handle_late(self, batch_id: int, now_s: float) -> Batch | None:
-        """Think less of whoever keeps a batch waiting, the copy or the host, and try it elsewhere as well."""
+        """Lower the rating of the copy or the host that delays a batch, and try the batch on another host as well."""
         batch = self._batches.get(batch_id)
         group = self._groups.get(batch.group) if batch is not None else None
         if batch is None or group is None or group.won is not None:
@@ -303,20 +315,21 @@ class Placement:
         return self._retry_in_parallel(batch, group, now_s)
 
     def _mark_all_late(self, host: Host) -> None:
-        """What has not started there is overdue now."""
+        """Mark all batches that have not started on a host as overdue."""
         self._late += sorted(self._pending.keys() & host.batches)
 
     def retry(self, lost: Batch, now_s: float) -> Batch | None:
-        """The next attempt at a group whose machines were lost. None: no room yet, a later `review` has it."""
+        """The next attempt at a group whose machines were lost. None if there are no free slots yet; then a later
+        `review` returns it."""
         self._groups[lost.group] = _Group(lost.snapshot, lost.n, attempts=lost.attempt)
         return self._retry(lost.group, now_s)
 
     def cancel(self, group_id: int) -> None:
-        """Nobody wants the group's machines any more: for those of its batches that start yet, `started` is False."""
+        """Cancel a group: `started` returns False for its batches that start later."""
         self._groups.pop(group_id, None)
 
     def rivals(self, batch_id: int) -> list[Batch]:
-        """The other attempts at the group of a batch that have not ended: what to close once it has won."""
+        """The other attempts at a batch's group that have not ended: close them once the batch has won."""
         group = self._groups.get(self._batches[batch_id].group) if batch_id in self._batches else None
         return [self._batches[other] for other in sorted(group.open) if other != batch_id] if group else []
 
@@ -329,7 +342,7 @@ class Placement:
 
     @property
     def waiting(self) -> int:
-        """Machines that were placed once and have no host now: there is no room, or no host has their snapshot."""
+        """Number of machines that were placed once and have no host now."""
         return sum(self._groups[group].n for group in self._unplaced if group in self._groups)
 
     # how
@@ -340,7 +353,8 @@ class Placement:
         return self._ids
 
     def _retry(self, group_id: int, now_s: float, *, avoid: Sequence[str] = ()) -> Batch | None:
-        """The next attempt at a group that has none. It stays whole, and waits where no host has room for it."""
+        """The next attempt at a group without one. The group is not split; it waits if no host has enough free
+        slots."""
         group = self._groups.get(group_id)
         if group is None or group.open:
             return None
@@ -352,7 +366,7 @@ class Placement:
         return self._assign(group_id, choice, now_s)
 
     def _retry_in_parallel(self, batch: Batch, group: _Group, now_s: float) -> Batch | None:
-        """One more attempt beside one that is overdue."""
+        """Start one more attempt beside one that is overdue."""
         copies = self._copies.get(group.snapshot)
         choice = None
         if copies and len(group.open) < _MAX_ATTEMPTS and len(self._parallel) < self._max_parallel:
@@ -371,7 +385,7 @@ class Placement:
 
     @property
     def _max_parallel(self) -> int:
-        """Bounded, so that hosts which are late since there is too much to do are not given more to do."""
+        """Limit of parallel attempts, so that overloaded hosts do not get even more work."""
         return _SPARE_ATTEMPTS + len(self._pending) // 10
 
     def _assign(self, group_id: int, choice: Choice, now_s: float) -> Batch:
@@ -432,7 +446,7 @@ class Placement:
             group.open.discard(batch.id)
 
     def _lose(self, host: Host) -> list[Batch]:
-        """Forget a host; the batches that were lost with it: those that were their group's."""
+        """Forget a lost host. Returns the batches that were lost with it, of those that had won their group."""
         self.hosts.remove(host)
         for snapshot in host.snapshots:
             self._copies[snapshot].drop(host.name)

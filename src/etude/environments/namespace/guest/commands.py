@@ -1,10 +1,10 @@
-"""The runner's work: start commands in machines, end those that are late with everything they started, say how they
+"""The runner: start commands in machines, kill those past their deadline with all their processes, and report how they
 ended.
 
-A command is a fork of this process into a machine's namespaces. It ends with its first process; what that left behind
-goes on until the machine is frozen or closed. After each fork the runner pays for every page of memory that it touches
-again, so what it does for a command is as little as will do, and what takes longer is done by a fork. It sees no
-argument, input or output: they go past it as descriptors.
+A command is a fork of this process into a machine's namespaces. It ends with its first process; other processes that it
+started continue until the machine is frozen or closed. After each fork the runner copies every memory page that it
+writes, so it does as little as possible for a command, and leaves slow work to forks. Arguments, input and output
+bypass it as descriptors.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ _FDS_SPACE = socket.CMSG_SPACE(5 * 4)
 
 
 class _Process:
-    """One that this process has forked. `command` False: it only signals those of its machine, or one of them."""
+    """A process that the runner has forked. `command`: False for one that only signals other processes of its
+    machine."""
 
     __slots__ = ("command", "end", "init", "init_pid", "number", "pid", "status", "timed_out")
 
@@ -55,7 +56,7 @@ class _Process:
 
 
 def serve(control: int, confinement: confine.Confinement) -> None:
-    """Until the host hangs up."""
+    """Serve requests until the host closes the channel."""
     sys_.prctl(sys_.PR_SET_PDEATHSIG, 9)
     sys_.prctl(sys_.PR_SET_DUMPABLE, 0)
     channel = socket.socket(fileno=control)
@@ -121,7 +122,8 @@ class _Runner:
         return True
 
     def _fork(self, process: _Process, role: Callable[[], object], streams: list[int], *, inside: bool = True) -> bool:
-        """Fork, into the machine's PID namespace or not, and be `role` there; false when the machine is dead."""
+        """Fork into the machine's PID namespace (or not, with `inside` False) and run `role` there. False if the
+        machine is dead."""
         pid = -1
         try:
             if inside:
@@ -153,7 +155,7 @@ class _Runner:
         self._report_end(process, lost=process.status == _KILLED and not self._is_machine_alive(process.init))
 
     def _is_machine_alive(self, init: int) -> bool:
-        """Whether a machine can still have processes. Killed by whom? Its end kills what runs in it first."""
+        """Whether new processes can start in a machine. Distinguishes a killed command from the end of its machine."""
         pid = -1
         with contextlib.suppress(OSError):
             sys_.setns(init, sys_.CLONE_NEWPID)

@@ -1,11 +1,11 @@
-"""The three processes of a runtime: steward, launcher and runner. Each begins in `main`, with an empty stack.
+"""The three processes of a runtime: steward, launcher and runner. Each starts in `main`, with an empty stack.
 
-- The **steward** is the process that the host starts. It lives longer than the launcher, to remove control groups, even
-  when the host process was killed: then its end of the `life` pipe closes.
-- The **launcher** is PID 1 of a PID namespace, so that every machine dies with it. It makes machines (`machines`).
+- The **steward** is the process that the host starts. It outlives the launcher and removes the control groups, even
+  when the host process was killed: then the host's end of the `life` pipe closes.
+- The **launcher** is PID 1 of a PID namespace, so all machines die with it. It creates machines (`machines`).
 - The **runner**, the launcher's first child, is a started interpreter that forks the commands of machines (`commands`).
-  The messages to it contain no bytes of commands or files, so that the process which commands are forked from never
-  holds data of a machine.
+  Messages to it contain no bytes of commands or files, so the process that commands are forked from never holds data
+  of a machine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _USER_BASE = 1_900_000_000  # outer user ids, three a machine; above what distri
 
 
 def main(config_json: str) -> None:
-    """Be the steward, and in forked processes whatever they become. Never returns."""
+    """Run the steward, and in forked processes their roles. Never returns."""
     role: Callable[[], object] = partial(_steward, json.loads(config_json))
     while True:
         try:
@@ -88,7 +88,8 @@ def _steward(config: dict[str, Any]) -> None:
 
 
 def _forget_signals() -> None:
-    """Nothing that our caller ignores or blocks (nohup does) shall be so in a machine; Python's own are left to it."""
+    """Reset ignored and blocked signals of the caller (such as nohup's), so that machines do not inherit them.
+    Python's own stay."""
     for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
@@ -98,7 +99,7 @@ def _forget_signals() -> None:
 
 
 def _wait_for_end(life: int, launcher: int) -> None:
-    """Until the host has closed its end of `life`, or the launcher is dead."""
+    """Wait until the host closes its end of `life`, or the launcher is dead."""
     poller = select.poll()
     poller.register(life, select.POLLIN)
     poller.register(launcher, select.POLLIN)
@@ -106,7 +107,7 @@ def _wait_for_end(life: int, launcher: int) -> None:
 
 
 def _first_user(num_users: int) -> int | None:
-    """The first of so many outer user ids for machines; None when this process may not hand any out (rootless)."""
+    """The first of `num_users` host ids for machines; None if this process may not map ids (rootless)."""
     effective = int(_text_of("/proc/self/status").partition("CapEff:")[2].split()[0], 16)
     needed = (sys_.CAP_SYS_ADMIN, sys_.CAP_SETUID, sys_.CAP_SETGID)
     if os.geteuid() != 0 or not all(effective >> c & 1 for c in needed):
@@ -184,7 +185,7 @@ def _launcher(config: dict[str, Any], control: int, hierarchies: list[cgroups.Hi
 
 
 def _open_program(path: str) -> int | None:
-    """The agent's program; None where there is none, or this machine cannot run it."""
+    """Descriptor of the agent's program; None if there is none or this machine cannot run it."""
     if not path:
         return None
     program = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -196,10 +197,10 @@ def _open_program(path: str) -> int | None:
 
 
 def _prepare_interpreter(folder: str) -> None:
-    """Make this process what a tool's interpreter is at its start, once, here, not in each of its forks.
+    """Give this process the state of a freshly started interpreter, once, so that its forks need not do it.
 
-    As `site` does it, but without running .pth files: they are somebody's code, and this process has privileges.
-    Standard input gets a stream that was never read from; this process was fed its program through the old one.
+    It does what `site` does, but does not run .pth files: they are somebody's code, and this process has privileges.
+    Standard input gets a new stream; the old one was used to read this program.
     """
     for step in (site.setquit, site.setcopyright, site.sethelper):
         step()

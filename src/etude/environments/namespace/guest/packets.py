@@ -1,6 +1,6 @@
-"""What host, launcher and runner tell each other: packets of ``kind byte, u32 number, facts``, some with descriptors.
+"""Messages between host, launcher and runner: packets of ``kind byte, u32 number, facts``, some with descriptors.
 
-Both ends are ours; nothing that agent code wrote is ever in one.
+Both ends are etude's own code; packets never contain data that agent code wrote.
 """
 
 from __future__ import annotations

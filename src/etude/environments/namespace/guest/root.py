@@ -1,10 +1,10 @@
-"""The filesystem that every machine starts from: a read-only root with what a Python needs and nothing else.
+"""The filesystem that all machines start from: a read-only root with what Python needs and nothing else.
 
-Its frame is built once by the launcher, which then has no other root either. A machine's own root is a few overlays of
-it, without an upper folder: nothing is copied, and yet no inode is shared with a sibling, who could lock or watch it.
-Where the kernel mounts no overlay here, or something is mounted below what would be overlaid, machines have binds of
-the same folders, shared. A machine adds its work folder, /tmp and /proc. /usr/local is left out unless the interpreter
-lives there: what an operator installed by hand is not part of a machine.
+The launcher builds its frame once, and then has no other root either. A machine's own root consists of a few overlays
+of the frame without upper layer: nothing is copied, and still no inode is shared with another machine, which could lock
+or watch it. If the kernel supports no such overlay, or something is mounted below an overlaid folder, machines share
+bind mounts of the same folders. A machine adds its work folder, /tmp and /proc. /usr/local is left out unless the
+interpreter is there: what an operator installed by hand is not part of a machine.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ READ_ONLY = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV
 
 
 class Overlay(NamedTuple):
-    """One of those that make up a machine's root: where it is mounted in it, and its layers, the upper one first."""
+    """One overlay of a machine's root: its mount point, and its layers, the upper one first."""
 
     place: str
     layers: tuple[str, ...]
 
 
 class Frame(NamedTuple):
-    """What machines' roots are made of. `overlays` is empty where they share the launcher's."""
+    """What machines' roots are made of. `overlays` is empty if machines share the launcher's root."""
 
     overlays: tuple[Overlay, ...]
     has_nodes: bool  # devices are its own files, not the host's
@@ -76,7 +76,7 @@ class Frame(NamedTuple):
         return OWN if self.overlays else SHARED
 
     def make(self) -> None:
-        """In a mount namespace that was the launcher's: be in a root of its own."""
+        """Enter a new root, in a mount namespace copied from the launcher's."""
         root, held = f"{_FRAME}/root", ["/proc"] if self.has_nodes else ["/proc", "/dev"]
         for place, layers in self.overlays:
             flags = MS_RDONLY | MS_NOSUID | (MS_NODEV if place != "/" or not self.has_nodes else 0)
@@ -92,7 +92,8 @@ class Frame(NamedTuple):
 
 
 def enter(python: str, prefix: str) -> Frame:
-    """Build the frame in a new mount namespace and make it our root. `prefix` is the interpreter's installation."""
+    """Build the frame in a new mount namespace and make it this process's root. `prefix`: the interpreter's
+    installation."""
     unshare(CLONE_NEWNS)
     mount("none", "/", "", MS_REC | MS_PRIVATE)
     new = next(d for d in ("/mnt", "/media", "/srv", "/sys") if os.path.isdir(d) and not f"{prefix}/".startswith(d))
@@ -126,14 +127,14 @@ def _covered(prefix: str, sources: list[str]) -> bool:
 
 
 def _mounted() -> list[str]:
-    """Where something is mounted."""
+    """All mount points."""
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
         return [line.split()[4] for line in lines]
 
 
 def _layers(new: str, sources: list[str], prefix: str) -> tuple[Overlay, ...]:
-    """Have the sources in the frame, and say what is to be overlaid with what. Layers of our own are `places`, for what
-    is to be mounted on, `hidden` and `top`, of whiteouts, and `empty`."""
+    """Mount the sources in the frame. Returns the overlays to make of them. Extra layers: `places` with mount
+    points, `hidden` and `top` with whiteouts, and `empty`."""
     frame = new + _FRAME
     os.mkdir(frame)
     mount("tmpfs", frame, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=700")  # layers lie in none of the others
@@ -170,7 +171,7 @@ def _works(frame: Frame, python: str) -> bool:
 
 
 def _bind(sources: list[str]) -> None:
-    """Have the sources where they belong, and nothing to make overlays of."""
+    """Bind the sources to their paths, without overlays."""
     for i, source in enumerate(sources):
         at = f"{_FRAME}/{i}"
         for part in [f"/{name}" for name in _USR] if source == "/usr" else [""]:
@@ -184,7 +185,7 @@ def _bind(sources: list[str]) -> None:
 
 
 def _make_devices(new: str) -> bool:
-    """True where they could be made; otherwise they are the host's."""
+    """Create device files. False if that is not allowed; then the host's devices are bound."""
     os.mkdir(f"{new}/dev")
     try:
         for name in DEVICES:
@@ -202,7 +203,7 @@ def _make_devices(new: str) -> bool:
 
 
 def bind_device(source: str, target: str) -> None:
-    """Have a device of the host at a path that is not there yet."""
+    """Bind a device of the host to a new path."""
     os.makedirs(os.path.dirname(target), exist_ok=True)
     os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
     mount(source, target, "", MS_BIND)

@@ -1,7 +1,7 @@
-"""The first process of a command: confine it, then be the program that was asked for.
+"""The first process of a command: confine it, then execute the requested program.
 
-It is the only process that reads the request. Where it cannot be confined it says so in the request's own memory,
-which no program has, and ends: the host then knows that the host is to blame.
+Only this process reads the request. If it cannot be confined, it writes the reason into the request's memory file,
+which no program can access, and exits. The host then knows that the host is to blame.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ BROKEN_EXIT = 125  # looked into by the host, as any program may end with it
 
 
 def request(argv: Sequence[str], *, cwd: str, env: Mapping[str, str]) -> bytes:
-    """What a command's process is told, as one line of words."""
+    """A command's request: NUL-separated words."""
     return os.fsencode("\0".join([cwd, str(len(env)), *(f"{name}={value}" for name, value in env.items()), *argv]))
 
 
 def start(init: int, streams: list[int], flags: int, slot: int, deadline_s: float, to: confine.Confinement) -> NoReturn:
-    """The outermost frame of a command's process. `streams` are its request and output, then its errors and its input
-    where `flags` say so."""
+    """Start a command's process; its outermost frame. `streams`: its request and output, then its standard error and
+    input if `flags` say so."""
     request_fd, out, *other_fds = streams
     try:
         os.setsid()
