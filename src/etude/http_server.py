@@ -21,7 +21,7 @@ from etude.errors import ConfigError, DeadlineExceeded
 
 _START_S, _STOP_S = 10.0, 10.0
 _HEAD_BYTES = 64 << 10
-_CLIENT_TIMEOUT_S = 20.0  # for the head of a request to come, and for a client to read more of its answer
+_CLIENT_TIMEOUT_S = 20.0  # for a request's head to arrive, and for a client to read more of a response
 
 
 @contextlib.asynccontextmanager
@@ -63,7 +63,7 @@ async def run_http_server(
                 await asyncio.gather(serving, return_exceptions=True)
         except TimeoutError:
             facts = f"within {_STOP_S:g} s"
-            raise DeadlineExceeded(f"{name} did not stop", facts, hint="a request hangs; see its log") from None
+            raise DeadlineExceeded(f"{name} did not stop", facts, hint="a request hangs; see the log") from None
         finally:
             sock.close()
 
@@ -75,7 +75,7 @@ def bind(host: str, port: int) -> socket.socket:
         sock = socket.socket(family, kind, protocol)
     except OSError as error:
         hint = "give e.g. --host 127.0.0.1"
-        raise ConfigError(f"host {host!r} is no address", str(error.strerror), hint=hint) from None
+        raise ConfigError(f"host {host!r} cannot be resolved", str(error.strerror), hint=hint) from None
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
@@ -114,7 +114,7 @@ async def _wait_started(server: _Server, serving: asyncio.Task[None], name: str)
         serving.result()
     if not server.ready.is_set():
         facts = "it ended" if serving.done() else f"within {_START_S:g} s"
-        raise DeadlineExceeded(f"{name} did not start", facts, hint="see what was printed above")
+        raise DeadlineExceeded(f"{name} did not start", facts, hint="see the output above")
 
 
 class _Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
@@ -140,7 +140,7 @@ class _Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         elif self.cycle is None or self.cycle.response_complete:
             self._wait_for_head()
 
-    def on_message_begin(self) -> None:  # of httptools, which bounds no head; h11 bounds it
+    def on_message_begin(self) -> None:  # called by httptools, which does not bound the head; h11 does
         super().on_message_begin()
         self._is_in_head, self._head_bytes = True, 0
 

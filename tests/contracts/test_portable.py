@@ -204,13 +204,13 @@ def test_a_running_service_is_judged_in_forks_that_hold_its_memory_and_reaches_n
     assert running(test, microvm, needs="microvm") == [
         (1.0, "the verifier says 1"),
         (0.0, "the verifier says 0"),
-        (0.0, "there is no state of the machine: nothing was left of it"),
+        (0.0, "the machine's state is missing: the machine was gone"),
     ]
 
 
 def test_where_snapshots_hold_no_processes_no_rollout_begins_and_no_grade_is_given():
     async def test(runtime: Runtime) -> Any:
-        with pytest.raises(MachineError, match="files and no processes"):
+        with pytest.raises(MachineError, match="files but no processes"):
             await simulate_exports(runtime, SERVING)
         packed = await runtime.pack(await runtime.prepare({}), max_bytes=PACKED_BYTES)  # type: ignore[attr-defined]
         return await MachineGrader(runtime).grade(SERVING, SERVES, {STATE: packed})

@@ -42,7 +42,7 @@ def open_runtime(name: str, limits: MachineLimits | None = None, *, images: Imag
         raise InputError(f"no backend {name!r}", f"there are {', '.join(BACKENDS)}", hint=nearest(name, BACKENDS))
     module, attribute = BACKENDS[name]
     if images is not None and name not in _IMAGE_ARGUMENTS:
-        hint = f"choose among {', '.join(_IMAGE_ARGUMENTS)}"
+        hint = f"use one of {', '.join(_IMAGE_ARGUMENTS)}"
         raise InputError(f"machines of backend {name!r} cannot be made from images", hint=hint)
     store = {} if images is None else _IMAGE_ARGUMENTS[name](images)
     return cast(Runtime, getattr(import_module(module), attribute)(limits, **store))
@@ -64,5 +64,7 @@ def runtime_from_config(config: MachinesConfig) -> Runtime:
     if config.backend != "remote":
         return open_runtime(config.backend, config, images=images)
     if config != replace(MachinesConfig(), backend=config.backend, images=config.images):
-        raise InputError("[machines] of a remote service", "it has limits of its own", hint="set `backend` alone")
+        raise InputError(
+            "[machines] sets limits for a remote backend", "its server sets them", hint="set only `backend`"
+        )
     return open_runtime(config.backend, images=images)

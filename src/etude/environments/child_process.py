@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from etude.errors import MachineError
 
-_CHECK_PARENT = 'test "$PPID" = "$0" && exec "$@"'  # between the fork and setpriv the parent may have died
+_CHECK_PARENT = 'test "$PPID" = "$0" && exec "$@"'  # the parent may have died between fork and setpriv
 
 
 def require_programs(programs: dict[str, str], what: str) -> None:
@@ -113,11 +113,15 @@ class ChildProcess:
                 await self.wait()
         except TimeoutError:
             facts = f"process {self.pid}, {deadline_s:g} s after SIGKILL"
-            raise MachineError("a process does not end", facts, hint="it hangs in the kernel: see dmesg") from None
+            raise MachineError(
+                "a process does not end", facts, hint="it probably hangs in the kernel: see dmesg"
+            ) from None
         finally:
             self._process.poll()
             os.close(self._pidfd)
 
 
 def _start_error(program: str, error: OSError) -> MachineError:
-    return MachineError(f"{program} could not be started", str(error), hint="see ulimit -u, ulimit -n, memory")
+    return MachineError(
+        f"{program} could not be started", str(error), hint="check ulimit -u, ulimit -n and free memory"
+    )

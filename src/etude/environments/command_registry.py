@@ -14,7 +14,7 @@ from etude.errors import MachineError
 from etude.records.command import Command, ExecOptions, ExecResult
 
 Begin = Callable[[Command], Coroutine[Any, Any, ExecResult]]
-MAX_COMMANDS = 4096  # of one machine: each keeps its result
+MAX_COMMANDS = 4096  # per machine; each result is kept
 
 
 class CommandRegistry:
@@ -39,7 +39,7 @@ class CommandRegistry:
         running = self._tasks.get(key)
         if running is None:
             if len(self._tasks) >= MAX_COMMANDS:
-                raise MachineError(f"a machine runs at most {MAX_COMMANDS} commands", hint="fork another one")
+                raise MachineError(f"a machine runs at most {MAX_COMMANDS} commands", hint="fork another machine")
             command = Command.of(argv, key=key, deadline_s=deadline_s, **options)
             running = self._tasks[key] = asyncio.create_task(begin(command))
             running.add_done_callback(consume_exception)

@@ -24,7 +24,7 @@ class MachineLimits:
     cpus: float = ranged(1.0, low=0.05)  # cores' worth of time
     work_bytes: int = ranged(64 * MIB, low=MIB)  # files in the working directory
     tmp_bytes: int = ranged(32 * MIB, low=MIB)
-    inodes: int = ranged(8192, low=64)  # files and folders in each of the two
+    inodes: int = ranged(8192, low=64)  # files and folders, in the working directory and in /tmp each
     open_files: int = ranged(256, low=16)  # of one process
     require_memory_bound: bool = False  # refuse to start where no control group bounds `memory_bytes` of a machine
 
@@ -34,8 +34,8 @@ class MachinesConfig(MachineLimits):
     """The `[machines]` section of a run's config: the backend and the limits of one machine."""
 
     backend: str = "namespace"  # or "microvm", "gvisor", "remote": see `environments.backends`
-    require_memory_bound: bool = True  # false: start all the same; what one process maps is bounded, the sum is not
-    images: str = ""  # folder of the image store, where tasks name images; "": they name none
+    require_memory_bound: bool = True  # false: start anyway; only the address space of each process is bounded
+    images: str = ""  # folder of the image store; "": no task uses an image
 
 
 def check_memory_bound(limits: MachineLimits, controllers: Collection[str]) -> None:
@@ -47,8 +47,8 @@ def check_memory_bound(limits: MachineLimits, controllers: Collection[str]) -> N
     """
     if limits.require_memory_bound and "memory" not in controllers:
         raise MachineError(
-            "nothing bounds the memory of a machine here",
-            "there is no memory control group that this process may divide: machines could take all of the host's",
+            "the memory of a machine cannot be bounded here",
+            "this process may use no memory control group: a machine could take all of the host's memory",
             hint="run it where one is delegated (systemd-run --user --scope -p Delegate=yes ...), use backend microvm, "
             "or accept it: [machines] require_memory_bound = false in a config, --unbounded-memory of a command",
         )

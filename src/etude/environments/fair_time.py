@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 MAX_EXTENSION = 10.0
-_TICKS = 32  # how often the clock is read within one deadline
+_TICKS = 32  # clock readings per deadline
 _SHORTEST_S = 0.1
 _HZ = os.sysconf("SC_CLK_TCK")
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class MachineUsage(NamedTuple):
 class HostUsage(NamedTuple):
     """CPU time of a host since its boot."""
 
-    busy_s: float  # CPU time of everything on it, over all cores, with what its hypervisor took (steal)
+    busy_s: float  # CPU time of all processes on all cores, including time taken by the hypervisor (steal)
     cores: int
 
 

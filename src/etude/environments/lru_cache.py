@@ -26,8 +26,8 @@ class LruCache(Generic[T]):
 
     def __init__(self, size_of: Callable[[T], int], *, max_bytes: int) -> None:
         self._size_of, self._max_bytes, self._evictable_bytes = size_of, max_bytes, 0
-        self._entries: dict[str, tuple[T, int]] = {}  # with its size
-        self._evictable: OrderedDict[str, None] = OrderedDict()  # those that may go, least recently used first
+        self._entries: dict[str, tuple[T, int]] = {}  # value and size in bytes
+        self._evictable: OrderedDict[str, None] = OrderedDict()  # entries without holds, least recently used first
         self._holds: Counter[str] = Counter()
 
     def put(self, name: str, value: T) -> str:
@@ -47,7 +47,7 @@ class LruCache(Generic[T]):
         """Keep an entry until `release` has been called as often as `hold`. Returns its size in bytes. Raises
         `MachineError` for an unknown name."""
         if name not in self._entries:
-            raise MachineError(f"no snapshot {name[:12]}", "unknown, or gone for others", hint="take it again")
+            raise MachineError(f"no snapshot {name[:12]}", "unknown or evicted", hint="take it again")
         if name in self._evictable:
             del self._evictable[name]
             self._evictable_bytes -= self._entries[name][1]

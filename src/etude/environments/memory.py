@@ -132,7 +132,7 @@ class MemoryMachine:
         self._alive()
         if key not in self._results:
             if self.frozen:
-                raise MachineError("the machine is frozen", hint="fork its snapshot")
+                raise MachineError("the machine is frozen", hint="fork a snapshot of it")
             self._results[key] = await self._ran(Command.of(argv, key=key, deadline_s=deadline_s, **options))
         return self._results[key]
 
@@ -185,7 +185,7 @@ class MemoryMachine:
     async def snapshot(self) -> str:
         self._alive()
         if self._runtime is None:
-            raise MachineError("this machine belongs to no runtime", hint="fork it from a MemoryRuntime")
+            raise MachineError("this machine has no runtime", hint="fork it from a MemoryRuntime")
         return await self._runtime.prepare(self.files)
 
     async def close(self) -> None:
@@ -193,7 +193,7 @@ class MemoryMachine:
 
     def _alive(self) -> None:
         if self.closed:
-            raise MachineError("the machine is closed", hint="fork another one")
+            raise MachineError("the machine is closed", hint="fork another machine")
 
 
 def _inside(path: str) -> str:
@@ -240,7 +240,7 @@ class MemoryRuntime:
         try:
             return await self.prepare(msgspec.msgpack.decode(packed, type=dict[str, bytes]))
         except msgspec.MsgspecError as error:
-            raise ValueError(f"these bytes are no snapshot: {error}") from None
+            raise ValueError(f"not a packed snapshot: {error}") from None
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
         check_count(n)

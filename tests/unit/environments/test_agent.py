@@ -183,7 +183,7 @@ def test_an_answer_that_nobody_waits_for_ends_the_channel_by_name() -> None:
         [asked] = Parser().feed(await loop.sock_recv(guest, 4096))
         await loop.sock_sendall(guest, 2 * frame(protocol.DONE, asked.id))
         assert await asking == b""
-        with pytest.raises(ChannelLost, match=r"its agent sent an answer of kind .* that nobody waits for"):
+        with pytest.raises(ChannelLost, match=r"its agent sent an answer of kind .* that no request waits for"):
             await channel.request(protocol.PING, deadline_s=20.0)
         host.close()
         guest.close()
@@ -311,7 +311,7 @@ def test_a_file_for_an_agent_that_takes_nothing_is_late(monkeypatch):
             pass
 
         machine = AgentMachine(channel, env={}, users=("user",), snapshot=None, end=end, blame=lambda: "")
-        with pytest.raises(FileNotFoundError, match="not enough for its agent to take"):
+        with pytest.raises(FileNotFoundError, match="too short for its agent to take"):
             await asyncio.wait_for(machine.write("large", bytes(4 << 20)), 20)
         os.close(ours[1])
         os.close(theirs[0])

@@ -64,7 +64,7 @@ def test_a_run_refuses_a_host_without_memory_groups_unless_told_to_go_on():
     command = ["unshare", *as_root, "--mount", "sh", "-c", hide, "sh", sys.executable, "-c", WITHOUT_GROUPS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "nothing bounds the memory of a machine here" in done.stdout
+    assert "the memory of a machine cannot be bounded here" in done.stdout
     assert "require_memory_bound = false" in done.stdout
     assert "started" not in done.stdout
     assert "per process only" in done.stdout
@@ -75,7 +75,7 @@ def test_what_is_required_and_what_the_laptop_accepts():
     assert MachinesConfig().require_memory_bound
     assert not MachineLimits().require_memory_bound
     check_memory_bound(MachinesConfig(), {"memory": 1})
-    with pytest.raises(MachineError, match="nothing bounds the memory"):
+    with pytest.raises(MachineError, match="the memory of a machine cannot be bounded"):
         check_memory_bound(MachinesConfig(), ("cpu", "pids"))
     example = tomllib.loads((Path(__file__).parents[3] / "examples/laptop/config.toml").read_text())
     assert example["machines"]["require_memory_bound"] is False

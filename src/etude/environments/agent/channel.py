@@ -19,7 +19,7 @@ from etude.environments.agent.protocol import Frame, ProtocolError
 from etude.environments.command_registry import consume_exception
 
 _READ_BYTES = 256 << 10
-_MAX_UNSENT_BYTES = 1 << 20  # that wait to be sent, beyond which who sends more waits
+_MAX_UNSENT_BYTES = 1 << 20  # buffered for sending; beyond this, senders wait
 _LONGEST_NUDGE_S = 1.0
 
 
@@ -61,14 +61,14 @@ class Channel:
         self._next = secrets.randbelow(1 << 31) + 1
         self._handlers: dict[int, Handler] = {}
         self._unsent = bytearray()
-        self._queued: bytearray | None = None  # what waits for `held` to be over
+        self._queued: bytearray | None = None  # data to send after `paused`
         self._has_space = asyncio.Event()
         self._has_space.set()
         self._ready = asyncio.Event()
         self._after, self._stale = after, b""
         self._answered = self._is_agent_ready = False
-        self._last: int | None = None  # the request sent last, 0 for a part of one
-        self._is_quiet = False  # whether the agent has taken whole all that was sent
+        self._last: int | None = None  # id of the request sent last, 0 after a part of a request
+        self._is_quiet = False  # whether the agent has received everything that was sent
         self._nudge_s, self._interval_s = nudge_s, nudge_s or _LONGEST_NUDGE_S
         self._nudging: asyncio.TimerHandle | None = None
         self.ended: str | None = None
@@ -84,7 +84,7 @@ class Channel:
     async def ready(self, deadline_s: float) -> None:
         """Wait until a started agent reports that it is ready. Raises `ChannelLost`."""
         if self.ended is None and not self._ready.is_set():
-            self._read()  # it may have said so long ago
+            self._read()  # the message may have arrived already
         with timeout_as_lost(deadline_s, "its agent to be ready"):
             if not self._ready.is_set():
                 async with asyncio.timeout(deadline_s):
@@ -235,14 +235,14 @@ class Channel:
         self._is_quiet |= frame.id == self._last
         if frame.kind == protocol.READY and frame.id == 0:
             if protocol.number(frame.body) != protocol.VERSION:
-                raise ProtocolError("another version of the protocol")
+                raise ProtocolError("an unknown version of the protocol")
             self._is_agent_ready = True
             self._ready.set()
             return
         handler = self._handlers.get(frame.id)
         if handler is None:
             if self._answered:
-                raise ProtocolError(f"an answer of kind {frame.kind!r} that nobody waits for")
+                raise ProtocolError(f"an answer of kind {frame.kind!r} that no request waits for")
             return
         self._answered = True
         if handler.on_answer(frame.kind, frame.body):
@@ -295,7 +295,7 @@ class Reply:
             number, text = protocol.refused(body)
             self._resolve(OSError(number, text))
         else:
-            raise ProtocolError(f"an answer of kind {kind!r} to a question")
+            raise ProtocolError(f"an answer of kind {kind!r} to a request")
         return True
 
     def on_lost(self, why: str) -> None:
@@ -316,4 +316,4 @@ def timeout_as_lost(deadline_s: float, what: str) -> Iterator[None]:
     try:
         yield
     except TimeoutError:
-        raise ChannelLost(f"{deadline_s:g} s were not enough for {what}", late=True) from None
+        raise ChannelLost(f"{deadline_s:g} s were too short for {what}", late=True) from None

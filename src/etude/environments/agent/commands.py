@@ -16,10 +16,10 @@ from etude.environments.output import OutputBuffer
 from etude.errors import MachineError
 from etude.records.command import Command, ExecResult, Printed, Started
 
-SLACK_S = 5.0  # what the agent may take to end a command after its deadline
+SLACK_S = 5.0  # for the agent to end a command after its deadline
 _PART_BYTES = 64 << 10  # of standard input in one frame
-_MAX_KEPT_BYTES = 512 << 10  # the agent keeps half of this of a command's end; whoever wants more gets everything
-_USER_ERRORS = ("no such user", "becoming the command's user")  # the agent's words: of the machine's /etc/passwd
+_MAX_KEPT_BYTES = 512 << 10  # the agent keeps half of this for the end of the output; above it, all output is sent
+_USER_ERRORS = ("no such user", "becoming the command's user")  # the agent's messages about users
 
 
 async def run(channel: Channel, command: Command, clock: FairClock | None = None) -> ExecResult:
@@ -137,7 +137,7 @@ def as_outcome(refusal: UnknownUser | ConfinementFailed, *, used: bool) -> ExecR
 def _refusal(number: int, text: str) -> Exception:
     if text in _USER_ERRORS:
         return UnknownUser(text)
-    return ConfinementFailed("a command could not be confined", text, hint="see the machine's limits")
+    return ConfinementFailed("a command could not be confined", text, hint="check the machine's limits")
 
 
 async def _feed(channel: Channel, number: int, stdin: bytes | AsyncIterable[bytes], handler: _CommandHandler) -> None:

@@ -23,7 +23,7 @@ from etude.environments.paths import encode_path
 from etude.errors import MachineError
 from etude.records.command import Command, ExecOptions, ExecResult, check_max_bytes
 
-_FILES_S = 30.0  # what a file may take, and a second more for each of so many bytes:
+_FILES_S = 30.0  # for a file operation, plus one second per _BYTES_PER_S bytes
 _BYTES_PER_S = 4 << 20
 _KILLED = ExecResult(exit_code=137, output=b"", timed_out=False, truncated=False, wall_s=0.0)
 
@@ -51,8 +51,8 @@ class AgentMachine:
         self._channel, self._env, self._users = channel, dict(env), tuple(users)
         self._snapshot, self._end, self._blame = snapshot, end, blame
         self._commands = CommandRegistry()
-        self._used = used  # whether anything that ran in it can have changed it
-        self._gone: str | None = None  # why it answers no more, when what ran in it is to blame
+        self._used = used  # whether a command may have changed the machine
+        self._gone: str | None = None  # why the machine is gone, if its own programs are to blame
         self._frozen: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -129,7 +129,7 @@ class AgentMachine:
         await asyncio.shield(self._frozen)
 
     async def _freeze(self) -> None:
-        with contextlib.suppress(FileNotFoundError):  # a machine that is gone is as frozen as can be
+        with contextlib.suppress(FileNotFoundError):  # a machine that is gone needs no freeze
             await self._request(protocol.FREEZE, b"")
 
     async def snapshot(self) -> str:
@@ -147,7 +147,7 @@ class AgentMachine:
             await self._channel.renew(seed=seed, clock_ns=clock_ns, host_name=host_name)
         except (ChannelLost, OSError) as error:
             raise MachineError(
-                "a machine could not be told from its siblings", str(error), hint="see its log"
+                "a restored machine could not get a new identity", str(error), hint="see its log"
             ) from None
 
     async def _request(self, kind: bytes, body: bytes, *, max_bytes: int = 0) -> bytes:
@@ -186,7 +186,7 @@ class AgentMachine:
         if self._closing is None and self._gone is None:
             why = self._blame() or ("" if self._channel.is_up else f"its agent did not start: {lost}")
             if why:
-                raise MachineError("a machine is lost", why, hint="fork again")
+                raise MachineError("a machine was lost", why, hint="fork again")
             self._gone = str(lost)
             await self._end_once()
         else:
@@ -212,7 +212,7 @@ class AgentMachine:
 
     def _require_open(self) -> None:
         if self._closing is not None:
-            raise MachineError("the machine is closed", hint="a machine is used once: fork another one")
+            raise MachineError("the machine is closed", hint="machines are used once: fork another one")
 
 
 def _file_error(error: OSError, path: str, max_bytes: int | None = None) -> Exception:

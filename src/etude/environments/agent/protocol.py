@@ -15,7 +15,7 @@ from etude.records.command import Command
 
 VERSION = 1
 MAX_FRAME = (1 << 20) + (64 << 10)  # of kind, id and body together
-INPUT_WINDOW = 256 << 10  # of standard input that the agent has not said it took
+INPUT_WINDOW = 256 << 10  # of standard input not yet confirmed by the agent
 PART = 256 << 10  # of a file or a tree in one frame
 
 # host to agent
@@ -139,5 +139,5 @@ def refused(body: bytes) -> tuple[int, str]:
 
 def _unpack(shape: struct.Struct, body: bytes) -> tuple[int, ...]:
     if len(body) != shape.size:
-        raise ProtocolError(f"a body of {len(body)} bytes where {shape.size} are wanted")
+        raise ProtocolError(f"a body of {len(body)} bytes instead of {shape.size}")
     return shape.unpack(body)

@@ -20,21 +20,21 @@ from dataclasses import dataclass
 
 from etude.environments.burst.hosts import Host, Hosts, SnapshotHosts
 
-MAX_SLOWNESS = 2.0  # times the median host's time; for so long a host is waited for
-_SLOWEST = 32.0  # times the expected time; what a host can be thought to be
-_WIDE = 8  # hosts that are looked at where the random ones will not do
-_SOURCES = 3  # of a copy: where the first does not send, the next is asked
+MAX_SLOWNESS = 2.0  # relative to the median host; slower hosts are used last
+_SLOWEST = 32.0  # the largest slowness of a host
+_WIDE = 8  # hosts to consider if the random ones cannot serve
+_SOURCES = 3  # of a copy, tried in turn
 
 
 @dataclass(frozen=True)
 class Costs:
     """Expected durations on an idle host, in seconds. Placement corrects them by what it measures."""
 
-    batch_s: float = 0.005  # a batch, whatever its size, messages included
-    fork_s: float = 0.002  # one machine more
+    batch_s: float = 0.005  # per batch, with its messages
+    fork_s: float = 0.002  # per machine
     copy_s: float = 0.05  # a snapshot from another host, until it can be forked
-    upload_s: float = 0.02  # for so long the sender sends nothing else
-    full_s: float = 0.05  # as so much waiting counts a host that is full
+    upload_s: float = 0.02  # during which the sender sends nothing else
+    full_s: float = 0.05  # penalty of a full host, as waiting time
 
     def work_s(self, n: int) -> float:
         """Duration of forking a batch of n machines."""
@@ -47,7 +47,7 @@ class Choice:
 
     host: Host
     there_s: float
-    sources: tuple[Host, ...]  # of the copy, the best first; () where there is one
+    sources: tuple[Host, ...]  # of the copy, the best first; () if the host has the snapshot
 
 
 class Chooser:
@@ -56,7 +56,7 @@ class Chooser:
     def __init__(self, hosts: Hosts, costs: Costs, *, seed: int, suspect_s: float, short_s: float) -> None:
         self._hosts, self.costs, self._rng = hosts, costs, random.Random(seed)
         self._suspect_s, self._short_s = suspect_s, short_s
-        self.typical = 1.0  # of the hosts' slowness
+        self.typical = 1.0  # median slowness of all hosts
 
     def choose(self, copies: SnapshotHosts, n: int, now_s: float, *, avoid: Sequence[str] = ()) -> Choice | None:
         """The host that would start n machines first, else a host with free slots for some of them; None if no host

@@ -32,7 +32,7 @@ from etude.seams import Machine, Portable, Runtime, RuntimeInfo
 def require_portable(runtime: Runtime) -> Portable:
     """The runtime as a `Portable`. Raises `MachineError` if its snapshots cannot leave it."""
     if not isinstance(runtime, Portable):
-        facts = f"{runtime.info.name} machines stay where they are"
+        facts = f"snapshots of {runtime.info.name} machines cannot be packed"
         raise MachineError("states cannot leave this runtime", facts, hint="use a runtime that is `Portable`")
     return runtime
 
@@ -172,8 +172,8 @@ class FleetRuntime:
         try:
             origin, state = msgspec.msgpack.decode(packed, type=tuple[str, bytes])
         except msgspec.MsgspecError as error:
-            raise ValueError(f"these bytes are no state: {error}") from None
-        failure = MachineError("no host can take a state over", self._facts(), hint="see why hosts are lost")
+            raise ValueError(f"not a packed state: {error}") from None
+        failure = MachineError("no host can restore a state", self._facts(), hint="see why hosts are lost")
         for name in dict.fromkeys([*self._placement.choose_homes(2), *({origin} & self._hosts.keys() - {*self.lost})]):
             try:
                 return self._register_state(name, await require_portable(self._hosts[name].runtime).unpack(state))
@@ -188,7 +188,7 @@ class FleetRuntime:
         recipe = self._recipe_of(snapshot)
         if self._beating is None:
             self._beating = self._spawn(self._beat_always())
-        waiting_for, groups = "room on a host", dict[int, _PendingGroup]()
+        waiting_for, groups = "free slots on a host", dict[int, _PendingGroup]()
         loop = asyncio.get_running_loop()
         until_s = loop.time() + deadline_s
         try:
@@ -222,14 +222,14 @@ class FleetRuntime:
         if recipe.of_machine:
             self._recipes.drop(snapshot)
             facts = "it was the state of a machine there"
-            raise MachineError("the snapshot is lost with its host", facts, hint="begin again from a prepared one")
+            raise MachineError("the snapshot is lost with its host", facts, hint="start again from a prepared snapshot")
         await self._prepare_somewhere(snapshot, recipe)
 
     async def _place(self, snapshot: str, n: int) -> list[Batch]:
         """Place n machines. Callers wait for free slots in the order of their calls."""
         if self._num_waiting >= self._max_waiting:
             facts = f"{self._num_waiting} callers wait; {self._facts()}"
-            raise MachineError("the line for machines is full", facts, hint="ask again later, or for fewer at once")
+            raise MachineError("too many callers wait for machines", facts, hint="retry later, or fork fewer at once")
         self._num_waiting += 1
         try:
             async with self._fifo_lock, self._freed:
@@ -246,7 +246,7 @@ class FleetRuntime:
     async def _start(self, batch: Batch) -> None:
         """Execute a batch. The first successful attempt resolves the group's future."""
         host, group = self._hosts[batch.host], self._groups.get(batch.group)
-        if group is None:  # given up meanwhile
+        if group is None:  # cancelled meanwhile
             await self._ended(batch.id, batch.n)
             return
         left_s = group.until_s - asyncio.get_running_loop().time()
@@ -271,7 +271,7 @@ class FleetRuntime:
         self._suspects.add(batch.host)
         recipe = self._recipes.get(batch.snapshot)
         if recipe is not None and not recipe.of_machine:
-            recipe.id_by_host.pop(batch.host, None)  # it may have had to go there
+            recipe.id_by_host.pop(batch.host, None)  # the host may have evicted it
         group = self._groups.get(batch.group)
         if group is None or group.machines.done():
             self._placement.cancel(batch.group)
@@ -329,7 +329,7 @@ class FleetRuntime:
         for batch in review.batches:
             self._spawn(self._start(batch))
         async with self._freed:
-            self._freed.notify_all()  # a host may be back, or less pressed
+            self._freed.notify_all()  # a host may be back, or less loaded
 
     async def _heartbeat(self, name: str) -> None:
         """Check one host. A host whose last fork failed must also fork a machine."""
@@ -341,7 +341,7 @@ class FleetRuntime:
                     [machine] = await host.runtime.fork(empty, 1, deadline_s=2 * self._beat_s)
                     await close_quietly(machine)
                     self._suspects.discard(name)
-                if name in self.lost:  # it is back: nothing of before may run there
+                if name in self.lost:  # it is back: end what ran there before
                     await asyncio.gather(*map(close_quietly, self._orphans[name]))
                     self._orphans[name].clear()
         except (MachineError, OSError, TimeoutError):

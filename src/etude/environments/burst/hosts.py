@@ -37,13 +37,13 @@ class Host:
     name: str
     capacity: Capacity
     last_heartbeat_s: float
-    cores: float = 0.0  # taken
-    memory_bytes: int = 0  # taken
-    pressure: float = 0.0  # as the host tells: 0 idle, 1 no more
-    queued_s: float = 0.0  # work that was placed on it and has not started, at the expected speed
-    is_suspect: bool = False  # silent for longer than it should be
-    is_too_slow: bool = False  # so slow that what was placed there is tried elsewhere as well
-    uploads: int = 0  # copies that were asked of it and have not been seen to arrive
+    cores: float = 0.0  # reserved
+    memory_bytes: int = 0  # reserved
+    pressure: float = 0.0  # reported by the host: 0 idle, 1 full
+    queued_s: float = 0.0  # work placed on it that has not started, at the expected speed
+    is_suspect: bool = False  # no heartbeat for too long
+    is_too_slow: bool = False  # its batches are also tried on other hosts
+    uploads: int = 0  # copies requested from it that have not arrived
     slowness: float = 1.0  # measured over expected time of its forks
     batches: set[int] = field(default_factory=set)
     snapshots: set[str] = field(default_factory=set)
@@ -75,8 +75,8 @@ class SnapshotHosts:
     def __init__(self, need: Need, *, copyable: bool) -> None:
         self.need, self.copyable = need, copyable
         self.since_s: dict[str, float] = {}
-        self.confirmed: set[str] = set()  # that have shown that they have it
-        self._copying_from: dict[str, Host] = {}  # whose copy is to come, and from where
+        self.confirmed: set[str] = set()  # hosts that have proven it
+        self._copying_from: dict[str, Host] = {}  # host of an incoming copy: its source
         self._hosts: list[Host] = []
         self._index: dict[str, int] = {}
 
@@ -136,7 +136,7 @@ class Hosts:
     """
 
     def __init__(self) -> None:
-        self._by_name: OrderedDict[str, Host] = OrderedDict()  # the longest silent first
+        self._by_name: OrderedDict[str, Host] = OrderedDict()  # longest silent first
         self._list: list[Host] = []
         self._heap: list[tuple[float, int, Host]] = []
         self._entries = 0

@@ -24,8 +24,8 @@ from etude.environments.burst.choice import Choice, Chooser, Costs
 from etude.environments.burst.hosts import Capacity, Host, Hosts, Need, SnapshotHosts
 from etude.errors import MachineError
 
-_MAX_ATTEMPTS = 3  # at one group, beside each other
-_SPARE_ATTEMPTS = 64  # that there may be beside others, and one for ten batches that have not started
+_MAX_ATTEMPTS = 3  # parallel attempts at one group
+_SPARE_ATTEMPTS = 64  # parallel attempts in total, plus one for ten batches that have not started
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,12 @@ class Batch:
 
     id: int
     group: int
-    attempt: int  # from 1 on
+    attempt: int  # counted from 1
     snapshot: str
     host: str
     n: int
     need: Need  # of each
-    sources: tuple[
-        str, ...
-    ]  # hosts that the snapshot is copied from, the next where one does not send; (): it is there
+    sources: tuple[str, ...]  # hosts to copy the snapshot from, tried in turn; () if the host has it
     placed_s: float
     there_s: float  # when the host should have the snapshot
     expected_s: float  # when it should have started
@@ -52,8 +50,8 @@ class Review:
     """What to do after a `Placement.review`."""
 
     batches: tuple[Batch, ...] = ()  # new attempts at groups that have not started
-    lost: tuple[Batch, ...] = ()  # started, and gone with their host; n is what had not ended
-    hosts: tuple[str, ...] = ()  # that are lost
+    lost: tuple[Batch, ...] = ()  # started, and lost with their host; n: machines that had not ended
+    hosts: tuple[str, ...] = ()  # lost hosts
 
 
 class Lease:
@@ -82,14 +80,14 @@ class Lease:
 class _Pending:
     """A batch that has not started; seconds by the costs alone."""
 
-    work_s: float  # its own
-    base_s: float  # from when the snapshot is there: what was before it, and its own
+    work_s: float  # this batch
+    base_s: float  # from the snapshot's arrival: earlier batches and this one
 
 
 @dataclass
 class _Group:
     snapshot: str
-    n: int  # machines that are wanted still
+    n: int  # machines still wanted
     attempts: int = 0
     won: int | None = None  # the batch that started first
     open: set[int] = field(default_factory=set)  # batches that have not ended
@@ -108,7 +106,7 @@ class Placement:
     >>> placement.add_snapshot("tree", "a", 0.0)
     >>> [(batch.host, batch.n, batch.sources) for batch in placement.place("tree", 12, 0.0)]
     [('a', 12, ())]
-    >>> [(batch.host, batch.n, batch.sources) for batch in placement.place("tree", 12, 0.0)]  # 4 would fit beside
+    >>> [(batch.host, batch.n, batch.sources) for batch in placement.place("tree", 12, 0.0)]  # 4 more would fit on a
     [('b', 12, ('a',))]
     >>> placement.place("tree", 12, 0.0)  # all of them or none
     []
@@ -134,12 +132,12 @@ class Placement:
         self._copies: dict[str, SnapshotHosts] = {}
         self._batches: dict[int, Batch] = {}
         self._open_machines: dict[int, int] = {}  # machines of a batch that have not ended
-        self._pending: dict[int, _Pending] = {}  # batches of which nothing was heard yet
+        self._pending: dict[int, _Pending] = {}  # batches that have not started
         self._groups: dict[int, _Group] = {}
         self._due: list[tuple[float, int]] = []
         self._late: deque[int] = deque()  # batches that are overdue
-        self._parallel: set[int] = set()  # those that have not started, of attempts beside others
-        self._unplaced: deque[int] = deque()  # groups whose next attempt has found no room yet
+        self._parallel: set[int] = set()  # parallel attempts that have not started
+        self._unplaced: deque[int] = deque()  # groups that wait for free slots
         self._gone: set[str] = set()  # snapshots of overdue groups that no host has
         self._ids = 0
 
@@ -148,7 +146,7 @@ class Placement:
     def join(self, name: str, capacity: Capacity, now_s: float) -> None:
         """Add a host that runs no machines."""
         if self.hosts.get(name) is not None:
-            raise ValueError(f"host {name!r} is there already")
+            raise ValueError(f"host {name!r} has joined already")
         self.hosts.add(Host(name, capacity, now_s))
 
     def heartbeat(self, name: str, now_s: float, *, pressure: float = 0.0) -> bool:
@@ -230,7 +228,7 @@ class Placement:
             return False
         group = self._groups.get(batch.group)
         if group is not None and group.won == batch_id:
-            return True  # said twice
+            return True  # reported twice
         if batch_id not in self._pending:
             return False
         host, copies, pending = self.hosts[batch.host], self._copies.get(batch.snapshot), self._unqueue(batch)
@@ -285,7 +283,7 @@ class Placement:
             batch_id = heapq.heappop(self._due)[1]
             if batch_id in self._pending:
                 due_s = self._due_s(self._batches[batch_id])
-                if due_s > now_s:  # all hosts are slower than they were thought to be when it was placed
+                if due_s > now_s:  # all hosts turned out slower than expected
                     heapq.heappush(self._due, (due_s, batch_id))
                 else:
                     self._late.append(batch_id)
@@ -306,7 +304,7 @@ class Placement:
             return None
         copies, host = self._copies.get(batch.snapshot), self.hosts[batch.host]
         if copies is not None and batch.host not in copies.confirmed:
-            self.remove_snapshot(batch.snapshot, batch.host)  # the copy has not come
+            self.remove_snapshot(batch.snapshot, batch.host)  # the copy has not arrived
         elif not (host.is_suspect or host.is_too_slow):
             self._chooser.record_delay(host)
             if self._chooser.is_slow(host):
@@ -345,7 +343,7 @@ class Placement:
         """Number of machines that were placed once and have no host now."""
         return sum(self._groups[group].n for group in self._unplaced if group in self._groups)
 
-    # how
+    # internals
 
     def _new_group(self, snapshot: str, n: int) -> int:
         self._ids += 1

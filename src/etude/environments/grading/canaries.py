@@ -51,8 +51,8 @@ class Variant(NamedTuple):
     """A changed test file."""
 
     source: str
-    looks_original: bool  # whether it cannot be told from the original by its form
-    kind: str  # which of a test's means is asked: "compared", "raised", "turned"; the files that it reads are "read"
+    looks_original: bool  # whether its form is that of the original
+    kind: str  # what was changed: "compared" (a literal), "raised" (an exception), "turned" (an assertion)
 
 
 class _Edit(NamedTuple):
@@ -252,7 +252,7 @@ def _different_literal(value: object, rng: random.Random | None = None) -> str |
     match value:
         case bool():
             return str(not value)
-        case int() if value.bit_length() < 4096:  # Python writes no more digits than some thousands
+        case int() if value.bit_length() < 4096:  # Python limits int-to-text conversion
             digits = str(value)
             at = rng.randrange(len(digits))
             other = rng.choice([d for d in "123456789" if d != digits[at]])

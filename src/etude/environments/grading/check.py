@@ -31,7 +31,7 @@ from etude.seams import Machine
 
 MAX_LINE_BYTES = 1 << 20
 MAX_CALLS = 20_000
-MAX_CARRIED_BYTES = 64 << 20  # from the agent's side
+MAX_CARRIED_BYTES = 64 << 20  # results from the agent's side
 MAX_UNSOLICITED_BYTES = 64 << 10
 
 
@@ -67,7 +67,7 @@ async def _verdicts(
         except MachineError:
             if is_retry:
                 await machines.check_host()
-                raise Rejected("the machines were lost again and again") from None
+                raise Rejected("the machines were lost repeatedly") from None
     raise AssertionError("the loop returns or raises")
 
 
@@ -172,10 +172,10 @@ class _Relay:
             self._finished.set()
 
     def _from_code(self, line: bytes) -> None:
-        if self._num_answers == self._num_calls:  # what nobody asked for is no answer
+        if self._num_answers == self._num_calls:  # not an answer to a call
             self._unsolicited_bytes += len(line) + 1
             if self._unsolicited_bytes > MAX_UNSOLICITED_BYTES:
-                raise Rejected("it answers what nobody asked")
+                raise Rejected("it sends answers without calls")
             return
         self._num_answers += 1
         self._carried_bytes += len(line)

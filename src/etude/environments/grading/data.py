@@ -57,8 +57,8 @@ async def grade_cases(
     if not solved:
         first = passed.index(False)
         why = f": {verdicts[first][1]}" if verdicts[first][1] else ""
-        path_of = f"{cases[first].module}.{cases[first].function}"
-        reason = f"{sum(passed)} of {len(passed)} hidden tests pass; {path_of} is wrong{why}"
+        location = f"{cases[first].module}.{cases[first].function}"
+        reason = f"{sum(passed)} of {len(passed)} hidden tests pass; {location} is wrong{why}"
     return graded(solved, share, Trust.DATA, reason)
 
 

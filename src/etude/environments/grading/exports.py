@@ -19,11 +19,11 @@ from etude.seams import Machine, Portable, Runtime
 MAX_DECLARED = MAX_FILES = 20_000
 MAX_FILE_BYTES = 1 << 20
 MAX_EXPORT_BYTES = 64 << 20
-MAX_STATE_BYTES = 768 << 20  # with the files in one message between processes, of 1 GiB at most
+MAX_STATE_BYTES = 768 << 20  # state and files are sent in one message of at most 1 GiB
 _LISTING_BYTES = 8 << 20
 _LISTING_S = 30.0
-_NOT_STARTED = (126, 127)  # as shells say it: it may not be run, it was not found
-_NO_REASON = b""  # the word on a state of which nothing is left
+_NOT_STARTED = (126, 127)  # exit codes of shells: not executable, not found
+_NO_REASON = b""  # explanation of a machine that is gone
 
 
 def validate_exports(
@@ -77,12 +77,12 @@ async def take_exports(
     state = await _state(machine, runtime) if task.running else {}
     try:
         await machine.freeze()
-    except OSError:  # nothing is left of it
+    except OSError:  # the machine is gone
         return state or ({NO_STATE: _NO_REASON} if task.state else {})
     exports: dict[str, bytes] = {}
     free_bytes = MAX_EXPORT_BYTES
     for path in await _paths(machine, task, runtime):
-        await asyncio.sleep(0)  # others take turns, however many files there are
+        await asyncio.sleep(0)  # let other tasks run
         try:
             data = await machine.read(path, max_bytes=min(max_bytes, free_bytes))
         except (OSError, ValueError):  # deleted, a folder, a link, too large
@@ -125,7 +125,7 @@ async def _fork_of(machine: Machine, task: Task, runtime: Runtime) -> Machine | 
     """
     try:
         snapshot = await machine.snapshot()
-    except (OSError, ValueError):  # nothing is left of it, or it is too large
+    except (OSError, ValueError):  # the machine is gone, or its state is too large
         return None
     try:
         [fork] = await runtime.fork(snapshot, 1)
@@ -142,8 +142,8 @@ def _relative(name: bytes) -> str:
 
 async def _state(machine: Machine, runtime: Runtime) -> dict[str, bytes]:
     if not isinstance(runtime, Portable):
-        facts = f"{runtime.info.name} machines stay where they are"
-        raise MachineError("this task is judged by its machine's state", facts, hint="use a runtime that is `Portable`")
+        facts = f"snapshots of {runtime.info.name} machines cannot be packed"
+        raise MachineError("this task is graded by its machine's state", facts, hint="use a runtime that is `Portable`")
     try:
         return {STATE: await runtime.pack(await machine.snapshot(), max_bytes=MAX_STATE_BYTES)}
     except OSError:
@@ -206,7 +206,7 @@ async def _write(machine: Machine, files: Mapping[str, bytes]) -> None:
         try:
             await machine.write(path, data)
         except (OSError, ValueError) as error:
-            hint = "its paths are plain and below the working directory"
+            hint = "use plain paths below the working directory"
             raise TaskError(f"{path} of the solution cannot be written", str(error), hint=hint) from None
 
 
@@ -233,13 +233,13 @@ def require_complete_snapshots(runtime: Runtime, task: Task) -> None:
     Raises `MachineError`."""
     info = runtime.info
     if task.running and not info.forks_memory:
-        facts = f"snapshots of {info.name} machines hold files and no processes"
+        facts = f"snapshots of {info.name} machines contain files but no processes"
         hint = 'use machines whose snapshots hold memory: backend "microvm"'
-        raise MachineError(f"task {task.task_id} is judged by the processes that run in its machine", facts, hint=hint)
+        raise MachineError(f"task {task.task_id} is graded by the processes that run in its machine", facts, hint=hint)
     if task.state and task.image is not None and not info.whole_snapshots:
-        facts = f"snapshots of {info.name} machines of images hold the working directory alone"
+        facts = f"snapshots of {info.name} machines of images contain only the working directory"
         hint = 'use backend "microvm" or "namespace"'
-        raise MachineError(f"task {task.task_id} is judged by all of its machine", facts, hint=hint)
+        raise MachineError(f"task {task.task_id} is graded by its whole machine", facts, hint=hint)
 
 
 def _check_declared(declared: Sequence[str]) -> None:

@@ -33,8 +33,8 @@ from etude.records.rollout import Boundary, Graded
 from etude.records.task import HiddenTests, Runner, Task, Trust
 from etude.seams import Runtime
 
-_MAX_VARIANTS = 24  # the most variants that are tried on the reference solution in search of canaries
-_MAX_DATA_VARIANTS = 3  # of these, variants of files that tests read: few of their characters decide a test
+_MAX_VARIANTS = 24  # tried on the reference solution to find canaries
+_MAX_DATA_VARIANTS = 3  # of these, variants of data files: few of their characters decide a test
 _COLLECT_S = 300.0
 
 
@@ -95,7 +95,7 @@ class HiddenTestGrader:
         try:
             targets = await self._collect(machines, tests, hidden, reference)
             sources = await _sources(machines, tests, hidden)
-            hidden |= sources  # those of the image too: else the file of a canary alone would have a newer time
+            hidden |= sources  # also those of the image: else only a canary's file would have a new modification time
             canaries = await self._find_canaries(machines, tests, sources, hidden, targets, reference)
         except Rejected as error:
             raise GradingFault(
@@ -166,7 +166,7 @@ class HiddenTestGrader:
             async with asyncio.TaskGroup() as group:
                 reports = [group.create_task(run_one(hidden, target)) for hidden, target in runs]
         except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None  # the first decides: `Broken`, or `Refused`
+            raise errors.exceptions[0] from None  # `GradingFault` or `Rejected`
         return [task.result() for task in reports]
 
     async def _run(

@@ -28,7 +28,7 @@ from etude.records.task import Answer, Task, Trust
 from etude.seams import Runtime
 
 MAX_PLANS = 256
-_NOTHING_LEFT = "there is no state of the machine: nothing was left of it"
+_NOTHING_LEFT = "the machine's state is missing: the machine was gone"
 
 
 class MachineGrader:
@@ -79,7 +79,7 @@ class MachineGrader:
         except TimeoutError:
             return rejected_grade(Rejected(f"the grade did not end within {self._total_deadline_s:g} s"), trust)
         except MachineError as error:
-            return Invalid(boundary=Boundary.MACHINE, reason="no machine to grade in", evidence=str(error))
+            return Invalid(boundary=Boundary.MACHINE, reason="no machine for grading", evidence=str(error))
 
     async def _grade(
         self, task: Task, answer: Answer, submission: Submission, plan: HiddenTestPlan | list[VerifierCanary] | None
@@ -90,15 +90,15 @@ class MachineGrader:
             canaries = plan if isinstance(plan, list) else []
             return await self._verifiers.grade(task, answer.verifier, canaries, submission)
         if task.running:
-            facts = f"task {task.task_id} is judged by running processes, and its answer is no verifier"
-            raise GradingFault(Boundary.TASK, "running processes are judged by a verifier", facts)
+            facts = f"task {task.task_id} is graded by running processes, but its answer is not a verifier"
+            raise GradingFault(Boundary.TASK, "running processes need a verifier", facts)
         machines = GradingMachines(self._runtime, task, python_finder=self._python_finder)
         if answer.cases:
             return await grade_cases(machines, answer.cases, submission, deadline_s=self._deadline_s)
         if answer.test_code:
             return await grade_check(machines, answer, submission, deadline_s=self._deadline_s)
         raise GradingFault(
-            Boundary.GRADER, "the answer holds no hidden test", f"task {task.task_id}: nothing to judge by"
+            Boundary.GRADER, "the answer has no hidden test", f"task {task.task_id}: nothing to judge by"
         )
 
     async def _plan(self, task: Task, answer: Answer) -> HiddenTestPlan | list[VerifierCanary]:
@@ -113,7 +113,7 @@ class MachineGrader:
         try:
             return await asyncio.shield(self._plans[key])
         except Exception:
-            self._plans.pop(key, None)  # what broke it may be over
+            self._plans.pop(key, None)  # the failure may be temporary
             raise
 
     async def _make_plan(self, task: Task, answer: Answer) -> HiddenTestPlan | list[VerifierCanary]:
@@ -130,9 +130,9 @@ class MachineGrader:
             raise GradingFault(Boundary.TASK, "there is no reference solution", str(error)) from None
         except TimeoutError:
             facts = f"no plan within {self._total_deadline_s:g} s"
-            raise GradingFault(Boundary.TASK, "the reference solution is not judged in time", facts) from None
+            raise GradingFault(Boundary.TASK, "the reference solution is not graded in time", facts) from None
         except MachineError as error:
-            raise GradingFault(Boundary.MACHINE, "no machine to grade in", str(error)) from None
+            raise GradingFault(Boundary.MACHINE, "no machine for grading", str(error)) from None
 
 
 def _validated(task: Task, exports: Mapping[str, bytes]) -> Submission:

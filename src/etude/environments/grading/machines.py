@@ -75,7 +75,7 @@ class GradingMachines:
         self._python_finder = python_finder or PythonFinder(runtime)
         self._private_folder = (
             f"/etude-{secrets.token_hex(8)}" if task.running else ""
-        )  # root's, beside running processes
+        )  # only root can enter it; for machines with running processes
         self._snapshots: dict[
             tuple[int, int], tuple[asyncio.Task[str], Submission, Mapping[str, str]]
         ] = {}  # by their id()
@@ -115,7 +115,7 @@ class GradingMachines:
             try:
                 await self.runtime.prepare({**pristine, **hidden_files}, image=task.image)
             except ValueError as own:
-                raise GradingFault(Boundary.TASK, "the task's files are no tree", str(own)) from None
+                raise GradingFault(Boundary.TASK, "the task's files are not a valid tree", str(own)) from None
             raise Rejected(f"the exports do not fit into the task's files: {error}") from None
         deleted = [
             path
@@ -153,14 +153,14 @@ class GradingMachines:
     async def _unpack_state(self, packed: bytes) -> str:
         if not isinstance(self.runtime, Portable):
             facts = f"{self.runtime.info.name} machines cannot start from another machine's state"
-            raise GradingFault(Boundary.GRADER, "the machine's state cannot be judged here", facts)
+            raise GradingFault(Boundary.GRADER, "the machine's state cannot be graded here", facts)
         try:
             require_complete_snapshots(self.runtime, self.task)
             return await self.runtime.unpack(packed)
         except ValueError as error:
-            raise Rejected(f"the machine's state cannot be taken over: {error}") from None
+            raise Rejected(f"the machine's state cannot be restored: {error}") from None
         except MachineError as error:  # no program of the agent has run yet
-            raise GradingFault(Boundary.MACHINE, "the machine's state cannot be taken over", str(error)) from None
+            raise GradingFault(Boundary.MACHINE, "the machine's state cannot be restored", str(error)) from None
 
     async def _remove_files(self, snapshot: str, paths: Sequence[str]) -> str:
         """Remove the image's own files at declared paths that the agent has deleted."""
@@ -210,9 +210,9 @@ class GradingMachines:
             finally:
                 await machine.close()
         except MachineError as error:
-            raise GradingFault(Boundary.MACHINE, "no machine to grade in", str(error)) from None
+            raise GradingFault(Boundary.MACHINE, "no machine for grading", str(error)) from None
         except ValueError as error:
-            raise GradingFault(Boundary.TASK, "the task's files are no tree", str(error)) from None
+            raise GradingFault(Boundary.TASK, "the task's files are not a valid tree", str(error)) from None
 
     async def python(self) -> str:
         """Name of the Python program in the task's machine."""

@@ -137,7 +137,7 @@ class VerifierGrader:
     async def _reserved_modules(self, task: Task, verifier: Verifier) -> frozenset[str]:
         """Module names that new files of the agent may not have. Names in the task's own folders are allowed."""
         if not any(path.endswith("/") for path in task.exports):
-            return STDLIB_MODULES  # exports that are named one by one cannot add files
+            return STDLIB_MODULES  # exports declared by file cannot add files
         own = {part.partition(".")[0] for path in task.files for part in PurePosixPath(path).parts}
         paths = [PurePosixPath(path) for path in verifier.files if not path.startswith("/")]
         folders = frozenset({".", *(str(parent) for path in paths for parent in path.parents)})
@@ -148,7 +148,7 @@ class VerifierGrader:
                     self._runtime, task.image, folders, await self._python_finder.find(task.image)
                 )
             except MachineError as error:
-                raise GradingFault(Boundary.MACHINE, "no machine to grade in", str(error)) from None
+                raise GradingFault(Boundary.MACHINE, "no machine for grading", str(error)) from None
         return STDLIB_MODULES | self._installed_modules[key] - own
 
     async def _verify_reward(
@@ -169,7 +169,7 @@ class VerifierGrader:
             result = await self._run(machines, verifier if canary is None else canary.verifier, submission)
             got = result.reward or 0.0
             if canary is not None and got >= had > canary.reward:
-                raise Rejected("canary: a verifier that must reject this work accepts it", forged=True)
+                raise Rejected("canary: a verifier that must reject this submission accepts it", forged=True)
             if canary is None and got < had:
                 counts = VerifierResult(got, f"not repeated: {result.reason}")
         return counts
@@ -181,7 +181,7 @@ class VerifierGrader:
             return
         control = await self._run(machines, verifier, await machines.untouched_submission())
         if control.reward is None:
-            facts = f"on the untouched machine, {control.reason}; its result ends with {control.evidence!r}"
+            facts = f"on the untouched machine, {control.reason}; its output ends with {control.evidence!r}"
             raise GradingFault(Boundary.TASK, f"the verifier gives no verdict: {control.reason}", facts)
         self._working.add(key)
 
@@ -203,7 +203,7 @@ async def _run_verifier(
     machine: Machine, verifier: Verifier, user: str, *, path_of: Callable[[str], str] = str
 ) -> VerifierResult:
     path = path_of(verifier.reward_path) if verifier.reward_path else ""
-    if path == verifier.reward_path != "":  # else the reward's file lies in a new folder
+    if path == verifier.reward_path != "":  # else the reward file is in a new folder
         try:
             await _remove_reward(machine, path, user)
         except (OSError, ValueError) as error:
@@ -279,8 +279,8 @@ def _parse_reward(text: bytes) -> float | None:
 
 
 # ------------------------------------------------------------------------------------------ modules that the image has
-# A new file named as a module that the verifier imports would be found in its place. So a machine of the image is asked
-# which modules there are. What the image has under such a name in the working folder is the task's own.
+# A new file with the name of a module that the verifier imports would shadow it. So the image's modules are listed.
+# Modules in the working directory are the task's own.
 
 
 _LIST_BYTES = 4 << 20
@@ -289,7 +289,7 @@ here = os.path.realpath(os.getcwd())
 away = [p for p in sys.path if p and not (os.path.realpath(p) + os.sep).startswith(here + os.sep)]
 there, own = ({m[1] for m in pkgutil.iter_modules(paths)} for paths in (away, sys.argv[1:]))
 print(json.dumps(sorted(there - own)))"""
-_ALWAYS_ALLOWED = sys.stdlib_module_names | {"test", "tests"}  # known without asking; anybody's own
+_ALWAYS_ALLOWED = sys.stdlib_module_names | {"test", "tests"}  # known without listing; common names of a task's own
 
 
 async def installed_modules(
@@ -304,8 +304,8 @@ async def installed_modules(
     finally:
         await machine.close()
     if listed.timed_out:
-        raise MachineError("the modules of a task's machine were not listed", "not within 60 s", hint="grade again")
+        raise MachineError("the modules of a task's machine could not be listed", "within 60 s", hint="grade again")
     try:
         return frozenset(json.loads(listed.output)) - _ALWAYS_ALLOWED if listed.exit_code == 0 else frozenset()
     except (ValueError, TypeError):
-        return frozenset()  # a Python that says something else beside
+        return frozenset()  # unexpected output

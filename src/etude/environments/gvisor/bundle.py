@@ -48,8 +48,8 @@ _MOUNT_POINTS = {
     "dev": 0o755,
     "tmp": 0o1777,
     "sys": 0o555,
-}  # where something is mounted, or nothing is shown
-_USERS_BYTES = 4 << 20  # of an image's passwd or group
+}  # mount points, or folders that stay empty
+_USERS_BYTES = 4 << 20  # of an image's /etc/passwd or /etc/group
 
 
 def make_root(folder: Path) -> list[dict[str, Any]]:
@@ -173,7 +173,7 @@ def config(
         owner = ("mode=755", "uid=1000", "gid=1000", f"size={limits.work_bytes}")
         all_mounts.append(_mount(work, "tmpfs", "tmpfs", *owner))
     all_mounts += [*mounts, _mount(AGENT, "bind", str(agent), "bind", "ro")]
-    unlimited = {"type": "RLIMIT_CORE", "soft": _UNLIMITED, "hard": _UNLIMITED}  # else the agent cannot mark by it
+    unlimited = {"type": "RLIMIT_CORE", "soft": _UNLIMITED, "hard": _UNLIMITED}  # the agent uses this limit as a mark
     process = {
         "terminal": False,
         "user": {"uid": 0, "gid": 0},

@@ -28,7 +28,7 @@ class SandboxCgroups:
         self._made: set[int] = set()
         membership = Path("/proc/self/cgroup").read_text() if os.path.exists("/proc/self/cgroup") else ""
         name = f"{os.getpid()}-{secrets.token_hex(4)}"
-        # No bound on their number of processes: the sentry's own threads would count.
+        # The number of processes is not limited: threads of gVisor's own kernel would count.
         self._hierarchies: list[Hierarchy] = claim_all(name, membership, of=("memory", "cpu"))
 
     @property

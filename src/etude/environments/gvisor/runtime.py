@@ -107,7 +107,7 @@ class GVisorRuntime:
     def _kept(self, snapshot: str) -> bytes:
         packed = self._snapshots.get(snapshot)
         if packed is None:
-            raise MachineError(f"no snapshot {snapshot[:12]}", "unknown, or gone for others", hint="prepare it again")
+            raise MachineError(f"no snapshot {snapshot[:12]}", "unknown or evicted", hint="prepare it again")
         return packed
 
     async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
@@ -115,8 +115,8 @@ class GVisorRuntime:
         snapshot lacks changes outside of the working directory, so it cannot be graded by its state."""
         packed = self._kept(snapshot)
         if unpack_state(packed) is not None:
-            facts = "what is outside its working directory is in no snapshot of gVisor"
-            raise MachineError("this machine's state is not whole", facts, hint="use backend microvm or namespace")
+            facts = "snapshots of gVisor lack changes outside of the working directory"
+            raise MachineError("this machine's state is incomplete", facts, hint="use backend microvm or namespace")
         if len(packed) > max_bytes:
             raise ValueError(f"the snapshot has {len(packed)} bytes, at most {max_bytes}")
         return packed
@@ -143,7 +143,7 @@ class GVisorRuntime:
         image = None if state is None else state.image
         num_alive = len(self._machines) + self._num_starting
         if num_alive + n > self._max_machines:
-            facts = f"{num_alive} machines are alive, {n} more were asked for"
+            facts = f"{num_alive} machines are alive, {n} more were requested"
             raise MachineError(
                 f"at most {self._max_machines} machines", facts, hint="close some, or raise max_machines"
             )
@@ -155,7 +155,7 @@ class GVisorRuntime:
         except TimeoutError:
             await _close_all(forking)
             facts = f"{n} machines in {deadline_s:g} s"
-            raise MachineError("a fork was late", facts, hint="fork fewer at once, or give more time") from None
+            raise MachineError("a fork timed out", facts, hint="fork fewer at once, or raise the deadline") from None
         except BaseException:
             await _close_all(forking)
             raise
@@ -252,7 +252,7 @@ async def _make_workdir(machine: AgentMachine, image: Image) -> None:
     made = await machine.exec(argv, key=secrets.token_hex(8), deadline_s=60.0, user="root", cwd="/")
     if made.exit_code:
         facts = f"exit code {made.exit_code}: {made.output[-200:].decode(errors='replace').strip()}"
-        hint = "an image of machines of gVisor needs sh, mkdir and chown"
+        hint = "images for gVisor machines need sh, mkdir and chown"
         raise MachineError(f"no working directory {image.workdir}", facts, hint=hint)
 
 
@@ -271,7 +271,7 @@ async def _close_all(forking: list[asyncio.Task[AgentMachine]]) -> None:
                 await result.close()
 
 
-# ------------------------------------------------------------------------------------------------- a disk without room
+# ------------------------------------------------------------------------------------------------- errors of the disk
 
 
 @contextlib.contextmanager
@@ -284,5 +284,5 @@ def disk_errors(*made: Path) -> Iterator[None]:
             shutil.rmtree(folder, ignore_errors=True)
         if not isinstance(error, OSError):
             raise
-        hint = "make room in the folder for temporary files, or set TMPDIR to one that has some"
-        raise MachineError("no room for a sandbox", str(error), hint=hint) from None
+        hint = "free space in the temporary folder, or set TMPDIR to another one"
+        raise MachineError("no disk space for a sandbox", str(error), hint=hint) from None

@@ -21,7 +21,7 @@ _RUNSC = (
     "-u",
     "TMPDIR",
     "runsc",
-)  # its sandbox is nobody, who may not enter a private folder for temporary files
+)  # its sandbox runs as nobody, who cannot enter a private TMPDIR
 
 
 def require_runsc() -> str:
@@ -55,7 +55,9 @@ def probe_platform() -> str:
         if done.returncode == 0:
             return name
         problem = f"{name}: {done.stderr.strip().splitlines()[-1:] or ['no reason given']}"
-    raise MachineError("gVisor runs nothing here", problem, hint="allow user namespaces and ptrace, or run as root")
+    raise MachineError(
+        "gVisor does not work on this host", problem, hint="allow user namespaces and ptrace, or run as root"
+    )
 
 
 def _flags(platform: str) -> list[str]:
@@ -101,7 +103,7 @@ class Sandbox:
         self._closed = True
         self._on_close(self)
         try:
-            await self.process.close()  # what it has started dies with it: each is bound to its parent
+            await self.process.close()  # its children die with it
             self._groups.give_back(self._slot)
         finally:
             os.close(self._log_fd)

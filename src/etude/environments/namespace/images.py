@@ -32,7 +32,7 @@ from etude.environments.namespace.machine import NamespaceMachine
 from etude.errors import EtudeError, MachineError
 from etude.records.image import Image
 
-_KIND = 2  # of a frame; a tree's is 1
+_KIND = 2  # kind of a state's frame; a tree's is 1
 _PASSWD_BYTES = 1 << 20
 _NUMBER = re.compile("[0-9]{1,9}")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -57,11 +57,11 @@ def unpack_state(frame: bytes) -> ImageState | None:
         return None
     kind, fields = wire.unpack(frame)
     if kind != _KIND or len(fields) != 3:
-        raise ValueError("these bytes are no snapshot")
+        raise ValueError("not a packed snapshot")
     try:
         return ImageState(msgspec.json.decode(fields[0], type=Image), fields[1], fields[2])
     except msgspec.MsgspecError as error:
-        raise ValueError(f"these bytes are no snapshot: {error}") from None
+        raise ValueError(f"not a packed snapshot: {error}") from None
 
 
 def image_settings(store: ImageStore, image: Image, limits: MachineLimits) -> dict[str, Any]:
@@ -73,12 +73,12 @@ def image_settings(store: ImageStore, image: Image, limits: MachineLimits) -> di
         raise MachineError(f"no machine of image {image.digest[:16]}", error.what, hint=error.hint) from None
     if not image.workdir.startswith("/") or "\0" in image.workdir or ".." in image.workdir.split("/"):
         raise MachineError(
-            "no machine of that image", f"its directory is {image.workdir!r}", hint="name an absolute one"
+            "no machine of that image", f"its working directory is {image.workdir!r}", hint="use an absolute path"
         )
     for variable, value in image.env.items():
         if not variable or "=" in variable or "\0" in variable + value:
             facts = f"it sets {variable[:40]!r}"
-            raise MachineError(f"no machine of image {image.digest[:16]}", facts, hint="mend its environment")
+            raise MachineError(f"no machine of image {image.digest[:16]}", facts, hint="fix its environment")
     uid, gid, name, home, users = _find_user(store, image)
     env = {"PATH": _PATH, "HOME": home, "USER": name, "LANG": "C.UTF-8", **image.env, "PWD": image.workdir}
     words = f"{image.workdir}{image.user}{env['PATH']}"
@@ -90,7 +90,8 @@ def image_settings(store: ImageStore, image: Image, limits: MachineLimits) -> di
         "gid": gid,
         "user": image.user or str(uid),
         "users": users,
-        "with_agent": ":" not in image.user and not re.search(r"\s", words),  # it knows no groups, and splits words
+        "with_agent": ":" not in image.user
+        and not re.search(r"\s", words),  # the agent supports neither groups nor spaces
         "env": env,
         "size": [limits.work_bytes, inodes, limits.tmp_bytes, inodes, record.num_bytes, record.num_files],
     }
@@ -105,14 +106,14 @@ def _find_user(store: ImageStore, image: Image) -> tuple[int, int, str, str, lis
     found = next((f for f in known if user in (f[0], f[2])), None)
     if found is None and not _NUMBER.fullmatch(user):
         facts = f"its /etc/passwd has no {user[:60]!r}"
-        raise MachineError(f"no machine of image {image.digest[:16]}", facts, hint="mend the image's user")
+        raise MachineError(f"no machine of image {image.digest[:16]}", facts, hint="fix the image's user")
     name = found[0] if found else ("root" if user == "0" else user)
     home = found[5] if found else ("/root" if user == "0" else "/")
     uid, gid = (int(found[2]), int(found[3])) if found else (int(user), int(user))
     gid = int(group) if _NUMBER.fullmatch(group) else gid
     if max(uid, gid) >= NUM_IDS or uid == AGENT:
         facts = f"its user is {uid}:{gid}"
-        raise MachineError(f"no machine of image {image.digest[:16]}", facts, hint=f"give it one below {AGENT}")
+        raise MachineError(f"no machine of image {image.digest[:16]}", facts, hint=f"use ids below {AGENT}")
     return uid, gid, name, home, [f[0] for f in known if int(f[2]) < NUM_IDS and int(f[2]) != AGENT]
 
 
@@ -148,7 +149,7 @@ class ImageMachine(NamespaceMachine):
         self._environment = {k: v for k, v in settings["env"].items() if k not in own or k in state.image.env}
 
     def _is_forked(self, argv: Sequence[str], user: str) -> bool:
-        return False  # its Python is its own
+        return False  # the image has its own Python
 
     async def restore(self, state: ImageState) -> None:
         """Bring a new machine into a state. Raises `OSError` or `ValueError` if the state does not fit."""
@@ -171,7 +172,7 @@ class ImageMachine(NamespaceMachine):
         run."""
         work, owner, laid = self._handle.work, self._owner or 0, [os.fsdecode(path) for path in tree[::3]]
         paths = {*laid, *(str(folder) for path in laid for folder in PurePosixPath(path).parents)}
-        given = [path for path in paths if not _is_folder(work, path)]  # looked for before any is made
+        given = [path for path in paths if not _is_folder(work, path)]  # checked before any is created
         with acting_on_files_as(self._first_id):
             files.load(work, tree)
         for path in given:

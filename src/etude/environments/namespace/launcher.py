@@ -54,14 +54,14 @@ class MachineHandle(NamedTuple):
     """A new machine, as the launcher created it. The receiver must `close` it. Int fields without a comment are open
     file descriptors."""
 
-    number: int  # the launcher's name for it
+    number: int  # the launcher's number of it
     slot: int  # unique among the machines that are alive
-    init_pid: int  # its PID 1, as the launcher sees it
-    work: int  # its open work folder
-    init: int  # pidfd of its PID 1
-    agent: int = -1  # the channel to its PID 1, where that is an agent; closed by the `Channel` that is opened on it
-    upper: int = -1  # of a machine made from an image: the overlay's upper folder, with what it changed; and its root
-    root: int = -1
+    init_pid: int  # PID of its first process, as the launcher sees it
+    work: int  # its work folder
+    init: int  # pidfd of its first process
+    agent: int = -1  # the channel to its agent, if it has one; the `Channel` closes it
+    upper: int = -1  # for a machine of an image: the overlay's upper folder, with its changes
+    root: int = -1  # for a machine of an image: its root
 
     def close(self) -> None:
         for fd in (self.work, self.init, self.upper, self.root):
@@ -74,10 +74,10 @@ class CommandEnd(NamedTuple):
 
     exit_code: int
     timed_out: bool
-    lost: bool  # its machine is dead
+    lost: bool  # whether its machine has died
 
 
-PendingMachine = asyncio.Future[MachineHandle]  # a machine that is being made
+PendingMachine = asyncio.Future[MachineHandle]  # a machine that is being created
 
 
 def discard_pending(pending: PendingMachine) -> None:
@@ -108,10 +108,10 @@ class LauncherProcess:
         if sys.platform != "linux":
             raise MachineError("machines need Linux", sys.platform, hint="use the container recipe or a remote backend")
         self.failure: str | None = None
-        self.image = image  # what its machines are made from: see `namespace.images`
+        self.image = image  # settings of `namespace.images.image_settings`
         self._pending: deque[PendingMachine] = deque()
         self._ending: dict[int, asyncio.Future[None]] = {}
-        self._running: dict[int, asyncio.Future[CommandEnd]] = {}  # by number of the command, as is `_to_tell`
+        self._running: dict[int, asyncio.Future[CommandEnd]] = {}  # by the command's number, like `_on_started`
         self._on_started: dict[int, Tell] = {}
         self._last_number = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -149,12 +149,12 @@ class LauncherProcess:
         poller.register(self._control, select.POLLIN)
         packet = self._control.recv(4096) if poller.poll(_START_DEADLINE_S * 1000) else b""
         if not packet:
-            facts = f"it sent nothing within {_START_DEADLINE_S:g} s, or it ended; its standard error may say why"
+            facts = f"no message within {_START_DEADLINE_S:g} s, or it ended; see its standard error"
             raise MachineError("the machine launcher did not start", facts, hint=_HINT)
         kind, _ = HEAD.unpack_from(packet)
         text = packet[HEAD.size :].decode(errors="replace")
         if kind != STARTED:
-            raise MachineError("machines cannot be made here", text, hint=_HINT)
+            raise MachineError("machines cannot be created here", text, hint=_HINT)
         return _child_of(self._process.pid), json.loads(text)
 
     def spawn(self, count: int) -> list[PendingMachine]:
@@ -186,8 +186,8 @@ class LauncherProcess:
                 await asyncio.shield(gone)
         except TimeoutError:
             facts = f"{deadline_s:g} s after it was killed"
-            hint = "a process in it hangs in the kernel, probably: ps shows it in state D"
-            raise MachineError(f"machine {number} is still there", facts, hint=hint) from None
+            hint = "probably a process hangs in the kernel: ps shows it in state D"
+            raise MachineError(f"machine {number} has not ended", facts, hint=hint) from None
         self._ending.pop(number, None)
 
     def run(
@@ -288,7 +288,9 @@ class LauncherProcess:
             future = self._pending.popleft()
             if not future.done():
                 reason = facts.decode(errors="replace")
-                future.set_exception(MachineError("a machine could not be made", reason, hint="see the host's limits"))
+                future.set_exception(
+                    MachineError("a machine could not be created", reason, hint="check the host's limits")
+                )
 
     def _handle_made(self, number: int, facts: bytes, fds: list[int]) -> None:
         future = self._pending.popleft()
@@ -305,7 +307,7 @@ class LauncherProcess:
         self.discard(number)
         if not future.done():
             hint = "raise the limit of open files (ulimit -n): a machine needs three, one of an image five"
-            future.set_exception(MachineError("a machine could not be taken over", "too many open files", hint=hint))
+            future.set_exception(MachineError("a machine could not be received", "too many open files", hint=hint))
 
     def is_gone(self, number: int) -> bool:
         """Whether a machine has died without a call of `kill` or `discard`."""
@@ -401,15 +403,17 @@ def _start(python: str, config: str, pass_fds: tuple[int, ...]) -> subprocess.Po
         process = subprocess.Popen(
             [python, "-s", "-S", "-P", "-B", "-"],  # the program comes over stdin: machines can see this command line
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,  # never read: it is there so that tools' own standard streams are set up for pipes
+            stdout=subprocess.PIPE,  # never read; with it, commands' standard streams are set up for pipes
             env={"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "LD_BIND_NOW": "1"},  # bound once, not in each fork
             cwd="/",
             pass_fds=pass_fds,
             start_new_session=True,
         )
     except OSError as error:
-        raise MachineError(f"no interpreter at {python}", str(error), hint="name one that machines can use") from None
-    with contextlib.suppress(BrokenPipeError):  # it died at once: the control socket tells
+        raise MachineError(
+            f"no interpreter at {python}", str(error), hint="set an interpreter that machines can read"
+        ) from None
+    with contextlib.suppress(BrokenPipeError):  # it died at once: the control socket reports that
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdout.close()

@@ -40,14 +40,16 @@ from etude.errors import MachineError
 from etude.records.command import Command, ExecOptions, ExecResult, Printed, Tell, check_max_bytes
 
 T = TypeVar("T")
-_SLACK_S = 5.0  # what the runner may take to end a command after its deadline, before the machine itself is killed
-_LARGE_BYTES = 1 << 20  # files from here on are moved in a thread
-_SIGNAL_S = 10.0  # what stopping or ending everything in a machine may take
+_SLACK_S = 5.0  # for the runner to end a command after its deadline; then the machine is killed
+_LARGE_BYTES = 1 << 20  # larger files are accessed in a thread
+_SIGNAL_S = 10.0  # for stopping or ending all processes
 _KILLED = ExecResult(exit_code=137, output=b"", timed_out=False, truncated=False, wall_s=0.0)
-_PIPE_BYTES = 4096  # any pipe holds as much, also where a user may have no more
+_PIPE_BYTES = 4096  # the smallest capacity of a pipe
 USERS = ("user",)
-WITH_ROOT = (*USERS, "root")  # of a machine that has an agent, where there are ids for both
-_ENVIRONMENT = {name: value for name, value in ENVIRONMENT.items() if name not in ("HOME", "PWD", "USER")}  # the user's
+WITH_ROOT = (*USERS, "root")  # with an agent, and with host ids for both
+_ENVIRONMENT = {
+    name: value for name, value in ENVIRONMENT.items() if name not in ("HOME", "PWD", "USER")
+}  # set per user by the agent
 
 
 class NamespaceMachine:
@@ -71,10 +73,10 @@ class NamespaceMachine:
         self._users, self._environment, self._cores = users, _ENVIRONMENT, cores
         self._agent = Channel(handle.agent) if handle.agent >= 0 else None
         self._commands = CommandRegistry()
-        self._leftover_outputs: list[PipeOutput] = []  # pipes that something a command left behind can still write to
-        self._used = False  # whether its agent ran something that can have changed it
-        self._num_users = 0  # how many have the machine's descriptors in use
-        self._gone: str | None = None  # why it answers no more, when what ran in it is to blame
+        self._leftover_outputs: list[PipeOutput] = []  # pipes that background processes can still write to
+        self._used = False  # whether a command may have changed the machine
+        self._num_users = 0  # operations that use the machine's descriptors
+        self._gone: str | None = None  # why the machine is gone, if its own programs are to blame
         self._frozen: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._abandoned = self._descriptors_closed = False
@@ -182,7 +184,9 @@ class NamespaceMachine:
             with acting_on_files_as(self._owner):
                 return _Streams(request_bytes, stdin, separate_stderr=separate_stderr)
         except OSError as error:
-            raise MachineError("a command could not be started", str(error), hint="see ulimit -n, and memory") from None
+            raise MachineError(
+                "a command could not be started", str(error), hint="check ulimit -n and free memory"
+            ) from None
 
     async def _ended(self, ended: asyncio.Future[CommandEnd], deadline_s: float) -> CommandEnd:
         try:
@@ -336,12 +340,12 @@ class NamespaceMachine:
 
     def _require_open(self) -> None:
         if self._closing is not None:
-            raise MachineError("the machine is closed", hint="a machine is used once: fork another one")
+            raise MachineError("the machine is closed", hint="machines are used once: fork another one")
         failure = self._launcher.failure
         if failure is not None:
             raise MachineError("the machine's launcher is gone", failure, hint="fork again: a new one is started")
         if self._abandoned:
-            raise MachineError("the machine was let go", hint="fork another one")
+            raise MachineError("the machine was discarded", hint="fork another one")
 
 
 class _Streams:
@@ -401,7 +405,7 @@ def _check_confined(request: int, request_bytes: bytes) -> None:
     found = os.pread(request, len(request_bytes) + 4096, 0)
     if found != request_bytes:
         facts = found.decode(errors="replace")
-        raise MachineError("a command could not be confined", facts, hint="see MachineLimits and the host's limits")
+        raise MachineError("a command could not be confined", facts, hint="check MachineLimits and the host's limits")
 
 
 def _pid_of(pidfd: int) -> int:

@@ -35,10 +35,10 @@ from etude.records.command import check_count
 from etude.records.image import Image
 from etude.seams import Machine, RuntimeInfo
 
-_START_S = 20.0  # what an agent may take; fork has a deadline of its own
-_SNAPSHOT_BYTES = 256 << 20  # of all prepared trees together
-_MAX_IMAGES = 8  # with a launcher of their own
-_IMAGE_SPARE = 2  # machines of each kept ready
+_START_S = 20.0  # for an agent to start; fork has its own deadline
+_SNAPSHOT_BYTES = 256 << 20  # of all snapshots
+_MAX_IMAGES = 8  # images with a launcher
+_IMAGE_SPARE = 2  # machines of each image created in advance
 
 
 class NamespaceRuntime:
@@ -76,7 +76,7 @@ class NamespaceRuntime:
         self._agent = str(BUILT) if with_agent and BUILT.exists() else ""
         self._snapshots = Snapshots(max_bytes=_SNAPSHOT_BYTES)
         self._images = images
-        self._alive: dict[tuple[int, int], NamespaceMachine] = {}  # by launcher and its number
+        self._alive: dict[tuple[int, int], NamespaceMachine] = {}  # by launcher and machine number
         self._reserved = 0
         self._slots_changed = asyncio.Condition()
         self._closed = False
@@ -136,9 +136,9 @@ class NamespaceRuntime:
         if self._images is None:
             raise MachineError(
                 "this runtime has no images",
-                hint="name the store: --images STORE, `images` in [machines], or NamespaceRuntime(images=...)",
+                hint="set the store: --images STORE, `images` in [machines], or NamespaceRuntime(images=...)",
             )
-        await asyncio.to_thread(image_settings, self._images, image, self._limits)  # raises for one that is not there
+        await asyncio.to_thread(image_settings, self._images, image, self._limits)  # raises if the image is missing
         return self._snapshots.keep(ImageState(image, self._tree(tree) if files else b"", b"").pack())
 
     async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
@@ -172,7 +172,7 @@ class NamespaceRuntime:
         state = unpack_state(tree)
         if n > self._max_machines:
             raise MachineError(f"{n} machines asked for", f"at most {self._max_machines}", hint="raise max_machines")
-        waiting_for = "room among the live machines"
+        waiting_for = "free slots among the live machines"
         try:
             async with asyncio.timeout(deadline_s):
                 await self._reserve(n)
@@ -238,11 +238,11 @@ class NamespaceRuntime:
         if self._images is None:
             raise MachineError(
                 "this runtime has no images",
-                hint="name the store: --images STORE, `images` in [machines], or NamespaceRuntime(images=...)",
+                hint="set the store: --images STORE, `images` in [machines], or NamespaceRuntime(images=...)",
             )
         start = partial(self._start, image_settings(self._images, image, self._limits))
         held = ExitStack()
-        held.enter_context(self._images.held(image.digest))  # not removed as long as machines lie on it
+        held.enter_context(self._images.held(image.digest))  # not removed while machines use it
         try:
             pool = MachinePool(start, spare=min(_IMAGE_SPARE, self._spare), release=held.close)
         except BaseException:
@@ -289,7 +289,7 @@ class NamespaceRuntime:
             await loaded
         except (OSError, ValueError) as error:
             machine.abandon()
-            raise MachineError("a tree does not fit into a machine", str(error), hint="see MachineLimits") from None
+            raise MachineError("a tree does not fit into a machine", str(error), hint="check MachineLimits") from None
         except BaseException:
             machine.abandon()
             raise
@@ -336,7 +336,7 @@ async def _results(
     loads: list[asyncio.Task[NamespaceMachine]],
 ) -> tuple[list[NamespaceMachine], list[BaseException]]:
     for load in loads:
-        load.cancel()  # no effect on those that are done
+        load.cancel()  # no effect on finished tasks
     results = await asyncio.gather(*loads, return_exceptions=True)
     machines = [r for r in results if isinstance(r, NamespaceMachine)]
     return machines, [r for r in results if isinstance(r, BaseException)]
@@ -352,7 +352,9 @@ def probe() -> None:
             result = await machine.exec(["python", "-c", "print(6 * 7)"], key="probe", deadline_s=20)
             if result.output != b"42\n":
                 facts = f"exit code {result.exit_code}, output {result.output[:200]!r}"
-                raise MachineError("a machine cannot run Python", facts, hint="name an interpreter that is readable")
+                raise MachineError(
+                    "a machine cannot run Python", facts, hint="set an interpreter that machines can read"
+                )
         finally:
             await runtime.close()
 

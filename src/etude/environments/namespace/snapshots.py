@@ -51,9 +51,9 @@ class Snapshots(LruCache[bytes]):
         frame."""
         frame = wire.unpack(tree)
         if frame.kind != wire.TREE or len(frame.fields) % 3:
-            raise ValueError("these bytes are no tree")
+            raise ValueError("not a packed tree")
         for at in range(0, len(frame.fields), 3):
             path, kind = frame.fields[at : at + 2]
             if encode_path(os.fsdecode(path)) != path or kind not in (b"f", b"x", b"d", b"l"):
-                raise ValueError(f"{path!r} of kind {kind!r} is in no tree")
+                raise ValueError(f"{path!r} of kind {kind!r} is not allowed in a tree")
         return self.keep(tree)

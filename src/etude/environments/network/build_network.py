@@ -79,7 +79,7 @@ def build_network_of(store: Path, allow: Iterable[str] = ()) -> BuildNetwork:
 
 async def _listener(machine: object) -> socket.socket:
     if not isinstance(machine, ListensOnLoopback):
-        facts = "its machines have no loopback that is served from outside"
+        facts = "the host cannot serve on its machines' loopback"
         raise MachineError("a build cannot reach packages here", facts, hint="build with --backend namespace")
     return await machine.listen()
 

@@ -55,8 +55,8 @@ def listen_on_loopback(pid: int, port: int = 0) -> socket.socket:
             receiver.settimeout(_DEADLINE_S)
             return _create_in_namespace(net, user, port, receiver, sender)
     except (OSError, subprocess.TimeoutExpired) as error:
-        hint = "a socket inside needs root, or a machine of this user's"
-        raise MachineError("no socket can be made in the machine", str(error), hint=hint) from None
+        hint = "run as root, or as the user who owns the machine"
+        raise MachineError("a socket in the machine could not be created", str(error), hint=hint) from None
     finally:
         for fd in (net, user):
             if fd >= 0:

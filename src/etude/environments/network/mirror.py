@@ -26,7 +26,7 @@ from etude.environments.network.packages import Package, Packages, PackageSpec, 
 
 _CHUNK_BYTES = 1 << 18
 _CONNECTIONS = 64
-_OVERLOAD = 4  # times as many are heard, to be told that it is too many
+_OVERLOAD = 4  # beyond `_CONNECTIONS` times this, connections are dropped without a response
 _REQUEST_S, _ANSWER_S, _CLOSE_S = 10.0, 600.0, 10.0
 
 

@@ -51,7 +51,7 @@ class Package(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     name: str
     version: str
-    file: str  # its name
+    file: str  # file name
     sha256: str
     size: int
     facts: str = ""
@@ -63,7 +63,7 @@ def parse_package_spec(text: str) -> PackageSpec:
     found = _SPEC_PATTERNS[kind].fullmatch(rest) if kind in _SPEC_PATTERNS else None
     if not found:
         hint = "write pip:NAME==VERSION, npm:NAME@VERSION or apt:NAME=VERSION"
-        raise InputError(f"{text[:80]!r} is no package", hint=hint)
+        raise InputError(f"{text[:80]!r} is not a package specification", hint=hint)
     return PackageSpec(kind, normalize_name(kind, found[1]), found[2])
 
 
@@ -107,7 +107,7 @@ class Packages:
         """Add a local wheel. Raises `InputError` if the file is not named like a wheel or cannot be read."""
         found = re.fullmatch(r"([A-Za-z0-9._]+)-([A-Za-z0-9._+!]+)(-[^-]+){3,4}\.whl", wheel.name)
         if found is None or not wheel.is_file():
-            raise InputError(f"{wheel} is no wheel", hint="give NAME-VERSION-TAGS.whl, as pip makes them")
+            raise InputError(f"{wheel} is not a wheel", hint="give NAME-VERSION-TAGS.whl, as pip makes them")
         with tempfile.TemporaryDirectory(dir=self.folder, prefix="fetch-") as folder:
             copy = Path(shutil.copy(wheel, folder))
             package = self._keep("pip", normalize_name("pip", found[1]), found[2], copy, "")
@@ -185,7 +185,7 @@ def _fetch_apt(package: PackageSpec, folder: Path, dependencies: bool, deadline_
 def _run(command: Sequence[str], folder: Path, deadline_s: float) -> bytes:
     tool = "pip" if command[0] == sys.executable else command[0]
     if shutil.which(command[0]) is None:
-        raise MachineError(f"no {tool} to fetch with", f"{tool} is not installed", hint=f"install {tool}")
+        raise MachineError(f"{tool} is needed to fetch packages", f"{tool} is not installed", hint=f"install {tool}")
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, timeout=deadline_s, check=False)
     except subprocess.TimeoutExpired:

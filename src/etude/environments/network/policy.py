@@ -16,7 +16,7 @@ _MORE_PRIVATE = tuple(
         ipaddress.ip_network,
         ("100.64.0.0/10", "192.0.0.0/24", "198.18.0.0/15", "64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32"),
     )
-)  # carriers' own, protocol assignments, benchmarks; and what carries an IPv4 address inside
+)  # carrier-grade NAT, protocol assignments, benchmarks; and addresses that embed an IPv4 address
 
 
 class Rule(NamedTuple):
@@ -51,7 +51,9 @@ class AllowList:
 def _rule(text: str) -> Rule:
     found = _RULE.fullmatch(text.strip().lower())
     if not found or (found[2] and not 0 < int(found[2]) < 65_536):
-        raise InputError(f"{text[:80]!r} allows nothing", hint="write host, host:port, .suffix or .suffix:port")
+        raise InputError(
+            f"{text[:80]!r} is not an allow-list rule", hint="write host, host:port, .suffix or .suffix:port"
+        )
     return Rule(found[1].strip("[]"), int(found[2]) if found[2] else None)
 
 

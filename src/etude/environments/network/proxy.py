@@ -29,8 +29,8 @@ from etude.environments.network.http import (
 from etude.environments.network.policy import AllowList, is_public
 
 _CHUNK_BYTES = 65_536
-_OVERLOAD = 4  # times as many connections are heard, to be told that it is too many
-_MAX_ADDRESSES = 4  # of a host, tried in turn
+_OVERLOAD = 4  # beyond `connections` times this, connections are dropped without a response
+_MAX_ADDRESSES = 4  # addresses of a host that are tried
 _HOP = ("connection", "proxy-connection", "keep-alive", "te", "upgrade", "host", "proxy-authorization", "expect")
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
@@ -39,12 +39,12 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 class ProxyLimits:
     """Limits of one proxy."""
 
-    connections: int = ranged(64, low=1)  # at once; further ones are turned away
-    request_bytes: int = ranged(64 << 20, low=1024)  # out of the machine, each connection
-    response_bytes: int = ranged(1 << 30, low=1024)  # into it
-    head_s: float = ranged(10.0, low=0.1)  # until the request's head is there
+    connections: int = ranged(64, low=1)  # at once; more are refused
+    request_bytes: int = ranged(64 << 20, low=1024)  # sent by the machine, per connection
+    response_bytes: int = ranged(1 << 30, low=1024)  # received by the machine, per connection
+    head_s: float = ranged(10.0, low=0.1)  # until the request's head has arrived
     connect_s: float = ranged(10.0, low=0.1)
-    idle_s: float = ranged(60.0, low=0.1)  # without a byte either way
+    idle_s: float = ranged(60.0, low=0.1)  # without a byte in either direction
     total_s: float = ranged(600.0, low=0.1)
 
 
@@ -120,7 +120,7 @@ class EgressProxy:
     async def _request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, entry: dict[str, Any]) -> str:
         """Handle one connection's request. Returns the verdict."""
         if len(self._serving) > _OVERLOAD * self._limits.connections:
-            return "too many connections"  # not even heard
+            return "too many connections"  # dropped without a response
         try:
             async with asyncio.timeout(self._limits.head_s):
                 head = parse_head(await reader.readuntil(b"\r\n\r\n"))

@@ -96,7 +96,7 @@ def rebuilt(kind, text):
         try:
             if issubclass(each, BaseException):
                 return each(text)
-        except TypeError:  # such as UnicodeDecodeError, of five arguments
+        except TypeError:  # such as UnicodeDecodeError, which takes five arguments
             continue
     return RuntimeError(text)
 
@@ -141,7 +141,7 @@ class Finder:
     """Import hook for the agent's modules."""
 
     def __init__(self, names, remote):
-        self.names, self.remote, self.made = names, remote, []  # modules that it made
+        self.names, self.remote, self.made = names, remote, []  # modules that were imported
 
     def find_spec(self, name, path=None, target=None):
         if name not in self.names:

@@ -17,9 +17,9 @@ import threading
 
 PLAIN = (type(None), bool, float, str)
 MAX_BYTES = 4 << 20  # bytes of all results
-MAX_BITS = 14_000  # of an integer: longer ones are not read back as text
+MAX_BITS = 14_000  # of an integer; Python cannot convert longer ones back from text
 PIPE = 1 << 16
-THREADED = 3  # how a process ends that had to tell nothing
+THREADED = 3  # exit code: modules started threads
 
 
 def plain(value: object, depth: int = 0) -> object:
@@ -59,7 +59,7 @@ def results_of_fork(calls: list[list[object]]) -> list[bytes]:
     parts, size, lines = [], 0, 0
     while (
         size <= MAX_BYTES and lines < len(calls) and (part := os.read(read_fd, PIPE))
-    ):  # what it left may hold the pipe
+    ):  # background processes may keep the pipe open
         parts.append(part)
         size, lines = size + len(part), lines + part.count(b"\n")
     os.close(read_fd)

@@ -11,7 +11,7 @@ report is {"needs": what is missing}. Also runs on older Pythons.
 
 import sys
 
-sys.path[:] = [path for path in sys.path if path]  # what is imported from here on is the machine's, not the agent's
+sys.path[:] = [path for path in sys.path if path]  # import from the machine's library, not from the agent's files
 
 import importlib  # noqa: E402
 import inspect  # noqa: E402
@@ -47,7 +47,7 @@ class Plugin:
         self.index, self.roots, self.ids, self.reports, self.errors = index, roots, [], [], []
 
     def pytest_load_initial_conftests(self):
-        find_modules(self.roots)  # as `python -m pytest` has it, but after plugins were found
+        find_modules(self.roots)  # like `python -m pytest`, but after plugins were loaded
 
     def pytest_collection_modifyitems(self, items):
         if self.index is not None:

@@ -126,7 +126,7 @@ def test_who_waits_for_room_is_told_so_and_goes_on_when_there_is_some():
     async def test(fleet):
         snapshot = await fleet.fleet.prepare(FILES)
         held = await fleet.fleet.fork(snapshot, 16)
-        with pytest.raises(MachineError, match=r"waited 0\.01 s for room on a host; 16 are alive on 2 hosts"):
+        with pytest.raises(MachineError, match=r"waited 0\.01 s for free slots on a host; 16 are alive on 2 hosts"):
             await fleet.fleet.fork(snapshot, 1, deadline_s=0.01)
         waiting = asyncio.create_task(fleet.fleet.fork(snapshot, 2))
         await asyncio.sleep(0)

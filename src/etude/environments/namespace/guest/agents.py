@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from . import confine
 from .cgroups import Hierarchy
 
-USER, ROOT, AGENT = confine.USER, 0, 900  # ids in a machine; outside they follow each other
-_CLONE_S = 10.0  # what a clone may take
+USER, ROOT, AGENT = confine.USER, 0, 900  # ids inside a machine; consecutive on the host
+_CLONE_S = 10.0  # for a clone to start
 _ROOT_CAPABILITIES = 0xFB  # CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, SETUID: of the machine's own files only
 
 
@@ -49,7 +49,7 @@ class Agents:
         agent_id: int,
     ) -> None:
         self._hierarchies, self._users_of = hierarchies, users_of
-        self._slot_fds: dict[int, list[int]] = {}  # to every agent of a slot
+        self._slot_fds: dict[int, list[int]] = {}  # descriptors for every agent of a slot
         self._template, agent_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._template.settimeout(_CLONE_S)
         filter_fd, maker = os.memfd_create("filter", os.MFD_CLOEXEC), os.pidfd_open(os.getpid())

@@ -84,7 +84,7 @@ _LIMITS: dict[int, dict[str, tuple[tuple[str, str], ...]]] = {
         "memory": (("memory.limit_in_bytes", "{memory}"), ("memory.memsw.limit_in_bytes", "{memory}")),
         "pids": (("pids.max", "{processes}"),),
         "cpu": (("cpu.cfs_quota_us", "{quota}"),),
-        "cpuacct": (),  # counts, and bounds nothing
+        "cpuacct": (),  # only counts
     },
     2: {
         "memory": (("memory.max", "{memory}"), ("memory.swap.max", "0")),
@@ -94,7 +94,7 @@ _LIMITS: dict[int, dict[str, tuple[tuple[str, str], ...]]] = {
 }
 
 
-_ENTRANCE = {1: "tasks", 2: "cgroup.procs"}  # moving a thread takes no lock that stops every fork of the host
+_ENTRANCE = {1: "tasks", 2: "cgroup.procs"}  # "tasks": moving a thread avoids a lock that blocks all forks on the host
 
 
 def claim_all(name: str, membership: str, root: str = ROOT, *, of: tuple[str, ...] = CONTROLLERS) -> list[Hierarchy]:

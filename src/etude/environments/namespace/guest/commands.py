@@ -49,7 +49,11 @@ class _Process:
     __slots__ = ("command", "end", "init", "init_pid", "number", "pid", "status", "timed_out")
 
     def __init__(self, number: int, init: int, init_pid: int, end: float, *, command: bool) -> None:
-        self.number, self.init, self.init_pid = number, init, init_pid  # the host's name for it; its machine's PID 1
+        self.number, self.init, self.init_pid = (
+            number,
+            init,
+            init_pid,
+        )  # the host's number of it; pidfd and PID of its machine's PID 1
         self.end, self.command = end, command  # `end` on the monotonic clock
         self.pid, self.status = 0, _KILLED  # a wait status
         self.timed_out = False
@@ -110,7 +114,7 @@ class _Runner:
         process = _Process(number, init, init_pid, time.monotonic() + deadline_s, command=kind == RUN)
         role: Callable[[], object]
         if kind == RUN:
-            with contextlib.suppress(OSError):  # the command will tell
+            with contextlib.suppress(OSError):  # the command itself will report it
                 for hierarchy in self._confinement.hierarchies:
                     hierarchy.entrance(slot)
             role = partial(tools.start, init, streams, flags, slot, deadline_s, self._confinement)
@@ -129,10 +133,10 @@ class _Runner:
             if inside:
                 sys_.setns(process.init, sys_.CLONE_NEWPID)
             pid = os.fork()
-        except OSError:  # its PID 1 is dead, and with it everything
+        except OSError:  # its PID 1 has died, and with it the whole machine
             sys_.setns(self._own_pids, sys_.CLONE_NEWPID)
         if pid == 0:
-            self._channel.detach()  # closed with the rest; a socket that is let go of open warns, at length
+            self._channel.detach()  # closed with the other descriptors; a socket object would warn
             raise Become(role)
         for fd in streams:
             os.close(fd)

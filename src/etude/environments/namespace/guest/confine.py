@@ -16,7 +16,7 @@ from .cgroups import Hierarchy
 from .root import WORK
 
 USER = 1000  # uid and gid of tools inside a machine
-IDS = 3  # of each slot, one after another: its user's, its root's, its agent's
+IDS = 3  # per slot: user, root and agent, consecutive
 _SHARED = sys_.CLONE_NEWNS | sys_.CLONE_NEWNET | sys_.CLONE_NEWIPC | sys_.CLONE_NEWUTS
 
 
@@ -40,7 +40,7 @@ class CommandUser(NamedTuple):
     gid: int = USER
     work: str = WORK
     name: str = "user"
-    path: str = ""  # where programs are looked for; "": as the agent does by itself
+    path: str = ""  # PATH of commands; "": the agent's default
 
 
 class Confinement(NamedTuple):
@@ -52,7 +52,7 @@ class Confinement(NamedTuple):
     filter_: ctypes.Structure
     outer_proc: int  # device of the /proc that machines must not see
     command_user: CommandUser
-    own_root: bool  # whether machines have this process's own root, and with it its interpreter
+    own_root: bool  # whether machines have this process's root, and so its interpreter
 
 
 def user_of(base: int | None, slot: int) -> int:

@@ -15,7 +15,7 @@ from .syscalls import open_beneath
 
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-_MAX_DEPTH = 100  # of folders in folders: a walk has each of them open at once
+_MAX_DEPTH = 100  # of nested folders: a walk keeps all of them open
 
 
 class PathError(ValueError):
@@ -67,7 +67,7 @@ def write(root: int, path: str, data: bytes, mode: int = 0o644) -> None:
             while view:
                 view = view[file.write(view) :]
         except OSError:
-            os.ftruncate(fd, 0)  # half a file helps nobody and holds the space
+            os.ftruncate(fd, 0)  # do not leave half a file
             raise
 
 

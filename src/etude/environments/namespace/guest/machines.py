@@ -28,7 +28,7 @@ from .root import WORK, Frame
 _OWN = sys_.CLONE_NEWNS | sys_.CLONE_NEWNET | sys_.CLONE_NEWIPC | sys_.CLONE_NEWUTS
 _HOME = {"mnt": sys_.CLONE_NEWNS, "net": sys_.CLONE_NEWNET, "ipc": sys_.CLONE_NEWIPC, "uts": sys_.CLONE_NEWUTS}
 _STACK_BYTES = 65_536
-_LEAST_BYTES = 128 << 10  # mappings smaller than this are not worth keeping from PID 1
+_LEAST_BYTES = 128 << 10  # smaller mappings may stay in PID 1
 
 
 class Machines:
@@ -50,7 +50,7 @@ class Machines:
     ) -> None:
         self._frame = root if isinstance(root, Frame) and root.overlays else None
         self._roots = None if isinstance(root, Frame) else root
-        self._bases: dict[int, int] = {}  # by slot: what its machines' mount namespaces are copies of
+        self._bases: dict[int, int] = {}  # by slot: mount namespace that its machines copy
         self._channel, self._hierarchies, self._base, self._limits = channel, hierarchies, base, limits
         self._free = list(range(max_machines, 0, -1))
         self._prepared: set[int] = set()  # slots whose control groups exist
@@ -59,7 +59,7 @@ class Machines:
         self._next = 0
         self._pid_namespace = _namespace("pid")
         self._home = [(_namespace(name), kind) for name, kind in _HOME.items()]
-        self._helpers = [os.pidfd_open(runner)]  # without which there is nothing to do
+        self._helpers = [os.pidfd_open(runner)]  # processes that must live
         self._sleeper = Sleeper()
         self._agents: agents.Agents | None = None
         if program is not None:
@@ -68,7 +68,7 @@ class Machines:
             self._agents = agents.Agents(program, base, limits, hierarchies, filter_, users, command_user, agent_id)
             self._helpers.append(self._agents.template)
         self._poller = select.poll()
-        if base is not None:  # without privilege, maps could not be written then; a capability it holds protects PID 1
+        if base is not None:  # rootless, id maps could not be written then
             sys_.prctl(sys_.PR_SET_DUMPABLE, 0)
 
     def serve(self) -> None:
@@ -187,7 +187,7 @@ class Machines:
             for hierarchy in self._hierarchies:
                 hierarchy.make(
                     slot, self._limits.memory_bytes, self._limits.processes + 1, self._limits.cpus
-                )  # and PID 1
+                )  # + 1: PID 1
             if self._frame is not None:
                 self._bases[slot] = self._base_of(self._frame)
             if self._roots is not None:
@@ -200,7 +200,7 @@ class Machines:
         pid, number, slot = self._alive.pop(pidfd)
         self._poller.unregister(pidfd)
         os.close(pidfd)
-        with contextlib.suppress(ChildProcessError):  # it died while a sibling was being made
+        with contextlib.suppress(ChildProcessError):  # reaped while another machine was created
             os.waitpid(pid, 0)
         self._free.append(slot)
         del self._pids[number]

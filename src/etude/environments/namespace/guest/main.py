@@ -31,9 +31,9 @@ from .packets import FAILED, HEAD, STARTED
 from .processes import Become
 from .tools import ENVIRONMENT
 
-_OF_THE_C_LIBRARY = (32, 33)  # signals that it hides; they are inherited as others are
+_OF_THE_C_LIBRARY = (32, 33)  # reserved signals, which are inherited too
 _ALONE = 71
-_USER_BASE = 1_900_000_000  # outer user ids, three a machine; above what distributions and systemd hand out
+_USER_BASE = 1_900_000_000  # host ids of machines; above the ranges of distributions and systemd
 
 
 def main(config_json: str) -> None:
@@ -45,7 +45,7 @@ def main(config_json: str) -> None:
             os._exit(0)
         except Become as change:
             role = change.role
-        except ConnectionError:  # whoever it worked for has gone: there is nobody to tell
+        except ConnectionError:  # the host has closed the channel
             os._exit(_ALONE)
         except BaseException:  # noqa: BLE001 - the outermost frame: say why on stderr and end
             sys.excepthook(*sys.exc_info())
@@ -59,7 +59,7 @@ def _steward(config: dict[str, Any]) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     for name in ("control", "commands", "life"):
         os.set_inheritable(config[name], False)
-    os.dup2(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), 0)  # the program came through it
+    os.dup2(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), 0)  # it was the pipe with the program
     control = socket.socket(fileno=config["control"])
     step = "finding control groups"
     try:
@@ -137,7 +137,9 @@ def _launcher(config: dict[str, Any], control: int, hierarchies: list[cgroups.Hi
         os.environ.clear()
         os.environ.update(ENVIRONMENT if image is None else image["env"])
         sys.orig_argv = [config["python"]]
-        sys_.unshare(sys_.CLONE_NEWNET | sys_.CLONE_NEWIPC | sys_.CLONE_NEWUTS)  # to come home to between machines
+        sys_.unshare(
+            sys_.CLONE_NEWNET | sys_.CLONE_NEWIPC | sys_.CLONE_NEWUTS
+        )  # namespaces to return to between machines
         program = _open_program(config["agent"])
         if image is None:
             frame = root.enter(config["python"], config["prefix"])
@@ -205,7 +207,7 @@ def _prepare_interpreter(folder: str) -> None:
     for step in (site.setquit, site.setcopyright, site.sethelper):
         step()
     sys.path += [p for p in site.getsitepackages() if os.path.isdir(p)]
-    reading, writing = os.pipe()  # what a command is given; a stream asks once whether it can seek
+    reading, writing = os.pipe()  # a pipe, as commands get; a stream checks once whether it can seek
     nothing = os.dup(0)
     os.dup2(reading, 0)
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - for the life of the process

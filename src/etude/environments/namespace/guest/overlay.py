@@ -36,10 +36,10 @@ from .syscalls import (
     unshare,
 )
 
-NUM_IDS = 65_536  # users of one machine, where they can be had
-AGENT = NUM_IDS - 3  # whom the agent runs as in it: nobody's number
+NUM_IDS = 65_536  # ids of one machine, with privilege
+AGENT = NUM_IDS - 3  # the agent's id in the machine; otherwise unused
 IDMAPPED, PLAIN, COPIED = "idmapped", "overlay", "copied"
-MOUNTED = ("proc", "dev", "tmp")  # in a machine's root: what the image has there is not seen
+MOUNTED = ("proc", "dev", "tmp")  # mount points in a machine's root; they hide the image's content
 _IMAGE, _MACHINE = "/image", "/machine"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _REFUSED = (errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENODEV, errno.EOPNOTSUPP, errno.EACCES, errno.EOVERFLOW)
@@ -60,7 +60,7 @@ class Opened(NamedTuple):
     """A machine's open folders; the receiver closes them."""
 
     work: int
-    upper: int  # what the machine changes, as an overlay's upper folder; its whole root where that was copied
+    upper: int  # the overlay's upper folder with the machine's changes; the whole root if the image was copied
     root: int
 
 
@@ -134,7 +134,7 @@ class Roots:
             if copied:
                 os.chown(root, first, first)
                 copy(_IMAGE, root, first)
-                opened_upper = os.open(root, _FOLDER)  # before the bind: what will be mounted inside is not in it
+                opened_upper = os.open(root, _FOLDER)  # opened before the bind mount, so without later mounts
                 mount(root, root, "", MS_BIND)
             else:
                 self._mount_overlay(slot, root, upper, first)
@@ -168,7 +168,9 @@ class Roots:
             os.mkdir(folder)
             os.chmod(folder, stat.S_IMODE(found.st_mode))
             os.chown(folder, first, first)
-        options = ",redirect_dir=nofollow,metacopy=off,index=off"  # what changed is all in the upper folder, whole
+        options = (
+            ",redirect_dir=nofollow,metacopy=off,index=off"  # so that the upper folder contains complete changed files
+        )
         if self.mode == IDMAPPED:
             lower = f"{_MACHINE}/lower"
             os.mkdir(lower)
@@ -179,7 +181,7 @@ class Roots:
             finally:
                 os.close(tree)
         else:
-            options = ",userxattr"  # a mount of one without privilege keeps its marks where that one may
+            options = ",userxattr"  # rootless, overlay marks are stored as user attributes
         layers = f"lowerdir={lower},upperdir={upper},workdir={work}"
         mount("overlay", root, "overlay", MS_NOSUID | MS_NODEV, layers + options)
 
@@ -251,7 +253,7 @@ def copy(source: str, target: str, first: int) -> None:
             else:
                 _copy_file(entry.path, to)
             own = (found.st_uid + first, found.st_gid + first)
-            if first:  # without privilege all of it is ours already
+            if first:  # rootless, this user owns all files already
                 os.chown(to, *own, follow_symlinks=False)
             if not entry.is_symlink():
                 os.chmod(to, stat.S_IMODE(found.st_mode))

@@ -35,11 +35,11 @@ from .syscalls import (
 
 WORK = "/workspace"  # the working directory of every machine
 PYTHON_BIN = "/opt/python/bin"  # holds the names `python` and `python3`
-_USR = ("bin", "sbin", "lib", "lib32", "lib64", "libexec", "share")  # of /usr; what else is there is hidden
+_USR = ("bin", "sbin", "lib", "lib32", "lib64", "libexec", "share")  # visible folders of /usr
 _BESIDE_USR = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")  # links into /usr where the two were merged
 _ALTERNATIVES = "/etc/alternatives"
-OWN, SHARED = "own", "shared"  # whether a machine's inodes are its own
-_FRAME = "/.frame"  # of the launcher's root, and in no machine: what machines' roots are made of
+OWN, SHARED = "own", "shared"  # whether machines have inodes of their own
+_FRAME = "/.frame"  # in the launcher's root only: the layers of machines' roots
 DEVICES = ("null", "zero", "full", "random", "urandom")
 _ETC = {
     "passwd": f"root:x:0:0:root:/root:/bin/sh\nuser:x:1000:1000:user:{WORK}:/bin/sh\n",
@@ -69,7 +69,7 @@ class Frame(NamedTuple):
     """What machines' roots are made of. `overlays` is empty if machines share the launcher's root."""
 
     overlays: tuple[Overlay, ...]
-    has_nodes: bool  # devices are its own files, not the host's
+    has_nodes: bool  # whether it has device files of its own
 
     @property
     def mode(self) -> str:
@@ -137,7 +137,7 @@ def _layers(new: str, sources: list[str], prefix: str) -> tuple[Overlay, ...]:
     points, `hidden` and `top` with whiteouts, and `empty`."""
     frame = new + _FRAME
     os.mkdir(frame)
-    mount("tmpfs", frame, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=700")  # layers lie in none of the others
+    mount("tmpfs", frame, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=700")  # layers must not overlap
     for folder in ("root", "places", "hidden", "top", "empty"):
         os.mkdir(f"{frame}/{folder}")
     os.mknod(f"{frame}/top{_FRAME}", stat.S_IFCHR)
@@ -149,7 +149,7 @@ def _layers(new: str, sources: list[str], prefix: str) -> tuple[Overlay, ...]:
         os.mkdir(f"{frame}/{i}")
         mount(source, f"{frame}/{i}", "", MS_BIND | MS_REC)
         protect(f"{frame}/{i}", READ_ONLY, recursive=True)
-        above = ("places", "hidden") if source == "/usr" else ("empty",)  # an overlay has two at least
+        above = ("places", "hidden") if source == "/usr" else ("empty",)  # an overlay needs two layers
         overlays.append(Overlay(source, (*(f"{_FRAME}/{name}" for name in above), f"{_FRAME}/{i}")))
     if prefix in sources and prefix.startswith("/usr/"):
         os.makedirs(f"{frame}/places/{prefix.removeprefix('/usr/')}")

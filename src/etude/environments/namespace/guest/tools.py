@@ -23,11 +23,11 @@ ENVIRONMENT = {
     "PWD": WORK,
     "USER": "user",
     "LANG": "C.UTF-8",
-    "PYTHONHASHSEED": "0",  # the same command prints the same thing in every machine
+    "PYTHONHASHSEED": "0",  # deterministic output of commands
     "PYTHONDONTWRITEBYTECODE": "1",
 }
-MAX_REQUEST_BYTES = 4 << 20  # of words with a NUL byte between each two
-BROKEN_EXIT = 125  # looked into by the host, as any program may end with it
+MAX_REQUEST_BYTES = 4 << 20  # of NUL-separated words
+BROKEN_EXIT = 125  # the host checks the request then, as any program may exit with this code
 
 
 def request(argv: Sequence[str], *, cwd: str, env: Mapping[str, str]) -> bytes:
