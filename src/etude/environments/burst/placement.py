@@ -40,9 +40,7 @@ class Batch:
     n: int
     need: Need  # of each
     sources: tuple[str, ...]  # hosts to copy the snapshot from, tried in turn; () if the host has it
-    placed_s: float
     there_s: float  # when the host should have the snapshot
-    expected_s: float  # when it should have started
 
 
 @dataclass(frozen=True)
@@ -394,7 +392,6 @@ class Placement:
             host.snapshots.add(group.snapshot)
         there_s = max(now_s, choice.there_s)
         work_s = self._costs.work_s(group.n)
-        wait_s = self._chooser.wait_s(host, host.queued_s + work_s)
         self._ids += 1
         group.attempts += 1
         batch = Batch(
@@ -406,9 +403,7 @@ class Placement:
             n=group.n,
             need=copies.need,
             sources=tuple(source.name for source in choice.sources),
-            placed_s=now_s,
             there_s=there_s,
-            expected_s=there_s + wait_s,
         )
         group.open.add(batch.id)
         self._pending[batch.id] = _Pending(work_s, host.queued_s + work_s)

@@ -10,7 +10,7 @@ import io
 import os
 import re
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
@@ -147,9 +147,6 @@ class ImageMachine(NamespaceMachine):
         self._users = tuple(settings["users"]) if several else (settings["user"],)
         own = ("HOME", "PWD", "USER")
         self._environment = {k: v for k, v in settings["env"].items() if k not in own or k in state.image.env}
-
-    def _is_forked(self, argv: Sequence[str], user: str) -> bool:
-        return False  # the image has its own Python
 
     async def restore(self, state: ImageState) -> None:
         """Bring a new machine into a state. Raises `OSError` or `ValueError` if the state does not fit."""
