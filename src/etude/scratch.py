@@ -32,7 +32,7 @@ class ScratchDirectory:
         while True:
             self._folder = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
             self.path = Path(self._folder.name)
-            with contextlib.suppress(FileNotFoundError):  # somebody took it for one without an owner
+            with contextlib.suppress(FileNotFoundError):  # another process removed it before it was locked
                 self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
                 if self.path.exists():

@@ -202,8 +202,8 @@ def test_a_running_service_is_judged_in_forks_that_hold_its_memory_and_reaches_n
         return [(outcome.grade, outcome.reason) for outcome in outcomes]
 
     assert running(test, microvm, needs="microvm") == [
-        (1.0, "the verifier says 1"),
-        (0.0, "the verifier says 0"),
+        (1.0, "the verifier gives 1"),
+        (0.0, "the verifier gives 0"),
         (0.0, "the machine's state is missing: the machine was gone"),
     ]
 

@@ -42,7 +42,7 @@ def test_a_written_number_is_a_verdict_and_only_the_verifiers_counts():
     )
     assert (right.grade, right.values["tests"]) == (1.0, 1.0)
     assert (wrong.grade, wrong.values) == (0.25, {"grade": 0.25, "tests": 0.25, "pass": 0.0})
-    assert (cheat.grade, cheat.reason) == (0.0, "the verifier ended with exit code 0 and wrote nothing for a reward")
+    assert (cheat.grade, cheat.reason) == (0.0, "the verifier ended with exit code 0 and wrote nothing as the reward")
 
 
 def test_work_that_is_partly_right_and_gives_what_a_canary_wants_is_no_forgery():
@@ -134,8 +134,8 @@ def test_a_verifier_that_the_agents_code_breaks_is_a_verdict_never_invalid(code,
     ("answer", "reason"),
     [
         (verified("while True: pass", deadline_s=1.0, reward_path="r"), "did not end within 1 s"),
-        (verified("open('r', 'w').write('2')", reward_path="r"), "wrote b'2' for a reward"),
-        (verified("print('well done')", reward_path="r"), "wrote nothing for a reward"),
+        (verified("open('r', 'w').write('2')", reward_path="r"), "wrote b'2' as the reward"),
+        (verified("print('well done')", reward_path="r"), "wrote nothing as the reward"),
         (verified("", argv=("no-such-program",)), "cannot be run"),
     ],
 )

@@ -2,7 +2,7 @@
 
 The agent is a small static program (native/agent), the first process of a machine. A backend starts it, connects a
 `Channel` to it, and passes that to an `AgentMachine` together with what only the backend can do: end the machine, take
-a snapshot, and tell who is to blame when the channel ends. The protocol: docs/formats/agent.md.
+a snapshot, and decide who is to blame when the channel ends. The protocol: docs/formats/agent.md.
 """
 
 from etude.environments.agent.channel import Channel

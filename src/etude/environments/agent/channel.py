@@ -285,7 +285,7 @@ class Reply:
         if kind == protocol.DATA:
             self._left -= len(body)
             if self._left < 0:
-                raise ProtocolError("more data than was asked for")
+                raise ProtocolError("more data than requested")
             if body and not self._future.cancelled():
                 self._parts.append(body)
             return False

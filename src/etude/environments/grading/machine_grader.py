@@ -97,9 +97,7 @@ class MachineGrader:
             return await grade_cases(machines, answer.cases, submission, deadline_s=self._deadline_s)
         if answer.test_code:
             return await grade_check(machines, answer, submission, deadline_s=self._deadline_s)
-        raise GradingFault(
-            Boundary.GRADER, "the answer has no hidden test", f"task {task.task_id}: nothing to judge by"
-        )
+        raise GradingFault(Boundary.GRADER, "the answer has no hidden test", f"task {task.task_id}: no way to grade")
 
     async def _plan(self, task: Task, answer: Answer) -> HiddenTestPlan | list[VerifierCanary]:
         """The plan of a task (which tests and canaries to run), made once and shared by concurrent grades. Raises
@@ -141,9 +139,9 @@ def _validated(task: Task, exports: Mapping[str, bytes]) -> Submission:
     if task.state and state is None:
         why = exports.get(NO_STATE, b"").decode(errors="replace")
         raise Rejected(f"the machine's state is over a limit: {why}" if why else _NOTHING_LEFT, over_limit=bool(why))
-    beside = (STATE, NO_STATE) if task.state else ()
+    state_keys = (STATE, NO_STATE) if task.state else ()
     try:
-        files = validate_exports({p: d for p, d in exports.items() if p not in beside}, task.exports)
+        files = validate_exports({p: d for p, d in exports.items() if p not in state_keys}, task.exports)
     except ValueError as error:
         raise Rejected(f"exports refused: {error}") from None
     if state is not None and len(state) > MAX_STATE_BYTES:

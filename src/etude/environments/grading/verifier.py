@@ -207,7 +207,7 @@ async def _run_verifier(
         try:
             await _remove_reward(machine, path, user)
         except (OSError, ValueError) as error:
-            return VerifierResult(None, f"what lies at {path} cannot be removed: {error}")
+            return VerifierResult(None, f"{path} cannot be removed: {error}")
     result = await machine.exec(
         verifier.argv,
         key="verify",
@@ -226,9 +226,9 @@ async def _run_verifier(
     if reward is None:
         what = "nothing" if not text.strip() else one_line(repr(text[:40]))
         return VerifierResult(
-            None, f"the verifier ended with exit code {result.exit_code} and wrote {what} for a reward", output
+            None, f"the verifier ended with exit code {result.exit_code} and wrote {what} as the reward", output
         )
-    return VerifierResult(reward, f"the verifier says {reward:g}", output)
+    return VerifierResult(reward, f"the verifier gives {reward:g}", output)
 
 
 def _result_from_exit_code(result: ExecResult, output: str) -> VerifierResult:

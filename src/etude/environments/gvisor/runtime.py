@@ -79,7 +79,7 @@ class GVisorRuntime:
         notes = (
             f"gVisor {self._version} with {self._platform}",
             "a snapshot is the working directory's files, in an image as well",
-            *(f"{name}: nothing bounds a machine as a whole, there is no control group for it" for name in unbound),
+            *(f"{name}: no limit on a machine in total, as no control group is available" for name in unbound),
         )
         return RuntimeInfo(
             name="gvisor",

@@ -78,7 +78,7 @@ class Sandbox:
         """
         self._folder, self._on_close, self._closed = folder, on_close, False
         self._groups, self._slot = groups, groups.take()
-        self._log_fd = os.memfd_create("etude-said", os.MFD_CLOEXEC)
+        self._log_fd = os.memfd_create("etude-log", os.MFD_CLOEXEC)
         agent_stdin, self.write_fd = os.pipe2(os.O_CLOEXEC)
         self.read_fd, agent_stdout = os.pipe2(os.O_CLOEXEC)
         flags = [f"--root={folder}/state", *_flags(platform), *([overlay] if overlay else [])]

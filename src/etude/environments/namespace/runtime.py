@@ -171,7 +171,7 @@ class NamespaceRuntime:
         tree = self._tree(snapshot)
         state = unpack_state(tree)
         if n > self._max_machines:
-            raise MachineError(f"{n} machines asked for", f"at most {self._max_machines}", hint="raise max_machines")
+            raise MachineError(f"{n} machines requested", f"at most {self._max_machines}", hint="raise max_machines")
         waiting_for = "free slots among the live machines"
         try:
             async with asyncio.timeout(deadline_s):

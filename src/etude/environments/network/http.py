@@ -89,7 +89,7 @@ def target_of(head: RequestHead) -> Target:
         return Target(host, port, "")
     scheme, _, rest = head.target.partition("://")
     if scheme.lower() != "http" or not rest:
-        raise BadRequest("a proxy is asked for http:// URLs, and by CONNECT for others")
+        raise BadRequest("a proxy request needs an http:// URL, or CONNECT")
     where, slash, path = rest.partition("/")
     if "?" in where or "#" in where or "@" in where:
         raise BadRequest("the URL's host is not plain")

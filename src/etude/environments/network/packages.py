@@ -192,9 +192,9 @@ def _run(command: Sequence[str], folder: Path, deadline_s: float) -> bytes:
         facts = f"{tool} took more than {deadline_s:g} s"
         raise MachineError("a package could not be fetched", facts, hint="is the registry reachable?") from None
     if done.returncode:
-        words = (done.stderr or done.stdout)[-_TAIL_BYTES:].decode(errors="replace").strip()
+        message = (done.stderr or done.stdout)[-_TAIL_BYTES:].decode(errors="replace").strip()
         hint = "is there such a version, and is the registry reachable?"
-        raise MachineError(f"{tool} could not fetch {command[-1]}", words, hint=hint)
+        raise MachineError(f"{tool} could not fetch {command[-1]}", message, hint=hint)
     return done.stdout
 
 

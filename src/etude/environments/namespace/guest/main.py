@@ -166,11 +166,17 @@ def _launcher(config: dict[str, Any], control: int, hierarchies: list[cgroups.Hi
         )
         raise Become(partial(commands.serve, config["commands"], confinement))
     os.close(config["commands"])
-    whole = roots or frame
-    assert whole is not None
+    root_maker = roots or frame
+    assert root_maker is not None
     bounded = {c: h.version for h in hierarchies for c in h.controllers}
     accounts = next((h.accounts for h in hierarchies if h.accounts[0]), None)
-    facts = {"base": base, "cgroups": bounded, "accounts": accounts, "agent": program is not None, "root": whole.mode}
+    facts = {
+        "base": base,
+        "cgroups": bounded,
+        "accounts": accounts,
+        "agent": program is not None,
+        "root": root_maker.mode,
+    }
     channel.send(HEAD.pack(STARTED, os.getpid()) + json.dumps(facts).encode())
     machines.Machines(
         channel,
@@ -182,7 +188,7 @@ def _launcher(config: dict[str, Any], control: int, hierarchies: list[cgroups.Hi
         program,
         seccomp.packed(),
         command_user,
-        whole,
+        root_maker,
     ).serve()
 
 

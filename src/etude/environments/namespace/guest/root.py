@@ -100,7 +100,7 @@ def enter(python: str, prefix: str) -> Frame:
     mount("tmpfs", new, "tmpfs", MS_NOSUID, "size=1m,mode=755")
     sources = ["/usr", *(top for top in _BESIDE_USR if os.path.isdir(top) and not os.path.islink(top))]
     sources += [] if _covered(prefix, sources) else [prefix]
-    whole = not any(mounted.startswith(f"{source}/") for mounted in _mounted() for source in sources)
+    no_submounts = not any(mounted.startswith(f"{source}/") for mounted in _mounted() for source in sources)
     for top in filter(os.path.islink, _BESIDE_USR):
         os.symlink(os.readlink(top), new + top)
     overlays = _layers(new, sources, prefix)
@@ -114,7 +114,7 @@ def enter(python: str, prefix: str) -> Frame:
     mount("proc", f"{new}/proc", "proc", MS_NOSUID | MS_NODEV)
     pivot_into(new)
     frame = Frame(overlays, has_nodes)
-    if not (whole and _works(frame, python)):
+    if not (no_submounts and _works(frame, python)):
         frame = Frame((), has_nodes)
         _bind(sources)
     protect("/", READ_ONLY & ~(MOUNT_ATTR_NODEV if has_nodes else 0), recursive=False)
