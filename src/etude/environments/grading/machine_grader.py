@@ -59,9 +59,8 @@ class MachineGrader:
             runtime, repeats=repeats, canaries=canaries, max_machines=max_machines, run_all_tests=run_all_tests
         )
         self._verifiers = VerifierGrader(runtime, canaries=min(2, canaries))
-        self._plans: dict[
-            str, asyncio.Task[HiddenTestPlan | list[VerifierCanary]]
-        ] = {}  # the newest MAX_PLANS, by what they are made of
+        # The newest MAX_PLANS, by a digest of task and answer.
+        self._plans: dict[str, asyncio.Task[HiddenTestPlan | list[VerifierCanary]]] = {}
 
     async def grade(self, task: Task, answer: Answer, exports: Mapping[str, bytes]) -> Graded | Invalid:
         """Grade the exports (path to content). Raises nothing that the agent or a machine can cause."""

@@ -73,12 +73,10 @@ class GradingMachines:
         self._excluded_names, self._protected_paths = excluded_names, protected_paths
         self._reserved_modules = reserved_modules
         self._python_finder = python_finder or PythonFinder(runtime)
-        self._private_folder = (
-            f"/etude-{secrets.token_hex(8)}" if task.running else ""
-        )  # only root can enter it; for machines with running processes
-        self._snapshots: dict[
-            tuple[int, int], tuple[asyncio.Task[str], Submission, Mapping[str, str]]
-        ] = {}  # by their id()
+        # Only root can enter it; for machines with running processes.
+        self._private_folder = f"/etude-{secrets.token_hex(8)}" if task.running else ""
+        # By the id() of submission and hidden files, which the values keep alive.
+        self._snapshots: dict[tuple[int, int], tuple[asyncio.Task[str], Submission, Mapping[str, str]]] = {}
 
     async def snapshot(self, submission: Submission, hidden: Mapping[str, str]) -> str:
         """Prepare the snapshot for a submission with these hidden files (path to text). Concurrent calls share one
@@ -132,13 +130,10 @@ class GradingMachines:
         declared = frozenset(self.task.exports)
 
         def shadows(path: str) -> bool:
-            parents = [
-                path_or_parent
-                for path_or_parent in (PurePosixPath(path), *PurePosixPath(path).parents)
-                if str(path_or_parent.parent) in folders
-            ]
+            chain = (PurePosixPath(path), *PurePosixPath(path).parents)
+            parents = [each for each in chain if str(each.parent) in folders]
             return path not in self.task.files and any(
-                path_or_parent.name.partition(".")[0] in self._reserved_modules for path_or_parent in parents
+                each.name.partition(".")[0] in self._reserved_modules for each in parents
             )
 
         def is_accepted(path: str) -> bool:

@@ -16,12 +16,7 @@ from etude.errors import MachineError
 
 PLATFORMS = ("systrap", "ptrace")  # how runsc intercepts system calls, the faster first; KVM would need /dev/kvm
 _PROBE_S = 20.0
-_RUNSC = (
-    "env",
-    "-u",
-    "TMPDIR",
-    "runsc",
-)  # its sandbox runs as nobody, who cannot enter a private TMPDIR
+_RUNSC = ("env", "-u", "TMPDIR", "runsc")  # its sandbox runs as nobody, who cannot enter a private TMPDIR
 
 
 def require_runsc() -> str:

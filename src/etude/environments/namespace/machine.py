@@ -47,9 +47,9 @@ _KILLED = ExecResult(exit_code=137, output=b"", timed_out=False, truncated=False
 _PIPE_BYTES = 4096  # the smallest capacity of a pipe
 USERS = ("user",)
 WITH_ROOT = (*USERS, "root")  # with an agent, and with host ids for both
-_ENVIRONMENT = {
+_ENVIRONMENT = {  # without the variables that the agent sets per user
     name: value for name, value in ENVIRONMENT.items() if name not in ("HOME", "PWD", "USER")
-}  # set per user by the agent
+}
 
 
 class NamespaceMachine:

@@ -49,11 +49,8 @@ class _Process:
     __slots__ = ("command", "end", "init", "init_pid", "number", "pid", "status", "timed_out")
 
     def __init__(self, number: int, init: int, init_pid: int, end: float, *, command: bool) -> None:
-        self.number, self.init, self.init_pid = (
-            number,
-            init,
-            init_pid,
-        )  # the host's number of it; pidfd and PID of its machine's PID 1
+        self.number = number  # the host's number of it
+        self.init, self.init_pid = init, init_pid  # pidfd and PID of its machine's PID 1
         self.end, self.command = end, command  # `end` on the monotonic clock
         self.pid, self.status = 0, _KILLED  # a wait status
         self.timed_out = False

@@ -185,9 +185,8 @@ class Machines:
     def _prepare(self, slot: int) -> None:
         if slot not in self._prepared:
             for hierarchy in self._hierarchies:
-                hierarchy.make(
-                    slot, self._limits.memory_bytes, self._limits.processes + 1, self._limits.cpus
-                )  # + 1: PID 1
+                num_processes = self._limits.processes + 1  # with PID 1
+                hierarchy.make(slot, self._limits.memory_bytes, num_processes, self._limits.cpus)
             if self._frame is not None:
                 self._bases[slot] = self._base_of(self._frame)
             if self._roots is not None:

@@ -137,9 +137,8 @@ def _launcher(config: dict[str, Any], control: int, hierarchies: list[cgroups.Hi
         os.environ.clear()
         os.environ.update(ENVIRONMENT if image is None else image["env"])
         sys.orig_argv = [config["python"]]
-        sys_.unshare(
-            sys_.CLONE_NEWNET | sys_.CLONE_NEWIPC | sys_.CLONE_NEWUTS
-        )  # namespaces to return to between machines
+        # Namespaces to return to between machines.
+        sys_.unshare(sys_.CLONE_NEWNET | sys_.CLONE_NEWIPC | sys_.CLONE_NEWUTS)
         program = _open_program(config["agent"])
         if image is None:
             frame = root.enter(config["python"], config["prefix"])
