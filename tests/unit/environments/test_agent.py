@@ -257,7 +257,7 @@ def test_a_deadline_holds_where_the_host_has_stopped_reading():
         channel = agent.channel
         flood = Command.of(["sh", "-c", f"sleep {marker} & yes"], key="1", deadline_s=1.0, output_bytes=100)
         asyncio.get_running_loop().remove_reader(channel._in)
-        channel.send(protocol.run(7, flood, protocol.WHOLE))
+        channel.send(protocol.run(7, flood, protocol.ALL_OUTPUT))
         await until(lambda: bool(alive(marker)), "it runs")
         await until(lambda: not alive(marker), "it was ended")
         held_kb = int(Path(f"/proc/{agent.process.pid}/status").read_text().partition("VmRSS:")[2].split()[0])

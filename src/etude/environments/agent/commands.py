@@ -59,8 +59,8 @@ async def run(channel: Channel, command: Command, clock: FairClock | None = None
 def _flags(command: Command) -> int:
     given = protocol.STDIN if command.has_input else 0
     if command.tell is not None:
-        return given | protocol.APART
-    return given | (protocol.WHOLE if command.output_bytes > _MAX_KEPT_BYTES else 0)
+        return given | protocol.SEPARATE_STREAMS
+    return given | (protocol.ALL_OUTPUT if command.output_bytes > _MAX_KEPT_BYTES else 0)
 
 
 class _CommandHandler:

@@ -24,11 +24,11 @@ SAVE, LOAD, FREEZE, RENEW, PING = b"S", b"L", b"Z", b"N", b"P"
 # agent to host
 READY, STARTED, OUTPUT, TAKEN, ENDED, DATA, DONE, REFUSED = b"h", b"s", b"o", b"i", b"x", b"d", b"k", b"e"
 
-STDIN, APART, WHOLE = 1, 2, 4  # flags of RUN
+STDIN, SEPARATE_STREAMS, ALL_OUTPUT = 1, 2, 4  # flags of RUN
 AT_DEADLINE = 1  # flag of ENDED
 
 _HEAD = struct.Struct("<IcI")
-_SHORT = _HEAD.size - 4  # kind and id
+_MIN_LENGTH = _HEAD.size - 4  # kind and id
 _NUMBER = struct.Struct("<I")
 _RUN = struct.Struct("<IIB")
 _ENDED = struct.Struct("<iBQ")
@@ -60,7 +60,7 @@ def frame(kind: bytes, number: int, *parts: bytes) -> bytes:
     >>> frame(PING, 7)
     b'\\x05\\x00\\x00\\x00P\\x07\\x00\\x00\\x00'
     """
-    length = _SHORT + sum(map(len, parts))
+    length = _MIN_LENGTH + sum(map(len, parts))
     if length > MAX_FRAME:
         raise ValueError(f"a frame of {length} bytes; at most {MAX_FRAME}")
     return b"".join((_HEAD.pack(length, kind, number), *parts))
@@ -90,7 +90,7 @@ class Parser:
         try:
             while len(self._bytes) - at >= 4:
                 (length,) = _NUMBER.unpack_from(self._bytes, at)
-                if not _SHORT <= length <= MAX_FRAME:
+                if not _MIN_LENGTH <= length <= MAX_FRAME:
                     raise ProtocolError(f"a frame of {length} bytes")
                 if len(self._bytes) - at < 4 + length:
                     break
@@ -112,8 +112,8 @@ def run(number: int, command: Command, flags: int) -> bytes:
     deadline_ms = int(min(max(command.deadline_s * 1000, 1), 0xFFFF_FFFF))
     head = _RUN.pack(deadline_ms, min(command.output_bytes, 0xFFFF_FFFF), flags)
     variables = (f"{name}={value}" for name, value in command.env.items())
-    words = (command.user, command.cwd, str(len(command.argv)), *command.argv, *variables)
-    return frame(RUN, number, head, fields(*map(os.fsencode, words)))
+    texts = (command.user, command.cwd, str(len(command.argv)), *command.argv, *variables)
+    return frame(RUN, number, head, fields(*map(os.fsencode, texts)))
 
 
 def ended(body: bytes) -> Ended:
