@@ -79,6 +79,7 @@ class ChildProcess:
 
     @property
     def is_alive(self) -> bool:
+        """Whether the process still runs."""
         return not self._closed and self._process.poll() is None
 
     def log_tail(self) -> str:

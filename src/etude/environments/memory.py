@@ -129,6 +129,7 @@ class MemoryMachine:
     async def exec(
         self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
     ) -> ExecResult:
+        """See `Machine.exec`. Raises `ValueError` for a working directory, variables or a user: it has none."""
         self._alive()
         if key not in self._results:
             if self.frozen:
@@ -164,6 +165,7 @@ class MemoryMachine:
         return run_python(self.files, argv[1], argv[2:], stdin)
 
     async def read(self, path: str, *, max_bytes: int = 1_048_576) -> bytes:
+        """See `Machine.read`."""
         self._alive()
         check_max_bytes(max_bytes)
         path = _inside(path)
@@ -175,20 +177,24 @@ class MemoryMachine:
         return self.files[path]
 
     async def write(self, path: str, data: bytes) -> None:
+        """See `Machine.write`."""
         self._alive()
         self.files[_inside(path)] = bytes(data)
 
     async def freeze(self) -> None:
+        """See `Machine.freeze`."""
         self._alive()
         self.frozen = True
 
     async def snapshot(self) -> str:
+        """See `Machine.snapshot`. Raises `MachineError` for a machine that no runtime has forked."""
         self._alive()
         if self._runtime is None:
             raise MachineError("this machine has no runtime", hint="fork it from a MemoryRuntime")
         return await self._runtime.prepare(self.files)
 
     async def close(self) -> None:
+        """See `Machine.close`."""
         self.closed = True
 
     def _alive(self) -> None:
@@ -213,15 +219,18 @@ class MemoryRuntime:
         self._machines: list[MemoryMachine] = []
 
     async def prepare(self, files: Mapping[str, bytes], *, image: Image | None = None) -> str:
+        """See `Runtime.prepare`. Raises `MachineError` for an image."""
         if image is not None:
             raise MachineError("a memory machine has no root filesystem", hint="use a runtime that has images")
         digest = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()
         return self._snapshots.put(digest, {_inside(path): bytes(data) for path, data in files.items()})
 
     def hold(self, snapshot: str) -> int:
+        """See `Holding.hold`."""
         return self._snapshots.hold(snapshot)
 
     def release(self, snapshot: str) -> None:
+        """See `Holding.release`."""
         self._snapshots.release(snapshot)
 
     def _files(self, snapshot: str) -> dict[str, bytes]:
@@ -231,18 +240,21 @@ class MemoryRuntime:
         return files
 
     async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
+        """See `Portable.pack`."""
         data = msgspec.msgpack.encode(self._files(snapshot))
         if len(data) > max_bytes:
             raise ValueError(f"the snapshot has {len(data)} bytes, at most {max_bytes}")
         return data
 
     async def unpack(self, packed: bytes) -> str:
+        """See `Portable.unpack`."""
         try:
             return await self.prepare(msgspec.msgpack.decode(packed, type=dict[str, bytes]))
         except msgspec.MsgspecError as error:
             raise ValueError(f"not a packed snapshot: {error}") from None
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
+        """See `Runtime.fork`."""
         check_count(n)
         files = self._files(snapshot)
         made = [MemoryMachine(files, self) for _ in range(n)]
@@ -250,6 +262,7 @@ class MemoryRuntime:
         return list(made)
 
     async def close(self) -> None:
+        """See `Runtime.close`."""
         for machine in self._machines:
             await machine.close()
 

@@ -12,6 +12,7 @@ class OutputBuffer:
         self.total = 0
 
     def add(self, data: bytes) -> None:
+        """Append output."""
         self.total += len(data)
         free_bytes = self._limit // 2 - len(self._head)
         if free_bytes > 0:

@@ -450,6 +450,7 @@ class Recipe:
 
     @property
     def num_bytes(self) -> int:
+        """Size of all files."""
         return sum(map(len, self.files.values()))
 
 

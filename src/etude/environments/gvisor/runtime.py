@@ -75,6 +75,7 @@ class GVisorRuntime:
 
     @property
     def info(self) -> RuntimeInfo:
+        """See `Runtime.info`."""
         unbound = [name for name in ("memory", "cpu") if name not in self._groups.controllers]
         notes = (
             f"gVisor {self._version} with {self._platform}",

@@ -64,6 +64,7 @@ class MachineHandle(NamedTuple):
     root: int = -1  # for a machine of an image: its root
 
     def close(self) -> None:
+        """Close its descriptors, except the agent's channel."""
         for fd in (self.work, self.init, self.upper, self.root):
             if fd >= 0:
                 os.close(fd)

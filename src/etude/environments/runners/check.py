@@ -58,12 +58,14 @@ def unpack(packed, spoil=False):
 
 
 def spoiled(atom):
+    """A different atom of a similar type."""
     if atom is None or type(atom) is bool:
         return not atom
     return atom + "?" if type(atom) is str else -atom - 17
 
 
 def raised(error):
+    """The answer for an exception: its nearest builtin class and its text."""
     kind = next(kind for kind in type(error).__mro__ if getattr(builtins, kind.__name__, None) is kind)
     return ["raise", kind.__name__, str(error)[:200]]
 
@@ -72,6 +74,7 @@ def raised(error):
 
 
 def answer(module, name, args, kwargs):
+    """Execute one call, or look up one attribute (args None). Returns the answer."""
     try:
         found = getattr(importlib.import_module(module), name)
         if args is None:
@@ -82,6 +85,7 @@ def answer(module, name, args, kwargs):
 
 
 def serve_calls(lines, out):
+    """Answer calls, one per line."""
     for line in lines:
         out.write(json.dumps(answer(*json.loads(line))).encode() + b"\n")
         out.flush()
@@ -113,6 +117,7 @@ class RemoteModules:
         self.out.flush()
 
     def request(self, module, name, args, kwargs):
+        """Get an attribute of a remote module (args None), or call one of its functions."""
         call = [module, name, *((None, None) if args is None else (pack(args), pack(kwargs)))]
         reply = self.answer_to(call)
         if reply[0] == "raise":
@@ -177,6 +182,7 @@ def run(test, remote, module, function):
 
 
 def serve_test(lines, out, request):
+    """Run the test once as it is and, if it passes, once with changed results. Sends a verdict for each run."""
     remote = RemoteModules(lines, out, request["nonce"], {*request["modules"], *request["more"]})
     first, last = (Finder(frozenset(request[names]), remote) for names in ("modules", "more"))
     sys.meta_path[:] = [first, *sys.meta_path, last]

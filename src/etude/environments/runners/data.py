@@ -36,6 +36,7 @@ def plain(value: object, depth: int = 0) -> object:
 
 
 def call(module: str, function: str, args: list[object]) -> list[object]:
+    """Call one function. Returns ["value", result] or ["error", text]."""
     try:
         return ["value", plain(getattr(importlib.import_module(module), function)(*args))]
     except BaseException as error:  # noqa: BLE001 - whatever the agent's code raises is its result
@@ -77,6 +78,7 @@ def read(lines: list[bytes]) -> object:
 
 
 def results(calls: list[list[object]]) -> list[object]:
+    """The results of all calls, in order."""
     if len(calls) > 1:
         forward = results_of_fork(calls)
         if len(forward) == len(calls) and forward == results_of_fork(calls[::-1])[::-1]:

@@ -29,10 +29,12 @@ class Needs(Exception):
 
 
 def find_modules(roots):
+    """Put the working directory and the roots at the start of the import path."""
     sys.path[:0] = [os.getcwd()] + [os.path.abspath(root) for root in roots]
 
 
 def last_line(text):
+    """The last non-empty line, at most 200 characters."""
     lines = [line for line in str(text).splitlines() if line.strip()]
     return lines[-1].strip()[:200] if lines else ""
 
@@ -66,6 +68,7 @@ class Plugin:
 
 
 def by_pytest(pytest, bases, index, roots):
+    """Run pytest with a `Plugin`. `index` None collects only."""
     plugin = Plugin(index, roots)
     for name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS"):
         os.environ.pop(name, None)
@@ -85,6 +88,7 @@ def pytest_collect(pytest, names, roots):
 
 
 def pytest_run(pytest, base, index, roots):
+    """Run one test with pytest. Returns its report."""
     plugin = by_pytest(pytest, [base], index, roots)
     bad = [each for each in plugin.reports if each[1] != "passed"]
     if plugin.ids and not bad and {when for when, _, _ in plugin.reports} >= PASSED:
@@ -109,6 +113,7 @@ def judge(test):
 
 
 def unittest_suite(name):
+    """The only test of this dotted name. Raises `LookupError` if it names several tests."""
     suite = unittest.TestLoader().loadTestsFromName(name)
     tests = list(suite) if isinstance(suite, unittest.TestSuite) else [suite]
     if len(tests) != 1 or not isinstance(tests[0], unittest.TestCase):
@@ -187,6 +192,7 @@ def import_pytest():
 
 
 def answer(request):
+    """Execute the request. Returns its report."""
     collecting, roots = request["role"] == "collect", request["roots"]
     pytest = import_pytest() if request["program"] == "pytest" else None
     if pytest is not None:

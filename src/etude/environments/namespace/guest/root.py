@@ -73,6 +73,7 @@ class Frame(NamedTuple):
 
     @property
     def mode(self) -> str:
+        """OWN or SHARED: whether machines have inodes of their own."""
         return OWN if self.overlays else SHARED
 
     def make(self) -> None:

@@ -134,6 +134,7 @@ def set_seccomp(program: ctypes.Structure) -> None:
 
 
 def set_hostname(name: str) -> None:
+    """sethostname(2)."""
     _check(_libc.sethostname(name.encode(), len(name)), "sethostname")
 
 
