@@ -38,7 +38,8 @@ async def run_http_server(
 
     `sock`: a listening socket from `bind`; closed at the end. `name`: the server's name in errors. `grace_s`: how long
     requests in progress may continue at shutdown. `client_timeout_s`: how long a client may take to send a request's
-    head, and to read more of a response. Raises `DeadlineExceeded` if the server does not start or stop in time.
+    head, and to read more of a response. `max_connections`: further requests get HTTP 503. Raises `DeadlineExceeded` if
+    the server does not start or stop in time.
     """
     config = uvicorn.Config(
         app,

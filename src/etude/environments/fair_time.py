@@ -46,7 +46,7 @@ class HostUsage(NamedTuple):
 
 
 Measure = Callable[[], MachineUsage | None]
-"""Reads a machine's `Use`; None where it cannot be read."""
+"""Reads a machine's usage; None if it cannot be read."""
 
 
 class FairClock:

@@ -40,11 +40,11 @@ PYTHON_NAMES = ("python", "python3")
 ROOT = "root"
 OUTPUT_BYTES = 4 << 20
 STDLIB_MODULES = sys.stdlib_module_names - {"test", "this"}
-"""Modules that a verifier may import. A file of the agent with such a name beside it would be imported instead."""
+"""Modules that a verifier may import. A file of the agent with such a name in its folder would shadow them."""
 _WRITE_SCRIPT = 'mkdir -p "$(dirname "$1")" && rm -rf "$1" && cat > "$1"'
 
 Submission = Mapping[str, bytes]
-"""The result of the agent's machine: validated exports (path to content), and its state where that counts."""
+"""An agent's validated exports (path to content), with its machine's state if the task is graded by that."""
 
 
 class HiddenFilesNotWritten(Exception):

@@ -41,7 +41,7 @@ _CAPABILITIES = [
     "CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_FSETID", "CAP_KILL", "CAP_SETGID", "CAP_SETUID", "CAP_SETPCAP",
     "CAP_NET_BIND_SERVICE", "CAP_SYS_CHROOT", "CAP_SETFCAP", "CAP_SYS_ADMIN", "CAP_SYS_RESOURCE", "CAP_SYS_TIME",
 ]  # fmt: skip
-"""Capabilities of the agent in the sandbox; the commands that it runs keep few of them, or none."""
+"""Capabilities of the agent in the sandbox; its commands keep few or none of them."""
 _UNLIMITED = (1 << 63) - 1
 _MOUNT_POINTS = {
     "proc": 0o555,

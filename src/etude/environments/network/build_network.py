@@ -24,7 +24,7 @@ from etude.environments.network.proxy import EgressProxy
 from etude.errors import MachineError
 
 PACKAGES, EGRESS_LOG = "packages", "egress.jsonl"
-"""What a store of images has for its builds: a folder of `Packages`, and the log of what left machines."""
+"""Names in an image store: the folder of `Packages` for builds, and the log of the egress proxy."""
 
 
 @runtime_checkable
