@@ -20,7 +20,7 @@ SHARED = {
     "telemetry",
     "config",
     "plugins",
-    "listening",
+    "http_server",
     "progress",
     "scratch",
     "syntax",

@@ -16,16 +16,16 @@ from functools import partial
 from pathlib import Path
 
 from etude.config import leaves, to_plain
-from etude.environments import MachineGrader, exports_of
-from etude.environments.backends import runtime_of
+from etude.environments import MachineGrader, simulate_exports
+from etude.environments.backends import runtime_from_config
 from etude.environments.images import ImageStore
 from etude.errors import ConfigError, RunError, TaskError
 from etude.experience.database import NoLedger
 from etude.experience.open_database import check_server
 from etude.harness import ChatFormat, standard_tools
+from etude.http_server import bind
 from etude.inference.config import EngineKind
 from etude.inference.foreign.environment import MAKES
-from etude.listening import bind
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.devices import check_devices, check_foreign_device
 from etude.loop.engine_registry import check_listen
@@ -141,7 +141,7 @@ def check_machines(config: RunConfig) -> None:
     """Check that machines of this config, with its limits, can be created here. Raises `MachineError`, `InputError`."""
 
     async def opened() -> None:
-        await runtime_of(config.machines).close()
+        await runtime_from_config(config.machines).close()
 
     asyncio.run(opened())
 
@@ -151,7 +151,7 @@ async def build_images(config: RunConfig, log: Callable[[str], None]) -> None:
     source = open_source(config.tasks.source, config.tasks.seed)
     if not isinstance(source, HarborSource) or not config.machines.images:
         return
-    runtime = runtime_of(config.machines)
+    runtime = runtime_from_config(config.machines)
     try:
         store = ImageStore(Path(config.machines.images))
         await with_images(source, store, runtime, lambda name: log(f"the image of {name} is ready"))
@@ -279,9 +279,9 @@ def used_splits(config: RunConfig) -> list[Split]:
 
 
 async def _validate(source: TaskSource, config: RunConfig) -> None:
-    runtime = runtime_of(config.machines)
+    runtime = runtime_from_config(config.machines)
     try:
-        grader, export = grader_for(source, MachineGrader(runtime)), partial(exports_of, runtime)
+        grader, export = grader_for(source, MachineGrader(runtime)), partial(simulate_exports, runtime)
         proof = await check(source, grader, used_splits(config)[0], VALIDATED_TASKS, export=export)
     finally:
         await runtime.close()

@@ -30,7 +30,7 @@ from etude.models.config import ModelConfig
 from etude.models.headers import check_weights, report_unused_layers
 from etude.numerics.config import NumericsConfig
 from etude.run import RunFolder
-from etude.scratch import OwnFolder
+from etude.scratch import ScratchDirectory
 from etude.stores import open_store
 from etude.telemetry import Telemetry
 from etude.weights.chain.inspect import require_pointer
@@ -56,7 +56,7 @@ async def serve_checkpoint(
     if not (checkpoint / "config.json").is_file():
         raise NoCheckpoint(f"{checkpoint} is not a checkpoint", "no config.json", hint="give a Hugging Face directory")
     model_config, chat = _read_model(checkpoint, log), ChatFormat.load(checkpoint)
-    with OwnFolder("serve") as folder:
+    with ScratchDirectory("serve") as folder:
         telemetry = Telemetry(folder / "events.jsonl", process="serve")
         supervisor = Supervisor(telemetry)
         fleet, engines = Fleet({}), list[HttpEngine]()

@@ -21,7 +21,7 @@ import torch
 from torch import distributed
 
 from etude.errors import DeadlineExceeded, EtudeError, RunError
-from etude.scratch import OwnFolder
+from etude.scratch import ScratchDirectory
 
 START_S = 600.0
 """Deadline for all ranks to start: on a busy host `import torch` alone takes minutes."""
@@ -87,7 +87,7 @@ def run_ranks(
         return [_alone(work, job)]
     context = multiprocessing.get_context("spawn")
     beats = context.Array("q", ranks, lock=False)
-    with OwnFolder("ranks") as meeting:
+    with ScratchDirectory("ranks") as meeting:
         processes: list[SpawnProcess] = []
         answers: list[Connection] = []
         try:

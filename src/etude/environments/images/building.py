@@ -33,7 +33,7 @@ from etude.environments.images.packed import unpacked
 from etude.environments.images.records import ImageRecord
 from etude.environments.images.store import ImageStore
 from etude.environments.images.tree import plain
-from etude.environments.network.outlets import Outlets
+from etude.environments.network.build_network import BuildNetwork
 from etude.errors import InputError, MachineError, nearest
 from etude.records.command import ExecResult
 from etude.records.image import Image
@@ -54,7 +54,7 @@ async def build_from_dockerfile(
     runtime: Runtime | None = None,
     refused: str = "",
     run_deadline_s: float = 1800.0,
-    outlets: Outlets | None = None,
+    outlets: BuildNetwork | None = None,
 ) -> ImageRecord:
     """The image that a Dockerfile in the folder `context` describes; its last stage, or the one named `target`.
 
@@ -136,7 +136,7 @@ class _Build:
     """One build. Stages are built when something needs them, once."""
 
     run_deadline_s: float
-    outlets: Outlets | None
+    outlets: BuildNetwork | None
     refused: str
 
     def __init__(

@@ -77,11 +77,11 @@ async def _trouble_with_kvm(image: BaseImage) -> str:
         guest = Qemu(hardware, ram, boot=Boot(image.kernel, initial))
         try:
             async with asyncio.timeout(_DEADLINE_S):
-                await guest.process.ended()
+                await guest.process.wait()
         except TimeoutError:
             return f"/dev/kvm opens, but a guest did not boot under it within {_DEADLINE_S:g} s"
         finally:
-            said = guest.process.said()
+            said = guest.process.log_tail()
             await guest.close()
     except MachineError as error:
         return f"{error.what}: {error.facts}".splitlines()[0]

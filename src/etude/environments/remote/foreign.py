@@ -7,7 +7,7 @@ import time
 from pathlib import PurePosixPath
 from typing import Final
 
-from etude.environments.output import Capped
+from etude.environments.output import OutputBuffer
 from etude.environments.remote import messages as m
 from etude.environments.remote.connect import Code, RpcError
 from etude.environments.remote.service import Service
@@ -23,7 +23,7 @@ class Collected:
 
     def __init__(self, max_bytes: int, tell: Tell | None, *, began: float) -> None:
         self._began_at = began  # by time.monotonic
-        self._output = Capped(max_bytes)
+        self._output = OutputBuffer(max_bytes)
         self._tell, self._missed, self._began = tell, False, False
 
     def add(self, event: m.Event) -> None:

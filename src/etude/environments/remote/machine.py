@@ -7,8 +7,8 @@ from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, Protocol, Unpack
 
-from etude.environments.commands import Commands
-from etude.environments.paths import inside
+from etude.environments.command_registry import CommandRegistry
+from etude.environments.paths import encode_path
 from etude.environments.remote.commands import run_abroad, run_exactly
 from etude.environments.remote.connect import RpcError, of_answer
 from etude.environments.remote.foreign import check_links, kill_all
@@ -33,7 +33,7 @@ class RemoteMachine:
     def __init__(self, service: Service, owner: Owner) -> None:
         self.id = service.id
         self._service, self._owner = service, owner
-        self._commands = Commands()
+        self._commands = CommandRegistry()
         self._closing: asyncio.Task[None] | None = None
         self._frozen = False
 
@@ -41,7 +41,7 @@ class RemoteMachine:
         self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
     ) -> ExecResult:
         """See `Machine.exec`. Cancelling the caller does not stop the command: ask again with the same key."""
-        return await self._commands.once(self._begin, argv, key=key, deadline_s=deadline_s, **options)
+        return await self._commands.run_once(self._begin, argv, key=key, deadline_s=deadline_s, **options)
 
     def _begin(self, command: Command) -> Coroutine[Any, Any, ExecResult]:
         self._must_be_open()
@@ -152,4 +152,4 @@ _GONE = "it has ended, or its server has: fork another one"
 
 def name_of(path: str) -> str:
     """A path in its plain form. `ValueError` for one that leaves the working directory, or is no text."""
-    return inside(path).decode()
+    return encode_path(path).decode()

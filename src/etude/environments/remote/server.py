@@ -18,7 +18,7 @@ from etude.environments.remote.refusal import HANDLERS
 from etude.environments.remote.sandboxes import Boxes, Template
 from etude.environments.remote.states import States
 from etude.environments.remote.transfers import Transfers
-from etude.listening import bind, listening
+from etude.http_server import bind, run_http_server
 from etude.seams import Runtime
 
 
@@ -49,7 +49,7 @@ async def serving(
     Raises `ConfigError` for an address that cannot be had.
     """
     boxes: Boxes = app.state.boxes
-    async with listening(app, sock or bind(host, port), what="the server of machines") as url:
+    async with run_http_server(app, sock or bind(host, port), name="the server of machines") as url:
         reaper = asyncio.create_task(boxes.reap(), name="leases")
         try:
             yield url

@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from etude.errors import ConfigError
-from etude.listening import bind, listening
+from etude.http_server import bind, run_http_server
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 GET = b"GET /%b HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -56,7 +56,7 @@ def served(test: Callable[[Callable[[], Awaitable[Streams]], App], Awaitable[Non
             opened.append(streams[1])
             return streams
 
-        async with asyncio.timeout(30), listening(app.app, sock, what="a test", patience_s=patience_s):
+        async with asyncio.timeout(30), run_http_server(app.app, sock, name="a test", client_timeout_s=patience_s):
             await test(connect, app)
             for writer in opened:
                 writer.transport.abort()
@@ -141,5 +141,5 @@ def test_a_client_that_says_that_it_is_done_is_forgotten():
 def test_an_address_that_cannot_be_had_is_refused_with_a_hint():
     with bind("127.0.0.1", 0) as sock, pytest.raises(ConfigError, match="cannot listen"):
         bind("127.0.0.1", sock.getsockname()[1])
-    with pytest.raises(ConfigError, match="no address"):
+    with pytest.raises(ConfigError, match="cannot be resolved"):
         bind("no such host", 0)

@@ -1,8 +1,8 @@
-"""What commands of a machine can reach while an image is built in it: a mirror of packages, and hosts by allow-list.
+"""Network access of commands during an image build: a package mirror, and hosts on an allow-list.
 
-Nothing is routed: both answer on the machine's own loopback, and environment variables tell pip, npm and everything
-that honours a proxy where. They are gone with the command, so no image remembers them. For what has no variable (apt)
-`ETUDE_MIRROR` is the mirror's address.
+Nothing is routed: both serve on the machine's own loopback, and environment variables point pip, npm and all programs
+that honour proxy variables to them. The variables exist only for the command, so no image contains them. For programs
+without such a variable (apt), `ETUDE_MIRROR` is the mirror's address.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from etude.environments.network.proxy import EgressProxy
 from etude.errors import MachineError
 
 PACKAGES, EGRESS_LOG = "packages", "egress.jsonl"
-"""What a store of images has for its builds: a folder of `Packages`, and the log of what left machines."""
+"""Names in an image store: the folder of `Packages` for builds, and the log of the egress proxy."""
 
 
 @runtime_checkable
-class Listening(Protocol):
-    """A machine on whose loopback something can be served from outside."""
+class ListensOnLoopback(Protocol):
+    """A machine on whose loopback the host can serve."""
 
     async def listen(self, port: int = 0) -> socket.socket: ...
 
 
-class Outlets:
-    """What builds may reach. `key` stands for it in their caches.
+class BuildNetwork:
+    """What builds can reach. `key`: identifies these settings in build caches.
 
-    `packages`: a folder of fetched packages; None: no mirror. `allow`: hosts that may be reached through a proxy, which
-    writes every request to `log`. `InputError` for a rule that allows nothing, `StoreError` for damaged packages.
+    `packages`: a folder of fetched packages, or None without a mirror. `allow`: hosts that the proxy may connect to; it
+    appends every request to `log`. Raises `InputError` for an invalid rule, `StoreError` for damaged packages.
     """
 
     def __init__(self, packages: Path | None, allow: Iterable[str] = (), *, log: Path = Path(os.devnull)) -> None:
@@ -50,8 +50,8 @@ class Outlets:
 
     @contextlib.asynccontextmanager
     async def open_in(self, machine: object, who: str) -> AsyncIterator[dict[str, str]]:
-        """Serve a machine; what is yielded are the variables that its commands need. `MachineError` for a machine that
-        cannot be served."""
+        """Serve a machine during the block. Yields the environment variables for its commands. `who` names the
+        machine in the log. Raises `MachineError` for a machine that cannot be served."""
         async with contextlib.AsyncExitStack() as stack:
             variables: dict[str, str] = {}
             if self._packages is not None:
@@ -59,7 +59,7 @@ class Outlets:
                 listener = await _listener(machine)
                 stack.push_async_callback(mirror.close)
                 await mirror.serve(listener)
-                variables |= _of_mirror(listener)
+                variables |= _mirror_variables(listener)
             if self._allow:
                 proxy = EgressProxy(self._allow, stack.enter_context(self._log.open("ab")))
                 listener = await _listener(machine)
@@ -71,15 +71,15 @@ class Outlets:
             yield variables
 
 
-def outlets_of(store: Path, allow: Iterable[str] = ()) -> Outlets:
-    """The outlets of builds in a store's folder: its packages, if it has some, and these hosts."""
+def build_network_of(store: Path, allow: Iterable[str] = ()) -> BuildNetwork:
+    """The build network of an image store's folder: its packages, if there are any, and these hosts."""
     folder = store / PACKAGES
-    return Outlets(folder if folder.is_dir() else None, allow, log=store / EGRESS_LOG)
+    return BuildNetwork(folder if folder.is_dir() else None, allow, log=store / EGRESS_LOG)
 
 
 async def _listener(machine: object) -> socket.socket:
-    if not isinstance(machine, Listening):
-        facts = "its machines have no loopback that is served from outside"
+    if not isinstance(machine, ListensOnLoopback):
+        facts = "the host cannot serve on its machines' loopback"
         raise MachineError("a build cannot reach packages here", facts, hint="build with --backend namespace")
     return await machine.listen()
 
@@ -88,7 +88,7 @@ def _url(listener: socket.socket) -> str:
     return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def _of_mirror(listener: socket.socket) -> dict[str, str]:
+def _mirror_variables(listener: socket.socket) -> dict[str, str]:
     url = _url(listener)
     pip = {"PIP_INDEX_URL": f"{url}/pip/simple", "PIP_TRUSTED_HOST": "127.0.0.1", "PIP_NO_INPUT": "1"}
     return {**pip, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "npm_config_registry": f"{url}/npm", "ETUDE_MIRROR": url}

@@ -1,8 +1,8 @@
-"""Offering an ASGI app over HTTP: one socket, bound before anything starts, closed in order.
+"""Serve an ASGI app over HTTP with uvicorn: bind first, shut down in order, drop clients that block a connection.
 
-uvicorn bounds neither how long nor how large the head of a request is, nor how long an answer waits for a client that
-does not read it; here a connection is cut for that. Bodies, and the time that answers take, are the app's own to bound.
-Signals are left to whoever starts this. Knows nothing of what is offered.
+uvicorn bounds neither the time nor the size of a request's head, nor the time that a response waits for a client that
+does not read it. Here such connections are aborted. The app itself bounds request bodies and its response times.
+Signals are left to the caller.
 """
 
 from __future__ import annotations
@@ -21,28 +21,29 @@ from etude.errors import ConfigError, DeadlineExceeded
 
 _START_S, _STOP_S = 10.0, 10.0
 _HEAD_BYTES = 64 << 10
-_PATIENCE_S = 20.0  # for the head of a request to come, and for a client to read more of its answer
+_CLIENT_TIMEOUT_S = 20.0  # for a request's head to arrive, and for a client to read more of a response
 
 
 @contextlib.asynccontextmanager
-async def listening(
+async def run_http_server(
     app: Starlette,
     sock: socket.socket,
     *,
-    what: str,
+    name: str,
     grace_s: int = 2,
     max_connections: int = 8192,
-    patience_s: float = _PATIENCE_S,
+    client_timeout_s: float = _CLIENT_TIMEOUT_S,
 ) -> AsyncIterator[str]:
-    """Serve at a socket of `bind` while the block runs; yields the URL. `what` names it in errors; requests that are
-    under way at the end have `grace_s`. A client has `patience_s` for the head of a request, and to take more of an
-    answer.
+    """Serve an app on a socket while the block runs. Yields the base URL.
 
-    Raises `DeadlineExceeded` where it does not start, or stop.
+    `sock`: a listening socket from `bind`; closed at the end. `name`: the server's name in errors. `grace_s`: how long
+    requests in progress may continue at shutdown. `client_timeout_s`: how long a client may take to send a request's
+    head, and to read more of a response. `max_connections`: further requests get HTTP 503. Raises `DeadlineExceeded` if
+    the server does not start or stop in time.
     """
     config = uvicorn.Config(
         app,
-        http=type("Connection", (_Connection,), {"patience_s": patience_s}),
+        http=type("Connection", (_Connection,), {"client_timeout_s": client_timeout_s}),
         log_level="warning",
         access_log=False,
         lifespan="off",
@@ -51,31 +52,31 @@ async def listening(
         timeout_graceful_shutdown=grace_s,
     )
     server = _Server(config)
-    work = asyncio.create_task(server.serve(sockets=[sock]), name=what)
+    serving = asyncio.create_task(server.serve(sockets=[sock]), name=name)
     try:
-        await _started(server, work, what)
+        await _wait_started(server, serving, name)
         host, port = sock.getsockname()[:2]
         yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
     finally:
         server.should_exit = True
         try:
             async with asyncio.timeout(_STOP_S):
-                await asyncio.gather(work, return_exceptions=True)
+                await asyncio.gather(serving, return_exceptions=True)
         except TimeoutError:
             facts = f"within {_STOP_S:g} s"
-            raise DeadlineExceeded(f"{what} did not stop", facts, hint="a request hangs; see its log") from None
+            raise DeadlineExceeded(f"{name} did not stop", facts, hint="a request hangs; see the log") from None
         finally:
             sock.close()
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises `ConfigError`."""
+    """A listening socket. Port 0 takes any free port. Raises `ConfigError`."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
     except OSError as error:
         hint = "give e.g. --host 127.0.0.1"
-        raise ConfigError(f"host {host!r} is no address", str(error.strerror), hint=hint) from None
+        raise ConfigError(f"host {host!r} cannot be resolved", str(error.strerror), hint=hint) from None
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
@@ -89,44 +90,44 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn that says when it is up, and leaves signals alone."""
+    """A uvicorn server that sets `ready` once it is up, and leaves signals alone."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self.up = asyncio.Event()
+        self.ready = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self.up.set()
+        self.ready.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-async def _started(server: _Server, work: asyncio.Task[None], what: str) -> None:
-    up = asyncio.create_task(server.up.wait())
+async def _wait_started(server: _Server, serving: asyncio.Task[None], name: str) -> None:
+    ready = asyncio.create_task(server.ready.wait())
     try:
-        await asyncio.wait({up, work}, timeout=_START_S, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({ready, serving}, timeout=_START_S, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        up.cancel()
-    if work.done():
-        work.result()
-    if not server.up.is_set():
-        facts = "it ended" if work.done() else f"within {_START_S:g} s"
-        raise DeadlineExceeded(f"{what} did not start", facts, hint="see what was printed above")
+        ready.cancel()
+    if serving.done():
+        serving.result()
+    if not server.ready.is_set():
+        facts = "it ended" if serving.done() else f"within {_START_S:g} s"
+        raise DeadlineExceeded(f"{name} did not start", facts, hint="see the output above")
 
 
 class _Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """uvicorn's, whichever parser it has, cut where its client holds it for nothing."""
+    """uvicorn's HTTP connection, with either parser, aborted when its client blocks it."""
 
-    patience_s = _PATIENCE_S
-    _cut: asyncio.TimerHandle | None = None
+    client_timeout_s = _CLIENT_TIMEOUT_S
+    _abort_timer: asyncio.TimerHandle | None = None
     _is_in_head, _head_bytes = False, 0
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._expect_head()
+        self._wait_for_head()
 
     def data_received(self, data: bytes) -> None:
         before = self.cycle
@@ -136,11 +137,11 @@ class _Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             if self._head_bytes > _HEAD_BYTES:
                 self.transport.abort()
         if self.cycle is not before:
-            self._expect_nothing()
+            self._stop_waiting()
         elif self.cycle is None or self.cycle.response_complete:
-            self._expect_head()
+            self._wait_for_head()
 
-    def on_message_begin(self) -> None:  # of httptools, which bounds no head; h11 bounds it
+    def on_message_begin(self) -> None:  # called by httptools, which does not bound the head; h11 does
         super().on_message_begin()
         self._is_in_head, self._head_bytes = True, 0
 
@@ -150,31 +151,31 @@ class _Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._expect_reader(self.transport.get_write_buffer_size() + 1)
+        self._wait_for_reader(self.transport.get_write_buffer_size() + 1)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._expect_nothing()
+        self._stop_waiting()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._expect_nothing()
+        self._stop_waiting()
         super().connection_lost(exc)
 
-    def _expect_head(self) -> None:
-        if self._cut is None:
-            self._cut = asyncio.get_running_loop().call_later(self.patience_s, self.transport.abort)
+    def _wait_for_head(self) -> None:
+        if self._abort_timer is None:
+            self._abort_timer = asyncio.get_running_loop().call_later(self.client_timeout_s, self.transport.abort)
 
-    def _expect_reader(self, bytes_before: int) -> None:
-        """Cut it unless less waits to be read now than before; look again later."""
-        self._expect_nothing()
+    def _wait_for_reader(self, bytes_before: int) -> None:
+        """Abort the connection unless the client has read something since the last check; check again later."""
+        self._stop_waiting()
         num_bytes = self.transport.get_write_buffer_size()
         if num_bytes >= bytes_before:
             self.transport.abort()
         else:
             loop = asyncio.get_running_loop()
-            self._cut = loop.call_later(self.patience_s, self._expect_reader, num_bytes)
+            self._abort_timer = loop.call_later(self.client_timeout_s, self._wait_for_reader, num_bytes)
 
-    def _expect_nothing(self) -> None:
-        if self._cut is not None:
-            self._cut.cancel()
-            self._cut = None
+    def _stop_waiting(self) -> None:
+        if self._abort_timer is not None:
+            self._abort_timer.cancel()
+            self._abort_timer = None

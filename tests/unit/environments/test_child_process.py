@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.environments.bound import BoundProcess
+from etude.environments.child_process import ChildProcess
 from etude.errors import MachineError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="bound processes need Linux")
@@ -25,9 +25,9 @@ def said() -> int:
 
 def test_a_process_ends_when_it_is_closed_and_what_it_said_is_kept():
     async def main() -> None:
-        process = BoundProcess(["sh", "-c", "echo here >&2; exec sleep 1000"], said=said(), fds=())
+        process = ChildProcess(["sh", "-c", "echo here >&2; exec sleep 1000"], log_fd=said(), fds=())
         async with asyncio.timeout(20):
-            while process.said() != "here":  # noqa: ASYNC110 - the kernel tells nobody
+            while process.log_tail() != "here":  # noqa: ASYNC110 - the kernel tells nobody
                 await asyncio.sleep(0.01)
         assert process.is_alive
         await process.close()
@@ -47,15 +47,15 @@ def test_a_process_that_cannot_be_watched_is_not_left(monkeypatch):
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
     with pytest.raises(MachineError, match="sleep could not be started"):
-        BoundProcess(["sleep", "1000"], said=said(), fds=())
+        ChildProcess(["sleep", "1000"], log_fd=said(), fds=())
     assert not Path(f"/proc/{started[0]}").exists()
 
 
 def test_a_process_ends_with_a_parent_that_is_killed():
     code = (
         "import os, time\n"
-        "from etude.environments.bound import BoundProcess\n"
-        "process = BoundProcess(['sh', '-c', 'exec sleep 1000'], said=os.memfd_create('said'), fds=())\n"
+        "from etude.environments.child_process import ChildProcess\n"
+        "process = ChildProcess(['sh', '-c', 'exec sleep 1000'], log_fd=os.memfd_create('said'), fds=())\n"
         "while 'sleep' not in open(f'/proc/{process.pid}/comm').read():\n"
         "    time.sleep(0.01)\n"
         "print(process.pid, flush=True)\n"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.environments.bounded import Bounded
+from etude.environments.lru_cache import LruCache
 from etude.errors import MachineError
 
 STEPS = st.lists(st.tuples(st.sampled_from(["put", "hold", "release", "get"]), st.integers(0, 9)), max_size=60)
@@ -14,7 +14,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["put", "hold", "release", "get"]), s
 
 @given(STEPS)
 def test_what_is_held_is_there_and_the_rest_keeps_within_its_bound(steps):
-    kept, held = Bounded[bytes](len, max_bytes=12), dict.fromkeys(range(10), 0)
+    kept, held = LruCache[bytes](len, max_bytes=12), dict.fromkeys(range(10), 0)
     for what, number in steps:
         name, thing = str(number), bytes(number)
         if what == "put":
@@ -30,8 +30,8 @@ def test_what_is_held_is_there_and_the_rest_keeps_within_its_bound(steps):
         elif held[number]:
             kept.release(name)
             held[number] -= 1
-        there = [n for n in held if str(n) in kept._there]
+        there = [n for n in held if str(n) in kept._entries]
         assert all(kept.get(str(n)) == bytes(n) for n in held if held[n])
         passing = [n for n in there if not held[n]]
         assert sum(passing) <= 12 or len(passing) == 1
-        assert kept._num_bytes == sum(passing)
+        assert kept._evictable_bytes == sum(passing)

@@ -1,7 +1,7 @@
-"""Control groups for sandboxes: one for each sandbox, which limits its memory and CPU time as a whole.
+"""Control groups of sandboxes: each sandbox has a group that limits its memory and CPU time in total.
 
-runsc itself runs with --ignore-cgroups: it would need rights over the hierarchy that its caller may not have. The
-processes of a sandbox are started inside a group that this process made below its own.
+runsc runs with --ignore-cgroups, since its caller may lack rights over the hierarchy. Instead, a sandbox's processes
+start inside a group that this process has created below its own.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ SENTRY_BYTES = 96 << 20  # memory that gVisor itself needs for one sandbox: its 
 _ENTER = 'while [ "$1" != -- ]; do echo 0 > "$1" || exit 125; shift; done; shift; exec "$@"'
 
 
-class Groups:
-    """The control groups of a runtime's sandboxes, at most `count` at once. On a host that allows no control groups it
-    does nothing, and sandboxes are not limited."""
+class SandboxCgroups:
+    """The control groups of a runtime's sandboxes, at most `count` at once. On a host without usable control groups
+    it does nothing, and sandboxes are not limited."""
 
     def __init__(self, limits: MachineLimits, count: int) -> None:
         self._limits = limits
@@ -28,17 +28,16 @@ class Groups:
         self._made: set[int] = set()
         membership = Path("/proc/self/cgroup").read_text() if os.path.exists("/proc/self/cgroup") else ""
         name = f"{os.getpid()}-{secrets.token_hex(4)}"
-        # No bound on their number of processes: the sentry's own threads would count.
+        # The number of processes is not limited: threads of gVisor's own kernel would count.
         self._hierarchies: list[Hierarchy] = claim_all(name, membership, of=("memory", "cpu"))
 
     @property
     def controllers(self) -> tuple[str, ...]:
-        """What the groups limit: "memory", "cpu"; empty on a host that allows none."""
+        """What the groups limit: "memory", "cpu"; empty on a host without usable control groups."""
         return tuple(c for hierarchy in self._hierarchies for c in hierarchy.controllers)
 
     def take(self) -> int:
-        """Take a free group, which is made on its first use, and return its number. Raises `OSError` where the kernel
-        refuses."""
+        """Reserve a group, creating it on first use. Returns its number. Raises `OSError` if the kernel refuses."""
         slot = self._free.pop()
         try:
             if slot not in self._made:
@@ -56,12 +55,12 @@ class Groups:
         self._free.append(slot)
 
     def inside(self, slot: int, command: Sequence[str]) -> list[str]:
-        """Wrap a command so that its process enters the group and then executes the command."""
+        """Wrap a command so that its process first enters the group."""
         entrances = [hierarchy.entrance_path(slot) for hierarchy in self._hierarchies]
         return ["sh", "-c", _ENTER, "sh", *entrances, "--", *command]
 
     def close(self) -> None:
-        """Remove the groups, once nothing runs in them. Blocks for some milliseconds."""
+        """Remove the groups. Call it when nothing runs in them any more. Blocks for some milliseconds."""
         remove_all(self._hierarchies)
         for hierarchy in self._hierarchies:
             hierarchy.close()

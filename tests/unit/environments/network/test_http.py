@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.environments.network.heads import BadRequest, authority, parse_head, target_of
+from etude.environments.network.http import BadRequest, authority, parse_head, target_of
 
 
 def head(text: str) -> bytes:

@@ -1,12 +1,14 @@
-"""The head of an HTTP/1 request, read strictly. Only what every server reads alike is let through.
+"""Strict parsing of HTTP/1 request heads, and closing of connections; shared by mirror and proxy.
 
-Two readers that disagree on where a request ends are how one is smuggled past a proxy (RFC 9112, section 11.2), so
-what is not plain is refused: bare LF, folded lines, space before a colon, control characters, a length and a transfer
-coding together, two lengths, any coding but one ``chunked``.
+Only requests that all servers parse alike are accepted. Two parsers that disagree on where a request ends allow request
+smuggling (RFC 9112, section 11.2). So these are refused: bare LF, folded lines, space before a colon, control
+characters, both a length and a transfer coding, two lengths, any coding but one ``chunked``.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
 from typing import NamedTuple
 
@@ -18,11 +20,12 @@ _AUTHORITY = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253}
 
 
 class BadRequest(ValueError):
-    """Bytes that are no plain request head. The text is for the client."""
+    """Bytes that are not an acceptable request head. The text is sent to the client."""
 
 
-class Head(NamedTuple):
-    """`fields` in order, names in lower case. `body`: its length in bytes, or None where it comes in chunks."""
+class RequestHead(NamedTuple):
+    """The head of a request. `fields`: names in lower case, in order. `body`: its length in bytes, or None for a
+    chunked body."""
 
     method: str
     target: str
@@ -31,15 +34,15 @@ class Head(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where a request is to go. `path` is what that server is asked for; "" of a CONNECT."""
+    """Where a request goes. `path`: what is requested from that server; "" for CONNECT."""
 
     host: str  # lower case, without brackets and a last dot
     port: int
     path: str
 
 
-def parse_head(data: bytes) -> Head:
-    """A request's head, from its first byte to the empty line, that included. Raises `BadRequest`.
+def parse_head(data: bytes) -> RequestHead:
+    """Parse a request's head, including the empty line at its end. Raises `BadRequest`.
 
     >>> parse_head(b"GET http://a/b HTTP/1.1\\r\\nHost: a\\r\\n\\r\\n").target
     'http://a/b'
@@ -58,7 +61,7 @@ def parse_head(data: bytes) -> Head:
         if not field:
             raise BadRequest("a field is not plain")
         fields.append((field[1].decode().lower(), field[2].rstrip(b" \t")))
-    return Head(found[1].decode(), found[2].decode(), tuple(fields), _body(fields))
+    return RequestHead(found[1].decode(), found[2].decode(), tuple(fields), _body(fields))
 
 
 def _body(fields: list[tuple[str, bytes]]) -> int | None:
@@ -77,8 +80,8 @@ def _body(fields: list[tuple[str, bytes]]) -> int | None:
     return 0
 
 
-def target_of(head: Head) -> Target:
-    """Where a proxy is asked to go: the authority of a CONNECT, the absolute URL of anything else. `BadRequest`."""
+def target_of(head: RequestHead) -> Target:
+    """The target of a proxy request: the authority of a CONNECT, else the absolute URL. Raises `BadRequest`."""
     if head.method == "CONNECT":
         host, port = authority(head.target)
         if port is None:
@@ -86,7 +89,7 @@ def target_of(head: Head) -> Target:
         return Target(host, port, "")
     scheme, _, rest = head.target.partition("://")
     if scheme.lower() != "http" or not rest:
-        raise BadRequest("a proxy is asked for http:// URLs, and by CONNECT for others")
+        raise BadRequest("a proxy request needs an http:// URL, or CONNECT")
     where, slash, path = rest.partition("/")
     if "?" in where or "#" in where or "@" in where:
         raise BadRequest("the URL's host is not plain")
@@ -97,7 +100,7 @@ def target_of(head: Head) -> Target:
 
 
 def authority(text: str) -> tuple[str, int | None]:
-    """The host, in lower case, and the port of ``host:port``. `BadRequest` for anything else.
+    """Split ``host:port``; the host in lower case, port None if missing. Raises `BadRequest`.
 
     >>> authority("Example.COM.:443")
     ('example.com', 443)
@@ -110,3 +113,14 @@ def authority(text: str) -> tuple[str, int | None]:
     if not host or ".." in host or host.startswith("."):
         raise BadRequest("no plain host")
     return host, port
+
+
+async def close_writer(writer: asyncio.StreamWriter, deadline_s: float) -> None:
+    """Close a connection after what was written has been sent, or abort it at the deadline."""
+    writer.close()
+    try:
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                await writer.wait_closed()
+    finally:
+        writer.transport.abort()
