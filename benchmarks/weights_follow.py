@@ -138,9 +138,9 @@ def _update(
     lists, undo = swap.list_bytes, swap.undo_bytes
     swap.commit()
     if isinstance(follower, LiveFollower):
-        follower.adopted(update)
+        follower.mark_adopted(update)
     if live is not None and isinstance(follower, Follower):
-        follower.hold({n: Tensor(t.dtype, t.shape, live[n].reshape(-1)) for n, t in follower.tensors.items()})
+        follower.rebind({n: Tensor(t.dtype, t.shape, live[n].reshape(-1)) for n, t in follower.tensors.items()})
     return {
         "advance_s": advanced - started,
         "prepare_s": prepared - advanced,

@@ -6,10 +6,10 @@ baseline came from them. A *turn* has the tokens that it adds to the turn before
 begin with in common, tokens and routes, is in the file once.
 
 The digest of the batch is in the file, so a reader gets the batch that was trained on, or an error; and the file has a
-digest of all its bytes (`etude.sums`). `record_batch` makes the batch from the rollouts' files and writes as it reads:
-beside the samples it holds a bounded part of the step. See `docs/formats/traces.md`. Files are read in the caller's
-thread (`pre_buffer`, `use_threads`): a thread of pyarrow that still holds a Python file when the interpreter ends
-aborts the process after its work was done. Knows nothing of SQLite and of what made the batch.
+digest of all its bytes (`etude.file_checksums`). `record_batch` makes the batch from the rollouts' files and writes as
+it reads: beside the samples it holds a bounded part of the step. See `docs/formats/traces.md`. Files are read in the
+caller's thread (`pre_buffer`, `use_threads`): a thread of pyarrow that still holds a Python file when the interpreter
+ends aborts the process after its work was done. Knows nothing of SQLite and of what made the batch.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ import pyarrow.parquet as pq
 from etude.errors import EtudeError, LedgerError, StoreError
 from etude.experience.admission import masked
 from etude.experience.packing import Read, batch_of, samples_of
+from etude.file_checksums import PARQUET_KEY, seal_parquet, verify_parquet
 from etude.records.completion import Completion, Sampling, StopReason, Version, VersionSpan
 from etude.records.reward import Term
 from etude.records.rollout import Boundary, Graded, Invalid, Path, Trace, Turn, TurnKind
@@ -43,7 +44,6 @@ from etude.records.summary import BatchPlan, BatchRef, Member, as_seen
 from etude.records.task import Trust
 from etude.records.wire import I32, Array, Routes, from_json, pack, to_json
 from etude.seams import BlobStore
-from etude.sums import PARQUET_KEY, prove_parquet, seal_parquet
 
 FORMAT = 2
 ROW_GROUP_BYTES = 64 << 20
@@ -547,7 +547,7 @@ def _read(path: File, columns: Mapping[int, list[str]] | None = None) -> tuple[p
     """The table of a file, with these columns for its format (None: all), and its facts."""
     try:
         with path.open("rb") as handle:
-            has_digest = prove_parquet(handle, path, kind=LedgerError)
+            has_digest = verify_parquet(handle, path, kind=LedgerError)
             return _table(handle, columns if has_digest else None)  # else all of its pages are read, which have a CRC
     except FileNotFoundError as error:
         raise LedgerError(f"no trace at {path}", hint="the step was not recorded, or its trace was removed") from error

@@ -1,9 +1,9 @@
 """Compares every file of a run folder that has a checksum with it (`etude fsck`).
 
-Files are recognised by their kind, not by their names (`etude.sums`): directories with SHA256SUMS, Parquet, JSON, event
-logs. The ledger has checksums of its own, and those of stored rollouts; so has the chain of weights. An unexpected file
-is either proven, or listed as not proven. It only reads, and may run beside the run: files that a live run replaces or
-deletes meanwhile are no problem, and a store that changes and looks damaged is read again.
+Files are recognised by their kind, not by their names (`etude.file_checksums`): directories with SHA256SUMS, Parquet,
+JSON, event logs. The ledger has checksums of its own, and those of stored rollouts; so has the chain of weights. An
+unexpected file is either proven, or listed as not proven. It only reads, and may run beside the run: files that a
+live run replaces or deletes meanwhile are no problem, and a store that changes and looks damaged is read again.
 
 Knows nothing of training: `experience.auditing` checks that no rollout was lost.
 """
@@ -20,19 +20,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from etude.errors import EtudeError, LedgerError, RunError
-from etude.loop.places import has_published, ledger_place, read_ledger, rollout_files, traces_folder, weights_store
-from etude.run import HINT_COPY, RunFolder
-from etude.sums import (
+from etude.file_checksums import (
     SUMS,
-    Unproven,
+    ChecksumMismatch,
     digests,
     files_in,
-    opened,
-    prove_parquet,
-    proven_line,
-    proven_page,
     read_sums,
+    verify_json,
+    verify_line,
+    verify_page,
+    verify_parquet,
 )
+from etude.loop.places import has_published, ledger_place, read_ledger, rollout_files, traces_folder, weights_store
+from etude.run import HINT_COPY, RunFolder
 from etude.weights.chain import fsck
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class _Prover:
         name = self._name(path)
         try:
             sums = read_sums(path)
-        except Unproven as error:
+        except ChecksumMismatch as error:
             proof.add(name, f"{error.what}: {error.facts}", error.hint)
             return
         if sums is None:
@@ -214,7 +214,7 @@ class _Prover:
         name = self._name(path)
         try:
             proven = self._proven(path, proof)
-        except Unproven as error:
+        except ChecksumMismatch as error:
             proof.add(name, f"it is damaged: {error.facts}")
         except ValueError as error:
             proof.add(name, f"it is damaged: {error}")
@@ -231,15 +231,15 @@ class _Prover:
         match path.suffix:
             case ".parquet":
                 with path.open("rb") as file:
-                    return prove_parquet(file, name)
+                    return verify_parquet(file, name)
             case ".jsonl":
                 self._events(path, proof)
                 return True
             case ".json":
                 value = json.loads(path.read_bytes())
-                return opened(value, name) or value == []
+                return verify_json(value, name) or value == []
             case ".html":
-                found = proven_page(path.read_bytes())
+                found = verify_page(path.read_bytes())
                 if found is False:
                     raise ValueError("its digest does not fit")
                 return bool(found)
@@ -249,7 +249,7 @@ class _Prover:
         """The lines of a log; a last one without an end is being written, or was when its writer was killed."""
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                found = proven_line(line[:-1]) if line.endswith(b"\n") else True
+                found = verify_line(line[:-1]) if line.endswith(b"\n") else True
                 if not found and (self.has_sums or found is False):
                     proof.add(self._name(path), f"line {number} is damaged")
 
@@ -301,9 +301,9 @@ class _Prover:
                 assert isinstance(trace, InStore), "a store's"
                 with trace.open() as file:
                     try:
-                        if not prove_parquet(file, trace):
+                        if not verify_parquet(file, trace):
                             self._without(f"traces/{trace.name}", proof)
-                    except Unproven as error:
+                    except ChecksumMismatch as error:
                         proof.add(f"traces/{trace.name}", f"it is damaged: {error.facts}")
                 proof.num_files += 1
         except (EtudeError, OSError, ValueError) as error:

@@ -11,6 +11,7 @@ from pathlib import Path
 from etude.config import to_toml
 from etude.errors import CheckpointError
 from etude.evals import EvalResult
+from etude.file_checksums import SUMS, files_in, verify_files, write_sums
 from etude.harness import ChatFormat
 from etude.inference.config import EngineKind
 from etude.loop.apart import apart
@@ -24,7 +25,6 @@ from etude.records import Version
 from etude.records.task import Split
 from etude.run import RunFolder
 from etude.scratch import OwnFolder
-from etude.sums import SUMS, files_in, prove, write_sums
 from etude.telemetry import Telemetry
 
 TOKENIZER_FILES = (
@@ -43,7 +43,7 @@ def take_checkpoint(checkpoint: Path, run: RunFolder, telemetry: Telemetry | Non
     learners, mid = shutil.ignore_patterns("learner.*", SUMS), run / "checkpoints" / "mid"
     for folder in (mid, run / "tokenizer"):
         (folder / SUMS).unlink(missing_ok=True)
-    prove(checkpoint, [n for n in files_in(checkpoint) if not n.startswith("learner.")], kind=CheckpointError)
+    verify_files(checkpoint, [n for n in files_in(checkpoint) if not n.startswith("learner.")], kind=CheckpointError)
     shutil.copytree(checkpoint, mid, dirs_exist_ok=True, ignore=learners)
     write_sums(mid)
     (run / "tokenizer").mkdir(exist_ok=True)
@@ -63,7 +63,7 @@ def version_of(checkpoint: Path) -> Version | None:
     path = checkpoint / "learner.json"
     if not path.is_file():
         return None
-    prove(checkpoint, [path.name], kind=CheckpointError)
+    verify_files(checkpoint, [path.name], kind=CheckpointError)
     try:
         step, incarnation, digest = json.loads(path.read_bytes())["version"]
         return Version(int(step), str(incarnation), str(digest))

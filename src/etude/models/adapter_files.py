@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from etude.errors import CheckpointError, ConfigError
+from etude.file_checksums import verify_files
 from etude.models.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, base_of, damaged, next_base, read_peft
 from etude.models.checkpoint import ASSETS, load_model, load_tensors, save_tensors
 from etude.models.headers import HINT_DAMAGED
@@ -24,7 +25,6 @@ from etude.models.transformer import Transformer
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import ALONE, Parallel
 from etude.records.adapter import AdapterConfig
-from etude.sums import prove
 
 _BASE = "etude_base"
 """Of the metadata: the base's digest."""
@@ -57,7 +57,7 @@ def read_adapter(folder: Path) -> tuple[AdapterConfig, dict[str, torch.Tensor]]:
         config = AdapterConfig.from_peft(read_peft(folder), base)
     except ValueError as error:
         raise damaged(str(folder / ADAPTER_CONFIG), str(error)) from None
-    prove(folder, [ADAPTER_CONFIG], kind=CheckpointError)
+    verify_files(folder, [ADAPTER_CONFIG], kind=CheckpointError)
     return config, tensors
 
 

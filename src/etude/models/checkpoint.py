@@ -1,9 +1,9 @@
 """Reads and writes checkpoints as Hugging Face directories: config.json, weights in one file or in shards, and the
 tokeniser's files.
 
-A write is all or nothing: everything goes into a hidden sibling directory with its checksums (`etude.sums`), is
-fsynced, and is renamed into place. A read checks everything: names, shapes, dtypes and the number of weights before a
-model is built, and every byte where the directory has checksums.
+A write is all or nothing: everything goes into a hidden sibling directory with its checksums (`etude.file_checksums`),
+is fsynced, and is renamed into place. A read checks everything: names, shapes, dtypes and the number of weights before
+a model is built, and every byte where the directory has checksums.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 
 from etude import progress
 from etude.errors import CheckpointError
+from etude.file_checksums import verify_files, write_sums
 from etude.models.adapter_config import ADAPTER_CONFIG
 from etude.models.config import ModelConfig
 from etude.models.finite import not_finite
@@ -39,7 +40,6 @@ from etude.numerics.exact.operators import Exact
 from etude.numerics.formats import FORMATS
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import ALONE, Parallel
-from etude.sums import prove, write_sums
 
 ASSETS = (
     "tokenizer.json",
@@ -209,7 +209,7 @@ def prove_weights(path: Path, *, part: int = 0, parts: int = 1) -> None:
     for one or two GB. `part` of `parts`: the others are compared elsewhere. Raises `CheckpointError`."""
     is_sharded = (path / INDEX).is_file()
     names = ["config.json", *([INDEX, *shard_names(path / INDEX)] if is_sharded else [WEIGHTS])]
-    prove(path, names[part::parts], kind=CheckpointError)
+    verify_files(path, names[part::parts], kind=CheckpointError)
 
 
 def require_tied(path: Path, head: torch.Tensor, embedding: torch.Tensor) -> None:
@@ -278,7 +278,7 @@ def opened(path: Path, found: Container[str]) -> Iterator[Tensors]:
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Every tensor of one safetensors file. Raises `CheckpointError`."""
     with opened_file(path) as file:
-        prove(path.parent, [path.name], kind=CheckpointError)
+        verify_files(path.parent, [path.name], kind=CheckpointError)
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
 
 

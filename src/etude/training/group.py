@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch
 
 from etude.errors import CheckpointError
+from etude.file_checksums import files_in, verify_files
 from etude.models.attention import Cache, Packed
 from etude.models.checkpoint import load_tensors, save_tensors, whole_directory
 from etude.models.transformer import Transformer
 from etude.numerics.device import device_for
 from etude.numerics.exact import tree
 from etude.numerics.operators import Operators
-from etude.sums import files_in, prove
 from etude.training.rows import Rows
 from etude.training.totals import rounded, total
 from etude.training.trained import Loading, Trained, load_trained
@@ -157,7 +157,7 @@ class One:
 
     def restore(self, path: Path, optimizer: AdamW) -> None:
         if (path / SHARDS).is_dir():
-            prove(path, [name for name in files_in(path) if name.startswith(f"{SHARDS}/")], kind=CheckpointError)
+            verify_files(path, [name for name in files_in(path) if name.startswith(f"{SHARDS}/")], kind=CheckpointError)
             from etude.training.sharded.checkpoint import restore  # which needs torch.distributed
 
             return restore(path / SHARDS, optimizer)

@@ -25,13 +25,13 @@ import torch.nn.functional as F
 
 from etude.config import to_plain
 from etude.errors import CheckpointError, ParityError, RunError
+from etude.file_checksums import verify_files
 from etude.models.attention import Packed
 from etude.models.checkpoint import load_model, load_tensors, read_json, save_tensors, whole_directory, write_model
 from etude.models.config import ModelConfig
 from etude.models.naming import hf_biases, hf_views
 from etude.models.transformer import Forward, Transformer
 from etude.models.watch import Watch, unwatched
-from etude.sums import prove
 from etude.telemetry import Telemetry
 from etude.training.balance import Balance
 from etude.training.batches import Spans, pieces, plan, runs, share
@@ -275,7 +275,7 @@ class _Run:
             raise RunError(
                 f"{found} is the progress of other settings", hint=f"delete {self.job.partial} to begin anew"
             )
-        prove(found, [PROGRESS], kind=CheckpointError)
+        verify_files(found, [PROGRESS], kind=CheckpointError)
         state, biases = load_tensors(found / STATE), hf_biases(self.model)
         if not biases.keys() <= state.keys():
             raise RunError(

@@ -16,7 +16,7 @@ from etude.stores import MemoryStore
 from etude.training import TorchLearner
 from etude.weights import Channel, Follower
 from etude.weights.follow import vllm_worker
-from etude.weights.follow.vllm_worker import WorkerExtension, _Following, _Memory, _Rows
+from etude.weights.follow.vllm_worker import WorkerExtension, _Memory, _Rows, _WeightSync
 
 SIZES = replace(QWEN, num_layers=1, num_kv_heads=2)
 
@@ -39,11 +39,11 @@ class Worker(WorkerExtension):
         packing = [((name,), partial(self.packed.append, name)) for name in self.live]
         memory = _Memory(dict(self.live), packing)
         make = partial(Follower, store, can_undo=False)
-        self.etude_following = _Following(make, memory, _Rows(queries, keys, 1), 0, base=base)
+        self.etude_weight_sync = _WeightSync(make, memory, _Rows(queries, keys, 1), 0, base=base)
 
     def come(self) -> dict[str, object] | None:
         self.etude_prepare()
-        waiting = self.etude_following._preparing
+        waiting = self.etude_weight_sync._preparing
         assert waiting is not None
         waiting.exception(10)
         return self.etude_prepared()
@@ -73,7 +73,7 @@ def test_versions_are_merged_packed_once_and_undone(tmp_path: Path, dtype: str) 
             learner.optimizer.live.mul_(step)
             learner.trained.settle()
         version = learner.publish([]).version
-        assert worker.come() == vllm_worker._told(version)
+        assert worker.come() == vllm_worker._version_fields(version)
         worker.packed.clear()
         worker.etude_adopt()
         rest = (

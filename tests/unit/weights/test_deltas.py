@@ -11,7 +11,7 @@ import torch
 
 from etude.errors import WeightsError
 from etude.weights import Tensor, apply, bound, encode
-from etude.weights.delta import deltas, native, rooms
+from etude.weights.delta import arena, deltas, native
 from etude.weights.delta.arrays import NUMPY
 from etude.weights.tensors import DTYPES
 
@@ -292,7 +292,7 @@ def test_what_maps_no_names_to_arrays_is_said_to_be_none(wrong) -> None:
 @pytest.mark.skipif(bool(native.why_not()), reason=native.why_not() or "there")
 def test_in_place_takes_the_list_of_changes_once_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What numpy allocates, as `tracemalloc` sees it: lists in the heap, too."""
-    monkeypatch.setattr(rooms, "MAPPED_BYTES", 1 << 62)
+    monkeypatch.setattr(arena, "MAPPED_BYTES", 1 << 62)
     rng = np.random.default_rng(0)
     old = {f"w{i}": rng.integers(0x3C00, 0x3E00, (1000, 5000)).astype(np.uint16) for i in range(3)}
     new = {name: codes + (rng.random(codes.shape) < 0.02).astype(np.uint16) for name, codes in old.items()}

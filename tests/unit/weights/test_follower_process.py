@@ -24,7 +24,7 @@ from etude.stores import DirectoryStore
 from etude.weights import Channel, FollowerProcess, Tensor, chain
 from etude.weights.chain.signing import Signer
 from etude.weights.delta import native
-from etude.weights.follow.follower_process import Hello
+from etude.weights.follow.follower_process import FollowerArgs
 from etude.weights.tensors import same_bits
 
 SIZE = 4000
@@ -269,24 +269,26 @@ def test_only_what_the_owner_of_the_public_key_signed_is_followed(tmp_path: Path
         Channel(wrong, signer=other).publish(policy_at(0), step=0, parent=None, rollout_ids=[])
         with pytest.raises(WeightsError, match="is not signed with the key") as refused:
             follower.advance()
-        assert refused.value.facts == "its signature is another's"
+        assert refused.value.facts == "it is signed with another key"
 
 
 @pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_child_decodes_with_as_many_threads_as_it_was_told(tmp_path: Path, threads: int) -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     program = (
         "import sys; from etude.weights.delta.codec import KERNELS\n"
         "from etude.weights.follow import follower_child as child\n"
         "child._end_with = lambda connection: None\n"
         "child.main(sys.argv); print(KERNELS.threads)"
     )
-    with theirs:
+    with child_end:
         process = subprocess.Popen(
-            [sys.executable, "-c", program, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdout=subprocess.PIPE
+            [sys.executable, "-c", program, str(child_end.fileno())],
+            pass_fds=[child_end.fileno()],
+            stdout=subprocess.PIPE,
         )
     with ours:
-        ours.send(pickle.dumps(Hello(DirectoryStore(tmp_path), "policy", 1 << 30, 0.01, None, None, threads)))
+        ours.send(pickle.dumps(FollowerArgs(DirectoryStore(tmp_path), "policy", 1 << 30, 0.01, None, None, threads)))
     told, _ = process.communicate(timeout=60)
     assert told.strip() == str(threads).encode()

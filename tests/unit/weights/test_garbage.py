@@ -14,11 +14,11 @@ from etude.weights import Channel, Follower, Tensor, chain, lineage
 from etude.weights.chain.branches import drop, point
 from etude.weights.chain.compactor import Compactor
 from etude.weights.chain.garbage import collect
+from etude.weights.chain.garbage_records import pending_deletions
 from etude.weights.chain.history import head, load, pointers, stored
 from etude.weights.chain.inspect import verify
 from etude.weights.chain.plans import rebuild
 from etude.weights.chain.signing import Signer, new_key
-from etude.weights.chain.sweeps import announced
 from etude.weights.tensors import same_bits
 
 Policy = Callable[..., dict[str, Tensor]]
@@ -123,7 +123,7 @@ def test_the_first_collection_only_looks_and_a_later_one_takes_what_was_old_by_t
     assert holds(late, policy(30))
     assert Follower(store).advance(exactly=versions[-1]) is not None, "it was the head a day ago"
     assert collect(store, "policy", keep_s=DAY, now=DAY).num_deleted == 0
-    assert announced(store, "policy") == []
+    assert pending_deletions(store, "policy") == []
 
 
 def test_what_was_collected_is_no_damage_and_what_is_lost_is(policy: Policy) -> None:
@@ -157,7 +157,7 @@ def test_what_a_killed_publish_left_goes_once_it_is_old_and_its_manifest_with_it
     _killed_publish(store, policy, versions)
     adrift = {*store.list("objects/"), *store.list("manifests/")} - _named(store)
     assert len(adrift) >= 2
-    assert collect(store, "policy", keep_s=DAY, now=0.0).num_adrift == len(adrift)
+    assert collect(store, "policy", keep_s=DAY, now=0.0).num_unreachable == len(adrift)
     assert collect(store, "policy", keep_s=DAY, now=DAY).num_deleted == len(adrift)
     assert verify(store).orphans == ()
     rebuilds_every_pointer(store)
@@ -167,9 +167,9 @@ def test_without_the_key_of_a_signed_channel_nothing_adrift_is_taken(policy: Pol
     signer = Signer(new_key())
     store, _, versions = filled(policy, 3, signer)
     _killed_publish(store, policy, versions, signer)
-    num_adrift = collect(store, "policy", keep_s=DAY, now=0.0).num_adrift
+    num_unreachable = collect(store, "policy", keep_s=DAY, now=0.0).num_unreachable
     assert collect(store, "policy", keep_s=DAY, now=DAY).num_deleted == 0
-    assert collect(store, "policy", keep_s=DAY, now=DAY, signer=signer).num_deleted == num_adrift >= 2
+    assert collect(store, "policy", keep_s=DAY, now=DAY, signer=signer).num_deleted == num_unreachable >= 2
     assert Follower(store, public_key=signer.public_key).advance() is not None
 
 
@@ -279,7 +279,7 @@ def test_a_collection_killed_at_any_moment_is_harmless_and_the_next_one_finishes
         rebuilds_every_pointer(store)
         check = verify(store)
         assert (check.problems, check.orphans) == ((), ())
-        assert announced(store, "policy") == []
+        assert pending_deletions(store, "policy") == []
     assert number > 20
 
 

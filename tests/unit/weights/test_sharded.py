@@ -26,12 +26,12 @@ from etude.weights.chain.compactor import Compactor
 from etude.weights.chain.fsck import verify
 from etude.weights.delta.layout import PAGE_BYTES
 from etude.weights.files.folder import CheckpointFolder
-from etude.weights.files.following import FolderFollower
-from etude.weights.follow.parts import Part, assemble, part_of, parted, split
+from etude.weights.files.folder_follower import FolderFollower
+from etude.weights.follow.parts import Part, assemble, part_of, split, split_pieces
 from etude.weights.follow.runtime_map import Map, named, piece
 from etude.weights.follow.targets import Target
 from etude.weights.shards.part_follower import PartFollower
-from etude.weights.shards.sharded import Alone, ShardedChannel
+from etude.weights.shards.sharded import ShardedChannel, SingleRank
 from etude.weights.tensors import same_bits
 
 ROWS, WIDTH, EXPERTS = 512, 1024, 8
@@ -252,7 +252,7 @@ def test_tensors_that_share_a_tile_come_along_and_the_part_is_exact() -> None:
 
 def test_skip_deltas_composed_over_shards_lead_part_followers_and_whole_ones() -> None:
     store = MemoryStore()
-    channel = ShardedChannel(store, Alone())
+    channel = ShardedChannel(store, SingleRank())
     part, whole, compactor = PartFollower(store, {"norm"}.__contains__), Follower(store), Compactor(store, spans=(2,))
     parent = None
     for step in range(5):
@@ -360,8 +360,8 @@ def test_parts_go_into_the_memory_of_whole_tensors_and_of_ranks() -> None:
     specs = {name: tensor.spec for name, tensor in cut.items()}
     live = {name: tensor.codes.reshape(tensor.shape).copy() for name, tensor in old.items()}
     rows = np.zeros((200, WIDTH), np.uint16)  # rows 200 to 399 of the embedding: of two parts
-    target = Target(Map(parted(named(live), specs)))
-    rank = Target(Map(parted({"embed": [piece("embed", rows, [(200, 400), (0, WIDTH)])]}, specs), ignored=specs))
+    target = Target(Map(split_pieces(named(live), specs)))
+    rank = Target(Map(split_pieces({"embed": [piece("embed", rows, [(200, 400), (0, WIDTH)])]}, specs), ignored=specs))
     follower = Follower(_store_of(cut))
     update = follower.advance()
     assert update is not None
@@ -374,13 +374,13 @@ def test_parts_go_into_the_memory_of_whole_tensors_and_of_ranks() -> None:
 
 def _store_of(tensors: Mapping[str, Tensor]) -> MemoryStore:
     store = MemoryStore()
-    ShardedChannel(store, Alone()).publish(tensors, step=0, parent=None, rollout_ids=[])
+    ShardedChannel(store, SingleRank()).publish(tensors, step=0, parent=None, rollout_ids=[])
     return store
 
 
 def test_a_directory_that_follows_ranks_holds_whole_tensors_and_goes_on_after_a_restart(tmp_path: Path) -> None:
     store = MemoryStore()
-    channel = ShardedChannel(store, Alone())
+    channel = ShardedChannel(store, SingleRank())
     parent = None
     for step in range(3):
         cut = {**shard(step_of(step), 0, 2), **shard(step_of(step), 1, 2)}

@@ -15,6 +15,7 @@ import torch
 from torch import distributed
 
 from etude.errors import CheckpointError, ConfigError, EtudeError
+from etude.file_checksums import digests, files_in, verify_files, write_sums
 from etude.models.attention import Cache, Packed
 from etude.models.checkpoint import complete, prove_weights, sync
 from etude.models.transformer import Transformer
@@ -23,7 +24,6 @@ from etude.numerics.config import Quantise
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import RankLost
 from etude.seams import BlobStore
-from etude.sums import digests, files_in, prove, write_sums
 from etude.training.config import LiveWeights
 from etude.training.group import SHARDS, STATE, Rowwise
 from etude.training.optimizer import AdamW
@@ -183,7 +183,7 @@ class Sharded:
     def restore(self, path: Path, optimizer: AdamW) -> None:
         with self.agreed("optimiser"):
             state = [name for name in files_in(path) if name == STATE or name.startswith(f"{SHARDS}/")]
-            prove(path, state[self.rank :: self.size], kind=CheckpointError)
+            verify_files(path, state[self.rank :: self.size], kind=CheckpointError)
         with self.agreed("optimiser"):
             if (path / SHARDS).is_dir():
                 checkpoint.restore(path / SHARDS, optimizer, self._cuts, self.mesh.control)

@@ -1,8 +1,8 @@
-"""Mappings of arrays in, tensors of codes out: where the dtypes of numpy (and of torch) meet ours.
+"""Converts arrays of users (numpy, torch, anything with the buffer protocol) to `Tensor`s and back.
 
-A user's arrays are numpy's, torch's, or anything with the buffer protocol. Here they become views of their own bits:
-no copy where the memory allows it, no conversion ever. numpy has no bf16 and no fp8: `dtypes` says what its integers
-mean. torch is imported by nobody here; a tensor of it brings its module along.
+Arrays become views of their own bits: without a copy where the memory layout allows it, and never with a conversion of
+values. numpy has no bf16 and no fp8, so a `dtypes` argument says what its integers mean. This module does not import
+torch: it uses the module of a torch tensor that it receives.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from etude.weights.tensors import DTYPES, Tensor
 
 Array = npt.NDArray[Any]
 Arrays = Mapping[str, Any]
-"""Name -> a numpy array, a torch tensor in CPU memory, a `Tensor`, or anything with the buffer protocol."""
+"""Name -> numpy array, torch tensor in CPU memory, `Tensor`, or object with the buffer protocol."""
 
 NUMPY: dict[str, np.dtype[Any]] = {
     "f16": np.dtype(np.float16),
@@ -31,7 +31,7 @@ NUMPY: dict[str, np.dtype[Any]] = {
     "i64": np.dtype(np.int64),
     "bool": np.dtype(np.bool_),
 }
-"""The dtypes that numpy has beside the unsigned integers, which stand for themselves and for all others' codes."""
+"""The dtypes that numpy has natively. Every other dtype is represented by unsigned integers."""
 
 _NAMES = {
     **{kind.name: name for name, kind in NUMPY.items()},
@@ -45,9 +45,11 @@ _NAMES = {
 
 
 def tensor_of(name: str, value: Any, dtype: str | None = None) -> Tensor:
-    """A value's bits as a `Tensor`; `dtype` says what they mean where the value's own does not.
+    """Convert an array to a `Tensor`, without a copy where possible.
 
-    Raises `WeightsError` that names the tensor.
+    `name`: the tensor's name, for errors. `value`: a numpy array, CPU torch tensor, `Tensor`, or buffer. `dtype`: a
+    name in `tensors.DTYPES`; needed if the value's own dtype does not say it (bf16 stored as uint16, raw bytes). Raises
+    `WeightsError` for an unknown dtype, a size that does not fit the dtype, or a value without a buffer.
 
     >>> tensor_of("w", np.array([[1.0, -0.0]], np.float32)).spec
     Spec(dtype='f32', shape=(1, 2))
@@ -87,7 +89,7 @@ def tensor_of(name: str, value: Any, dtype: str | None = None) -> Tensor:
 
 
 def check_arrays(arrays: object) -> None:
-    """Raises `WeightsError` for what is no mapping of names to arrays."""
+    """Raise `WeightsError` if `arrays` is not a mapping of strings to arrays."""
     if not isinstance(arrays, Mapping):
         facts = f"a {type(arrays).__name__}"
     else:
@@ -99,9 +101,11 @@ def check_arrays(arrays: object) -> None:
 
 
 def bits_of(name: str, value: Any) -> tuple[Array, str]:
-    """A view of a value's memory as unsigned integers, in its shape and strides; and its dtype's name here, or "".
+    """View the memory of a value as unsigned integers of the same shape and strides. Returns the view, and the dtype's
+    name in `tensors.DTYPES` ("" if it has none).
 
-    Writable where the memory is. Raises `WeightsError` for what has no bits to view.
+    The view is writable if the memory is. Raises `WeightsError` for a value that has no buffer, is on a device, or has
+    an element size other than 1, 2, 4 or 8 bytes.
     """
     if is_torch(value):
         return _torch_bits(name, value)
@@ -128,7 +132,9 @@ def bits_of(name: str, value: Any) -> tuple[Array, str]:
 
 
 def like(tensor: Tensor, array: Any = None) -> Array:
-    """A tensor's bits in its shape: of numpy's dtype where it has one, or of `array`'s where that has the same name.
+    """Convert a `Tensor` to a numpy array of its shape, sharing memory.
+
+    The numpy dtype is that of `array` if it represents the same dtype, else numpy's own dtype, else unsigned codes.
 
     >>> like(Tensor("f32", (1,), np.array([0x3F800000], np.uint32)))
     array([1.], dtype=float32)
@@ -142,7 +148,7 @@ def like(tensor: Tensor, array: Any = None) -> Array:
 
 
 def name_of(dtype: str) -> str:
-    """Our name of a dtype as numpy or torch call it; "" where there is none.
+    """etude's name of a numpy or torch dtype; "" if it has none.
 
     >>> name_of("torch.bfloat16"), name_of("uint8"), name_of("complex64")
     ('bf16', 'u8', '')
@@ -151,7 +157,7 @@ def name_of(dtype: str) -> str:
 
 
 def is_torch(value: object) -> bool:
-    """Whether a value is a torch tensor. Asks the module that made it: whoever has one has imported torch."""
+    """Whether a value is a torch tensor. Does not import torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 

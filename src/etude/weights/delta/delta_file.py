@@ -1,8 +1,9 @@
-"""Reads and writes delta files: one delta in one file, which needs nothing but its base. A file has a head, a table, a
-note, objects, and a digest of everything before it.
+"""Reads and writes delta files (`.etdf`): a complete delta in one file. A file has a head, a table of tensors, a note,
+delta objects, and a SHA-256 of everything before it.
 
-`docs/formats/delta_file.md` has every field. This module has only the container; the codec encodes the objects in it.
-Channels do not use it, as their manifests hold the same facts: the file is for users who move deltas by themselves.
+`docs/formats/delta_file.md` defines every field. This module handles only the container; `codec` encodes the objects.
+Channels do not use this format, since their manifests contain the same information. It is for users who move deltas by
+themselves.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Entry:
     """One tensor of the base (`old`), of the target (`new`), or of both. Spec and checksum are None on a side that
     lacks the tensor.
 
-    `same`: no bit changes; then both sides have the same spec and checksum.
+    `same`: no bit changes, so both sides have the same spec and checksum.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Entry:
 
     @property
     def kind(self) -> Kind:
+        """What the delta does with this tensor."""
         if self.old is None:
             return Kind.NEW
         if self.new is None:
@@ -67,13 +69,13 @@ class Entry:
 
     @property
     def coded(self) -> bool:
-        """Whether an object of the file holds data of this tensor."""
+        """Whether an object of the file contains data of this tensor."""
         return self.kind in (Kind.CHANGED, Kind.NEW, Kind.REPLACED)
 
 
 @dataclass(frozen=True)
 class DeltaFile:
-    """A delta file, parsed and proven by its own digest. Its objects are not decoded."""
+    """A parsed delta file whose SHA-256 was verified. Its objects are not decoded."""
 
     entries: tuple[Entry, ...]  # by name
     note: bytes  # free for the tool that wrote the file; not read here
@@ -81,12 +83,12 @@ class DeltaFile:
 
     @property
     def target_bytes(self) -> int:
-        """Bytes of all of the target's tensors."""
+        """Size of all tensors of the target, in bytes."""
         return sum(entry.new.num_bytes for entry in self.entries if entry.new)
 
 
 def write_head(entries: Sequence[Entry], note: bytes, num_objects: int) -> bytes:
-    """The bytes of a file before its first object. Raises `WeightsError` where a reader would refuse them."""
+    """Encode everything before the first object. Raises `WeightsError` if it exceeds a limit of the format."""
     table = b"".join(map(_write_entry, entries))
     for what, size, limit in (
         ("tensors", len(entries), MAX_ENTRIES),
@@ -101,13 +103,13 @@ def write_head(entries: Sequence[Entry], note: bytes, num_objects: int) -> bytes
 
 
 def write_object_head(num_bytes: int, num_tensors: int) -> bytes:
-    """The bytes before an object: its size, and how many tensors it covers."""
+    """Encode the prefix of an object: its size in bytes, and the number of tensors that it covers."""
     return _OBJECT.pack(num_bytes, num_tensors)
 
 
 def read(data: bytes | memoryview) -> DeltaFile:
-    """Parse a delta file and prove it by its digest. Objects are not copied. Raises `WeightsError` for bytes that are
-    no delta file, or a damaged one."""
+    """Parse a delta file and verify its SHA-256. Objects are views of `data`, not copies. Raises `WeightsError` for
+    bytes that are not a delta file, or a damaged one."""
     view = memoryview(data).cast("B")
     if len(view) < _HEAD.size + DIGEST_BYTES:
         raise damaged(f"it has {len(view)} bytes, fewer than any delta file", cut=True)
@@ -150,8 +152,8 @@ def read(data: bytes | memoryview) -> DeltaFile:
 
 
 def damaged(facts: str, *, cut: bool = False) -> WeightsError:
-    """Make the error of a delta file that `encode` cannot have written. `cut`: its digest or its length is wrong, so
-    that it was probably cut off or altered."""
+    """Create the error for a damaged delta file. `cut`: its digest or length is wrong, so it was probably truncated or
+    altered."""
     hint = "copy the file again: it was cut off or altered" if cut else "encode it again: etude did not write this file"
     return WeightsError("the delta file is damaged", facts, hint=hint)
 
@@ -225,7 +227,7 @@ def _text(data: memoryview) -> str:
 
 
 class _Reader:
-    """Takes bytes from the front, never past the end."""
+    """Takes bytes from the front of a buffer; never reads past the end."""
 
     def __init__(self, data: memoryview, at: int) -> None:
         self._data, self._at = data, at

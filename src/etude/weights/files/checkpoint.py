@@ -19,8 +19,8 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from etude.errors import CheckpointError, NoCheckpoint
-from etude.sums import SUMS, prove
-from etude.weights.files.disk import refused, sync_folder, write_synced
+from etude.file_checksums import SUMS, verify_files
+from etude.weights.files.disk import store_errors, sync_folder, write_synced
 from etude.weights.files.safetensors_file import Place, map_file, parse_header, read_header, write_header
 from etude.weights.tensors import Tensor
 
@@ -64,9 +64,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
         names = _names(path)
         index = _read_index(path / INDEX) if (path / INDEX).is_file() else None
     if path.is_file():
-        prove(path.parent, [path.name], kind=CheckpointError)
+        verify_files(path.parent, [path.name], kind=CheckpointError)
     else:
-        prove(path, [*names, *([INDEX] if index is not None else [])], kind=CheckpointError)
+        verify_files(path, [*names, *([INDEX] if index is not None else [])], kind=CheckpointError)
     headers: dict[str, str] = {}
     places: dict[str, tuple[str, Place]] = {}
     tensors: dict[str, Tensor] = {}
@@ -121,7 +121,7 @@ def index_of(headers: Mapping[str, str]) -> str | None:
     )
 
 
-def copy_others(source: Path, target: Path) -> list[str]:
+def copy_other_files(source: Path, target: Path) -> list[str]:
     """Copy the files that are no weights (config, tokeniser, templates) from one directory to another. Returns their
     names."""
     copied = []
@@ -151,7 +151,7 @@ class CheckpointWriter:
         self._files: dict[str, BinaryIO] = {}
 
     def __enter__(self) -> Self:
-        with refused(f"{self._folder} cannot be written"):
+        with store_errors(f"{self._folder} cannot be written"):
             self._folder.mkdir(parents=True, exist_ok=True)
             try:
                 for name, text in self._headers.items():
@@ -172,7 +172,7 @@ class CheckpointWriter:
             what = f"{tensor.dtype} {list(tensor.shape)}"
             where = f"the header has {place.dtype} {list(place.shape)}" if place else "no header has it"
             raise CheckpointError(f"{name!r} is {what}", where, hint="the headers are of another checkpoint")
-        with refused(f"{self._folder} cannot be written"):
+        with store_errors(f"{self._folder} cannot be written"):
             self._files[file].seek(place.start)
             self._files[file].write(tensor.codes.data.cast("B") if tensor.codes.size else b"")
         self._left.discard(name)
@@ -184,7 +184,7 @@ class CheckpointWriter:
         try:
             if self._left:
                 raise CheckpointError(f"{min(self._left)!r} was not written", hint="this is a defect of its writer")
-            with refused(f"{self._folder} cannot be written"):
+            with store_errors(f"{self._folder} cannot be written"):
                 for file in self._files.values():
                     file.flush()
                     os.fsync(file.fileno())

@@ -19,9 +19,15 @@ from etude.errors import CheckpointError, EtudeError, InputError, StoreError, We
 from etude.weights.delta import deltas
 from etude.weights.delta.choices import Mode
 from etude.weights.delta.delta_file import MAGIC, DeltaFile, damaged, read
-from etude.weights.files.checkpoint import INDEX, WEIGHTS, Checkpoint, CheckpointWriter, copy_others, read_checkpoint
-from etude.weights.files.disk import refused, sync_folder
-from etude.weights.files.outputs import check_file, check_output
+from etude.weights.files.checkpoint import (
+    INDEX,
+    WEIGHTS,
+    Checkpoint,
+    CheckpointWriter,
+    copy_other_files,
+    read_checkpoint,
+)
+from etude.weights.files.disk import check_file, check_output, store_errors, sync_folder
 from etude.weights.files.safetensors_file import Place, parse_header
 
 
@@ -44,7 +50,7 @@ def encode_delta(a: Path, b: Path, out: Path, mode: Mode = "best") -> int:
     check_file(out, (a, b), MAGIC, "delta file")
     old, new = read_checkpoint(a), read_checkpoint(b)
     beside = out.with_name(out.name + ".tmp")
-    with refused(f"{out} cannot be written"):
+    with store_errors(f"{out} cannot be written"):
         try:
             with beside.open("wb") as file:
                 for part in deltas.parts(old.tensors, new.tensors, mode=mode, note=_write_note(old, new)):
@@ -76,7 +82,7 @@ def apply_delta(a: Path, delta: Path, out: Path) -> Applied:
         _check_room(file, out.parent)
         held = deltas.check_base(file, base.tensors)
         beside = out.with_name(out.name + ".tmp")
-        with refused(f"{out} cannot be written"):
+        with store_errors(f"{out} cannot be written"):
             shutil.rmtree(beside, ignore_errors=True)  # a killed one's
             try:
                 with CheckpointWriter(beside, headers, index) as writer:
@@ -86,7 +92,7 @@ def apply_delta(a: Path, delta: Path, out: Path) -> Applied:
                     for made in deltas.decoded(file, held):
                         for name, tensor in made.items():
                             writer.put(name, tensor)
-                copied = copy_others(a, beside) if a.is_dir() else []
+                copied = copy_other_files(a, beside) if a.is_dir() else []
                 if out.suffix == ".safetensors":
                     os.replace(beside / WEIGHTS, out)
                 else:
@@ -131,7 +137,7 @@ def opened(path: Path) -> Iterator[DeltaFile]:
 
 def _check_room(file: DeltaFile, folder: Path) -> None:
     """A target that the disk cannot hold is refused before anything of it is decoded. Raises `StoreError`."""
-    with refused(f"{folder} cannot be written"):
+    with store_errors(f"{folder} cannot be written"):
         free = shutil.disk_usage(folder).free
     if file.target_bytes > free:
         raise StoreError(

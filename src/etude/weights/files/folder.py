@@ -22,9 +22,9 @@ import msgspec
 import numpy as np
 
 from etude.errors import InputError, StoreError, WeightsError
+from etude.file_checksums import SUMS
 from etude.records.completion import Version
-from etude.sums import SUMS
-from etude.weights.chain.undo import compare
+from etude.weights.chain.undo_record import compare_tensors
 from etude.weights.files.checkpoint import (
     INDEX,
     WEIGHTS,
@@ -35,9 +35,9 @@ from etude.weights.files.checkpoint import (
     layout,
     read_checkpoint,
 )
-from etude.weights.files.disk import refused, sync_folder, write_synced
+from etude.weights.files.disk import store_errors, sync_folder, write_synced
 from etude.weights.files.journal import Change, Journal, read_journal, write_journal
-from etude.weights.follow.head import Followed
+from etude.weights.follow.head_tracker import FollowedPointer
 from etude.weights.follow.parts import split
 from etude.weights.tensors import Tensor, content_digest, tensor_digest
 
@@ -51,7 +51,7 @@ After = Callable[[str], None]
 class _State(msgspec.Struct, frozen=True):
     format: int
     version: Version
-    followed: Followed | None = None  # None: its keeper did not `remember` a pointer
+    followed: FollowedPointer | None = None  # None: its keeper did not `remember` a pointer
 
 
 class CheckpointFolder:
@@ -68,7 +68,7 @@ class CheckpointFolder:
         if taken.exists() and not taken.is_dir():
             facts, hint = "a checkpoint is kept in a directory", "give a directory, or a path that does not exist yet"
             raise InputError(f"{taken} is no directory", facts, hint=hint)
-        with refused(f"{path} cannot be kept"):
+        with store_errors(f"{path} cannot be kept"):
             path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(path / LOCK, _LOCK_FLAGS, 0o644)
         try:
@@ -103,7 +103,7 @@ class CheckpointFolder:
         return self._state.version if self._state else None
 
     @property
-    def followed(self) -> Followed | None:
+    def followed(self) -> FollowedPointer | None:
         """The pointer that was followed last; None where neither `adopt` nor `remember` got one."""
         return self._state.followed if self._state else None
 
@@ -122,7 +122,7 @@ class CheckpointFolder:
         version: Version,
         tensors: Mapping[str, Tensor],
         *,
-        followed: Followed | None = None,
+        followed: FollowedPointer | None = None,
         after: After | None = None,
     ) -> int:
         """Write a version's tensors to the directory; durable when this returns. Returns the bytes of weights that were
@@ -134,14 +134,14 @@ class CheckpointFolder:
         opening it again completes the new one.
         """
         done = after or (lambda step: None)
-        changed, replaced = compare(self.tensors, tensors)
+        changed, replaced = compare_tensors(self.tensors, tensors)
         if replaced or self.tensors.keys() - tensors.keys() or self._held is None:
             journal, num_bytes = self._lay_out(version, tensors, followed)
         else:
             changes = [_change(self._held, name, *lists, tensors[name]) for name, lists in changed.items()]
             journal = Journal(version, changes, followed=followed)
             num_bytes = sum(change.codes.nbytes for change in changes)
-        with refused(f"{self.path} cannot be written"):
+        with store_errors(f"{self.path} cannot be written"):
             write_synced(self.path / JOURNAL, write_journal(journal))
             done("journal")
             self._follow(journal, done)
@@ -149,12 +149,12 @@ class CheckpointFolder:
         self._held = read_checkpoint(self.path)
         return num_bytes
 
-    def remember(self, followed: Followed) -> None:
+    def remember(self, followed: FollowedPointer) -> None:
         """Store the pointer that was followed to the held version; durable when this returns. Raises `StoreError`."""
         if self._state is None or self._state.version != followed.version or self._state.followed == followed:
             return
         state = _State(FORMAT, followed.version, followed)
-        with refused(f"{self.path} cannot be written"):
+        with store_errors(f"{self.path} cannot be written"):
             write_synced(self.path / STATE, msgspec.json.encode(state))
         self._state = state
 
@@ -173,7 +173,7 @@ class CheckpointFolder:
             )
 
     def _lay_out(
-        self, version: Version, tensors: Mapping[str, Tensor], followed: Followed | None
+        self, version: Version, tensors: Mapping[str, Tensor], followed: FollowedPointer | None
     ) -> tuple[Journal, int]:
         """Write all tensors into new files beside the old. Returns the journal that moves them into place."""
         headers = layout(tensors)
@@ -188,7 +188,7 @@ class CheckpointFolder:
 
     def _recover(self) -> None:
         """Complete the adoption of a journal, or remove files of one that has no whole journal. May be repeated."""
-        with refused(f"{self.path} cannot be recovered"):
+        with store_errors(f"{self.path} cannot be recovered"):
             if (self.path / NEXT).is_symlink():  # no keeper's: it could lead anywhere
                 (self.path / NEXT).unlink()
             if (self.path / JOURNAL).exists():

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from etude.records.completion import Version
-from etude.weights.follow.head import Followed
+from etude.weights.follow.head_tracker import FollowedPointer
 from etude.weights.follow.live import Places
 from etude.weights.tensors import Codes
 
@@ -41,7 +41,7 @@ class Journal:
     changes: list[Change] = field(default_factory=list)
     moves: list[str] = field(default_factory=list)  # files that lie ready beside, to be moved into place
     removes: list[str] = field(default_factory=list)  # files that are no more
-    followed: Followed | None = None  # the pointer that led there; None: not told
+    followed: FollowedPointer | None = None  # the pointer that led there; None: not told
 
 
 class _Listed(msgspec.Struct, frozen=True):
@@ -57,7 +57,7 @@ class _Header(msgspec.Struct, frozen=True):
     changes: list[_Listed]
     moves: list[str]
     removes: list[str]
-    followed: Followed | None = None
+    followed: FollowedPointer | None = None
 
 
 def write_journal(journal: Journal) -> bytes:

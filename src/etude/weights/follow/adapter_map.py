@@ -53,7 +53,7 @@ def adapter_map(
         for piece in places.get(name, ()):
             piece.check(name, spec)
 
-    def settle() -> None:  # with the first version, and with one that is written whole
+    def write_base() -> None:  # with the first version, and with one that is written whole
         if live[PUBLISHED].tobytes() != published[PUBLISHED].codes.tobytes():
             hint = "restart the engine: it then starts with the newest version"
             raise WeightsError("an adapter of other settings is published than at the start", f"{config}", hint=hint)
@@ -67,7 +67,7 @@ def adapter_map(
         for piece in places[name]:
             piece.fill(spec, codes_of(merged, dtype).reshape(-1))
 
-    derived = [Derived(frozenset({PUBLISHED}), settle)]
+    derived = [Derived(frozenset({PUBLISHED}), write_base)]
     derived += [Derived(frozenset(names(name)), partial(write, name, spec)) for name, spec in specs.items()]
     calls: dict[Call, set[str]] = {}
     for name in specs.keys() & packing.keys():

@@ -11,14 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 from etude.errors import WeightsError
-from etude.weights.follow.runtime_map import Piece, Pieces, fused, joined, named, piece
+from etude.weights.follow.runtime_map import Piece, Pieces, fused, merge_pieces, named, piece
 from etude.weights.tensors import Spec
 
 
 def transformers_pieces(live: Mapping[str, Any]) -> Pieces:
     """`model.state_dict()` of a `transformers` model (5.x): as in the checkpoint, but for experts, which are stacked
     (`experts.gate_up_proj` [E, 2I, H], `experts.down_proj` [E, H, I])."""
-    return joined(
+    return merge_pieces(
         *(_experts(name, value, ".gate_up_proj", ".down_proj") or named({name: value}) for name, value in live.items())
     )
 
@@ -29,7 +29,7 @@ def fused_pieces(live: Mapping[str, Any], *, query_rows: int, key_rows: int) -> 
 
     `query_rows`, `key_rows`: rows of q_proj, and of k_proj as of v_proj, on this rank. Raises `WeightsError`.
     """
-    return joined(*(_fused(name, value, query_rows, key_rows) for name, value in live.items()))
+    return merge_pieces(*(_fused(name, value, query_rows, key_rows) for name, value in live.items()))
 
 
 def sharded(pieces: Pieces, specs: Mapping[str, Spec], *, rank: int, size: int) -> Pieces:
@@ -96,4 +96,4 @@ def _experts(name: str, value: Any, both: str, down: str) -> Pieces:
         fused(value[e], {f"{stem}.{e}.gate_proj.weight": half, f"{stem}.{e}.up_proj.weight": half})
         for e in range(value.shape[0])
     )
-    return joined(*parts)
+    return merge_pieces(*parts)

@@ -20,8 +20,8 @@ from etude.records.completion import Version
 from etude.seams import BlobStore
 from etude.weights.chain import history, plans
 from etude.weights.chain.manifest import Manifest
-from etude.weights.chain.undo import Changes, Undo, compare, retain
-from etude.weights.follow.head import LIMIT_BYTES, Followed, Head, check_size
+from etude.weights.chain.undo_record import Changes, UndoRecord, compare_tensors, make_undo_record
+from etude.weights.follow.head_tracker import LIMIT_BYTES, FollowedPointer, HeadTracker, check_size
 from etude.weights.follow.parts import split
 from etude.weights.tensors import Tensor
 
@@ -40,12 +40,12 @@ class Update:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldVersion:
     """A version, its tensors, and the way back from it."""
 
     manifest: Manifest
     tensors: dict[str, Tensor]
-    undo: Undo | None = None
+    undo: UndoRecord | None = None
     before: Manifest | None = None
 
 
@@ -70,11 +70,11 @@ class Follower:
         limit_bytes: int = LIMIT_BYTES,
         public_key: bytes | None = None,
         can_undo: bool = True,
-        followed: Followed | None = None,
+        followed: FollowedPointer | None = None,
     ) -> None:
         self._store, self._name, self._limit_bytes, self._can_undo = store, name, limit_bytes, can_undo
-        self._head = Head(store, name, branch, public_key, followed)
-        self._held: Held | None = None
+        self._head = HeadTracker(store, name, branch, public_key, followed)
+        self._held: HeldVersion | None = None
 
     @property
     def version(self) -> Version | None:
@@ -87,7 +87,7 @@ class Follower:
         return MappingProxyType(self._held.tensors if self._held else {})
 
     @property
-    def followed(self) -> Followed | None:
+    def followed(self) -> FollowedPointer | None:
         """The pointer that was followed last; None at the start. Store it to continue from it in another process."""
         return self._head.followed
 
@@ -96,7 +96,7 @@ class Follower:
         """Bytes of memory that are kept to undo the last update."""
         return self._held.undo.num_bytes if self._held and self._held.undo else 0
 
-    def pointer(self) -> Version | None:
+    def head_version(self) -> Version | None:
         """The head's version; None before the first publish. One read of some hundred bytes."""
         return self._head.version()
 
@@ -121,9 +121,9 @@ class Follower:
                 f"{self.version} is held" if held else "nothing is held",
                 hint="one update can be undone, if it is kept; `advance(exactly=...)` goes to any that is stored",
             )
-        tensors = plans.prove(held.before, held.undo.apply(held.tensors), plans.Proof.CHECKSUM)
-        update = update_of(held.before.version, held.tensors, tensors, started)
-        self._held = Held(held.before, tensors)
+        tensors = plans.verify_tensors(held.before, held.undo.apply(held.tensors), plans.Proof.CHECKSUM)
+        update = make_update(held.before.version, held.tensors, tensors, started)
+        self._held = HeldVersion(held.before, tensors)
         return update
 
     def start_from(self, version: Version, tensors: Mapping[str, Tensor]) -> bool:
@@ -138,14 +138,14 @@ class Follower:
         expected = {entry.name: entry.spec for entry in manifest.tensors}
         if len(held) < len(tensors) or {name: tensor.spec for name, tensor in held.items()} != expected:
             return False
-        with suppress(plans.Unproven):
-            self._held = Held(manifest, plans.prove(manifest, held))
+        with suppress(plans.TensorMismatch):
+            self._held = HeldVersion(manifest, plans.verify_tensors(manifest, held))
         return self._held is not None and self._held.manifest is manifest
 
-    def hold(self, tensors: Mapping[str, Tensor]) -> None:
+    def rebind(self, tensors: Mapping[str, Tensor]) -> None:
         """Keep the held version in other memory: tensors of the same names and bits, for instance a shared image."""
         assert self._held is not None, "there is a version to be held"
-        self._held = Held(self._held.manifest, dict(tensors), self._held.undo, self._held.before)
+        self._held = HeldVersion(self._held.manifest, dict(tensors), self._held.undo, self._held.before)
 
     def _move(self, target: Manifest, started: float) -> Update | None:
         """Come to a version and hold it; None when it is held."""
@@ -153,26 +153,26 @@ class Follower:
             return None
         self._check_size(target)
         before = self._held.tensors if self._held else {}
-        reached = plans.reach(self._store, target, self.version, before, self._check_size)
-        update = update_of(target.version, before, reached.tensors, started, reached)
-        undo = retain(before, reached.tensors, update.changed) if self._held and self._can_undo else None
-        self._held = Held(target, reached.tensors, undo, self._held.manifest if self._held else None)
+        fetched = plans.fetch_version(self._store, target, self.version, before, self._check_size)
+        update = make_update(target.version, before, fetched.tensors, started, fetched)
+        undo = make_undo_record(before, fetched.tensors, update.changed) if self._held and self._can_undo else None
+        self._held = HeldVersion(target, fetched.tensors, undo, self._held.manifest if self._held else None)
         return update
 
     def _check_size(self, manifest: Manifest) -> None:
         check_size(manifest, self._limit_bytes)
 
 
-def update_of(
+def make_update(
     version: Version,
     before: Mapping[str, Tensor],
     tensors: Mapping[str, Tensor],
     started: float,
-    reached: plans.Reached | None = None,
+    fetched: plans.Rebuilt | None = None,
 ) -> Update:
     """Make the update between two sets of tensors."""
-    lists = reached.taken.lists if reached else {}
-    changed, replaced = compare(before, {name: one for name, one in tensors.items() if name not in lists})
+    lists = fetched.decoded.lists if fetched else {}
+    changed, replaced = compare_tensors(before, {name: one for name, one in tensors.items() if name not in lists})
     changed |= {name: (one.positions, one.codes) for name, one in lists.items() if name in tensors}
     return Update(
         version=version,
@@ -180,6 +180,6 @@ def update_of(
         replaced=replaced,
         removed=tuple(sorted(before.keys() - tensors.keys())),
         fetch_s=time.perf_counter() - started,
-        fetched_bytes=reached.fetched_bytes if reached else 0,
-        healed=reached.failures if reached else (),
+        fetched_bytes=fetched.fetched_bytes if fetched else 0,
+        healed=fetched.failures if fetched else (),
     )

@@ -2,7 +2,7 @@
 
 The child (`follower_child`) follows the chain, decodes, proves, and hands over sealed images (`image`); here they are
 only mapped. It has its parent's priority: at a lower one it starves where cores are short. Asking is by turns over a
-socket pair: one question and one answer at a time, so nothing can pile up. The question names the version held, which
+socket pair: one request and one answer at a time, so nothing can pile up. The request names the version held, which
 decides what the answer says: a child that was killed is started again and catches up, and nothing is lost with it. A
 child ends with its parent, however that ends: it sees the socket close. Linux only: memfd.
 """
@@ -24,7 +24,7 @@ from etude.errors import EtudeError, WeightsError
 from etude.records.completion import Version
 from etude.seams import BlobStore
 from etude.weights.follow.follower import Update
-from etude.weights.follow.head import LIMIT_BYTES, Followed
+from etude.weights.follow.head_tracker import LIMIT_BYTES, FollowedPointer
 from etude.weights.follow.image import read_image
 from etude.weights.tensors import Tensor
 
@@ -34,7 +34,7 @@ POLL_S, WAIT_S = 0.05, 0.2
 _END_S = 10.0
 
 
-class Hello(NamedTuple):
+class FollowerArgs(NamedTuple):
     """The first message to a child process, pickled: the arguments of its follower."""
 
     store: BlobStore
@@ -42,23 +42,23 @@ class Hello(NamedTuple):
     limit_bytes: int
     poll_s: float
     public_key: bytes | None
-    followed: Followed | None  # by the children before
+    followed: FollowedPointer | None  # by the children before
     threads: int  # of its decoding; 0: as many as cores
 
 
-class Ask(msgspec.Struct, frozen=True):
+class Request(msgspec.Struct, frozen=True):
     """Is there another version than the one held? Wait so long for one."""
 
     held: Version | None
     wait_s: float
 
 
-class Answer(msgspec.Struct, frozen=True):
+class Response(msgspec.Struct, frozen=True):
     """An image, whose file descriptor comes along; or what went wrong; or, with neither, that there is no news."""
 
     table_at: int | None = None
-    followed: Followed | None = None  # the pointer that led there
-    trouble: tuple[str, str, str] | None = None  # what, facts, hint
+    followed: FollowedPointer | None = None  # the pointer that led there
+    error: tuple[str, str, str] | None = None  # what, facts, hint
 
 
 class FollowerProcess:
@@ -83,12 +83,12 @@ class FollowerProcess:
         deadline_s: float = DEADLINE_S,
         threads: int = 0,
     ) -> None:
-        self._hello = Hello(store, name, limit_bytes, poll_s, public_key, None, threads)
+        self._args = FollowerArgs(store, name, limit_bytes, poll_s, public_key, None, threads)
         self._wait_s, self._deadline_s = wait_s, deadline_s
         self._version: Version | None = None
         self._tensors: dict[str, Tensor] = {}
         self._closed = False
-        self._child: _Child | None = self._started()
+        self._child: _Child | None = self._start_child()
 
     def __enter__(self) -> Self:
         return self
@@ -120,27 +120,27 @@ class FollowerProcess:
         """
         if self._closed:
             raise WeightsError("the follower is closed", hint="make a new follower")
-        child = self._child = self._child or self._started()
+        child = self._child = self._child or self._start_child()
         try:
-            answer, fds = child.ask(Ask(self._version, self._wait_s), self._wait_s + self._deadline_s)
+            response, fds = child.send(Request(self._version, self._wait_s), self._wait_s + self._deadline_s)
         except (OSError, EOFError) as error:
             raise self._lost(child, error) from None
         try:
-            if answer.trouble is not None:
-                what, facts, hint = answer.trouble
+            if response.error is not None:
+                what, facts, hint = response.error
                 raise WeightsError(what, facts, hint=hint)
-            if answer.table_at is None:
+            if response.table_at is None:
                 return None
-            image = read_image(fds[0], answer.table_at)
+            image = read_image(fds[0], response.table_at)
         finally:
             for fd in fds:
                 os.close(fd)
         self._version, self._tensors = image.update.version, image.tensors
-        self._hello = self._hello._replace(followed=answer.followed or self._hello.followed)
+        self._args = self._args._replace(followed=response.followed or self._args.followed)
         return image.update
 
-    def _started(self) -> _Child:
-        return _Child(pickle.dumps(self._hello))
+    def _start_child(self) -> _Child:
+        return _Child(pickle.dumps(self._args))
 
     def close(self) -> None:
         """End the child. Idempotent; an `advance` in another thread raises."""
@@ -161,31 +161,31 @@ class FollowerProcess:
 class _Child:
     """One child process and the socket to it."""
 
-    def __init__(self, hello: bytes) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            fd = theirs.fileno()
+    def __init__(self, args: bytes) -> None:
+        self._socket, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with child_end:
+            fd = child_end.fileno()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "etude.weights.follow.follower_child", str(fd)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[fd],
                 env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
             )
-        self._socket.send(hello)
+        self._socket.send(args)
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def ask(self, question: Ask, deadline_s: float) -> tuple[Answer, list[int]]:
+    def send(self, request: Request, deadline_s: float) -> tuple[Response, list[int]]:
         """The answer and the file descriptors that came with it. Raises `OSError`, `EOFError`, `TimeoutError`."""
         self._socket.settimeout(deadline_s)
-        self._socket.send(msgspec.msgpack.encode(question))
+        self._socket.send(msgspec.msgpack.encode(request))
         flags = socket.MSG_CMSG_CLOEXEC
         data, fds, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE_BYTES, 1, flags)
         if not data:
             raise EOFError
-        return msgspec.msgpack.decode(data, type=Answer), fds
+        return msgspec.msgpack.decode(data, type=Response), fds
 
     def end(self) -> int:
         """Kill it and wait for its end; the exit code."""

@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from etude.errors import WeightsError
 from etude.weights.delta import native
+from etude.weights.delta.arena import Arena
 from etude.weights.delta.arrays import bits_of, is_torch, name_of
-from etude.weights.delta.rooms import Rooms
 from etude.weights.tensors import Codes
 
 Places = npt.NDArray[Any]
@@ -50,7 +50,7 @@ class Scatter:
 
 
 @dataclass(eq=False)
-class Sent:
+class DeviceScatter:
     """Codes that go to places of a device's storage; they are there already."""
 
     storage: Any  # torch: all of it, 1-D, of signed integers of the codes' width
@@ -61,7 +61,7 @@ class Sent:
         self.storage.index_copy_(0, self.places, self.codes)
 
 
-def together(calls: Sequence[Call]) -> Call:
+def batch_calls(calls: Sequence[Call]) -> Call:
     """One call that makes them all; scatters into host memory in one where the native kernels are, those into a
     device's in one a storage: launching one for each of thousands of tensors takes longer than writing."""
     kernels = native.load()
@@ -79,15 +79,15 @@ def together(calls: Sequence[Call]) -> Call:
 
 def _by_storage(calls: Sequence[Call]) -> list[Call]:
     """Of what was sent to one storage one call; the single ones become its parts, so that nothing is held twice."""
-    groups: dict[tuple[int, object], list[Sent]] = {}
+    groups: dict[tuple[int, object], list[DeviceScatter]] = {}
     for call in calls:
-        if isinstance(call, Sent):
+        if isinstance(call, DeviceScatter):
             groups.setdefault((call.storage.data_ptr(), call.storage.dtype), []).append(call)
-    found = [call for call in calls if not isinstance(call, Sent)]
+    found = [call for call in calls if not isinstance(call, DeviceScatter)]
     for group in groups.values():
         sizes = [len(one.places) for one in group]
         places, codes = _torch().cat([one.places for one in group]), _torch().cat([one.codes for one in group])
-        whole = Sent(group[0].storage, places, codes)
+        whole = DeviceScatter(group[0].storage, places, codes)
         for one, places, codes in zip(group, whole.places.split(sizes), whole.codes.split(sizes), strict=True):
             one.places, one.codes = places, codes
         found.append(whole)
@@ -148,24 +148,24 @@ class Window:
             found += index * stride
         return found
 
-    def read(self, places: Places | None = None, rooms: Rooms | None = None) -> Codes:
-        """The codes at places, or all in C order of `shape`; a copy in host memory, where `rooms` may give some."""
+    def read(self, places: Places | None = None, arena: Arena | None = None) -> Codes:
+        """The codes at places, or all in C order of `shape`; a copy in host memory, where `arena` may give some."""
         flat = self.flat
         if isinstance(flat, np.ndarray):
-            if places is not None and rooms is not None and flat.flags.aligned:
-                taken: Codes = rooms.take(len(places), flat.dtype)
+            if places is not None and arena is not None and flat.flags.aligned:
+                taken: Codes = arena.take(len(places), flat.dtype)
                 return np.take(flat, places, out=taken, mode="clip")  # they are inside; to raise it would copy first
             taken = self.view.flatten() if places is None else flat[places]
             return taken
         if places is None:
             return _host(self.view.contiguous().view(-1)).copy()
-        return _host(self.flat[_sent(places.astype(np.int64, copy=False), self.flat.device)])
+        return _host(self.flat[_to_device(places.astype(np.int64, copy=False), self.flat.device)])
 
     def equals(self, codes: Codes) -> bool:
         """Whether these codes, of this shape in any strides, are what is there."""
         if isinstance(self.view, np.ndarray):
             return np.array_equal(self.view, codes)
-        return bool(_torch().equal(self.view, _sent(codes.view(_SIGNED[self.itemsize]), self.view.device)))
+        return bool(_torch().equal(self.view, _to_device(codes.view(_SIGNED[self.itemsize]), self.view.device)))
 
     def writer(self, places: Places, codes: Codes) -> Call:
         """A call that writes codes at places: a `Scatter` in host memory. On a device both are there when it is made.
@@ -177,15 +177,15 @@ class Window:
             small = native.load() is not None and flat.size <= 1 << 32 and flat.flags.aligned
             return Scatter(flat, places.astype(np.uint32 if small else np.int64, copy=False), codes)
         storage = flat.as_strided((flat.untyped_storage().nbytes() // self.itemsize,), (1,), 0)
-        from_start = _sent(places.astype(np.int64, copy=False), flat.device) + flat.storage_offset()
-        return Sent(storage, from_start, _sent(codes.view(_SIGNED[self.itemsize]), flat.device))
+        from_start = _to_device(places.astype(np.int64, copy=False), flat.device) + flat.storage_offset()
+        return DeviceScatter(storage, from_start, _to_device(codes.view(_SIGNED[self.itemsize]), flat.device))
 
     def fill(self, codes: Codes) -> None:
         """Write all: codes of this shape, in any strides. Needs no memory on a host."""
         if isinstance(self.view, np.ndarray):
             np.copyto(self.view, codes)
         else:
-            self.view.copy_(_sent(codes.view(_SIGNED[self.itemsize]), self.view.device))
+            self.view.copy_(_to_device(codes.view(_SIGNED[self.itemsize]), self.view.device))
 
 
 def window(name: str, value: Any) -> Window:
@@ -254,7 +254,7 @@ def _host(flat: Any) -> Codes:
     return array.view(f"u{array.itemsize}")
 
 
-def _sent(array: npt.NDArray[Any], device: Any) -> Any:
+def _to_device(array: npt.NDArray[Any], device: Any) -> Any:
     """A copy on a device; torch takes only arrays that it may write."""
     return _torch().from_numpy(np.require(array, requirements=["C", "W"])).to(device)
 

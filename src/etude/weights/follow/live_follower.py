@@ -3,7 +3,7 @@
 `prepare` fetches a version's objects, reads from each what changes as lists (`codec.changes`), and computes of every
 target tensor the checksum that it will have, from the live bytes and the changes: what is compared is never made.
 Beside the live weights that takes the lists and the objects that are on their way. Whoever runs the engine writes the
-update (`targets.Target`) and says so: until `adopted`, and after `undone`, the version before is what is held.
+update (`targets.Target`) and says so: until `mark_adopted`, and after `mark_undone`, the version before is what is held.
 
 Over several deltas at once lists are merged, for which one object's tensors (`objects.OBJECT_ELEMENTS`) are made at a
 time; so they are from an anchor, and those of packed 4 bits are unpacked one object at a time, always. A tensor that
@@ -29,11 +29,11 @@ from etude.seams import BlobStore
 from etude.weights.chain import history, plans
 from etude.weights.chain.manifest import Manifest
 from etude.weights.delta import codec
+from etude.weights.delta.arena import trim_heap
 from etude.weights.delta.changes import Changes, narrow
 from etude.weights.delta.checksums import checksum, checksums_around
-from etude.weights.delta.rooms import give_back
 from etude.weights.follow.follower import Update
-from etude.weights.follow.head import LIMIT_BYTES, Followed, Head, check_size
+from etude.weights.follow.head_tracker import LIMIT_BYTES, FollowedPointer, HeadTracker, check_size
 from etude.weights.follow.parts import split
 from etude.weights.tensors import Codes, Spec, Tensor, digest_of_parts, tensor_digest
 
@@ -74,10 +74,10 @@ class LiveFollower:
         branch: str = "",
         limit_bytes: int = LIMIT_BYTES,
         public_key: bytes | None = None,
-        followed: Followed | None = None,
+        followed: FollowedPointer | None = None,
     ) -> None:
         self._store, self._live, self._name, self._limit_bytes = store, live, name, limit_bytes
-        self._head = Head(store, name, branch, public_key, followed)
+        self._head = HeadTracker(store, name, branch, public_key, followed)
         self._held: Manifest | None = None
         self._before: Manifest | None = None  # what an undo leads to
         self._coming: tuple[Update, Manifest] | None = None
@@ -88,7 +88,7 @@ class LiveFollower:
         return self._held.version if self._held else None
 
     @property
-    def followed(self) -> Followed | None:
+    def followed(self) -> FollowedPointer | None:
         """The pointer that was followed last; None at the start. Store it to continue from it in another process."""
         return self._head.followed
 
@@ -98,7 +98,7 @@ class LiveFollower:
         manifest = self._coming[1] if self._coming else self._held
         return {entry.name: entry.spec for entry in manifest.tensors} if manifest else {}
 
-    def pointer(self) -> Version | None:
+    def head_version(self) -> Version | None:
         """Read the head's version; None before the first publish. Reads some hundred bytes."""
         return self._head.version()
 
@@ -115,20 +115,20 @@ class LiveFollower:
         )
         if self._coming is None:
             return None
-        give_back()  # now, as nobody waits yet: what was fetched, and what is left of the update before
+        trim_heap()  # now, as nobody waits yet: what was fetched, and what is left of the update before
         return self._coming[0]
 
-    def adopted(self, update: Update) -> None:
+    def mark_adopted(self, update: Update) -> None:
         """The live memory now holds what `prepare` gave last. Raises `WeightsError` for another update."""
         if self._coming is None or self._coming[0] is not update:
             raise WeightsError(
                 f"{update.version} is not the update that is awaited",
                 f"prepared last: {self._coming[1].version if self._coming else None}; held: {self.version}",
-                hint="call `adopted` once, with the result of the last `prepare`",
+                hint="call `mark_adopted` once, with the result of the last `prepare`",
             )
         self._before, self._held, self._coming = self._held, self._coming[1], None
 
-    def undone(self) -> None:
+    def mark_undone(self) -> None:
         """Record that the live memory was set back to its state before the last adopted update (`Swap.undo`). The next
         `prepare` leads to the head again. Raises `WeightsError` where there is no earlier state."""
         if self._before is None:
@@ -174,8 +174,8 @@ class LiveFollower:
                 if entry.name not in views or views[entry.name].spec != entry.spec:
                     found.append(entry.name)
                 else:
-                    plans.check_tensor(manifest, entry, views[entry.name], proof)
-            except plans.Unproven:
+                    plans.verify_tensor(manifest, entry, views[entry.name], proof)
+            except plans.TensorMismatch:
                 found.append(entry.name)
         return found
 
@@ -190,10 +190,10 @@ class LiveFollower:
 
         def step(plan: plans.Plan, hop: plans.Hop, made: _Made) -> _Made:
             check_size(hop.manifest, self._limit_bytes)
-            proof = plans.proof_of(plan) if hop.manifest is target else None
+            proof = plans.required_proof(plan) if hop.manifest is target else None
             return _after(self._store, hop, made, views, proof)
 
-        made, num_bytes, failures = plans.travel(self._store, target, self.version, start, step)
+        made, num_bytes, failures = plans.try_plans(self._store, target, self.version, start, step)
         lists = {name: one for name, one in made.found.items() if isinstance(one, Changes)}
         update = Update(
             version=target.version,
@@ -210,7 +210,7 @@ class LiveFollower:
 def _after(store: BlobStore, hop: plans.Hop, made: _Made, views: Tensors, proof: plans.Proof | None) -> _Made:
     """What is made by one hop more; compared, where a proof is named, with its manifest."""
     after = _Made([entry.name for entry in hop.manifest.tensors])
-    for data, entries in plans.fetched(store, hop.manifest, hop.way):
+    for data, entries in plans.fetch_objects(store, hop.manifest, hop.way):
         names = [entry.name for entry in entries]
         old = _before(hop, names, made, views)
         found: list[Changes | Tensor | None] = [*codec.changes(data, [entry.spec for entry in entries], old)]
@@ -222,7 +222,7 @@ def _after(store: BlobStore, hop: plans.Hop, made: _Made, views: Tensors, proof:
             assert one is not None
             one = _from_live(live, made.found.get(entry.name) if hop.way.base else None, one)
             if proof is not None:
-                plans.check(
+                plans.verify_lazily(
                     hop.manifest, entry, proof, partial(_digest, entry.spec, live, one), partial(_checksum, live, one)
                 )
             if isinstance(one, Tensor) or one.positions.size:

@@ -45,7 +45,7 @@ def part_of(name: str) -> Part | None:
     return part if part and part.start < part.stop else None
 
 
-def wholes(specs: Mapping[str, Spec]) -> dict[str, Spec]:
+def full_specs(specs: Mapping[str, Spec]) -> dict[str, Spec]:
     """The whole tensors that these are or make up. Raises `WeightsError` unless parts follow each other from row 0, of
     one dtype and of one shape but for the rows. That the last part is there, only the version's digest says."""
     parts = {name: part_of(name) for name in specs}
@@ -67,13 +67,13 @@ def wholes(specs: Mapping[str, Spec]) -> dict[str, Spec]:
 
 
 def assemble(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors from whole ones and parts; those that are whole are the same objects. Raises as `wholes` does.
+    """Whole tensors from whole ones and parts; those that are whole are the same objects. Raises as `full_specs` does.
 
     >>> rows = [Tensor("u8", (1, 2), np.array(codes, np.uint8)) for codes in ([1, 2], [3, 4])]
     >>> assemble({"w[0:1]": rows[0], "w[1:2]": rows[1]})["w"].codes.tolist()
     [1, 2, 3, 4]
     """
-    specs = wholes({name: tensor.spec for name, tensor in tensors.items()})
+    specs = full_specs({name: tensor.spec for name, tensor in tensors.items()})
     found = {name: tensors[name] for name in specs if name in tensors}
     cut: dict[str, list[Part]] = {}
     for part in sorted(part for part in map(part_of, tensors) if part is not None):
@@ -100,7 +100,7 @@ def split(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tens
     return found
 
 
-def parted(pieces: Pieces, specs: Mapping[str, Spec]) -> dict[str, list[Piece]]:
+def split_pieces(pieces: Pieces, specs: Mapping[str, Spec]) -> dict[str, list[Piece]]:
     """An engine's map of whole tensors as one of what was published: of each part, the rows that a place holds.
 
     `specs`: what was published. A place that holds a box, as a tensor-parallel rank's, is given what parts have of it,

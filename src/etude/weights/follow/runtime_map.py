@@ -194,7 +194,7 @@ def fused(live: Any, parts: Mapping[str, int], axis: int = 0) -> dict[str, list[
     }
 
 
-def joined(*maps: Pieces) -> dict[str, list[Piece]]:
+def merge_pieces(*maps: Pieces) -> dict[str, list[Piece]]:
     """Join several maps of pieces; a name may be in more than one of them."""
     found: dict[str, list[Piece]] = {}
     for one in maps:

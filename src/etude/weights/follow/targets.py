@@ -16,15 +16,15 @@ import numpy as np
 
 from etude.errors import EtudeError, WeightsError, nearest
 from etude.records.completion import Version
-from etude.weights.delta.rooms import Rooms
+from etude.weights.delta.arena import Arena
 from etude.weights.follow.follower import Update
-from etude.weights.follow.live import Call, Places, Scatter, together
+from etude.weights.follow.live import Call, Places, Scatter, batch_calls
 from etude.weights.follow.runtime_map import Derived, Map, Piece
 from etude.weights.tensors import Codes, Spec, Tensor
 
 Probe = Callable[[], bool]
 Known = Mapping[str, Tensor | Spec]
-_Said = tuple[str, tuple[Places, Codes] | None, Piece]  # what a name wants written: changes, or None for all
+_PlannedWrite = tuple[str, tuple[Places, Codes] | None, Piece]  # what a name wants written: changes, or None for all
 
 DENSE = 16
 """From one change in so many bytes on, copying a whole piece takes less of the pause than scattering (measured)."""
@@ -53,8 +53,8 @@ class Target:
         """
         self._check_complete(update.version, tensors)
         known, swap = {**tensors, **update.replaced}, Swap(update.version)
-        kept = Rooms() if undoable else None
-        written: dict[object, _Said] = {}
+        kept = Arena() if undoable else None
+        written: dict[object, _PlannedWrite] = {}
         for name in sorted({*update.changed, *update.replaced}):
             self._check_ties(name, update, known)
             for piece in self._places_of(name, known):
@@ -72,8 +72,8 @@ class Target:
             if one.sources & touched:
                 swap.derived.append(_Hook(one, [window.read() for window in one.outputs] if undoable else []))
         swap.undoable = undoable
-        swap.put = together([write.put for write in swap.writes])
-        swap.put_back = together([write.put_back for write in swap.writes])
+        swap.put = batch_calls([write.put for write in swap.writes])
+        swap.put_back = batch_calls([write.put_back for write in swap.writes])
         return swap
 
     def differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
@@ -149,8 +149,8 @@ class Swap:
                 hook.derived.compute()
             sound = probe is None or probe()
         except Exception as error:
-            told = error.what if isinstance(error, EtudeError) else repr(error)
-            raise self._refused(told) from error
+            why = error.what if isinstance(error, EtudeError) else repr(error)
+            raise self._refused(why) from error
         if not sound:
             raise self._refused("the probe said no")
 
@@ -172,7 +172,7 @@ class Swap:
         self.undoable = False
 
     def _refused(self, why: str) -> WeightsError:
-        """Undo what can be undone, and say what the memory is now."""
+        """UndoRecord what can be undone, and say what the memory is now."""
         hint = "the live weights are not whole: adopt again before anything is served"
         with suppress(Exception):  # a hook that fails over the old weights, too
             self.undo()
@@ -201,7 +201,7 @@ class _Hook:
             self.derived.compute()
 
 
-def _write(piece: Piece, change: tuple[Places, Codes] | None, known: Tensor | Spec, kept: Rooms | None) -> _Write:
+def _write(piece: Piece, change: tuple[Places, Codes] | None, known: Tensor | Spec, kept: Arena | None) -> _Write:
     """Absolute writes of changes, or of the whole piece where there is no list or scattering it takes longer.
 
     `kept`: room for what an undo needs; None: there is none."""
@@ -230,8 +230,8 @@ def _nothing() -> None:
     """What is written back where nothing was kept."""
 
 
-def _check_equal(first: _Said, second: _Said, tensors: Known) -> None:
-    """Raises `WeightsError` where a storage would be told two things."""
+def _check_equal(first: _PlannedWrite, second: _PlannedWrite, tensors: Known) -> None:
+    """Raises `WeightsError` where a storage would be why two things."""
     (name, change, _), (other, again, _) = first, second
     if change is not None and again is not None:
         same = all(map(np.array_equal, change, again))

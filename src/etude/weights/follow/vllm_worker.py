@@ -31,7 +31,7 @@ from etude.weights.follow.adapter_map import adapter_map
 from etude.weights.follow.engine_maps import fused_pieces, sharded
 from etude.weights.follow.follower import Follower
 from etude.weights.follow.live import Call
-from etude.weights.follow.runtime_map import Derived, Map, joined
+from etude.weights.follow.runtime_map import Derived, Map, merge_pieces
 from etude.weights.follow.targets import Swap, Target
 
 _AS_LOADED = ("TRITON", "BATCHED_TRITON")
@@ -64,37 +64,37 @@ class WorkerExtension:
         )
         rows, base = _rows(self.vllm_config), Path(self.vllm_config.model_config.model)
         memory = _memory(self.model_runner.model)
-        self.etude_following = _Following(follower, memory, rows, self.rank % rows.size, base=base)
+        self.etude_weight_sync = _WeightSync(follower, memory, rows, self.rank % rows.size, base=base)
 
     def etude_prepare(self, version: Mapping[str, Any] | None = None) -> None:
         """Begin to fetch and prove the newest version, or this one, beside the requests, unless one is under way or
         waits to be adopted; another one that waits is given up for the version that is named."""
-        _of(self).prepare(None if version is None else Version(**version))
+        _sync_of(self).prepare(None if version is None else Version(**version))
 
     def etude_prepared(self) -> dict[str, Any] | None:
         """The version that waits to be adopted; None while there is none. Raises what preparing failed with."""
-        swap = _of(self).prepared()
-        return None if swap is None else _told(swap.version)
+        swap = _sync_of(self).prepared()
+        return None if swap is None else _version_fields(swap.version)
 
     def etude_preparing(self) -> bool:
         """Whether `etude_prepare` has something under way, or something that waits."""
-        return _of(self).preparing
+        return _sync_of(self).preparing
 
     def etude_adopt(self) -> dict[str, Any]:
         """Write what was prepared: its `version`, and `pause_s`, in which nothing else ran. Raises `WeightsError` when
         nothing waits, or when it was not adopted: its facts say whether the weights are what they were (the first
         version, and the first after an undo or a failure, cannot be undone)."""
-        return _of(self).adopt()
+        return _sync_of(self).adopt()
 
     def etude_undo(self) -> None:
         """Write back what was there before the last adoption, give up what waits, and forget what is held: the next
         version comes from an anchor. Raises `WeightsError` where nothing is kept."""
-        _of(self).undo()
+        _sync_of(self).undo()
 
     def etude_check(self) -> list[str]:
         """Names of the checkpoint whose memory does not hold, bit for bit, what was adopted. Raises `WeightsError`
         while nothing is adopted, or the next version is prepared."""
-        return _of(self).check()
+        return _sync_of(self).check()
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class _Memory:
     packing: list[tuple[tuple[str, ...], Call]] = field(default_factory=list)
 
 
-class _Following:
+class _WeightSync:
     def __init__(
         self, make: Callable[..., Follower], memory: _Memory, rows: _Rows, rank: int, *, base: Path | None = None
     ) -> None:
@@ -153,7 +153,7 @@ class _Following:
             raise WeightsError("no version waits to be adopted", hint="etude_prepare, then ask etude_prepared")
         started = time.perf_counter()
         try:
-            swap.apply(_settled)
+            swap.apply(_wait_for_gpu)
         except BaseException:
             self._forget()
             raise
@@ -161,7 +161,7 @@ class _Following:
         if self._adopted is not None:
             self._adopted.commit()
         self._adopted, self._preparing = swap, None
-        return {"version": _told(swap.version), "pause_s": pause_s, "list_bytes": swap.list_bytes}
+        return {"version": _version_fields(swap.version), "pause_s": pause_s, "list_bytes": swap.list_bytes}
 
     def undo(self) -> None:
         if self._adopted is None:
@@ -210,7 +210,7 @@ class _Following:
             Derived(frozenset(source for name in names for source in parts[name]), pack)
             for names, pack in self._memory.packing
         ]
-        whole = joined(*parts.values())
+        whole = merge_pieces(*parts.values())
         of = partial(sharded, whole, rank=self._rank, size=self._rows.size)
         if not modules(published):
             return Target(Map(of({name: tensor.spec for name, tensor in published.items()}), derived=derived))
@@ -222,18 +222,18 @@ class _Following:
         return Target(adapter_map(of, read_checkpoint(self._base).tensors, published, packing))
 
 
-def _of(worker: Any) -> _Following:
-    following = getattr(worker, "etude_following", None)
+def _sync_of(worker: Any) -> _WeightSync:
+    following = getattr(worker, "etude_weight_sync", None)
     if following is None:
         raise WeightsError("this worker follows no channel", hint='collective_rpc("etude_follow", args=(store,)) first')
-    return cast(_Following, following)
+    return cast(_WeightSync, following)
 
 
-def _told(version: Version) -> dict[str, Any]:
+def _version_fields(version: Version) -> dict[str, Any]:
     return {"step": version.step, "incarnation": version.incarnation, "digest": version.digest}
 
 
-def _settled() -> bool:
+def _wait_for_gpu() -> bool:
     """What was queued on a GPU is done: a swap's probe."""
     import torch
 

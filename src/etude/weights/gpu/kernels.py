@@ -39,7 +39,7 @@ SPREAD = 1024
 _EXPECTED = 16  # one change in so many items is what there is room for; where there are more the scan runs again
 _WORD = 32
 
-Told = tuple[Longs, Flags, Numbers]
+Unpacked = tuple[Longs, Flags, Numbers]
 """What a coded tile says: where, which steps go down, and their sizes."""
 
 
@@ -129,14 +129,14 @@ class DeviceKernels:
         All bytes are checked before the first write: where it raises `WeightsError`, nothing was written. Only lists
         (`lists`, then `writer`) can be undone, and take less of a pause where few items change.
         """
-        told = _Payloads(kind, payloads)
+        by_mode = _Payloads(kind, payloads)
         if kind.width < 8:  # two items of a byte are not one program's
             for lists in self.lists(kind, tiles, old, payloads):
                 self.writer(lists, new)()
             return
-        raw = self._raw(kind, tiles, told, old)
-        if told.coded:
-            self._place(kind, [tiles[i] for i in told.coded], old, new, told, listed=False)
+        raw = self._raw(kind, tiles, by_mode, old)
+        if by_mode.coded:
+            self._place(kind, [tiles[i] for i in by_mode.coded], old, new, by_mode, listed=False)
         if raw:
             self.writer(raw, new)()
 
@@ -177,19 +177,19 @@ class DeviceKernels:
         self, kind: DType, tiles: Sequence[Tile], old: Sequence[Items], payloads: Sequence[memoryview]
     ) -> list[tuple[list[int], Lists]]:
         """Lists, and the numbers of the tiles that they are of: of coded tiles, of raw ones."""
-        told = _Payloads(kind, payloads)
-        raw = self._raw(kind, tiles, told, old)
-        found = [(list(told.raw), raw)] if raw else []
-        if told.coded:
-            lists = self._place(kind, [tiles[i] for i in told.coded], old, old, told, listed=True)
-            found.append((list(told.coded), lists))
+        by_mode = _Payloads(kind, payloads)
+        raw = self._raw(kind, tiles, by_mode, old)
+        found = [(list(by_mode.raw), raw)] if raw else []
+        if by_mode.coded:
+            lists = self._place(kind, [tiles[i] for i in by_mode.coded], old, old, by_mode, listed=True)
+            found.append((list(by_mode.coded), lists))
         return found
 
-    def _raw(self, kind: DType, tiles: Sequence[Tile], told: _Payloads, old: Sequence[Items]) -> Lists | None:
-        if not told.raw:
+    def _raw(self, kind: DType, tiles: Sequence[Tile], by_mode: _Payloads, old: Sequence[Items]) -> Lists | None:
+        if not by_mode.raw:
             return None
-        mine = [tiles[i] for i in told.raw]
-        items = [read_raw(kind, tile.size, reader) for tile, reader in zip(mine, told.raw.values(), strict=True)]
+        mine = [tiles[i] for i in by_mode.raw]
+        items = [read_raw(kind, tile.size, reader) for tile, reader in zip(mine, by_mode.raw.values(), strict=True)]
         places = np.concatenate([np.arange(tile.size, dtype=np.int32) for tile in mine])
         splits = np.cumsum([0, *(tile.size for tile in mine)])
         device = old[mine[0].pieces[0].tensor].codes.device
@@ -202,7 +202,7 @@ class DeviceKernels:
         tiles: Sequence[Tile],
         old: Sequence[Items],
         new: Sequence[Items],
-        told: _Payloads,
+        by_mode: _Payloads,
         *,
         listed: bool,
     ) -> Lists:
@@ -218,7 +218,7 @@ class DeviceKernels:
         of_class = items.of_tile.cpu().numpy()
         parts = [
             unpack(kind, classes[: tile.classes], reader)
-            for tile, classes, reader in zip(tiles, of_class, told.coded.values(), strict=True)
+            for tile, classes, reader in zip(tiles, of_class, by_mode.coded.values(), strict=True)
         ]
         words = np.cumsum([0, *(-(-tile.size // _WORD) for tile in tiles)])
         where, steps = (torch.from_numpy(part).to(device) for part in _joined(parts, words[:-1] * _WORD))
@@ -320,7 +320,7 @@ def _ints(device: torch.device, *shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int32, device=device)
 
 
-def _joined(parts: Sequence[Told], firsts: Longs) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+def _joined(parts: Sequence[Unpacked], firsts: Longs) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """Where all tiles change, each counted from its first bit, and the signed steps, as the device takes them."""
     where = [where + first for (where, _, _), first in zip(parts, firsts.tolist(), strict=True)]
     steps = [np.where(down, -size.view(np.int32), size.view(np.int32)) for _, down, size in parts]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from etude.errors import WeightsError
-from etude.weights.delta import codec, layout, wholes
+from etude.weights.delta import codec, layout, streams
 from etude.weights.delta.choices import Mode, choose
 from etude.weights.delta.layout import DELTA, JOINED, WHOLE, Header, Kernels
 from etude.weights.delta.streams import damaged
@@ -65,9 +65,9 @@ def encode(
         if form == WHOLE:
             flat = new[name].detach().view(-1).view(torch.uint8)
             width = DTYPES[spec.dtype].bits // 8
-            for number, start, stop in plan.wholes(i):
+            for number, start, stop in plan.full_tiles(i):
                 codes = flat[start * width : stop * width].cpu().numpy().view(DTYPES[spec.dtype].codes)
-                payloads[number] = wholes.write(codes)
+                payloads[number] = streams.encode_planes(codes)
     return layout.write(plan, payloads)
 
 

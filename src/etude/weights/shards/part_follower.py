@@ -18,8 +18,8 @@ from etude.seams import BlobStore
 from etude.weights.chain import plans
 from etude.weights.chain.manifest import Manifest, StoredObject, TensorEntry
 from etude.weights.delta.ranges import Parts
-from etude.weights.follow.follower import Follower, Held, Update, update_of
-from etude.weights.follow.head import LIMIT_BYTES, Followed
+from etude.weights.follow.follower import Follower, HeldVersion, Update, make_update
+from etude.weights.follow.head_tracker import LIMIT_BYTES, FollowedPointer
 from etude.weights.tensors import Tensor
 
 Wants = Callable[[str], bool]
@@ -42,7 +42,7 @@ class PartFollower(Follower):
         branch: str = "",
         limit_bytes: int = LIMIT_BYTES,
         public_key: bytes | None = None,
-        followed: Followed | None = None,
+        followed: FollowedPointer | None = None,
     ) -> None:
         super().__init__(
             store,
@@ -65,24 +65,24 @@ class PartFollower(Follower):
         if target.version == self.version:
             return None
         before, held = self.tensors, self._held.tensors if self._held else {}
-        reached = reach_some(self._store, target, self._wants, self.version, held, self._check_size)
-        self._held = Held(target, reached.tensors)
-        return update_of(target.version, before, self.tensors, started, reached)
+        fetched = fetch_some(self._store, target, self._wants, self.version, held, self._check_size)
+        self._held = HeldVersion(target, fetched.tensors)
+        return make_update(target.version, before, self.tensors, started, fetched)
 
     def _check_size(self, manifest: Manifest) -> None:
         _check_size(manifest, self._wants, self._limit_bytes)
 
 
-def reach_some(
+def fetch_some(
     store: BlobStore,
     target: Manifest,
     wants: Wants,
     held: Version | None = None,
     tensors: Mapping[str, Tensor] | None = None,
     check: Callable[[Manifest], None] | None = None,
-) -> plans.Reached:
+) -> plans.Rebuilt:
     """Fetch and prove the wanted tensors of the target by the cheapest plan that works, and with them those that share
-    tiles with them, which the next version may need. Arguments, errors and plans as of `plans.reach`."""
+    tiles with them, which the next version may need. Arguments, errors and plans as of `plans.fetch_version`."""
     search, failures = plans.Search(store, target), list[str]()
     while (plan := search.cheapest(held)) is not None:
         walk = _Walk(store, wants)
@@ -90,21 +90,21 @@ def reach_some(
             if check is not None:
                 check(target)
             made = walk.take(plan, tensors or {} if plan.start else {})
-            made = _proven(target, made, plans.proof_of(plan))
-            return plans.Reached(plans.Taken(made), walk.fetched_bytes, tuple(failures))
+            made = _proven(target, made, plans.required_proof(plan))
+            return plans.Rebuilt(plans.Decoded(made), walk.fetched_bytes, tuple(failures))
         except _NotHeld:  # a wanted tensor shares a tile with a tensor that it did not share one with before
             if plan.start is None:
-                search.close((walk.at or plan.hops[0]).way)
+                search.exclude((walk.at or plan.hops[0]).way)
             held = None
-        except plans.Unproven as error:
+        except plans.TensorMismatch as error:
             failures.append(error.what)
             later = [hop.way for hop in plan.hops if hop.way not in hop.manifest.ways]
             for way in later or ([plan.hops[0].way] if plan.start is None else []):
-                search.close(way)
+                search.exclude(way)
             held = held if later else None
         except EtudeError as error:
             failures.append(f"{error.what} ({error.facts})" if error.facts else error.what)
-            search.close(walk.at.way if walk.at else plan.hops[-1].way)
+            search.exclude(walk.at.way if walk.at else plan.hops[-1].way)
     raise WeightsError(
         f"no way leads to the wanted part of {target.version}" + (f" from {held}" if held else ""),
         "; ".join(failures) or "there is neither an anchor nor a delta from what is held",
@@ -153,11 +153,13 @@ class _Walk:
             try:
                 data = self._store.get(item.key, offset, offset + count)
             except KeyError:
-                raise plans.Lost("an object is gone", item.key, hint="copy that file back, or publish again") from None
+                raise plans.ObjectLost(
+                    "an object is gone", item.key, hint="copy that file back, or publish again"
+                ) from None
             self.fetched_bytes += len(data)
             return data
 
-        header = plans.fetched_header(self._store, manifest, item)
+        header = plans.fetch_header(self._store, manifest, item)
         self.fetched_bytes += len(header)
         return _Opened(entries, Parts(read, header, [entry.spec for entry in entries]))
 
@@ -190,10 +192,10 @@ def _applied(
 
 
 def _proven(target: Manifest, made: Mapping[str, Tensor], proof: plans.Proof) -> dict[str, Tensor]:
-    """Compare each tensor with the manifest; returns them. Raises `Unproven`."""
+    """Compare each tensor with the manifest; returns them. Raises `TensorMismatch`."""
     for entry in target.tensors:
         if entry.name in made:
-            plans.check_tensor(target, entry, made[entry.name], proof)
+            plans.verify_tensor(target, entry, made[entry.name], proof)
     return dict(made)
 
 

@@ -22,13 +22,22 @@ from etude.records.completion import Version
 from etude.records.sample import Published
 from etude.seams import BlobStore
 from etude.weights.chain import history
-from etude.weights.chain.channel import Channel, Head, changed_share
-from etude.weights.chain.manifest import Facts, Manifest, Ref, StoredObject, TensorEntry, Way, table, table_digest
+from etude.weights.chain.channel import Channel, WriterState, changed_share
+from etude.weights.chain.manifest import (
+    Manifest,
+    PublishMetrics,
+    Ref,
+    StoredObject,
+    TensorEntry,
+    Way,
+    table,
+    table_digest,
+)
 from etude.weights.chain.objects import put_objects
 from etude.weights.chain.signing import Signer
 from etude.weights.delta.bound import bound_bytes
-from etude.weights.follow.parts import wholes
-from etude.weights.shards.part_follower import reach_some
+from etude.weights.follow.parts import full_specs
+from etude.weights.shards.part_follower import fetch_some
 from etude.weights.tensors import Tensor
 
 
@@ -47,7 +56,7 @@ class Exchange(Protocol):
         ...
 
 
-class Alone:
+class SingleRank:
     """The exchange of a single rank."""
 
     rank = 0
@@ -63,7 +72,7 @@ class _Shard(msgspec.Struct, frozen=True):
     """What a rank has to publish; or why it cannot."""
 
     entries: tuple[TensorEntry, ...] = ()
-    trouble: tuple[str, str, str] | None = None
+    error: tuple[str, str, str] | None = None
 
 
 class _Order(msgspec.Struct, frozen=True, tag="order"):
@@ -79,10 +88,10 @@ class _Written(msgspec.Struct, frozen=True):
 
     delta: tuple[StoredObject, ...] = ()
     anchor: tuple[StoredObject, ...] = ()
-    facts: Facts | None = None
+    facts: PublishMetrics | None = None
     num_elements: int = 0
     lost: bool = False  # it can no longer have its part of the base
-    trouble: tuple[str, str, str] | None = None
+    error: tuple[str, str, str] | None = None
 
 
 class _End(msgspec.Struct, frozen=True, tag="end"):
@@ -90,7 +99,7 @@ class _End(msgspec.Struct, frozen=True, tag="end"):
 
     version: Version | None = None
     published: Published | None = None
-    trouble: tuple[str, str, str] | None = None
+    error: tuple[str, str, str] | None = None
 
 
 class ShardedChannel:
@@ -104,7 +113,7 @@ class ShardedChannel:
     >>> from etude.weights.follow.follower import Follower
     >>> store = MemoryStore()
     >>> mine = {"w[0:1]": Tensor("bf16", (1, 2), np.array([0x3F80, 0x3F81], np.uint16))}
-    >>> published = ShardedChannel(store, Alone()).publish(mine, step=0, parent=None, rollout_ids=[])
+    >>> published = ShardedChannel(store, SingleRank()).publish(mine, step=0, parent=None, rollout_ids=[])
     >>> Follower(store).advance().version == published.version
     True
     """
@@ -157,7 +166,7 @@ class ShardedChannel:
         while True:
             message = msgspec.json.decode(self._exchange.broadcast(b""), type=_Order | _End)
             if isinstance(message, _End):
-                return self._writer.settle(message)
+                return self._writer.finish(message)
             self._exchange.gather(msgspec.json.encode(self._writer.write(message)))
 
     def publish_once(self, tensors: Mapping[str, Tensor]) -> None:
@@ -181,7 +190,7 @@ class _ShardWriter:
             self._offered = {name: one if owned else one.copy() for name, one in sorted(tensors.items())}
             return _Shard(table(self._offered))
         except EtudeError as error:
-            return _Shard(trouble=_told(error))
+            return _Shard(error=_error_parts(error))
 
     def write(self, order: _Order) -> _Written:
         """Encode and put what an order asks for."""
@@ -199,10 +208,10 @@ class _ShardWriter:
                 delta, encode_s = self._put(new, old, order)
             if order.anchor:
                 anchor, more_s = self._put(new, [None] * len(new), order)
-            facts = Facts(bound_bytes(new, old), changed_share(new, old), encode_s + more_s)
+            facts = PublishMetrics(bound_bytes(new, old), changed_share(new, old), encode_s + more_s)
             return _Written(delta, anchor, facts, sum(tensor.codes.size for tensor in new))
         except EtudeError as error:
-            return _Written(trouble=_told(error))
+            return _Written(error=_error_parts(error))
 
     def hold(self, end: _End) -> None:
         """Keep what is published, or may be, for the next delta."""
@@ -210,12 +219,12 @@ class _ShardWriter:
             last = {} if end.published is not None else self._held
             self._held = {**last, end.version: self._offered}
 
-    def settle(self, end: _End) -> Published:
+    def finish(self, end: _End) -> Published:
         """Hold what was published; raise why it was not."""
         self.hold(end)
         if end.published is not None:
             return end.published
-        what, facts, hint = end.trouble or ("rank 0 failed", "", "see its log")
+        what, facts, hint = end.error or ("rank 0 failed", "", "see its log")
         raise WeightsError(what, facts, hint=hint)
 
     def _put(
@@ -231,7 +240,7 @@ class _ShardWriter:
         if ref.version not in self._held:
             try:
                 at = history.load(self._store, ref)
-                self._held[ref.version] = reach_some(self._store, at, self._offered.__contains__).tensors
+                self._held[ref.version] = fetch_some(self._store, at, self._offered.__contains__).tensors
             except WeightsError:
                 return None
         return self._held[ref.version]
@@ -263,7 +272,7 @@ class _Leader(Channel):
             published = self._publish(entries, {}, step, parent, rollout_ids, _nothing)
             end = _End(published.version, published)
         except EtudeError as error:
-            end = _End(self._doubted, None, _told(error))
+            end = _End(self._version_in_doubt, None, _error_parts(error))
             raise
         finally:
             self._writer.hold(end)
@@ -281,14 +290,15 @@ class _Leader(Channel):
         return pointer is not None and not unsigned and pointer.head.version.digest == table_digest(entries)
 
     @property
-    def _doubted(self) -> Version | None:
+    def _version_in_doubt(self) -> Version | None:
         """What was committed without an answer."""
-        return self._doubt.ref.version if self._doubt is not None and self._doubt.ref is not None else None
+        unknown = self._unknown_commit
+        return unknown.ref.version if unknown is not None and unknown.ref is not None else None
 
     def _merge(self, shards: Sequence[_Shard]) -> tuple[TensorEntry, ...]:
         """One table, shard after shard."""
         for rank, shard in enumerate(shards):
-            _refuse(rank, shard.trouble)
+            _refuse(rank, shard.error)
         self._counts = [len(shard.entries) for shard in shards]
         entries = tuple(entry for shard in shards for entry in shard.entries)
         owners: dict[str, int] = {}
@@ -299,7 +309,7 @@ class _Leader(Channel):
                         f"ranks {owners[entry.name]} and {rank} both publish {entry.name!r}",
                         hint="a tensor that several ranks hold is published by one of them",
                     )
-        wholes({entry.name: entry.spec for entry in entries})
+        full_specs({entry.name: entry.spec for entry in entries})
         return entries
 
     def _rebuild(self, at: Manifest) -> Mapping[str, Tensor]:
@@ -307,12 +317,12 @@ class _Leader(Channel):
         return {}
 
     def _write(
-        self, head: Head, tensors: Mapping[str, Tensor], entries: tuple[TensorEntry, ...], nonce: str
-    ) -> tuple[tuple[Way, ...], Facts]:
+        self, head: WriterState, tensors: Mapping[str, Tensor], entries: tuple[TensorEntry, ...], nonce: str
+    ) -> tuple[tuple[Way, ...], PublishMetrics]:
         """Have all ranks write, and put together what they wrote. An anchor is due by what was published so far: that
         is one version later than `Channel` finds it, which knows this version's delta, too."""
         base = head.ref if head.tensors is not None else None
-        order = _Order(nonce, base, base is None or (self._anchors and head.debt.is_due))
+        order = _Order(nonce, base, base is None or (self._anchors and head.cost.is_due))
         written = self._ask(order)
         if any(one.lost for one in written):
             self.mended = "a rank cannot read back what it published last: this version is an anchor"
@@ -323,14 +333,14 @@ class _Leader(Channel):
             ways.append(Way(order.base, tuple(item for one in written for item in one.delta)))
         if order.anchor:
             ways.append(Way(None, tuple(item for one in written for item in one.anchor)))
-        return tuple(ways), _together(written)
+        return tuple(ways), _combine_metrics(written)
 
     def _ask(self, order: _Order) -> list[_Written]:
         self._exchange.broadcast(msgspec.json.encode(order))
         said = self._exchange.gather(msgspec.json.encode(self._writer.write(order)))
         written = [msgspec.json.decode(data, type=_Written) for data in said]
         for rank, (one, count) in enumerate(zip(written, self._counts, strict=True)):
-            _refuse(rank, one.trouble)
+            _refuse(rank, one.error)
             for objects in (one.delta, one.anchor):
                 if objects and sum(item.num_tensors for item in objects) != count:
                     raise WeightsError(
@@ -339,24 +349,24 @@ class _Leader(Channel):
         return written
 
 
-def _together(written: Sequence[_Written]) -> Facts:
+def _combine_metrics(written: Sequence[_Written]) -> PublishMetrics:
     """Of all shards: the bounds' sum, the share of all elements, the slowest encode."""
     facts = [(one.facts, one.num_elements) for one in written if one.facts is not None]
     total = max(1, sum(size for _, size in facts))
-    return Facts(
+    return PublishMetrics(
         bound_bytes=sum(fact.bound_bytes for fact, _ in facts),
         changed_share=sum(fact.changed_share * size for fact, size in facts) / total,
         encode_s=max((fact.encode_s for fact, _ in facts), default=0.0),
     )
 
 
-def _refuse(rank: int, trouble: tuple[str, str, str] | None) -> None:
-    if trouble is not None:
-        what, facts, hint = trouble
+def _refuse(rank: int, error: tuple[str, str, str] | None) -> None:
+    if error is not None:
+        what, facts, hint = error
         raise WeightsError(f"rank {rank} cannot publish: {what}", facts, hint=hint)
 
 
-def _told(error: EtudeError) -> tuple[str, str, str]:
+def _error_parts(error: EtudeError) -> tuple[str, str, str]:
     return error.what, error.facts, error.hint
 
 

@@ -19,7 +19,7 @@ from etude.weights.chain.manifest import write_manifest
 from etude.weights.chain.signing import Signer
 from etude.weights.files.checkpoint import CheckpointWriter, index_of, layout, read_checkpoint
 from etude.weights.files.folder import STATE, CheckpointFolder
-from etude.weights.files.following import FolderFollower, list_bytes
+from etude.weights.files.folder_follower import FolderFollower, list_bytes
 from etude.weights.tensors import same_bits
 
 Tensors = dict[str, Tensor]

@@ -17,13 +17,13 @@ from etude.seams import BlobStore
 from etude.weights.chain import history
 from etude.weights.files.folder import STATE, CheckpointFolder
 from etude.weights.follow.follower import Follower, Update
-from etude.weights.follow.head import LIMIT_BYTES, MovedBack
-from etude.weights.follow.parts import assemble, part_of, split, wholes
+from etude.weights.follow.head_tracker import LIMIT_BYTES, MovedBack
+from etude.weights.follow.parts import assemble, full_specs, part_of, split
 from etude.weights.tensors import Spec, tensor_digest
 
 
 @dataclass(frozen=True)
-class Adopted:
+class AdoptedVersion:
     """One version that the directory holds now, and what it took."""
 
     version: Version
@@ -62,7 +62,7 @@ class FolderFollower:
         """Files that do not hold what was written there; the first `advance` repairs them."""
         self._pending: Update | None = None  # proven, and not yet taken by the disk
 
-    def advance(self) -> Adopted | None:
+    def advance(self) -> AdoptedVersion | None:
         """Come to the head; None when it is held, or there is none. Raises what `Follower.advance` raises, and
         `StoreError` for a disk that refuses; then the folder is what it was, or opening it anew leads to the head, and
         so does the next call. Raises `InputError`, before anything is fetched, for a folder that never followed and
@@ -77,9 +77,9 @@ class FolderFollower:
         started = time.perf_counter()
         published = self._follower.tensors
         written = self._folder.adopt(update.version, assemble(published), followed=followed)
-        self._follower.hold(split(self._folder.tensors, published))
+        self._follower.rebind(split(self._folder.tensors, published))
         self._pending = None
-        return Adopted(
+        return AdoptedVersion(
             version=update.version,
             fetched_bytes=update.fetched_bytes,
             written_bytes=written,
@@ -102,7 +102,7 @@ class FolderFollower:
         }
         wrong = {entry.name for entry in manifest.tensors} - whole
         wrong = {part.tensor if (part := part_of(name)) else name for name in wrong}
-        known = wholes({entry.name: entry.spec for entry in manifest.tensors})
+        known = full_specs({entry.name: entry.spec for entry in manifest.tensors})
         return self._folder.files(wrong | (self._folder.tensors.keys() - known.keys()))
 
     def _advance(self) -> Update | None:
@@ -125,7 +125,7 @@ class FolderFollower:
         if pointer is None:
             return
         manifest = history.load(self._store, pointer.head)
-        published = wholes({entry.name: entry.spec for entry in manifest.tensors})
+        published = full_specs({entry.name: entry.spec for entry in manifest.tensors})
         if facts := differences(held, published):
             raise InputError(
                 f"{self._folder.path} holds another checkpoint than channel {self._name!r}",

@@ -40,7 +40,7 @@ _COMMENT = re.compile(rb"\n<!-- sha256 ([0-9a-f]{64}) -->\n$")
 _HINT = "copy the file back from a backup; where it was changed on purpose, delete"
 
 
-class Unproven(EtudeError):
+class ChecksumMismatch(EtudeError):
     """Bytes that are not those that were written."""
 
 
@@ -76,26 +76,30 @@ def write_sums(folder: Path, found: Mapping[str, str] | None = None) -> None:
 
 
 def read_sums(folder: Path) -> dict[str, str] | None:
-    """The checksums of a folder's files, by name; None where it has none. Raises `Unproven` where they are damaged."""
+    """The checksums of a folder's files, by name; None where it has none. Raises `ChecksumMismatch` where they are damaged."""
     path = folder / SUMS
     try:
         lines = path.read_bytes().decode("utf-8", "replace").splitlines()
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise Unproven(f"{path} cannot be read", str(error.strerror), hint="look at the disk and its mount") from None
+        raise ChecksumMismatch(
+            f"{path} cannot be read", str(error.strerror), hint="look at the disk and its mount"
+        ) from None
     found = [_LINE.fullmatch(line) for line in lines]
     if not all(found):
-        raise Unproven(f"{path} is damaged", "a line is no checksum and name", hint=f"{_HINT} {path}")
+        raise ChecksumMismatch(f"{path} is damaged", "a line is no checksum and name", hint=f"{_HINT} {path}")
     return {match[2]: match[1] for match in found if match}
 
 
-def prove(folder: Path, names: Iterable[str] | None = None, *, kind: type[EtudeError] = Unproven) -> bool:
+def verify_files(
+    folder: Path, names: Iterable[str] | None = None, *, kind: type[EtudeError] = ChecksumMismatch
+) -> bool:
     """Read files of a folder and compare them with its checksums. `names`: which (None: all that have one). False where
     the folder has no checksums. Raises `kind`: a file differs, has no checksum, or is gone."""
     try:
         sums = read_sums(folder)
-    except Unproven as error:
+    except ChecksumMismatch as error:
         raise kind(error.what, error.facts, hint=error.hint) from None
     if sums is None:
         return False
@@ -136,7 +140,7 @@ def seal_parquet(file: BinaryIO) -> None:
     file.flush()
 
 
-def prove_parquet(file: BinaryIO, name: object, *, kind: type[EtudeError] = Unproven) -> bool:
+def verify_parquet(file: BinaryIO, name: object, *, kind: type[EtudeError] = ChecksumMismatch) -> bool:
     """Read all of a Parquet file and compare it with the digest in it; at its start again afterwards. False for one
     without a digest, and for what is no Parquet file. Raises `kind`, which calls it `name`."""
     hint = "copy it back from a backup"
@@ -211,7 +215,7 @@ def sealed_list(values: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def opened(value: Any, name: object, *, must: bool = False, kind: type[EtudeError] = Unproven) -> bool:
+def verify_json(value: Any, name: object, *, must: bool = False, kind: type[EtudeError] = ChecksumMismatch) -> bool:
     """Compare what was read of a JSON file with the digests in it. False for one without; `must`: then it is refused.
     Raises `kind`, which calls the file `name`."""
     objects = value if isinstance(value, list) else [value]
@@ -242,7 +246,7 @@ def sealed_page(html: str) -> bytes:
     return data + b"\n<!-- sha256 %b -->\n" % hashlib.sha256(data).hexdigest().encode()
 
 
-def proven_page(data: bytes) -> bool | None:
+def verify_page(data: bytes) -> bool | None:
     """Whether a page is what was written; None for one without a digest."""
     found = _COMMENT.search(data)
     return None if found is None else hashlib.sha256(data[: found.start()]).hexdigest().encode() == found[1]
@@ -254,13 +258,13 @@ def proven_page(data: bytes) -> bool | None:
 def sealed_line(line: bytes) -> bytes:
     """A JSON object in a line, without its end, with its CRC as its last member.
 
-    >>> proven_line(sealed_line(b'{"t": 1}')), proven_line(b'{"t": 1}')
+    >>> verify_line(sealed_line(b'{"t": 1}')), verify_line(b'{"t": 1}')
     (True, None)
     """
     return b'%b, "crc": "%08x"}' % (line[:-1], zlib.crc32(line))
 
 
-def proven_line(line: bytes) -> bool | None:
+def verify_line(line: bytes) -> bool | None:
     """Whether a line is what was written; None for one without a CRC."""
     found = _CRC.search(line)
     return None if found is None else zlib.crc32(line[: found.start()] + b"}") == int(found[1], 16)

@@ -32,7 +32,7 @@ class MovedBack(WeightsError):
     """The pointer moved back to an older version without the new generation that marks an intended rollback."""
 
 
-class Followed(msgspec.Struct, frozen=True):
+class FollowedPointer(msgspec.Struct, frozen=True):
     """What is remembered of the pointer that was followed last: a reader goes by the pair, which never falls."""
 
     pointer: str  # its key
@@ -41,7 +41,7 @@ class Followed(msgspec.Struct, frozen=True):
     serial: int
 
 
-class Head:
+class HeadTracker:
     """The head of a channel, or of a branch of it. Remembers the pointer that was followed last.
 
     `public_key`: only pointers that its owner signed are believed. `followed`: what was remembered by a reader before,
@@ -54,7 +54,7 @@ class Head:
         name: str,
         branch: str = "",
         public_key: bytes | None = None,
-        followed: Followed | None = None,
+        followed: FollowedPointer | None = None,
     ) -> None:
         self._store, self._name, self._branch, self._public_key = store, name, branch, public_key
         self._key = history.pointer_key(name, branch)
@@ -120,7 +120,7 @@ class Head:
             return  # lost or damaged: what is held is held still
         self.followed, self._noted = self._admitted(pointer, named), pointer
 
-    def _admitted(self, pointer: Pointer, target: Manifest) -> Followed:
+    def _admitted(self, pointer: Pointer, target: Manifest) -> FollowedPointer:
         """What to remember of the pointer, unless it moved back. Raises `MovedBack`."""
         seen = self.followed
         if seen is not None:
@@ -135,7 +135,7 @@ class Head:
                     hint="a stale cache or a restored copy of the store does this; a rollback that is meant is made by"
                     " `etude weights point`, under a new generation",
                 )
-        return Followed(self._key, pointer.head.version, pointer.generation, target.serial)
+        return FollowedPointer(self._key, pointer.head.version, pointer.generation, target.serial)
 
     def _is_before(self, target: Manifest, version: Version) -> bool:
         """Whether a head was published before a version, as far as can be told."""
