@@ -1,13 +1,16 @@
-"""Checksums that lie beside or inside what a run writes, so that what is read is what was written.
+"""Checksums of the files of a run: stored beside or inside each file, so that damage is detected when it is read.
 
-Four kinds, by what a file is:
+There are four forms, by kind of file:
 
-- a directory that is written once (a checkpoint, a corpus, a tokeniser) has `SHA256SUMS`, as `sha256sum -c` reads it;
-- a Parquet file has a block of 40 bytes between its data and its footer, where readers of Parquet do not look;
-- a JSON object has its digest as its last member, a list of objects one in each object, a page one in a comment;
-- a line of an event log has a CRC as its last member.
+- A directory that is written once (a checkpoint, a corpus, a tokeniser) has a `SHA256SUMS` file, as `sha256sum -c`
+  reads it.
+- A Parquet file has a block of 40 bytes with its SHA-256 between data and footer, where Parquet readers do not look.
+- A JSON object has its SHA-256 as its last member; a list of objects has one in each object; an HTML page has one in a
+  comment.
+- A line of an event log has a CRC-32 as its last member.
 
-What has none is of an earlier etude, or of another program: it is read as it is. Knows nothing of what the bytes mean.
+A file without a checksum is from an earlier version of etude, or from another program: it is read without a check.
+Knows nothing of the meaning of the bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from etude.errors import EtudeError
 SUMS = "SHA256SUMS"
 SHA256 = "sha256"
 PARQUET_KEY = "etude.sealed"
-"""Of a Parquet schema's metadata: says that the file has a block with its digest."""
+"""Key in the metadata of a Parquet schema: marks that the file has a block with its digest."""
 
 _LINE = re.compile(r"([0-9a-f]{64})  ([^\n]+)")
 _AT_ONCE = 4  # files: hashing one keeps a core busy, at 1 to 2 GB/s
@@ -41,33 +44,34 @@ _HINT = "copy the file back from a backup; where it was changed on purpose, dele
 
 
 class ChecksumMismatch(EtudeError):
-    """Bytes that are not those that were written."""
+    """The bytes of a file are not the ones that were written."""
 
 
 # Directories
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, 64 hex characters. Raises `OSError`."""
+    """SHA-256 of a file, as 64 hex characters. Raises `OSError`."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def files_in(folder: Path) -> list[str]:
-    """Every file under a folder but its checksums, sorted, by their paths in it."""
+    """Relative paths of all files in a folder except its SHA256SUMS, sorted."""
     found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return sorted(name for name in found if name != SUMS)
 
 
 def digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """The SHA-256 of some of a folder's files, by name. Raises `OSError`."""
+    """Compute the SHA-256 of some of a folder's files: name -> 64 hex characters. Raises `OSError`."""
     names = list(names)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return dict(zip(names, pool.map(lambda name: file_digest(folder / name), names), strict=True))
 
 
 def write_sums(folder: Path, found: Mapping[str, str] | None = None) -> None:
-    """Put the checksums of all files of a folder beside them. `found`: those that are known. Raises `OSError`."""
+    """Write the SHA256SUMS of a folder. `found`: the digests by name; None: compute those of all files. Raises
+    `OSError`."""
     found = digests(folder, files_in(folder)) if found is None else found
     text = "".join(f"{found[name]}  {name}\n" for name in sorted(found))
     scratch = folder / f".{SUMS}.{os.getpid()}.tmp"
@@ -76,7 +80,8 @@ def write_sums(folder: Path, found: Mapping[str, str] | None = None) -> None:
 
 
 def read_sums(folder: Path) -> dict[str, str] | None:
-    """The checksums of a folder's files, by name; None where it has none. Raises `ChecksumMismatch` where they are damaged."""
+    """Read the SHA256SUMS of a folder: name -> digest; None if there is no such file. Raises `ChecksumMismatch` if it
+    is damaged."""
     path = folder / SUMS
     try:
         lines = path.read_bytes().decode("utf-8", "replace").splitlines()
@@ -95,8 +100,8 @@ def read_sums(folder: Path) -> dict[str, str] | None:
 def verify_files(
     folder: Path, names: Iterable[str] | None = None, *, kind: type[EtudeError] = ChecksumMismatch
 ) -> bool:
-    """Read files of a folder and compare them with its checksums. `names`: which (None: all that have one). False where
-    the folder has no checksums. Raises `kind`: a file differs, has no checksum, or is gone."""
+    """Compare files of a folder with its SHA256SUMS. `names`: which files; None: all that are listed. Returns False if
+    the folder has no SHA256SUMS. Raises `kind` if a file differs, is not listed, or is missing."""
     try:
         sums = read_sums(folder)
     except ChecksumMismatch as error:
@@ -126,9 +131,9 @@ def verify_files(
 
 
 def seal_parquet(file: BinaryIO) -> None:
-    """Put its digest into a Parquet file that is whole, and open to be read and written; its schema's metadata has
-    `PARQUET_KEY`. Readers find data by offsets from the start and the footer from the end, so both stay where they
-    are for them."""
+    """Insert its digest into a complete Parquet file, which is open for reading and writing and has `PARQUET_KEY` in
+    its schema's metadata. Readers find data by offsets from the start and the footer from the end, so both stay valid.
+    """
     found = _footer(file)
     assert found is not None, "it was just written"
     start, size = found
@@ -141,8 +146,8 @@ def seal_parquet(file: BinaryIO) -> None:
 
 
 def verify_parquet(file: BinaryIO, name: object, *, kind: type[EtudeError] = ChecksumMismatch) -> bool:
-    """Read all of a Parquet file and compare it with the digest in it; at its start again afterwards. False for one
-    without a digest, and for what is no Parquet file. Raises `kind`, which calls it `name`."""
+    """Read a complete Parquet file and compare it with the digest in it; then seek to its start. Returns False for a
+    file without a digest, and for one that is not Parquet. `name`: for the error. Raises `kind`."""
     hint = "copy it back from a backup"
     try:
         found = _footer(file)
@@ -171,7 +176,7 @@ def verify_parquet(file: BinaryIO, name: object, *, kind: type[EtudeError] = Che
 
 
 def _footer(file: BinaryIO) -> tuple[int, int] | None:
-    """Where a Parquet file's footer starts, and where it ends; None for what is none."""
+    """Start and end of the footer of a Parquet file; None if it is not a Parquet file."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - 8))
     end = file.read(8)
@@ -198,7 +203,7 @@ def _digest_of(file: BinaryIO, ranges: Sequence[tuple[int, int]]) -> bytes:
 
 
 def sealed(value: Mapping[str, Any], *, after: str = "") -> dict[str, Any]:
-    """A JSON object with its digest as its last member. `after`: the digest of what came before it.
+    """Add the digest of a JSON object as its last member. `after`: the digest of the object before it in a list.
 
     >>> list(sealed({"a": 1}))
     ['a', 'sha256']
@@ -208,7 +213,7 @@ def sealed(value: Mapping[str, Any], *, after: str = "") -> dict[str, Any]:
 
 
 def sealed_list(values: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A list of JSON objects, each with the digest of all up to it."""
+    """Add digests to a list of JSON objects: each covers all objects up to its own."""
     found: list[dict[str, Any]] = []
     for value in values:
         found.append(sealed(value, after=found[-1][SHA256] if found else ""))
@@ -216,8 +221,8 @@ def sealed_list(values: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def verify_json(value: Any, name: object, *, must: bool = False, kind: type[EtudeError] = ChecksumMismatch) -> bool:
-    """Compare what was read of a JSON file with the digests in it. False for one without; `must`: then it is refused.
-    Raises `kind`, which calls the file `name`."""
+    """Compare the value of a JSON file with the digests in it. Returns False if it has none; with `must` that is an
+    error. `name`: for the error. Raises `kind`."""
     objects = value if isinstance(value, list) else [value]
     hint = "copy it back from a backup"
     has = [isinstance(one, dict) and SHA256 in one for one in objects]
@@ -241,13 +246,13 @@ def _canonical(value: Mapping[str, Any], after: str) -> str:
 
 
 def sealed_page(html: str) -> bytes:
-    """An HTML page with its digest in a comment at its end."""
+    """Encode an HTML page, with its digest in a comment at the end."""
     data = html.encode()
     return data + b"\n<!-- sha256 %b -->\n" % hashlib.sha256(data).hexdigest().encode()
 
 
 def verify_page(data: bytes) -> bool | None:
-    """Whether a page is what was written; None for one without a digest."""
+    """Whether a page matches its digest; None if it has none."""
     found = _COMMENT.search(data)
     return None if found is None else hashlib.sha256(data[: found.start()]).hexdigest().encode() == found[1]
 
@@ -256,7 +261,7 @@ def verify_page(data: bytes) -> bool | None:
 
 
 def sealed_line(line: bytes) -> bytes:
-    """A JSON object in a line, without its end, with its CRC as its last member.
+    """Add a CRC as the last member of a JSON object in one line (without the newline).
 
     >>> verify_line(sealed_line(b'{"t": 1}')), verify_line(b'{"t": 1}')
     (True, None)
@@ -265,6 +270,6 @@ def sealed_line(line: bytes) -> bytes:
 
 
 def verify_line(line: bytes) -> bool | None:
-    """Whether a line is what was written; None for one without a CRC."""
+    """Whether a line matches its CRC; None if it has none."""
     found = _CRC.search(line)
     return None if found is None else zlib.crc32(line[: found.start()] + b"}") == int(found[1], 16)

@@ -250,7 +250,7 @@ def test_no_way_that_is_open_is_ever_missed(policy: Policy) -> None:
     while (plan := search.cheapest(manifests[0].version)) is not None:
         assert plan.num_bytes >= bytes_so_far
         bytes_so_far = plan.num_bytes
-        search.close(plan.hops[-1].way)
+        search.exclude(plan.hops[-1].way)
     assert bytes_so_far > 0
 
 

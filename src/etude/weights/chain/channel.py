@@ -278,7 +278,7 @@ class Channel:
         return write_signed(self._key, pointer, self._signer)
 
     def _commit(self, head: WriterState, ahead: WriterState) -> bool:
-        """Move the pointer. False if garbage was collected in the meantime, so that everything must be written again."""
+        """Move the pointer. False if garbage was collected meanwhile, so that everything must be written again."""
         assert ahead.ref is not None
         assert ahead.pointer is not None
         try:

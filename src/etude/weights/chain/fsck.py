@@ -179,7 +179,7 @@ class _BaseMissing(WeightsError):
 
 
 def _other_headers(store: BlobStore, manifest: Manifest, failed: list[tuple[Way, EtudeError]]) -> list[Finding]:
-    """Findings on damaged object headers in ways that work: only readers of a part of an object need the header digest."""
+    """Findings on damaged object headers in ways that work: only readers of a part of an object need the header."""
     found = []
     broken = [way for way, _ in failed]
     for item in (item for way in manifest.ways if way not in broken for item in way.objects):

@@ -1,9 +1,9 @@
-"""Reads and writes checkpoints: the safetensors files of a directory (one, or shards with an index) as a set of
+"""Reads and writes checkpoints: the safetensors files of a directory (one file, or shards with an index) as a set of
 tensors.
 
-Hugging Face, vLLM and SGLang load the same format. Files are read by mapping them, so that a terabyte costs no memory.
-They are written under other names and then moved into place, so that a directory has a whole checkpoint or none. Knows
-nothing of models, deltas and channels.
+Hugging Face, vLLM and SGLang load the same format. Files are read by memory mapping, so a checkpoint of a terabyte
+needs no memory. They are written under temporary names and then renamed, so a directory has a complete checkpoint or
+none. Knows nothing of models, deltas and channels.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HINT_INDEX = "copy the directory again: index and shards are of different check
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint: its tensors by name, and the files that they are in."""
+    """An open checkpoint: its tensors by name, and the files that they are in."""
 
     path: Path
     headers: Mapping[str, str]  # file name -> its header's text
@@ -48,13 +48,14 @@ class Checkpoint:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a path has files that `read_checkpoint` would try to read; they may be damaged."""
+    """Whether a path has files that `read_checkpoint` would read. They may be damaged."""
     return path.is_file() if path.suffix == ".safetensors" else path.is_dir() and bool(_names(path))
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Open the checkpoint in a directory, or in one .safetensors file. Where the directory has a file of checksums,
-    every file is compared with it. Raises `NoCheckpoint`, `CheckpointError`."""
+    """Open the checkpoint in a directory, or in one .safetensors file. If the directory has a SHA256SUMS file, every
+    file is verified by it. Tensors are views of mapped files. Raises `NoCheckpoint` if there is none, `CheckpointError`
+    if it is damaged."""
     if not is_checkpoint(path):
         hint = "give a directory with *.safetensors, or one such file"
         raise NoCheckpoint(f"no checkpoint at {path}", hint=hint)
@@ -88,8 +89,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def layout(tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> dict[str, str]:
-    """Distribute tensors over files of at most `shard_bytes` (or one larger tensor). Returns each file's header by file
-    name, as `CheckpointWriter` takes them."""
+    """Distribute tensors over files of at most `shard_bytes` (or one larger tensor). Returns file name -> header text,
+    for `CheckpointWriter`."""
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name in sorted(tensors):
@@ -110,7 +111,7 @@ def layout(tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> dic
 
 
 def index_of(headers: Mapping[str, str]) -> str | None:
-    """The text of the index of files with these headers; None for a single file, which needs no index."""
+    """The text of the index for files with these headers; None for a single file, which needs no index."""
     if len(headers) < 2:
         return None
     found = {file: parse_header(text) for file, text in headers.items()}
@@ -122,7 +123,7 @@ def index_of(headers: Mapping[str, str]) -> str | None:
 
 
 def copy_other_files(source: Path, target: Path) -> list[str]:
-    """Copy the files that are no weights (config, tokeniser, templates) from one directory to another. Returns their
+    """Copy the files that are not weights (config, tokeniser, templates) from one directory to another. Returns their
     names."""
     copied = []
     for file in sorted(source.iterdir()):
@@ -134,11 +135,12 @@ def copy_other_files(source: Path, target: Path) -> list[str]:
 
 
 class CheckpointWriter:
-    """Writes files of given headers, tensor by tensor in any order. A context manager: at the end of the block the
-    files are synced to disk and moved into place together.
+    """Writes files with given headers, tensor by tensor in any order. A context manager: at the end of the block, the
+    files are synced to disk and renamed into place together.
 
-    An error in the block leaves the old files. Raises `CheckpointError` for a tensor that no header has or that has
-    another spec, for one that was not `put`, and where the disk refuses a write.
+    `headers`: file name -> header text (`layout`). `index`: the text of the index, if there is one. An error in the
+    block leaves the old files. Raises `CheckpointError` for a tensor that is in no header or has another spec, and for
+    a tensor that was not written; `StoreError` if the disk refuses a write.
     """
 
     def __init__(self, folder: Path, headers: Mapping[str, str], index: str | None = None) -> None:
@@ -166,7 +168,7 @@ class CheckpointWriter:
         return self
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor to its place. Raises `CheckpointError`."""
+        """Write one tensor. Raises `CheckpointError`, `StoreError`."""
         file, place = self._places.get(name, (None, None))
         if file is None or place is None or place.spec != tensor.spec:
             what = f"{tensor.dtype} {list(tensor.shape)}"
@@ -215,7 +217,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _read_index(path: Path) -> str:
-    """Read an index, which must name files of its own directory only. Returns its text. Raises `CheckpointError`."""
+    """Read an index, which must only name files of its own directory. Returns its text. Raises `CheckpointError`."""
     try:
         if path.stat().st_size > MAX_INDEX_BYTES:
             raise ValueError(f"it has {path.stat().st_size} bytes")

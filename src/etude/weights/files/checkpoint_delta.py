@@ -1,7 +1,7 @@
-"""Deltas between two checkpoints on disk, streamed: neither the checkpoints nor the delta lie in memory at once.
+"""Deltas between two checkpoints on disk, streamed: neither the checkpoints nor the delta need to fit in memory.
 
-The delta's note keeps how the target's files are laid out, so that what `apply_delta` writes is equal to the target to
-the last byte of its weight files. `docs/formats/delta_file.md` has the note.
+The note of the delta file stores the layout of the target's files, so the weight files that `apply_delta` writes are
+equal to the target's, byte for byte. `docs/formats/delta_file.md` describes the note.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from etude.weights.files.safetensors_file import Place, parse_header
 
 @dataclass(frozen=True)
 class Applied:
-    """Result of applying a delta file."""
+    """The result of applying a delta file."""
 
     num_tensors: int
     num_changed: int  # of them, those that an object covers
@@ -42,10 +42,10 @@ class Applied:
 
 
 def encode_delta(a: Path, b: Path, out: Path, mode: Mode = "best") -> int:
-    """Write the delta file that makes checkpoint `b` out of `a`; its bytes.
+    """Write the delta file from checkpoint `a` to checkpoint `b` to `out`. Returns its size in bytes.
 
-    Raises `InputError` for an `out` that is a checkpoint's own, or anything else but an earlier delta file,
-    `CheckpointError`, `StoreError`.
+    Raises `InputError` if `out` is part of a checkpoint or an existing file other than a delta file, `CheckpointError`,
+    `StoreError`.
     """
     check_file(out, (a, b), MAGIC, "delta file")
     old, new = read_checkpoint(a), read_checkpoint(b)
@@ -66,9 +66,10 @@ def encode_delta(a: Path, b: Path, out: Path, mode: Mode = "best") -> int:
 
 
 def apply_delta(a: Path, delta: Path, out: Path) -> Applied:
-    """Write the target checkpoint to `out`, which must not be there yet: whole and synced, or not at all.
+    """Apply a delta file to checkpoint `a` and write the target checkpoint to `out`, which must not exist. `out` is
+    complete and synced, or not there. Also copies the files of `a` that are not weights.
 
-    Raises `WeightsError` for another base or a damaged file, `InputError`, `CheckpointError`, `StoreError`.
+    Raises `WeightsError` for another base or a damaged delta, `InputError`, `CheckpointError`, `StoreError`.
     """
     if out.exists():
         raise InputError(f"{out} exists", hint="name a directory that is not there yet")
@@ -107,7 +108,8 @@ def apply_delta(a: Path, delta: Path, out: Path) -> Applied:
 
 
 def verify_delta(delta: Path, a: Path) -> Applied:
-    """Do all that `apply_delta` does but for writing: checksums of base and target are compared. Raises the same."""
+    """Do everything that `apply_delta` does except writing: compare the checksums of base and target. Raises the same
+    errors."""
     base = read_checkpoint(a)
     with opened(delta) as file:
         deltas.fit_base(file, base.tensors)
@@ -119,7 +121,7 @@ def verify_delta(delta: Path, a: Path) -> Applied:
 
 @contextmanager
 def opened(path: Path) -> Iterator[DeltaFile]:
-    """A delta file, mapped and parsed. Raises `InputError` where there is none to read, `WeightsError`."""
+    """Map and parse a delta file. Raises `InputError` if it cannot be read, `WeightsError` if it is damaged."""
     hint = "name what `etude weights encode` wrote"
     try:
         with path.open("rb") as file:
@@ -136,7 +138,7 @@ def opened(path: Path) -> Iterator[DeltaFile]:
 
 
 def _check_room(file: DeltaFile, folder: Path) -> None:
-    """A target that the disk cannot hold is refused before anything of it is decoded. Raises `StoreError`."""
+    """Raise `StoreError` if the disk has too little free space for the target. Called before anything is decoded."""
     with store_errors(f"{folder} cannot be written"):
         free = shutil.disk_usage(folder).free
     if file.target_bytes > free:

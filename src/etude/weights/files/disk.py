@@ -1,4 +1,4 @@
-"""What writing files durably takes: synced bytes, renames into place, and a disk's refusals in three parts."""
+"""Durable file writes, checks of output paths, and operating system errors as `StoreError`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HINTS = {
 
 @contextmanager
 def store_errors(what: str) -> Iterator[None]:
-    """Turn the operating system's no into a `StoreError` that begins with `what`."""
+    """Context manager: convert `OSError` to a `StoreError` whose message is `what`, with a hint."""
     try:
         yield
     except OSError as error:
@@ -34,7 +34,7 @@ def store_errors(what: str) -> Iterator[None]:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Replace a file's content, durably, whole or not at all. Raises `OSError`."""
+    """Replace a file's content atomically and durably. Raises `OSError`."""
     beside = path.with_name(path.name + ".tmp")
     try:
         beside.unlink(missing_ok=True)  # if it is a link, what it leads to is not ours
@@ -50,7 +50,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make names that were added, renamed or removed durable."""
+    """Sync a directory, so that added, renamed and removed names are durable."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(file)
@@ -59,7 +59,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def check_output(out: Path, inputs: Sequence[Path]) -> None:
-    """Raises `InputError` for an output that is an input or lies in one, or whose directory is not there."""
+    """Check an output path before the work starts. Raises `InputError` if it is an input or inside one, or if its
+    directory does not exist."""
     if not out.parent.is_dir():
         raise InputError(f"no directory {out.parent}", f"{out} would be in it", hint="make it first, or name another")
     for given in inputs:
@@ -70,9 +71,10 @@ def check_output(out: Path, inputs: Sequence[Path]) -> None:
 
 
 def check_file(out: Path, inputs: Sequence[Path], magic: bytes, kind: str) -> None:
-    """The same for a file that may replace an earlier one of its `kind`: one that begins with `magic`, or is empty.
+    """Like `check_output`, for an output file that may replace an existing file of its `kind`: one that begins with
+    `magic`, or is empty.
 
-    Raises `InputError` for anything else that is there already.
+    Raises `InputError` for any other existing file.
     """
     if out.is_dir():
         raise InputError(f"{out} is a directory", f"a {kind} is one file", hint="name a file that is not there yet")

@@ -1,9 +1,10 @@
-"""Keeps a checkpoint directory at a channel's head: its safetensors files are changed in place, safe against a kill.
+"""Keeps a checkpoint directory at a version by changing its safetensors files in place. Safe against a kill at any
+point.
 
-They are changed in place since a step changes one weight in a hundred, and a directory may have a terabyte. Every
-adoption first writes all of its changes to a journal, which appears whole and synced; then the files are written, then
-the version is recorded, then the journal is deleted. The journal holds absolute values: whoever opens the directory
-after a kill writes them again and has the new version. A kill before the journal is complete leaves the old version.
+Files are changed in place, since a step changes about one weight in a hundred and a directory may have a terabyte. Each
+adoption first writes all of its changes to a journal, atomically and synced; then it writes the files, records the
+version, and deletes the journal. The journal contains absolute values: opening the directory after a kill writes them
+again and completes the new version. A kill before the journal is complete leaves the old version.
 `docs/formats/checkpoint_folder.md` describes the files.
 """
 
@@ -55,11 +56,11 @@ class _State(msgspec.Struct, frozen=True):
 
 
 class CheckpointFolder:
-    """A checkpoint directory that this process keeps, under a lock. Opening it completes what a killed keeper began.
-    Not thread-safe.
+    """A checkpoint directory that this process keeps, protected by a lock file. Opening it completes an interrupted
+    adoption. Not thread-safe. A context manager.
 
-    Raises `InputError` for a path that is no directory, `WeightsError` where another process keeps it, `StoreError`
-    where the disk refuses a write.
+    Raises `InputError` for a path that is not a directory or contains linked weight files, `WeightsError` if another
+    process keeps it, `StoreError` if the disk refuses a write.
     """
 
     def __init__(self, path: Path) -> None:
@@ -104,7 +105,7 @@ class CheckpointFolder:
 
     @property
     def followed(self) -> FollowedPointer | None:
-        """The pointer that was followed last; None where neither `adopt` nor `remember` got one."""
+        """The pointer that was followed last; None if none was passed to `adopt` or `remember`."""
         return self._state.followed if self._state else None
 
     @property
@@ -113,7 +114,7 @@ class CheckpointFolder:
         return self._held.tensors if self._held else MappingProxyType({})
 
     def files(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The files that hold tensors of these names; the file of weights where one of them is in none."""
+        """The files that contain tensors of these names. For a tensor that is in no file: the default weights file."""
         places = self._held.places if self._held else {}
         return tuple(sorted({places[name][0] if name in places else WEIGHTS for name in names}))
 
@@ -125,13 +126,13 @@ class CheckpointFolder:
         followed: FollowedPointer | None = None,
         after: After | None = None,
     ) -> int:
-        """Write a version's tensors to the directory; durable when this returns. Returns the bytes of weights that were
-        written.
+        """Write the tensors of a version to the directory; durable when this returns. Returns the number of weight
+        bytes written.
 
-        `tensors`: must be proven; those that are objects of `self.tensors` are unchanged and not compared. `followed`:
-        the pointer that led to the version, kept with it. `after` is called with "journal", "file ...", "files",
-        "version" and "end" when each is durable. Raises `StoreError`: then the directory holds the old version, or
-        opening it again completes the new one.
+        `tensors`: all tensors of the version, already verified; objects of `self.tensors` count as unchanged and are
+        not compared. `followed`: the pointer that led to the version, stored with it. `after` is called with "journal",
+        "file ...", "files", "version" and "end" when each is durable. Raises `StoreError`: then the directory has the
+        old version, or opening it again completes the new one.
         """
         done = after or (lambda step: None)
         changed, replaced = compare_tensors(self.tensors, tensors)
@@ -159,9 +160,10 @@ class CheckpointFolder:
         self._state = state
 
     def verify(self, names: Iterable[str] | None = None) -> None:
-        """Read all weights and compare their digest with the version's. Raises `WeightsError` that has both digests.
+        """Read all weights and compare their content digest with the version's. Raises `WeightsError` with both
+        digests.
 
-        `names`: the names of the version's table, where it was published in parts (`parts`).
+        `names`: the tensor names in the version's manifest, if it was published in parts (`follow.parts`).
         """
         tensors = self.tensors if names is None else split(self.tensors, names)
         found = content_digest({name: tensor_digest(tensor) for name, tensor in tensors.items()})
@@ -175,7 +177,8 @@ class CheckpointFolder:
     def _lay_out(
         self, version: Version, tensors: Mapping[str, Tensor], followed: FollowedPointer | None
     ) -> tuple[Journal, int]:
-        """Write all tensors into new files beside the old. Returns the journal that moves them into place."""
+        """Write all tensors into new files beside the old. Returns the journal that moves them into place, and their
+        size."""
         headers = layout(tensors)
         index = index_of(headers)
         with CheckpointWriter(self.path / NEXT, headers, index) as writer:
@@ -187,7 +190,7 @@ class CheckpointFolder:
         return Journal(version, [], moves, removes, followed), sum(tensor.num_bytes for tensor in tensors.values())
 
     def _recover(self) -> None:
-        """Complete the adoption of a journal, or remove files of one that has no whole journal. May be repeated."""
+        """Complete the adoption of a complete journal; else remove the files of an incomplete one. May be repeated."""
         with store_errors(f"{self.path} cannot be recovered"):
             if (self.path / NEXT).is_symlink():  # no keeper's: it could lead anywhere
                 (self.path / NEXT).unlink()
@@ -207,7 +210,8 @@ class CheckpointFolder:
         shutil.rmtree(self.path / NEXT, ignore_errors=True)
 
     def _refuse_links(self) -> None:
-        """Weights are changed in place, and what a link leads to is not this directory's: a download cache, say."""
+        """Raise `InputError` for linked weight files: they are changed in place, and the target of a link (a download
+        cache, say) is not part of this directory."""
         for name in self._held.headers if self._held else ():
             if (self.path / name).is_symlink():
                 raise InputError(
@@ -268,7 +272,7 @@ def _change(held: Checkpoint, name: str, places: Any, codes: Any, tensor: Tensor
 
 
 def _write_changes(path: Path, changes: list[Change]) -> None:
-    """Write codes into a mapped file, and sync it. Raises `OSError` for a link, `ValueError` where the file is too
+    """Write codes into a mapped file and sync it. Raises `OSError` for a link, `ValueError` for a file that is too
     short."""
     with open(path, "r+b", opener=_open_no_link) as file, mmap.mmap(file.fileno(), 0) as memory:
         for change in changes:

@@ -1,8 +1,8 @@
-"""A checkpoint directory that follows a channel: what `etude weights follow STORE --apply DIR` runs.
+"""A checkpoint directory that follows a channel: `etude weights follow STORE --apply DIR`.
 
-For engines that load from disk, for a mirror in another region, for a standby. What it holds at its start is proven and
-gone on from, so that a restart fetches only what it missed; a pointer that moved back while nobody looked is refused.
-Tensors that were published in parts are whole in it.
+For engines that load from disk, a mirror in another region, a standby. At its start, the content of the directory is
+verified and used as the starting point, so a restart fetches only what it missed. A pointer that moved back while it
+was not running is refused. Tensors that were published in parts are complete tensors in the directory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from etude.weights.tensors import Spec, tensor_digest
 
 @dataclass(frozen=True)
 class AdoptedVersion:
-    """One version that the directory holds now, and what it took."""
+    """A version that was written to the directory, and the work it took."""
 
     version: Version
     fetched_bytes: int
@@ -36,9 +36,9 @@ class AdoptedVersion:
 
 
 class FolderFollower:
-    """Moves a folder to the head of a channel. Not safe between threads.
+    """Moves a `CheckpointFolder` to the head of a channel. Not thread-safe.
 
-    `public_key`: only pointers that its owner signed are believed. Raises `StoreError`.
+    Arguments as for `Follower`. Raises `StoreError`.
     """
 
     def __init__(
@@ -57,16 +57,20 @@ class FolderFollower:
             store, name, branch=branch, limit_bytes=limit_bytes, public_key=public_key, followed=folder.followed
         )
         self.resumed = folder.version is not None and self._follower.start_from(folder.version, folder.tensors)
-        """Whether what the folder held is a version of the channel, to go on from."""
+        """Whether the directory had an intact version of the channel, which was used as the starting point."""
         self.damaged = () if folder.version is None or self.resumed else self._damaged(folder.version)
-        """Files that do not hold what was written there; the first `advance` repairs them."""
+        """Names of files whose content differs from the version that was written there. The first `advance` repairs
+        them."""
         self._pending: Update | None = None  # proven, and not yet taken by the disk
 
     def advance(self) -> AdoptedVersion | None:
-        """Come to the head; None when it is held, or there is none. Raises what `Follower.advance` raises, and
-        `StoreError` for a disk that refuses; then the folder is what it was, or opening it anew leads to the head, and
-        so does the next call. Raises `InputError`, before anything is fetched, for a folder that never followed and
-        holds another model's checkpoint."""
+        """Move the directory to the newest version. Returns what was done; None if it has the newest version already,
+        or there is none.
+
+        Raises what `Follower.advance` raises; `StoreError` if the disk refuses a write (then the directory is
+        unchanged, or opening it again or calling this again completes the update); and `InputError`, before anything is
+        fetched, if the directory never followed a channel and has a checkpoint of another model.
+        """
         self._refuse_others()
         update = self._pending = self._advance() or self._pending
         followed = self._follower.followed
@@ -90,7 +94,7 @@ class FolderFollower:
         )
 
     def _damaged(self, version: Version) -> tuple[str, ...]:
-        """The files that do not hold a version's tensors; none for a version that the channel does not know."""
+        """The files that do not have the tensors of a version; none for a version that the channel does not have."""
         manifest = history.find(self._store, self._name, version)
         if manifest is None:
             return ()
@@ -117,7 +121,7 @@ class FolderFollower:
             ) from None
 
     def _refuse_others(self) -> None:
-        """A checkpoint that nothing here put there must have the channel's tensors. Raises `InputError`."""
+        """A checkpoint that was not written by a follower must have the channel's tensors. Raises `InputError`."""
         held = {name: tensor.spec for name, tensor in self._folder.tensors.items()}
         if not held or self._folder.version is not None:
             return
@@ -135,7 +139,7 @@ class FolderFollower:
 
 
 def differences(held: Mapping[str, Spec], published: Mapping[str, Spec]) -> str:
-    """How the tensors of a checkpoint differ from a channel's in names, dtypes and shapes; "" where they do not."""
+    """Describe how the tensors of a checkpoint differ from a channel's in name, dtype or shape; "" if they do not."""
     different = [name for name in sorted({*held, *published}) if held.get(name) != published.get(name)]
     if not different:
         return ""
@@ -153,5 +157,5 @@ def _told(spec: Spec | None) -> str:
 
 
 def list_bytes(update: Update) -> int:
-    """What an update holds beside the weights: places and codes that changed."""
+    """Memory of the lists of changes in an update, in bytes."""
     return sum(places.nbytes + codes.nbytes for places, codes in update.changed.values())

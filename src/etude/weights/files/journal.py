@@ -1,6 +1,7 @@
-"""What a checkpoint folder is about to do, written down so that doing it again from anywhere leads to the same files.
+"""The redo journal of a checkpoint folder: the changes it is about to make, so that repeating them after a kill gives
+the same files.
 
-A header in JSON, then the lists themselves, then a digest of it all: see `docs/formats/checkpoint_folder.md`.
+A JSON header, then the lists, then a SHA-256 of everything: see `docs/formats/checkpoint_folder.md`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _DIGEST_BYTES = 32
 
 @dataclass(frozen=True)
 class Change:
-    """Codes of one tensor, to be written into a file."""
+    """Codes of one tensor that are written into a file."""
 
     file: str
     start: int  # bytes from the file's start to the tensor's
@@ -35,7 +36,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Journal:
-    """The version that the folder will hold, and how it gets there."""
+    """The version that the folder will have, and the steps to get there."""
 
     version: Version
     changes: list[Change] = field(default_factory=list)
@@ -61,7 +62,7 @@ class _Header(msgspec.Struct, frozen=True):
 
 
 def write_journal(journal: Journal) -> bytes:
-    """Its bytes."""
+    """Encode a journal."""
     listed = [_Listed(c.file, c.start, c.codes.itemsize, c.codes.size, c.places is None) for c in journal.changes]
     header = msgspec.json.encode(_Header(journal.version, listed, journal.moves, journal.removes, journal.followed))
     parts = [_HEAD.pack(MAGIC, FORMAT, 0, len(header)), header]
@@ -74,7 +75,7 @@ def write_journal(journal: Journal) -> bytes:
 
 
 def read_journal(data: bytes) -> Journal:
-    """The inverse. Raises `ValueError` for bytes that `write_journal` did not write."""
+    """Decode a journal. Raises `ValueError` for bytes that `write_journal` did not write."""
     body, said = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
     if len(data) < _HEAD.size + _DIGEST_BYTES or hashlib.sha256(body).digest() != said:
         raise ValueError(f"its {len(data)} bytes have another digest than it says")

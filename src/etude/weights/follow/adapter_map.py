@@ -1,10 +1,11 @@
-"""Adapters in engines that hold whole weights: A and B are live memory of their own, and what they change of the
-engine's is derived: W + scale · B A, summed in float32, rounded once to what is published, written through its pieces.
+"""Merges LoRA adapters into engines that hold merged weights. A and B are published and kept in memory of their own;
+the engine's matrices are derived: W + scale * B A, summed in float32 and rounded once to the published dtype.
 
-W is read from the checkpoint that the engine was started from, mapped, so that no second copy is held: engines pack and
-rearrange what they loaded. A learner computes with a base rounded to what is published: where the checkpoint is of
-another dtype, what no adapter changes is written once so, too. The product is numpy's, on the host: its last bit may be
-another than a learner's, so this is for engines that are not promised the learner's bits.
+W is read from the mapped checkpoint that the engine was started from, so no second copy is in memory (engines pack and
+rearrange the weights that they loaded). A learner computes with its base rounded to the published dtype. If the
+checkpoint has another dtype, the tensors without an adapter are rounded and written once, too. numpy computes the
+product on the host. Its last bit may differ from the learner's, so this is for engines that do not promise the
+learner's exact bits.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ def adapter_map(
     published: Mapping[str, Tensor],
     packing: Mapping[str, Call],
 ) -> Map:
-    """The map of an engine to which an adapter is published.
+    """Create the map of an engine to which an adapter is published.
 
-    `pieces`: where each of these tensors of the checkpoint is in the engine. `base`: the checkpoint's. `packing`: by a
-    tensor's name what is to be called once it was written. Raises `WeightsError` where the checkpoint is not the
-    adapter's base, or the engine has no place for a matrix.
+    `pieces`: returns where each of the given checkpoint tensors is in the engine. `base`: the tensors of the
+    checkpoint. `published`: the tensors of the first published version. `packing`: tensor name -> function to call
+    after that tensor was written. Raises `WeightsError` if the checkpoint is not the base of the adapter, or the engine
+    has no place for an adapted matrix.
     """
     config = published_config(published)
     dtype = next(tensor.dtype for name, tensor in published.items() if name != PUBLISHED)
@@ -79,7 +81,7 @@ def adapter_map(
 
 
 def published_config(tensors: Mapping[str, Tensor]) -> AdapterConfig:
-    """What is published beside an adapter's A and B. Raises `WeightsError`."""
+    """The settings that are published with an adapter. Raises `WeightsError` if they are missing or invalid."""
     try:
         return AdapterConfig.from_bytes(tensors[PUBLISHED].codes.tobytes())
     except (KeyError, ValueError) as error:
@@ -88,7 +90,7 @@ def published_config(tensors: Mapping[str, Tensor]) -> AdapterConfig:
 
 
 def floats(tensor: Tensor) -> Floats:
-    """A tensor's numbers, in its shape. Raises `WeightsError` for a dtype that is not bf16, f16 or f32."""
+    """A tensor's values as float32, in its shape. Raises `WeightsError` for a dtype other than bf16, f16 and f32."""
     codes = tensor.codes.reshape(tensor.shape)
     match tensor.dtype:
         case "bf16":
@@ -102,7 +104,7 @@ def floats(tensor: Tensor) -> Floats:
 
 
 def rounded(tensor: Tensor, dtype: str) -> Floats:
-    """Its numbers, each rounded to one of `dtype`."""
+    """A tensor's values, each rounded to `dtype`, as float32."""
     numbers = floats(tensor)
     if tensor.dtype == dtype:
         return numbers
@@ -110,7 +112,7 @@ def rounded(tensor: Tensor, dtype: str) -> Floats:
 
 
 def codes_of(numbers: Floats, dtype: str) -> Codes:
-    """Numbers as codes of "f32" or, to nearest and ties to even, "bf16".
+    """Encode numbers as "f32" or, rounded to nearest with ties to even, as "bf16".
 
     >>> codes_of(np.array([1.0, 1.00390625], np.float32), "bf16").tolist()
     [16256, 16256]
@@ -122,12 +124,13 @@ def codes_of(numbers: Floats, dtype: str) -> Codes:
 
 
 def _kept(name: str, dtype: str) -> str:
-    """The dtype in which a learner that publishes `dtype` holds a tensor of its base."""
+    """The dtype in which a learner that publishes `dtype` keeps a tensor of its base."""
     return "f32" if name.endswith("e_score_correction_bias") else dtype
 
 
 def _check_base(base: Mapping[str, Tensor], config: AdapterConfig, dtype: str) -> None:
-    """By the digest that a learner takes of its base (`models.lora.base_digest`)."""
+    """Compare the digest of the base with the one that the learner computed (`models.lora.base_digest`). Raises
+    `WeightsError`."""
     digest = hashlib.sha256()
     for name, tensor in sorted(base.items()):
         kind = _kept(name, dtype)

@@ -1,7 +1,8 @@
-"""The child of a `FollowerProcess`: ``python -m etude.weights.follow.follower_child FD``, FD its end of the socket.
+"""The child process of a `FollowerProcess`. Started as ``python -m etude.weights.follow.follower_child FD``, where FD
+is its end of the socket.
 
-The first message is what `FollowerProcess` was made with, pickled, from the parent that started it and nobody else;
-then come `Request`s. It imports what the store needs, and no torch.
+The first message is the pickled `FollowerArgs`, which only the parent process can send. All further messages are
+`Request`s. Imports what the store needs, and no torch.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _MAX_FACTS = 8192
 
 
 def main(argv: Sequence[str]) -> None:
-    """Answer requests until the parent is gone."""
+    """Answer requests until the parent process ends."""
     for ending in (signal.SIGINT, signal.SIGTERM):  # they are for the parent, whose end is seen here
         signal.signal(ending, signal.SIG_IGN)
     connection = socket.socket(fileno=int(argv[1]))
@@ -54,7 +55,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def reply(follower: Follower, request: Request, poll_s: float) -> tuple[Response, list[int]]:
-    """The answer, and the image's file descriptor if there is one."""
+    """Create the response to a request, with the image's file descriptor if there is one."""
     end = time.monotonic() + request.wait_s
     try:
         while (head := follower.head_version()) is None or head == request.held:
@@ -72,7 +73,8 @@ def reply(follower: Follower, request: Request, poll_s: float) -> tuple[Response
 
 
 def _news(follower: Follower, held: Version | None) -> Update:
-    """The update from `held` to the head. What the asker holds counts: from anything else, everything is new."""
+    """The update from `held` to the head. If this process held another version than `held`, the update contains all
+    tensors."""
     before, started = follower.version, time.perf_counter()
     update = follower.advance()
     if update is not None and before in (held, None):
@@ -90,7 +92,7 @@ def _news(follower: Follower, held: Version | None) -> Update:
 
 
 def _end_with(connection: socket.socket) -> None:
-    """End this process the moment the other side of the socket is closed, whatever it is doing."""
+    """End this process as soon as the other end of the socket is closed, whatever it is doing."""
     watch = select.poll()
     watch.register(connection, 0)  # no more than hang-ups, which need no asking for
     watch.poll()

@@ -1,9 +1,9 @@
-"""Live memory: a tensor that an engine computes with, seen as integers that can be read and written by place.
+"""Live memory: a tensor that an engine computes with, as a writable view of integers.
 
-A `Window` is a strided view of somebody's storage, in host memory (numpy, torch, a mapped file) or on a device (torch).
-It is known by its storage's address, so that two names of one storage are found to be one. What is slow (finding
-places, copying to a device) happens in `writer`; the writer it makes only scatters. torch is used where the tensor is
-torch's, and imported nowhere.
+A `Window` is a strided view of existing storage, in host memory (numpy, torch, a mapped file) or on a device (torch).
+Its address identifies the storage, so two names of the same storage are recognised. Slow work (computing indices,
+copying to a device) happens in `Window.writer`; the function that it returns only scatters. torch is used only for
+torch tensors, and never imported here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from etude.weights.delta.arrays import bits_of, is_torch, name_of
 from etude.weights.tensors import Codes
 
 Places = npt.NDArray[Any]
-"""Rising numbers of elements: uint32 (`delta.changes.Changes`), or int64."""
+"""1-D ascending indices of elements: uint32 or int64."""
 
 Shape = tuple[int, ...]
 Call = Callable[[], None]
@@ -34,7 +34,7 @@ _SIGNED = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}  # what torch compute
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Scatter:
-    """Codes that go to places of flat host memory."""
+    """Writes codes to indices of flat host memory when called."""
 
     flat: Codes
     places: npt.NDArray[Any]  # uint32 where the native kernels write, else int64
@@ -42,7 +42,7 @@ class Scatter:
 
     @property
     def num_bytes(self) -> int:
-        """What is held: places and codes."""
+        """Size of the indices and codes, in bytes."""
         return self.places.nbytes + self.codes.nbytes
 
     def __call__(self) -> None:
@@ -51,7 +51,7 @@ class Scatter:
 
 @dataclass(eq=False)
 class DeviceScatter:
-    """Codes that go to places of a device's storage; they are there already."""
+    """Writes codes to indices of a device's storage when called. Indices and codes are on the device already."""
 
     storage: Any  # torch: all of it, 1-D, of signed integers of the codes' width
     places: Any  # torch, int64, from the storage's start
@@ -62,8 +62,8 @@ class DeviceScatter:
 
 
 def batch_calls(calls: Sequence[Call]) -> Call:
-    """One call that makes them all; scatters into host memory in one where the native kernels are, those into a
-    device's in one a storage: launching one for each of thousands of tensors takes longer than writing."""
+    """Combine calls into one. Scatters into host memory become one call of the native kernels, if available; scatters
+    into the same device storage become one. (Thousands of kernel launches would take longer than the writes.)"""
     kernels = native.load()
     calls = _by_storage(calls)
     rows = [(c.flat, c.places, c.codes) for c in calls if _is_native(c)]
@@ -78,7 +78,8 @@ def batch_calls(calls: Sequence[Call]) -> Call:
 
 
 def _by_storage(calls: Sequence[Call]) -> list[Call]:
-    """Of what was sent to one storage one call; the single ones become its parts, so that nothing is held twice."""
+    """Merge the scatters into each device storage. The single ones become views of the merged one, so no memory is used
+    twice."""
     groups: dict[tuple[int, object], list[DeviceScatter]] = {}
     for call in calls:
         if isinstance(call, DeviceScatter):
@@ -100,7 +101,7 @@ def _is_native(call: Call) -> TypeGuard[Scatter]:
 
 @dataclass(frozen=True)
 class Window:
-    """A view of live memory. `flat` covers its span, element by element of the storage; places count in it."""
+    """A writable view of live memory. `flat` covers the span of the view in its storage; indices refer to `flat`."""
 
     device: str  # "cpu", "cuda:0"
     address: int  # of its first element
@@ -113,7 +114,7 @@ class Window:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for windows that are the same elements in the same order."""
+        """Equal for windows with the same elements in the same order."""
         return self.device, self.address, self.shape, self.strides, self.itemsize
 
     @property
@@ -126,7 +127,7 @@ class Window:
 
     @property
     def contiguous(self) -> bool:
-        """Whether an element's place is its number in C order."""
+        """Whether an element's index in `flat` equals its number in C order."""
         return self.size < 2 or all(
             stride == expected
             for n, stride, expected in zip(self.shape, self.strides, c_strides(self.shape), strict=True)
@@ -134,13 +135,13 @@ class Window:
         )
 
     def narrowed(self, axis: int, length: int) -> Window:
-        """The first `length` along an axis."""
+        """The first `length` elements along an axis."""
         view = self.view[(*(slice(None),) * axis, slice(length))]
         shape = tuple(view.shape)
         return replace(self, shape=shape, view=view, flat=self.flat[: _span(shape, self.strides)])
 
     def places(self, positions: Places) -> Places:
-        """Where the elements of these numbers (in C order of `shape`) are in `flat`."""
+        """Convert element numbers (C order of `shape`) to indices into `flat`."""
         if self.contiguous:
             return positions
         found = np.zeros(positions.shape, np.int64)
@@ -149,7 +150,8 @@ class Window:
         return found
 
     def read(self, places: Places | None = None, arena: Arena | None = None) -> Codes:
-        """The codes at places, or all in C order of `shape`; a copy in host memory, where `arena` may give some."""
+        """Read the codes at indices of `flat`, or all codes in C order of `shape`. Returns a copy in host memory,
+        allocated from `arena` if given."""
         flat = self.flat
         if isinstance(flat, np.ndarray):
             if places is not None and arena is not None and flat.flags.aligned:
@@ -162,16 +164,14 @@ class Window:
         return _host(self.flat[_to_device(places.astype(np.int64, copy=False), self.flat.device)])
 
     def equals(self, codes: Codes) -> bool:
-        """Whether these codes, of this shape in any strides, are what is there."""
+        """Whether the memory equals these codes, which have this shape and any strides."""
         if isinstance(self.view, np.ndarray):
             return np.array_equal(self.view, codes)
         return bool(_torch().equal(self.view, _to_device(codes.view(_SIGNED[self.itemsize]), self.view.device)))
 
     def writer(self, places: Places, codes: Codes) -> Call:
-        """A call that writes codes at places: a `Scatter` in host memory. On a device both are there when it is made.
-
-        What the native kernels will write has places of half the size.
-        """
+        """Create a function that writes codes at indices of `flat`: a `Scatter` in host memory. On a device, both are
+        copied there now."""
         flat = self.flat
         if isinstance(flat, np.ndarray):
             small = native.load() is not None and flat.size <= 1 << 32 and flat.flags.aligned
@@ -181,7 +181,7 @@ class Window:
         return DeviceScatter(storage, from_start, _to_device(codes.view(_SIGNED[self.itemsize]), flat.device))
 
     def fill(self, codes: Codes) -> None:
-        """Write all: codes of this shape, in any strides. Needs no memory on a host."""
+        """Write all elements, from codes of this shape and any strides. Needs no extra memory on a host."""
         if isinstance(self.view, np.ndarray):
             np.copyto(self.view, codes)
         else:
@@ -189,7 +189,8 @@ class Window:
 
 
 def window(name: str, value: Any) -> Window:
-    """A window on a numpy array or a torch tensor of any strides. Raises `WeightsError` for what cannot be written."""
+    """Create a window of a numpy array or torch tensor of any strides. Raises `WeightsError` if it is read-only or its
+    elements overlap."""
     if is_torch(value) and not in_host_memory(value):
         return _device_window(name, value)
     bits, dtype = bits_of(name, value)
@@ -200,7 +201,7 @@ def window(name: str, value: Any) -> Window:
 
 
 def in_host_memory(value: Any) -> bool:
-    """Whether numpy can see a torch tensor's memory."""
+    """Whether numpy can access the memory of a torch tensor."""
     return bool(value.device.type == "cpu")
 
 
@@ -241,7 +242,7 @@ def _check(name: str, shape: Shape, strides: Shape, writable: bool) -> None:
 
 
 def _span(shape: Shape, strides: Shape) -> int:
-    """Elements from the first to the last of a view, both included."""
+    """Number of elements of the storage from the first to the last element of a view."""
     if not math.prod(shape):
         return 0
     return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
@@ -255,7 +256,7 @@ def _host(flat: Any) -> Codes:
 
 
 def _to_device(array: npt.NDArray[Any], device: Any) -> Any:
-    """A copy on a device; torch takes only arrays that it may write."""
+    """Copy an array to a device. (torch only accepts writable arrays.)"""
     return _torch().from_numpy(np.require(array, requirements=["C", "W"])).to(device)
 
 

@@ -1,8 +1,8 @@
-"""An update into live memory: prepared before the pause, written inside it, then kept or undone.
+"""Writes an update into live memory: prepared before the pause, written in it, then committed or undone.
 
-Writes are absolute and by storage: a storage that two names share is written once, writing twice does no harm, and
-undoing is writing what was there. `prepare` does all that takes time or can fail; `Swap.apply` scatters, lets what is
-derived be computed anew, and asks the probe. No second image of the model, no reload.
+Writes are absolute and per storage: a storage that two names share is written once, repeating a write does no harm, and
+undoing writes the old codes back. `prepare` does everything that takes time or can fail. `Swap.apply` scatters,
+recomputes derived memory, and calls the probe. It needs no second copy of the model and no reload.
 """
 
 from __future__ import annotations
@@ -23,15 +23,19 @@ from etude.weights.follow.runtime_map import Derived, Map, Piece
 from etude.weights.tensors import Codes, Spec, Tensor
 
 Probe = Callable[[], bool]
+"""A check of the new weights, run in the pause: returns False to undo the update."""
 Known = Mapping[str, Tensor | Spec]
+"""The version's tensors by name, or only their specs."""
 _PlannedWrite = tuple[str, tuple[Places, Codes] | None, Piece]  # what a name wants written: changes, or None for all
+"""A write that was prepared: tensor name, changes (None: the complete tensor), and piece."""
 
 DENSE = 16
-"""From one change in so many bytes on, copying a whole piece takes less of the pause than scattering (measured)."""
+"""If one change falls on at most this many bytes, copying the complete piece takes less of the pause than scattering
+(measured)."""
 
 
 class Target:
-    """An engine's live weights, by its map. Nobody else writes them between `prepare` and the end of a swap.
+    """An engine's live weights, by its map. Nothing else may write them between `prepare` and the end of a swap.
 
     >>> live = {"w": np.array([1, 2, 3], np.uint16)}
     >>> from etude.weights.follow.runtime_map import named
@@ -44,12 +48,12 @@ class Target:
         self._map = where
 
     def prepare(self, update: Update, tensors: Known, *, undoable: bool = True) -> Swap:
-        """Everything to be written, resolved, checked, and on its device; nothing is written yet.
+        """Prepare an update: compute all writes, check them, and copy them to their device. Nothing is written yet.
 
-        `tensors`: the version's, all of them (`Follower.tensors`); or their specs, where there is no image of it
-        (`LiveFollower.specs`): then changes are scattered, however many they are. `undoable` False keeps nothing of
-        what was there: for the first version, before which there was none. Raises `WeightsError` for a tensor that the
-        engine has no place for, one that it needs and that is not published, or tied tensors with different bits.
+        `tensors`: all tensors of the version (`Follower.tensors`); or their specs, if there is no copy of them
+        (`LiveFollower.specs`): then changes are scattered, however many they are. `undoable` False: do not keep the old
+        codes; for the first version, before which there was none. Raises `WeightsError` for a published tensor that the
+        engine has no place for, a tensor that it needs and that is not published, or tied tensors with different bits.
         """
         self._check_complete(update.version, tensors)
         known, swap = {**tensors, **update.replaced}, Swap(update.version)
@@ -77,7 +81,8 @@ class Target:
         return swap
 
     def differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Names whose live memory does not hold these tensors' bits: what proves an update, or tells a flipped bit."""
+        """Compare live memory with tensors, bit for bit. Returns the names that differ: verifies an update, or detects
+        a flipped bit."""
         return [
             name
             for name, tensor in sorted(tensors.items())
@@ -107,7 +112,7 @@ class Target:
         return pieces
 
     def _check_ties(self, name: str, update: Update, tensors: Known) -> None:
-        """A name that shares a storage moves with the others of it that are published."""
+        """If a tensor changes, all published tensors that share its storage must change. Raises `WeightsError`."""
         for tie in self._map.tied.get(name, ()):
             if tie in tensors and tie not in update.changed and tie not in update.replaced:
                 raise _untied(name, tie, "one of them changed")
@@ -115,7 +120,7 @@ class Target:
 
 @dataclass
 class Swap:
-    """An update that is ready. `apply` inside the pause; then `commit`, or `undo`, also inside it."""
+    """A prepared update. Call `apply` in the pause; then `commit`, or `undo`, also in the pause."""
 
     version: Version
     writes: list[_Write] = field(default_factory=list)
@@ -127,20 +132,21 @@ class Swap:
 
     @property
     def list_bytes(self) -> int:
-        """What is held to be written: places and codes. A follower's memory beyond the model; tensors that are written
-        whole are the follower's own, and count nothing."""
+        """Memory used by the indices and codes to be written, in bytes. Tensors that are written in full belong to the
+        follower and are not counted."""
         return sum(write.num_bytes for write in self.writes)
 
     @property
     def undo_bytes(self) -> int:
-        """What is held to be undone: old codes, and outputs of hooks."""
+        """Memory used to undo the update, in bytes: old codes, and saved outputs of hooks."""
         kept = [write.old for write in self.writes if write.old is not None]
         return sum(codes.nbytes for codes in (*kept, *(codes for hook in self.derived for codes in hook.old)))
 
     def apply(self, probe: Probe | None = None) -> None:
-        """Write, compute what is derived, ask the probe. Undone, and a `WeightsError`, where a hook or the probe fails.
+        """Write, recompute derived memory, and call the probe. If a hook or the probe fails, the update is undone and
+        `WeightsError` is raised.
 
-        Without anything to undo by (`undoable` False) the memory stays as written, and is not to be served.
+        If the update was prepared with `undoable` False, the memory then stays as written and must not be used.
         """
         self.applied = True
         try:
@@ -155,7 +161,7 @@ class Swap:
             raise self._refused("the probe said no")
 
     def undo(self) -> None:
-        """Write back what was there. Raises `WeightsError` where nothing was applied or kept."""
+        """Write back the old codes. Raises `WeightsError` if nothing was applied or the old codes were not kept."""
         if not self.applied or not self.undoable:
             why = "it is committed, or was prepared without" if self.applied else "it was not applied"
             raise WeightsError(f"{self.version} cannot be undone", why, hint="adopt the version that is wanted")
@@ -165,14 +171,14 @@ class Swap:
         self.applied = False
 
     def commit(self) -> None:
-        """Let go of what was kept for an undo."""
+        """Free what was kept for an undo."""
         self.writes.clear()
         self.derived.clear()
         self.put = self.put_back = _nothing
         self.undoable = False
 
     def _refused(self, why: str) -> WeightsError:
-        """UndoRecord what can be undone, and say what the memory is now."""
+        """Undo the update if possible, and create an error that states what is in the memory now."""
         hint = "the live weights are not whole: adopt again before anything is served"
         with suppress(Exception):  # a hook that fails over the old weights, too
             self.undo()
@@ -202,9 +208,10 @@ class _Hook:
 
 
 def _write(piece: Piece, change: tuple[Places, Codes] | None, known: Tensor | Spec, kept: Arena | None) -> _Write:
-    """Absolute writes of changes, or of the whole piece where there is no list or scattering it takes longer.
+    """Prepare the write of a piece: changes, or the complete piece if there is no list or scattering would take longer.
 
-    `kept`: room for what an undo needs; None: there is none."""
+    `kept`: allocates what an undo needs; None: the update cannot be undone.
+    """
     window = piece.window
     fill = partial(piece.fill, known.spec, known.codes) if isinstance(known, Tensor) else None
     if change is None:
@@ -227,11 +234,11 @@ def _spec(known: Tensor | Spec) -> Spec:
 
 
 def _nothing() -> None:
-    """What is written back where nothing was kept."""
+    """Does nothing: the undo of an update whose old codes were not kept."""
 
 
 def _check_equal(first: _PlannedWrite, second: _PlannedWrite, tensors: Known) -> None:
-    """Raises `WeightsError` where a storage would be why two things."""
+    """Raise `WeightsError` if two names would write different codes to one storage."""
     (name, change, _), (other, again, _) = first, second
     if change is not None and again is not None:
         same = all(map(np.array_equal, change, again))

@@ -1,9 +1,9 @@
-"""The programs that run on the device, in Triton: each passes over blocks of items once, and leaves small lists.
+"""The device programs, in Triton: each passes over blocks of items once and produces small lists.
 
-An item's rank in its class is a prefix sum: sixteen counters of 16 bits in four words of 64 bits, so that a pass does
-about as much arithmetic as it moves bytes. A block is a row of a table (`blocks.py`, which names its fields here too):
-addresses and bounds, so that one launch covers all tiles of a batch, whichever tensors they lie in. A `FULL` block is
-whole, contiguous and aligned: it is read without masks in wide loads. Only this file imports Triton.
+The rank of an item in its class is a prefix sum: sixteen 16-bit counters in four 64-bit words, so a pass does about as
+much arithmetic as it moves bytes. A block is a row of a table (`blocks.py`, whose field names are used here too):
+addresses and bounds, so one launch covers all tiles of a batch, whichever tensors they belong to. A `FULL` block is
+complete, contiguous and aligned, and is read without masks in wide loads. Only this file imports Triton.
 """
 
 from __future__ import annotations

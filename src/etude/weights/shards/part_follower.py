@@ -1,9 +1,10 @@
 """Follows some of a channel's tensors by range reads: those that one rank of an engine needs.
 
-For a rank that holds some experts, or some rows of tensors that are published in parts (`parts`). Of each object it
-reads the header, which the manifest proves, then the pages with the tiles that it needs, which the header proves. The
-unit is an entry of the manifest's table, since each entry has a digest, so that it is proven without the others. Small
-tensors share tiles, and decoding a tile needs the old codes of all tensors in it: these are fetched and proven too.
+For a rank that holds some experts, or some rows of tensors that are published in parts (`follow.parts`). Of each object
+it reads the header, which the manifest verifies, then the pages with the needed tiles, which the header verifies. The
+unit is one entry of the manifest's table: each entry has its own digest, so it can be verified without the others.
+Small tensors share tiles, and decoding a tile needs the old codes of all tensors in it: these are fetched and verified
+as well.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from etude.weights.follow.head_tracker import LIMIT_BYTES, FollowedPointer
 from etude.weights.tensors import Tensor
 
 Wants = Callable[[str], bool]
-"""Whether a tensor, or part of one, of this name is wanted."""
+"""Whether the tensor (or part) of this name is wanted."""
 
 
 class PartFollower(Follower):
-    """Follows a channel as `Follower` does, and holds only some tensors. Not thread-safe.
+    """Follows a channel as `Follower` does, but holds only some tensors. Not thread-safe.
 
-    `wants` is called with each name of the manifest's table; `parts.part_of` gives the rows of a name such as
-    `w[512:1024]`. It keeps nothing for an undo.
+    `wants` is called with each tensor name of the manifest; `parts.part_of` parses names of parts such as
+    `w[512:1024]`. Keeps nothing for an undo. Other arguments as for `Follower`.
     """
 
     def __init__(
@@ -81,8 +82,9 @@ def fetch_some(
     tensors: Mapping[str, Tensor] | None = None,
     check: Callable[[Manifest], None] | None = None,
 ) -> plans.Rebuilt:
-    """Fetch and prove the wanted tensors of the target by the cheapest plan that works, and with them those that share
-    tiles with them, which the next version may need. Arguments, errors and plans as of `plans.fetch_version`."""
+    """Fetch and verify the wanted tensors of the target by the cheapest plan that works. The result also has the
+    tensors that share tiles with them, which the next version may need. Arguments and errors as for
+    `plans.fetch_version`."""
     search, failures = plans.Search(store, target), list[str]()
     while (plan := search.cheapest(held)) is not None:
         walk = _Walk(store, wants)
@@ -125,7 +127,7 @@ class _Opened:
 
 
 class _Walk:
-    """Takes one plan, only for the wanted tensors."""
+    """Runs one plan for the wanted tensors only."""
 
     def __init__(self, store: BlobStore, wants: Wants) -> None:
         self._store, self._wants = store, wants
@@ -133,7 +135,7 @@ class _Walk:
         self.at: plans.Hop | None = None  # the current hop, for error messages
 
     def take(self, plan: plans.Plan, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Take a plan from its start to its end; returns the tensors."""
+        """Run a plan from start to end. Returns the tensors."""
         last = {entry.name for entry in plan.hops[-1].manifest.tensors}
         needed = {name for name in last if name in base or self._wants(name)}
         opened: list[tuple[plans.Hop, list[_Opened], frozenset[str]]] = []
@@ -165,7 +167,7 @@ class _Walk:
 
 
 def _covering(hop: plans.Hop, names: set[str]) -> list[tuple[StoredObject, Sequence[TensorEntry]]]:
-    """The objects of a hop that hold some of these tensors, and all entries that each holds."""
+    """The objects of a hop that contain some of these tensors, with all entries that each covers."""
     found: list[tuple[StoredObject, Sequence[TensorEntry]]] = []
     start = 0
     for item in hop.way.objects:
@@ -192,7 +194,7 @@ def _applied(
 
 
 def _proven(target: Manifest, made: Mapping[str, Tensor], proof: plans.Proof) -> dict[str, Tensor]:
-    """Compare each tensor with the manifest; returns them. Raises `TensorMismatch`."""
+    """Compare each tensor with the manifest. Returns the tensors. Raises `TensorMismatch`."""
     for entry in target.tensors:
         if entry.name in made:
             plans.verify_tensor(target, entry, made[entry.name], proof)

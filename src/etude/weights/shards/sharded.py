@@ -1,13 +1,14 @@
-"""Publishing from shards: each rank writes its own delta of its own bytes; only descriptions meet.
+"""Publishing from shards: each rank writes the delta of its own tensors; only descriptions are gathered.
 
-Every rank of a sharded trainer holds whole tensors (experts) or rows of tensors (`parts`), after quantisation, and what
-it published last of them. It encodes and puts its objects by itself, then tells rank 0 what they are: names, shapes,
-digests, sizes. Rank 0 makes of these one manifest and commits it, exactly as `Channel` does. No weight is sent between
-ranks, rank 0 needs no memory for the others', and the time is that of the largest shard.
+Every rank of a sharded trainer holds complete tensors (experts) or rows of tensors (`follow.parts`), after
+quantisation, and the version of them that it published last. It encodes and stores its objects by itself, then sends
+rank 0 their description: names, shapes, digests, sizes. Rank 0 creates one manifest from these and commits it, exactly
+as `Channel` does. No weights are sent between ranks, rank 0 needs no memory for the others' tensors, and the time is
+that of the largest shard.
 
-How ranks talk is the trainer's business (`Exchange`): two collectives of bytes, for which torch.distributed has
-`gather_object` and `broadcast_object_list`. A rank that fails says so in the gather, and rank 0 in the next broadcast:
-all of them raise, none waits for ever. Knows nothing of torch.
+The trainer supplies the communication (`Exchange`): two collectives of bytes, for which torch.distributed has
+`gather_object` and `broadcast_object_list`. A rank that fails reports its error in the gather, rank 0 in the next
+broadcast: then all ranks raise, and none waits forever. Knows nothing of torch.
 """
 
 from __future__ import annotations
@@ -42,13 +43,14 @@ from etude.weights.tensors import Tensor
 
 
 class Exchange(Protocol):
-    """How the ranks of a trainer talk. Both calls are collective, and raise when a rank does not come in time."""
+    """Communication between the ranks of a trainer. Both calls are collective. They must raise if a rank does not
+    arrive in time."""
 
     rank: int
 
     def gather(self, data: bytes) -> Sequence[bytes]:
-        """Send `data` to rank 0. Returns the bytes of all ranks, in order of rank, on rank 0; elsewhere an empty
-        sequence."""
+        """Send `data` to rank 0. Returns the bytes of all ranks, in order of rank, on rank 0; an empty sequence on the
+        others."""
         ...
 
     def broadcast(self, data: bytes) -> bytes:
@@ -69,14 +71,14 @@ class SingleRank:
 
 
 class _Shard(msgspec.Struct, frozen=True):
-    """What a rank has to publish; or why it cannot."""
+    """The tensors that a rank wants to publish; or its error."""
 
     entries: tuple[TensorEntry, ...] = ()
     error: tuple[str, str, str] | None = None
 
 
 class _Order(msgspec.Struct, frozen=True, tag="order"):
-    """What each rank is to write now. `base` None: no delta."""
+    """What each rank has to write now. `base` None: no delta."""
 
     nonce: str
     base: Ref | None
@@ -84,7 +86,7 @@ class _Order(msgspec.Struct, frozen=True, tag="order"):
 
 
 class _Written(msgspec.Struct, frozen=True):
-    """What a rank has put for an order."""
+    """What a rank has written for an order; or its error."""
 
     delta: tuple[StoredObject, ...] = ()
     anchor: tuple[StoredObject, ...] = ()
@@ -95,7 +97,7 @@ class _Written(msgspec.Struct, frozen=True):
 
 
 class _End(msgspec.Struct, frozen=True, tag="end"):
-    """How the publish ended. `version`: what is published, or may be."""
+    """How the publish ended. `version`: the version that is published, or may be."""
 
     version: Version | None = None
     published: Published | None = None
@@ -103,10 +105,11 @@ class _End(msgspec.Struct, frozen=True, tag="end"):
 
 
 class ShardedChannel:
-    """The ranks of one writer; each makes one, with a store of its own that leads to the same place. `publish` is a
-    collective call. Not safe between threads.
+    """The writer of a channel over several ranks. Each rank creates one, with its own store object for the same
+    location. `publish` is a collective call. Not thread-safe.
 
-    `incarnation`, `signer`, `anchors` as for `Channel`; rank 0's count.
+    `exchange`: the communication between the ranks. `incarnation`, `signer`, `anchors`: as for `Channel`; only those of
+    rank 0 are used.
 
     >>> import numpy as np
     >>> from etude.stores import MemoryStore
@@ -141,6 +144,7 @@ class ShardedChannel:
 
     @mended.setter
     def mended(self, told: str) -> None:
+        """As `Channel.mended` on rank 0; "" on the others."""
         if self._leader is not None:
             self._leader.mended = told
 
@@ -153,11 +157,11 @@ class ShardedChannel:
         rollout_ids: Sequence[str],
         owned: bool = False,
     ) -> Published:
-        """Publish this rank's tensors and parts, and all others'; as `Channel.publish`, with the same arguments on
-        each rank but for the tensors, which are copied unless they are `owned`.
+        """Publish the tensors and parts of all ranks. Collective. As `Channel.publish`; all ranks pass the same
+        arguments except for `tensors`, which are copied unless they are `owned`.
 
-        A name is one rank's alone, and the parts of a tensor follow each other without a gap: else `WeightsError`. A
-        rank that failed makes all raise, and nothing is published.
+        Each name may be published by one rank only, and the parts of a tensor must follow each other without a gap;
+        else `WeightsError`. If a rank fails, all ranks raise and nothing is published.
         """
         said = self._writer.offer(tensors, owned)
         shards = self._exchange.gather(msgspec.json.encode(said))
@@ -178,7 +182,7 @@ class ShardedChannel:
 
 
 class _ShardWriter:
-    """One rank's tensors: what it published last, and what it is about to."""
+    """One rank's tensors: those published last, and those about to be published."""
 
     def __init__(self, store: BlobStore, name: str) -> None:
         self._store, self._name = store, name
@@ -193,7 +197,7 @@ class _ShardWriter:
             return _Shard(error=_error_parts(error))
 
     def write(self, order: _Order) -> _Written:
-        """Encode and put what an order asks for."""
+        """Encode and store what an order asks for."""
         new = list(self._offered.values())
         try:
             old: list[Tensor | None] = [None] * len(new)
@@ -214,13 +218,13 @@ class _ShardWriter:
             return _Written(error=_error_parts(error))
 
     def hold(self, end: _End) -> None:
-        """Keep what is published, or may be, for the next delta."""
+        """Keep the tensors that are published, or may be, for the next delta."""
         if end.version is not None:
             last = {} if end.published is not None else self._held
             self._held = {**last, end.version: self._offered}
 
     def finish(self, end: _End) -> Published:
-        """Hold what was published; raise why it was not."""
+        """Keep what was published, and return its description; raise the error if it was not published."""
         self.hold(end)
         if end.published is not None:
             return end.published
@@ -235,8 +239,8 @@ class _ShardWriter:
         return put_objects(self._store, self._name, order.nonce, new, lambda a, b: old[a:b])
 
     def _base(self, ref: Ref) -> dict[str, Tensor] | None:
-        """This rank's tensors of the version that was published last: kept, or read back from the store after a
-        restart. None where the store can no longer give them."""
+        """This rank's tensors of the version published last: from memory, or read back from the store after a restart.
+        None if the store no longer has them."""
         if ref.version not in self._held:
             try:
                 at = history.load(self._store, ref)
@@ -265,7 +269,7 @@ class _Leader(Channel):
         self._counts: list[int] = []  # entries of each rank
 
     def lead(self, shards: Sequence[bytes], step: int, parent: Version | None, rollout_ids: Sequence[str]) -> Published:
-        """Publish; whatever happens, the other ranks hear of it."""
+        """Publish. Whatever happens, the other ranks are sent the result."""
         end = _End()
         try:
             entries = self._merge([msgspec.json.decode(data, type=_Shard) for data in shards])
@@ -280,7 +284,7 @@ class _Leader(Channel):
         return published
 
     def holds(self, shards: Sequence[bytes]) -> bool:
-        """Whether the head is what these shards have; what cannot be told is not."""
+        """Whether the head has the same content as these shards; False if that cannot be determined."""
         try:
             entries = self._merge([msgspec.json.decode(data, type=_Shard) for data in shards])
             pointer = history.head(self._store, self._name)
@@ -291,12 +295,12 @@ class _Leader(Channel):
 
     @property
     def _version_in_doubt(self) -> Version | None:
-        """What was committed without an answer."""
+        """The version of a commit that got no answer."""
         unknown = self._unknown_commit
         return unknown.ref.version if unknown is not None and unknown.ref is not None else None
 
     def _merge(self, shards: Sequence[_Shard]) -> tuple[TensorEntry, ...]:
-        """One table, shard after shard."""
+        """Concatenate the tables of all shards to one. Raises `WeightsError`."""
         for rank, shard in enumerate(shards):
             _refuse(rank, shard.error)
         self._counts = [len(shard.entries) for shard in shards]
@@ -313,14 +317,14 @@ class _Leader(Channel):
         return entries
 
     def _rebuild(self, at: Manifest) -> Mapping[str, Tensor]:
-        """Nothing: each rank has its own."""
+        """Empty: each rank has its own tensors."""
         return {}
 
     def _write(
         self, head: WriterState, tensors: Mapping[str, Tensor], entries: tuple[TensorEntry, ...], nonce: str
     ) -> tuple[tuple[Way, ...], PublishMetrics]:
-        """Have all ranks write, and put together what they wrote. An anchor is due by what was published so far: that
-        is one version later than `Channel` finds it, which knows this version's delta, too."""
+        """Let all ranks write, and combine the results. An anchor is due by the deltas published so far, so it is
+        written one version later than by `Channel`, which also counts the current delta."""
         base = head.ref if head.tensors is not None else None
         order = _Order(nonce, base, base is None or (self._anchors and head.cost.is_due))
         written = self._ask(order)
@@ -350,7 +354,7 @@ class _Leader(Channel):
 
 
 def _combine_metrics(written: Sequence[_Written]) -> PublishMetrics:
-    """Of all shards: the bounds' sum, the share of all elements, the slowest encode."""
+    """Over all shards: the sum of the bounds, the share of all elements, the longest encoding time."""
     facts = [(one.facts, one.num_elements) for one in written if one.facts is not None]
     total = max(1, sum(size for _, size in facts))
     return PublishMetrics(
@@ -371,4 +375,4 @@ def _error_parts(error: EtudeError) -> tuple[str, str, str]:
 
 
 def _nothing(step: str) -> None:
-    """Nobody asked when things are durable."""
+    """Ignore the progress reports of a publish."""
