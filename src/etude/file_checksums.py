@@ -34,13 +34,13 @@ PARQUET_KEY = "etude.sealed"
 """Key in the metadata of a Parquet schema: marks that the file has a block with its digest."""
 
 _LINE = re.compile(r"([0-9a-f]{64})  ([^\n]+)")
-_AT_ONCE = 4  # files: hashing one keeps a core busy, at 1 to 2 GB/s
+_AT_ONCE = 4  # number of threads: hashing one file keeps a core busy, at 1 to 2 GB/s
 _MAGIC = b"ETUDESUM"
 _BLOCK = len(_MAGIC) + 32
 _END = b"PAR1"
 _CRC = re.compile(rb', "crc": "([0-9a-f]{8})"\}$')
 _COMMENT = re.compile(rb"\n<!-- sha256 ([0-9a-f]{64}) -->\n$")
-_HINT = "copy the file back from a backup; where it was changed on purpose, delete"
+_HINT = "restore the file from a backup; if it was changed on purpose, delete"
 
 
 class ChecksumMismatch(EtudeError):
@@ -89,11 +89,11 @@ def read_sums(folder: Path) -> dict[str, str] | None:
         return None
     except OSError as error:
         raise ChecksumMismatch(
-            f"{path} cannot be read", str(error.strerror), hint="look at the disk and its mount"
+            f"{path} cannot be read", str(error.strerror), hint="check the disk and its mount"
         ) from None
     found = [_LINE.fullmatch(line) for line in lines]
     if not all(found):
-        raise ChecksumMismatch(f"{path} is damaged", "a line is no checksum and name", hint=f"{_HINT} {path}")
+        raise ChecksumMismatch(f"{path} is damaged", "a line is not a checksum and a name", hint=f"{_HINT} {path}")
     return {match[2]: match[1] for match in found if match}
 
 
@@ -112,16 +112,16 @@ def verify_files(
     for name in wanted:
         if name not in sums:
             facts = f"{folder / SUMS} does not list it"
-            raise kind(f"{folder / name} is not proven", facts, hint=f"{_HINT} {folder / SUMS}")
+            raise kind(f"{folder / name} has no checksum", facts, hint=f"{_HINT} {folder / SUMS}")
     try:
         found = digests(folder, wanted)
     except OSError as error:
-        raise kind(f"{folder} lacks a file", str(error), hint="copy the file back from a backup") from None
+        raise kind(f"a file of {folder} cannot be read", str(error), hint="restore the file from a backup") from None
     for name in wanted:
         if found[name] != sums[name]:
             raise kind(
                 f"{folder / name} is damaged",
-                f"its SHA-256 is {found[name][:12]}, written was {sums[name][:12]}",
+                f"its SHA-256 is {found[name][:12]}, expected {sums[name][:12]}",
                 hint=f"{_HINT} {folder / SUMS}",
             )
     return True
@@ -148,7 +148,7 @@ def seal_parquet(file: BinaryIO) -> None:
 def verify_parquet(file: BinaryIO, name: object, *, kind: type[EtudeError] = ChecksumMismatch) -> bool:
     """Read a complete Parquet file and compare it with the digest in it; then seek to its start. Returns False for a
     file without a digest, and for one that is not Parquet. `name`: for the error. Raises `kind`."""
-    hint = "copy it back from a backup"
+    hint = "restore it from a backup"
     try:
         found = _footer(file)
         if found is None:
@@ -159,7 +159,7 @@ def verify_parquet(file: BinaryIO, name: object, *, kind: type[EtudeError] = Che
         footer = file.read()
         if not block.startswith(_MAGIC):
             if PARQUET_KEY.encode() in footer:
-                raise ValueError("its digest is gone")
+                raise ValueError("its digest is missing")
             return False
         digest = _digest_of(file, [(0, start - _BLOCK), (start, size)])
     except ValueError as error:
@@ -169,7 +169,7 @@ def verify_parquet(file: BinaryIO, name: object, *, kind: type[EtudeError] = Che
     if digest != block[len(_MAGIC) :]:
         raise kind(
             f"{name} is damaged",
-            f"its SHA-256 is {digest.hex()[:12]}, written was {block[len(_MAGIC) :].hex()[:12]}",
+            f"its SHA-256 is {digest.hex()[:12]}, expected {block[len(_MAGIC) :].hex()[:12]}",
             hint=hint,
         )
     return True
@@ -224,7 +224,7 @@ def verify_json(value: Any, name: object, *, must: bool = False, kind: type[Etud
     """Compare the value of a JSON file with the digests in it. Returns False if it has none; with `must` that is an
     error. `name`: for the error. Raises `kind`."""
     objects = value if isinstance(value, list) else [value]
-    hint = "copy it back from a backup"
+    hint = "restore it from a backup"
     has = [isinstance(one, dict) and SHA256 in one for one in objects]
     if not any(has) and not (must and objects):
         return False
@@ -234,7 +234,7 @@ def verify_json(value: Any, name: object, *, must: bool = False, kind: type[Etud
             raise kind(f"{name} is damaged", "a part of it has no digest", hint=hint)
         found = _canonical({key: item for key, item in one.items() if key != SHA256}, after)
         if found != one[SHA256]:
-            facts = f"its SHA-256 is {found[:12]}, written was {str(one[SHA256])[:12]}"
+            facts = f"its SHA-256 is {found[:12]}, expected {str(one[SHA256])[:12]}"
             raise kind(f"{name} is damaged", facts, hint=hint)
         after = found
     return True

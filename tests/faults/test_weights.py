@@ -159,7 +159,7 @@ def test_a_damaged_pointer_is_replaced_by_the_next_publish_of_a_new_writer_or_of
             store.compare_and_swap(pointer_key("policy"), None, data)
         published = successor.publish(policy_at(step), step=step, parent=versions[-1], rollout_ids=[str(step)])
         versions.append(published.version)
-        assert "pointer" in successor.mended
+        assert "pointer" in successor.repair_note
         follower.advance()
         assert follower.version == published.version
         assert holds(follower, step)

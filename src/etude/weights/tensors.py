@@ -37,8 +37,8 @@ class DType:
     """
 
     name: str
-    bits: int  # of a code
-    exponent_shift: int | None = None  # width of the mantissa: the exponent is above it, below the sign
+    bits: int  # bits of a code
+    exponent_shift: int | None = None  # width of the mantissa; above it are the exponent, then the sign
     parts: int = 1
 
     @property
@@ -65,8 +65,8 @@ DTYPES = {
         DType("f32", 32, 23),
         DType("f8_e4m3", 8, 3),
         DType("f8_e5m2", 8, 2),
-        DType("f8_e8m0", 8),  # an exponent and nothing else: a scale, as an integer
-        DType("f4_e2m1x2", 8, 1, parts=2),  # two numbers of 4 bits a code, the first in the lower nibble
+        DType("f8_e8m0", 8),  # a scale: an exponent without sign and mantissa, treated as an integer
+        DType("f4_e2m1x2", 8, 1, parts=2),  # two 4-bit numbers per code, the first in the low nibble
         DType("u8", 8),
         DType("u16", 16),
         DType("u32", 32),
@@ -174,7 +174,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors have the same dtype, shape and bits. NaN payloads and the sign of zero count."""
     if a.spec != b.spec:
         return False
-    parts = range(0, a.codes.size, _COMPARED)  # most tensors that differ do so in the first part
+    parts = range(0, a.codes.size, _COMPARED)  # most different tensors differ in the first part
     return all(np.array_equal(a.codes[at : at + _COMPARED], b.codes[at : at + _COMPARED]) for at in parts)
 
 

@@ -105,7 +105,7 @@ def test_a_checkpoint_that_is_not_the_base_is_refused(tmp_path: Path) -> None:
     learner.publish([])
     (tmp_path / "other").mkdir()
     worker = Worker(store, start_of(tmp_path / "other", SIZES, seed=6), SIZES)
-    with pytest.raises(WeightsError, match="an adapter of the base") as refused:
+    with pytest.raises(WeightsError, match="the adapter was trained on the base") as refused:
         worker.come()
     assert "hint: start the engine from the checkpoint" in str(refused.value)
 

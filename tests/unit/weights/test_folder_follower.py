@@ -318,6 +318,6 @@ def write(path: Path, held: Tensors, shard_bytes: int = 1 << 30) -> None:
 def test_a_file_is_no_directory_to_keep(tmp_path: Path) -> None:
     (tmp_path / "mk.py").write_text("mine")
     for path in (tmp_path / "mk.py", tmp_path / "mk.py" / "live"):
-        with pytest.raises(InputError, match="is no directory"):
+        with pytest.raises(InputError, match="is not a directory"):
             CheckpointFolder(path)
     assert (tmp_path / "mk.py").read_text() == "mine"

@@ -227,13 +227,13 @@ def test_what_is_not_applied_moves_nothing_and_an_undo_leads_back(policy: Policy
     assert again is not None
     assert equal(given_up, again)
     assert engine.follower.version == names[0]
-    with pytest.raises(WeightsError, match="is not the update that is awaited") as caught:
+    with pytest.raises(WeightsError, match="is not the update that was prepared last") as caught:
         engine.follower.mark_adopted(given_up)
     assert caught.value.facts
     assert caught.value.hint
     swap = engine.write(again)
     assert engine.follower.version == again.version
-    with pytest.raises(WeightsError, match="is not the update that is awaited"):
+    with pytest.raises(WeightsError, match="is not the update that was prepared last"):
         engine.follower.mark_adopted(again)
     swap.undo()
     engine.follower.mark_undone()

@@ -360,7 +360,7 @@ def test_memory_that_cannot_be_written_by_place_is_refused(value) -> None:
 
 
 def test_parts_that_do_not_fill_what_they_are_fused_in_are_refused() -> None:
-    with pytest.raises(WeightsError, match="q, k are 7 long together"):
+    with pytest.raises(WeightsError, match="q, k have a total length of 7"):
         fused(np.zeros((8, 2), np.uint16), {"q": 4, "k": 3})
 
 

@@ -151,7 +151,7 @@ def test_what_cannot_be_done_yet_is_said(store: MemoryStore) -> None:
     with pytest.raises(WeightsError, match="follows no channel"):
         WorkerExtension().etude_prepare()
     worker = Worker(store)
-    with pytest.raises(WeightsError, match="is no public key"):
+    with pytest.raises(WeightsError, match="is not a public key"):
         worker.etude_follow("memory://", public_key="zz")
     for call in (worker.etude_adopt, worker.etude_undo, worker.etude_check):
         with pytest.raises(WeightsError):

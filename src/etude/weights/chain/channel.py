@@ -102,7 +102,7 @@ class Channel:
         self.incarnation = incarnation or secrets.token_hex(4)
         self._head: WriterState | None = None  # None: the store was not read yet
         self._unknown_commit: WriterState | None = None  # a commit whose outcome is not known
-        self.mended = ""
+        self.repair_note = ""
         """A description of damage in the store that this writer found and repaired by publishing; empty if there was
         none."""
 
@@ -187,14 +187,16 @@ class Channel:
         if data is None:
             known = owned_manifests(self._store, self._name, self._signer).versions
             if history.built_on(known):
-                self.mended = "the pointer was missing although versions exist: the next one published is an anchor"
+                self.repair_note = (
+                    "the pointer was missing although versions exist: the next one published is an anchor"
+                )
                 return _beyond(WriterState(), known)
             return WriterState()
         try:
             pointer = read_pointer(data)
         except Damaged as error:
             known = owned_manifests(self._store, self._name, self._signer).versions
-            self.mended = f"the pointer was damaged ({error.facts}): the next published version replaces it"
+            self.repair_note = f"the pointer was damaged ({error.facts}): the next published version replaces it"
             return _beyond(WriterState(data), known)
         check_signer(self._key, pointer, self._signer)
         try:
@@ -202,7 +204,7 @@ class Channel:
             tensors = self._rebuild(at)
             cost = catch_up_cost(self._store, at)
         except EtudeError as error:  # the next publish is an anchor, which repairs the channel
-            self.mended = f"{error.what}: the next published version is an anchor"
+            self.repair_note = f"{error.what}: the next published version is an anchor"
             known = tuple(history.stored(self._store, self._name))
             return _beyond(WriterState(data, pointer.head, generation=pointer.generation), known)
         return WriterState(data, pointer.head, tensors, cost, at.serial, pointer.generation)
@@ -294,7 +296,7 @@ class Channel:
                 " checkpoint; do the same after a rollback",
             )
         if outcome is Outcome.HEALED:
-            self.mended = "the pointer was damaged while this writer was running: this version replaces it"
+            self.repair_note = "the pointer was damaged while this writer was running: this version replaces it"
         return outcome is not Outcome.SWEPT
 
     def _ref(self, version: Version, head: WriterState) -> Ref:

@@ -104,7 +104,7 @@ def collect(store: BlobStore, name: str, *, keep_s: float, now: float, signer: S
 
 
 def mark(store: BlobStore, name: str, records: Collection[garbage_records.SweepRecord]) -> Marks:
-    """Find out what is needed, from the sweep records (the oldest that counts first) and the pointers. Without records:
+    """Determine what is needed, from the sweep records (oldest first) and the pointers. Without records:
     everything that a pointer leads to."""
     pointers = history.pointers(store, name)
     roots = [pointer.head for pointer in pointers.values()]

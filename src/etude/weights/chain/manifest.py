@@ -292,7 +292,7 @@ def _check_format(name: str, found: int) -> None:
 
 
 def _damaged(name: str, facts: str) -> Damaged:
-    tools = {"pointer": "`etude weights repair RUN|STORE` sets the pointer anew"}
+    tools = {"pointer": "`etude weights repair RUN|STORE` sets the pointer again"}
     hint = tools.get(name, "see `etude weights verify RUN` or `etude weights fsck STORE`")
     return Damaged(f"{name} is damaged", facts, hint=hint)
 

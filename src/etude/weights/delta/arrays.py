@@ -63,8 +63,8 @@ def tensor_of(name: str, value: Any, dtype: str | None = None) -> Tensor:
     if dtype not in DTYPES:
         raise WeightsError(
             f"tensor {name!r} is of dtype {dtype or getattr(value, 'dtype', type(value).__name__)}",
-            "which has no name here",
-            hint=f'name what its bits are, for instance dtypes={{"{name}": "bf16"}}; {nearest(dtype, DTYPES)}',
+            "this dtype is not supported",
+            hint=f'say what its bits are, for instance dtypes={{"{name}": "bf16"}}; {nearest(dtype, DTYPES)}',
         )
     codes = DTYPES[dtype].codes
     if array.dtype != codes and not isinstance(value, np.ndarray) and array.ndim == 1 and array.itemsize == 1:
@@ -72,20 +72,22 @@ def tensor_of(name: str, value: Any, dtype: str | None = None) -> Tensor:
             raise WeightsError(
                 f"tensor {name!r} has {array.size} bytes",
                 f"{dtype} has {codes.itemsize} each",
-                hint="its end was cut off, or its dtype is another",
+                hint="it was truncated, or has another dtype",
             )
         array = array.view(codes)
     if array.dtype != codes:
         raise WeightsError(
             f"tensor {name!r} has elements of {array.itemsize} bytes",
             f"{dtype} has {codes.itemsize}",
-            hint="name the dtype of its own width in dtypes",
+            hint="give a dtype of its width in dtypes",
         )
     flat = np.require(array.reshape(-1), requirements=["C", "A"])
     try:
         return Tensor(dtype, array.shape, flat)
     except ValueError as error:
-        raise WeightsError(f"tensor {name!r} is not allowed", str(error), hint="see the limits in delta.md") from None
+        raise WeightsError(
+            f"tensor {name!r} is not allowed", str(error), hint="see the limits in docs/formats/delta.md"
+        ) from None
 
 
 def check_arrays(arrays: object) -> None:
@@ -97,7 +99,7 @@ def check_arrays(arrays: object) -> None:
         if not nameless:
             return
         facts = f"a name in it is {nameless[0]!r:.40}, a {type(nameless[0]).__name__}"
-    raise WeightsError("this is no mapping of names to arrays", facts, hint='give {"w": array}')
+    raise WeightsError("this is not a mapping of names to arrays", facts, hint='give {"w": array}')
 
 
 def bits_of(name: str, value: Any) -> tuple[Array, str]:
@@ -124,7 +126,9 @@ def bits_of(name: str, value: Any) -> tuple[Array, str]:
     kind = array.dtype
     if kind.itemsize not in (1, 2, 4, 8) or kind.hasobject or kind.names:
         raise WeightsError(
-            f"tensor {name!r} is of dtype {kind}", "no unsigned integer has its width", hint="view it as what has"
+            f"tensor {name!r} is of dtype {kind}",
+            "its element size is not supported",
+            hint="view it as elements of 1, 2, 4 or 8 bytes",
         )
     if not kind.isnative:
         array = array.astype(kind.newbyteorder("="))
@@ -174,8 +178,8 @@ def _torch_bits(name: str, value: Any) -> tuple[Array, str]:
     if value.element_size() not in signed or value.layout != torch.strided:
         raise WeightsError(
             f"tensor {name!r} is of dtype {value.dtype}",
-            "no unsigned integer has its width",
-            hint="view it as what has",
+            "its element size is not supported",
+            hint="view it as elements of 1, 2, 4 or 8 bytes",
         )
     array = value.detach().view(signed[value.element_size()]).numpy()
     return array.view(f"u{array.itemsize}"), name_of(str(value.dtype))

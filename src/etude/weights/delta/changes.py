@@ -38,9 +38,9 @@ def write(rows: Iterable[tuple[Codes, Changes]]) -> None:
     overlap. Uses the native kernels, in parallel, if they are available."""
     kernels, rows = native.load(), list(rows)
     if kernels is not None:
-        theirs = [(codes, one.positions, one.codes) for codes, one in rows if _are_native(codes, one)]
+        native_rows = [(codes, one.positions, one.codes) for codes, one in rows if _are_native(codes, one)]
         rows = [(codes, one) for codes, one in rows if not _are_native(codes, one)]
-        kernels.scatter(theirs, threads=kernels.threads)()
+        kernels.scatter(native_rows, threads=kernels.threads)()
     for codes, one in rows:
         codes[one.positions] = one.codes
 

@@ -24,10 +24,10 @@ from etude.weights.tensors import Codes
 BLOCK_BYTES = 1 << 13
 CHECKSUM_BYTES = 16
 
-_SHIFT = 8  # how far the keys of the second sum lie behind those of the first, in words of 64 bits
+_SHIFT = 8  # offset of the second sum's keys from those of the first, in 64-bit words
 _WORD_SEED, _BLOCK_SEED = 0x6574756465207731, 0x6574756465206232
 _MASK = (1 << 64) - 1
-_PIECE = 64  # blocks that numpy sums at a time
+_PIECE = 64  # number of blocks that numpy sums at a time
 
 
 def checksum(codes: Codes) -> str:
@@ -79,7 +79,7 @@ def _parts(
     """Split codes that need positions above 32 bits. Yields, per part: its codes, its changes, and the number of its
     first block."""
     if changes.positions.size and int(changes.positions[-1]) >= old.size:
-        raise ValueError(f"place {changes.positions[-1]} lies outside of {old.size}")
+        raise ValueError(f"position {changes.positions[-1]} is outside of {old.size}")
     for start in range(0, old.size, elements):
         first, last = np.searchsorted(changes.positions, [start, start + elements])
         places = (changes.positions[first:last] - start).astype(np.uint32)
@@ -106,7 +106,7 @@ def sums_by_numpy(old: Codes, new: Codes | None = None, changes: Changes | None 
         return *before, *before
     rising = (changes.positions[1:] > changes.positions[:-1]).all()
     if not rising or int(changes.positions[-1]) >= old.size:
-        raise ValueError(f"places do not rise, or lie outside of {old.size}")
+        raise ValueError(f"positions do not ascend, or are outside of {old.size}")
     return *before, *_numpy_sums(old, changes)
 
 
@@ -139,7 +139,7 @@ def _key_limbs() -> npt.NDArray[np.float64]:
     table = np.zeros((words, 4, 2, 4), np.float64)
     keys = [_mixed(_WORD_SEED, i) for i in range(2 * (words + _SHIFT))]
     for word in range(words):
-        for part in range(4):  # of a word's four 16 bits: two of its low half, two of its high half
+        for part in range(4):  # the four 16-bit limbs of a word
             for which in range(2):
                 key = keys[2 * (word + _SHIFT * which) + part // 2] << 16 * (part % 2)
                 table[word, part, which] = [key >> 16 * k & 0xFFFF for k in range(4)]

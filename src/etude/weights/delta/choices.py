@@ -33,18 +33,18 @@ Mode = Literal["best", "fast"]
 """`best`: items are grouped into classes by their old exponent. `fast`: one class; faster to encode, and about a third
 larger."""
 
-_SAMPLE, _MAX_STRIDE = 1 << 13, 1 << 10  # items that a sample has at least; blocks of 64 of which one is looked at
-_TILE_BITS = 1 << 18  # of payload, as far as the sample tells
+_SAMPLE, _MAX_STRIDE = 1 << 13, 1 << 10  # minimum size of a sample; at most every 1024th block is sampled
+_TILE_BITS = 1 << 18  # estimated payload of a tile
 _LEAST_TILE = 1 << 16
 _MOST_JOINED = 1 << 21
-_WHOLE_ROW, _PART_OF_ROW = 4096, 2048  # columns that a tile takes whole; of longer rows, at least so many
+_WHOLE_ROW, _PART_OF_ROW = 4096, 2048  # rows up to this length are not cut; minimum columns of a tile of longer rows
 
 
 @dataclass
 class _Group:
     """Tensors of one dtype that share a tile."""
 
-    tensor: int  # the first
+    tensor: int  # the first of them
     counts: Counts  # items by exponent
     bits: int
     size: int
@@ -57,7 +57,9 @@ def check_mode(mode: str) -> None:
     """
     known = get_args(Mode)
     if mode not in known:
-        raise WeightsError(f"there is no mode {mode!r:.40}", "a delta is coded in one", hint=nearest(str(mode), known))
+        raise WeightsError(
+            f"there is no mode {mode!r:.40}", f"modes: {', '.join(known)}", hint=nearest(str(mode), known)
+        )
 
 
 def choose(
@@ -80,7 +82,7 @@ def choose(
         forms[i] = DELTA
         counts, bits = _sample(before, after, spec, kernels)
         grid = _grid(spec, after.size, bits, counts, mode)
-        if after.size > grid.tile_rows * grid.tile_cols:  # not one tile: alone
+        if after.size > grid.tile_rows * grid.tile_cols:  # several tiles, so it shares none
             grids[i] = grid
             continue
         group = groups.get(spec.dtype)

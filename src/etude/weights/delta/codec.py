@@ -127,7 +127,7 @@ def changes(
         if header.layout.forms[i] == WHOLE:
             made[i] = Tensor(spec.dtype, spec.shape, whole(header, data, i))
         elif i not in made:
-            parts, found[i] = found[i], []  # let go of, tensor by tensor
+            parts, found[i] = found[i], []  # free memory tensor by tensor
             made[i] = of_items(parts, held[i], DTYPES[spec.dtype])
     return [made[i] for i in range(len(specs))]
 
@@ -209,7 +209,7 @@ def opened(data: bytes | memoryview, specs: Sequence[Spec]) -> Header:
     """Parse the header of a complete delta object. Raises `WeightsError`."""
     header = layout.read_header(data, specs)
     if len(data) != int(header.offsets[-1]):
-        raise damaged(f"it has {len(data)} bytes, its header says {header.offsets[-1]}")
+        raise damaged(f"it has {len(data)} bytes, its header states {header.offsets[-1]}")
     return header
 
 

@@ -35,10 +35,10 @@ class Kind(enum.IntEnum):
     """What the delta does with a tensor."""
 
     SAME = 0
-    CHANGED = 1  # other bits, the same dtype and shape: stored as a delta
+    CHANGED = 1  # same dtype and shape, other bits: stored as a delta
     NEW = 2
     REMOVED = 3
-    REPLACED = 4  # another dtype or shape: stored whole
+    REPLACED = 4  # another dtype or shape: stored in full
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ class Entry:
 class DeltaFile:
     """A parsed delta file whose SHA-256 was verified. Its objects are not decoded."""
 
-    entries: tuple[Entry, ...]  # by name
-    note: bytes  # free for the tool that wrote the file; not read here
-    objects: tuple[tuple[int, memoryview], ...]  # (number of coded entries that it covers, in order; its bytes)
+    entries: tuple[Entry, ...]  # sorted by name
+    note: bytes  # for the program that wrote the file
+    objects: tuple[tuple[int, memoryview], ...]  # (number of coded entries that it covers, its bytes)
 
     @property
     def target_bytes(self) -> int:
@@ -116,7 +116,9 @@ def read(data: bytes | memoryview) -> DeltaFile:
     magic, form, flags, num_entries, num_objects, table_bytes, note_bytes = _HEAD.unpack(view[: _HEAD.size])
     if magic != MAGIC:
         raise WeightsError(
-            "this is no delta file", f"it starts with {bytes(magic)!r}, not {MAGIC!r}", hint="give what `encode` wrote"
+            "this is not a delta file",
+            f"it starts with {bytes(magic)!r}, not {MAGIC!r}",
+            hint="give the output of `encode`",
         )
     if form != FORMAT or flags:
         older = form < FORMAT and not flags
@@ -127,9 +129,9 @@ def read(data: bytes | memoryview) -> DeltaFile:
             if older
             else "update etude on this machine",
         )
-    body, said = view[:-DIGEST_BYTES], view[-DIGEST_BYTES:]
+    body, stored = view[:-DIGEST_BYTES], view[-DIGEST_BYTES:]
     found = hashlib.sha256(body)
-    if found.digest() != said:
+    if found.digest() != stored:
         raise damaged("the SHA-256 of its bytes is not the one at its end", cut=True)
     if num_entries > MAX_ENTRIES or table_bytes > MAX_TABLE_BYTES or note_bytes > MAX_NOTE_BYTES:
         raise damaged(f"{num_entries} tensors in {table_bytes} bytes and a note of {note_bytes} are over the limits")
@@ -204,7 +206,7 @@ def _read_entry(reader: _Reader) -> Entry:
         kind is Kind.SAME,
     )
     if entry.kind is not kind:
-        raise damaged(f"{name!r} is said to be {kind.name.lower()} and is {entry.kind.name.lower()}")
+        raise damaged(f"{name!r} is marked as {kind.name.lower()} but is {entry.kind.name.lower()}")
     return entry
 
 
@@ -223,7 +225,7 @@ def _text(data: memoryview) -> str:
     try:
         return str(data, "utf-8")
     except UnicodeDecodeError as error:
-        raise damaged(f"a name is no UTF-8: {error.reason}") from None
+        raise damaged(f"a name is not UTF-8: {error.reason}") from None
 
 
 class _Reader:

@@ -136,8 +136,8 @@ def check_bytes(delta: object) -> None:
     except TypeError:
         raise WeightsError(
             f"this delta is a {type(delta).__name__}",
-            "a delta is what `encode` returned: bytes",
-            hint='for one in a file give its bytes: Path("step.etdf").read_bytes()',
+            "a delta is the bytes that `encode` returned",
+            hint='for a file, pass its content: Path("step.etdf").read_bytes()',
         ) from None
 
 
@@ -147,8 +147,8 @@ def _sides(old: Arrays, new: Arrays, dtypes: Mapping[str, str] | None) -> tuple[
     for name in dtypes or {}:
         if name not in before and name not in after:
             raise WeightsError(
-                f"dtypes names {name!r}, and no tensor has this name",
-                "neither the old ones nor the new ones",
+                f"dtypes names {name!r}, but no tensor has this name",
+                "neither old nor new",
                 hint=nearest(str(name), before.keys() | after.keys()) if before or after else "there are no tensors",
             )
     return before, after
@@ -182,7 +182,7 @@ def fit_base(file: DeltaFile, old: Arrays) -> dict[str, Tensor]:
         base[entry.name] = _shaped(entry.name, old[entry.name], entry.old)
     extra = old.keys() - base.keys()
     if extra:
-        raise wrong_base(f"it has a tensor {min(extra)!r} that the delta does not know")
+        raise wrong_base(f"it has a tensor {min(extra)!r} that is not in the delta")
     return base
 
 
@@ -307,7 +307,7 @@ def _shaped(name: str, value: Any, spec: Spec) -> Tensor:
     if tensor.spec != spec and len(tensor.shape) == 1 and tensor.spec.size == spec.size and tensor.dtype == spec.dtype:
         tensor = Tensor(spec.dtype, spec.shape, tensor.codes)
     if tensor.spec != spec:
-        raise wrong_base(f"{name!r} is {_told(tensor.spec)}, the delta is for {_told(spec)}")
+        raise wrong_base(f"{name!r} is {_spec_text(tensor.spec)}, the delta is for {_spec_text(spec)}")
     return tensor
 
 
@@ -315,17 +315,19 @@ def _place(name: str, spec: Spec | None, out: Mapping[str, Any]) -> Codes:
     """The memory of an output buffer, as flat codes. Raises `WeightsError` if the tensor does not fit."""
     assert spec is not None
     if name not in out:
-        raise WeightsError(f"out has no tensor {name!r}", f"the delta makes {_told(spec)}", hint=nearest(name, out))
+        raise WeightsError(
+            f"out has no tensor {name!r}", f"the delta creates {_spec_text(spec)}", hint=nearest(name, out)
+        )
     bits = bits_of(name, out[name])[0]
     codes = np.dtype(f"u{spec.num_bytes // spec.size}") if spec.size else bits.dtype
     if bits.ndim == 1 and bits.itemsize == 1 and bits.flags.c_contiguous and bits.nbytes == spec.num_bytes:
         bits = bits.view(codes)
     fits = bits.dtype == codes and (bits.shape == spec.shape or bits.shape == (spec.size,))
-    native = getattr(getattr(out[name], "dtype", None), "isnative", True)  # of others' bytes the bits are a copy
+    native = getattr(getattr(out[name], "dtype", None), "isnative", True)  # for a foreign byte order, `bits` is a copy
     if not (fits and native and bits.flags.c_contiguous and bits.flags.writeable and bits.flags.aligned):
         raise WeightsError(
             f"out[{name!r}] cannot take the tensor",
-            f"it is {bits.shape} of {bits.itemsize} bytes, the tensor {_told(spec)}",
+            f"it is {bits.shape} of {bits.itemsize} bytes, the tensor {_spec_text(spec)}",
             hint="give a writable, contiguous buffer of the target's size",
         )
     return bits.reshape(-1)
@@ -342,7 +344,7 @@ def _refuse_overlaps(file: DeltaFile, base: Mapping[str, Tensor], places: Mappin
             raise WeightsError(
                 f"out[{first!r}] and out[{second!r}] are the same memory",
                 f"their tensors differ: {str(sums[first])[:12]} and {str(sums[second])[:12]}",
-                hint="the checkpoint does not tie them: give each a buffer of its own",
+                hint="the target does not tie them: give each its own buffer",
             )
     starts = [start for start, _, _ in spans]
     for name in base.keys() & places.keys():
@@ -353,8 +355,8 @@ def _refuse_overlaps(file: DeltaFile, base: Mapping[str, Tensor], places: Mappin
         if torn is not None:
             raise WeightsError(
                 f"out[{torn!r}] is memory of the base's {name!r}",
-                "which is read after it would be written",
-                hint="give `old` itself as out, or buffers of their own",
+                "which would be overwritten before it is read",
+                hint="pass out=old, or separate buffers",
             )
 
 
@@ -378,7 +380,7 @@ def wrong_base(facts: str, more: str = "") -> WeightsError:
     return WeightsError("this delta is for another base", facts, hint=f"{hint}{'; ' + more if more else ''}")
 
 
-def _told(spec: Spec) -> str:
+def _spec_text(spec: Spec) -> str:
     return f"{spec.dtype} {list(spec.shape)}"
 
 

@@ -40,7 +40,7 @@ WHOLE_TILE = 1 << 20
 PAGE_BYTES = 1 << 18
 """A page is closed as soon as it has at least this many bytes."""
 
-_MAX_TILE_BYTES = 1 + 4 * MAX_TILE  # a raw one; a writer makes no longer ones
+_MAX_TILE_BYTES = 1 + 4 * MAX_TILE  # of a raw tile, the longest form
 _DIGEST_BYTES = 32
 
 Counts = npt.NDArray[np.int64]
@@ -51,7 +51,7 @@ Counts = npt.NDArray[np.int64]
 class Piece:
     """A rectangle of one tensor's items: row `r` starts at item `start + r * stride` and has `cols` items."""
 
-    tensor: int  # index into the arrays that go with the tiles
+    tensor: int  # index into the arrays that belong to the tiles
     start: int
     rows: int
     cols: int
@@ -197,8 +197,8 @@ class Header:
     """The parsed header of a delta object."""
 
     layout: Layout
-    offsets: npt.NDArray[np.int64]  # [tiles + 1] where each tile starts in the object; the object's end
-    pages: tuple[bytes, ...]  # SHA-256 of each
+    offsets: npt.NDArray[np.int64]  # [tiles + 1] offset of each tile in the object; the last is the end of the object
+    pages: tuple[bytes, ...]  # SHA-256 of each page
 
     def check_pages(self, start: int, data: bytes | memoryview) -> None:
         """Verify the pages in `data` by their digests. `data` starts at byte `start` of the object, which is a page
@@ -207,7 +207,7 @@ class Header:
         for (first, last), digest in zip(bounds, self.pages, strict=True):
             within = start <= first and last <= start + len(view)
             if within and hashlib.sha256(view[first - start : last - start]).digest() != digest:
-                raise damaged(f"its bytes from {first} to {last} have another digest")
+                raise damaged(f"its bytes from {first} to {last} do not match their digest")
 
 
 def page_bounds(offsets: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
@@ -277,7 +277,7 @@ def _read_grid(reader: Reader, spec: Spec) -> Grid:
     grid = Grid(high, classes, reader.varint(1 << 42), reader.varint(1 << 42))
     rows, cols = table_of(spec)
     if not classes or not grid.tile_rows or not grid.tile_cols:
-        raise damaged("a tile of no items, or without a class")
+        raise damaged("a tile without items or classes")
     if min(rows, grid.tile_rows) * min(cols, grid.tile_cols) > MAX_TILE:
         raise damaged(f"a tile of more than {MAX_TILE} items")
     return grid
@@ -306,7 +306,7 @@ def _joined(specs: Sequence[Spec], forms: Sequence[int], grids: Mapping[int, Gri
             sizes[i] = size
         elif form == JOINED:
             if spec.dtype not in hosts:
-                raise damaged("a tensor joins another's tile, and there is none")
+                raise damaged("a tensor joins a tile that does not exist")
             host = hosts[spec.dtype]
             joined.setdefault(host, []).append(i)
             sizes[host] += size

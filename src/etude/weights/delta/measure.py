@@ -28,8 +28,8 @@ class Cost:
     num_elements: int
     num_changed: int
     snapshot_bytes: int
-    delta_bytes: int  # of a tensor: coded alone, its share of headers included
-    bound_bytes: float | None  # None: there is something whole in it, and no bound
+    delta_bytes: int  # of one tensor: encoded alone, with headers
+    bound_bytes: float | None  # None if a tensor is stored in full: the bound does not apply
 
     @property
     def density(self) -> float:
@@ -61,9 +61,9 @@ class Cost:
 class Costs:
     """The size of a delta from one set of tensors to another."""
 
-    tensors: list[Cost]  # each coded alone, by name
-    deltas: Cost | None  # all that have an old one of their dtype and shape; None: no tensor has
-    full_tensors: Cost | None  # all others, and what they add to the bytes; None: there are none
+    tensors: list[Cost]  # each encoded alone, sorted by name
+    deltas: Cost | None  # all tensors with an old one of the same dtype and shape; None: there are none
+    full_tensors: Cost | None  # all others, and the bytes they add; None: there are none
     total: Cost
     num_whole: int
 

@@ -32,7 +32,7 @@ LEVELS = ("portable", "avx2", "avx512")
 _SUFFIX = {"darwin": "dylib", "win32": "dll"}.get(sys.platform, "so")
 LIBRARY = Path(__file__).with_name(f"libetude_native.{_SUFFIX}")
 
-_threads = 0  # `set_threads`
+_threads = 0  # set by `set_threads`
 
 _PIECE = np.dtype([(name, "u8") for name in ("old", "new", "rows", "cols", "stride", "first", "step")])
 _TILE = np.dtype([("first_piece", "u8"), ("num_pieces", "u4"), ("high", "u1"), ("classes", "u1"), ("unused", "u2")])
@@ -225,7 +225,7 @@ class NativeKernels:
             if not (flat and same and memory.flags.writeable):
                 raise ValueError(f"{codes.dtype} {codes.shape} do not fit {places.dtype} places of {memory.dtype}")
             if len(places) and int(places.max()) >= len(memory):
-                raise ValueError(f"place {places.max()} lies outside of {len(memory)}")
+                raise ValueError(f"position {places.max()} is outside of {len(memory)}")
         table = np.array(
             [(m.ctypes.data, m.size, p.ctypes.data, c.ctypes.data, c.size, c.itemsize) for m, p, c in rows], _SCATTER
         )
@@ -259,7 +259,7 @@ class NativeKernels:
         )  # fmt: skip
         found = np.zeros(4, np.uint64)
         if places.size != codes.size or self._library.etude_checksum(ctypes.byref(request), found.ctypes.data):
-            raise ValueError(f"places do not rise, or lie outside of {old.size}")
+            raise ValueError(f"positions do not ascend, or are outside of {old.size}")
         return tuple(found.tolist())
 
     def count_changed(self, old: Codes, new: Codes) -> int:
@@ -291,7 +291,7 @@ def why_not() -> str:
     try:
         _open(LIBRARY)
     except OSError as error:
-        return f"no native kernels ({error}): numpy is used, with the same bytes and some 20 times slower"
+        return f"no native kernels ({error}): numpy is used, about 20 times slower, with the same results"
     return ""
 
 
@@ -321,7 +321,7 @@ class _RequestTables:
                 of, start, stride = piece.tensor, piece.start, piece.stride
                 end = start + (piece.rows - 1) * stride + piece.cols if piece.size else start
                 if not 0 <= start <= end <= min(old[of].size, new[of].size) or piece.size > MAX_TILE:
-                    raise ValueError(f"a piece from {start} to {end} lies outside of tensor {of}, or is too large")
+                    raise ValueError(f"a piece from {start} to {end} is outside of tensor {of}, or is too large")
                 first = (start, stride) if in_tensors else (base, piece.cols)
                 memory = (addresses[of] + start * width for addresses in starts)
                 rows.append((*memory, piece.rows, piece.cols, stride, *first))
@@ -355,7 +355,7 @@ class _PayloadTable:
 class _Lists:
     """Changes, tile after tile."""
 
-    counts: npt.NDArray[np.uint64]  # [tiles] changes of each
+    counts: npt.NDArray[np.uint64]  # [tiles] number of changes
     places: npt.NDArray[np.uint32]
     items: Codes
     found: npt.NDArray[Any]  # [pieces] of `_FOUND`
@@ -382,7 +382,7 @@ def _open(path: Path) -> Any:
     except AttributeError:
         version = None
     if version != ABI_VERSION:
-        raise OSError(f"{path.name} has interface {version}, not {ABI_VERSION}: build it again")
+        raise OSError(f"{path.name} has interface {version}, not {ABI_VERSION}: rebuild it")
     pointer, count = ctypes.c_void_p, ctypes.c_uint64
     for name, result, arguments in (
         ("etude_best_level", ctypes.c_uint32, ()),

@@ -25,14 +25,16 @@ Longs = npt.NDArray[np.int64]
 LONGEST_RUN = 24
 """Maximum run of zeros of a unary number. A run of this length means that the quotient is stored among the escapes."""
 
-_HUFFMAN = zstandard.ZstdCompressionParameters(  # matches in such bytes are accidents: the entropy stage is wanted
-    strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, chain_log=6, window_log=18, write_content_size=True
+_HUFFMAN = (
+    zstandard.ZstdCompressionParameters(  # only the entropy stage is useful: matches in such bytes are accidental
+        strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, chain_log=6, window_log=18, write_content_size=True
+    )
 )
 
 
 def damaged(what: str) -> WeightsError:
     """Create the error for bytes that no encoder wrote."""
-    return WeightsError("delta is damaged", what, hint="fetch it again; the follower heals from the nearest anchor")
+    return WeightsError("delta is damaged", what, hint="fetch it again; a follower uses the nearest anchor instead")
 
 
 def varint(value: int) -> bytes:
@@ -62,9 +64,9 @@ def decompress(frame: memoryview, *, limit: int) -> bytes:
             raise damaged(f"a frame's content is over its limit of {limit} bytes")
         raw = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise damaged(f"a block is no zstd frame: {error}") from None
+        raise damaged(f"a block is not a zstd frame: {error}") from None
     if len(raw) != size:
-        raise damaged("a frame's content is shorter than it says")
+        raise damaged("a frame's content is shorter than stated")
     return raw
 
 
@@ -135,7 +137,7 @@ class Reader:
         at -= width
         padded = np.zeros(len(packed) + 8, np.uint8)
         padded[: len(packed)] = packed
-        low: Longs = np.ndarray((padded.size - 7,), "<i8", padded, 0, (1,))[at >> 3]  # one that starts at each byte
+        low: Longs = np.ndarray((padded.size - 7,), "<i8", padded, 0, (1,))[at >> 3]  # a 64-bit window at every byte
         at &= 7
         low >>= at
         low &= np.repeat((1 << widths) - 1, counts)

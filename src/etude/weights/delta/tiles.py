@@ -23,9 +23,9 @@ from etude.weights.tensors import Codes, DType
 CODED, RAW = 1, 2
 """Modes of a tile that kernels handle: coded changes, or its raw new items."""
 
-_INVERTED = 32  # beside the Rice parameter of the gaps
+_INVERTED = 32  # a flag beside the Rice parameter of the gaps
 _MOST_LOW_BITS = 31
-_SAMPLE = 1024  # sizes of a class, from the first, that its parameter is chosen by
+_SAMPLE = 1024  # number of values of a class that its parameter is chosen by
 
 
 class NumpyKernels:
@@ -172,7 +172,7 @@ class _Lists:
 
     items: Longs
     listed: Longs
-    inverted: Flags  # the list names the items that are not in the subset
+    inverted: Flags  # the list contains the items that are not in the subset
 
     @property
     def low_bits(self) -> Longs:
@@ -202,7 +202,7 @@ class _Lists:
         places += np.repeat(starts - 1 - before, self.listed)
         some = self.listed > 0
         if (places[ends[some] - 1] >= (starts + self.items)[some]).any():
-            raise damaged("an item lies past the end of its class")
+            raise damaged("an item is past the end of its class")
         if not self.inverted.any():
             return places
         flags = np.repeat(self.inverted, self.items)

@@ -39,13 +39,13 @@ def exponents(items: Codes, kind: DType) -> npt.NDArray[np.uint8]:
     if kind.exponent_shift is None:
         return np.zeros(items.size, np.uint8)
     bits = kind.width - 1 - kind.exponent_shift
-    exponent = (items >> _one(items, kind.exponent_shift)).astype(np.uint8)  # of more bits the lowest eight
+    exponent = (items >> _one(items, kind.exponent_shift)).astype(np.uint8)  # the lowest eight bits, if there are more
     return exponent if bits == 8 else exponent & np.uint8((1 << bits) - 1)
 
 
 def steps_between(old: Codes, new: Codes, kind: DType) -> tuple[npt.NDArray[np.bool_], Numbers]:
     """[N] bool: whether the step goes down; [N] uint32: its size, the shorter way around the scale."""
-    lift = _one(old, 8 * old.itemsize - kind.width)  # to the top of the word, where numpy's arithmetic wraps
+    lift = _one(old, 8 * old.itemsize - kind.width)  # shift to the top of the word, so that numpy's arithmetic wraps
     steps = (to_order(new, kind) - to_order(old, kind) << lift).view(f"i{old.itemsize}")
     return steps < 0, (np.abs(steps).view(old.dtype) >> lift).astype(np.uint32, copy=False)
 

@@ -37,10 +37,10 @@ class Checkpoint:
     """An open checkpoint: its tensors by name, and the files that they are in."""
 
     path: Path
-    headers: Mapping[str, str]  # file name -> its header's text
-    places: Mapping[str, tuple[str, Place]]  # tensor -> file name, place in the file
+    headers: Mapping[str, str]  # file name -> text of its header
+    places: Mapping[str, tuple[str, Place]]  # tensor name -> file name, location in the file
     tensors: Mapping[str, Tensor]  # views of the mapped files
-    index: str | None  # the index's text, where there is one
+    index: str | None  # text of the index, if there is one
 
     def file(self, name: str) -> Path:
         """The path of a file in `headers`."""
@@ -79,7 +79,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
                 raise CheckpointError(
                     f"{path} has {tensor!r} twice",
                     f"in {places[tensor][0]} and in {name}",
-                    hint=f"it holds two checkpoints: keep one, or add {INDEX}",
+                    hint=f"the directory has two checkpoints: keep one, or add {INDEX}",
                 )
             places[tensor] = name, found[tensor]
         tensors |= map_file(file, found)
@@ -159,7 +159,7 @@ class CheckpointWriter:
                 for name, text in self._headers.items():
                     data = text.encode()
                     beside = self._folder / f"{name}.tmp"
-                    beside.unlink(missing_ok=True)  # if it is a link, what it leads to is not ours
+                    beside.unlink(missing_ok=True)  # if it is a link, its target must not be changed
                     file = self._files[name] = beside.open("xb")
                     file.write(len(data).to_bytes(8, "little") + data)
             except BaseException:
@@ -185,7 +185,9 @@ class CheckpointWriter:
             return
         try:
             if self._left:
-                raise CheckpointError(f"{min(self._left)!r} was not written", hint="this is a defect of its writer")
+                raise CheckpointError(
+                    f"{min(self._left)!r} was not written", hint="this is a defect of the program that writes it"
+                )
             with store_errors(f"{self._folder} cannot be written"):
                 for file in self._files.values():
                     file.flush()
@@ -202,7 +204,7 @@ class CheckpointWriter:
 
     def _abandon(self) -> None:
         for name, file in self._files.items():
-            with suppress(OSError):  # the disk has no space for its buffer, which is dropped
+            with suppress(OSError):  # the disk has no space for the rest of its buffer
                 file.close()
             (self._folder / f"{name}.tmp").unlink(missing_ok=True)
 
@@ -224,19 +226,17 @@ def _read_index(path: Path) -> str:
         text = path.read_text("utf-8")
         shards = json.loads(text)["weight_map"].values()
         if not all(isinstance(shard, str) and Path(shard).name == shard for shard in shards):
-            raise ValueError("a name in it is no file name")
+            raise ValueError("it has a name that is not a file name")
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read", str(error.strerror), hint=_HINT_INDEX) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} names no shards", repr(error), hint=_HINT_INDEX) from None
+        raise CheckpointError(f"{path} is not a valid index", repr(error), hint=_HINT_INDEX) from None
     return text
 
 
-def _check_index(path: Path, said: Mapping[str, str], places: Mapping[str, tuple[str, Place]]) -> None:
+def _check_index(path: Path, weight_map: Mapping[str, str], places: Mapping[str, tuple[str, Place]]) -> None:
     """Check that every tensor is in the file that the index names for it. Raises `CheckpointError`."""
-    for name, file in said.items():
-        found = places[name][0] if name in places else "none"
+    for name, file in weight_map.items():
+        found = places[name][0] if name in places else "no file"
         if found != file:
-            raise CheckpointError(
-                f"{path / INDEX} says that {name!r} is in {file}", f"it is in {found}", hint=_HINT_INDEX
-            )
+            raise CheckpointError(f"{path / INDEX} lists {name!r} in {file}", f"it is in {found}", hint=_HINT_INDEX)

@@ -36,9 +36,9 @@ class Applied:
     """The result of applying a delta file."""
 
     num_tensors: int
-    num_changed: int  # of them, those that an object covers
+    num_changed: int  # tensors that the delta contains data of
     target_bytes: int
-    copied: tuple[str, ...]  # files that are no weights
+    copied: tuple[str, ...]  # files that are not weights
 
 
 def encode_delta(a: Path, b: Path, out: Path, mode: Mode = "best") -> int:
@@ -72,7 +72,7 @@ def apply_delta(a: Path, delta: Path, out: Path) -> Applied:
     Raises `WeightsError` for another base or a damaged delta, `InputError`, `CheckpointError`, `StoreError`.
     """
     if out.exists():
-        raise InputError(f"{out} exists", hint="name a directory that is not there yet")
+        raise InputError(f"{out} exists", hint="name a directory that does not exist yet")
     check_output(out, (a, delta))
     base = read_checkpoint(a)
     with opened(delta) as file:
@@ -80,11 +80,11 @@ def apply_delta(a: Path, delta: Path, out: Path) -> Applied:
         headers, index = _read_note(file, base)
         if out.suffix == ".safetensors" and [*headers] != [WEIGHTS]:
             raise CheckpointError(f"the target has {len(headers)} files", hint=f"name a directory, not {out.name}")
-        _check_room(file, out.parent)
+        _check_free_space(file, out.parent)
         held = deltas.check_base(file, base.tensors)
         beside = out.with_name(out.name + ".tmp")
         with store_errors(f"{out} cannot be written"):
-            shutil.rmtree(beside, ignore_errors=True)  # a killed one's
+            shutil.rmtree(beside, ignore_errors=True)  # left by a killed process
             try:
                 with CheckpointWriter(beside, headers, index) as writer:
                     for entry in file.entries:
@@ -122,14 +122,14 @@ def verify_delta(delta: Path, a: Path) -> Applied:
 @contextmanager
 def opened(path: Path) -> Iterator[DeltaFile]:
     """Map and parse a delta file. Raises `InputError` if it cannot be read, `WeightsError` if it is damaged."""
-    hint = "name what `etude weights encode` wrote"
+    hint = "name a file that `etude weights encode` wrote"
     try:
         with path.open("rb") as file:
             memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     except OSError as error:
         raise InputError(f"{path} cannot be read", str(error.strerror), hint=hint) from None
     except ValueError:
-        raise WeightsError(f"{path} is no delta file", "it is empty", hint=hint) from None
+        raise WeightsError(f"{path} is not a delta file", "it is empty", hint=hint) from None
     try:
         found = read(memoryview(memory))
     except EtudeError as error:
@@ -137,13 +137,15 @@ def opened(path: Path) -> Iterator[DeltaFile]:
     yield found
 
 
-def _check_room(file: DeltaFile, folder: Path) -> None:
+def _check_free_space(file: DeltaFile, folder: Path) -> None:
     """Raise `StoreError` if the disk has too little free space for the target. Called before anything is decoded."""
     with store_errors(f"{folder} cannot be written"):
         free = shutil.disk_usage(folder).free
     if file.target_bytes > free:
         raise StoreError(
-            f"the delta's target needs {file.target_bytes} bytes", f"{free} are free", hint="free space, and try again"
+            f"the delta's target needs {file.target_bytes} bytes",
+            f"{free} are free",
+            hint="free disk space and try again",
         )
 
 
@@ -165,7 +167,7 @@ def _read_note(file: DeltaFile, base: Checkpoint) -> tuple[dict[str, str], str |
                 raise ValueError(f"{name!r} is no file name")
         if not all(text is None or isinstance(text, str) for text in (index, *texts.values())):
             raise ValueError("a header or an index is no text")
-        "".join((*texts, *(text for text in (index, *texts.values()) if text))).encode()  # whole characters
+        "".join((*texts, *(text for text in (index, *texts.values()) if text))).encode()  # raises for lone surrogates
         shared = [name for name, text in texts.items() if text is None]
         absent = next((name for name in shared if name not in base.headers), None)
         if absent is not None:

@@ -52,7 +52,7 @@ After = Callable[[str], None]
 class _State(msgspec.Struct, frozen=True):
     format: int
     version: Version
-    followed: FollowedPointer | None = None  # None: its keeper did not `remember` a pointer
+    followed: FollowedPointer | None = None  # None: no pointer was passed
 
 
 class CheckpointFolder:
@@ -68,7 +68,7 @@ class CheckpointFolder:
         taken = next((place for place in (path, *path.parents) if place.exists()), path)
         if taken.exists() and not taken.is_dir():
             facts, hint = "a checkpoint is kept in a directory", "give a directory, or a path that does not exist yet"
-            raise InputError(f"{taken} is no directory", facts, hint=hint)
+            raise InputError(f"{taken} is not a directory", facts, hint=hint)
         with store_errors(f"{path} cannot be kept"):
             path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(path / LOCK, _LOCK_FLAGS, 0o644)
@@ -192,7 +192,7 @@ class CheckpointFolder:
     def _recover(self) -> None:
         """Complete the adoption of a complete journal; else remove the files of an incomplete one. May be repeated."""
         with store_errors(f"{self.path} cannot be recovered"):
-            if (self.path / NEXT).is_symlink():  # no keeper's: it could lead anywhere
+            if (self.path / NEXT).is_symlink():  # not created by etude: it could lead anywhere
                 (self.path / NEXT).unlink()
             if (self.path / JOURNAL).exists():
                 try:
@@ -222,7 +222,7 @@ class CheckpointFolder:
 
     def _follow(self, journal: Journal, done: After) -> None:
         """Carry out a journal, whichever of its writes were done before."""
-        if (self.path / SUMS).exists():  # checksums of the checkpoint that this directory was copied from
+        if (self.path / SUMS).exists():  # of the checkpoint that this directory was copied from
             (self.path / SUMS).unlink()
             sync_folder(self.path)
         by_file: dict[str, list[Change]] = {}
@@ -252,7 +252,9 @@ class CheckpointFolder:
             return None
         except (ValueError, RecursionError) as error:
             raise StoreError(
-                f"{self.path / STATE} is damaged", str(error), hint="remove it, and follow again: all is fetched anew"
+                f"{self.path / STATE} is damaged",
+                str(error),
+                hint="remove it, and follow again: everything is fetched again",
             ) from None
         if state.format != FORMAT:
             raise WeightsError(

@@ -29,10 +29,10 @@ class AdoptedVersion:
     version: Version
     fetched_bytes: int
     written_bytes: int
-    list_bytes: int  # places and codes that were decoded: memory beside the weights
-    fetch_s: float  # fetching, decoding, proving
+    list_bytes: int  # memory of the decoded lists of changes
+    fetch_s: float  # seconds of fetching, decoding, verifying
     write_s: float
-    healed: tuple[str, ...]  # why ways that were tried first failed
+    healed: tuple[str, ...]  # the errors of the plans that failed before one worked
 
 
 class FolderFollower:
@@ -61,7 +61,7 @@ class FolderFollower:
         self.damaged = () if folder.version is None or self.resumed else self._damaged(folder.version)
         """Names of files whose content differs from the version that was written there. The first `advance` repairs
         them."""
-        self._pending: Update | None = None  # proven, and not yet taken by the disk
+        self._pending: Update | None = None  # verified, and not yet written to disk
 
     def advance(self) -> AdoptedVersion | None:
         """Move the directory to the newest version. Returns what was done; None if it has the newest version already,
@@ -148,11 +148,11 @@ def differences(held: Mapping[str, Spec], published: Mapping[str, Spec]) -> str:
     name = different[0]
     return (
         f"tensors that differ: {len(different)} ({', '.join(f'{num} {kind}' for num, kind in kinds if num)}),"
-        f" {name!r} first: {_told(held.get(name))} there, {_told(published.get(name))} in the channel"
+        f" {name!r} first: {_spec_text(held.get(name))} there, {_spec_text(published.get(name))} in the channel"
     )
 
 
-def _told(spec: Spec | None) -> str:
+def _spec_text(spec: Spec | None) -> str:
     return f"{spec.dtype} {list(spec.shape)}" if spec else "none"
 
 

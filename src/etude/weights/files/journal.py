@@ -29,8 +29,8 @@ class Change:
     """Codes of one tensor that are written into a file."""
 
     file: str
-    start: int  # bytes from the file's start to the tensor's
-    places: Places | None  # numbers of elements; None: the codes are all of them
+    start: int  # offset of the tensor in the file, in bytes
+    places: Places | None  # indices of elements; None: all elements
     codes: Codes
 
 
@@ -40,9 +40,9 @@ class Journal:
 
     version: Version
     changes: list[Change] = field(default_factory=list)
-    moves: list[str] = field(default_factory=list)  # files that lie ready beside, to be moved into place
-    removes: list[str] = field(default_factory=list)  # files that are no more
-    followed: FollowedPointer | None = None  # the pointer that led there; None: not told
+    moves: list[str] = field(default_factory=list)  # new files that are complete and must be renamed into place
+    removes: list[str] = field(default_factory=list)  # files to delete
+    followed: FollowedPointer | None = None  # the pointer that led to the version, if known
 
 
 class _Listed(msgspec.Struct, frozen=True):
@@ -76,9 +76,9 @@ def write_journal(journal: Journal) -> bytes:
 
 def read_journal(data: bytes) -> Journal:
     """Decode a journal. Raises `ValueError` for bytes that `write_journal` did not write."""
-    body, said = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
-    if len(data) < _HEAD.size + _DIGEST_BYTES or hashlib.sha256(body).digest() != said:
-        raise ValueError(f"its {len(data)} bytes have another digest than it says")
+    body, stored = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
+    if len(data) < _HEAD.size + _DIGEST_BYTES or hashlib.sha256(body).digest() != stored:
+        raise ValueError(f"its {len(data)} bytes do not match its digest")
     magic, form, flags, header_bytes = _HEAD.unpack_from(body)
     if (magic, form, flags) != (MAGIC, FORMAT, 0):
         raise ValueError(f"it is of format {form}.{flags}")

@@ -34,7 +34,7 @@ _BITS = {
     "F6_E2M3": 6,
     "F6_E3M2": 6,
 }
-_OURS = {name: name.lower() for name in _BITS if name.lower() in DTYPES}
+_DTYPES = {name: name.lower() for name in _BITS if name.lower() in DTYPES}
 _PACKED = "f4_e2m1x2"
 """Two F4 elements in one code: a file counts elements, a `Tensor` counts codes."""
 
@@ -53,8 +53,8 @@ class Place:
     @property
     def spec(self) -> Spec:
         """The spec of the tensor; raw bytes (u8) if etude does not have the file's dtype."""
-        if self.dtype in _OURS:
-            return Spec(_OURS[self.dtype], self.shape)
+        if self.dtype in _DTYPES:
+            return Spec(_DTYPES[self.dtype], self.shape)
         if self.dtype == "F4" and _PACKED in DTYPES and self.shape and self.shape[-1] % 2 == 0:
             return Spec(_PACKED, (*self.shape[:-1], self.shape[-1] // 2))
         return Spec("u8", (self.stop - self.start,))
@@ -93,7 +93,7 @@ def parse_header(text: str, num_bytes: int | None = None) -> dict[str, Place]:
     at = data_at
     for name, place in places.items():
         if place.start != at:
-            raise ValueError(f"{name!r} starts at byte {place.start}, what is before it ends at {at}")
+            raise ValueError(f"{name!r} starts at byte {place.start}, the data before it ends at {at}")
         at = place.stop
     if num_bytes is not None and at != num_bytes:
         raise ValueError(f"it has {num_bytes} bytes, its header describes {at}")
@@ -156,7 +156,7 @@ def _place(name: str, entry: Any, data_at: int) -> Place:
     if (stop - start) * 8 != math.prod(shape) * _BITS[dtype]:
         raise ValueError(f"{name!r} has {stop - start} bytes, {dtype} {list(shape)[:8]} has others")
     place = Place(dtype, shape, data_at + start, data_at + stop)
-    _ = place.spec  # has limits of its own
+    _ = place.spec  # raises for a shape above the limits
     return place
 
 

@@ -49,16 +49,16 @@ def adapter_map(
     places = pieces(specs | rest)
     for name in specs:
         if not places.get(name):
-            hint = "adapt modules that it has, or publish all weights"
+            hint = "adapt only modules that the engine has, or publish all weights"
             raise WeightsError(f"the engine has no place for {name!r}", "an adapter of it is published", hint=hint)
     for name, spec in (specs | rest).items():
         for piece in places.get(name, ()):
             piece.check(name, spec)
 
-    def write_base() -> None:  # with the first version, and with one that is written whole
+    def write_base() -> None:  # for the first version, and for one that is written in full
         if live[PUBLISHED].tobytes() != published[PUBLISHED].codes.tobytes():
             hint = "restart the engine: it then starts with the newest version"
-            raise WeightsError("an adapter of other settings is published than at the start", f"{config}", hint=hint)
+            raise WeightsError("the settings of the published adapter changed", f"{config}", hint=hint)
         for name, spec in rest.items():
             for piece in places.get(name, ()):
                 piece.fill(spec, codes_of(floats(base[name]), spec.dtype).reshape(-1))
@@ -85,7 +85,7 @@ def published_config(tensors: Mapping[str, Tensor]) -> AdapterConfig:
     try:
         return AdapterConfig.from_bytes(tensors[PUBLISHED].codes.tobytes())
     except (KeyError, ValueError) as error:
-        hint = "publish it with this build's learner"
+        hint = "publish it with the same version of etude"
         raise WeightsError("the published adapter cannot be used", str(error), hint=hint) from None
 
 
@@ -100,7 +100,7 @@ def floats(tensor: Tensor) -> Floats:
         case "f32":
             return codes.view(np.float32)
     hint = "start the engine from the base in bf16"
-    raise WeightsError(f"a base in {tensor.dtype} takes no adapter", hint=hint)
+    raise WeightsError(f"a base in {tensor.dtype} does not support adapters", hint=hint)
 
 
 def rounded(tensor: Tensor, dtype: str) -> Floats:
@@ -138,7 +138,7 @@ def _check_base(base: Mapping[str, Tensor], config: AdapterConfig, dtype: str) -
         digest.update(np.ascontiguousarray(codes_of(floats(tensor), kind)).data)
     if digest.hexdigest() != config.base:
         raise WeightsError(
-            f"an adapter of the base {config.base[:12]}",
-            f"the checkpoint here is {digest.hexdigest()[:12]}, as {dtype}",
+            f"the adapter was trained on the base {config.base[:12]}",
+            f"this engine's checkpoint is {digest.hexdigest()[:12]}, as {dtype}",
             hint="start the engine from the checkpoint that the adapter was trained on, as `etude export` writes it",
         )

@@ -52,8 +52,8 @@ def _shard(name: str, one: Piece, spec: Spec, rank: int, size: int) -> Piece:
     if len(live) != len(spec.shape) or len(axes) > 1 or one.box is not None:
         raise WeightsError(
             f"{name!r} is {list(live)} on rank {rank}, and {list(spec.shape)} in the checkpoint",
-            "ranks hold parts along one axis",
-            hint="map it by hand, with a box",
+            "a rank's shard may differ in one axis only",
+            hint="map it by hand, with `piece(name, value, box)`",
         )
     if not axes:
         return one
@@ -88,7 +88,9 @@ def _experts(name: str, value: Any, both: str, down: str) -> Pieces:
         return {}
     if len(value.shape) != 3:
         raise WeightsError(
-            f"{name!r} has shape {list(value.shape)}", "stacked experts have three dimensions", hint="map it by hand"
+            f"{name!r} has shape {list(value.shape)}",
+            "stacked experts have three dimensions",
+            hint="map it by hand, with `piece`",
         )
     if name.endswith(down):
         return {f"{stem}.{e}.down_proj.weight": [piece(name, value[e])] for e in range(value.shape[0])}

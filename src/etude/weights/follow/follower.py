@@ -32,12 +32,12 @@ class Update:
     """The differences between the previously held version and the one held now. All tensors are verified."""
 
     version: Version
-    changed: Changes  # name -> sorted flat positions (uint32 or int64), their new codes
-    replaced: Mapping[str, Tensor]  # tensors that are new, or had another dtype or shape; all of them at the start
-    removed: tuple[str, ...]  # names that are no more
-    fetch_s: float  # fetching, decoding, proving
-    fetched_bytes: int  # objects that were fetched, those of plans that failed not counted
-    healed: tuple[str, ...] = ()  # why plans before the one that worked failed
+    changed: Changes  # name -> ascending flat positions (uint32 or int64), and the new codes there
+    replaced: Mapping[str, Tensor]  # tensors that are new, or had another dtype or shape; at the start all
+    removed: tuple[str, ...]  # names of tensors that no longer exist
+    fetch_s: float  # seconds of fetching, decoding, verifying
+    fetched_bytes: int  # without plans that failed
+    healed: tuple[str, ...] = ()  # the errors of the plans that failed before one worked
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,8 @@ class Follower:
         if held is None or held.undo is None or held.before is None:
             raise WeightsError(
                 "there is nothing to undo",
-                f"{self.version} is held" if held else "nothing is held",
-                hint="one update can be undone, if it is kept; `advance(exactly=...)` goes to any that is stored",
+                f"{self.version} is held" if held else "no version is held",
+                hint="only the last update can be undone; `advance(exactly=...)` moves to any stored version",
             )
         tensors = plans.verify_tensors(held.before, held.undo.apply(held.tensors), plans.Proof.CHECKSUM)
         update = make_update(held.before.version, held.tensors, tensors, started)

@@ -32,7 +32,7 @@ _MAX_FACTS = 8192
 
 def main(argv: Sequence[str]) -> None:
     """Answer requests until the parent process ends."""
-    for ending in (signal.SIGINT, signal.SIGTERM):  # they are for the parent, whose end is seen here
+    for ending in (signal.SIGINT, signal.SIGTERM):  # the parent handles these signals; this process ends with it
         signal.signal(ending, signal.SIG_IGN)
     connection = socket.socket(fileno=int(argv[1]))
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> None:
         can_undo=False,
         followed=args.followed,
     )
-    with contextlib.suppress(ConnectionError):  # a parent that goes may leave bytes unread
+    with contextlib.suppress(ConnectionError):  # the parent may end without reading everything
         while data := connection.recv(MAX_MESSAGE_BYTES):
             response, fds = reply(follower, msgspec.msgpack.decode(data, type=Request), args.poll_s)
             socket.send_fds(connection, [msgspec.msgpack.encode(response)], fds)
@@ -68,8 +68,8 @@ def reply(follower: Follower, request: Request, poll_s: float) -> tuple[Response
     except EtudeError as error:
         return Response(error=(error.what, error.facts[:_MAX_FACTS], error.hint)), []
     except (OSError, MemoryError) as error:
-        hint = "free memory on the engine's machine; it is tried again"
-        return Response(error=("new weights have no room in memory", str(error), hint)), []
+        hint = "free memory on the engine's machine; it will be retried"
+        return Response(error=("not enough memory for new weights", str(error), hint)), []
 
 
 def _news(follower: Follower, held: Version | None) -> Update:
@@ -79,7 +79,7 @@ def _news(follower: Follower, held: Version | None) -> Update:
     update = follower.advance()
     if update is not None and before in (held, None):
         return update
-    assert follower.version is not None, "there is a head, and it is held now"
+    assert follower.version is not None, "advance() has reached the head"
     return Update(
         version=follower.version,
         changed={},
@@ -94,7 +94,7 @@ def _news(follower: Follower, held: Version | None) -> Update:
 def _end_with(connection: socket.socket) -> None:
     """End this process as soon as the other end of the socket is closed, whatever it is doing."""
     watch = select.poll()
-    watch.register(connection, 0)  # no more than hang-ups, which need no asking for
+    watch.register(connection, 0)  # hang-ups only, which are always reported
     watch.poll()
     os._exit(0)
 

@@ -43,8 +43,8 @@ class FollowerArgs(NamedTuple):
     limit_bytes: int
     poll_s: float
     public_key: bytes | None
-    followed: FollowedPointer | None  # by the children before
-    threads: int  # of its decoding; 0: as many as cores
+    followed: FollowedPointer | None  # by earlier children
+    threads: int  # for decoding; 0: one per core
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -59,7 +59,7 @@ class Response(msgspec.Struct, frozen=True):
     are None, there is no other version."""
 
     table_at: int | None = None
-    followed: FollowedPointer | None = None  # the pointer that led there
+    followed: FollowedPointer | None = None  # the pointer that led to the version
     error: tuple[str, str, str] | None = None  # what, facts, hint
 
 
@@ -123,7 +123,7 @@ class FollowerProcess:
         unchanged, and the next call starts a new child.
         """
         if self._closed:
-            raise WeightsError("the follower is closed", hint="make a new follower")
+            raise WeightsError("the follower is closed", hint="create a new follower")
         child = self._child = self._child or self._start_child()
         try:
             response, fds = child.send(Request(self._version, self._wait_s), self._wait_s + self._deadline_s)
@@ -159,7 +159,9 @@ class FollowerProcess:
             child.end()
         else:
             what, facts = "the follower's process ended", f"exit code {child.end()}"
-        return WeightsError(what, facts, hint="it is started again by itself; if it stays, see its standard error")
+        return WeightsError(
+            what, facts, hint="it is started again automatically; if this repeats, check its standard error"
+        )
 
 
 class _Child:

@@ -35,7 +35,7 @@ class MovedBack(WeightsError):
 class FollowedPointer(msgspec.Struct, frozen=True):
     """The pointer that was followed last. The pair (generation, serial) of a followed pointer never decreases."""
 
-    pointer: str  # its key
+    pointer: str  # its key in the store
     version: Version
     generation: int
     serial: int
@@ -60,7 +60,7 @@ class HeadTracker:
         self._key = history.pointer_key(name, branch)
         self.followed = followed if followed is not None and followed.pointer == self._key else None
         """The pointer that was followed last; None before the first."""
-        self._noted: Pointer | None = None  # the pointer that `followed` was made of
+        self._noted: Pointer | None = None  # the pointer that `followed` describes
 
     def version(self) -> Version | None:
         """The version of the head; None before the first publish. One read of some hundred bytes."""
@@ -102,7 +102,7 @@ class HeadTracker:
                 raise
             except WeightsError:
                 if tries_left and self._read() != pointer:
-                    continue  # it went on meanwhile, and garbage collection may have taken what it left
+                    continue  # the head moved on, and garbage collection may have deleted objects of the old one
                 raise
             self.followed, self._noted = followed, pointer
             return moved
@@ -119,7 +119,7 @@ class HeadTracker:
         try:
             named = history.load(self._store, pointer.head)
         except WeightsError:
-            return  # lost or damaged: what is held is held still
+            return  # lost or damaged: keep the held version
         self.followed, self._noted = self._admitted(pointer, named), pointer
 
     def _admitted(self, pointer: Pointer, target: Manifest) -> FollowedPointer:
@@ -134,8 +134,8 @@ class HeadTracker:
                     f"{self._key} moved back to {target.version}",
                     f"{seen.version} was followed; the pointer's generation is {pointer.generation} after"
                     f" {seen.generation}, the version's serial {target.serial} after {seen.serial}",
-                    hint="a stale cache or a restored copy of the store does this; a rollback that is meant is made by"
-                    " `etude weights point`, under a new generation",
+                    hint="a stale cache or a restored copy of the store can cause this; for an intended"
+                    " rollback use `etude weights point`, which raises the generation",
                 )
         return FollowedPointer(self._key, pointer.head.version, pointer.generation, target.serial)
 
@@ -169,5 +169,5 @@ def _behind(wanted: Version | None, head: Version | None) -> Behind:
     return Behind(
         f"{wanted} is not there",
         f"the channel is at {head}" if head else "nothing was published",
-        hint="ask again: its writer may still be publishing it, or this store lags behind another",
+        hint="try again later: its writer may still be publishing it, or this store lags behind another",
     )

@@ -86,7 +86,9 @@ def read_image(fd: int, table_at: int) -> Image:
     sealed."""
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
         raise WeightsError("an image of weights is not sealed", hint="this is a defect of etude: please report it")
-    memory = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)  # Linux before 6.7 shares nothing sealed
+    memory = mmap.mmap(
+        fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ
+    )  # Linux before 6.7 cannot map a sealed file as shared
     _populate(memory)
     table = msgspec.msgpack.decode(memoryview(memory)[table_at:], type=_Table)
     tensors: dict[str, Tensor] = {}

@@ -29,7 +29,7 @@ Places = npt.NDArray[Any]
 Shape = tuple[int, ...]
 Call = Callable[[], None]
 
-_SIGNED = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}  # what torch computes with, of each width
+_SIGNED = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}  # torch dtypes by width
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -37,7 +37,7 @@ class Scatter:
     """Writes codes to indices of flat host memory when called."""
 
     flat: Codes
-    places: npt.NDArray[Any]  # uint32 where the native kernels write, else int64
+    places: npt.NDArray[Any]  # uint32 for the native kernels, else int64
     codes: Codes
 
     @property
@@ -53,8 +53,8 @@ class Scatter:
 class DeviceScatter:
     """Writes codes to indices of a device's storage when called. Indices and codes are on the device already."""
 
-    storage: Any  # torch: all of it, 1-D, of signed integers of the codes' width
-    places: Any  # torch, int64, from the storage's start
+    storage: Any  # torch: the complete storage, 1-D, as signed integers
+    places: Any  # torch, int64, relative to the start of the storage
     codes: Any  # torch
 
     def __call__(self) -> None:
@@ -108,8 +108,8 @@ class Window:
     shape: Shape
     strides: Shape  # in elements
     itemsize: int
-    dtype: str  # its name here, "" where the memory does not say
-    view: Any  # of that shape: unsigned integers of numpy, or signed ones of torch
+    dtype: str  # a name in `tensors.DTYPES`; "" if not known
+    view: Any  # has `shape`: unsigned integers (numpy) or signed ones (torch)
     flat: Any  # the same memory from its first element to its last, 1-D
 
     @property
@@ -156,7 +156,7 @@ class Window:
         if isinstance(flat, np.ndarray):
             if places is not None and arena is not None and flat.flags.aligned:
                 taken: Codes = arena.take(len(places), flat.dtype)
-                return np.take(flat, places, out=taken, mode="clip")  # they are inside; to raise it would copy first
+                return np.take(flat, places, out=taken, mode="clip")  # all are in range; mode="raise" would copy
             taken = self.view.flatten() if places is None else flat[places]
             return taken
         if places is None:
@@ -219,7 +219,9 @@ def _device_window(name: str, value: Any) -> Window:
     itemsize = value.element_size()
     if itemsize not in _SIGNED or value.layout != torch.strided:
         raise WeightsError(
-            f"{name!r} is of dtype {value.dtype}", "no integer has its width", hint="view it as what has"
+            f"{name!r} is of dtype {value.dtype}",
+            "its element size is not supported",
+            hint="view it as elements of 1, 2, 4 or 8 bytes",
         )
     bits = value.detach().view(getattr(torch, _SIGNED[itemsize]))
     shape, strides = tuple(bits.shape), tuple(bits.stride())
@@ -236,7 +238,7 @@ def _check(name: str, shape: Shape, strides: Shape, writable: bool) -> None:
     if math.prod(shape) and any(stride <= 0 for n, stride in zip(shape, strides, strict=True) if n > 1):
         raise WeightsError(
             f"{name!r} has strides {list(strides)}",
-            "elements would share memory, or lie backwards",
+            "its elements share memory or are in reverse order",
             hint="give the tensor that was expanded or flipped, not its view",
         )
 

@@ -80,7 +80,7 @@ class LiveFollower:
         self._store, self._live, self._name, self._limit_bytes = store, live, name, limit_bytes
         self._head = HeadTracker(store, name, branch, public_key, followed)
         self._held: Manifest | None = None
-        self._before: Manifest | None = None  # what an undo leads to
+        self._before: Manifest | None = None  # the version before the last update
         self._coming: tuple[Update, Manifest] | None = None
 
     @property
@@ -116,7 +116,7 @@ class LiveFollower:
         )
         if self._coming is None:
             return None
-        trim_heap()  # now, as nobody waits yet: what was fetched, and what is left of the update before
+        trim_heap()  # now, outside of the pause: buffers of the fetch and of the update before
         return self._coming[0]
 
     def mark_adopted(self, update: Update) -> None:
@@ -124,8 +124,8 @@ class LiveFollower:
         update."""
         if self._coming is None or self._coming[0] is not update:
             raise WeightsError(
-                f"{update.version} is not the update that is awaited",
-                f"prepared last: {self._coming[1].version if self._coming else None}; held: {self.version}",
+                f"{update.version} is not the update that was prepared last",
+                f"last prepared: {self._coming[1].version if self._coming else None}; held: {self.version}",
                 hint="call `mark_adopted` once, with the result of the last `prepare`",
             )
         self._before, self._held, self._coming = self._held, self._coming[1], None
@@ -136,8 +136,8 @@ class LiveFollower:
         if self._before is None:
             raise WeightsError(
                 "there is nothing to undo",
-                f"{self.version} is held" if self._held else "nothing is held",
-                hint="one update can be undone; `prepare(exactly=...)` leads to any version that is stored",
+                f"{self.version} is held" if self._held else "no version is held",
+                hint="one update can be undone; `prepare(exactly=...)` leads to any stored version",
             )
         self._held, self._before, self._coming = self._before, None, None
 
@@ -222,7 +222,7 @@ def _after(store: BlobStore, hop: plans.Hop, made: _Made, views: Tensors, proof:
             live = views.get(entry.name)
             if live is not None and live.spec != entry.spec:
                 live = None
-            one, found[i] = found[i], None  # let go of, tensor by tensor
+            one, found[i] = found[i], None  # free memory tensor by tensor
             assert one is not None
             one = _from_live(live, made.found.get(entry.name) if hop.way.base else None, one)
             if proof is not None:

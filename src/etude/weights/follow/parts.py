@@ -61,7 +61,7 @@ def full_specs(specs: Mapping[str, Spec]) -> dict[str, Spec]:
         if not (follows and alike and spec.shape[:1] == (part.stop - part.start,)):
             raise WeightsError(
                 f"{part.name!r} is {spec.dtype} {list(spec.shape)}",
-                f"before it are {rows.get(part.tensor, 0)} rows" + (f" of {before.dtype}" if before else ""),
+                f"the parts before it have {rows.get(part.tensor, 0)} rows" + (f" of {before.dtype}" if before else ""),
                 hint="parts of a tensor follow each other from row 0, without a gap",
             )
         rows[part.tensor] = part.stop
@@ -123,8 +123,8 @@ def _cut(one: Piece, part: Part, spec: Spec) -> Piece | None:
     """The rows of a part in one place; None if there are none."""
     if one.reorder is not None:
         raise WeightsError(
-            f"{part.tensor!r} is published in parts", "the engine's memory for it has an order of its own",
-            hint="give it whole tensors: `parts.assemble`",
+            f"{part.tensor!r} is published in parts", "the engine's memory for it has a `reorder`",
+            hint="pass complete tensors: `parts.assemble`",
         )  # fmt: skip
     first, last = one.box[0] if one.box else (0, one.window.shape[0])
     start, stop = max(first, part.start), min(last, part.stop)

@@ -81,7 +81,7 @@ class Piece:
                 f"{name!r} is published as {spec.dtype} {list(spec.shape)}",
                 f"the engine's place for it is {live} {list(self.window.shape)}"
                 + (f", for {list(self.box)} of it" if self.box else ""),
-                hint="the map is of another model, or the engine holds a format that is not published: follow that one",
+                hint="the map is of another model, or the engine uses another format: publish that format",
             )
 
     def take(self, spec: Spec, positions: Places, codes: Codes) -> tuple[Places, Codes]:
@@ -91,7 +91,7 @@ class Piece:
         `positions`: ascending indices into the tensor in C order; `codes`: the new code at each.
         """
         if self.box is not None or self.reorder is not None or not self.window.contiguous:
-            positions = positions.astype(np.int64, copy=False)  # indices into the window may be larger
+            positions = positions.astype(np.int64, copy=False)  # indices into the window can exceed 32 bits
         if self.box is not None:
             positions, keep = _inside(positions, spec.shape, self.box)
             codes = codes[keep]
@@ -184,8 +184,8 @@ def fused(live: Any, parts: Mapping[str, int], axis: int = 0) -> dict[str, list[
     Raises `WeightsError` if the lengths do not add up."""
     if sum(parts.values()) != live.shape[axis]:
         raise WeightsError(
-            f"{', '.join(parts)} are {sum(parts.values())} long together",
-            f"what they are fused in has {live.shape[axis]} along axis {axis}",
+            f"{', '.join(parts)} have a total length of {sum(parts.values())}",
+            f"the fused tensor has {live.shape[axis]} along axis {axis}",
             hint="the sizes are of another model, or of another tensor-parallel degree",
         )
     ends = [*itertools.accumulate(parts.values())]
@@ -207,7 +207,7 @@ def merge_pieces(*maps: Pieces) -> dict[str, list[Piece]]:
 
 def _inside(positions: Places, shape: Shape, box: Sequence[tuple[int, int]]) -> tuple[Places, Any]:
     """Select the positions that lie in a box. Returns their indices in the box, and the selection."""
-    if all((a, b) == (0, n) for (a, b), n in zip(box[1:], shape[1:], strict=True)):  # whole rows: one run
+    if all((a, b) == (0, n) for (a, b), n in zip(box[1:], shape[1:], strict=True)):  # complete rows: one range
         row = int(np.prod(shape[1:], dtype=np.int64))
         first, last = np.searchsorted(positions, [box[0][0] * row, box[0][1] * row])
         return positions[first:last] - box[0][0] * row, slice(first, last)
@@ -247,5 +247,5 @@ def _refuse_overlaps(pieces: Mapping[str, Sequence[Piece]]) -> None:
             raise WeightsError(
                 f"the engine's places for {name!r} and {second!r} overlap",
                 f"by {start + size - after} bytes",
-                hint="give each its own slice; tied tensors are the same view under two names",
+                hint="map each to its own slice; map tied tensors to the same view under two names",
             )

@@ -26,7 +26,7 @@ Probe = Callable[[], bool]
 """A check of the new weights, run in the pause: returns False to undo the update."""
 Known = Mapping[str, Tensor | Spec]
 """The version's tensors by name, or only their specs."""
-_PlannedWrite = tuple[str, tuple[Places, Codes] | None, Piece]  # what a name wants written: changes, or None for all
+_PlannedWrite = tuple[str, tuple[Places, Codes] | None, Piece]  # name, changes (None: all), piece
 """A write that was prepared: tensor name, changes (None: the complete tensor), and piece."""
 
 DENSE = 16
@@ -95,8 +95,8 @@ class Target:
             if not any(tie in tensors for tie in self._map.tied.get(name, ())):
                 raise WeightsError(
                     f"{version} has no {name!r}",
-                    f"the engine computes with it; {len(tensors)} tensors are published",
-                    hint="it is of another architecture; what the engine makes by itself is not to be mapped",
+                    f"the engine needs it; {len(tensors)} tensors are published",
+                    hint="the version is of another architecture; do not map tensors that the engine computes itself",
                 )
 
     def _places_of(self, name: str, tensors: Known) -> tuple[Piece, ...]:
@@ -105,7 +105,7 @@ class Target:
             raise WeightsError(
                 f"the engine has no place for {name!r}",
                 f"it has places for {len(self._map.pieces)} tensors",
-                hint=f"map it, or name it among the ignored; {nearest(name, self._map.pieces)}",
+                hint=f"map it, or add it to `ignored`; {nearest(name, self._map.pieces)}",
             )
         for piece in pieces:
             piece.check(name, _spec(tensors[name]))
@@ -127,7 +127,7 @@ class Swap:
     derived: list[_Hook] = field(default_factory=list)
     undoable: bool = True
     applied: bool = False
-    put: Call = lambda: None  # all of `writes` in one
+    put: Call = lambda: None  # all `writes` in one call
     put_back: Call = lambda: None
 
     @property
@@ -158,13 +158,13 @@ class Swap:
             why = error.what if isinstance(error, EtudeError) else repr(error)
             raise self._refused(why) from error
         if not sound:
-            raise self._refused("the probe said no")
+            raise self._refused("the probe returned False")
 
     def undo(self) -> None:
         """Write back the old codes. Raises `WeightsError` if nothing was applied or the old codes were not kept."""
         if not self.applied or not self.undoable:
-            why = "it is committed, or was prepared without" if self.applied else "it was not applied"
-            raise WeightsError(f"{self.version} cannot be undone", why, hint="adopt the version that is wanted")
+            why = "it is committed, or was prepared with undoable=False" if self.applied else "it was not applied"
+            raise WeightsError(f"{self.version} cannot be undone", why, hint="adopt the version that you want")
         self.put_back()
         for hook in self.derived:
             hook.put_back()
@@ -179,10 +179,10 @@ class Swap:
 
     def _refused(self, why: str) -> WeightsError:
         """Undo the update if possible, and create an error that states what is in the memory now."""
-        hint = "the live weights are not whole: adopt again before anything is served"
-        with suppress(Exception):  # a hook that fails over the old weights, too
+        hint = "the live weights are incomplete: adopt a version before serving requests"
+        with suppress(Exception):  # a hook may fail with the old weights, too
             self.undo()
-            hint = "the live weights are what they were; see why it failed, then adopt again"
+            hint = "the old weights were restored; fix the cause, then adopt again"
         return WeightsError(f"{self.version} was not adopted", why, hint=hint)
 
 
@@ -197,7 +197,7 @@ class _Write:
 @dataclass(frozen=True)
 class _Hook:
     derived: Derived
-    old: list[Codes]  # of its outputs
+    old: list[Codes]  # the old codes of its outputs
 
     def put_back(self) -> None:
         if self.derived.outputs:
@@ -215,7 +215,7 @@ def _write(piece: Piece, change: tuple[Places, Codes] | None, known: Tensor | Sp
     window = piece.window
     fill = partial(piece.fill, known.spec, known.codes) if isinstance(known, Tensor) else None
     if change is None:
-        assert fill is not None, "what is replaced comes whole"
+        assert fill is not None, "a replaced tensor has data"
         old = window.read() if kept is not None else None
         return _Write(fill, _nothing if old is None else partial(window.fill, old.reshape(window.shape)), 0, old)
     places, codes = change
@@ -246,7 +246,7 @@ def _check_equal(first: _PlannedWrite, second: _PlannedWrite, tensors: Known) ->
         known = [(one, tensors[key]) for key, _, one in (first, second)]
         parts = [one.part(tensor.spec, tensor.codes) for one, tensor in known if isinstance(tensor, Tensor)]
         if len(parts) < 2:
-            raise _untied(name, other, "one came whole, and of the other there is no image to compare it with")
+            raise _untied(name, other, "one is replaced, and there is no copy of the other to compare it with")
         same = np.array_equal(parts[0], parts[1])
     if not same:
         raise _untied(name, other, "their bits differ")
@@ -255,6 +255,6 @@ def _check_equal(first: _PlannedWrite, second: _PlannedWrite, tensors: Known) ->
 def _untied(name: str, other: str, why: str) -> WeightsError:
     return WeightsError(
         f"{name!r} and {other!r} are one storage in the engine",
-        f"and two tensors in what was published: {why}",
+        f"but two different tensors are published: {why}",
         hint="the checkpoint does not tie them: build the engine with tie_word_embeddings off",
     )

@@ -62,7 +62,7 @@ class WorkerExtension:
             key = bytes.fromhex(public_key) or None
         except ValueError as error:
             hint = "give the public key's 64 hexadecimal digits"
-            raise WeightsError(f"{public_key!r} is no public key", str(error), hint=hint) from None
+            raise WeightsError(f"{public_key!r} is not a public key", str(error), hint=hint) from None
         follower = partial(
             Follower, open_store(store, cache=cache or None), name, branch=branch, public_key=key, can_undo=False
         )
@@ -150,13 +150,13 @@ class _WeightSync:
         if preparing is None or not preparing.done():
             return None
         if preparing.exception() is not None or preparing.result() is None:
-            self._preparing = None  # it may be asked for again
+            self._preparing = None  # so that it can be prepared again
         return preparing.result()
 
     def adopt(self) -> dict[str, Any]:
         swap = self.prepared()
         if swap is None:
-            raise WeightsError("no version waits to be adopted", hint="etude_prepare, then ask etude_prepared")
+            raise WeightsError("no version is prepared", hint="call etude_prepare, then wait for etude_prepared")
         started = time.perf_counter()
         try:
             swap.apply(_wait_for_gpu)
@@ -171,18 +171,20 @@ class _WeightSync:
 
     def undo(self) -> None:
         if self._adopted is None:
-            raise WeightsError("nothing is undone", "nothing was adopted since", hint="one adoption can be undone")
+            raise WeightsError(
+                "there is nothing to undo", "no version was adopted since", hint="one adoption can be undone"
+            )
         if self._preparing is not None and not self._preparing.done():
             hint = "wait until etude_prepared reports it"
-            raise WeightsError("nothing is undone yet", "the next version is being prepared", hint=hint)
+            raise WeightsError("the adoption cannot be undone now", "the next version is being prepared", hint=hint)
         self._adopted.undo()
         self._forget()
 
     def check(self) -> list[str]:
         if self._target is None or self._adopted is None or self._preparing is not None:
-            why = "nothing is adopted" if self._adopted is None else "the next version is prepared"
+            why = "no version is adopted" if self._adopted is None else "the next version is being prepared"
             hint = "check after an adoption, before the next etude_prepare"
-            raise WeightsError("what is held cannot be checked", why, hint=hint)
+            raise WeightsError("the weights cannot be checked", why, hint=hint)
         return self._target.differing(self._follower.tensors)
 
     def _forget(self) -> None:
@@ -203,7 +205,7 @@ class _WeightSync:
                 self._target = self._made()
             return self._target.prepare(update, self._follower.tensors, undoable=not first)
         except BaseException:
-            self._follower = self._made_anew()  # it may be ahead of the memory: what comes next is written whole
+            self._follower = self._made_anew()  # it may be ahead of the memory: write the next version in full
             raise
 
     def _made(self) -> Target:
@@ -222,7 +224,9 @@ class _WeightSync:
             return Target(Map(of({name: tensor.spec for name, tensor in published.items()}), derived=derived))
         if self._base is None:
             raise WeightsError(
-                "an adapter is published", "where its base lies is not known", hint="give its path to vLLM"
+                "an adapter is published",
+                "the path of its base is not known",
+                hint="pass the path of the model to vLLM",
             )
         packing = {source: one.compute for one in derived for source in one.sources}
         return Target(adapter_map(of, read_checkpoint(self._base).tensors, published, packing))
@@ -231,7 +235,9 @@ class _WeightSync:
 def _sync_of(worker: Any) -> _WeightSync:
     following = getattr(worker, "etude_weight_sync", None)
     if following is None:
-        raise WeightsError("this worker follows no channel", hint='collective_rpc("etude_follow", args=(store,)) first')
+        raise WeightsError(
+            "this worker follows no channel", hint='call collective_rpc("etude_follow", args=(store,)) first'
+        )
     return cast(_WeightSync, following)
 
 
@@ -254,7 +260,7 @@ def _rows(config: Any) -> _Rows:
         raise WeightsError(
             "this vLLM computes with quantised weights",
             f"{type(config.quant_config).__name__}",
-            hint="publish what it holds, and map it by `etude.weights.follow.runtime_map`",
+            hint="publish the quantised tensors, and map them with `etude.weights.follow.runtime_map`",
         )
     head = model.get_head_size()
     return _Rows(
@@ -286,13 +292,13 @@ def _refuse_rearranged(name: str, module: Any, *, on_cpu: bool) -> None:
     updated."""
     backend = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
     if hasattr(module, "W_UV") or hasattr(module, "W_UK_T"):
-        facts = "its attention keeps products of kv_b_proj"
+        facts = "its attention stores products of kv_b_proj"
     elif not on_cpu and hasattr(module, "w13_weight") and getattr(backend, "name", "") not in _AS_LOADED:
         facts = f"its experts are laid out for {getattr(backend, 'name', type(module).__name__)}"
     else:
         return
-    hint = f"take one of {', '.join(_AS_LOADED)} for experts, or map it by `etude.weights.follow.runtime_map`"
-    raise WeightsError(f"{name or 'the model'} has weights that this map does not reach", facts, hint=hint)
+    hint = f"use one of {', '.join(_AS_LOADED)} for experts, or map it with `etude.weights.follow.runtime_map`"
+    raise WeightsError(f"{name or 'the model'} has weights that cannot be mapped", facts, hint=hint)
 
 
 def _unpacked(module: Any, plain: Mapping[str, Any]) -> tuple[dict[str, Any], Call | None]:
@@ -306,7 +312,7 @@ def _unpacked(module: Any, plain: Mapping[str, Any]) -> tuple[dict[str, Any], Ca
         columns = getattr(module, "input_size_per_partition", module.input_size)
         weight = torch.empty(rows, columns, dtype=module.params_dtype)
         return {"weight": weight}, partial(_pack_linear, module, weight)
-    if hasattr(module, "cpu_linear"):  # its weight stays, beside what was packed
+    if hasattr(module, "cpu_linear"):  # it keeps its weight beside the packed copy
         return {"weight": plain["weight"]}, partial(module.quant_method.process_weights_after_loading, module)
     if "w13_weight" in plain:
         sizes, packed = module.moe_config, plain["w13_weight"]

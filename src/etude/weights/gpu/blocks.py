@@ -1,7 +1,7 @@
 """Tables that describe tiles to the device programs: blocks of items for programs that read all items, pieces for those
 that write some.
 
-A block lies in one piece of one tile; blocks follow each other as the items of the tile do. A block spans several rows
+A block lies in one piece of one tile. Blocks are in the order of the items of their tile. A block spans several rows
 of a rectangle only if the rows are shorter than a block. The tables are computed on the device, from one row per piece.
 """
 
@@ -32,8 +32,8 @@ class Blocks:
     """The blocks of some tiles."""
 
     table: torch.Tensor  # [blocks, FIELDS] int64
-    tile: torch.Tensor  # [blocks] which of the tiles
-    first: torch.Tensor  # [tiles] each one's first block
+    tile: torch.Tensor  # [blocks] index of the tile
+    first: torch.Tensor  # [tiles] first block
     full: torch.Tensor  # int32: blocks that can be read without masks
     partial: torch.Tensor  # int32: all others
 

@@ -36,7 +36,7 @@ CHUNK = 128
 SPREAD = 1024
 """Changes that a program scatters."""
 
-_EXPECTED = 16  # one change in so many items is what there is room for; where there are more the scan runs again
+_EXPECTED = 16  # buffers hold one change per so many items; if there are more, the scan runs again
 _WORD = 32
 
 Unpacked = tuple[Longs, Flags, Numbers]
@@ -50,8 +50,8 @@ class Lists:
     kind: DType
     tiles: Sequence[Tile]
     splits: Longs  # [tiles + 1] where each tile's changes start
-    places: torch.Tensor  # [changes] int32, in their tile, in no order
-    codes: torch.Tensor  # [changes] the new items, each in an integer of its own
+    places: torch.Tensor  # [changes] int32, positions in their tile, unordered
+    codes: torch.Tensor  # [changes] the new items, one integer each
 
     @property
     def num_bytes(self) -> int:
@@ -131,7 +131,7 @@ class DeviceKernels:
         undone. Lists (`lists`, then `writer`) can be, and take less of the pause if few items change.
         """
         by_mode = _Payloads(kind, payloads)
-        if kind.width < 8:  # two items of a byte are not one program's
+        if kind.width < 8:  # two programs could write items of one byte
             for lists in self.lists(kind, tiles, old, payloads):
                 self.writer(lists, new)()
             return
@@ -150,19 +150,19 @@ class DeviceKernels:
         device = table.table.device
         counts = _ints(device, table.size, 2 * MAX_CLASSES)
         starts, total = _ints(device, table.size), _ints(device, 1)
-        room = sum(tile.size for tile in tiles) // _EXPECTED + 1
+        capacity = sum(tile.size for tile in tiles) // _EXPECTED + 1
         while True:
             total.zero_()
-            found, steps = _ints(device, room), _ints(device, room)
+            found, steps = _ints(device, capacity), _ints(device, capacity)
             for which, full in _launches(table):
                 programs.scan[(len(which),)](
-                    table.table, which, counts, starts, total, found, steps, room,
+                    table.table, which, counts, starts, total, found, steps, capacity,
                     **_constants(kind), GROUPS=_groups(tiles), FULL=full, BLOCK=self._block, num_warps=self._warps,
                 )  # fmt: skip
             count = int(total)
-            if count <= room:
+            if count <= capacity:
                 break
-            room = count
+            capacity = count
         changed = counts[:, MAX_CLASSES:].contiguous()
         items = _Numbered(table, counts[:, :MAX_CLASSES] + changed, len(tiles))
         moves = _Numbered(table, changed, len(tiles))
@@ -284,7 +284,7 @@ def _scatter(lists: Lists, arrays: Sequence[Items], *, read: bool) -> Callable[[
     device, width = lists.places.device, lists.kind.width
     tables = [torch.from_numpy(rows).to(device) for rows in (np.array(chunks, np.int64), table)]
 
-    def run(_held: Sequence[Items] = arrays) -> None:  # held: their addresses are in the table
+    def run(_held: Sequence[Items] = arrays) -> None:  # kept alive: the table has their addresses
         if not chunks:
             return
         for half in (0, 1) if width == 4 else (0,):

@@ -14,15 +14,15 @@ from etude.errors import WeightsError
 from etude.weights.delta.layout import Tile
 from etude.weights.tensors import DTYPES, Codes, DType, Spec, to_items
 
-_CODES = {4: torch.uint8, 8: torch.uint8, 16: torch.int16, 32: torch.int32}  # what torch computes with
+_CODES = {4: torch.uint8, 8: torch.uint8, 16: torch.int16, 32: torch.int32}  # torch dtypes by item width
 
 
 @dataclass(frozen=True, eq=False)
 class Items:
     """The items of one tensor."""
 
-    codes: torch.Tensor  # 1-D, contiguous: uint8, int16 or int32; of 4 bits two in one
-    size: int  # items
+    codes: torch.Tensor  # 1-D, contiguous: uint8, int16 or int32; two 4-bit items per byte
+    size: int  # number of items
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor, spec: Spec) -> Items:

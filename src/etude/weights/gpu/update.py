@@ -91,7 +91,9 @@ class Prepared:
         """Queue writing back the old codes. Raises `WeightsError` if they were not kept."""
         if self.undoes is None:
             raise WeightsError(
-                "an update in device memory cannot be undone", "it was prepared without", hint="adopt an anchor"
+                "an update in device memory cannot be undone",
+                "it was prepared with undoable=False",
+                hint="apply an anchor",
             )
         for write in self.undoes:
             write()
@@ -121,7 +123,7 @@ def prepare(
             if undoable:
                 before = kernels.read(lists, held)
                 undoes.append(kernels.writer(before, held))
-                update.num_bytes += before.num_bytes - before.places.nbytes  # which both share
+                update.num_bytes += before.num_bytes - before.places.nbytes  # shared by both lists
     for memory, codes in _wholes(header, data, held):
         update.writes.append(partial(memory.copy_, codes.to(memory.device)))
         if undoable:

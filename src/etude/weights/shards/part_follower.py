@@ -94,7 +94,7 @@ def fetch_some(
             made = walk.take(plan, tensors or {} if plan.start else {})
             made = _proven(target, made, plans.required_proof(plan))
             return plans.Rebuilt(plans.Decoded(made), walk.fetched_bytes, tuple(failures))
-        except _NotHeld:  # a wanted tensor shares a tile with a tensor that it did not share one with before
+        except _NotHeld:  # a wanted tensor now shares a tile with a tensor that is not held
             if plan.start is None:
                 search.exclude((walk.at or plan.hops[0]).way)
             held = None
@@ -109,8 +109,8 @@ def fetch_some(
             search.exclude(walk.at.way if walk.at else plan.hops[-1].way)
     raise WeightsError(
         f"no way leads to the wanted part of {target.version}" + (f" from {held}" if held else ""),
-        "; ".join(failures) or "there is neither an anchor nor a delta from what is held",
-        hint="`etude weights fsck STORE` (of a run: `verify RUN`) names what is damaged; a new publish heals it",
+        "; ".join(failures) or "there is neither an anchor nor a delta from the held version",
+        hint="`etude weights fsck STORE` (of a run: `verify RUN`) names what is damaged; a new publish repairs it",
     )
 
 
@@ -139,7 +139,7 @@ class _Walk:
         last = {entry.name for entry in plan.hops[-1].manifest.tensors}
         needed = {name for name in last if name in base or self._wants(name)}
         opened: list[tuple[plans.Hop, list[_Opened], frozenset[str]]] = []
-        for self.at in reversed(plan.hops):  # the old tensors that a hop needs must be made by the hop before
+        for self.at in reversed(plan.hops):  # the hop before must create the old tensors that a hop needs
             objects = [self._open(self.at.manifest, *pair) for pair in _covering(self.at, needed)]
             for one in objects:
                 names = [entry.name for entry in one.entries]
@@ -156,7 +156,7 @@ class _Walk:
                 data = self._store.get(item.key, offset, offset + count)
             except KeyError:
                 raise plans.ObjectLost(
-                    "an object is gone", item.key, hint="copy that file back, or publish again"
+                    "an object is missing", item.key, hint="restore that file, or publish again"
                 ) from None
             self.fetched_bytes += len(data)
             return data
@@ -188,7 +188,7 @@ def _applied(
         wanted = [i for i, entry in enumerate(one.entries) if entry.name in names]
         for i in {needed for k in wanted for needed in one.parts.needs_old(k)}:
             if old[i] is None:
-                raise _NotHeld(f"{one.entries[i].name!r} is not held", hint="fetch it anew")
+                raise _NotHeld(f"{one.entries[i].name!r} is not held", hint="fetch it again")
         made.update((one.entries[i].name, tensor) for i, tensor in one.parts.tensors(wanted, old).items())
     return made
 
@@ -205,7 +205,7 @@ def _check_size(manifest: Manifest, wants: Wants, limit_bytes: int) -> None:
     num_bytes = sum(entry.spec.num_bytes for entry in manifest.tensors if wants(entry.name))
     if num_bytes > limit_bytes:
         raise WeightsError(
-            f"what is wanted of {manifest.version} needs {num_bytes} bytes",
+            f"the wanted tensors of {manifest.version} need {num_bytes} bytes",
             f"the limit is {limit_bytes}",
             hint="raise limit_bytes if this is the model you expect",
         )

@@ -92,7 +92,7 @@ class _Written(msgspec.Struct, frozen=True):
     anchor: tuple[StoredObject, ...] = ()
     facts: PublishMetrics | None = None
     num_elements: int = 0
-    lost: bool = False  # it can no longer have its part of the base
+    lost: bool = False  # the rank no longer has its part of the base
     error: tuple[str, str, str] | None = None
 
 
@@ -138,15 +138,14 @@ class ShardedChannel:
             self._leader = _Leader(store, exchange, self._writer, name, incarnation, signer=signer, anchors=anchors)
 
     @property
-    def mended(self) -> str:
-        """As `Channel.mended` on rank 0; "" on the others."""
-        return self._leader.mended if self._leader is not None else ""
+    def repair_note(self) -> str:
+        """As `Channel.repair_note` on rank 0; "" on the others."""
+        return self._leader.repair_note if self._leader is not None else ""
 
-    @mended.setter
-    def mended(self, told: str) -> None:
-        """As `Channel.mended` on rank 0; "" on the others."""
+    @repair_note.setter
+    def repair_note(self, text: str) -> None:
         if self._leader is not None:
-            self._leader.mended = told
+            self._leader.repair_note = text
 
     def publish(
         self,
@@ -163,8 +162,8 @@ class ShardedChannel:
         Each name may be published by one rank only, and the parts of a tensor must follow each other without a gap;
         else `WeightsError`. If a rank fails, all ranks raise and nothing is published.
         """
-        said = self._writer.offer(tensors, owned)
-        shards = self._exchange.gather(msgspec.json.encode(said))
+        shard = self._writer.offer(tensors, owned)
+        shards = self._exchange.gather(msgspec.json.encode(shard))
         if self._leader is not None:
             return self._leader.lead(shards, step, parent, rollout_ids)
         while True:
@@ -187,7 +186,7 @@ class _ShardWriter:
     def __init__(self, store: BlobStore, name: str) -> None:
         self._store, self._name = store, name
         self._offered: dict[str, Tensor] = {}
-        self._held: dict[Version, dict[str, Tensor]] = {}  # what was published last, and what may have been since
+        self._held: dict[Version, dict[str, Tensor]] = {}  # of the version published last, and of a later one in doubt
 
     def offer(self, tensors: Mapping[str, Tensor], owned: bool) -> _Shard:
         try:
@@ -266,7 +265,7 @@ class _Leader(Channel):
     ) -> None:
         super().__init__(store, name, incarnation, signer=signer, anchors=anchors)
         self._exchange, self._writer = exchange, writer
-        self._counts: list[int] = []  # entries of each rank
+        self._counts: list[int] = []  # number of entries of each rank
 
     def lead(self, shards: Sequence[bytes], step: int, parent: Version | None, rollout_ids: Sequence[str]) -> Published:
         """Publish. Whatever happens, the other ranks are sent the result."""
@@ -329,7 +328,7 @@ class _Leader(Channel):
         order = _Order(nonce, base, base is None or (self._anchors and head.cost.is_due))
         written = self._ask(order)
         if any(one.lost for one in written):
-            self.mended = "a rank cannot read back what it published last: this version is an anchor"
+            self.repair_note = "a rank cannot read back what it published last: this version is an anchor"
             order = _Order(nonce, None, True)
             written = self._ask(order)
         ways = []
@@ -341,8 +340,8 @@ class _Leader(Channel):
 
     def _ask(self, order: _Order) -> list[_Written]:
         self._exchange.broadcast(msgspec.json.encode(order))
-        said = self._exchange.gather(msgspec.json.encode(self._writer.write(order)))
-        written = [msgspec.json.decode(data, type=_Written) for data in said]
+        responses = self._exchange.gather(msgspec.json.encode(self._writer.write(order)))
+        written = [msgspec.json.decode(data, type=_Written) for data in responses]
         for rank, (one, count) in enumerate(zip(written, self._counts, strict=True)):
             _refuse(rank, one.error)
             for objects in (one.delta, one.anchor):
