@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::bits::Refused;
-use crate::checksum::{self, Part, RawSummed};
+use crate::checksum::{self, ChecksumRequest, Part};
 use crate::decode::{Decoder, Found, InPlace, Listed, num_changes};
 use crate::encode::Encoder;
 use crate::kind::{Code, Kind, MAX_CLASSES};
@@ -413,8 +413,8 @@ pub unsafe extern "C" fn etude_scatter(rows: *const RawScatter, num_rows: u64, t
 /// # Safety
 /// As `checksum::summed`; `sums` has four entries.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn etude_checksum(asked: *const RawSummed, sums: *mut u64) -> u32 {
-    let found = shielded(Err("it failed"), || unsafe { checksum::summed(&*asked) });
+pub unsafe extern "C" fn etude_checksum(request: *const ChecksumRequest, sums: *mut u64) -> u32 {
+    let found = shielded(Err("the checksum failed"), || unsafe { checksum::summed(&*request) });
     let Ok(found) = found else { return 1 };
     for (i, &sum) in found.old.iter().chain(&found.new).enumerate() {
         unsafe { *sums.add(i) = sum };

@@ -27,7 +27,7 @@ const BLOCK_SEED: u64 = 0x6574_7564_6520_6232;
 /// codes of `width` bytes at ascending `places`, or none if both are null.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub struct RawSummed {
+pub struct ChecksumRequest {
     pub start: *const u8,
     pub num_bytes: u64,
     pub other: *const u8,
@@ -41,7 +41,7 @@ pub struct RawSummed {
     pub level: u32,
 }
 
-unsafe impl Sync for RawSummed {}
+unsafe impl Sync for ChecksumRequest {}
 
 /// The two sums of the bytes before and after the change.
 #[repr(C)]
@@ -254,34 +254,34 @@ pub fn of_change<T: Part>(byte: usize, before: T, after: T) -> [u64; 2] {
 /// Compute the sums over all blocks. Refused if a position is out of range or positions do not ascend.
 ///
 /// # Safety
-/// Everything that `asked` describes is readable; `places` and `codes` have `count` items.
-pub unsafe fn summed(asked: &RawSummed) -> Result<Sums, Refused> {
-    let level = Level::of(asked.level).ok_or("no level")?;
+/// Everything that `request` describes is readable; `places` and `codes` have `count` items.
+pub unsafe fn summed(request: &ChecksumRequest) -> Result<Sums, Refused> {
+    let level = Level::of(request.level).ok_or("no level")?;
     unsafe {
-        match asked.width {
-            1 => over::<u8>(asked, level),
-            2 => over::<u16>(asked, level),
-            4 => over::<u32>(asked, level),
-            8 => over::<u64>(asked, level),
+        match request.width {
+            1 => over::<u8>(request, level),
+            2 => over::<u16>(request, level),
+            4 => over::<u32>(request, level),
+            8 => over::<u64>(request, level),
             _ => Err("no width"),
         }
     }
 }
 
-unsafe fn over<T: Part + Sync>(asked: &RawSummed, level: Level) -> Result<Sums, Refused> {
-    let count = if asked.places.is_null() { 0 } else { asked.count as usize };
+unsafe fn over<T: Part + Sync>(request: &ChecksumRequest, level: Level) -> Result<Sums, Refused> {
+    let count = if request.places.is_null() { 0 } else { request.count as usize };
     let (places, codes): (&[u32], &[T]) = if count == 0 {
         (&[], &[])
     } else {
         unsafe {
-            (std::slice::from_raw_parts(asked.places, count), std::slice::from_raw_parts(asked.codes.cast(), count))
+            (std::slice::from_raw_parts(request.places, count), std::slice::from_raw_parts(request.codes.cast(), count))
         }
     };
-    let blocks = (asked.num_bytes as usize).div_ceil(BLOCK_BYTES);
+    let blocks = (request.num_bytes as usize).div_ceil(BLOCK_BYTES);
     let per_block = BLOCK_BYTES / size_of::<T>();
-    let elements = asked.num_bytes as usize / size_of::<T>();
+    let elements = request.num_bytes as usize / size_of::<T>();
     let parts = threads::over(
-        asked.threads as usize,
+        request.threads as usize,
         blocks.div_ceil(BATCH),
         || (),
         |(), batch| {
@@ -289,10 +289,10 @@ unsafe fn over<T: Part + Sync>(asked: &RawSummed, level: Level) -> Result<Sums, 
             let first = batch * BATCH;
             let mut next = places.partition_point(|&place| (place as usize) < first * per_block);
             for block in first..blocks.min(first + BATCH) {
-                let old = unsafe { sums_at(level, asked.start, block, asked.num_bytes) };
+                let old = unsafe { sums_at(level, request.start, block, request.num_bytes) };
                 let mut more = [0; 2];
-                if !asked.other.is_null() {
-                    let new = unsafe { sums_at(level, asked.other, block, asked.num_bytes) };
+                if !request.other.is_null() {
+                    let new = unsafe { sums_at(level, request.other, block, request.num_bytes) };
                     more = [new[0].wrapping_sub(old[0]), new[1].wrapping_sub(old[1])];
                 } else if next < count {
                     let end = elements.min((block + 1) * per_block);
@@ -301,12 +301,12 @@ unsafe fn over<T: Part + Sync>(asked: &RawSummed, level: Level) -> Result<Sums, 
                             return Err("places do not rise");
                         }
                         let at = places[next] as usize;
-                        let before = unsafe { *asked.start.cast::<T>().add(at) };
+                        let before = unsafe { *request.start.cast::<T>().add(at) };
                         more = sum(more, of_change(at % per_block * size_of::<T>(), before, codes[next]));
                         next += 1;
                     }
                 }
-                sums.add_block(asked.first_block.wrapping_add(block as u64), old, more);
+                sums.add_block(request.first_block.wrapping_add(block as u64), old, more);
             }
             Ok((sums, next))
         },

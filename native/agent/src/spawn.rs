@@ -77,7 +77,7 @@ impl Spawner {
             return Ok((pid, self.mark));
         }
         if let Err((step, error)) = self.confine(run, user, streams) {
-            self.tell(std::process::id() as i32, step, &error);
+            self.report(std::process::id() as i32, step, &error);
             sys::exit_now(NOT_RUNNABLE);
         }
         if let Err(error) = sys::change_folder(&cwd) {
@@ -231,7 +231,7 @@ mod tests {
         let options = options::parse(["--stdio".to_owned()]).unwrap();
         let mut spawner = Spawner::new(&options).unwrap();
         for (pid, step) in [(7, 1), (8, 5), (9, 3)] {
-            spawner.tell(pid, step, &sys::error(sys::EPERM));
+            spawner.report(pid, step, &sys::error(sys::EPERM));
         }
         assert_eq!(spawner.start_error_of(9), Some((sys::EPERM, STEPS[3])));
         assert_eq!(spawner.start_error_of(6), None);

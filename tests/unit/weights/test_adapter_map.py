@@ -1,4 +1,4 @@
-"""A learner's adapter, published, merged into fused and stacked memory as vLLM's worker holds it."""
+"""A learner's adapter is published and merged into fused and stacked memory, as in a vLLM worker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = replace(QWEN, num_layers=1, num_kv_heads=2)
 
 
 class Worker(WorkerExtension):
-    """One layer's projections and experts, fused as vLLM fuses them, packed by calls that are only noted."""
+    """One layer's projections and experts, fused like vLLM's; its packing functions only record their calls."""
 
     def __init__(self, store: MemoryStore, base: Path, sizes: ModelConfig) -> None:
         head, d, f, e = sizes.head_dim, sizes.hidden_size, sizes.expert_size, sizes.num_experts

@@ -1,4 +1,4 @@
-"""Memory of an update: arrays apart from each other, aligned, and gone when nobody uses them."""
+"""Short-lived buffers: disjoint, aligned, and freed when they are released."""
 
 from __future__ import annotations
 

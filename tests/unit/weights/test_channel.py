@@ -12,9 +12,9 @@ from etude.errors import WeightsError
 from etude.records import Version
 from etude.stores import MemoryStore
 from etude.weights import Channel, Follower, Tensor, chain, lineage
-from etude.weights.chain import objects
 from etude.weights.chain.anchors import table_bytes
 from etude.weights.chain.manifest import Kind
+from etude.weights.delta import codec
 from etude.weights.tensors import same_bits
 
 Policy = Callable[..., dict[str, Tensor]]
@@ -165,7 +165,7 @@ def test_a_late_reader_pays_for_two_snapshots_at_most_and_anchors_weigh_no_more_
 
 
 def test_a_version_of_many_objects_is_one_version(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "OBJECT_ELEMENTS", 60)
+    monkeypatch.setattr(codec, "OBJECT_ELEMENTS", 60)
     store = MemoryStore()
     follower = Follower(store)
     publish_steps(store, policy, range(3))

@@ -1,4 +1,4 @@
-"""Two checkpoint directories, a delta file between them, and the second one again."""
+"""Deltas between checkpoint directories: encode, apply, and compare the result byte by byte."""
 
 from __future__ import annotations
 

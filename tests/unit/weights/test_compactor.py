@@ -1,4 +1,4 @@
-"""Deltas over several versions: composed beside the writer, exact, and what late readers take."""
+"""Composed deltas over several versions: exact, and used by late readers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def held_by(follower: Follower, tensors: dict[str, Tensor]) -> bool:
 
 
 class Counting(MemoryStore):
-    """Remembers what was read."""
+    """A store that records what was read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ def _from_root(store: BlobStore, way: Way) -> Way:
 
 
 def _other(store: BlobStore, way: Way) -> Way:
-    """An object that fits its own digest and decodes, and gives other tensors."""
+    """An object that matches its own digest and decodes, but to other tensors."""
     other = next(m for m in chain(store, "policy") if m.delta and m.version.step == 2)
     assert other.delta is not None
     return Way(way.base, other.delta.objects)

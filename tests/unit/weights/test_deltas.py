@@ -1,4 +1,4 @@
-"""A delta file turns one set of arrays into another, or says why not and changes nothing."""
+"""A delta file turns one set of arrays into another, or is refused with a reason and changes nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from etude.errors import WeightsError
 from etude.weights import Tensor, apply, bound, encode
-from etude.weights.delta import arena, deltas, native
+from etude.weights.delta import arena, codec, native
 from etude.weights.delta.arrays import NUMPY
 from etude.weights.tensors import DTYPES
 
@@ -131,7 +131,7 @@ def test_nothing_to_nothing_and_empty_tensors_are_deltas_too() -> None:
 
 
 def test_a_delta_of_many_objects_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deltas, "OBJECT_ELEMENTS", 60)
+    monkeypatch.setattr(codec, "OBJECT_ELEMENTS", 60)
     assert_equal(apply(base(), encode(base(), target(), BF16)), target())
 
 
@@ -291,7 +291,7 @@ def test_what_maps_no_names_to_arrays_is_said_to_be_none(wrong) -> None:
 
 @pytest.mark.skipif(bool(native.why_not()), reason=native.why_not() or "there")
 def test_in_place_takes_the_list_of_changes_once_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What numpy allocates, as `tracemalloc` sees it: lists in the heap, too."""
+    """Measures numpy's allocations with `tracemalloc`, including lists in the heap."""
     monkeypatch.setattr(arena, "MAPPED_BYTES", 1 << 62)
     rng = np.random.default_rng(0)
     old = {f"w{i}": rng.integers(0x3C00, 0x3E00, (1000, 5000)).astype(np.uint16) for i in range(3)}

@@ -1,4 +1,4 @@
-"""The parameters of engines that many use, by names and shapes alone, whole and on tensor-parallel ranks."""
+"""The maps of common engines, by names and shapes alone: complete, and on tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def of(tensors: dict[str, Tensor], name: str) -> np.ndarray:  # type: ignore[typ
 
 
 def live(size: int) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
-    """A rank's parameters as vLLM has them: fused, stacked, the vocabulary padded."""
+    """A rank's parameters as in vLLM: fused, stacked, with a padded vocabulary."""
     key_heads = max(1, KEYS // size)
     qkv = (QUERIES // size + 2 * key_heads) * HEAD
     shapes = {

@@ -1,4 +1,4 @@
-"""A directory follows a channel, over restarts, and never holds what was not proven."""
+"""A directory follows a channel, over restarts, and only contains verified weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Following with conditions: stepping back, exact and least versions, pointers that move back, signatures."""
+"""Following with conditions: undo, exact and minimum versions, pointers that move back, signatures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A follower in a process of its own: the same answers, whatever happens to the process."""
+"""A follower in a child process: the same results, whatever happens to the process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIZE = 4000
 
 
 def policy_at(step: int) -> dict[str, Tensor]:
-    """One tensor of which little changes from step to step, one of which much does, one that stays."""
+    """Three tensors: one that changes little from step to step, one that changes much, one that does not change."""
     codes = np.random.default_rng(0).integers(0x3C00, 0x3E00, (3, SIZE)).astype(np.uint16)
     for s in range(1, step + 1):
         codes[0] += np.random.default_rng([1, s]).random(SIZE) < 0.02
@@ -122,7 +122,7 @@ def test_a_killed_child_is_told_and_the_next_one_catches_up(world: World) -> Non
 
 
 def kill(process: int) -> None:
-    """Kill the process behind a descriptor, if it is still there."""
+    """Kill the process of a descriptor, if it still exists."""
     with suppress(ProcessLookupError):
         signal.pidfd_send_signal(process, signal.SIGKILL)
     os.close(process)
@@ -223,7 +223,7 @@ input()
 
 
 def older_pointer(world: World) -> bytes:
-    """The pointer to the version before the head, as a stale copy of the store has it."""
+    """The pointer to the version before the head, as in a stale copy of the store."""
     key = "pointers/policy"
     world.publish(0)
     world.follower.advance()

@@ -1,4 +1,4 @@
-"""Garbage collection: what goes, what stays, and what may come between."""
+"""Garbage collection: what is deleted, what is kept, and what can happen in between."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STRIDES = pytest.mark.parametrize("stride", [13, pytest.param(1, marks=pytest.ma
 
 
 class Hooked(MemoryStore):
-    """Calls what it is told to before its n-th operation from now on, once."""
+    """A store that calls a function before its n-th operation from now on, once."""
 
     def __init__(self, blobs: dict[str, bytes] | None = None) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def filled(
 
 @pytest.fixture(scope="module")
 def ten(policy: Policy) -> Callable[[], tuple[Hooked, Channel, list[Version]]]:
-    """Ten versions, what a killed publish left, and the record of a first collection; as often as it is asked for."""
+    """Creates ten versions, the leftovers of a killed publish, and the record of a first collection."""
     small = functools.partial(policy, size=SIZE)
     store, _, versions = filled(small, 10)
     _killed_publish(store, small, versions)
@@ -331,7 +331,7 @@ def test_channels_of_one_store_are_collected_apart(policy: Policy) -> None:
 
 
 class Killed(BaseException):
-    """What no handler may catch."""
+    """An exception that no handler may catch."""
 
 
 def _killed_publish(store: MemoryStore, policy: Policy, versions: list[Version], signer: Signer | None = None) -> None:

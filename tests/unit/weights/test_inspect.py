@@ -1,4 +1,4 @@
-"""What `etude weights` says about a channel."""
+"""The data that `etude weights` prints about a channel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A follower without an image: it decodes from and proves by live memory, and gives what `Follower` gives."""
+"""A follower without a copy of the weights: it decodes from and verifies live memory, with the same results as
+`Follower`."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ class Engine:
 
 
 def publish(store: MemoryStore, versions: list[Tensors], **kwargs: object) -> list[Version]:
-    """All of them, as one chain."""
+    """Publish all of them, as one chain."""
     channel, made = Channel(store, **kwargs), list[Version]()  # type: ignore[arg-type]
     for step, tensors in enumerate(versions):
         parent = made[-1] if made else None
@@ -66,7 +67,7 @@ def publish(store: MemoryStore, versions: list[Tensors], **kwargs: object) -> li
 
 
 def every_dtype(share: float) -> list[Tensors]:
-    """Two versions of a tensor of each dtype, of any bits: NaNs, infinities, zeros of both signs, subnormals."""
+    """Two versions of a tensor of each dtype, with any bits: NaNs, infinities, zeros of both signs, subnormals."""
     rng, versions = np.random.default_rng(5), list[Tensors]([{}, {}])
     for name, kind in DTYPES.items():
         old = rng.integers(0, 256, 3000 * kind.codes.itemsize, dtype=np.uint8).view(kind.codes)
@@ -302,7 +303,8 @@ def test_objects_whose_every_checksum_fits_and_that_make_other_codes_are_not_giv
 
 
 def forge(store: MemoryStore, data: bytes) -> None:
-    """Another delta for the head, every reference and checksum fixed up; the target's digests stay."""
+    """Another delta for the head, with every reference and checksum adjusted; only the target's digests are the
+    original ones."""
     manifest = chain(store, "policy")[-1]
     store.put("objects/policy/forged", data)
     item = msgspec.structs.replace(
@@ -400,7 +402,7 @@ def test_pointers_are_followed_by_the_rules_of_every_follower(policy: Policy) ->
 def test_an_update_takes_its_lists_and_less_than_2_percent_of_the_model_in_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """108 MB, of which 1 % changes; numpy's memory, as `tracemalloc` sees it: lists in the heap, too."""
+    """108 MB, of which 1 % changes. Measures numpy's allocations with `tracemalloc`, including lists in the heap."""
     monkeypatch.setattr(arena, "MAPPED_BYTES", 1 << 62)
     store, shape = MemoryStore(), (1500, 1500)
     rng = np.random.default_rng(3)

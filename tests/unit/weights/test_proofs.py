@@ -1,4 +1,4 @@
-"""What is compared with what before a tensor is believed: a checksum against accidents, SHA-256 against forgers."""
+"""How tensors are verified before they are used: checksums against accidents, SHA-256 against forgery."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def published(steps: int) -> tuple[MemoryStore, list[Manifest]]:
 
 
 def rewritten(store: MemoryStore, manifest: Manifest) -> None:
-    """Put another manifest where the head's was, as its writer could have."""
+    """Replace the head's manifest by another one, as its writer could have."""
     ref, data = write_manifest(manifest)
     pointer = head(store, "policy")
     assert pointer is not None

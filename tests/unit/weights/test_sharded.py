@@ -1,4 +1,4 @@
-"""Several ranks publish one version, each its own shard; readers take it whole, or the part that they need."""
+"""Several ranks publish one version, each its own shard; readers fetch all of it, or the part that they need."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _received(pipe: Connection) -> bytes:
 
 
 def step_of(step: int, seed: int = 0) -> dict[str, Tensor]:
-    """A model's tensors: two matrices and experts; each step moves a fifth of each. Quantised already."""
+    """A model's tensors: two matrices and experts; each step changes a fifth of each. Quantised already."""
     rng = np.random.default_rng(seed)
     names = ["embed", "head", *(f"experts.{e}.w" for e in range(EXPERTS)), "norm"]
     shapes = {name: (ROWS, WIDTH) if name != "norm" else (WIDTH,) for name in names}
@@ -76,7 +76,7 @@ def step_of(step: int, seed: int = 0) -> dict[str, Tensor]:
 
 
 def shard(tensors: Mapping[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
-    """What a rank holds: rows of matrices, whole experts; the norm is rank 0's."""
+    """A rank's tensors: rows of matrices, complete experts; the norm belongs to rank 0."""
     rows = ROWS // size
     names = [Part(name, rank * rows, (rank + 1) * rows).name for name in ("embed", "head")]
     names += [f"experts.{e}.w" for e in range(EXPERTS) if e * size // EXPERTS == rank]
@@ -84,7 +84,7 @@ def shard(tensors: Mapping[str, Tensor], rank: int, size: int) -> dict[str, Tens
 
 
 def rank_main(rank: int, folder: Path, pipe: Connection, fate: str, steps: Sequence[int]) -> None:
-    """A rank's process: publishes its shard of each step."""
+    """The process of a rank: publishes its shard of each step."""
     exchange = (Dying if fate == "dies" else Pipes)(rank, [pipe])
     channel = ShardedChannel(DirectoryStore(folder), exchange)
     parent = None
@@ -94,7 +94,7 @@ def rank_main(rank: int, folder: Path, pipe: Connection, fate: str, steps: Seque
 
 
 class Dying(Pipes):
-    """Of a rank that is killed once its objects are put, and before anybody knows of them."""
+    """The store of a rank that is killed after its objects were stored, before they were announced."""
 
     gathers = 0
 
@@ -121,7 +121,7 @@ def run_ranks(folder: Path, steps: Sequence[int]) -> None:
 
 
 def together(size: int, work: Callable[[int, Any], object]) -> list[object]:
-    """Run ranks as threads; what each returned or raised."""
+    """Run ranks as threads; returns the result or the error of each."""
     ends = [multiprocessing.Pipe() for _ in range(size - 1)]
     exchanges = [Pipes(0, [a for a, _ in ends]), *(Pipes(i + 1, [b]) for i, (_, b) in enumerate(ends))]
     results: list[object] = [None] * size
@@ -145,7 +145,7 @@ def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
 
 
 class Counting:
-    """A store that counts the bytes of objects it gave."""
+    """A store that counts the bytes of objects read."""
 
     def __init__(self, store: BlobStore) -> None:
         self._store, self.num_bytes = store, 0
@@ -161,7 +161,7 @@ class Counting:
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> DirectoryStore:
-    """Steps 0 to 2, by two processes; and step 3, by two more that read back what those published."""
+    """Steps 0 to 2, by two processes; and step 3, by two more that read back the earlier steps."""
     folder = tmp_path_factory.mktemp("weights")
     run_ranks(folder, [0, 1, 2])
     run_ranks(folder, [3])
@@ -203,7 +203,7 @@ def test_a_tensor_parallel_reader_fetches_about_its_rows(published: DirectorySto
 
 
 def _check_part(published: DirectoryStore, wants: Callable[[str], bool], share: float) -> Mapping[str, Tensor]:
-    """Read the chain part by part; the bytes fetched are the part's share of the objects', and pages' edges."""
+    """Read the chain part by part. The fetched bytes are the part's share of the objects, plus partial pages."""
     store = Counting(published)
     follower = PartFollower(store, wants)
     manifests = _chain(published)

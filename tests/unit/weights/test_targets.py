@@ -1,4 +1,4 @@
-"""Updates into live memory of every layout: written by place, undone to the bit, refused before anything is touched."""
+"""Updates of live memory in every layout: written, undone to the bit, refused before anything is written."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def shaped(one: Tensor) -> np.ndarray:  # type: ignore[type-arg]
 
 
 def swap_there_and_back(pieces: Pieces, old: Tensors, new: Tensors, **kwargs: object) -> Swap:
-    """Load `old`, adopt `new`, undo, adopt again; after each the live memory holds exactly that."""
+    """Load `old`, adopt `new`, undo, adopt again; after each step the live memory is compared."""
     target = Target(Map(pieces, **kwargs))  # type: ignore[arg-type]
     target.prepare(update({}, old), old, undoable=False).apply()
     assert target.differing(old) == []
@@ -62,19 +62,19 @@ def swap_there_and_back(pieces: Pieces, old: Tensors, new: Tensors, **kwargs: ob
 
 @pytest.fixture(autouse=True, params=[0, 1 << 40], ids=["scattered", "copied whole"])
 def dense(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways to write what changed."""
+    """Both ways to write changes: scattering, and copying the complete piece."""
     monkeypatch.setattr(targets, "DENSE", request.param)
 
 
 @pytest.fixture(autouse=True, params=[live.native.load(), None], ids=["native", "without native kernels"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both scatters into host memory; where there is no library both are numpy's."""
+    """Both ways to scatter into host memory; without the library both are numpy."""
     monkeypatch.setattr(live.native, "load", lambda: request.param)
 
 
 @pytest.fixture(params=["numpy", "torch", "device"])
 def zeros(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
-    """Makes live bf16 memory: numpy's, torch's in host memory, and torch's reached as a device's is."""
+    """Create live bf16 memory: in numpy, in torch on the host, and in torch accessed like a device."""
     if request.param == "numpy":
         return lambda *shape: np.zeros(shape, np.uint16)
     if request.param == "device":
@@ -83,7 +83,7 @@ def zeros(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ca
 
 
 def place_bytes(memory: object) -> int:
-    """Of a listed place: half where the native kernels write."""
+    """Bytes per index: half as many with the native kernels."""
     return 4 if live.native.load() and isinstance(window("it", memory).flat, np.ndarray) else 8
 
 

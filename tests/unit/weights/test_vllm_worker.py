@@ -1,4 +1,4 @@
-"""The worker extension's way through versions, over plain memory in place of vLLM's."""
+"""The worker extension follows versions, with plain memory in place of vLLM's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS = _Rows(query=4, key=2, size=1)
 
 
 class Worker(WorkerExtension):
-    """Follows a store into a fused projection, a tied head and stacked experts, each with a packing of its own."""
+    """Follows a store into a fused projection, a tied head and stacked experts, each with its own packing function."""
 
     def __init__(self, store: MemoryStore) -> None:
         self.qkv, self.embed = np.zeros((8, 3), np.uint16), np.zeros((5, 3), np.uint16)
@@ -42,7 +42,7 @@ class Worker(WorkerExtension):
         self.etude_weight_sync = _WeightSync(partial(Follower, store, can_undo=False), memory, ROWS, 0)
 
     def come(self, version: Version | None = None) -> dict[str, object] | None:
-        """Prepare, and wait for what comes of it."""
+        """Prepare, and wait for the result."""
         self.etude_prepare(vllm_worker._version_fields(version) if version else None)
         waiting = self.etude_weight_sync._preparing
         if waiting is not None:

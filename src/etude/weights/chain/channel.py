@@ -100,7 +100,7 @@ class Channel:
         self._store, self._name, self._signer, self._anchors = store, name, signer, anchors
         self._key = history.pointer_key(name)
         self.incarnation = incarnation or secrets.token_hex(4)
-        self._head: WriterState | None = None  # None: the store was not read yet
+        self._state: WriterState | None = None  # None: the store was not read yet
         self._unknown_commit: WriterState | None = None  # a commit whose outcome is not known
         self.repair_note = ""
         """A description of damage in the store that this writer found and repaired by publishing; empty if there was
@@ -144,7 +144,7 @@ class Channel:
         """Publish the version that `entries` describe. `kept` is passed to `_write`, and kept for the next delta."""
         version = Version(step, self.incarnation, table_digest(entries))
         for _ in range(_MAX_SWEEPS):
-            head = self._head = self._present()
+            head = self._state = self._current_state()
             made = self._manifest(head, kept, entries, version, parent, rollout_ids, done)
             manifest = signed(made, self._signer)
             ref, data = write_manifest(manifest)
@@ -155,7 +155,7 @@ class Channel:
             cost = CatchUpCost(manifest.anchor.num_bytes) if manifest.anchor else head.cost.with_version(manifest)
             ahead = WriterState(pointer, ref, kept, cost, manifest.serial, head.generation)
             if self._commit(head, ahead):
-                self._head = ahead
+                self._state = ahead
                 done("pointer")
                 return _published(manifest)
         raise WeightsError(
@@ -181,7 +181,7 @@ class Channel:
             )
         return plans.rebuild(self._store, manifest)
 
-    def _open(self) -> WriterState:
+    def _read_state(self) -> WriterState:
         """Read the state from the store, with verified tensors; without tensors if the head cannot be rebuilt."""
         data = read_pointer_bytes(self._store, self._key)
         if data is None:
@@ -190,14 +190,14 @@ class Channel:
                 self.repair_note = (
                     "the pointer was missing although versions exist: the next one published is an anchor"
                 )
-                return _beyond(WriterState(), known)
+                return _ahead_of(WriterState(), known)
             return WriterState()
         try:
             pointer = read_pointer(data)
         except Damaged as error:
             known = owned_manifests(self._store, self._name, self._signer).versions
             self.repair_note = f"the pointer was damaged ({error.facts}): the next published version replaces it"
-            return _beyond(WriterState(data), known)
+            return _ahead_of(WriterState(data), known)
         check_signer(self._key, pointer, self._signer)
         try:
             at = history.load(self._store, pointer.head)
@@ -206,20 +206,20 @@ class Channel:
         except EtudeError as error:  # the next publish is an anchor, which repairs the channel
             self.repair_note = f"{error.what}: the next published version is an anchor"
             known = tuple(history.stored(self._store, self._name))
-            return _beyond(WriterState(data, pointer.head, generation=pointer.generation), known)
+            return _ahead_of(WriterState(data, pointer.head, generation=pointer.generation), known)
         return WriterState(data, pointer.head, tensors, cost, at.serial, pointer.generation)
 
     def _rebuild(self, at: Manifest) -> Mapping[str, Tensor]:
         """The tensors that the next delta is computed from."""
         return plans.rebuild(self._store, at)
 
-    def _present(self) -> WriterState:
+    def _current_state(self) -> WriterState:
         """The state that the next version builds on, updated from the store."""
         if self._unknown_commit is not None:
             if read_pointer_bytes(self._store, self._key) == self._unknown_commit.pointer:
-                self._head = self._unknown_commit  # the commit succeeded; only its answer was lost
+                self._state = self._unknown_commit  # the commit succeeded; only its answer was lost
             self._unknown_commit = None
-        head = self._head or self._open()
+        head = self._state or self._read_state()
         now = read_pointer_bytes(self._store, self._key)
         return replace(head, pointer=now) if swept_since(head.pointer, now) else head
 
@@ -318,7 +318,7 @@ class Channel:
         )
 
 
-def _beyond(head: WriterState, known: Sequence[tuple[Ref, Manifest]]) -> WriterState:
+def _ahead_of(head: WriterState, known: Sequence[tuple[Ref, Manifest]]) -> WriterState:
     """A state whose next version is newer than everything in `known`, so that no reader takes it for a move back."""
     generation = max([head.generation, *(manifest.generation for _, manifest in known)]) + 1
     return replace(head, generation=generation, serial=max((manifest.serial for _, manifest in known), default=0))

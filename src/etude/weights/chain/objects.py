@@ -18,9 +18,6 @@ from etude.weights.delta import codec
 from etude.weights.delta.layout import header_bytes
 from etude.weights.tensors import Tensor
 
-OBJECT_ELEMENTS = 1 << 26
-"""Tensors are grouped into objects of about this many elements. An object is the unit of fetching."""
-
 
 def put_objects(
     store: BlobStore,
@@ -37,7 +34,7 @@ def put_objects(
     """
     objects: list[StoredObject] = []
     encode_s = 0.0
-    for start, stop in _groups(new):
+    for start, stop in codec.object_spans(new) or [(0, 0)]:
         before = old(start, stop)
         started = time.perf_counter()
         data = codec.encode(new[start:stop], before)
@@ -55,15 +52,3 @@ def put_objects(
 def objects_prefix(name: str) -> str:
     """The key prefix of a channel's objects."""
     return f"objects/{name}/"
-
-
-def _groups(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """[start, stop) of each object's tensors."""
-    groups: list[tuple[int, int]] = []
-    start = size = 0
-    for i, tensor in enumerate(tensors):
-        if i > start and size + tensor.codes.size > OBJECT_ELEMENTS:
-            groups.append((start, i))
-            start, size = i, 0
-        size += tensor.codes.size
-    return [*groups, (start, len(tensors))]

@@ -30,7 +30,11 @@ from etude.weights.delta.streams import damaged
 from etude.weights.delta.tiles import RAW, NumpyKernels, gather, scattered
 from etude.weights.tensors import DTYPES, Codes, DType, Spec, Tensor, from_items, same_bits, to_items
 
-__all__ = ["Changes", "changes", "decode", "encode", "for_kernels"]
+__all__ = ["Changes", "changes", "decode", "encode", "for_kernels", "object_spans"]
+
+OBJECT_ELEMENTS = 1 << 26
+"""Maximum number of elements per delta object (or one larger tensor). An object is the unit of fetching, and limits the
+memory that encoding and decoding need."""
 
 BATCH_ITEMS = 1 << 26
 """Number of items that are passed to the kernels at a time. Most objects fit in one batch: at the end of a batch cores
@@ -45,6 +49,18 @@ _PLANES = 2
 
 KERNELS: Kernels = native.load() or NumpyKernels()
 """The default kernels: native if available, else numpy. Both produce the same bytes."""
+
+
+def object_spans(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Group tensors into objects: [start, stop) of each object; empty if there are no tensors."""
+    found: list[tuple[int, int]] = []
+    start = size = 0
+    for i, tensor in enumerate(tensors):
+        if i > start and size + tensor.codes.size > OBJECT_ELEMENTS:
+            found.append((start, i))
+            start, size = i, 0
+        size += tensor.codes.size
+    return [*found, (start, len(tensors))] if tensors else []
 
 
 def encode(
@@ -119,7 +135,7 @@ def changes(
     header, held = _open(data, specs, old)
     made: dict[int, Changes | Tensor] = {}
     if isinstance(kernels, NativeKernels):
-        made |= _listed(header, data, held, kernels, in_order)
+        made |= _native_changes(header, data, held, kernels, in_order)
     found: list[list[Found]] = [[] for _ in specs]
     for kind, batch, payloads in changing(header, data, BATCH_ITEMS, lambda tile: tile.pieces[0].tensor not in made):
         _collect(batch, kernels.changes(kind, batch, held, payloads), held, found)
@@ -132,7 +148,7 @@ def changes(
     return [made[i] for i in range(len(specs))]
 
 
-def _listed(
+def _native_changes(
     header: Header, data: bytes | memoryview, held: Sequence[Codes], kernels: NativeKernels, in_order: bool
 ) -> Iterator[tuple[int, Changes]]:
     """Decode with the native kernels: changes of tensors of one item per code and fewer than 2^32 items, with their

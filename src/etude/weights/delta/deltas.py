@@ -28,10 +28,6 @@ from etude.weights.delta.choices import Mode, check_mode
 from etude.weights.delta.delta_file import DeltaFile, Entry, Kind, damaged, read, write_head, write_object_head
 from etude.weights.tensors import Codes, Spec, Tensor, same_bits
 
-OBJECT_ELEMENTS = 1 << 26
-"""Maximum number of elements per delta object (or one larger tensor): limits the memory that encoding and decoding
-need."""
-
 LIMIT_BYTES = 64 << 30
 
 
@@ -67,7 +63,7 @@ def parts(
     before, after = _sides(old, new, dtypes)
     entries = [_entry(name, before.get(name), after.get(name)) for name in _sorted(before.keys() | after.keys())]
     coded = [entry.name for entry in entries if entry.coded]
-    spans = groups([after[name] for name in coded])
+    spans = codec.object_spans([after[name] for name in coded])
     proof = hashlib.sha256()
     for piece in _pieces(write_head(entries, note, len(spans)), before, after, [coded[a:b] for a, b in spans], mode):
         proof.update(piece)
@@ -386,15 +382,3 @@ def _spec_text(spec: Spec) -> str:
 
 def _sorted(names: set[str]) -> list[str]:
     return sorted(names, key=str.encode)
-
-
-def groups(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """[start, stop) of the tensors of each object; empty if there are no tensors."""
-    found: list[tuple[int, int]] = []
-    start = size = 0
-    for i, tensor in enumerate(tensors):
-        if i > start and size + tensor.codes.size > OBJECT_ELEMENTS:
-            found.append((start, i))
-            start, size = i, 0
-        size += tensor.codes.size
-    return [*found, (start, len(tensors))] if tensors else []

@@ -14,7 +14,6 @@ import numpy as np
 from etude.weights.delta import codec
 from etude.weights.delta.bound import bound_bytes
 from etude.weights.delta.choices import Mode
-from etude.weights.delta.deltas import groups
 from etude.weights.tensors import Codes, Tensor
 
 
@@ -118,7 +117,7 @@ def _is_whole(new: Tensor, old: Tensor | None) -> bool:
 def _coded_bytes(pairs: Sequence[tuple[Tensor, Tensor | None]], mode: Mode) -> int:
     """Total size of the objects for pairs of new and old tensors."""
     after, before = [new for new, _ in pairs], [old for _, old in pairs]
-    return sum(len(codec.encode(after[a:b], before[a:b], mode)) for a, b in groups(after))
+    return sum(len(codec.encode(after[a:b], before[a:b], mode)) for a, b in codec.object_spans(after))
 
 
 def _bound(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> float:

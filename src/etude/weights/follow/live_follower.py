@@ -6,7 +6,7 @@ the live weights this needs memory for the lists and the objects being fetched. 
 (`targets.Target`) and reports it: until `mark_adopted`, and after `mark_undone`, the previous version counts as held.
 
 If several deltas are applied at once, their lists are merged; for that, the tensors of one object
-(`objects.OBJECT_ELEMENTS`) are created at a time. The same holds for an update from an anchor, and for packed 4-bit
+(`codec.OBJECT_ELEMENTS`) are created at a time. The same holds for an update from an anchor, and for packed 4-bit
 tensors always. A tensor that is stored in full becomes a list of differences to the live one, if that is shorter;
 otherwise it is in the update as it is. At the start that may be all tensors.
 
@@ -48,7 +48,7 @@ version is prepared."""
 
 
 @dataclass
-class _Made:
+class _Result:
     """The result of the hops so far, relative to live memory: by name, what differs from it; absent if nothing does."""
 
     names: Iterable[str] = ()
@@ -81,7 +81,7 @@ class LiveFollower:
         self._head = HeadTracker(store, name, branch, public_key, followed)
         self._held: Manifest | None = None
         self._before: Manifest | None = None  # the version before the last update
-        self._coming: tuple[Update, Manifest] | None = None
+        self._prepared: tuple[Update, Manifest] | None = None
 
     @property
     def version(self) -> Version | None:
@@ -96,7 +96,7 @@ class LiveFollower:
     @property
     def specs(self) -> dict[str, Spec]:
         """The specs of all tensors of the prepared version; of the held version if none is prepared."""
-        manifest = self._coming[1] if self._coming else self._held
+        manifest = self._prepared[1] if self._prepared else self._held
         return {entry.name: entry.spec for entry in manifest.tensors} if manifest else {}
 
     def head_version(self) -> Version | None:
@@ -110,25 +110,25 @@ class LiveFollower:
         Does not write to live memory. If the update is not adopted, the next call returns it again. `at_least`,
         `exactly` and errors as for `Follower.advance`.
         """
-        started, self._coming = time.perf_counter(), None
-        self._coming = self._head.follow(
+        started, self._prepared = time.perf_counter(), None
+        self._prepared = self._head.follow(
             self._held, lambda target: self._update(target, started), at_least=at_least, exactly=exactly
         )
-        if self._coming is None:
+        if self._prepared is None:
             return None
         trim_heap()  # now, outside of the pause: buffers of the fetch and of the update before
-        return self._coming[0]
+        return self._prepared[0]
 
     def mark_adopted(self, update: Update) -> None:
         """Record that the live memory now has the version of the last `prepare`. Raises `WeightsError` for another
         update."""
-        if self._coming is None or self._coming[0] is not update:
+        if self._prepared is None or self._prepared[0] is not update:
             raise WeightsError(
                 f"{update.version} is not the update that was prepared last",
-                f"last prepared: {self._coming[1].version if self._coming else None}; held: {self.version}",
+                f"last prepared: {self._prepared[1].version if self._prepared else None}; held: {self.version}",
                 hint="call `mark_adopted` once, with the result of the last `prepare`",
             )
-        self._before, self._held, self._coming = self._held, self._coming[1], None
+        self._before, self._held, self._prepared = self._held, self._prepared[1], None
 
     def mark_undone(self) -> None:
         """Record that the live memory was set back to its state before the last adopted update (`Swap.undo`). The next
@@ -139,7 +139,7 @@ class LiveFollower:
                 f"{self.version} is held" if self._held else "no version is held",
                 hint="one update can be undone; `prepare(exactly=...)` leads to any stored version",
             )
-        self._held, self._before, self._coming = self._before, None, None
+        self._held, self._before, self._prepared = self._before, None, None
 
     def start_from(self, version: Version) -> bool:
         """Start from a version whose weights are already in live memory, for instance loaded from disk. They are
@@ -163,7 +163,7 @@ class LiveFollower:
     def forget(self) -> None:
         """Forget the held version: the next `prepare` starts from an anchor and lists where the live memory differs
         from it."""
-        self._held = self._before = self._coming = None
+        self._held = self._before = self._prepared = None
 
     def _views(self, names: Iterable[str]) -> dict[str, Tensor]:
         return split(self._live() if callable(self._live) else self._live, names)
@@ -189,10 +189,10 @@ class LiveFollower:
         held = {entry.name for entry in self._held.tensors} if self._held else set[str]()
         views = self._views(held | {entry.name for entry in target.tensors})
 
-        def start(plan: plans.Plan) -> _Made:
-            return _Made(held if plan.start else ())
+        def start(plan: plans.Plan) -> _Result:
+            return _Result(held if plan.start else ())
 
-        def step(plan: plans.Plan, hop: plans.Hop, made: _Made) -> _Made:
+        def step(plan: plans.Plan, hop: plans.Hop, made: _Result) -> _Result:
             check_size(hop.manifest, self._limit_bytes)
             proof = plans.required_proof(plan) if hop.manifest is target else None
             return _after(self._store, hop, made, views, proof)
@@ -211,9 +211,9 @@ class LiveFollower:
         return update, target
 
 
-def _after(store: BlobStore, hop: plans.Hop, made: _Made, views: Tensors, proof: plans.Proof | None) -> _Made:
+def _after(store: BlobStore, hop: plans.Hop, made: _Result, views: Tensors, proof: plans.Proof | None) -> _Result:
     """The result after one more hop; compared with its manifest if `proof` is given."""
-    after = _Made([entry.name for entry in hop.manifest.tensors])
+    after = _Result([entry.name for entry in hop.manifest.tensors])
     for data, entries in plans.fetch_objects(store, hop.manifest, hop.way):
         names = [entry.name for entry in entries]
         old = _before(hop, names, made, views)
@@ -234,7 +234,7 @@ def _after(store: BlobStore, hop: plans.Hop, made: _Made, views: Tensors, proof:
     return after
 
 
-def _before(hop: plans.Hop, names: Sequence[str], made: _Made, views: Tensors) -> list[Tensor | None]:
+def _before(hop: plans.Hop, names: Sequence[str], made: _Result, views: Tensors) -> list[Tensor | None]:
     """The tensors that a hop applies to: live ones as they are, others created for this object."""
     there = {*made.names} if hop.way.base else set[str]()
     return [_written(views.get(name), made.found.get(name)) if name in there else None for name in names]
@@ -244,7 +244,7 @@ def _from_live(live: Tensor | None, before: Changes | Tensor | None, one: Change
     """Combine the result before a hop (`before`) and the hop's change (`one`) to the difference to the live tensor of
     the same spec (None: there is none)."""
     if isinstance(one, Tensor):
-        return one if live is None else _listed(live, one)
+        return one if live is None else _as_list(live, one)
     if before is None:
         return one
     if isinstance(before, Tensor) or live is None:
@@ -273,7 +273,7 @@ def _written(live: Tensor | None, *changes: Changes | Tensor | None) -> Tensor |
     return made
 
 
-def _listed(live: Tensor, new: Tensor) -> Changes | Tensor:
+def _as_list(live: Tensor, new: Tensor) -> Changes | Tensor:
     """The differences of two tensors of the same spec as a list; `new` itself if the list would not be shorter."""
     width, most = live.codes.itemsize, PIECE_BYTES // live.codes.itemsize
     empty = narrow(np.empty(0, np.int64), live.codes.size)

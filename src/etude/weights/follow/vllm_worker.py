@@ -189,9 +189,9 @@ class _WeightSync:
 
     def _forget(self) -> None:
         """Forget the held version: the next one is fetched from an anchor and written in full."""
-        self._follower, self._preparing, self._adopted = self._made_anew(), None, None
+        self._follower, self._preparing, self._adopted = self._new_follower(), None, None
 
-    def _made_anew(self) -> Follower:
+    def _new_follower(self) -> Follower:
         """A new follower that holds nothing, and still refuses a pointer that moved back."""
         return self._make(followed=self._follower.followed)
 
@@ -202,13 +202,13 @@ class _WeightSync:
             if update is None:
                 return None
             if self._target is None:
-                self._target = self._made()
+                self._target = self._make_target()
             return self._target.prepare(update, self._follower.tensors, undoable=not first)
         except BaseException:
-            self._follower = self._made_anew()  # it may be ahead of the memory: write the next version in full
+            self._follower = self._new_follower()  # it may be ahead of the memory: write the next version in full
             raise
 
-    def _made(self) -> Target:
+    def _make_target(self) -> Target:
         published = self._follower.tensors
         parts = {
             name: fused_pieces({name: value}, query_rows=self._rows.query, key_rows=self._rows.key)
