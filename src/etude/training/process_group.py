@@ -20,13 +20,13 @@ from typing import Protocol, TypeVar
 import torch
 
 from etude.errors import CheckpointError
+from etude.file_checksums import files_in
 from etude.models.attention import Cache, Packed
 from etude.models.checkpoint import atomic_directory, load_tensors, save_tensors
 from etude.models.transformer import Transformer
 from etude.numerics.device import device_for
 from etude.numerics.exact import tree_sum
 from etude.numerics.operators import Operators
-from etude.sums import files_in, prove
 from etude.training.exact_sum import exact_norm
 from etude.training.flat_batch import FlatBatch
 from etude.training.optimizer import AdamW
