@@ -13,7 +13,7 @@ import msgspec
 from etude.dashboard.words import size
 from etude.environments.backends import open_bounded
 from etude.environments.images import ImageRecord, ImageStore, build_from_directory, default_store
-from etude.environments.images.building import build_from_dockerfile
+from etude.environments.images.dockerfile_build import build_from_dockerfile
 from etude.environments.images.debian import build_from_debian
 from etude.environments.images.oci import build_from_oci
 from etude.environments.images.repository import build_from_repository

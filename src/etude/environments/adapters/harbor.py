@@ -25,7 +25,7 @@ from harbor.models.task.config import NetworkMode
 
 from etude.environments.backends import open_runtime
 from etude.environments.images import ImageStore
-from etude.environments.images.building import build_from_dockerfile
+from etude.environments.images.dockerfile_build import build_from_dockerfile
 from etude.environments.images.store import default_store
 from etude.errors import MachineError
 from etude.records.command import Printed, Started

@@ -102,7 +102,7 @@ def _put(tar: tarfile.TarFile, member: tarfile.TarInfo, tree: Tree, name: str) -
     elif member.issym():
         tree.link(name, member.linkname, Owner(0o777))
     elif member.islnk():
-        tree.hard(name, placed(member.linkname))
+        tree.hard_link(name, placed(member.linkname))
     elif member.isreg():
         content = tar.extractfile(member)
         assert content is not None

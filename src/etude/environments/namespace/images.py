@@ -17,10 +17,10 @@ from typing import Any, BinaryIO, NamedTuple
 import msgspec
 
 from etude.environments.config import MachineLimits
+from etude.environments.images.decompression import decompressed
 from etude.environments.images.layers import apply_layer, write_layer
 from etude.environments.images.limits import BadSource, ImageLimits
 from etude.environments.images.openat import open_in
-from etude.environments.images.packed import unpacked
 from etude.environments.images.records import ImageRecord
 from etude.environments.images.store import ImageStore
 from etude.environments.images.tree import Tree
@@ -115,7 +115,7 @@ def _person(store: ImageStore, image: Image) -> tuple[int, int, str, str, list[s
 
 
 def _text_in(store: ImageStore, digest: str, path: str) -> str:
-    with store.opened(digest) as root:
+    with store.open_root(digest) as root:
         try:
             with open(open_in(root, path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
                 return file.read(_PASSWD_BYTES).decode(errors="replace")
@@ -131,7 +131,8 @@ def _is_folder(root: int, path: str) -> bool:
 
 
 class ImageMachine(NamespaceMachine):
-    """A machine whose root is an image's; its snapshots hold what changed anywhere in it. Tells it, too: `Changing`."""
+    """A machine whose root is an image's; its snapshots hold what changed anywhere in it. Tells it, too:
+    `ChangeExporter`."""
 
     def __init__(self, made: Made, launcher: LauncherProcess, state: State, *, first: int, **common: Any) -> None:
         facts = launcher.image or {}
@@ -175,7 +176,7 @@ class ImageMachine(NamespaceMachine):
         limits = ImageLimits(total_bytes=max(self._max_tree_bytes, 1) * 2)
         with Tree(self._made.root, limits, first=self._first) as tree:
             try:
-                apply_layer(unpacked(io.BytesIO(layer), limits), tree, skip=MOUNTED)
+                apply_layer(decompressed(io.BytesIO(layer), limits), tree, skip=MOUNTED)
             except BadSource as error:
                 raise ValueError(str(error)) from None
 
@@ -198,7 +199,7 @@ class ImageMachine(NamespaceMachine):
         return owner - self._first if self._first and 0 <= owner - self._first < NUM_IDS else 0
 
     async def changes(self, out: BinaryIO, *, max_bytes: int) -> None:
-        """See `images.changes.Changing`."""
+        """See `images.layers.ChangeExporter`."""
         written = 0
 
         def write(data: bytes) -> None:

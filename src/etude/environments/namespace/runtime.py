@@ -242,7 +242,7 @@ class NamespaceRuntime:
             )
         start = partial(self._start, launcher_facts(self._images, image, self._bounds))
         held = ExitStack()
-        held.enter_context(self._images.held(image.digest))  # not removed as long as machines lie on it
+        held.enter_context(self._images.in_use(image.digest))  # not removed as long as machines lie on it
         try:
             pool = Pool(start, spare=min(_IMAGE_SPARE, self._spare), release=held.close)
         except BaseException:
