@@ -51,8 +51,7 @@ class MemoryStore:
 
     def compare_and_swap(self, key: str, expected: bytes | None, data: bytes) -> bool:
         """Atomically replace the bytes of a pointer if they equal `expected` (None: the pointer does not exist).
-        Returns
-        whether it did."""
+        Returns whether it did."""
         with self._lock:
             if self._blobs.get(check_key(key)) != expected:
                 return False

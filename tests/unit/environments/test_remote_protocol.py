@@ -112,7 +112,7 @@ def test_json_of_another_shape_is_refused_by_name(value):
     "body", [b"", b"<html>", b"[]", b'{"code": 7}', b'{"code": "no_such_code", "message": 3}', b"\xff"]
 )
 def test_a_proxys_error_page_has_a_code_all_the_same(status, body):
-    assert connect.of_answer(status, body).code in set(Code)
+    assert connect.error_of_response(status, body).code in set(Code)
 
 
 FORM = (
@@ -189,4 +189,4 @@ def test_who_falls_behind_a_commands_log_is_told_so():
 
 
 def test_an_answer_that_is_nested_without_end_is_a_proxys_error_page() -> None:
-    assert connect.of_answer(502, b"[" * 60_000).code is Code.UNAVAILABLE
+    assert connect.error_of_response(502, b"[" * 60_000).code is Code.UNAVAILABLE

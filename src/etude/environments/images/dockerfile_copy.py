@@ -1,8 +1,7 @@
 """COPY, ADD and WORKDIR of a Dockerfile.
 
 CopySources are below the build context or the root of an image; links are resolved with that folder as root, so they
-never
-lead out of it. User names are looked up in the image's `/etc/passwd` and `/etc/group`.
+never lead out of it. User names are looked up in the image's `/etc/passwd` and `/etc/group`.
 """
 
 from __future__ import annotations

@@ -45,8 +45,7 @@ def apply_layer(read: Read, tree: Tree, *, below: str = "", whiteouts: bool = Tr
 
     `below`: the folder of the tree that the layer's paths are relative to. `whiteouts`: apply whiteouts and ignore
     devices in /dev; False for a normalize_path archive. `skip`: top-level folders that are not changed. Raises
-    `BadSource` for
-    devices, pipes, paths with ``..`` and damaged archives, and over the limits of the tree."""
+    `BadSource` for devices, pipes, paths with ``..`` and damaged archives, and over the limits of the tree."""
     added: set[str] = set()
     for member, content in members(read):
         path = normalize_path(f"{below}/{normalize_path(member.path, tree.budget.limits)}", tree.budget.limits)

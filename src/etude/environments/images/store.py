@@ -263,8 +263,7 @@ class ImageStore:
 
     def _try_remove(self, digest: str, *, only_unnamed: bool) -> bool:
         """Remove an image that is not in use. `only_unnamed`: not if it has a name, checked under the lock. Returns
-        whether
-        it is gone."""
+        whether it is gone."""
         try:
             fd = os.open(self.path / digest, _FOLDER)
         except FileNotFoundError:

@@ -195,8 +195,7 @@ class Tree:
 
     def _parent(self, path: str, *, make: bool = True, keep: bool = True) -> tuple[int, str]:
         """Return the descriptor of the parent folder of a path, and its name. `make`: create missing parents. `keep`:
-        the
-        descriptor belongs to this object and is valid until the next call; else the caller must close it."""
+        the descriptor belongs to this object and is valid until the next call; else the caller must close it."""
         folder, _, name = path.rpartition("/")
         if keep and folder == self._last[0] and self._last[1] >= 0:
             return self._last[1], name

@@ -113,8 +113,7 @@ def head_of(packed: bytes, key: bytes) -> Head:
 
 def unpack(packed: bytes, head: Head, *, image: str) -> Snapshot:
     """Unpack a snapshot with the header `head`. `image`: the name of its booted image. Raises `MachineError` if the
-    disk
-    is full."""
+    disk is full."""
     body = memoryview(packed)[_START:]
     at = _LENGTH.size + _LENGTH.unpack_from(body)[0]
     devices = bytes(body[at : at + head.devices])

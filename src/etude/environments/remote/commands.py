@@ -14,9 +14,9 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable
 from pathlib import PurePosixPath
 
 from etude.environments.remote import messages as m
-from etude.environments.remote.client import MachineClient
 from etude.environments.remote.connect import Code, RpcError
 from etude.environments.remote.external_service import OutputCollector, result_of_error
+from etude.environments.remote.machine_client import MachineClient
 from etude.errors import MachineError
 from etude.records.command import Command, ExecResult, Printed, Started, Tell
 

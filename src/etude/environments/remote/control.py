@@ -199,7 +199,7 @@ class SandboxRoutes:
     async def delete_snapshot(self, request: Request) -> Response:
         """Delete a snapshot. Templates cannot be deleted."""
         account, name = account_of(self._keys, request), unquote(request.path_params["name"])
-        if not self._manager.snapshots(account).delete_snapshot(name):
+        if not self._manager.snapshots(account).delete(name):
             raise ApiError(404, f"no snapshot {name[:80]!r}", hint="GET /snapshots lists them")
         return Response(status_code=204)
 

@@ -259,9 +259,8 @@ class EnvdRoutes:
             if refused:
                 return Response(refused, 415)
 
-            message = await _read_one_message(
-                request, kind
-            )  # before the response starts: then Starlette reads the request to detect a disconnect
+            # before the response starts, since Starlette then reads the request to detect a disconnect
+            message = await _read_one_message(request, kind)
 
             async def body() -> AsyncIterator[bytes]:
                 try:
@@ -282,16 +281,14 @@ class EnvdRoutes:
 async def _read_one_message(request: Request, kind: type[T]) -> T | RpcError:
     try:
         async with asyncio.timeout(30.0):
-            message = [a async for a in connect.envelopes(request.stream(), kind, is_response=False)]
+            messages = [one async for one in connect.envelopes(request.stream(), kind, is_response=False)]
     except RpcError as error:
         return error
     except (TimeoutError, ClientDisconnect):
         return RpcError(Code.CANCELED, "the request is incomplete")
-    return (
-        message[0]
-        if len(message) == 1
-        else RpcError(Code.INVALID_ARGUMENT, f"{len(message)} messages; one is expected")
-    )
+    if len(messages) != 1:
+        return RpcError(Code.INVALID_ARGUMENT, f"{len(messages)} messages; one is expected")
+    return messages[0]
 
 
 async def _send_input(process: Process, given: m.Input, offset: int | None) -> None:

@@ -79,8 +79,7 @@ def result_of_error(error: RpcError, collector: OutputCollector) -> ExecResult |
 
 async def check_links(client: MachineClient, name: str, max_bytes: int) -> str:
     """Return the absolute path of a regular file below the working directory. Raises `RpcError` if a part of the path
-    is
-    a link, or the file is larger than `max_bytes`."""
+    is a link, or the file is larger than `max_bytes`."""
     place = PurePosixPath(client.config.workdir)
     parts = PurePosixPath(name).parts
     for number, part in enumerate(parts, 1):

@@ -132,8 +132,7 @@ class HttpClient:
         self, url: str, message: object, kind: type[T], *, deadline_s: float, headers: Mapping[str, str]
     ) -> AsyncIterator[AsyncIterator[T]]:
         """Send a streaming request; yields an iterator of its messages. Raises `RpcError`, with code UNAVAILABLE and
-        hint
-        "unsent" if the service cannot have received it."""
+        hint "unsent" if the service cannot have received it."""
         timeout = aiohttp.ClientTimeout(total=deadline_s, sock_connect=min(deadline_s, 10.0))
         headers = {**headers, "content-type": connect.STREAM, "connect-protocol-version": "1"}
         body = io.BytesIO(connect.envelope(message))

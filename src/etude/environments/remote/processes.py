@@ -101,8 +101,7 @@ class Input:
 
     async def add(self, data: bytes, offset: int | None) -> None:
         """Add a piece. `offset`: its position in the input; bytes that were received before are skipped. Waits while
-        the
-        queue is full."""
+        the queue is full."""
         async with self._lock:
             if offset is not None:
                 if offset > self._received:
@@ -160,9 +159,8 @@ class Process:
         self.log.append(m.Event(data=output))
 
     def finish(self, result: ExecResult) -> None:
-        """Append the result to the log. A start event always comes first, even if the command could not be started:
-        E2B's
-        clients need it."""
+        """Append the result to the log. There is always a start event before it, even if the command could not be
+        started: E2B's clients need it."""
         if not self.log.position and not self.exact and result.output:
             self.on_event(Printed(_STDERR, result.output))
         self.log_start(0)
@@ -224,7 +222,7 @@ class Processes:
         if process.exact is not None and not process.exact.tell:
             process.log_start(
                 0
-            )  # the client waits for it before it sends input; without `tell` there is no other event before the end
+            )  # the client waits for it before it sends input, and gets no other event before the end
         process.task = asyncio.create_task(self._run(process, deadline_s))
         return process
 

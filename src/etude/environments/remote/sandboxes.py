@@ -117,7 +117,7 @@ class Sandbox:
 
     @property
     def state(self) -> str:
-        """ "running" or "paused"."""
+        """The state as text: "running" or "paused"."""
         return "running" if self.paused is None else "paused"
 
 
@@ -185,13 +185,13 @@ class SandboxManager:
             account.remove_live(n)
             await asyncio.gather(*(machine.close() for machine in machines), return_exceptions=True)
             raise ApiError(503, "the server has ended", hint="use another server")
-        manager = [Sandbox(account, spec, machine, self.config) for machine in machines]
+        sandboxes = [Sandbox(account, spec, machine, self.config) for machine in machines]
         now = self.clock()
-        for sandbox in manager:
+        for sandbox in sandboxes:
             sandbox.dies = now + account.quota.max_lifetime_s
             sandbox.ends = min(now + spec.timeout, sandbox.dies)
             self._sandboxes[sandbox.id] = sandbox
-        return manager
+        return sandboxes
 
     async def fork(self, sandbox: Sandbox, n: int, timeout: int) -> list[Sandbox]:
         """Create n sandboxes with the current state of this one. Raises `ApiError`."""
@@ -211,9 +211,9 @@ class SandboxManager:
 
     async def snapshot_of(self, account: Account, template: str) -> str:
         """Return the runtime's snapshot for a template name, or a snapshot name or id. Raises `ApiError` (404)."""
-        snapshots = self.snapshots(account).find(template)
-        if snapshots is not None:
-            return snapshots
+        snapshot = self.snapshots(account).find(template)
+        if snapshot is not None:
+            return snapshot
         if template not in self.templates:
             facts = f"templates: {', '.join(sorted(self.templates)[:20])}"
             raise ApiError(404, f"no snapshot or template {template[:80]!r}", facts, hint="use one of them")
@@ -234,7 +234,7 @@ class SandboxManager:
             self._prepared.pop(template, None)
             raise
 
-    # having
+    # looking up
 
     def get(self, sandbox_id: str, account: Account | None = None) -> Sandbox:
         """Return a sandbox that has not ended; with `account`, only one of that account. Raises `ApiError` (404)."""
@@ -307,9 +307,9 @@ class SandboxManager:
         return True
 
     async def resume(self, sandbox: Sandbox, timeout: int) -> bool:
-        """Resume a sandbox with a lease of `timeout` seconds; a running one gets at least this lease. Returns whether
-        it was
-        paused."""
+        """Resume a sandbox with a lease of `timeout` seconds; a running one gets at least this lease.
+
+        Returns whether it was paused."""
         self._check_lease(sandbox.account, timeout)
         async with self._locked(sandbox):
             if sandbox.paused is None:
@@ -430,9 +430,9 @@ class AccountSnapshots:
     Named snapshots stay until they are deleted. Unnamed ones and those of etude's clients, which prepare them again,
     are not held in the runtime, and are deleted first (least recently used) if there are too many.
 
-    >>> kept = KeptStates(lambda state: None)
-    >>> first = kept.keep("tree", "mine")
-    >>> kept.find("mine") == kept.find(first) == "tree"
+    >>> snapshots = AccountSnapshots(lambda state: None)
+    >>> first = snapshots.add("tree", "mine")
+    >>> snapshots.find("mine") == snapshots.find(first) == "tree"
     True
     """
 
@@ -445,17 +445,17 @@ class AccountSnapshots:
 
     def find(self, name: str) -> str | None:
         """Return the runtime's snapshot for an id, or the newest one with a name; None if there is none."""
-        for snapshot_id, snapshots in reversed(self._snapshots.items()):
-            if name == snapshot_id or name in snapshots.names:
+        for snapshot_id, snapshot in reversed(self._snapshots.items()):
+            if name == snapshot_id or name in snapshot.names:
                 self._snapshots.move_to_end(snapshot_id)
-                return snapshots.state
+                return snapshot.state
         return None
 
     def add(self, state: str, name: str | None) -> str:
         """Add a snapshot. Returns its id. Raises `ApiError` (429) if there are too many."""
         if len(self._snapshots) >= MAX_SNAPSHOTS:
             disposable = next(
-                (snapshot_id for snapshot_id, snapshots in self._snapshots.items() if _is_disposable(snapshots.names)),
+                (snapshot_id for snapshot_id, snapshot in self._snapshots.items() if _is_disposable(snapshot.names)),
                 None,
             )
             if disposable is None:
@@ -471,25 +471,25 @@ class AccountSnapshots:
     def add_imported(self, state: str) -> str:
         """Add an imported snapshot, unless it exists. Returns its id."""
         wanted = _Snapshot(state, ())
-        known = next((snapshot_id for snapshot_id, snapshots in self._snapshots.items() if snapshots == wanted), None)
+        known = next((snapshot_id for snapshot_id, snapshot in self._snapshots.items() if snapshot == wanted), None)
         return known or self.add(state, None)
 
     def names(self) -> dict[str, tuple[str, ...]]:
         """Return the names of all snapshots by id."""
-        return {snapshot_id: snapshots.names for snapshot_id, snapshots in self._snapshots.items()}
+        return {snapshot_id: snapshot.names for snapshot_id, snapshot in self._snapshots.items()}
 
     def delete(self, name: str) -> bool:
         """Delete the snapshots with this id or name. Returns whether there was one."""
-        sandbox_gone = [
+        deleted = [
             snapshot_id
-            for snapshot_id, snapshots in self._snapshots.items()
-            if name == snapshot_id or name in snapshots.names
+            for snapshot_id, snapshot in self._snapshots.items()
+            if name == snapshot_id or name in snapshot.names
         ]
-        for snapshot_id in sandbox_gone:
+        for snapshot_id in deleted:
             hold = self._snapshots.pop(snapshot_id).hold
             if hold is not None:
                 hold.release()
-        return bool(sandbox_gone)
+        return bool(deleted)
 
 
 def _is_disposable(names: tuple[str, ...]) -> bool:

@@ -12,8 +12,7 @@ from typing import Any
 
 FACTS: dict[str, Any] = {}
 """Facts that the attacker knows. `token`: marks the processes and names of a sibling. `secret_file`, `port`,
-`abstract`,
-`pid`: of the host. `plain`: there is no isolation, so other processes must not be touched."""
+`abstract`, `pid`: of the host. `plain`: there is no isolation, so other processes must not be touched."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
@@ -64,8 +63,7 @@ def refusal(name: str, *args: Any) -> str:
 
 def reached(name: str, *args: Any) -> str:
     """Return the call and its result if it reached the kernel's implementation (it worked, or its arguments were
-    invalid);
-    "" if it was refused."""
+    invalid); "" if it was refused."""
     answer = refusal(name, *args)
     return (
         ""
