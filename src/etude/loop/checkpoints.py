@@ -7,12 +7,12 @@ import shutil
 from pathlib import Path
 
 from etude.errors import CheckpointError
+from etude.file_checksums import SUMS, files_in, verify_files, write_sums
 from etude.harness import ChatFormat
 from etude.models.config import ModelConfig
 from etude.models.headers import unused_layers
 from etude.records import Version
 from etude.run import RunFolder
-from etude.sums import SUMS, files_in, write_sums
 from etude.telemetry import Telemetry
 
 TOKENIZER_FILES = (

@@ -158,7 +158,7 @@ class SingleProcess:
 
     def restore_optimizer(self, path: Path, optimizer: AdamW) -> None:
         if (path / OPTIMIZER_SHARDS).is_dir():
-            prove(
+            verify_files(
                 path, [name for name in files_in(path) if name.startswith(f"{OPTIMIZER_SHARDS}/")], kind=CheckpointError
             )
             from etude.training.sharded.checkpoint import restore  # which needs torch.distributed
