@@ -1,15 +1,15 @@
-"""A model family: Qwen3-MoE with the tensor names of another publisher.
+"""A model family: Qwen3-MoE under the names of another publisher.
 
-Set it in a config with `model.family = "model_family:AcmeMoe"`, or for checkpoints with the environment variable
-ETUDE_MODEL_FAMILIES=model_family:AcmeMoe. `etude.testing.model_family` has the contract suite.
+Name it in a config: `model.family = "examples.plugins.model_family:AcmeMoe"`. To load checkpoints of this family,
+name it in the environment variable ETUDE_MODEL_FAMILIES.
 """
 
 from etude.models.families.qwen3_moe import Qwen3Moe
 
 
 class AcmeMoe(Qwen3Moe):
-    model_type = "acme_moe"  # in config.json
+    model_type = "acme_moe"  # of its checkpoints' config.json
     hf_class = "AcmeMoeForCausalLM"
-    sizes = {**Qwen3Moe.sizes, "top_k": "experts_per_token"}  # another key in config.json
+    sizes = {**Qwen3Moe.sizes, "top_k": "experts_per_token"}  # a key of config.json that has another name
     renamed = {"model.layers.": "decoder.blocks.", ".mlp.gate.": ".mlp.router.", ".mlp.experts.": ".moe."}
-    foreign = "has no model of this name"  # why vLLM and SGLang cannot serve it
+    no_external_engines = "has no model of this name"  # why vLLM and SGLang cannot serve it

@@ -56,6 +56,7 @@ class Kind(enum.StrEnum):
     HARNESS = "harness"
     REWARD = "reward"
     CREDIT = "credit"
+    MODEL_FAMILY = "model_family"
 
     @property
     def noun(self) -> str:
@@ -70,7 +71,7 @@ class KindFacts:
 
     noun: str
     setting: str  # of the config
-    protocol: str
+    protocol: str  # or a base class
     contract: str  # the contract suite in `etude.testing`
     built_in: str  # iterable of the names of built-in choices; "": none
 
@@ -138,6 +139,13 @@ KINDS = {
         protocol="etude.seams:Tracker",
         contract="etude.testing.contracts:TrackerContract",
         built_in="",
+    ),
+    Kind.MODEL_FAMILY: KindFacts(
+        noun="model family",
+        setting="model.family",
+        protocol="etude.models.config:ModelFamily",
+        contract="etude.testing.model_family:ModelFamilyContract",
+        built_in="etude.models.config:FAMILY_NAMES",
     ),
 }
 
@@ -226,7 +234,13 @@ def make(kind: Kind, plugin: Plugin, *, where: str = "") -> Any:
 
 def protocol_problems(protocol: type, made: object) -> list[str]:
     """Why an object does not implement a protocol: one line for each member that is missing, or that cannot be called
-    as the protocol requires."""
+    as the protocol requires. If `protocol` is an ordinary class, the object must be an instance of it and set the
+    attributes that the class only declares."""
+    if not getattr(protocol, "_is_protocol", False):
+        if not isinstance(made, protocol):
+            base = f"{protocol.__module__}.{protocol.__name__}"
+            return [f"it is {_a(type(made).__name__)}, which is not derived from {base}"]
+        return [f"it has no attribute {name}" for name in inspect.get_annotations(protocol) if not hasattr(made, name)]
     problems = []
     for name, wanted in _members(protocol).items():
         has = getattr(made, name, None)

@@ -56,7 +56,7 @@ def open_ledger(run: RunFolder) -> Ledger:
     """Open a run's ledger for reading. Raises `RunError` if the file was deleted, `NoLedger` if the run has not
     created it yet, and `LedgerError` if it is damaged."""
     from etude.experience.database import NoLedger
-    from etude.loop.places import read_ledger
+    from etude.loop.locations import read_ledger
     from etude.loop.preflight import check_ledger
 
     check_ledger(run)

@@ -29,7 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from etude.cli.locations import console
-from etude.environments.backends import BACKENDS, open_bounded, open_runtime
+from etude.environments.backends import BACKENDS, open_memory_bounded, open_runtime
 from etude.environments.images.store import ImageStore, default_store
 from etude.errors import EtudeError, Exit, InputError
 from etude.records.command import Printed, Started
@@ -180,7 +180,7 @@ async def _machine(args: argparse.Namespace) -> AsyncIterator[tuple[Runtime, Mac
     store = ImageStore(args.store or default_store()) if args.image else None
     files = {} if args.files is None else _files_of(args.files)
     image = None if store is None else store.get(args.image).image
-    runtime = open_bounded(args.backend, accepts_unbounded=args.unbounded_memory, images=store)
+    runtime = open_memory_bounded(args.backend, accepts_unbounded=args.unbounded_memory, images=store)
     try:
         try:
             snapshot = await runtime.prepare(files, image=image)
@@ -300,7 +300,7 @@ async def _serve(args: argparse.Namespace) -> None:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, work.cancel)
     loop.add_signal_handler(signal.SIGTERM, lambda: work.cancel() if draining.is_set() else draining.set())
-    runtime = open_bounded(args.backend, accepts_unbounded=args.unbounded_memory)
+    runtime = open_memory_bounded(args.backend, accepts_unbounded=args.unbounded_memory)
     try:
         app = create_app(runtime, keys, templates=templates, config=config)
         await app.state.boxes.prepare()

@@ -95,7 +95,7 @@ def parity(args: argparse.Namespace) -> int:
         args.out.write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
     screen = console()
     (low, high), (chance_low, chance_high) = result.interval, result.chance
-    verdict = "can be distinguished" if result.told_apart else "cannot be distinguished by this classifier"
+    verdict = "can be distinguished" if result.is_distinguishable else "cannot be distinguished by this classifier"
     screen.print(f"{result.a} and {result.b} {verdict}: AUC {result.auc:.3f} ({low:.3f} to {high:.3f}, 95 %)")
     screen.print(f"by chance: {chance_low:.3f} to {chance_high:.3f}; {result.num_machines} machines of each")
     table = Table("fact", "AUC of this fact alone", result.a, result.b)

@@ -96,8 +96,8 @@ def _checkpoint(path: Path) -> tuple[Path, RunConfig | None]:
     """The checkpoint, and the config of its run if a run was given. Raises `NoCheckpoint`."""
     found = existing_path(path)
     if (found / "run.json").is_file():
+        from etude.loop.checkpoints import newest_checkpoint
         from etude.loop.config import read_config
-        from etude.loop.exporting import newest_checkpoint
 
         run = open_run(found)
         return newest_checkpoint(run), read_config(run)
@@ -113,9 +113,9 @@ def _model(settings: Settings, dtype: str, *, packed: bool = False) -> Transform
     import torch
 
     from etude.models import load_model
-    from etude.models.packed import PackedWeights
+    from etude.models.packed_weights import PackedWeights
     from etude.numerics import Mode, NumericsConfig, Quantise
-    from etude.numerics.choosing import operators_for
+    from etude.numerics.factory import operators_for
     from etude.numerics.formats import FORMATS
 
     numerics = NumericsConfig(Mode(settings.mode), Quantise(settings.quant))

@@ -17,16 +17,15 @@ from etude.errors import LedgerError, RunError
 from etude.evals import compare_runs
 from etude.experience import audit
 from etude.experience.auditing import steps_of
-from etude.experience.traces import Folder
-from etude.loop.places import rollout_files, traces_folder, weights_place, weights_store
-from etude.loop.retention import kept_from
+from etude.experience.traces import TraceFolder
+from etude.file_checksums import ChecksumMismatch, sealed, verify_json
+from etude.loop.locations import rollout_files, traces_folder, weights_location, weights_store
+from etude.loop.retention import replayable_after
 from etude.run import write_durably
 from etude.seams import BlobStore
-from etude.sums import Unproven, opened, sealed
-from etude.weights.chain.history import backward, head
+from etude.weights.chain.history import LineageSteps, backward, head
 from etude.weights.chain.inspect import require_pointer
 from etude.weights.chain.manifest import Manifest
-from etude.weights.chain.steps import Steps
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -54,13 +53,13 @@ def compare(args: argparse.Namespace) -> int:
 def report(args: argparse.Namespace) -> int:
     """Write summary.json and report.html again from the files of the run. Exit code 1 if some of them are
     unreadable."""
-    from etude.loop.phases import leave_report
+    from etude.loop.phases import write_run_report
 
     run = open_run(args.run)
     if not (run / "events" / "conductor.jsonl").exists():
         hint = "restore the file; summary.json and report.html are unchanged"
         raise RunError(f"{run.path} has no events", "a report needs events/conductor.jsonl", hint=hint)
-    print(leave_report(run))
+    print(write_run_report(run))
     found = damage(RunView(run.path)) if run.holder() is None else []
     if found:
         hint = "the report contains the readable data; restore the files from a copy"
@@ -71,21 +70,21 @@ def report(args: argparse.Namespace) -> int:
 def audit_ledger(args: argparse.Namespace) -> int:
     """Recompute from traces and manifests whether a rollout was lost or trained on twice. Exit code 1 if one was."""
     run = open_run(args.run)
-    ledger, weights, traces = open_ledger(run), weights_place(run), traces_folder(run)
-    ledger.prove()
+    ledger, weights, traces = open_ledger(run), weights_location(run), traces_folder(run)
+    ledger.verify()
     if isinstance(weights, Path) and not weights.exists():
         hint = "restore it: its manifests list the rollouts of each version"
         raise RunError(f"{run.path} has a ledger but no weights folder", "the audit needs both", hint=hint)
     store, record = weights_store(run, readonly=True), run / "audit.json"
     after = _audited_step(store, record) if args.new else 0
     require_pointer(store)
-    steps, everything = Steps(store, down_to=after), Steps(store)
+    steps, everything = LineageSteps(store, down_to=after), LineageSteps(store)
     chain = _TrainedSteps(steps, traces)
     found = audit(
         ledger,
         traces,
         chain,
-        deleted=kept_from(ledger),
+        deleted=replayable_after(ledger),
         after=after,
         before=_TrainedSteps(everything, traces),
         files=rollout_files(run),
@@ -112,22 +111,22 @@ class _TrainedSteps:
     """Iterates over (step, rollout ids) of a lineage, newest first: from the manifests, and before a damaged manifest
     from the traces."""
 
-    def __init__(self, steps: Steps, traces: Folder) -> None:
+    def __init__(self, steps: LineageSteps, traces: TraceFolder) -> None:
         self._steps, self._traces = steps, traces
 
     def __iter__(self) -> Iterator[tuple[int, Collection[str]]]:
         yield from self._steps
         if self._steps.damaged is not None:
-            yield from steps_of(self._traces, self._steps.believed())
+            yield from steps_of(self._traces, self._steps.unread_up_to())
 
 
 def _audited_step(store: BlobStore, record: Path) -> int:
     """The step up to which an earlier audit of this lineage passed; 0 if there was none."""
     try:
         saved = json.loads(record.read_text())
-        opened(saved, record)
+        verify_json(saved, record)
         step, version = int(saved["step"]), str(saved["version"])
-    except (OSError, ValueError, KeyError, TypeError, Unproven):
+    except (OSError, ValueError, KeyError, TypeError, ChecksumMismatch):
         return 0
     for manifest in backward(store, "policy"):
         if isinstance(manifest, Manifest) and manifest.version.step <= step:

@@ -57,7 +57,7 @@ async def _serve(
             model=name,
             gateway=gateway,
             key=key,
-            said=report,
+            log=report,
         )
     )
     async with served as url:
@@ -67,7 +67,7 @@ async def _serve(
 
 def export(args: argparse.Namespace) -> int:
     """Write a checkpoint, the result of a run, or one of its published versions as a Hugging Face directory."""
-    from etude.loop.exporting import export_adapter, export_checkpoint, export_version, export_version_adapter
+    from etude.loop.export import export_adapter, export_checkpoint, export_version, export_version_adapter
 
     if args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
         raise InputError(f"{args.out} is not an empty directory", hint="give a new directory")

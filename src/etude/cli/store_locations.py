@@ -12,7 +12,7 @@ from typing import TextIO
 
 from etude.cli.locations import RUNS, open_run
 from etude.errors import InputError
-from etude.loop.places import weights_place, weights_store
+from etude.loop.locations import weights_location, weights_store
 from etude.run import RunFolder
 from etude.seams import BlobStore
 from etude.stores import BucketStore, open_store
@@ -53,7 +53,7 @@ def store_directory(path: Path) -> str:
     `InputError`."""
     hint = "give a run, its weights (RUN/weights), a store's directory, s3://bucket/prefix, gs:// or az://"
     if (run := _run_at(path)) is not None:
-        return str(weights_place(run))
+        return str(weights_location(run))
     if not path.is_dir():
         raise InputError(f"no store at {path}", "and no run either", hint=hint)
     if not is_store(str(path)) and any(found.name not in _EMPTY_STORE for found in path.iterdir()):

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from etude.cli.progress import ProgressBar
-from etude.environments import MachineGrader, exports_of, start_fault
-from etude.environments.backends import open_bounded
+from etude.environments import MachineGrader, find_test_command_problem, simulate_exports
+from etude.environments.backends import open_memory_bounded
 from etude.environments.images import ImageStore
 from etude.errors import InputError, StoreError, TaskError
 from etude.loop.task_images import num_images, with_images
@@ -79,15 +79,17 @@ async def _check(args: argparse.Namespace) -> tuple[list[TaskReport], list[Proof
     counts = {split: _count(source, split, args.num) for split in splits}
     splits = [split for split in splits if counts[split]] or splits[:1]
     store = None if args.images is None else ImageStore(args.images)
-    runtime = open_bounded(args.backend, accepts_unbounded=args.unbounded_memory, images=store)
+    runtime = open_memory_bounded(args.backend, accepts_unbounded=args.unbounded_memory, images=store)
     try:
         if store is not None and isinstance(source, HarborSource):
             with ProgressBar("images built", num_images(source)) as progress:
                 source = await with_images(source, store, runtime, progress.advance)
         grader = grader_for(source, MachineGrader(runtime))
-        settings = {"concurrency": args.jobs or jobs(), "export": partial(exports_of, runtime)}
-        proofs = await _proofs(source, grader, counts, splits, tests=partial(start_fault, runtime), **settings)
-        fast_grader = grader_for(source, MachineGrader(runtime, repeats=0, canaries=0, to_the_end=False))
+        settings = {"concurrency": args.jobs or jobs(), "export": partial(simulate_exports, runtime)}
+        proofs = await _proofs(
+            source, grader, counts, splits, tests=partial(find_test_command_problem, runtime), **settings
+        )
+        fast_grader = grader_for(source, MachineGrader(runtime, repeats=0, canaries=0, run_all_tests=False))
         results = await _mutation_results(args, source, fast_grader, counts, splits, **settings)
         pairs = _pairs(source, proofs)
         leaks = await _leaks(runtime, pairs) if args.leaks else {}
@@ -287,7 +289,7 @@ async def _mine(args: argparse.Namespace) -> MiningResult:
             raise TaskError(f"nothing to delete in {args.repository}", facts, hint="see docs/guides/tasks.md")
     else:
         repository = Repository(args.repository)
-    runtime = open_bounded(args.backend, accepts_unbounded=args.unbounded_memory)
+    runtime = open_memory_bounded(args.backend, accepts_unbounded=args.unbounded_memory)
     try:
         grader = MachineGrader(runtime)
         if repository is None:

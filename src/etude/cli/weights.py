@@ -13,13 +13,13 @@ from etude.cli import weights_files, weights_store
 from etude.cli.locations import console, open_run
 from etude.cli.store_locations import is_store, named_store
 from etude.dashboard import RunView
+from etude.dashboard.formatting import number
 from etude.dashboard.glossary import legend
-from etude.dashboard.words import number
 from etude.errors import CheckpointError, InputError, NoRun, WeightsError
-from etude.loop import places
+from etude.file_checksums import verify_files
+from etude.loop import locations
 from etude.run import RunFolder
 from etude.seams import BlobStore
-from etude.sums import prove
 from etude.weights.chain import fsck, inspect, signing
 
 
@@ -107,16 +107,16 @@ def verify(args: argparse.Namespace) -> int:
             f"{args.run} is a file", hint=f"give its base: etude weights verify {args.run} --base CHECKPOINT"
         )
     run = open_run(args.run)
-    check = fsck.verify(places.weights_store(run, readonly=True))
+    check = fsck.verify(locations.weights_store(run, readonly=True))
     weights_store.print_check(check)
     if check.problems:
         raise WeightsError(
-            f"{number(len(check.problems), 'problem')} in {places.weights_place(run)}",
+            f"{number(len(check.problems), 'problem')} in {locations.weights_location(run)}",
             weights_store.first_problem(check),
             hint=_repair_hint(run, check.problems),
         )
     for checkpoint in sorted((run / "checkpoints").glob("[!.]*")):
-        prove(checkpoint, kind=CheckpointError)
+        verify_files(checkpoint, kind=CheckpointError)
     return 0
 
 
@@ -138,9 +138,9 @@ def repair(args: argparse.Namespace) -> int:
     else:
         run = open_run(None if args.run is None else Path(args.run))
         run.lock()
-        published = [str(event.get("version")) for event in RunView(run.path).of("weights.publish")]
+        published = [str(event.get("version")) for event in RunView(run.path).events("weights.publish")]
         try:
-            version = inspect.repair(places.weights_store(run), args.name, published, signer=signer)
+            version = inspect.repair(locations.weights_store(run), args.name, published, signer=signer)
         finally:
             run.unlock()
     print(f"the pointer is set to {version}" if version else "the pointer is not damaged: nothing to repair")

@@ -14,15 +14,14 @@ from pathlib import Path
 from rich.table import Table
 
 from etude.cli.locations import console
+from etude.dashboard.formatting import significant, size
 from etude.dashboard.plot import WIDE, Series, legend, line_chart
-from etude.dashboard.words import significant, size
 from etude.errors import InputError
 from etude.weights.delta import native
 from etude.weights.delta.measure import Cost, Costs, measure
 from etude.weights.files.checkpoint import is_checkpoint, read_checkpoint
 from etude.weights.files.checkpoint_delta import apply_delta, encode_delta, verify_delta
-from etude.weights.files.disk import refused
-from etude.weights.files.outputs import check_file
+from etude.weights.files.disk import check_file, store_errors
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -66,7 +65,7 @@ def diff(args: argparse.Namespace) -> int:
     table = Table("tensor", "dtype", "elements", "density", "bits per weight", "ratio", "ratio ÷ bound")
     for row in shown:
         table.add_row(row.name, row.dtype, f"{row.num_elements:,}", *_numbers(row), end_section=row is shown[-1])
-    parts = [row for row in (costs.deltas, costs.wholes) if row and costs.wholes]
+    parts = [row for row in (costs.deltas, costs.full_tensors) if row and costs.full_tensors]
     for row in (*parts, costs.total):
         table.add_row(row.name, row.dtype, f"{row.num_elements:,}", *_numbers(row))
     screen = console()
@@ -76,10 +75,11 @@ def diff(args: argparse.Namespace) -> int:
     gone = sorted(old.tensors.keys() - new.tensors.keys())
     if gone:
         screen.print(f"(removed: {len(gone)}, {', '.join(gone[:3])}{' …' if len(gone) > 3 else ''})")
-    if costs.wholes:
+    if costs.full_tensors:
         screen.print(
             f"(whole: tensors that are stored complete, because they are new or have another dtype or shape:"
-            f" {costs.num_whole} of {len(rows)}, {size(costs.wholes.delta_bytes)} of {size(costs.total.delta_bytes)}."
+            f" {costs.num_whole} of {len(rows)}, {size(costs.full_tensors.delta_bytes)} of"
+            f" {size(costs.total.delta_bytes)}."
             " Only deltas of tensors that both checkpoints have are compared with the bound)"
         )
     screen.print(
@@ -158,20 +158,20 @@ def write_plot(path: Path, title: str, costs: Costs) -> None:
     ]
     css = (files("etude.dashboard") / "report.css").read_text(encoding="utf-8")
     page = _PAGE.format(title=html.escape(title), css=css, lead=html.escape(lead), panels="".join(panels))
-    with refused(f"{path} cannot be written"):
+    with store_errors(f"{path} cannot be written"):
         path.write_text(page, encoding="utf-8")
 
 
 def _share_of_bound(costs: Costs) -> str:
     """How close the deltas are to their bound, and which tensors have no bound, as text."""
     share = costs.deltas.share_of_bound if costs.deltas else None
-    if costs.wholes is None:
+    if costs.full_tensors is None:
         return f", {significant(share)} of the bound" if share is not None else ""
     others = f"; the deltas of the others are at {significant(share)} of their bound" if share is not None else ""
     what = f"{costs.num_whole} tensors that are stored complete, which have no bound"
     if costs.num_whole == 1:
         what = "1 tensor that is stored complete, which has no bound"
-    return f". Of the delta, {size(costs.wholes.delta_bytes)} are for {what}{others}"
+    return f". Of the delta, {size(costs.full_tensors.delta_bytes)} are for {what}{others}"
 
 
 def _panel(

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 from etude.cli.locations import open_run
 from etude.cli.store_locations import existing_store, is_store, reporting_store, store_directory
-from etude.dashboard.words import number, size
+from etude.dashboard.formatting import number, size
 from etude.errors import EtudeError, InputError, StoreError, WeightsError
 from etude.records.completion import Version
 from etude.records.sample import Published
@@ -26,8 +26,8 @@ from etude.weights.chain import branches, fsck, garbage, history, inspect, signi
 from etude.weights.chain.manifest import Damaged
 from etude.weights.files.checkpoint import INDEX, read_checkpoint
 from etude.weights.files.folder import CheckpointFolder
-from etude.weights.files.following import Adopted, FolderFollower, differences
-from etude.weights.follow.parts import wholes
+from etude.weights.files.folder_follower import AdoptedVersion, FolderFollower, differences
+from etude.weights.follow.parts import full_specs
 from etude.weights.tensors import Tensor
 
 
@@ -39,7 +39,7 @@ def publish(args: argparse.Namespace) -> int:
     if "://" not in args.store and Path(args.store).is_dir():
         store_directory(Path(args.store))
     store = open_store(args.store)
-    head = Follower(store, args.name).pointer()
+    head = Follower(store, args.name).head_version()
     if head is None:
         inspect.require_pointer(store, args.name, signer)
     elif args.step is not None and args.step <= head.step:
@@ -79,7 +79,7 @@ def _require_same_tensors(store: BlobStore, args: argparse.Namespace, tensors: M
         return
     specs = {name: tensor.spec for name, tensor in tensors.items()}
     published = {entry.name: entry.spec for entry in manifest.tensors}
-    if specs != published and (facts := differences(wholes(specs), wholes(published))):
+    if specs != published and (facts := differences(full_specs(specs), full_specs(published))):
         raise InputError(
             f"{args.checkpoint} has other tensors than channel {args.name!r} of {args.store}",
             facts,
@@ -154,7 +154,7 @@ def _require_head(store: BlobStore, args: argparse.Namespace) -> None:
     if history.head(store, args.name, args.branch, public_key=args.public_key) is not None:
         return
     if args.branch:
-        known = ", ".join(sorted(branches.listed(store, args.name)))
+        known = ", ".join(sorted(branches.list_branches(store, args.name)))
         raise InputError(
             f"channel {args.name!r} of {args.store} has no branch {args.branch!r}",
             f"its branches: {known}" if known else "it has no branches",
@@ -203,7 +203,7 @@ def gc(args: argparse.Namespace) -> int:
     done = garbage.collect(store, args.name, keep_s=args.keep, now=time.time(), signer=signer)
     print(
         f"{done.num_deleted} keys deleted; {done.num_kept} versions can be rebuilt; {done.num_old} older versions have"
-        f" only their manifest left; {done.num_adrift} keys belong to no version yet"
+        f" only their manifest left; {done.num_unreachable} keys belong to no version yet"
     )
     if done.needs_key:
         print("the channel is signed: to delete what interrupted publishes left, give its private key: --key FILE")
@@ -277,7 +277,7 @@ def print_check(found: fsck.Check) -> None:
     )
 
 
-def _line(adopted: Adopted) -> str:
+def _line(adopted: AdoptedVersion) -> str:
     return (
         f"{adopted.version}: fetched {size(adopted.fetched_bytes)} in {adopted.fetch_s:.2f} s, wrote"
         f" {size(adopted.written_bytes)} in {adopted.write_s:.2f} s"

@@ -6,8 +6,8 @@ from __future__ import annotations
 from math import log2, prod
 
 from etude.models.config import ModelConfig
-from etude.models.headers import shapes
-from etude.models.low import is_rounded
+from etude.models.headers import weight_shapes
+from etude.models.quantised_storage import is_quantised
 from etude.plan.shape import Training
 
 FLOAT32_BYTES, BF16_BYTES = 4, 2
@@ -51,7 +51,7 @@ def training_flops(model: ModelConfig, context: float, training: Training) -> fl
 def kv_bytes_token(model: ModelConfig, width: int = BF16_BYTES) -> int:
     """Bytes of keys and values of one token in all layers. `width`: bytes per number. Shazeer 2019 (arXiv 1911.02150);
     latents: DeepSeek-AI 2024, "DeepSeek-V2" (arXiv 2405.04434), table 1."""
-    kept = model.kept
+    kept = model.cache_layout
     values = 0 if kept.shared else kept.heads * kept.value_width
     return model.num_layers * (kept.heads * kept.key_width + values) * width
 
@@ -60,7 +60,7 @@ def kv_bytes_device(model: ModelConfig, devices: int, width: int = BF16_BYTES) -
     """Bytes of keys and values of one token on each device under tensor parallelism. Heads are divided over the
     devices; with more devices than heads, heads are copied. Latents (MLA) belong to all heads, so every device has a
     full copy. Shoeybi et al. 2019, "Megatron-LM" (arXiv 1909.08053), section 3; vLLM's `MLAAttention` for latents."""
-    kept = model.kept
+    kept = model.cache_layout
     if kept.shared:
         return kv_bytes_token(model, width)
     return model.num_layers * -(-kept.heads // devices) * (kept.key_width + kept.value_width) * width
@@ -97,7 +97,7 @@ def expert_parameters(model: ModelConfig) -> int:
 def matrices(model: ModelConfig, on: str = "all") -> list[tuple[int, ...]]:
     """Shapes of the matrices of attention and MLP, each expert separately: those that Muon trains and LoRA adapts.
     `on`: "all", "attention" or "mlp"."""
-    found = ((".mlp." in name, shape) for name, shape in shapes(model) if is_rounded(name))
+    found = ((".mlp." in name, shape) for name, shape in weight_shapes(model) if is_quantised(name))
     return [shape for is_mlp, shape in found if on == "all" or is_mlp == (on == "mlp")]
 
 
@@ -105,7 +105,7 @@ def expert_adapters(model: ModelConfig, training: Training) -> int:
     """Number of parameters in the LoRA adapters of all experts."""
     if training.lora_on == "attention" or not model.num_moe_layers:
         return 0
-    found = (shape for name, shape in shapes(model) if is_rounded(name) and ".experts." in name)
+    found = (shape for name, shape in weight_shapes(model) if is_quantised(name) and ".experts." in name)
     return training.lora_rank * sum(map(sum, found))
 
 

@@ -43,7 +43,7 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of this machine by `etude.loop.calibrating`: CPU seconds in one thread, for a given model.
+    """Measurements of this machine by `etude.loop.calibration`: CPU seconds in one thread, for a given model.
 
     Measured separately, within seconds: learner steps of two sizes, an engine with two batch sizes and with prompts
     only, scripts that solve tasks on machines, publishing and loading a version.

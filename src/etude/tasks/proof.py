@@ -16,9 +16,9 @@ from etude.seams import Grader, TaskSource
 from etude.tasks.verdicts import in_parallel, num_tasks, unmodified, verdict
 
 Export = Callable[[Task, Mapping[str, bytes], Sequence[str]], Awaitable[Mapping[str, bytes]]]
-"""Write files into a machine, run a command, and return the exported files (`environments.exports_of`)."""
+"""Write files into a machine, run a command, and return the exported files (`environments.simulate_exports`)."""
 Tests = Callable[[Task, Answer], Awaitable[str]]
-"""Why the test command of a task cannot start; "" if it can (`environments.start_fault`)."""
+"""Why the test command of a task cannot start; "" if it can (`environments.find_test_command_problem`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ plug-ins.
 """
 
 from etude.environments.memory import MemoryMachine, MemoryRuntime, run_python
-from etude.testing.crews import FakeCrew
 from etude.testing.learning import (
     EnginePolicy,
     FakeLearner,
@@ -18,12 +17,13 @@ from etude.testing.learning import (
     make_version,
 )
 from etude.testing.machines import FakeGrader, ListSource
+from etude.testing.run_processes import FakeRunProcesses
 
 __all__ = [
     "EnginePolicy",
-    "FakeCrew",
     "FakeGrader",
     "FakeLearner",
+    "FakeRunProcesses",
     "ListSource",
     "MemoryExperience",
     "MemoryMachine",
