@@ -172,7 +172,7 @@ def test_a_task_source_without_tasks_or_with_a_wrong_reference_is_refused(
         return refuse(code, "run", game.config, "--name", "new", "--set", f"tasks.source={source}")
 
     (tmp_path / "empty").mkdir()
-    assert "holds no task" in start(tmp_path / "empty", 2)
+    assert "has no task" in start(tmp_path / "empty", 2)
     assert "did you mean 'repair'" in refuse(2, "run", game.config, "--set", "tasks.source=repiar")
     shutil.copytree(game.tasks, tmp_path / "untrained")
     for folder in (tmp_path / "untrained").glob("train-*"):

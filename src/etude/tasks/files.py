@@ -128,44 +128,44 @@ class DirectorySource:
         except OSError as error:
             raise NoSource(f"cannot list {self.path}", str(error), hint="give a directory of task folders") from None
         if not folders:
-            raise NoSource(f"{self.path} holds no task", hint="a task is a folder with a task.toml, files/ and answer/")
+            raise NoSource(f"{self.path} has no task", hint="a task is a folder with a task.toml, files/ and answer/")
         return folders
 
     def _read_task(self, folder: Path) -> Task:
-        said, kind = _read_toml(folder), kind_of(folder)
+        toml, kind = _read_toml(folder), kind_of(folder)
         trust = kind.trust
-        if said.trust not in (None, trust):
-            raise TaskError(f"{folder} says it is {said.trust}", f"its answer is {trust}", hint="leave `trust` away")
-        if said.running and kind is not Kind.VERIFIER:
+        if toml.trust not in (None, trust):
+            raise TaskError(f"{folder}: trust = {toml.trust}", f"its answer is {trust}", hint="remove `trust`")
+        if toml.running and kind is not Kind.VERIFIER:
             raise TaskError(
-                f"{folder} says running = true",
+                f"{folder}: running = true",
                 f"its answer is {kind}",
                 hint="write answer/verifier.json: only a verifier can check running processes",
             )
-        module, _, function = said.entry_point.partition(":")
+        module, _, function = toml.entry_point.partition(":")
         if kind is Kind.CHECK and not (module and function):
             raise TaskError(
-                f"{folder / 'task.toml'}: entry_point = {said.entry_point!r}",
-                "answer/check.py is called with a function, and entry_point names none",
-                hint='write entry_point = "module:function", the function that is judged',
+                f"{folder / 'task.toml'}: entry_point = {toml.entry_point!r}",
+                "answer/check.py needs a function to check",
+                hint='write entry_point = "module:function", the function to grade',
             )
-        files = self._read_files(folder, said.base)
-        content = "\0".join([said.instruction, *(x for item in sorted(files.items()) for x in item)])
-        split = said.split or split_of(said.problem or content)
+        files = self._read_files(folder, toml.base)
+        content = "\0".join([toml.instruction, *(x for item in sorted(files.items()) for x in item)])
+        split = toml.split or split_of(toml.problem or content)
         return Task(
             source=self.name,
             split=split,
             index=len(self._tasks[split]),
-            family=said.family,
-            problem=said.problem,
-            instruction=said.instruction,
+            family=toml.family,
+            problem=toml.problem,
+            instruction=toml.instruction,
             files=files,
-            exports=said.exports,
-            test_command=said.test_command,
+            exports=toml.exports,
+            test_command=toml.test_command,
             trust=trust,
-            image=_image(said.image),
-            state=said.state,
-            running=said.running,
+            image=_image(toml.image),
+            state=toml.state,
+            running=toml.running,
         )
 
     def _read_files(self, folder: Path, base: str) -> dict[str, str]:
@@ -187,11 +187,11 @@ def _read_toml(folder: Path) -> TaskFile:
         raise TaskError(f"task {folder}", facts, hint=error.hint) from None
 
 
-def _image(said: ImageFile | None) -> Image | None:
-    if said is None:
+def _image(image: ImageFile | None) -> Image | None:
+    if image is None:
         return None
-    env = dict(item.partition("=")[::2] for item in said.env)
-    return Image(digest=said.digest, workdir=said.workdir, env=env, user=said.user)
+    env = dict(item.partition("=")[::2] for item in image.env)
+    return Image(digest=image.digest, workdir=image.workdir, env=env, user=image.user)
 
 
 def write_task(root: Path, name: str, task: Task, answer: Answer, base: Mapping[str, str] | None = None) -> Path:
@@ -207,7 +207,7 @@ def write_task(root: Path, name: str, task: Task, answer: Answer, base: Mapping[
     write_tree(folder / "files", own)
     write_answer(folder, answer)
     image = task.image
-    said = TaskFile(
+    task_file = TaskFile(
         instruction=task.instruction,
         exports=task.exports,
         test_command=task.test_command,
@@ -222,7 +222,7 @@ def write_task(root: Path, name: str, task: Task, answer: Answer, base: Mapping[
         if image is None
         else ImageFile(image.digest, image.workdir, tuple(f"{k}={v}" for k, v in image.env.items()), image.user),
     )
-    write_tree(folder, {"task.toml": config.to_toml(said)})
+    write_tree(folder, {"task.toml": config.to_toml(task_file)})
     return folder
 
 

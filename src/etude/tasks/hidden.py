@@ -157,5 +157,5 @@ def write_answer(folder: Path, answer: Answer) -> None:
         write_tree(hidden, {"reference.json": msgspec.json.encode({"argv": answer.reference_argv}).decode()})
     if record.files:
         write_tree(hidden / _FOLDERS[kind], record.files)
-    said = {name: value for name, value in plain.items() if name != "files"}
-    write_tree(hidden, {kind: msgspec.json.format(msgspec.json.encode(said)).decode() + "\n"})
+    fields = {name: value for name, value in plain.items() if name != "files"}
+    write_tree(hidden, {kind: msgspec.json.format(msgspec.json.encode(fields)).decode() + "\n"})

@@ -52,11 +52,10 @@ class ModelFamilyContract(Contract):
         family = self.make()
         c = family.tiny()
         pairs = {name: family.hf_name(name) for name, _ in weight_shapes(c)}
-        for ours, theirs in pairs.items():
-            assert family.etude_name(theirs) == ours, (
-                f"{ours} is {theirs} outside, which is {family.etude_name(theirs)} inside"
-            )
-            assert stays_float32(ours) == stays_float32(theirs), f"{theirs} must keep the last part of {ours}"
+        for name, outside in pairs.items():
+            back = family.etude_name(outside)
+            assert back == name, f"{name} is {outside} outside, which is {back} inside"
+            assert stays_float32(name) == stays_float32(outside), f"{outside} must keep the last part of {name}"
         assert len(set(pairs.values())) == len(pairs), "two tensors have one name"
         found = {name: tuple(view.shape) for name, view in views(Transformer(c, seed=0)).items()}
         wrong = found.items() ^ dict(weight_shapes(c)).items()
@@ -69,15 +68,17 @@ class ModelFamilyContract(Contract):
 
     def test_other_values_than_those_that_are_computed_are_refused_by_their_key(self) -> None:
         family = self.make()
-        changes: dict[str, object] = {key: f"not {ours}" for key, (ours, _) in family.fixed.items()}
+        changes: dict[str, object] = {key: f"not {supported}" for key, (supported, _) in family.fixed.items()}
         for key, value in {**changes, "architectures": ["AnotherForCausalLM"]}.items():
-            said = ""
+            message = ""
             try:
                 ModelConfig.from_hf(family.tiny().to_hf() | {key: value})
             except CheckpointError as error:
-                said = str(error)
+                message = str(error)
             wanted = "AnotherForCausalLM" if key == "architectures" else key
-            assert wanted in said, f"{key} = {value!r} was {f'refused without its name: {said}' if said else 'read'}"
+            assert wanted in message, (
+                f"{key} = {value!r} was {f'refused without its name: {message}' if message else 'read'}"
+            )
 
     def test_every_weight_has_a_finite_gradient(self) -> None:
         model = random_model(self.make().tiny())
@@ -129,13 +130,13 @@ class ModelFamilyContract(Contract):
         with TemporaryDirectory() as name:
             folder = Path(name)
             save_model(random_model(self.make().tiny()), folder / "first", dtype="f32")
-            theirs = loaded_by_transformers(folder / "first")
+            reference = loaded_by_transformers(folder / "first")
             with torch.no_grad():
-                for parameter in theirs.parameters():  # other weights than etude wrote
+                for parameter in reference.parameters():  # other weights than etude wrote
                     parameter.mul_(1.1)
-            theirs.save_pretrained(folder / "theirs")
+            reference.save_pretrained(folder / "reference")
             for operators in (None, Native()):
-                compare(load_model(folder / "theirs", operators=operators), theirs)
+                compare(load_model(folder / "reference", operators=operators), reference)
 
 
 @torch.no_grad()
@@ -177,18 +178,18 @@ def loaded_by_transformers(folder: Path) -> Any:
 
 
 @torch.no_grad()
-def compare(ours: Transformer, theirs: Any) -> None:
+def compare(model: Transformer, reference: Any) -> None:
     """Raise `AssertionError` unless both models compute the same logits with the same experts."""
     chosen: list[torch.Tensor] = []
-    routers = [layer.mlp.gate for layer in theirs.model.layers if hasattr(layer.mlp, "gate")]
+    routers = [layer.mlp.gate for layer in reference.model.layers if hasattr(layer.mlp, "gate")]
     hooks = [one.register_forward_hook(lambda _module, _inputs, outputs: chosen.append(outputs[2])) for one in routers]
-    expected = theirs(tokens(ours.config)[None]).logits[0]
+    expected = reference(tokens(model.config)[None]).logits[0]
     for hook in hooks:
         hook.remove()
-    done = ours.eval().run(tokens(ours.config))
-    assert len(chosen) == ours.config.num_moe_layers, f"transformers has {len(chosen)} routers"
-    for layer, mine, experts in zip(ours.config.moe_layers, done.routes.unbind(1), chosen, strict=True):
-        differing = int((mine.long().sort(-1).values != experts.sort(-1).values).any(-1).sum())
+    done = model.eval().run(tokens(model.config))
+    assert len(chosen) == model.config.num_moe_layers, f"transformers has {len(chosen)} routers"
+    for layer, routes, experts in zip(model.config.moe_layers, done.routes.unbind(1), chosen, strict=True):
+        differing = int((routes.long().sort(-1).values != experts.sort(-1).values).any(-1).sum())
         assert not differing, f"layer {layer} sends {differing} tokens to other experts"
     distance = float((done.logits - expected).abs().max() / expected.abs().max())
     assert distance <= NEAR, f"logits differ by {distance:.1e} of the largest"

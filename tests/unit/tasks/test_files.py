@@ -155,7 +155,7 @@ def test_a_key_that_a_case_lacks_is_named_in_words(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_tasks_or_no_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match="holds no task"):
+    with pytest.raises(TaskError, match="has no task"):
         DirectorySource(tmp_path)
     with pytest.raises(TaskError, match="cannot list"):
         DirectorySource(tmp_path / "none")

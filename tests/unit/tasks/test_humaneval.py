@@ -106,7 +106,7 @@ def test_a_bad_line_is_named_by_its_number(tmp_path: Path, row: object, said: st
 
 
 def test_a_file_without_tasks_missing_or_half_packed_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match="holds no task"):
+    with pytest.raises(TaskError, match="has no task"):
         _source(tmp_path, "", "")
     with pytest.raises(TaskError, match="cannot read"):
         HumanEvalSource(tmp_path / "none.jsonl")

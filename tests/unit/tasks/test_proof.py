@@ -130,7 +130,7 @@ def test_sources_open_by_name_or_path_and_an_unknown_one_names_the_nearest(tmp_p
         open_source("humaneval", seed=0)
     with pytest.raises(TaskError, match="cannot read"):
         open_source(f"humaneval:{tmp_path / 'none.jsonl'}", seed=0)
-    with pytest.raises(TaskError, match="holds no task"):
+    with pytest.raises(TaskError, match="has no task"):
         open_source(str(tmp_path), seed=0)
 
 

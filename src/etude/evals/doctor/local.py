@@ -28,12 +28,12 @@ from etude.models import ModelConfig, Packed, Transformer, hf_views
 from etude.numerics import Native
 from etude.records.completion import missing_route
 
-TIMES, TIMES_ALL = 6.0, 2.5
+MAX_RATIO, MAX_RATIO_ALL = 6.0, 2.5
 """How many times larger than the learner's error an engine's error may be, in its worst row and over all rows: kernels
 round intermediate results in another order. Correct models of both families in three dtypes reach 1.2
 (tests/unit/evals/test_doctor.py)."""
 
-_LEAST = float(torch.finfo(torch.float32).eps)
+_EPSILON = float(torch.finfo(torch.float32).eps)
 
 PRODUCTS = ("qkv", "inward", ".q", "expanded", ".out", "scores", "gate_up", "down", "logits")
 """Ends of the names of results that are rounded once."""
@@ -57,44 +57,44 @@ class Finding:
         return int(rest.partition(".")[0]) if head == "layers" else None
 
 
-def findings(model: Transformer, token_ids: Sequence[int], theirs: Results, *, exact: bool) -> list[Finding]:
+def findings(model: Transformer, token_ids: Sequence[int], engine_results: Results, *, exact: bool) -> list[Finding]:
     """Every wrong operator, in the order of computation.
 
-    `model`: the learner's model in the engine's dtype. `theirs`: the engine's results for all of `token_ids`. Raises
-    `EngineError` if their shapes do not fit the model.
+    `model`: the learner's model in the engine's dtype. `engine_results`: the engine's results for all of `token_ids`.
+    Raises `EngineError` if their shapes do not fit the model.
     """
-    ours, reference = _alone(model, token_ids, theirs), {}
+    own_results, reference = _compute_alone(model, token_ids, engine_results), {}
     if not exact:
-        reference = _alone(_in_double(model), token_ids, theirs)
+        reference = _compute_alone(_in_double(model), token_ids, engine_results)
     found: list[Finding] = []
     unseen: list[str] = []
-    for name, mine in ours.items():
-        if name not in theirs:
+    for name, result in own_results.items():
+        if name not in engine_results:
             unseen.append(name)
             continue
-        one = _judged(name, mine, theirs[name], reference.get(name), tuple(unseen))
+        one = _judge(name, result, engine_results[name], reference.get(name), tuple(unseen))
         if one is not None:
             found.append(one)
         unseen = []
     return found
 
 
-def _alone(model: Transformer, token_ids: Sequence[int], theirs: Results) -> Results:
+def _compute_alone(model: Transformer, token_ids: Sequence[int], engine_results: Results) -> Results:
     """The result of each operator, computed on the engine's inputs."""
     own: Results = {}
 
     def watch(name: str, tensor: torch.Tensor) -> torch.Tensor:
         own[name] = tensor
-        if name not in theirs:
+        if name not in engine_results:
             return tensor
-        _check_shape(name, theirs[name], tensor.shape)
-        return theirs[name].to(tensor.dtype)
+        _check_shape(name, engine_results[name], tensor.shape)
+        return engine_results[name].to(tensor.dtype)
 
     with torch.inference_mode():
         done = model.eval().run(
             torch.tensor(list(token_ids)),
             Packed([len(token_ids)], model.operators),
-            _replayed(theirs, model.config, len(token_ids)),
+            _reported_routes(engine_results, model.config, len(token_ids)),
             hook=watch,
         )
     for at, name in enumerate(n for n in own if n.endswith("experts.used")):
@@ -102,18 +102,18 @@ def _alone(model: Transformer, token_ids: Sequence[int], theirs: Results) -> Res
     return own
 
 
-def _replayed(theirs: Results, of: ModelConfig, num_tokens: int) -> torch.Tensor | None:
+def _reported_routes(engine_results: Results, of: ModelConfig, num_tokens: int) -> torch.Tensor | None:
     """The engine's experts as routes, `of.route_dtype` [T, L, K]: "missing" for layers that are not reported and for
     invalid experts. None if no layer is reported."""
     missing = missing_route(of.route_dtype)
     routes = torch.full((num_tokens, of.num_moe_layers, of.top_k), missing)
     names = [f"layers.{layer}.experts.used" for layer in of.moe_layers]
     for at, name in enumerate(names):
-        if name in theirs:
-            _check_shape(name, theirs[name], routes[:, at].shape)
-            routes[:, at] = theirs[name]
+        if name in engine_results:
+            _check_shape(name, engine_results[name], routes[:, at].shape)
+            routes[:, at] = engine_results[name]
     routes[(routes < 0) | (routes >= of.num_experts)] = missing
-    return routes.to(getattr(torch, of.route_dtype)) if any(name in theirs for name in names) else None
+    return routes.to(getattr(torch, of.route_dtype)) if any(name in engine_results for name in names) else None
 
 
 def _check_shape(name: str, tensor: torch.Tensor, expected: torch.Size) -> None:
@@ -129,28 +129,28 @@ def _in_double(model: Transformer) -> Transformer:
     """A model with the same weights in float64 and native operators."""
     twin = Transformer(model.config, seed=None, dtype=torch.float64, operators=Native(torch.float64))
     with torch.no_grad():
-        for mine, theirs in zip(hf_views(twin).values(), hf_views(model).values(), strict=True):
-            mine.copy_(theirs)
+        for copy, original in zip(hf_views(twin).values(), hf_views(model).values(), strict=True):
+            copy.copy_(original)
     return twin
 
 
-def _judged(
-    name: str, mine: torch.Tensor, theirs: torch.Tensor, true: torch.Tensor | None, unseen: tuple[str, ...]
+def _judge(
+    name: str, own: torch.Tensor, engine: torch.Tensor, true: torch.Tensor | None, unseen: tuple[str, ...]
 ) -> Finding | None:
-    if not mine.dtype.is_floating_point:
-        differs = _rows((mine.sort(-1).values != theirs.sort(-1).values).to(torch.float64)).any(1)
+    if not own.dtype.is_floating_point:
+        differs = _rows((own.sort(-1).values != engine.sort(-1).values).to(torch.float64)).any(1)
         return _finding(name, differs.double(), 0.0, unseen)
     if true is None:
-        return _finding(name, _error(theirs.double(), mine.double()), 0.0, unseen)
-    dtype = theirs.dtype
-    mine = mine.to(dtype)  # the engine's dtype may be coarser: that is rounding, too
+        return _finding(name, _error(engine.double(), own.double()), 0.0, unseen)
+    dtype = engine.dtype
+    own = own.to(dtype)  # the engine's dtype may be coarser: that is rounding, too
     rounding = torch.finfo(dtype).eps * (0.51 if name.endswith(PRODUCTS) else 1.02)
     for slack in (0.0, rounding):
-        its, own = (_error(one.double(), true.double(), slack) for one in (theirs, mine))
-        if found := _finding(name, its, TIMES * max(float(own.max()), _LEAST), unseen):
+        engine_error, own_error = (_error(x.double(), true.double(), slack) for x in (engine, own))
+        if found := _finding(name, engine_error, MAX_RATIO * max(float(own_error.max()), _EPSILON), unseen):
             return found
-    its, own = (_whole(one.double(), true.double()) for one in (theirs, mine))
-    return _finding(name, its, TIMES_ALL * max(float(own), _LEAST), unseen)
+    engine_error, own_error = (_total_error(x.double(), true.double()) for x in (engine, own))
+    return _finding(name, engine_error, MAX_RATIO_ALL * max(float(own_error), _EPSILON), unseen)
 
 
 def _finding(name: str, error_T: torch.Tensor, allowed: float, unseen: tuple[str, ...]) -> Finding | None:
@@ -177,6 +177,6 @@ def _error(found: torch.Tensor, true: torch.Tensor, slack: float = 0.0) -> torch
     return _norms(beyond) / _norms(true).clamp_min(torch.finfo(torch.float32).tiny)
 
 
-def _whole(found: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
+def _total_error(found: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
     """[1]: relative error over all rows."""
     return _error(found.flatten()[None], true.flatten()[None])
