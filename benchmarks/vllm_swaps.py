@@ -25,7 +25,7 @@ from etude.inference.vllm.environment import required_version
 from benchmarks.report import report
 from etude.errors import EtudeError
 from etude.inference import HttpEngine
-from etude.inference.started import started
+from etude.inference.temporary_engine import temporary_engine
 from etude.models import ModelConfig, Transformer, save_model
 from etude.records.completion import Completion, CompletionRequest, Sampling, Version
 from etude.stores import DirectoryStore
@@ -104,7 +104,7 @@ async def measure(num_swaps: int, place: Path) -> dict[str, Any]:
     version = channel.publish(export(model, LiveWeights.F32), step=0, parent=None, rollout_ids=[]).version
     order, rows, seen = [version], list[dict[str, Any]](), Seen()
     arguments = ["--store", str(place / "store"), "--context-tokens", "512", "--max-sequences", str(STREAMS + 2)]
-    async with started(place / "model", place, *arguments) as running:
+    async with temporary_engine(place / "model", place, *arguments) as running:
         engine = running.engine
         while (await engine.info()).version != version:  # noqa: ASYNC110 - the state is another process's
             await asyncio.sleep(0.05)

@@ -1,5 +1,5 @@
 """The interfaces of etude: the Protocols that implementations are written for. Imports no torch. The one function here,
-`told`, streams a completion from any policy or engine.
+`stream_or_complete`, streams a completion from any policy or engine.
 
 Each Protocol has a fake in `etude.testing`, and a contract suite in `tests/contracts` that an implementation
 joins in one line. Deadlines are in seconds; a method that waits names what it waited for in its error.
@@ -204,17 +204,17 @@ class Streaming(Protocol):
         ...
 
 
-async def told(
-    source: object, whole: Callable[[CompletionRequest], Awaitable[Completion]], request: CompletionRequest
+async def stream_or_complete(
+    source: object, complete: Callable[[CompletionRequest], Awaitable[Completion]], request: CompletionRequest
 ) -> AsyncGenerator[list[int] | Completion]:
     """Stream a completion from a policy or an engine, as `Streaming.stream` does. From one that cannot stream, get it
-    in one piece by its method `whole`."""
+    in one piece by its method `complete`."""
     if isinstance(source, Streaming):
         async with aclosing(source.stream(request)) as parts:
             async for part in parts:
                 yield part
     else:
-        completion = await whole(request)
+        completion = await complete(request)
         yield completion.token_ids.tolist()
         yield completion
 

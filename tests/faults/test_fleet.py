@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.home import TOKEN, Home
 
-from etude.inference.membership import State
+from etude.inference.registry_messages import State
 
 A_YEAR_AGO = "import time\nnow = time.time\ntime.time = lambda: now() - 365 * 86_400\n"
 

@@ -615,7 +615,9 @@ def test_what_a_harness_raises_or_returns_is_named_with_whose_it_is(module, monk
     plugin = Plugin(f"{module(HARNESS.replace('{body}', body))}:Own")
     limits = HarnessConfig(max_turns=1, turn_deadline_s=0.2, tool_deadline_s=0.1)
     with pytest.raises(PluginError) as error:
-        asyncio.run(run_plugin(plugin, make(Kind.HARNESS, plugin), None, None, policy=None, limits=limits, how={}))
+        asyncio.run(
+            run_plugin(plugin, make(Kind.HARNESS, plugin), None, None, policy=None, limits=limits, arguments={})
+        )
     assert f"harness {plugin}" in error.value.what
     assert says in error.value.facts
 
@@ -643,7 +645,7 @@ def test_the_deadline_of_a_harness_stands_still_while_it_waits_for_the_policy(mo
     monkeypatch.setattr("etude.harness.programs.PLUGIN_GRACE_S", 0.1)
     plugin = Plugin(f"{module(SLOW.replace('{after}', str(after)))}:Own")
     limits, harness = HarnessConfig(max_turns=1, tool_deadline_s=0.1), make(Kind.HARNESS, plugin)
-    running = run_plugin(plugin, harness, None, None, policy=SlowPolicy(), limits=limits, how={})
+    running = run_plugin(plugin, harness, None, None, policy=SlowPolicy(), limits=limits, arguments={})
     if hangs:
         with pytest.raises(PluginError, match="hangs"):
             asyncio.run(running)

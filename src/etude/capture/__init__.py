@@ -10,7 +10,7 @@ messages:
     tree.trace().path(0)                                # exactly what the model read and sampled
 """
 
-from etude.capture.chat import Called, Chat, Message, Said
+from etude.capture.chat import Chat, Message, ParsedCall, ParsedReply
 from etude.capture.tree import Node, Prompt, TurnTree
 
-__all__ = ["Called", "Chat", "Message", "Node", "Prompt", "Said", "TurnTree"]
+__all__ = ["Chat", "Message", "Node", "ParsedCall", "ParsedReply", "Prompt", "TurnTree"]

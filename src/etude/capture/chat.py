@@ -10,7 +10,7 @@ from etude.records.wire import I32
 Message = dict[str, Any]
 
 
-class Called(Protocol):
+class ParsedCall(Protocol):
     """A tool call that could be read."""
 
     @property
@@ -19,13 +19,13 @@ class Called(Protocol):
     def arguments(self) -> dict[str, Any]: ...
 
 
-class Said(Protocol):
+class ParsedReply(Protocol):
     """A completion, parsed: its text and its tool call. With an `error` the call could not be parsed."""
 
     @property
     def text(self) -> str: ...
     @property
-    def call(self) -> Called | None: ...
+    def call(self) -> ParsedCall | None: ...
     @property
     def error(self) -> str: ...
 
@@ -40,9 +40,9 @@ class Chat(Protocol):
         """Raises `ValueError` for what is no tool."""
         ...
 
-    def first(self, messages: Sequence[Message], signatures: Any, *, most: int | None = None) -> I32:
+    def encode_prompt(self, messages: Sequence[Message], signatures: Any, *, max_tokens: int | None = None) -> I32:
         """May be called in any thread, as `continuation` and `encode` may. Raises `ContextFull`, before it tokenises,
-        for what surely has more than `most` tokens."""
+        for what surely has more than `max_tokens` tokens."""
         ...
 
     def continuation(
@@ -52,15 +52,15 @@ class Chat(Protocol):
         signatures: Any,
         *,
         ended: bool,
-        most: int | None = None,
+        max_tokens: int | None = None,
     ) -> I32: ...
 
-    def parse(self, ids: I32, signatures: Any) -> Said: ...
+    def parse(self, ids: I32, signatures: Any) -> ParsedReply: ...
 
-    def leading_text(self, ids: Sequence[int]) -> int:
+    def num_text_tokens(self, ids: Sequence[int]) -> int:
         """How many of a completion's first tokens are surely said as text, whatever follows."""
         ...
 
-    def encode(self, text: str, *, most: int | None = None) -> I32: ...
+    def encode(self, text: str, *, max_tokens: int | None = None) -> I32: ...
 
     def decode(self, ids: Iterable[int]) -> str: ...

@@ -53,11 +53,11 @@ class Node:
         """Tokens that the turn adds to its parent's context."""
         return len(self.prompt_ids) + len(self.completion.token_ids)
 
-    def says(self, completion: Completion) -> bool:
+    def has_tokens_of(self, completion: Completion) -> bool:
         """Whether the turn sampled the same tokens."""
         return np.array_equal(self.completion.token_ids, completion.token_ids)
 
-    def line(self) -> Iterator[Node]:
+    def ancestry(self) -> Iterator[Node]:
         """The turn, its parent, and so on to the root."""
         at: Node | None = self
         while at is not None:
@@ -66,7 +66,7 @@ class Node:
 
     def context(self) -> I32:
         """[num_tokens] everything that the model has read and sampled up to here."""
-        parts = [ids for node in self.line() for ids in (node.completion.token_ids, node.prompt_ids)]
+        parts = [ids for node in self.ancestry() for ids in (node.completion.token_ids, node.prompt_ids)]
         return np.concatenate(parts[::-1])
 
 
@@ -99,12 +99,12 @@ class TurnTree:
         self.max_tokens, self.num_tokens = max_tokens, 0
         self._chat, self._session_id = chat, session_id
         self._num_sessions = self._num_recorded = 0
-        self._held: OrderedDict[Node, None] = OrderedDict()  # the one unused for longest first
+        self._nodes: OrderedDict[Node, None] = OrderedDict()  # the one unused for longest first
         self._by_key: dict[bytes, list[Node]] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._nodes)
 
     def prompt(
         self,
@@ -112,25 +112,27 @@ class TurnTree:
         signatures: Mapping[str, Any],
         *,
         tools: Sequence[Mapping[str, Any]] = (),
-        most: int | None = None,
+        max_tokens: int | None = None,
     ) -> Prompt:
         """Render a request: the tokens of the deepest known turn, then those of the messages behind it. The last
         message is not the model's.
 
         `tools`: what the signatures were made of, where they may change within the tree. Raises `ContextFull`, before
-        it tokenises, for a prompt that surely has more than `most` tokens, and what the chat format raises.
+        it tokenises, for a prompt that surely has more than `max_tokens` tokens, and what the chat format raises.
         """
-        keys = chain(tools, messages)
+        keys = conversation_keys(tools, messages)
         with self._lock:
             parent = self._deepest(keys[:-1])
             session_id, fork_from = self._session(parent)
         if parent is None:
-            new_ids = self._chat.first(messages, signatures, most=most)
+            new_ids = self._chat.encode_prompt(messages, signatures, max_tokens=max_tokens)
             return Prompt(None, new_ids, new_ids, keys[-1], session_id, fork_from)
         known = keys.index(parent.key) + 1
-        room = None if most is None else max(0, most - parent.num_tokens)
+        remaining = None if max_tokens is None else max(0, max_tokens - parent.num_tokens)
         ended = parent.completion.stop_reason is StopReason.STOP
-        new_ids = self._chat.continuation(messages[:known], messages[known:], signatures, ended=ended, most=room)
+        new_ids = self._chat.continuation(
+            messages[:known], messages[known:], signatures, ended=ended, max_tokens=remaining
+        )
         token_ids = np.concatenate([parent.context(), new_ids])
         return Prompt(parent, token_ids, new_ids, keys[-1], session_id, fork_from)
 
@@ -146,10 +148,10 @@ class TurnTree:
     ) -> Node:
         """Add the turn of a prompt and its completion. `message`: the model's message, as later requests repeat it. A
         request that was sent twice (same prompt, sampling and completion) gives the turn that is there."""
-        key, num_before = _extended(prompt.key, message), prompt.parent.num_tokens if prompt.parent else 0
+        key, num_before = _extend_key(prompt.key, message), prompt.parent.num_tokens if prompt.parent else 0
         with self._lock:
             for node in self._by_key.get(key, ()):
-                if node.parent is prompt.parent and node.sampling == sampling and node.says(completion):
+                if node.parent is prompt.parent and node.sampling == sampling and node.has_tokens_of(completion):
                     return node
             node = Node(
                 parent=prompt.parent,
@@ -164,15 +166,15 @@ class TurnTree:
                 num_tokens=num_before + len(prompt.new_ids) + len(completion.token_ids),
             )
             self._num_recorded += 1
-            self._use(node)
+            self._touch(node)
             while self.max_tokens is not None and self.num_tokens > self.max_tokens:
-                self._forget(next(iter(self._held)))
+                self._evict(next(iter(self._nodes)))
         return node
 
     def trace(self) -> Trace:
         """All turns that the tree holds, in the order in which they were recorded."""
         with self._lock:
-            nodes = sorted(self._held, key=lambda node: node.number)
+            nodes = sorted(self._nodes, key=lambda node: node.number)
         index = {node: i for i, node in enumerate(nodes)}
         return Trace(
             tuple(
@@ -196,7 +198,7 @@ class TurnTree:
         if same is None:
             return None
         node = next((node for node in reversed(same) if not node.continued), same[-1])
-        self._use(node)
+        self._touch(node)
         return node
 
     def _session(self, parent: Node | None) -> tuple[str, str | None]:
@@ -208,17 +210,17 @@ class TurnTree:
         session_id = f"{self._session_id}+{number}" if number else self._session_id
         return session_id, parent.session_id if parent else None
 
-    def _use(self, node: Node) -> None:
+    def _touch(self, node: Node) -> None:
         """Hold a turn and its ancestors. Each is then more recent than its children, and is forgotten after them."""
-        for at in node.line():
-            if at not in self._held:
-                self._held[at] = None
+        for at in node.ancestry():
+            if at not in self._nodes:
+                self._nodes[at] = None
                 self._by_key.setdefault(at.key, []).append(at)
                 self.num_tokens += at.num_added
-            self._held.move_to_end(at)
+            self._nodes.move_to_end(at)
 
-    def _forget(self, node: Node) -> None:
-        del self._held[node]
+    def _evict(self, node: Node) -> None:
+        del self._nodes[node]
         self.num_tokens -= node.num_added
         same = self._by_key[node.key]
         same.remove(node)
@@ -226,21 +228,21 @@ class TurnTree:
             del self._by_key[node.key]
 
 
-def chain(tools: Sequence[Mapping[str, Any]], messages: Sequence[Message]) -> list[bytes]:
+def conversation_keys(tools: Sequence[Mapping[str, Any]], messages: Sequence[Message]) -> list[bytes]:
     """A digest of each beginning of a conversation: keys[i] is that of messages[: i + 1] under these tools.
 
-    >>> chain([], [{"role": "user", "content": "a"}]) == chain([], [{"content": "a", "role": "user"}])
+    >>> conversation_keys([], [{"role": "user", "content": "a"}]) == conversation_keys([], [{"content": "a", "role": "user"}])
     True
     """
     key = hashlib.sha256(_canonical(list(tools))).digest()
     keys = []
     for message in messages:
-        key = _extended(key, message)
+        key = _extend_key(key, message)
         keys.append(key)
     return keys
 
 
-def _extended(key: bytes, message: Message) -> bytes:
+def _extend_key(key: bytes, message: Message) -> bytes:
     return hashlib.sha256(key + _canonical(message)).digest()
 
 

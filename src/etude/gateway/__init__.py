@@ -9,15 +9,15 @@ Any OpenAI client works with ``base_url``. Conversations are never tokenised twi
 
 from etude.gateway.app import Gateway, create_app
 from etude.gateway.config import GatewayConfig
-from etude.gateway.refusal import Refused
+from etude.gateway.errors import RequestRefused
+from etude.gateway.http import serving
 from etude.gateway.requests import ChatRequest, read_request
-from etude.gateway.server import serving
 
 __all__ = [
     "ChatRequest",
     "Gateway",
     "GatewayConfig",
-    "Refused",
+    "RequestRefused",
     "create_app",
     "read_request",
     "serving",

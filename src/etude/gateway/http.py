@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
+from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from etude.errors import EtudeError
-from etude.gateway.refusal import Refused, of_error
+from etude.errors import ConfigError, EtudeError
+from etude.gateway.config import GatewayConfig
+from etude.gateway.errors import RequestRefused, from_error
+from etude.listening import bind, listening
 
 T = TypeVar("T")
 
@@ -38,7 +42,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-async def until_gone(request: Request, work: Awaitable[T]) -> T:
+async def run_until_disconnect(request: Request, work: Awaitable[T]) -> T:
     """Do the work, unless the client goes away: then it is cancelled, and `ClientDisconnect` raised."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
@@ -59,23 +63,38 @@ async def _disconnected(request: Request) -> None:
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
+    assert isinstance(error, RequestRefused)
     return error.response()
 
 
 async def _failed(request: Request, error: Exception) -> Response:
     assert isinstance(error, EtudeError)
-    return of_error(error).response()
+    return from_error(error).response()
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
-    return Refused(status, f"{request.method} {request.scope['path']} is not offered", code="not_found").response()
+    return RequestRefused(
+        status, f"{request.method} {request.scope['path']} is not offered", code="not_found"
+    ).response()
 
 
 async def _broken(request: Request, error: Exception) -> Response:
-    return Refused(500, "the gateway failed; its log says why", code="internal_error").response()
+    return RequestRefused(500, "the gateway failed; its log says why", code="internal_error").response()
 
 
-HANDLERS: Any = {Refused: _refused, EtudeError: _failed, Exception: _broken, 404: _no_route, 405: _no_route}
+HANDLERS: Any = {RequestRefused: _refused, EtudeError: _failed, Exception: _broken, 404: _no_route, 405: _no_route}
 """What Starlette does with an error."""
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Starlette, *, config: GatewayConfig) -> AsyncIterator[str]:
+    """Serve while the block runs; yields the URL to give a client as `base_url`.
+
+    Raises `ConfigError` for a port in use, and for an address beyond loopback when the app needs no key.
+    """
+    if not app.state.needs_key and not is_loopback(config.host):
+        hint = "give a key (--key, or ETUDE_API_KEY), or keep --host 127.0.0.1"
+        raise ConfigError(f"host {config.host!r} is open to the network", "there is no key", hint=hint)
+    async with listening(app, bind(config.host, config.port), what="the gateway", grace_s=5) as url:
+        yield f"{url}/v1"

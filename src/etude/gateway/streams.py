@@ -11,56 +11,62 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from etude.capture import Chat
-from etude.gateway.answers import Answer
-from etude.gateway.refusal import Refused
+from etude.gateway.errors import RequestRefused
+from etude.gateway.responses import ModelResponse
 
 DONE = b"data: [DONE]\n\n"
 CHARACTER_TOKENS = 4  # at most, as a character has four bytes at most
 
 
-class Spoken:
+class StreamedText:
     """The text of a growing completion. `sent` is what was given out so far."""
 
     def __init__(self, chat: Chat, stop: Sequence[str]) -> None:
         self.sent = ""
         self._chat, self._stop = chat, stop
         self._ids: list[int] = []
-        self._known = self._read = 0  # ids before `_known` are context, before `_read` they are decoded
-        self._held = ""  # decoded, and perhaps the beginning of a stop text
-        self._over = False  # a call or a stop text has begun
+        self._context_start = self._decoded_stop = (
+            0  # ids before `_context_start` are context, before `_decoded_stop` they are decoded
+        )
+        self._pending = ""  # decoded, and perhaps the beginning of a stop text
+        self._ended = False  # a call or a stop text has begun
 
-    def more(self, ids: list[int]) -> str:
+    def add(self, ids: list[int]) -> str:
         """What may be said now that these tokens are there."""
-        if self._over:
+        if self._ended:
             return ""
-        length = self._chat.leading_text(ids)
+        length = self._chat.num_text_tokens(ids)
         self._ids += ids[:length]
-        text = self._held + self._decoded()
+        text = self._pending + self._decode_new()
         end = min((at for s in self._stop if (at := text.find(s)) >= 0), default=-1)
-        self._over = length < len(ids) or end >= 0
-        safe = text[: end if end >= 0 else len(text) - _beginning(text, self._stop)]
-        self._held = text[len(safe) :]
+        self._ended = length < len(ids) or end >= 0
+        safe = text[: end if end >= 0 else len(text) - _stop_prefix_length(text, self._stop)]
+        self._pending = text[len(safe) :]
         self.sent += safe
         return safe
 
-    def _decoded(self) -> str:
+    def _decode_new(self) -> str:
         """The text of the new tokens, behind as many known ones as a decoder needs to set blanks right; none of it
         while the last character is not whole. Where none gets whole, what lies a character's tokens back is said as it
         is: it stays so, and nothing may be decoded again and again."""
-        before = self._chat.decode(self._ids[self._known : self._read])
-        text = self._chat.decode(self._ids[self._known :])
+        before = self._chat.decode(self._ids[self._context_start : self._decoded_stop])
+        text = self._chat.decode(self._ids[self._context_start :])
         stop = len(self._ids)
         if text.endswith("\ufffd"):
             stop -= CHARACTER_TOKENS
-            said = self._chat.decode(self._ids[self._known : stop]) if stop - self._read > CHARACTER_TOKENS else ""
-            text = said if text.startswith(said) else ""
+            content = (
+                self._chat.decode(self._ids[self._context_start : stop])
+                if stop - self._decoded_stop > CHARACTER_TOKENS
+                else ""
+            )
+            text = content if text.startswith(content) else ""
         if len(text) <= len(before):
             return ""
-        self._known, self._read = self._read, stop
+        self._context_start, self._decoded_stop = self._decoded_stop, stop
         return text[len(before) :]
 
 
-def _beginning(text: str, stop: Sequence[str]) -> int:
+def _stop_prefix_length(text: str, stop: Sequence[str]) -> int:
     """Length of the longest end of a text that a stop text begins with."""
     longest = max((len(s) for s in stop), default=0)
     return next((n for n in range(min(longest, len(text)), 0, -1) if any(s.startswith(text[-n:]) for s in stop)), 0)
@@ -72,31 +78,31 @@ class ChatStream:
     kind = "chat.completion.chunk"
 
     def __init__(
-        self, chat: Chat, *, stop: Sequence[str], answer_id: str, model: str, created: int, usage: bool
+        self, chat: Chat, *, stop: Sequence[str], response_id: str, model: str, created: int, usage: bool
     ) -> None:
-        self._spoken, self._usage, self._opened = Spoken(chat, stop), usage, False
-        self._head = {"id": answer_id, "object": self.kind, "created": created, "model": model}
+        self._text, self._usage, self._opened = StreamedText(chat, stop), usage, False
+        self._head = {"id": response_id, "object": self.kind, "created": created, "model": model}
         self._fingerprint: str | None = None
 
     def tokens(self, ids: list[int]) -> Iterator[bytes]:
         """The events that new tokens make."""
         yield from self._opening()
-        piece = self._spoken.more(ids)
+        piece = self._text.add(ids)
         if piece:
-            yield self._event(self._said(piece))
+            yield self._event(self._content(piece))
 
-    def end(self, answer: Answer) -> Iterator[bytes]:
+    def end(self, answer: ModelResponse) -> Iterator[bytes]:
         """What is left to say of the whole answer, its end, and ``[DONE]``."""
         yield from self._opening()
         self._fingerprint = answer.fingerprint
-        left = answer.text[len(self._spoken.sent) :] if answer.text.startswith(self._spoken.sent) else ""
+        left = answer.text[len(self._text.sent) :] if answer.text.startswith(self._text.sent) else ""
         if left:
-            yield self._event(self._said(left))
-        for said in self._calls(answer):
-            yield self._event(said)
-        yield self._event(self._said(""), answer.finish_reason)
+            yield self._event(self._content(left))
+        for content in self._calls(answer):
+            yield self._event(content)
+        yield self._event(self._content(""), answer.finish_reason)
         if self._usage:
-            yield event({**self._whole_head(), "choices": [], "usage": answer.usage()})
+            yield event({**self._header(), "choices": [], "usage": answer.usage()})
         yield DONE
 
     def _opening(self) -> Iterator[bytes]:
@@ -104,21 +110,21 @@ class ChatStream:
             self._opened = True
             yield self._event({"delta": {"role": "assistant", "content": ""}})
 
-    def _said(self, piece: str) -> dict[str, Any]:
+    def _content(self, piece: str) -> dict[str, Any]:
         return {"delta": {"content": piece} if piece else {}}
 
-    def _calls(self, answer: Answer) -> Iterator[dict[str, Any]]:
+    def _calls(self, answer: ModelResponse) -> Iterator[dict[str, Any]]:
         for index, call in enumerate(answer.tool_calls()):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             yield {"delta": {"tool_calls": [{"index": index, **call, "function": {"name": name, "arguments": ""}}]}}
             yield {"delta": {"tool_calls": [{"index": index, "function": {"arguments": arguments}}]}}
 
-    def _whole_head(self) -> dict[str, Any]:
+    def _header(self) -> dict[str, Any]:
         return {**self._head, "system_fingerprint": self._fingerprint}
 
-    def _event(self, said: dict[str, Any], finish_reason: str | None = None) -> bytes:
-        choice = {"index": 0, **said, "logprobs": None, "finish_reason": finish_reason}
-        return event({**self._whole_head(), "choices": [choice]} | ({"usage": None} if self._usage else {}))
+    def _event(self, content: dict[str, Any], finish_reason: str | None = None) -> bytes:
+        choice = {"index": 0, **content, "logprobs": None, "finish_reason": finish_reason}
+        return event({**self._header(), "choices": [choice]} | ({"usage": None} if self._usage else {}))
 
 
 class TextStream(ChatStream):
@@ -129,10 +135,10 @@ class TextStream(ChatStream):
     def _opening(self) -> Iterator[bytes]:
         yield from ()
 
-    def _said(self, piece: str) -> dict[str, Any]:
+    def _content(self, piece: str) -> dict[str, Any]:
         return {"text": piece}
 
-    def _calls(self, answer: Answer) -> Iterator[dict[str, Any]]:
+    def _calls(self, answer: ModelResponse) -> Iterator[dict[str, Any]]:
         yield from ()
 
 
@@ -141,6 +147,6 @@ def event(body: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
-def broken(refused: Refused) -> bytes:
+def error_event(refused: RequestRefused) -> bytes:
     """The event that tells of what went wrong after the answer had begun; clients raise it."""
     return event(refused.body())

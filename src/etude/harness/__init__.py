@@ -9,7 +9,7 @@ A call is a command line, the cheapest form a small model can learn:
 'no such tool: edti'
 """
 
-from etude.harness.agent import AgentRun, Ask, run_agent
+from etude.harness.agent import AgentRun, RequestOptions, run_agent
 from etude.harness.chat import SPECIAL_TOKENS, ChatFormat, Reply, chat_template
 from etude.harness.commands import Call, Signature, read_call
 from etude.harness.config import HarnessConfig
@@ -19,12 +19,12 @@ from etude.harness.tools import ToolSet, Workbench, standard_tools
 __all__ = [
     "SPECIAL_TOKENS",
     "AgentRun",
-    "Ask",
     "Call",
     "ChatError",
     "ChatFormat",
     "HarnessConfig",
     "Reply",
+    "RequestOptions",
     "Signature",
     "ToolSet",
     "Workbench",

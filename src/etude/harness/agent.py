@@ -31,7 +31,7 @@ _INT_END = 1 << 63  # what a record can hold of a whole number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class RequestOptions:
     """How the policy is asked during one rollout; the fields are those of `RolloutSpec` and `CompletionRequest`.
 
     A rollout that is run again has another session but the same seed: a fault changes no token.
@@ -65,15 +65,15 @@ async def run_agent(
     chat: ChatFormat,
     tools: ToolSet,
     limits: HarnessConfig,
-    ask: Ask,
+    options: RequestOptions,
     clock: Callable[[], float] = time.monotonic,
 ) -> AgentRun:
     """Work at a task on its machine. How long a turn may take is the policy's to bound, which sees whether tokens still
     come (`CompletionRequest.deadline_s`). Raises `ChatError` for a template that only etude's user can mend."""
-    tree = TurnTree(chat, session_id=ask.session_id)
+    tree = TurnTree(chat, session_id=options.session_id)
     messages: list[Message] = [{"role": "user", "content": task.instruction}]
     bench = Workbench.of(
-        task, machine, key=ask.session_id, deadline_s=limits.tool_deadline_s, output_chars=limits.output_chars
+        task, machine, key=options.session_id, deadline_s=limits.tool_deadline_s, output_chars=limits.output_chars
     )
     tool_s = 0.0
 
@@ -85,7 +85,7 @@ async def run_agent(
             prompt = tree.prompt(messages, tools.signatures)
             if len(prompt.token_ids) + limits.turn_tokens > limits.context_tokens:
                 return ended(Ending.CONTEXT)
-            request = _request(prompt, turn, ask, limits, chat.stop_token_ids)
+            request = _request(prompt, turn, options, limits, chat.stop_token_ids)
             completion = await _complete(policy, request)
             reply = chat.parse(completion.token_ids, tools.signatures)
             began, lost_s = clock(), bench.lost_s
@@ -128,22 +128,22 @@ async def _complete(policy: Policy, request: CompletionRequest) -> Completion:
 
 
 def _request(
-    prompt: Prompt, turn: int, ask: Ask, limits: HarnessConfig, stop_token_ids: tuple[int, ...]
+    prompt: Prompt, turn: int, options: RequestOptions, limits: HarnessConfig, stop_token_ids: tuple[int, ...]
 ) -> CompletionRequest:
     return CompletionRequest(
-        request_id=f"{ask.session_id}/{turn}",
+        request_id=f"{options.session_id}/{turn}",
         session_id=prompt.session_id,
         fork_from=prompt.fork_from,
         prompt_ids=prompt.token_ids,
         sampling=Sampling(
             max_tokens=limits.turn_tokens,
             stop_token_ids=stop_token_ids,
-            temperature=ask.temperature,
-            seed=turn_seed(ask.seed, turn),
+            temperature=options.temperature,
+            seed=turn_seed(options.seed, turn),
         ),
-        min_step=ask.min_step,
-        pin_step=ask.pin_step,
-        routes_from=prompt.routes_from if ask.keep_routes else None,
+        min_step=options.min_step,
+        pin_step=options.pin_step,
+        routes_from=prompt.routes_from if options.keep_routes else None,
         deadline_s=limits.turn_deadline_s,
         keep_session=turn + 1 < limits.max_turns,
     )

@@ -20,7 +20,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib import resources
@@ -33,7 +33,6 @@ from tokenizers import Tokenizer
 from etude.errors import ContextFull
 from etude.harness.commands import Call, Signature, read_call, write_words
 from etude.harness.template import ChatError, ChatTemplate, read_special, read_template
-from etude.harness.token_bound import chars_per_token
 from etude.records.wire import I32
 from etude.sums import prove
 
@@ -46,7 +45,7 @@ TOKENISER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json
 """The files of a directory that a format is read from, those of them that are there."""
 
 _MARK = "\ue000"  # private use: hides text that spells a special token while the template renders
-STAND_IN = "\ue001"  # begins what stands for a text while a template renders; no outside text holds it unmarked
+PLACEHOLDER = "\ue001"  # begins what stands for a text while a template renders; no outside text holds it unmarked
 _LONG_CHARS = 16_384  # from here on tokenising takes tens of milliseconds
 _SHORT_CHARS = 256  # texts up to here are remembered: tool answers repeat ("ok", an instruction)
 _marked = re.compile(f"{_MARK}({_MARK}?)")
@@ -81,15 +80,15 @@ class ChatFormat:
 
     def __init__(self, tokenizer: Tokenizer, template: str) -> None:
         """Raises `ChatError` when the tokeniser lacks the format's tokens or the template does not compile."""
-        self._take_tokens(tokenizer)
+        self._load_tokens(tokenizer)
         missing = [t for t in (CALL, END) if t not in self._special]
         if missing:
             raise ChatError("the tokeniser has no chat format", f"no {' and '.join(missing)}", hint=_HINT_TOKENS)
         self.end_id, self._call_id = self._special[END], self._special[CALL]
         self.stop_token_ids: tuple[int, ...] = (self.end_id,)
-        self._template = ChatTemplate(template, counted=template != chat_template())
+        self._template = ChatTemplate(template, limited=template != chat_template())
 
-    def _take_tokens(self, tokenizer: Tokenizer) -> None:
+    def _load_tokens(self, tokenizer: Tokenizer) -> None:
         """Learn which texts are tokens of their own."""
         tokenizer.encode_special_tokens = True  # a special token's spelling in a text is ordinary text
         self._tokenizer = tokenizer
@@ -97,8 +96,8 @@ class ChatFormat:
         self._added: dict[str, int] = {t.content: i for i, t in added.items() if t.content}
         self._special: dict[str, int] = {t.content: i for i, t in added.items() if t.special and t.content}
         self._special_ids = frozenset(self._special.values())
-        self._literal, self._literal_special = _any_of(self._added), _any_of(self._special)
-        self._unsaid = _any_of(self._added.keys() - self._special.keys())  # the tokeniser finds these in any text
+        self._literal, self._literal_special = _match_any(self._added), _match_any(self._special)
+        self._unsaid = _match_any(self._added.keys() - self._special.keys())  # the tokeniser finds these in any text
         self.vocab_size = int(tokenizer.get_vocab_size(with_added_tokens=True))
         self._short = lru_cache(maxsize=4096)(self._encode_plain)
 
@@ -115,9 +114,9 @@ class ChatFormat:
         source, with_tools = read_template(folder)
         if {CALL, END} <= tokens or "eos_token" not in read_special(folder):
             return cls(tokenizer, source)
-        from etude.harness.imported import ImportedFormat  # it is one of these
+        from etude.harness.checkpoint_chat import CheckpointChatFormat  # it is one of these
 
-        return ImportedFormat(tokenizer, source, with_tools, special=read_special(folder), stops=stop_ids(folder))
+        return CheckpointChatFormat(tokenizer, source, with_tools, special=read_special(folder), stops=stop_ids(folder))
 
     @staticmethod
     def signatures(tools: Iterable[Mapping[str, Any]]) -> dict[str, Signature]:
@@ -126,10 +125,10 @@ class ChatFormat:
 
     # text and tokens
 
-    def encode(self, text: str, *, most: int | None = None) -> I32:
+    def encode(self, text: str, *, max_tokens: int | None = None) -> I32:
         """The tokens of ordinary text, [T] int32. A special token's spelling in it is ordinary text too. Raises
-        `ContextFull`, before any work, for a text that surely has more than `most` tokens."""
-        self._check_length(text, most)
+        `ContextFull`, before any work, for a text that surely has more than `max_tokens` tokens."""
+        self._check_length(text, max_tokens)
         return np.array(self._plain(text), np.int32)
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
@@ -143,22 +142,24 @@ class ChatFormat:
 
     # messages to tokens
 
-    def whole(self, messages: Sequence[Message], signatures: Mapping[str, Signature] | None = None) -> I32:
+    def encode_conversation(
+        self, messages: Sequence[Message], signatures: Mapping[str, Signature] | None = None
+    ) -> I32:
         """A finished conversation, [T] int32: how demonstrations become mid-training documents."""
-        hidden = self._hidden(messages, signatures or {})
-        return self._encode_rendering(self._render(hidden, signatures or {}, generate=False))
+        escaped = self._escape_messages(messages, signatures or {})
+        return self._encode_rendering(self._render(escaped, signatures or {}, generate=False))
 
-    def first(
+    def encode_prompt(
         self,
         messages: Sequence[Message],
         signatures: Mapping[str, Signature] | None = None,
         *,
-        most: int | None = None,
+        max_tokens: int | None = None,
     ) -> I32:
         """The root of a context: the messages and the generation prompt, [P] int32. Raises `ContextFull`, before it is
-        tokenised, for one that surely has more than `most` tokens."""
-        hidden = self._hidden(messages, signatures or {})
-        return self._encode_rendering(self._render(hidden, signatures or {}, generate=True), most=most)
+        tokenised, for one that surely has more than `max_tokens` tokens."""
+        escaped = self._escape_messages(messages, signatures or {})
+        return self._encode_rendering(self._render(escaped, signatures or {}, generate=True), max_tokens=max_tokens)
 
     def continuation(
         self,
@@ -167,17 +168,17 @@ class ChatFormat:
         signatures: Mapping[str, Signature] | None = None,
         *,
         ended: bool = True,
-        most: int | None = None,
+        max_tokens: int | None = None,
     ) -> I32:
-        """Only what `new` appends after `previous`, whose last message the model sampled, [P] int32; `most` as in
-        `first`.
+        """Only what `new` appends after `previous`, whose last message the model sampled, [P] int32; `max_tokens` as in
+        `encode_prompt`.
 
         It starts after the stop token that the model sampled; `ended` False says that it sampled none (it was cut off),
         and the stop token is appended here. Raises `ChatError` for a template that rewrites earlier messages.
         """
-        hidden = self._hidden([*previous, *new], signatures or {})
-        before = self._render(hidden[: len(previous)], signatures or {}, generate=False)
-        after = self._render(hidden, signatures or {}, generate=True)
+        escaped = self._escape_messages([*previous, *new], signatures or {})
+        before = self._render(escaped[: len(previous)], signatures or {}, generate=False)
+        after = self._render(escaped, signatures or {}, generate=True)
         end = before.rfind(END)
         if end < 0 or not after.startswith(before):
             raise ChatError(
@@ -185,9 +186,9 @@ class ChatFormat:
                 "a new message changes how earlier ones are rendered",
                 hint="use a template whose rendering of n messages is a prefix of that of n + 1",
             )
-        return self._encode_rendering(after[end + len(END) if ended else end :], most=most)
+        return self._encode_rendering(after[end + len(END) if ended else end :], max_tokens=max_tokens)
 
-    def spell(self, call: Call) -> I32:
+    def encode_call(self, call: Call) -> I32:
         """The completion that makes a call, stop token included, [T] int32: what a script says in a policy's place."""
         line = " ".join([call.name, *write_words(call.arguments).values()])
         return np.array([self._call_id, *self._plain(line), self.end_id], np.int32)
@@ -211,7 +212,7 @@ class ChatFormat:
             return Reply(self.decode(body, special=True), error=call)
         return Reply(self.decode(body[:at]), call)
 
-    def leading_text(self, ids: Sequence[int] | I32) -> int:
+    def num_text_tokens(self, ids: Sequence[int] | I32) -> int:
         """How many of a completion's first tokens are said to the reader, whatever follows: those before a call."""
         return next((n for n, i in enumerate(ids) if int(i) in self._special_ids), len(ids))
 
@@ -229,25 +230,25 @@ class ChatFormat:
 
     # inside
 
-    def _hidden(self, messages: Sequence[Message], signatures: Mapping[str, Signature]) -> list[Message]:
+    def _escape_messages(self, messages: Sequence[Message], signatures: Mapping[str, Signature]) -> list[Message]:
         """The messages as a template may see them: no text in them spells a special token."""
-        return [self._hide_message(m, signatures) for m in messages]
+        return [self._escape_message(m, signatures) for m in messages]
 
-    def _render(self, hidden: Sequence[Message], signatures: Mapping[str, Signature], *, generate: bool) -> str:
-        return self._template.render(hidden, tools=self._tools(signatures), add_generation_prompt=generate)
+    def _render(self, escaped: Sequence[Message], signatures: Mapping[str, Signature], *, generate: bool) -> str:
+        return self._template.render(escaped, tools=self._tools(signatures), add_generation_prompt=generate)
 
     def _tools(self, signatures: Mapping[str, Signature]) -> list[dict[str, Any]]:
         """The tools as the template may see them."""
         lists = "tools" in self._template.variables
-        return [self._hide_all(s.to_openai()) for s in signatures.values()] if lists else []
+        return [self._escape_all(s.to_openai()) for s in signatures.values()] if lists else []
 
-    def _hide_message(self, message: Message, signatures: Mapping[str, Signature]) -> Message:
-        hidden = {k: self._hide(v) if isinstance(v, str) else v for k, v in message.items()}
+    def _escape_message(self, message: Message, signatures: Mapping[str, Signature]) -> Message:
+        escaped = {k: self._escape(v) if isinstance(v, str) else v for k, v in message.items()}
         if message.get("tool_calls"):
-            hidden["tool_calls"] = [self._hide_call(c, signatures) for c in message["tool_calls"]]
-        return hidden
+            escaped["tool_calls"] = [self._escape_call(c, signatures) for c in message["tool_calls"]]
+        return escaped
 
-    def _hide_call(self, call: Mapping[str, Any], signatures: Mapping[str, Signature]) -> Message:
+    def _escape_call(self, call: Mapping[str, Any], signatures: Mapping[str, Signature]) -> Message:
         try:
             name, arguments = str(call["function"]["name"]), call["function"]["arguments"]
             plain = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
@@ -255,29 +256,29 @@ class ChatFormat:
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             hint = "a tool call is {id, type, function: {name, arguments}}, arguments a JSON object"
             raise ChatError("a tool call cannot be rendered", repr(error), hint=hint) from None
-        return {"function": {"name": self._hide(name), "arguments": {k: self._hide(w) for k, w in words.items()}}}
+        return {"function": {"name": self._escape(name), "arguments": {k: self._escape(w) for k, w in words.items()}}}
 
-    def _hide_all(self, value: Any) -> Any:
-        """`_hide` in every text of nested plain data."""
+    def _escape_all(self, value: Any) -> Any:
+        """`_escape` in every text of nested plain data."""
         if isinstance(value, Mapping):
-            return {self._hide(str(k)): self._hide_all(v) for k, v in value.items()}
+            return {self._escape(str(k)): self._escape_all(v) for k, v in value.items()}
         if isinstance(value, list):
-            return [self._hide_all(v) for v in value]
-        return self._hide(value) if isinstance(value, str) else value
+            return [self._escape_all(v) for v in value]
+        return self._escape(value) if isinstance(value, str) else value
 
-    def _hide(self, text: str) -> str:
+    def _escape(self, text: str) -> str:
         """Break the spelling of added tokens in outside text, so that the rendering holds the template's only."""
-        return self._broken(text, self._literal)
+        return self._escape_matches(text, self._literal)
 
-    def _broken(self, text: str, literal: re.Pattern[str]) -> str:
+    def _escape_matches(self, text: str, literal: re.Pattern[str]) -> str:
         if _MARK in text:
             text = text.replace(_MARK, _MARK + _MARK)
-        if STAND_IN in text:
-            text = text.replace(STAND_IN, STAND_IN + _MARK)
+        if PLACEHOLDER in text:
+            text = text.replace(PLACEHOLDER, PLACEHOLDER + _MARK)
         return literal.sub(lambda m: m[0][0] + _MARK + m[0][1:], text)
 
-    def _encode_rendering(self, rendering: str, *, most: int | None = None) -> I32:
-        self._check_length(rendering, most)
+    def _encode_rendering(self, rendering: str, *, max_tokens: int | None = None) -> I32:
+        self._check_length(rendering, max_tokens)
         ids: list[int] = []
         for i, piece in enumerate(self._literal.split(rendering)):
             if i % 2:
@@ -305,15 +306,15 @@ class ChatFormat:
     def _chars_per_token(self) -> float:
         return chars_per_token(self._tokenizer)
 
-    def _check_length(self, text: str, most: int | None) -> None:
-        """Raises `ContextFull` for a text or a rendering that surely has more than `most` tokens."""
-        if most is None or len(text) <= most:
+    def _check_length(self, text: str, max_tokens: int | None) -> None:
+        """Raises `ContextFull` for a text or a rendering that surely has more than `max_tokens` tokens."""
+        if max_tokens is None or len(text) <= max_tokens:
             return
         num_chars = len(text) / (2 if _MARK in text else 1)  # each mark stands beside a character of the text
         least = math.ceil(num_chars / self._chars_per_token)
-        if least > most:
+        if least > max_tokens:
             facts = f"{len(text):,} characters are at least {least:,} tokens"
-            raise ContextFull(f"the text does not fit a context of {most} tokens", facts, hint="send less text")
+            raise ContextFull(f"the text does not fit a context of {max_tokens} tokens", facts, hint="send less text")
 
 
 _HINT_TOKENS = (
@@ -334,7 +335,38 @@ def stop_ids(folder: Path) -> list[int]:
     return list(dict.fromkeys(found))
 
 
-def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+def _match_any(tokens: Iterable[str]) -> re.Pattern[str]:
     """Matches each of some texts, the longest first; nothing when there are none."""
     pattern = "|".join(re.escape(t) for t in sorted(tokens, key=lambda t: (-len(t), t)))
     return re.compile(f"({pattern})" if pattern else r"((?!))")
+
+
+COMPOSED = 4
+"""Characters of which NFC makes one, at most."""
+_KEEP_ALL = {"ByteLevel", "Digits", "Metaspace", "Punctuation", "Sequence", "Split"}
+
+
+def chars_per_token(tokenizer: Tokenizer) -> float:
+    """The most characters of a text that become one token; infinity for a tokeniser that may leave some out, or of
+    which that is not known.
+
+    Of byte-level BPE, and of BPE that falls back to bytes, a token covers no more characters than it is written with.
+    """
+    parts = [*_parts(tokenizer.pre_tokenizer), *_parts(tokenizer.normalizer)]
+    names = {str(part.get("type")) for part in parts}
+    by_bytes = "ByteLevel" in names or bool(getattr(tokenizer.model, "byte_fallback", False))
+    drops = any(part.get("behavior") == "Removed" for part in parts)
+    strips = any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values())
+    if type(tokenizer.model).__name__ != "BPE" or not by_bytes or drops or strips or names - _KEEP_ALL - {"NFC"}:
+        return math.inf
+    longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
+    return float(longest * (COMPOSED if "NFC" in names else 1))
+
+
+def _parts(component: Any) -> Iterator[Mapping[str, Any]]:
+    """A component of a tokeniser as it is stored, and those that it is made of."""
+    waiting = [] if component is None else [json.loads(component.__getstate__())]
+    while waiting:
+        part = waiting.pop()
+        yield part
+        waiting += [*part.get("pretokenizers", ()), *part.get("normalizers", ())]

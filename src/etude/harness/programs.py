@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from etude.config import Plugin
 from etude.errors import EngineError, EtudeError, MachineError, PluginError
-from etude.harness.agent import AgentRun, Ask, run_agent
+from etude.harness.agent import AgentRun, RequestOptions, run_agent
 from etude.harness.chat import ChatFormat
 from etude.harness.config import HarnessConfig
 from etude.harness.tools import PLUGIN_GRACE_S, ToolSet
@@ -39,7 +39,7 @@ class Harness(Protocol):
         chat: ChatFormat,
         tools: ToolSet,
         limits: HarnessConfig,
-        ask: Ask,
+        options: RequestOptions,
         clock: Callable[[], float],
     ) -> AgentRun:
         """Work at a task on its machine, within the limits. What the agent causes is an `Ending`; an `EngineError` or a
@@ -48,7 +48,7 @@ class Harness(Protocol):
 
 
 @functools.lru_cache(maxsize=16)
-def _made(plugin: Plugin) -> Harness:
+def _load_harness(plugin: Plugin) -> Harness:
     harness: Harness = make(Kind.HARNESS, plugin)
     return harness
 
@@ -61,42 +61,44 @@ async def run_program(
     chat: ChatFormat,
     tools: ToolSet,
     limits: HarnessConfig,
-    ask: Ask,
+    options: RequestOptions,
     clock: Callable[[], float] = time.monotonic,
 ) -> AgentRun:
     """Run the agent program that the limits name (`harness.program`). Raises what `run_agent` raises, `PluginError`."""
     plugin = limits.program
     if not isinstance(plugin, Plugin):
         return await run_agent(
-            task, machine, policy=policy, chat=chat, tools=tools, limits=limits, ask=ask, clock=clock
+            task, machine, policy=policy, chat=chat, tools=tools, limits=limits, options=options, clock=clock
         )
-    how = {"chat": chat, "tools": tools, "ask": ask, "clock": clock}
-    return await run_plugin(plugin, _made(plugin), task, machine, policy=policy, limits=limits, how=how)
+    arguments = {"chat": chat, "tools": tools, "ask": options, "clock": clock}
+    return await run_plugin(
+        plugin, _load_harness(plugin), task, machine, policy=policy, limits=limits, arguments=arguments
+    )
 
 
-class _Unhurried:
+class _DeadlinePausingPolicy:
     """The policy that a plug-in asks. The plug-in's deadline stands still meanwhile: how long an engine may be silent
     is bounded by the policy, and a completion of a slow engine may take as long as it takes."""
 
     def __init__(self, policy: Policy, limit: asyncio.Timeout, limit_s: float) -> None:
         self._policy, self._limit, self._left_s = policy, limit, limit_s
-        self._since, self._asking = asyncio.get_running_loop().time(), 0
+        self._since, self._num_pending = asyncio.get_running_loop().time(), 0
 
     async def complete(self, request: CompletionRequest) -> Completion:
         loop = asyncio.get_running_loop()
-        if not self._asking:
+        if not self._num_pending:
             self._left_s -= loop.time() - self._since
-            self._move(None)
-        self._asking += 1
+            self._set_deadline(None)
+        self._num_pending += 1
         try:
             return await self._policy.complete(request)
         finally:
-            self._asking -= 1
-            if not self._asking:
+            self._num_pending -= 1
+            if not self._num_pending:
                 self._since = loop.time()
-                self._move(self._since + self._left_s)
+                self._set_deadline(self._since + self._left_s)
 
-    def _move(self, when: float | None) -> None:
+    def _set_deadline(self, when: float | None) -> None:
         with contextlib.suppress(RuntimeError):  # the run has ended, or is about to
             self._limit.reschedule(when)
 
@@ -109,16 +111,16 @@ async def run_plugin(
     *,
     policy: Policy,
     limits: HarnessConfig,
-    how: Mapping[str, Any],
+    arguments: Mapping[str, Any],
 ) -> AgentRun:
-    """Run a plug-in's object; `how`: the other arguments of `Harness.run`. Raises `PluginError`, also where the run
+    """Run a plug-in's object; `arguments`: the other arguments of `Harness.run`. Raises `PluginError`, also where the run
     takes longer than its tools may, the time in which it waits for the policy left out."""
     limit_s = limits.max_turns * limits.tool_deadline_s + PLUGIN_GRACE_S
     try:
         async with asyncio.timeout(limit_s) as limit:
-            asked = _Unhurried(policy, limit, limit_s)
+            pausing_policy = _DeadlinePausingPolicy(policy, limit, limit_s)
             with called(Kind.HARNESS, plugin, "run"):
-                run = await harness.run(task, machine, policy=asked, limits=limits, **how)
+                run = await harness.run(task, machine, policy=pausing_policy, limits=limits, **arguments)
     except (EngineError, MachineError) as error:
         return AgentRun(Trace(()), [], 0.0, None, error)
     except (EtudeError, TimeoutError) as error:

@@ -63,19 +63,19 @@ class ChatTemplate:
         *,
         special: Mapping[str, str] | None = None,
         deadline_s: float = DEADLINE_S,
-        counted: bool = True,
+        limited: bool = True,
     ) -> None:
-        """`deadline_s` is CPU time of a rendering; `counted` False is for a template that is not from outside, and some
+        """`deadline_s` is CPU time of a rendering; `limited` False is for a template that is not from outside, and some
         times faster. Raises `ChatError` for one that does not compile."""
-        self.source, self.special, self._deadline_s, self._counted = source, dict(special or {}), deadline_s, counted
+        self.source, self.special, self._deadline_s, self._instrument = source, dict(special or {}), deadline_s, limited
         if len(source) > MAX_TEMPLATE_CHARS:
             facts = f"{len(source)} characters, at most {MAX_TEMPLATE_CHARS} are read"
             raise ChatError("the chat template is too long", facts, hint=_HINT)
         try:
             parsed = _environment().parse(source)
             self.variables = frozenset(jinja2.meta.find_undeclared_variables(parsed))
-            self._template = (_environment() if counted else _trusting()).from_string(
-                _counted(parsed) if counted else source
+            self._template = (_environment() if limited else _trusted_environment()).from_string(
+                _instrument(parsed) if limited else source
             )
         except (jinja2.TemplateError, RecursionError, SyntaxError, ValueError) as error:
             raise ChatError("the chat template does not compile", str(error), hint=_HINT) from None
@@ -88,7 +88,7 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
     ) -> str:
         """The conversation as text. Raises `ChatError` for what the template refuses and for one without end."""
-        given = {
+        variables = {
             **self.special,
             "messages": [_message(m) for m in messages],
             "tools": list(tools) if tools else None,
@@ -96,21 +96,21 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            if not self._counted:
-                return self._template.render(given)
-            return self._rendered(given, _Budget(time.thread_time() + self._deadline_s))
-        except _TooMuch as error:
+            if not self._instrument:
+                return self._template.render(variables)
+            return self._render_within(variables, _Budget(time.thread_time() + self._deadline_s))
+        except _LimitExceeded as error:
             raise ChatError("the chat template does too much", str(error), hint=_HINT) from None
         except Exception as error:  # noqa: BLE001  outside code raises whatever it likes
             raise ChatError("the chat template refused the messages", str(error) or repr(error), hint=_HINT) from None
 
-    def _rendered(self, given: dict[str, Any], budget: _Budget) -> str:
+    def _render_within(self, variables: dict[str, Any], budget: _Budget) -> str:
         rendering, length = [], 0
-        for piece in self._template.generate({**given, _BUDGET: budget}):
+        for piece in self._template.generate({**variables, _BUDGET: budget}):
             budget.step()
             length += len(piece)
             if length > MAX_CHARS:
-                raise _TooMuch(f"more than {MAX_CHARS} characters")
+                raise _LimitExceeded(f"more than {MAX_CHARS} characters")
             rendering.append(piece)
         return "".join(rendering)
 
@@ -162,7 +162,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 # bounds
 
 
-class _TooMuch(jinja2.TemplateError):
+class _LimitExceeded(jinja2.TemplateError):
     """A template that goes on and on, or grows without end."""
 
 
@@ -176,12 +176,12 @@ class _Budget:
     def step(self) -> None:
         self.steps -= 1
         if self.steps < 0:
-            raise _TooMuch(f"more than {MAX_STEPS} turns of loops and calls")
+            raise _LimitExceeded(f"more than {MAX_STEPS} turns of loops and calls")
         if time.thread_time() > self.deadline:
-            raise _TooMuch("it has not ended in time")
+            raise _LimitExceeded("it has not ended in time")
 
 
-def _weight(*values: Any) -> int:
+def _size(*values: Any) -> int:
     """Characters and elements in nested plain data, as far as they may be."""
     total, elements, waiting = 0, 0, list(values)
     while waiting:
@@ -194,22 +194,22 @@ def _weight(*values: Any) -> int:
         elif isinstance(value, list | tuple):
             waiting += value
         if total > MAX_CHARS or elements + len(waiting) > MAX_ELEMENTS:
-            raise _TooMuch(f"a value of more than {MAX_CHARS} characters or {MAX_ELEMENTS} elements")
+            raise _LimitExceeded(f"a value of more than {MAX_CHARS} characters or {MAX_ELEMENTS} elements")
     return total + elements
 
 
 def _check_call(name: str, values: Sequence[Any]) -> None:
     """Whether what a filter or a method gives is bounded by what it is given."""
-    _weight(*values)
+    _size(*values)
     for value in values:
         if isinstance(value, int) and abs(value) > MAX_WIDTH and name != "range":
-            raise _TooMuch(f"{name} with {value}")
+            raise _LimitExceeded(f"{name} with {value}")
     if name in ("replace", "join", "indent", "wordwrap", "translate"):
-        texts = [_weight(value) for value in values]
+        texts = [_size(value) for value in values]
         if texts and max(texts[1:], default=1) * texts[0] > MAX_CHARS:
-            raise _TooMuch(f"{name} of {texts[0]} characters with {max(texts[1:])}")
+            raise _LimitExceeded(f"{name} of {texts[0]} characters with {max(texts[1:])}")
     if name in ("format", "format_map") and any(_has_width(v) for v in values if isinstance(v, str)):
-        raise _TooMuch(f"{name} with a wide field")
+        raise _LimitExceeded(f"{name} with a wide field")
 
 
 def _has_width(text: str) -> bool:
@@ -218,7 +218,7 @@ def _has_width(text: str) -> bool:
     return "*" in text or any(len(number) > 4 for number in digits)
 
 
-def _guarded(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
+def _bounded_filter(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
     """A filter whose work is bounded by what it is given."""
 
     @functools.wraps(filter_)  # keeps whether Jinja hands it the context
@@ -236,17 +236,17 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "%", "**"})
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        weight = _weight(left, right)
+        size = _size(left, right)
         if operator == "*" and (not isinstance(left, int | float) or not isinstance(right, int | float)):
             times = next((v for v in (left, right) if isinstance(v, int)), 1)
-            if weight * max(times, 1) > MAX_CHARS:
-                raise _TooMuch(f"a text repeated {times} times")
+            if size * max(times, 1) > MAX_CHARS:
+                raise _LimitExceeded(f"a text repeated {times} times")
         if operator == "**" and (abs(left) > MAX_WIDTH or abs(right) > 64):
-            raise _TooMuch(f"{left} ** {right}")
+            raise _LimitExceeded(f"{left} ** {right}")
         if operator == "*" and isinstance(left, int) and isinstance(right, int) and max(left, right) > 1 << 63:
-            raise _TooMuch("a number without end")
+            raise _LimitExceeded("a number without end")
         if operator == "%" and isinstance(left, str) and _has_width(left):
-            raise _TooMuch("a format with a wide field")
+            raise _LimitExceeded("a format with a wide field")
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -258,7 +258,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if isinstance(receiver, str):
             _check_call(__obj.__name__, [receiver, *plain, *kwargs.values()])
         else:
-            _weight(*plain, *kwargs.values())
+            _size(*plain, *kwargs.values())
         return super().call(__context, __obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
@@ -290,7 +290,7 @@ def _budget_of(context: jinja2.runtime.Context) -> _Budget:
     return found
 
 
-def _counted(parsed: nodes.Template) -> nodes.Template:
+def _instrument(parsed: nodes.Template) -> nodes.Template:
     """The template with each loop's turns counted and each `~` checked."""
     for loop in parsed.find_all((nodes.For, nodes.Macro)):
         turn = nodes.Call(nodes.EnvironmentAttribute("turn"), [], [], None, None)
@@ -338,14 +338,14 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-def _finalised(value: Any) -> Any:
+def _check_output(value: Any) -> Any:
     """What `{{ }}` writes: a nested value may be longer as text than in memory."""
     if not isinstance(value, str):
-        _weight(value)
+        _size(value)
     return value
 
 
-def _given(environment: jinja2.Environment) -> None:
+def _add_globals(environment: jinja2.Environment) -> None:
     """What transformers gives a template beside Jinja's own."""
     environment.filters["tojson"] = _tojson
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
@@ -354,18 +354,18 @@ def _given(environment: jinja2.Environment) -> None:
 @functools.lru_cache(maxsize=1)
 def _environment() -> _Sandbox:
     environment = _Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols], finalize=_finalised
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols], finalize=_check_output
     )
-    _given(environment)
-    environment.filters = {name: _guarded(name, one) for name, one in environment.filters.items()}
+    _add_globals(environment)
+    environment.filters = {name: _bounded_filter(name, one) for name, one in environment.filters.items()}
     del environment.globals["lipsum"]  # pages of text
     return environment
 
 
 @functools.lru_cache(maxsize=1)
-def _trusting() -> ImmutableSandboxedEnvironment:
+def _trusted_environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
-    _given(environment)
+    _add_globals(environment)
     return environment

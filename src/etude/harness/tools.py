@@ -249,10 +249,12 @@ def standard_tools(names: tuple[str | Plugin, ...] = tuple(STANDARD_TOOLS)) -> T
     for name in names:
         if isinstance(name, str) and name not in STANDARD_TOOLS:
             raise ConfigError(f"unknown tool {name!r}", hint=nearest(name, STANDARD_TOOLS))
-    return ToolSet(tuple(guarded(n, make(Kind.TOOL, n)) if isinstance(n, Plugin) else STANDARD_TOOLS[n] for n in names))
+    return ToolSet(
+        tuple(plugin_tool(n, make(Kind.TOOL, n)) if isinstance(n, Plugin) else STANDARD_TOOLS[n] for n in names)
+    )
 
 
-def guarded(plugin: Plugin, tool: ToolLike) -> Tool:
+def plugin_tool(plugin: Plugin, tool: ToolLike) -> Tool:
     """A tool that is a plug-in: with a deadline, and errors that say whose they are."""
     signature: object = tool.signature
     if not isinstance(signature, Signature):

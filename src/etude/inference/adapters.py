@@ -36,7 +36,7 @@ def fetched_base(store: BlobStore, public_key: bytes | None = None) -> Tensors:
     return Channel(store, BASE_CHANNEL).fetch(public_key=public_key)
 
 
-def _take(model: Transformer, tensors: Tensors) -> None:
+def _load(model: Transformer, tensors: Tensors) -> None:
     """Write these weights into a model that serves no requests yet. Raises `WeightsError` where they do not fit it."""
     update = Update(Version(0, "0" * 8, "0" * 64), {}, tensors, (), fetch_s=0.0, fetched_bytes=0)
     Target(Map(named(hf_views(model)))).prepare(update, tensors, undoable=False).apply()
@@ -60,12 +60,12 @@ class AdaptedWeights:
         config, codes = published_config(tensors), tensors[PUBLISHED].codes
         if dtype not in self._digests:
             if self._base is not None:
-                _take(model, self._base())
+                _load(model, self._base())
             self._digests[dtype] = base_digest(model, dtype)
         adapters = Adapters(model, config, dtype=dtype, digest=self._digests[dtype])
         settings = torch.zeros(codes.size, dtype=torch.uint8)
 
-        def settle() -> None:
+        def check_and_round() -> None:
             if not np.array_equal(settings.numpy(), codes):
                 raise WeightsError(
                     "an adapter of other settings is published than at the start",
@@ -74,7 +74,7 @@ class AdaptedWeights:
                 )
             rounded(model, dtype)
 
-        derived = [Derived(frozenset({PUBLISHED}), settle)]
+        derived = [Derived(frozenset({PUBLISHED}), check_and_round)]
         derived += [Derived(sources, compute) for sources, compute in adapters.derived]
         return {**adapters.views, PUBLISHED: settings}, derived
 

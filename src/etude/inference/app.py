@@ -26,17 +26,19 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from etude.errors import EtudeError
 from etude.inference.config import EngineConfig
 from etude.inference.errors import MalformedRequest, Unauthorised, to_http
-from etude.inference.frames import MEDIA_TYPE, STREAM, frame
 from etude.inference.wire import (
     GENERATE,
     JSON,
+    MEDIA_TYPE,
     MSGPACK,
+    STREAM,
     AdoptRequest,
     OperatorResult,
     OperatorResults,
     OperatorsRequest,
     Verified,
     VerifyRequest,
+    frame,
 )
 from etude.records.completion import Completion, CompletionRequest
 from etude.records.wire import from_json, pack, to_json, unpack
@@ -46,7 +48,7 @@ T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-class Served(Engine, Streaming, Protocol):
+class ServedEngine(Engine, Streaming, Protocol):
     """An engine in this process: its seams, and what a server tells of it."""
 
     name: str
@@ -75,7 +77,7 @@ class Operators(Protocol):
 
 
 def build_app(
-    engine: Served,
+    engine: ServedEngine,
     *,
     token: str | None = None,
     lifespan: AbstractAsyncContextManager[None] | None = None,
@@ -86,20 +88,20 @@ def build_app(
 
     `lifespan` is entered before the first request and left after the last.
     """
-    face = _Face(engine, token, operators)
-    generate = face.guarded(face.generate)
-    others = Starlette(
+    endpoints = _Endpoints(engine, token, operators)
+    generate = endpoints.authenticated(endpoints.generate)
+    app_routes = Starlette(
         routes=[
             Route(GENERATE, generate, methods=["POST"]),  # reached by other methods, which it refuses
-            Route(STREAM, face.guarded(face.stream), methods=["POST"]),
-            Route("/pause", face.guarded(face.pause), methods=["POST"]),
-            Route("/resume", face.guarded(face.resume), methods=["POST"]),
-            Route("/adopt", face.guarded(face.adopt), methods=["POST"]),
-            Route("/verify", face.guarded(face.verify), methods=["POST"]),
-            Route("/operators", face.guarded(face.operators), methods=["POST"]),
-            Route("/health", face.health),
-            Route("/info", face.info),
-            Route("/metrics", face.metrics),
+            Route(STREAM, endpoints.authenticated(endpoints.stream), methods=["POST"]),
+            Route("/pause", endpoints.authenticated(endpoints.pause), methods=["POST"]),
+            Route("/resume", endpoints.authenticated(endpoints.resume), methods=["POST"]),
+            Route("/adopt", endpoints.authenticated(endpoints.adopt), methods=["POST"]),
+            Route("/verify", endpoints.authenticated(endpoints.verify), methods=["POST"]),
+            Route("/operators", endpoints.authenticated(endpoints.operators), methods=["POST"]),
+            Route("/health", endpoints.health),
+            Route("/info", endpoints.info),
+            Route("/metrics", endpoints.metrics),
         ],
         lifespan=lambda _: nullcontext() if lifespan is None else lifespan,
     )
@@ -109,17 +111,17 @@ def build_app(
             response = await generate(Request(scope, receive))
             await response(scope, receive, send)
         else:
-            await others(scope, receive, send)
+            await app_routes(scope, receive, send)
 
     return app
 
 
-class _Face:
-    def __init__(self, engine: Served, token: str | None, operators: Operators | None) -> None:
+class _Endpoints:
+    def __init__(self, engine: ServedEngine, token: str | None, operators: Operators | None) -> None:
         self.engine, self._token, self._operators = engine, token, operators
         self._max_body = 64 * 1024 + 16 * engine.config.context_tokens
 
-    def guarded(self, handler: Handler) -> Handler:
+    def authenticated(self, handler: Handler) -> Handler:
         """Checks the token first, and turns errors into answers."""
 
         async def answer(request: Request) -> Response:
@@ -135,13 +137,13 @@ class _Face:
         return answer
 
     async def generate(self, request: Request) -> Response:
-        asked = await self._read(request, CompletionRequest)
-        return _reply(request, await _unless_gone(request, self.engine.generate(asked)))
+        body = await self._read(request, CompletionRequest)
+        return _reply(request, await _cancel_on_disconnect(request, self.engine.generate(body)))
 
     async def stream(self, request: Request) -> Response:
         """`generate`, told while it happens. What fails before the first token is an answer with its own status."""
         parts = self.engine.stream(await self._read(request, CompletionRequest))
-        first = await _unless_gone(request, anext(parts))
+        first = await _cancel_on_disconnect(request, anext(parts))
         return StreamingResponse(_frames(first, parts), media_type=MEDIA_TYPE)
 
     async def pause(self, request: Request) -> Response:
@@ -153,29 +155,31 @@ class _Face:
         return Response(b"{}", media_type=JSON)
 
     async def adopt(self, request: Request) -> Response:
-        asked = await self._read(request, AdoptRequest)
-        return _reply(request, await self.engine.adopt(asked.min_step, deadline_s=asked.deadline_s))
+        body = await self._read(request, AdoptRequest)
+        return _reply(request, await self.engine.adopt(body.min_step, deadline_s=body.deadline_s))
 
     async def verify(self, request: Request) -> Response:
-        asked = await self._read(request, VerifyRequest)
-        version, logprobs = await self.engine.verify(asked.token_ids)
+        body = await self._read(request, VerifyRequest)
+        version, logprobs = await self.engine.verify(body.token_ids)
         return _reply(request, Verified(version=version, logprobs=logprobs))
 
     async def operators(self, request: Request) -> Response:
-        asked = await self._read(request, OperatorsRequest)
+        body = await self._read(request, OperatorsRequest)
         if self._operators is None:
             raise MalformedRequest(
                 f"{self.engine.name} does not show its operators", hint="start it with --show-operators"
             )
-        shown = await self._operators(asked.token_ids, prompt_tokens=asked.prompt_tokens)
+        shown = await self._operators(body.token_ids, prompt_tokens=body.prompt_tokens)
         return _reply(request, OperatorResults(results=shown))
 
     async def health(self, request: Request) -> Response:
         """200 while the engine steps; 503 when its thread is dead or stuck."""
         engine = self.engine
-        well = engine.alive and engine.stalled_s < engine.config.stall_s
-        body = msgspec.json.encode({"well": well, "stalled_s": round(engine.stalled_s, 3), "trouble": engine.trouble})
-        return Response(body, 200 if well else 503, media_type=JSON)
+        healthy = engine.alive and engine.stalled_s < engine.config.stall_s
+        body = msgspec.json.encode(
+            {"well": healthy, "stalled_s": round(engine.stalled_s, 3), "trouble": engine.trouble}
+        )
+        return Response(body, 200 if healthy else 503, media_type=JSON)
 
     async def info(self, request: Request) -> Response:
         return _reply(request, await self.engine.info())
@@ -226,7 +230,7 @@ async def _frames(first: list[int] | Completion, parts: AsyncGenerator[list[int]
             yield frame(error)
 
 
-async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
+async def _cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
     """What the work gives. Cancels it, and raises `ClientDisconnect`, when the caller goes away first."""
     me = asyncio.current_task()
     assert me is not None, "requests are served in tasks"

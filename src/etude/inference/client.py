@@ -12,16 +12,17 @@ import aiohttp
 
 from etude.errors import EngineError
 from etude.inference.errors import EngineGone, EngineLate, from_http
-from etude.inference.frames import STREAM, read_frames
 from etude.inference.wire import (
     GENERATE,
     MSGPACK,
+    STREAM,
     AdoptRequest,
     OperatorResult,
     OperatorResults,
     OperatorsRequest,
     Verified,
     VerifyRequest,
+    read_frames,
 )
 from etude.records.completion import Completion, CompletionRequest, Version
 from etude.records.wire import pack, unpack
@@ -67,12 +68,12 @@ class HttpEngine:
         work = asyncio.ensure_future(self._post(GENERATE, request, Completion, what=what, deadline_s=None))
         try:
             while not (await asyncio.wait({work}, timeout=deadline_s))[0]:
-                await self._must_answer(what, deadline_s)
+                await self._check_alive(what, deadline_s)
             return work.result()
         finally:
             work.cancel()
 
-    async def _must_answer(self, what: str, deadline_s: float) -> None:
+    async def _check_alive(self, what: str, deadline_s: float) -> None:
         try:
             await self.info()
         except EngineGone:
@@ -94,29 +95,29 @@ class HttpEngine:
         await self._call("POST", "/resume", b"", what="to resume", deadline_s=CONTROL_DEADLINE_S)
 
     async def adopt(self, min_step: int, *, deadline_s: float) -> Version:
-        asked = AdoptRequest(min_step=min_step, deadline_s=deadline_s)
+        body = AdoptRequest(min_step=min_step, deadline_s=deadline_s)
         what = f"to adopt step {min_step}"
-        return await self._post("/adopt", asked, Version, what=what, deadline_s=deadline_s + GRACE_S)
+        return await self._post("/adopt", body, Version, what=what, deadline_s=deadline_s + GRACE_S)
 
     async def info(self, *, deadline_s: float = 5.0) -> EngineInfo:
         body = await self._call("GET", "/info", None, what="for its state", deadline_s=deadline_s)
         return self._read(body, EngineInfo)
 
     async def verify(self, token_ids: Sequence[int]) -> tuple[Version, list[float]]:
-        asked = VerifyRequest(token_ids=[int(t) for t in token_ids])
+        body = VerifyRequest(token_ids=[int(t) for t in token_ids])
         what = "for its log-probabilities"
-        said = await self._post("/verify", asked, Verified, what=what, deadline_s=CONTROL_DEADLINE_S)
-        return said.version, said.logprobs
+        answer = await self._post("/verify", body, Verified, what=what, deadline_s=CONTROL_DEADLINE_S)
+        return answer.version, answer.logprobs
 
     async def operators(self, token_ids: Sequence[int], *, prompt_tokens: int) -> list[OperatorResult]:
         """Every operator's results for a text. Raises `MalformedRequest` where the engine does not show them."""
-        asked = OperatorsRequest(token_ids=[int(t) for t in token_ids], prompt_tokens=prompt_tokens)
+        body = OperatorsRequest(token_ids=[int(t) for t in token_ids], prompt_tokens=prompt_tokens)
         what = "to show its operators"
-        said = await self._post("/operators", asked, OperatorResults, what=what, deadline_s=CONTROL_DEADLINE_S)
-        return said.results
+        answer = await self._post("/operators", body, OperatorResults, what=what, deadline_s=CONTROL_DEADLINE_S)
+        return answer.results
 
-    async def _post(self, path: str, asked: object, kind: type[T], *, what: str, deadline_s: float | None) -> T:
-        return self._read(await self._call("POST", path, pack(asked), what=what, deadline_s=deadline_s), kind)
+    async def _post(self, path: str, body: object, kind: type[T], *, what: str, deadline_s: float | None) -> T:
+        return self._read(await self._call("POST", path, pack(body), what=what, deadline_s=deadline_s), kind)
 
     def _read(self, body: bytes, kind: type[T]) -> T:
         try:

@@ -95,7 +95,7 @@ def devices_of(arguments: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True)
-class ForeignConfig:
+class ExternalEngineConfig:
     """The `[vllm]` and `[sglang]` sections: settings of engines of that software, beside those of `[engine]`."""
 
     environment: Path | None = None  # none: $ETUDE_VLLM, or where `etude engines install vllm` put it; SGLang alike
@@ -106,19 +106,19 @@ class ForeignConfig:
     def devices(self) -> int:
         """Number of accelerators that one engine computes on, from the parallel sizes in `arguments`.
 
-        >>> ForeignConfig(arguments=("--tensor-parallel-size=8", "-dp", "2")).devices
+        >>> ExternalEngineConfig(arguments=("--tensor-parallel-size=8", "-dp", "2")).devices
         16
         """
         return devices_of(self.arguments)
 
-    def kv_room(self, engine: EngineConfig) -> int:
+    def kv_capacity(self, engine: EngineConfig) -> int:
         """Size of the KV cache in tokens: `kv_tokens`, or `max_sequences` whole contexts.
 
-        >>> ForeignConfig().kv_room(EngineConfig(max_sequences=8, context_tokens=512))
+        >>> ExternalEngineConfig().kv_capacity(EngineConfig(max_sequences=8, context_tokens=512))
         4096
         """
         return self.kv_tokens or engine.max_sequences * engine.context_tokens
 
     def max_contexts(self, engine: EngineConfig) -> int:
         """How many whole contexts fit into the KV cache, at most `max_sequences`."""
-        return min(engine.max_sequences, self.kv_room(engine) // engine.context_tokens)
+        return min(engine.max_sequences, self.kv_capacity(engine) // engine.context_tokens)

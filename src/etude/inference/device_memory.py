@@ -66,10 +66,10 @@ class DeviceMemory:
         within_N = np.concatenate([np.arange(n) for n in counts])
         stops_B = firsts_B + np.array(counts, np.int64)
         rows = torch.from_numpy(np.stack([slots_B.repeat(counts), firsts_B.repeat(counts) + within_N]))
-        told = torch.from_numpy(np.stack([slots_B, firsts_B, stops_B]))
+        bounds = torch.from_numpy(np.stack([slots_B, firsts_B, stops_B]))
         starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32).to(self.device)
         slots_N, positions_N = rows.to(self.device).unbind()
-        slots, firsts, stops = told.to(self.device).unbind()
+        slots, firsts, stops = bounds.to(self.device).unbind()
         sequences = Sequences(starts, slots, firsts, stops, longest=max(counts))
         return DeviceStep(self, slots_N, positions_N, sequences)
 
@@ -106,7 +106,9 @@ class DeviceStep:
     ) -> None:
         self.memory, self.slots, self.positions = memory, slots_N, positions_N
         self._places = slots_N * memory.length + positions_N
-        self._attend = (_by_vendor if memory.vendor else _by_program)(sequences, len(slots_N), memory.length)
+        self._attend = (_vendor_attention if memory.vendor else _triton_attention)(
+            sequences, len(slots_N), memory.length
+        )
 
     def attend(
         self, layer: int, q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGZ: torch.Tensor, scale: float | None = None
@@ -119,7 +121,7 @@ class DeviceStep:
         return self._attend(q_NHA, keys, values, scale)
 
 
-def _by_vendor(of: Sequences, num_rows: int, length: int) -> Attend:
+def _vendor_attention(of: Sequences, num_rows: int, length: int) -> Attend:
     first_key = of.slots_B * length
     starts_k = torch.cat([first_key, first_key[-1:]]).to(torch.int32)
     used_k = of.stops_B.to(torch.int32)
@@ -131,7 +133,7 @@ def _by_vendor(of: Sequences, num_rows: int, length: int) -> Attend:
     return attend
 
 
-def _by_program(of: Sequences, num_rows: int, length: int) -> Attend:
+def _triton_attention(of: Sequences, num_rows: int, length: int) -> Attend:
     from etude.numerics.gpu import Groups
     from etude.numerics.gpu.attention import Paged, Queries, attend
 

@@ -24,7 +24,7 @@ import torch
 
 from etude.inference.device_memory import DeviceMemory, DeviceStep
 from etude.inference.kv import I64, Span
-from etude.inference.runner import Lost, Runner, sampling_rows
+from etude.inference.runner import NonFiniteReporter, Runner, sampling_rows
 from etude.inference.scheduler import Plan, Sequence
 from etude.models import Transformer
 from etude.numerics.device import on
@@ -73,7 +73,7 @@ class DeviceRunner:
         kind = {"uint8": torch.uint8, "uint16": torch.int16}[model.config.route_dtype]  # what devices index
         self.next_tokens = torch.zeros(self.kv.num_slots, dtype=torch.int64, device=self.device)
         self._routes = torch.zeros(routes, dtype=kind, device=self.device)
-        self._lost = Lost(model)
+        self._non_finite = NonFiniteReporter(model)
         self.graphs: list[_Decode] = []
         if self.device.type == "cuda" and not model.operators.waits:
             self._capture(num_slots)
@@ -88,7 +88,7 @@ class DeviceRunner:
                 graph.capture(pool)
                 self.graphs.insert(0, graph)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until all that was launched is done."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -112,15 +112,15 @@ class DeviceRunner:
                 sequence.num_computed += 1
             for chunk in plan.chunks:
                 chunk.sequence.num_computed = chunk.stop
-            told = self.told(tokens[: len(sampling)], logprobs[: len(sampling)]) if sampling else ([], [])
-        for sequence, token, logprob in zip(sampling, *told, strict=True):
+            sampled = self.sampled(tokens[: len(sampling)], logprobs[: len(sampling)]) if sampling else ([], [])
+        for sequence, token, logprob in zip(sampling, *sampled, strict=True):
             sequence.token_ids.append(token)
             sequence.logprobs.append(logprob)
             if not math.isfinite(logprob):
-                self._lost.say_where(sequence)
+                self._non_finite.report(sequence)
         return sampling
 
-    def told(self, tokens_R: torch.Tensor, logprobs_R: torch.Tensor) -> tuple[list[int], list[float]]:
+    def sampled(self, tokens_R: torch.Tensor, logprobs_R: torch.Tensor) -> tuple[list[int], list[float]]:
         """What the device found: the one wait of a step. Both are whole in a double."""
         tokens, logprobs = torch.stack([tokens_R.double(), logprobs_R.double()]).tolist()
         return [int(token) for token in tokens], logprobs
@@ -230,9 +230,9 @@ def _positions_of(sequences: Many[Sequence]) -> I64:
 
 def _draws(sequences: Many[Sequence], positions: I64) -> F32:
     """[3, R]: numbers in [0, 1) for sampled tokens at these positions, temperatures as divisors, and 1 where greedy."""
-    asked = [s.request.sampling for s in sequences]
-    temperatures = np.array([a.temperature for a in asked], np.float32)
+    samplings = [s.request.sampling for s in sequences]
+    temperatures = np.array([a.temperature for a in samplings], np.float32)
     greedy = temperatures == 0.0
-    return np.stack([uniform([a.seed for a in asked], positions), np.where(greedy, 1.0, temperatures), greedy]).astype(
-        np.float32
-    )
+    return np.stack(
+        [uniform([a.seed for a in samplings], positions), np.where(greedy, 1.0, temperatures), greedy]
+    ).astype(np.float32)

@@ -81,8 +81,8 @@ def from_http(status: int, body: bytes, *, engine: str) -> EngineError:
     """
     by_status = next((t for s, t in _KINDS.values() if s == status and s != 503), EngineError)
     try:
-        said = msgspec.json.decode(body, type=ErrorBody)
+        error = msgspec.json.decode(body, type=ErrorBody)
     except ValueError:
         return by_status(f"{engine} answered {status}", repr(body[:200]), hint="its log says why")
-    kind = _KINDS[said.kind][1] if said.kind in _KINDS else by_status
-    return kind(said.what, said.facts, hint=said.hint)
+    kind = _KINDS[error.kind][1] if error.kind in _KINDS else by_status
+    return kind(error.what, error.facts, hint=error.hint)

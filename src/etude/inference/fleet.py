@@ -11,7 +11,7 @@ to refusals, other than for the three reasons that follow, counts against the sa
 comes back, has room, or adopts the demanded version does not count, since that takes minutes where weights are large:
 it has a limit of its own, `patience_s`. And at most `MAX_LOST` engines may be lost under one request.
 
-What a registry knows of an engine (`tell`) limits its work: no new requests for an engine that is drained or on
+What a registry knows of an engine (`update`) limits its work: no new requests for an engine that is drained or on
 standby, no new session where its free KV tokens are taken, and no request for which it would have to adopt a version
 while another engine has it. Where no engine has the demanded version, all are asked to adopt it, and the first that
 does gets the request. Production goes before rollouts: no limit holds it back here, and engines take it first.
@@ -36,14 +36,14 @@ import msgspec
 
 from etude.errors import ContextFull, EngineBehind, EngineError
 from etude.inference.errors import EngineBusy, EngineGone, EngineLate, MalformedRequest, Unauthorised
-from etude.inference.membership import Listed, State
+from etude.inference.registry_messages import ListedEngine, State
 from etude.records.completion import Completion, CompletionRequest, Traffic, Version
-from etude.seams import Engine, told
+from etude.seams import Engine, stream_or_complete
 
 REST_S = 2.0  # how long an engine that was gone is left alone
 RETRY_S, SELDOM_S = 0.05, 1.0  # between two tries when nobody could serve: at first, and where the wait is long
-WORTH = 2.0  # a session or group stays while a call takes at most so many times what it would elsewhere
-TRIAL = 8  # requests at once to a member of unknown pace, where that of others is known
+STAY_FACTOR = 2.0  # a session or group stays while a call takes at most so many times what it would elsewhere
+MAX_TRIAL = 8  # requests at once to a member of unknown pace, where that of others is known
 PATIENCE_S = 3_600.0  # for an engine to come back, to have room, or to come up to a version
 ADOPT_S = 60.0  # an engine is asked anew after so long whether it has come to a version
 MAX_LOST = 8  # engines that were lost under one request: perhaps it is what ends them
@@ -137,12 +137,12 @@ class _Member:
 
     def seconds(self, typical_s: float | None) -> float:
         """How long one more request is expected to take. Within one place, and where no engine's pace is known, only
-        the engine's load counts. An engine of unknown pace is taken to be `WORTH` times as fast as a typical one: new
+        the engine's load counts. An engine of unknown pace is taken to be `STAY_FACTOR` times as fast as a typical one: new
         work then measures it, and no session leaves an engine of typical pace for it."""
         crowd = self.num_running + 1
         if typical_s is None or not self.region:
             return crowd / self.size
-        return (self.pace.seconds(crowd) if self.is_known else typical_s / WORTH) * max(1.0, crowd / self.size)
+        return (self.pace.seconds(crowd) if self.is_known else typical_s / STAY_FACTOR) * max(1.0, crowd / self.size)
 
     @property
     def is_known(self) -> bool:
@@ -151,25 +151,25 @@ class _Member:
     def is_behind(self, step: int) -> bool:
         return self.step is not None and self.step < step
 
-    def holds(self, step: int) -> None:
+    def saw_step(self, step: int) -> None:
         """It was seen with this."""
         self.step = step if self.step is None else max(step, self.step)
 
-    def has_room(self, request: CompletionRequest) -> bool:
-        return self.kv_tokens is None or self.kv_tokens >= needed(request)
+    def has_capacity(self, request: CompletionRequest) -> bool:
+        return self.kv_tokens is None or self.kv_tokens >= kv_tokens_needed(request)
 
     @contextlib.contextmanager
     def serving(self, request: CompletionRequest) -> Iterator[None]:
         """Counted while the block runs."""
         production = request.traffic is Traffic.PRODUCTION
-        self._count(1, production, needed(request))
+        self._count(1, production, kv_tokens_needed(request))
         began, crowd = _now(), self.num_running
         try:
             yield
             now = _now()
             self.pace.served(now - began, (crowd + self.num_running) / 2, now=now)
         finally:
-            self._count(-1, production, -needed(request))
+            self._count(-1, production, -kv_tokens_needed(request))
 
     def _count(self, number: int, production: bool, kv_tokens: int) -> None:
         self.num_running += number
@@ -179,7 +179,7 @@ class _Member:
 
 
 @dataclass
-class _Try:
+class _Attempt:
     """One request's way through the fleet."""
 
     request: CompletionRequest
@@ -190,7 +190,7 @@ class _Try:
     refused: dict[str, EngineError] = field(default_factory=dict)  # each engine's latest no
     skipped: set[str] = field(default_factory=set)  # not asked again in this round
     behind: set[str] = field(default_factory=set)  # refused it for that
-    hopeless: set[str] = field(default_factory=set)  # past the pinned step: never asked again
+    excluded: set[str] = field(default_factory=set)  # past the pinned step: never asked again
 
     @property
     def left_s(self) -> float:
@@ -251,13 +251,13 @@ class Fleet:
         """Remove an engine: it gets no new requests, and those that it serves go on. Unknown names are ignored."""
         self._members.pop(name, None)
 
-    def tell(self, name: str, listed: Listed) -> None:
+    def update(self, name: str, listed: ListedEngine) -> None:
         """Update what a registry knows of an engine. Unknown names are ignored."""
         member = self._members.get(name)
         if member is not None:
             member.takes_new, member.region = listed.state is State.SERVING, listed.region
             if listed.step is not None:
-                member.holds(listed.step)
+                member.saw_step(listed.step)
             member.size, member.kv_tokens = max(1, listed.max_sequences), listed.kv_tokens_free
 
     def sessions(self) -> dict[str, int]:
@@ -271,13 +271,13 @@ class Fleet:
 
     async def complete(self, request: CompletionRequest) -> Completion:
         """See `seams.Policy`. `MalformedRequest` and `ContextFull` are the caller's own and raised at once."""
-        at = _Try(request, _now() + request.deadline_s, self.patience_s)
+        attempt = _Attempt(request, _now() + request.deadline_s, self.patience_s)
         while True:
-            member, asked_at = await self._next(at), _now()
+            member, sent_at = await self._next(attempt), _now()
             try:
-                completion = await self._serve(member, at)
+                completion = await self._serve(member, attempt)
             except EngineError as error:
-                self._after_refusal(member, at, error, _now() - asked_at)
+                self._after_refusal(member, attempt, error, _now() - sent_at)
             else:
                 self._remember(request, member)
                 return completion
@@ -285,11 +285,11 @@ class Fleet:
     async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
         """See `seams.Streaming`. Before the first tokens another engine may take over, as in `complete`. After them an
         engine's error is raised, since tokens that were yielded cannot be taken back."""
-        at, begun = _Try(request, _now() + request.deadline_s, self.patience_s), False
+        attempt, begun = _Attempt(request, _now() + request.deadline_s, self.patience_s), False
         while True:
-            member, asked_at = await self._next(at), _now()
+            member, sent_at = await self._next(attempt), _now()
             try:
-                async with contextlib.aclosing(_parts(member, at)) as parts:
+                async with contextlib.aclosing(_stream_parts(member, attempt)) as parts:
                     async for part in parts:
                         begun = True
                         if isinstance(part, Completion):
@@ -299,71 +299,77 @@ class Fleet:
             except EngineError as error:
                 if begun:
                     raise
-                self._after_refusal(member, at, error, _now() - asked_at)
+                self._after_refusal(member, attempt, error, _now() - sent_at)
 
-    async def _next(self, at: _Try) -> _Member:
+    async def _next(self, attempt: _Attempt) -> _Member:
         """Wait for an engine to ask. Raises `EngineBehind` where none adopted the version, and `EngineError` at the
         deadline and where no engine can ever serve the request."""
         pause_s = RETRY_S
-        while at.left_s > 0:
-            member, began = self._choose(at), _now()
-            if member is not None and at.waits_for(member):
-                await self._catch_up(member, at, min(at.left_s, pause_s))
-                at.wait_is_over(_now() - began)
+        while attempt.left_s > 0:
+            member, began = self._choose(attempt), _now()
+            if member is not None and attempt.waits_for(member):
+                await self._catch_up(member, attempt, min(attempt.left_s, pause_s))
+                attempt.wait_is_over(_now() - began)
             elif member is not None:
-                self._regions.pop(group_of(at.request), None)
-                self._regions[group_of(at.request)] = member.region
+                self._regions.pop(group_of(attempt.request), None)
+                self._regions[group_of(attempt.request)] = member.region
                 return member
-            elif at.hopeless and at.hopeless >= self._members.keys():
-                raise next(iter(at.refused.values()))
+            elif attempt.excluded and attempt.excluded >= self._members.keys():
+                raise next(iter(attempt.refused.values()))
             else:
-                at.skipped.clear()
-                await self._pause_between_rounds(min(at.left_s, pause_s))
-                at.wait_is_over(_now() - began)
+                attempt.skipped.clear()
+                await self._pause_between_rounds(min(attempt.left_s, pause_s))
+                attempt.wait_is_over(_now() - began)
             pause_s = min(2 * pause_s, SELDOM_S)
-        raise _nobody(at)
+        raise _no_engine_error(attempt)
 
-    def _choose(self, at: _Try) -> _Member | None:
+    def _choose(self, attempt: _Attempt) -> _Member | None:
         """The engine to ask now; one that must adopt a version first only where all must. None where none can be
         asked."""
-        now, out = _now(), at.skipped | at.hopeless
+        now, out = _now(), attempt.skipped | attempt.excluded
         able = [m for m in self._members.values() if m.name not in out and m.rests_until <= now]
-        home = next((m for m in able if m.name == self._sessions.get(at.request.session_id)), None)
-        rollout = at.request.traffic is Traffic.ROLLOUT
+        home = next((m for m in able if m.name == self._sessions.get(attempt.request.session_id)), None)
+        rollout = attempt.request.traffic is Traffic.ROLLOUT
         if home is not None and not (home.region and rollout):
             return home
-        able, group = [m for m in able if m.takes_new], group_of(at.request)
+        able, group = [m for m in able if m.takes_new], group_of(attempt.request)
         if self.assignment is Assignment.STABLE:
             stable = lambda m: hashlib.sha256(f"{group}\0{m.name}".encode()).digest()  # noqa: E731
             return home or max(able, key=stable, default=None)
         if rollout:
-            able = [m for m in able if m.has_room(at.request)]
-        near = home or next((m for m in able if m.name == self._sessions.get(at.request.fork_from or "")), None)
-        return self._quickest(at, able, near, self._regions.get(group))
+            able = [m for m in able if m.has_capacity(attempt.request)]
+        near = home or next((m for m in able if m.name == self._sessions.get(attempt.request.fork_from or "")), None)
+        return self._fastest(attempt, able, near, self._regions.get(group))
 
-    def _quickest(self, at: _Try, able: list[_Member], home: _Member | None, region: str | None) -> _Member | None:
+    def _fastest(
+        self, attempt: _Attempt, able: list[_Member], home: _Member | None, region: str | None
+    ) -> _Member | None:
         """Where the request is expected to end first, or in its `home` (which has its session, or the one that it forks
         from), or in the `region`, while that is worth it."""
         paces = [m.pace.seconds(m.num_running + 1) for m in able if m.is_known]
         typical_s = sum(paces) / len(paces) if paces else None
-        tried = [m for m in able if m.is_known or m.num_running < TRIAL or not m.region]
-        best = min(tried or able, key=lambda m: rank(m, at, typical_s), default=None)
-        near = home or min((m for m in able if m.region == region), key=lambda m: rank(m, at, typical_s), default=None)
+        tried = [m for m in able if m.is_known or m.num_running < MAX_TRIAL or not m.region]
+        best = min(tried or able, key=lambda m: rank(m, attempt, typical_s), default=None)
+        near = home or min(
+            (m for m in able if m.region == region), key=lambda m: rank(m, attempt, typical_s), default=None
+        )
         if best is None or near is None:
             return near or best
-        late = at.waits_for(near) > at.waits_for(best) or near.seconds(typical_s) > WORTH * best.seconds(typical_s)
-        return best if late and at.waits_for(best) <= at.waits_for(near) else near
+        late = attempt.waits_for(near) > attempt.waits_for(best) or near.seconds(
+            typical_s
+        ) > STAY_FACTOR * best.seconds(typical_s)
+        return best if late and attempt.waits_for(best) <= attempt.waits_for(near) else near
 
-    async def _serve(self, member: _Member, at: _Try) -> Completion:
+    async def _serve(self, member: _Member, attempt: _Attempt) -> Completion:
         """Ask one engine, and while it works, whether it still answers."""
-        asked = msgspec.structs.replace(at.request, deadline_s=max(at.left_s, 0.001))
-        with member.serving(asked):
-            work = asyncio.ensure_future(member.engine.generate(asked))
+        request_now = msgspec.structs.replace(attempt.request, deadline_s=max(attempt.left_s, 0.001))
+        with member.serving(request_now):
+            work = asyncio.ensure_future(member.engine.generate(request_now))
             try:
                 while not (await asyncio.wait({work}, timeout=self.heartbeat_s))[0]:
                     if not await self._answers(member):
                         raise EngineGone(
-                            f"{member.name} holds request {at.request.request_id} and does not answer",
+                            f"{member.name} holds request {attempt.request.request_id} and does not answer",
                             f"asked for its state, with {self.heartbeat_s:g} s of patience",
                             hint="it hangs or its host is gone: restart it",
                         )
@@ -373,37 +379,41 @@ class Fleet:
 
     async def _answers(self, member: _Member) -> bool:
         if member.probe is None or member.probe.done():
-            member.probe = asyncio.ensure_future(_is_well(member.engine, self.heartbeat_s))
+            member.probe = asyncio.ensure_future(_is_healthy(member.engine, self.heartbeat_s))
         return await asyncio.shield(member.probe)
 
-    def _after_refusal(self, member: _Member, at: _Try, error: EngineError, held_s: float) -> None:
+    def _after_refusal(self, member: _Member, attempt: _Attempt, error: EngineError, held_s: float) -> None:
         """What a refusal, after the engine held the request for so long, means for the next choice. Raised again where
         the request is wrong in itself, or may be what ends engines."""
-        at.num_lost += held_s >= REST_S and not isinstance(error, EngineLate | EngineBehind | EngineBusy)
-        if isinstance(error, MalformedRequest | ContextFull | Unauthorised) or at.num_lost >= MAX_LOST:
+        attempt.num_lost += held_s >= REST_S and not isinstance(error, EngineLate | EngineBehind | EngineBusy)
+        if isinstance(error, MalformedRequest | ContextFull | Unauthorised) or attempt.num_lost >= MAX_LOST:
             raise error
-        quiet_s = min(held_s, at.left_s + held_s) if isinstance(error, EngineLate) else 0.0
-        at.deadline += held_s - quiet_s  # the engine computed: it, or others in whose turn it waited
-        at.refused[member.name] = error
+        quiet_s = min(held_s, attempt.left_s + held_s) if isinstance(error, EngineLate) else 0.0
+        attempt.deadline += held_s - quiet_s  # the engine computed: it, or others in whose turn it waited
+        attempt.refused[member.name] = error
         if isinstance(error, EngineBehind):
-            at.behind.add(member.name)
+            attempt.behind.add(member.name)
         else:
-            at.skipped.add(member.name)
-            if not isinstance(error, EngineBusy) and at.left_s > 0:  # at the deadline it may only have been slow
+            attempt.skipped.add(member.name)
+            if not isinstance(error, EngineBusy) and attempt.left_s > 0:  # at the deadline it may only have been slow
                 member.rests_until = _now() + REST_S
 
-    async def _catch_up(self, member: _Member, at: _Try, patience_s: float) -> None:
+    async def _catch_up(self, member: _Member, attempt: _Attempt, patience_s: float) -> None:
         """Wait until one of those who have to catch up has; under a stable assignment, until this one has. They pull
         the weights themselves."""
-        late = [m for m in self._members.values() if at.waits_for(m) and m.name not in at.skipped | at.hopeless]
-        asked = {m: _adoption(m, at) for m in ([member] if self.assignment is Assignment.STABLE else late)}
-        done, _ = await asyncio.wait(asked.values(), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+        late = [
+            m
+            for m in self._members.values()
+            if attempt.waits_for(m) and m.name not in attempt.skipped | attempt.excluded
+        ]
+        request_now = {m: _adoption(m, attempt) for m in ([member] if self.assignment is Assignment.STABLE else late)}
+        done, _ = await asyncio.wait(request_now.values(), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
         if not done:
-            at.skipped.clear()  # who is busy now, or joins, may be first
-        for member, adoption in asked.items():
+            attempt.skipped.clear()  # who is busy now, or joins, may be first
+        for member, adoption in request_now.items():
             if adoption.done():
-                at.behind.discard(member.name)
-                _take(member, at, adoption.result())
+                attempt.behind.discard(member.name)
+                _apply_adoption(member, attempt, adoption.result())
 
     async def _pause_between_rounds(self, pause_s: float) -> None:
         """Until the fleet changes, or a moment later."""
@@ -421,44 +431,44 @@ class Fleet:
                 del remembered[next(iter(remembered))]
 
 
-async def _parts(member: _Member, at: _Try) -> AsyncGenerator[list[int] | Completion]:
+async def _stream_parts(member: _Member, attempt: _Attempt) -> AsyncGenerator[list[int] | Completion]:
     """What one engine tells, counted as running there meanwhile."""
-    asked = msgspec.structs.replace(at.request, deadline_s=max(at.left_s, 0.001))
-    with member.serving(asked):
-        async with contextlib.aclosing(told(member.engine, member.engine.generate, asked)) as parts:
+    request_now = msgspec.structs.replace(attempt.request, deadline_s=max(attempt.left_s, 0.001))
+    with member.serving(request_now):
+        async with contextlib.aclosing(stream_or_complete(member.engine, member.engine.generate, request_now)) as parts:
             async for part in parts:
                 yield part
 
 
-def rank(member: _Member, at: _Try, typical_s: float | None) -> tuple[bool, float, float, str]:
+def rank(member: _Member, attempt: _Attempt, typical_s: float | None) -> tuple[bool, float, float, str]:
     """The sort key of engines for a new session: it goes to the engine with the smallest."""
-    production = member.num_production if at.request.traffic is Traffic.PRODUCTION else 0
-    return at.waits_for(member), production / member.size, member.seconds(typical_s), member.name
+    production = member.num_production if attempt.request.traffic is Traffic.PRODUCTION else 0
+    return attempt.waits_for(member), production / member.size, member.seconds(typical_s), member.name
 
 
-def _adoption(member: _Member, at: _Try) -> asyncio.Task[Version | EngineError]:
+def _adoption(member: _Member, attempt: _Attempt) -> asyncio.Task[Version | EngineError]:
     """The task in which an engine adopts a step. All requests that wait for the step share it."""
-    if member.adoption is None or member.adoption.done() or member.adopting != at.step:
-        member.adopting = at.step
-        member.adoption = asyncio.ensure_future(_adopted(member.engine, at.step, ADOPT_S))
+    if member.adoption is None or member.adoption.done() or member.adopting != attempt.step:
+        member.adopting = attempt.step
+        member.adoption = asyncio.ensure_future(_adopt(member.engine, attempt.step, ADOPT_S))
     return member.adoption
 
 
-def _take(member: _Member, at: _Try, said: Version | EngineError) -> None:
+def _apply_adoption(member: _Member, attempt: _Attempt, result: Version | EngineError) -> None:
     """What an adoption came to."""
-    if isinstance(said, EngineError):
-        gone = isinstance(said, EngineGone)
-        at.refused[member.name] = said if gone else EngineBehind(said.what, said.facts, hint=said.hint)
-        at.skipped.add(member.name)
-    elif at.request.pin_step is not None and said.step > at.request.pin_step:
-        at.hopeless.add(member.name)
-    elif said.step < at.step:
-        facts = f"it was asked for step {at.step} and says that it holds {said.step}"
-        at.refused[member.name] = EngineBehind(f"{member.name} does not catch up", facts, hint="see its log")
-        at.skipped.add(member.name)
+    if isinstance(result, EngineError):
+        gone = isinstance(result, EngineGone)
+        attempt.refused[member.name] = result if gone else EngineBehind(result.what, result.facts, hint=result.hint)
+        attempt.skipped.add(member.name)
+    elif attempt.request.pin_step is not None and result.step > attempt.request.pin_step:
+        attempt.excluded.add(member.name)
+    elif result.step < attempt.step:
+        facts = f"it was asked for step {attempt.step} and says that it holds {result.step}"
+        attempt.refused[member.name] = EngineBehind(f"{member.name} does not catch up", facts, hint="see its log")
+        attempt.skipped.add(member.name)
     else:
-        member.holds(said.step)
-        at.refused.pop(member.name, None)
+        member.saw_step(result.step)
+        attempt.refused.pop(member.name, None)
 
 
 def group_of(request: CompletionRequest) -> str:
@@ -466,19 +476,19 @@ def group_of(request: CompletionRequest) -> str:
     return request.session_id.rpartition(".")[0] or request.session_id
 
 
-def needed(request: CompletionRequest) -> int:
+def kv_tokens_needed(request: CompletionRequest) -> int:
     """KV tokens that a request may come to fill."""
     return len(request.prompt_ids) + request.sampling.max_tokens
 
 
-async def _adopted(engine: Engine, step: int, deadline_s: float) -> Version | EngineError:
+async def _adopt(engine: Engine, step: int, deadline_s: float) -> Version | EngineError:
     try:
         return await engine.adopt(step, deadline_s=deadline_s)
     except EngineError as error:
         return error
 
 
-async def _is_well(engine: Engine, patience_s: float) -> bool:
+async def _is_healthy(engine: Engine, patience_s: float) -> bool:
     try:
         await engine.info(deadline_s=patience_s)
     except EngineError:
@@ -486,11 +496,11 @@ async def _is_well(engine: Engine, patience_s: float) -> bool:
     return True
 
 
-def _nobody(at: _Try) -> EngineError:
-    reasons = "; ".join(f"{name}: {str(e).splitlines()[0]}" for name, e in sorted(at.refused.items()))
-    late = any(isinstance(no, EngineBehind) for no in at.refused.values())
+def _no_engine_error(attempt: _Attempt) -> EngineError:
+    reasons = "; ".join(f"{name}: {str(e).splitlines()[0]}" for name, e in sorted(attempt.refused.items()))
+    late = any(isinstance(no, EngineBehind) for no in attempt.refused.values())
     return (EngineBehind if late else EngineError)(
-        f"no engine served request {at.request.request_id} within {at.request.deadline_s:g} s",
-        f"{reasons or 'the fleet had no engine to ask'}; {at.waited_s:.0f} s of waiting for one were not counted",
+        f"no engine served request {attempt.request.request_id} within {attempt.request.deadline_s:g} s",
+        f"{reasons or 'the fleet had no engine to ask'}; {attempt.waited_s:.0f} s of waiting for one were not counted",
         hint="see the engines' logs; restarted ones join under their new address",
     )

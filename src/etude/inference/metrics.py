@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
-from etude.inference.counters import Counters
 from etude.seams import EngineInfo
+
+
+@dataclass
+class Counters:
+    """Totals; written by the stepping thread only, read by anybody."""
+
+    requests: int = 0  # completed, of both classes
+    production_requests: int = 0  # of those, production's
+    production_tokens: int = 0  # decoded for production
+    production_wait_s: float = 0.0  # from arrival to the first token, of production's in all
+    rollouts_preempted: int = 0  # had to start again, for production
+    failed: int = 0  # cancelled, late, or refused
+    steps: int = 0
+    tokens: int = 0  # decoded
+    prefill_tokens: int = 0  # prompt tokens computed
+    cached_tokens: int = 0  # prompt tokens whose KV was reused
+    swaps: int = 0
+    busy_s: float = 0.0  # in steps
 
 
 def exposition(counters: Counters, info: EngineInfo) -> str:

@@ -20,7 +20,7 @@ import secrets
 from dataclasses import dataclass
 
 from etude.inference.errors import MalformedRequest, NotRegistered
-from etude.inference.membership import ALIVE, NO_VERSION, Join, Listed, Roster, State
+from etude.inference.registry_messages import ALIVE, NO_VERSION, JoinRequest, ListedEngine, Roster, State
 from etude.records.completion import Version
 from etude.seams import EngineInfo
 
@@ -33,10 +33,10 @@ MAX_MEMBERS = 1024  # remembered; those who are gone for longest are forgotten f
 class Member:
     """One engine that joined."""
 
-    joined: Join
+    joined: JoinRequest
     lease: str
     lease_ends: float  # on the registry's monotonic clock
-    mark: Version | None  # what it must hold before it is given work; None: whatever the first head is
+    target: Version | None  # what it must hold before it is given work; None: whatever the first head is
     caught_up: bool = False
     num_missed: int = 0
     draining: bool = False
@@ -48,7 +48,7 @@ class Registry:
     """The members of one fleet.
 
     >>> registry = Registry(lease_s=10.0)
-    >>> lease = registry.join(Join(name="west", url="http://west:8000"), now=0.0)
+    >>> lease = registry.join(JoinRequest(name="west", url="http://west:8000"), now=0.0)
     >>> registry.states(now=9.0), registry.states(now=10.0)
     ({'west': <State.CATCHING_UP: 'catching-up'>}, {'west': <State.LOST: 'lost'>})
     """
@@ -58,13 +58,13 @@ class Registry:
         self.members: dict[str, Member] = {}
         self._head: Version | None = None
 
-    def join(self, asked: Join, *, now: float) -> str:
+    def join(self, request: JoinRequest, *, now: float) -> str:
         """A new member, or one that is back: its lease. Raises `MalformedRequest` when there is no place."""
-        if asked.name not in self.members and len(self.members) >= MAX_MEMBERS:
-            self._forget_one(now)
+        if request.name not in self.members and len(self.members) >= MAX_MEMBERS:
+            self._evict_one(now)
         lease = secrets.token_hex(16)
-        self.members.pop(asked.name, None)
-        self.members[asked.name] = Member(asked, lease, now + self.lease_s, self._head)
+        self.members.pop(request.name, None)
+        self.members[request.name] = Member(request, lease, now + self.lease_s, self._head)
         return lease
 
     def renew(self, name: str, lease: str, *, now: float) -> State:
@@ -92,31 +92,31 @@ class Registry:
             raise NotRegistered(f"{name} has left", "it is given nothing any more", hint="see etude fleet list")
         self.members[name].draining = True
 
-    def drained(self, name: str) -> None:
+    def finish_drain(self, name: str) -> None:
         """It has finished what it had. One that joined anew meanwhile goes on."""
         member = self.members.get(name)
         if member is not None and member.draining:
             member.left = True
 
-    def saw(self, name: str, info: EngineInfo | None) -> None:
+    def record_probe(self, name: str, info: EngineInfo | None) -> None:
         """What it answered; None: nothing. Unknown names are fine: it may be gone by now."""
         member = self.members.get(name)
         if member is None:
             return
         if info is not None and member.num_missed >= MAX_MISSED:  # it is back, and has missed versions meanwhile
-            member.mark, member.caught_up = self._head, False
+            member.target, member.caught_up = self._head, False
         member.num_missed = 0 if info is not None else member.num_missed + 1
         member.info = info or member.info
         self._catch_up(member)
 
-    def head(self, version: Version) -> None:
+    def set_head(self, version: Version) -> None:
         """Set the newest published version. If it starts a new lineage, no engine gets work before it holds it: step
         numbers alone would admit an engine with weights of the abandoned lineage."""
         renewed = self._head is None or self._head.incarnation != version.incarnation
         self._head = version
         for member in self.members.values():
             if renewed:
-                member.mark, member.caught_up = version, False
+                member.target, member.caught_up = version, False
             self._catch_up(member)
 
     def states(self, *, now: float) -> dict[str, State]:
@@ -130,7 +130,7 @@ class Registry:
     def roster(self, *, now: float) -> Roster:
         """Everybody but those who left."""
         states = self.states(now=now)
-        return {n: _listed(m, states[n]) for n, m in self.members.items() if states[n] is not State.LEFT}
+        return {n: _as_listed(m, states[n]) for n, m in self.members.items() if states[n] is not State.LEFT}
 
     def _state(self, member: Member, now: float) -> State:
         if member.left:
@@ -144,10 +144,15 @@ class Registry:
         return State.STANDBY if member.joined.standby else State.SERVING
 
     def _catch_up(self, member: Member) -> None:
-        if member.mark is None:
-            member.mark = self._head
-        held, mark = member.info.version if member.info else None, member.mark
-        if held is not None and mark is not None and held.incarnation == mark.incarnation and held.step >= mark.step:
+        if member.target is None:
+            member.target = self._head
+        held, target = member.info.version if member.info else None, member.target
+        if (
+            held is not None
+            and target is not None
+            and held.incarnation == target.incarnation
+            and held.step >= target.step
+        ):
             member.caught_up = True
 
     def _holder(self, name: str, lease: str) -> Member:
@@ -156,18 +161,18 @@ class Registry:
             raise NotRegistered(f"{name} holds no such lease", "another has joined under its name", hint="join again")
         return member
 
-    def _forget_one(self, now: float) -> None:
+    def _evict_one(self, now: float) -> None:
         gone = [name for name, state in self.states(now=now).items() if state not in ALIVE]
         if not gone:
             raise MalformedRequest(f"the fleet has {MAX_MEMBERS} engines", hint="drain some before others join")
         del self.members[gone[0]]
 
 
-def _listed(member: Member, state: State) -> Listed:
+def _as_listed(member: Member, state: State) -> ListedEngine:
     joined, info = member.joined, member.info
     if info is None:
-        return Listed(url=joined.url, state=state, region=joined.region or joined.name, kv_tokens_free=0)
-    return Listed(
+        return ListedEngine(url=joined.url, state=state, region=joined.region or joined.name, kv_tokens_free=0)
+    return ListedEngine(
         url=joined.url,
         state=state,
         region=joined.region or joined.name,
@@ -182,7 +187,7 @@ def _listed(member: Member, state: State) -> Listed:
 
 def _other_lineage(member: Member) -> str:
     """What an engine holds that is not what the run published; nothing where it is, or where it holds none."""
-    held, mark = member.info.version if member.info else None, member.mark
-    if held is None or mark is None or held.incarnation in (mark.incarnation, NO_VERSION.incarnation):
+    held, target = member.info.version if member.info else None, member.target
+    if held is None or target is None or held.incarnation in (target.incarnation, NO_VERSION.incarnation):
         return ""
-    return f"it holds {held}, and the run published {mark}: is its --store the run's?"
+    return f"it holds {held}, and the run published {target}: is its --store the run's?"

@@ -29,7 +29,7 @@ class Runner:
         self.model = model.eval()
         self.kv = KVCache(model.local, model.operators, num_slots=num_slots, context_tokens=context_tokens)
         sizes = (num_slots, context_tokens)
-        self._lost = Lost(model)
+        self._non_finite = NonFiniteReporter(model)
         self._tokens = np.zeros(sizes, np.int64)
         per_token = (model.config.num_moe_layers, model.config.top_k)
         self._routes = np.zeros((*sizes, *per_token), model.config.route_dtype)
@@ -64,21 +64,21 @@ class Runner:
         return sampling
 
     def _sample(self, sequences: list[Sequence], logits_RV: torch.Tensor) -> None:
-        asked = [s.request.sampling for s in sequences]
+        samplings = [s.request.sampling for s in sequences]
         positions = np.array([s.num_computed for s in sequences], np.int64)
-        temperatures, seeds = [a.temperature for a in asked], [a.seed for a in asked]
+        temperatures, seeds = [a.temperature for a in samplings], [a.seed for a in samplings]
         tokens, logprobs = sample(logits_RV, temperatures, seeds, positions, self.model.operators)
         sampled: list[int] = tokens.tolist()
         for sequence, token, logprob in zip(sequences, sampled, logprobs.tolist(), strict=True):
             sequence.token_ids.append(token)
             sequence.logprobs.append(logprob)
             if not math.isfinite(logprob):
-                self._lost.say_where(sequence)
-        room = positions < self._tokens.shape[1]  # the last token of a full context is never computed
+                self._non_finite.report(sequence)
+        has_next = positions < self._tokens.shape[1]  # the last token of a full context is never computed
         slots = np.array([s.row for s in sequences], np.int64)
-        self._tokens[slots[room], positions[room]] = tokens.numpy()[room]
+        self._tokens[slots[has_next], positions[has_next]] = tokens.numpy()[has_next]
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Everything is done when a call returns."""
 
     @torch.inference_mode()
@@ -90,17 +90,17 @@ class Runner:
         return scores
 
 
-class Lost:
+class NonFiniteReporter:
     """Says once, in the log, where a forward's first number that is none arises: who trains on it refuses it too."""
 
     def __init__(self, model: Transformer) -> None:
-        self._model, self._said = model, False
+        self._model, self._reported = model, False
 
-    def say_where(self, sequence: Sequence) -> None:
+    def report(self, sequence: Sequence) -> None:
         """Of a sequence whose latest token has such a log-probability."""
-        if self._said:
+        if self._reported:
             return
-        self._said = True
+        self._reported = True
         context = [*sequence.request.prompt_ids.tolist(), *sequence.token_ids[:-1]]
         tokens = torch.tensor(context).to(self._model.embedding.device)
         found = origin(lambda watch: self._model.run(tokens, watch=watch))

@@ -21,9 +21,110 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from etude.inference.errors import EngineBusy, EngineLate
-from etude.inference.slots import Slot, SlotTable, num_shared
 from etude.records.completion import Completion, CompletionRequest, Traffic, Version, VersionSpan
 from etude.records.wire import I32
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One row of the KV cache."""
+
+    index: int
+    session_id: str = ""  # whose context it holds, or whose request runs in it
+    busy: bool = False  # a request runs in it
+    stale: bool = False  # it holds keys of an older version
+    kept: I32 | None = None  # [T] an idle session's tokens: position i of the KV belongs to kept[i]
+
+
+class SlotTable:
+    """Slots, and the sessions that keep them.
+
+    >>> table = SlotTable(2)
+    >>> slot, num_cached = table.acquire("s", np.array([5, 6, 7], np.int32))
+    >>> slot.index, num_cached
+    (0, 0)
+    >>> table.release(slot, np.array([5, 6, 7, 8], np.int32))
+    >>> table.acquire("s", np.array([5, 6, 7, 8, 9], np.int32))[1]
+    4
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._free = [Slot(i) for i in range(num_slots)]  # sorted: low indices first keeps running slots together
+        self._idle: dict[str, Slot] = {}  # by session, the one unused for longest first
+        self._busy: set[Slot] = set()
+
+    @property
+    def num_available(self) -> int:
+        """Slots that requests could have now: free ones and those of idle sessions."""
+        return len(self._free) + len(self._idle)
+
+    def idle(self, session_id: str) -> Slot | None:
+        """The slot that an idle session keeps."""
+        return self._idle.get(session_id)
+
+    def acquire(self, session_id: str, prompt_ids: I32, *, spare: str | None = None) -> tuple[Slot, int] | None:
+        """A slot for the request and how many of the prompt's tokens it holds already; None when all are busy. The idle
+        session `spare` loses its slot only when no other can be had.
+
+        The last token of a prompt always counts as new: its logits are what the request wants.
+        """
+        slot, num_cached = self._idle.pop(session_id, None), 0
+        if slot is not None:
+            num_cached = _num_extended(slot, prompt_ids)
+        elif self._free:
+            slot = self._free.pop(0)
+        elif self._idle:
+            slot = self._idle.pop(next((s for s in self._idle if s != spare), next(iter(self._idle))))
+        else:
+            return None
+        slot.session_id, slot.busy, slot.stale, slot.kept = session_id, True, False, None
+        self._busy.add(slot)
+        return slot, num_cached
+
+    def release(self, slot: Slot, kept: I32 | None = None) -> None:
+        """The request is over; `kept` are the tokens whose KV the slot holds, None when nobody will come back."""
+        self._busy.remove(slot)
+        slot.busy = False
+        if kept is None or slot.stale:
+            self._free_slot(slot)
+            return
+        before = self._idle.pop(slot.session_id, None)  # two calls of one session at once: the later one stays
+        if before is not None:
+            self._free_slot(before)
+        slot.kept = kept
+        self._idle[slot.session_id] = slot
+
+    def swapped(self) -> None:
+        """The weights changed: idle sessions are forgotten, busy slots are stale."""
+        for slot in self._idle.values():
+            self._free_slot(slot)
+        self._idle.clear()
+        for slot in self._busy:
+            slot.stale = True
+
+    def _free_slot(self, slot: Slot) -> None:
+        slot.session_id, slot.stale, slot.kept = "", False, None
+        self._free.append(slot)
+        self._free.sort(key=lambda s: s.index)
+
+
+def _num_extended(slot: Slot, prompt_ids: I32) -> int:
+    """Tokens of the prompt that the slot holds: all that it kept, or 0 when the prompt goes another way."""
+    kept = slot.kept
+    if kept is None or len(prompt_ids) < len(kept) or not np.array_equal(prompt_ids[: len(kept)], kept):
+        return 0
+    return min(len(kept), len(prompt_ids) - 1)
+
+
+def num_shared_tokens(one: I32, other: I32) -> int:
+    """The number of leading tokens in which two contexts agree.
+
+    >>> num_shared_tokens(np.array([5, 6, 7], np.int32), np.array([5, 6, 9, 9], np.int32))
+    2
+    """
+    length = min(len(one), len(other))
+    differ = np.flatnonzero(one[:length] != other[:length])
+    return int(differ[0]) if len(differ) else length
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +142,7 @@ class Sequence:
     spans: list[VersionSpan] = field(default_factory=list)  # closed ones
     num_spanned: int = 0  # tokens in closed spans
     kv_epoch: int = 0
-    told: Callable[[], None] | None = None  # called on the stepping thread after each step that sampled for it
+    on_tokens: Callable[[], None] | None = None  # called on the stepping thread after each step that sampled for it
 
     @property
     def num_prompt(self) -> int:
@@ -81,7 +182,7 @@ class Sequence:
     def production(self) -> bool:
         return self.request.traffic is Traffic.PRODUCTION
 
-    def start_again(self) -> None:
+    def restart(self) -> None:
         """Forget everything that was computed and sampled."""
         self.slot, self.num_cached, self.num_computed, self.kv_epoch = None, 0, 0, 0
         self.token_ids, self.logprobs, self.spans, self.num_spanned = [], [], [], 0
@@ -184,7 +285,7 @@ class Scheduler:
         keep = sequence.request.keep_session and sequence.num_computed > 0
         self.slots.release(sequence.slot, sequence.context() if keep else None)
 
-    def departed(self, now: float, *, stepped: float) -> list[Sequence]:
+    def remove_departed(self, now: float, *, stepped: float) -> list[Sequence]:
         """Sequences that were cancelled or are past their deadline, now removed; late ones have failed. `stepped`: when
         the latest step ended. One that waits for a slot lives on while others are decoded: its turn comes."""
         gone = [s for s in (*self.waiting, *self.running) if s.future.cancelled() or s.is_late(now, stepped)]
@@ -194,7 +295,7 @@ class Scheduler:
                 sequence.future.set_exception(late(sequence))
         return gone
 
-    def overtaken(self, step: int) -> list[Sequence]:
+    def remove_outdated(self, step: int) -> list[Sequence]:
         """Sequences that demand a later version step than the weights are now of, removed: after a lost lineage the
         chain goes on from an older step, and no token may be sampled under what was asked for."""
         gone = [s for s in (*self.waiting, *self.running) if s.request.min_step > step]
@@ -249,20 +350,22 @@ class Scheduler:
         if (idle := self.slots.idle(request.fork_from)) is not None and idle.kept is not None:
             held.append((idle.index, idle.kept))
         new = request.prompt_ids[:-1]  # the last token is always computed: its logits are what the request wants
-        row, num_tokens = max(((row, num_shared(ids, new)) for row, ids in held), key=lambda s: s[1], default=(0, 0))
+        row, num_tokens = max(
+            ((row, num_shared_tokens(ids, new)) for row, ids in held), key=lambda s: s[1], default=(0, 0)
+        )
         return (row, num_tokens) if num_tokens else None
 
     def _preempt(self) -> bool:
         """Have the rollout that loses least start again, before the others that wait. One whose tokens were told while
         they came cannot."""
-        able = [s for s in self.running if not s.production and s.told is None]
+        able = [s for s in self.running if not s.production and s.on_tokens is None]
         if not able:
             return False
         victim = min(able, key=lambda s: s.num_computed)
         assert victim.slot is not None, "it runs"
         self.running.remove(victim)
         self.slots.release(victim.slot)
-        victim.start_again()
+        victim.restart()
         self.waiting.appendleft(victim)
         self.num_preempted += 1
         return True

@@ -30,22 +30,22 @@ from etude.errors import DeadlineExceeded, EtudeError
 from etude.inference.adapters import AdaptedWeights, fetched_base
 from etude.inference.app import build_app
 from etude.inference.engine import ReferenceEngine
-from etude.inference.follow import Following, initial_version
 from etude.inference.lifetime import die_with_parent
-from etude.inference.membership import NO_VERSION
 from etude.inference.metrics import Load
-from etude.inference.registering import Registration, be_member, registration_of, wanted
+from etude.inference.registry_client import Registration, fetch_requirements, make_registration, run_registration
+from etude.inference.registry_messages import NO_VERSION
 from etude.inference.serving import (
     add_arguments,
+    apply_public_key,
+    apply_sizes,
     config_of,
     listen,
     read_token,
     report_settings,
     require_weights,
     serve,
-    take_key,
-    take_sizes,
 )
+from etude.inference.weight_sync import WeightSync, initial_version
 from etude.models import ModelConfig, Transformer, hf_views
 from etude.models.checkpoint import load_model
 from etude.models.packed import PackedWeights
@@ -76,9 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     telemetry = Telemetry(args.telemetry, process=args.name) if args.telemetry else None
     try:
         token = read_token(args.host)
-        _take_wanted(args, token)
+        _apply_requirements(args, token)
         listener = listen(args.host, args.port)
-        with _chain(args) as chain:
+        with _start_follower(args) as chain:
             _serve(args, listener, token, chain, telemetry)
     except EtudeError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -86,20 +86,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _take_wanted(args: argparse.Namespace, token: str | None) -> None:
+def _apply_requirements(args: argparse.Namespace, token: str | None) -> None:
     """Where there is a registry, what it wants stands in for what was not given. Raises `EngineError` where an engine
     would have no weights."""
     args.model = None
     if args.register:
-        asked = wanted(args.register, token, wait_s=args.wait_s)
-        args.mode, args.quantise, args.degree = Mode(asked.mode), Quantise(asked.quantise), asked.degree
-        take_sizes(args, asked)
-        take_key(args, asked)
-        args.model = ModelConfig.from_hf(json.loads(asked.model))
+        requirements = fetch_requirements(args.register, token, wait_s=args.wait_s)
+        args.mode, args.quantise, args.degree = (
+            Mode(requirements.mode),
+            Quantise(requirements.quantise),
+            requirements.degree,
+        )
+        apply_sizes(args, requirements)
+        apply_public_key(args, requirements)
+        args.model = ModelConfig.from_hf(json.loads(requirements.model))
     require_weights(args)
 
 
-def _chain(args: argparse.Namespace) -> contextlib.AbstractContextManager[FollowerProcess | None]:
+def _start_follower(args: argparse.Namespace) -> contextlib.AbstractContextManager[FollowerProcess | None]:
     """Started before the model is loaded, so that it is up by then."""
     if args.store is None:
         return contextlib.nullcontext()
@@ -123,16 +127,16 @@ def _serve(
     chain: FollowerProcess | None,
     telemetry: Telemetry | None,
 ) -> None:
-    engine, following = _build(args, chain, telemetry)
-    registration = registration_of(args, listener, token)
-    lifespan = _lifespan(engine, following, telemetry, registration, place=args.store or "", wait_s=args.wait_s)
+    engine, weight_sync = _build(args, chain, telemetry)
+    registration = make_registration(args, listener, token)
+    lifespan = _make_lifespan(engine, weight_sync, telemetry, registration, place=args.store or "", wait_s=args.wait_s)
     app = build_app(engine, token=token, lifespan=lifespan, operators=engine.operators if args.show_operators else None)
     serve(app, listener, name=args.name, ready_file=args.ready_file)
 
 
 def _build(
     args: argparse.Namespace, chain: FollowerProcess | None, telemetry: Telemetry | None
-) -> tuple[ReferenceEngine, Following | None]:
+) -> tuple[ReferenceEngine, WeightSync | None]:
     config = config_of(args)
     dtype, device = getattr(torch, config.dtype), device_for(config.device)
     numerics = NumericsConfig(args.mode, args.quantise, args.degree)
@@ -151,7 +155,7 @@ def _build(
         return engine, None
     base = None if args.checkpoint else partial(fetched_base, open_store(args.store, cache=args.cache), args.public_key)
     adapted = AdaptedWeights(model, args.quantise, base=base)
-    return engine, Following(engine, views, chain, derived=derived, adapted=adapted, poll_s=0.0, telemetry=telemetry)
+    return engine, WeightSync(engine, views, chain, derived=derived, adapted=adapted, poll_s=0.0, telemetry=telemetry)
 
 
 def live_weights(model: Transformer, quantise: Quantise) -> tuple[Mapping[str, torch.Tensor], list[Derived]]:
@@ -164,9 +168,9 @@ def live_weights(model: Transformer, quantise: Quantise) -> tuple[Mapping[str, t
     return held.tensors, [Derived(names, decode) for names, decode in held.decoders]
 
 
-def _lifespan(
+def _make_lifespan(
     engine: ReferenceEngine,
-    following: Following | None,
+    weight_sync: WeightSync | None,
     telemetry: Telemetry | None,
     registration: Registration | None,
     *,
@@ -176,25 +180,25 @@ def _lifespan(
     @contextlib.asynccontextmanager
     async def span() -> AsyncIterator[None]:
         engine.start()
-        if following is not None and registration is None:
-            await asyncio.to_thread(following.start_at_head)
-        elif following is not None:
-            following.start()  # a registry gives it no work until it has caught up
-        watch = asyncio.create_task(_watch(engine, following, telemetry, place, wait_s))
-        member = asyncio.create_task(be_member(registration)) if registration else None
+        if weight_sync is not None and registration is None:
+            await asyncio.to_thread(weight_sync.start_at_head)
+        elif weight_sync is not None:
+            weight_sync.start()  # a registry gives it no work until it has caught up
+        watch = asyncio.create_task(_watch(engine, weight_sync, telemetry, place, wait_s))
+        member = asyncio.create_task(run_registration(registration)) if registration else None
         yield
         watch.cancel()
         if registration is not None and member is not None:
             member.cancel()
             await registration.leave()
-        if following is not None:
-            await asyncio.to_thread(following.stop)
+        if weight_sync is not None:
+            await asyncio.to_thread(weight_sync.stop)
         await asyncio.to_thread(engine.close)
 
     return span()
 
 
-def waits_for(engine: ReferenceEngine, place: str, *, waited_s: float, wait_s: float) -> str:
+def wait_message(engine: ReferenceEngine, place: str, *, waited_s: float, wait_s: float) -> str:
     """What an engine without weights says that it waits for; nothing once it has some. Raises `DeadlineExceeded` where
     it has waited for longer than `wait_s`."""
     if engine.version != NO_VERSION:
@@ -207,21 +211,23 @@ def waits_for(engine: ReferenceEngine, place: str, *, waited_s: float, wait_s: f
 
 
 async def _watch(
-    engine: ReferenceEngine, following: Following | None, telemetry: Telemetry | None, place: str, wait_s: float
+    engine: ReferenceEngine, weight_sync: WeightSync | None, telemetry: Telemetry | None, place: str, wait_s: float
 ) -> None:
     """Each second: report the load, say what is waited for, and end the process if the engine cannot be helped."""
-    load, last, told = Load(), time.monotonic(), ""
+    load, last, reported = Load(), time.monotonic(), ""
     began = last
     while True:
         await asyncio.sleep(1.0)
         try:
-            waits = waits_for(engine, place, waited_s=following.looked - began if following else 0.0, wait_s=wait_s)
+            message = wait_message(
+                engine, place, waited_s=weight_sync.checked - began if weight_sync else 0.0, wait_s=wait_s
+            )
         except DeadlineExceeded as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             os._exit(error.exit_code)
-        if waits and waits != told:
-            print(waits, file=sys.stderr, flush=True)
-        told = waits
+        if message and message != reported:
+            print(message, file=sys.stderr, flush=True)
+        reported = message
         if not engine.alive or engine.stalled_s > engine.config.stall_s:
             state = f"has not moved for {engine.stalled_s:.0f} s" if engine.alive else "is dead"
             print(

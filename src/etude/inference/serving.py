@@ -21,13 +21,13 @@ from starlette.types import ASGIApp
 from etude.config import build, to_plain
 from etude.errors import EngineError, EtudeError
 from etude.inference.config import EngineConfig
-from etude.inference.membership import Wanted, environment_token
-from etude.inference.registering import WAIT_S, say
+from etude.inference.registry_client import WAIT_S, print_to_stderr
+from etude.inference.registry_messages import EngineRequirements, environment_token
 from etude.stores.http import HttpStore
 from etude.telemetry import Telemetry
 from etude.weights.chain.history import head
 
-RELAY_S = 5.0  # for its first answer
+STORE_TIMEOUT_S = 5.0  # for its first answer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,26 +68,26 @@ def public_key(text: str) -> bytes:
     return bytes.fromhex(text)
 
 
-def take_key(args: argparse.Namespace, asked: Wanted) -> None:
+def apply_public_key(args: argparse.Namespace, requirements: EngineRequirements) -> None:
     """The public key of the run that an engine joins, where the engine was given none. Raises `EngineError` where it
     was given another: then it would refuse every version of this run."""
-    told = bytes.fromhex(asked.public_key) if asked.public_key else None
-    if args.public_key and told != args.public_key:
-        signs = f"the run signs with {asked.public_key}" if told else "the run signs nothing"
+    run_key = bytes.fromhex(requirements.public_key) if requirements.public_key else None
+    if args.public_key and run_key != args.public_key:
+        signs = f"the run signs with {requirements.public_key}" if run_key else "the run signs nothing"
         raise EngineError(
             f"{args.name} would refuse the weights of the run at {args.register}",
             f"{signs}; this engine believes {args.public_key.hex()} alone",
             hint="give the run's own key to --public-key, or set stores.signing_key of the run",
         )
-    args.public_key = told
+    args.public_key = run_key
 
 
-def take_sizes(args: argparse.Namespace, asked: Wanted) -> None:
+def apply_sizes(args: argparse.Namespace, requirements: EngineRequirements) -> None:
     """What a run wants of any engine stands in for what was not given; its dtype counts, whatever was."""
-    args.dtype = asked.dtype
-    args.context_tokens = args.context_tokens or asked.context_tokens
-    args.max_sequences = args.max_sequences or asked.max_sequences
-    args.store = args.store or asked.store or None
+    args.dtype = requirements.dtype
+    args.context_tokens = args.context_tokens or requirements.context_tokens
+    args.max_sequences = args.max_sequences or requirements.max_sequences
+    args.store = args.store or requirements.store or None
 
 
 def require_weights(args: argparse.Namespace) -> None:
@@ -96,19 +96,19 @@ def require_weights(args: argparse.Namespace) -> None:
         hint = "give --checkpoint DIR, or --register URL with --store PLACE"
         raise EngineError("an engine without weights", "neither a checkpoint nor a run's chain was named", hint=hint)
     if args.register and args.store:
-        tell_store(args.store)
+        warn_about_store(args.store)
 
 
-def tell_store(place: str, said: Callable[[str], None] = say) -> None:
+def warn_about_store(place: str, report: Callable[[str], None] = print_to_stderr) -> None:
     """Say of the store that an engine is to follow that it is not there, or does not answer; it is asked again later.
     A bucket's own client waits too long to be asked now."""
     if place.startswith(("http://", "https://")):
         try:
-            head(HttpStore(place, silence_s=RELAY_S, deadline_s=RELAY_S), "policy")
+            head(HttpStore(place, silence_s=STORE_TIMEOUT_S, deadline_s=STORE_TIMEOUT_S), "policy")
         except EtudeError as error:
-            said(f"the store at {place} cannot be read now: {error.facts or error.what}; {error.hint}")
+            report(f"the store at {place} cannot be read now: {error.facts or error.what}; {error.hint}")
     elif "://" not in place and not Path(place).exists():
-        said(f"there is no store at {place} yet: is it the run's folder of weights, as this machine has it?")
+        report(f"there is no store at {place} yet: is it the run's folder of weights, as this machine has it?")
 
 
 def config_of(args: argparse.Namespace) -> EngineConfig:
@@ -153,7 +153,7 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if self.should_exit:
             return
-        _spare_the_collector()
+        _freeze_garbage_collector()
         if self._ready_file is not None:
             partial = self._ready_file.with_name(f"{self._ready_file.name}.{os.getpid()}")
             partial.write_bytes(self._ready)
@@ -161,7 +161,7 @@ class _Server(uvicorn.Server):
         print(self._ready.decode(), flush=True)
 
 
-def _spare_the_collector() -> None:
+def _freeze_garbage_collector() -> None:
     """Take what is there now out of garbage collection: a full one walks all of torch, 100 ms between two tokens."""
     gc.collect()
     gc.freeze()

@@ -22,10 +22,10 @@ from etude.errors import DeadlineExceeded
 from etude.experience import RolloutFiles
 from etude.inference import HttpEngine
 from etude.inference.config import SERVERS, EngineKind
+from etude.inference.external.environment import SERVER_KINDS, environment
 from etude.inference.fleet import PATIENCE_S
-from etude.inference.foreign.environment import MAKES, environment
-from etude.inference.membership import Listed, Roster, State, environment_token
-from etude.inference.registrar import Registrar
+from etude.inference.registry_messages import ListedEngine, Roster, State, environment_token
+from etude.inference.registry_server import RegistryServer
 from etude.loop.config import RunConfig, rollouts_on
 from etude.loop.joining import first_engine, joining
 from etude.loop.placement import ADDRESS, NOTHING
@@ -105,7 +105,7 @@ class Crew:
         self.run, self.config, self.telemetry, self.supervisor = run, config, telemetry, supervisor
         self.workers, self.graders, self.learners = Pool("worker"), Pool("grader"), Pool("learner")
         self.max_running = Limit(config.max_running)  # rollouts under way; follows the live fleet
-        self.registrar: Registrar | None = None  # where engines from elsewhere join
+        self.registrar: RegistryServer | None = None  # where engines from elsewhere join
         self._own: dict[str, HttpEngine] = {}
         self._away: dict[str, EngineKind] = {}  # own engines that wait for a machine
         self._theirs = 0  # contexts of engines from elsewhere
@@ -129,7 +129,7 @@ class Crew:
     def head(self, version: Version) -> None:
         """Set the newest published version. An engine that joins from elsewhere must reach it before it gets work."""
         if self.registrar is not None:
-            self.registrar.head(version)
+            self.registrar.set_head(version)
 
     async def some_engine(self) -> None:
         """Wait until at least one engine is there. Returns at once where the run has engines of its own."""
@@ -139,7 +139,7 @@ class Crew:
     def wants_parity(self, learner_class: str) -> None:
         """Refuse from now on engines that join with another parity class than the learner's."""
         if self.registrar is not None:
-            self.registrar.wanted = msgspec.structs.replace(self.registrar.wanted, parity=learner_class)
+            self.registrar.requirements = msgspec.structs.replace(self.registrar.requirements, parity=learner_class)
 
     async def start_sampling(self) -> None:
         """Start engines, workers and graders at once; returns when all are ready. Engines from elsewhere are not waited
@@ -288,7 +288,7 @@ class Crew:
         """Send the list of engines to every worker. Returns the number of sessions by engine, over all workers."""
         region = "home" if self.registrar else ""
         sizes = {f"engine-{i}": self.config.contexts_of(kind) for i, kind in enumerate(self.config.fleet.engines)}
-        own = {n: Listed(url=e.url, region=region, max_sequences=sizes[n]) for n, e in self._own.items()}
+        own = {n: ListedEngine(url=e.url, region=region, max_sequences=sizes[n]) for n, e in self._own.items()}
         roster = own | (self.registrar.roster if self.registrar else {})
 
         async def tell(caller: Caller) -> dict[str, int]:
@@ -315,8 +315,8 @@ def engine_argv(run: RunFolder, config: RunConfig, name: str, kind: EngineKind) 
         numerics = config.numerics
         return [*argv, "--mode", numerics.mode, "--quantise", numerics.quantise, "--degree", str(numerics.degree)]
     foreign = config.foreign(kind)
-    argv += ["--kv-tokens", str(foreign.kv_room(config.engine))]
-    argv += ["--environment", str(environment(foreign.environment, MAKES[kind]).folder)]
+    argv += ["--kv-tokens", str(foreign.kv_capacity(config.engine))]
+    argv += ["--environment", str(environment(foreign.environment, SERVER_KINDS[kind]).folder)]
     argv += ["--needs-routes"] if config.wants_routes else []
     return [*argv, *(f"--argument={argument}" for argument in foreign.arguments)]
 

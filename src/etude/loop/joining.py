@@ -12,8 +12,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from etude.errors import ConfigError, DeadlineExceeded, EtudeError
-from etude.inference.membership import Listed, Roster, State, Wanted, environment_token
-from etude.inference.registrar import Registrar
+from etude.inference.registry_messages import EngineRequirements, ListedEngine, Roster, State, environment_token
+from etude.inference.registry_server import RegistryServer
 from etude.listening import bind, listening
 from etude.loop.config import RunConfig
 from etude.loop.places import weights_place
@@ -45,15 +45,15 @@ def check_listen(config: RunConfig) -> None:
 @contextlib.asynccontextmanager
 async def joining(
     run: RunFolder, config: RunConfig, telemetry: Telemetry, beat: Beat, *, failed: asyncio.Future[EtudeError]
-) -> AsyncIterator[Registrar]:
+) -> AsyncIterator[RegistryServer]:
     """Run a registry that engines can join, for a block. `failed` gets an error when the run has had no engine for too
     long, or the task that watches this ends."""
     check_listen(config)
     own = {f"engine-{i}" for i in range(len(config.fleet.engines))}
-    registrar = Registrar(wanted_by(run, config), token=environment_token(), reserved=own)
+    registrar = RegistryServer(wanted_by(run, config), token=environment_token(), reserved=own)
     host, _, port = config.fleet.listen.rpartition(":")
 
-    def changed(name: str, listed: Listed) -> None:
+    def changed(name: str, listed: ListedEngine) -> None:
         telemetry.event("fleet.state", engine=name, region=listed.region, state=str(listed.state), url=listed.url)
 
     had_some = time.monotonic()
@@ -85,10 +85,10 @@ async def joining(
             await registrar.close()
 
 
-def wanted_by(run: RunFolder, config: RunConfig) -> Wanted:
+def wanted_by(run: RunFolder, config: RunConfig) -> EngineRequirements:
     """The model and settings that an engine must have to join a run."""
     place, signer = weights_place(run), read_signer(config.stores.signing_key)
-    return Wanted(
+    return EngineRequirements(
         model=(run / "checkpoints" / "mid" / "config.json").read_text(),
         mode=config.numerics.mode,
         quantise=config.numerics.quantise,
@@ -102,7 +102,7 @@ def wanted_by(run: RunFolder, config: RunConfig) -> Wanted:
     )
 
 
-def load_of(one: Listed) -> dict[str, object]:
+def load_of(one: ListedEngine) -> dict[str, object]:
     """The facts of a `fleet.load` event."""
     return {
         "region": one.region,
@@ -115,7 +115,7 @@ def load_of(one: Listed) -> dict[str, object]:
     }
 
 
-async def first_engine(registrar: Registrar, telemetry: Telemetry, listen: str) -> None:
+async def first_engine(registrar: RegistryServer, telemetry: Telemetry, listen: str) -> None:
     """Wait for an engine that may be given work, and tell who is there. The watch ends the run where that takes too
     long."""
     told = ""

@@ -22,7 +22,7 @@ from etude.errors import ConfigError, RunError, TaskError
 from etude.experience.database import NoLedger, check_server
 from etude.harness import ChatFormat, standard_tools
 from etude.inference.config import EngineKind
-from etude.inference.foreign.environment import MAKES
+from etude.inference.external.environment import SERVER_KINDS
 from etude.listening import bind
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.devices import check_devices, check_foreign_device
@@ -130,7 +130,7 @@ def check_foreign(config: RunConfig, *, adopted: bool) -> None:
     if model.architecture.foreign:
         raise ConfigError(
             f"fleet.engines = {list(map(str, config.fleet.engines))}",
-            f"{MAKES[kinds[0]].name} {model.architecture.foreign} (family {model.family})",
+            f"{SERVER_KINDS[kinds[0]].name} {model.architecture.foreign} (family {model.family})",
             hint="take reference engines for this model",
         )
 

@@ -87,20 +87,20 @@ class AdapterConfig:
         return cls(rank, float(alpha), tuple(sorted(modules)), base)
 
 
-def names(module: str) -> tuple[str, str]:
+def lora_names(module: str) -> tuple[str, str]:
     """PEFT's names of A and B of what Hugging Face calls `module`.
 
-    >>> names("model.layers.0.mlp.up_proj.weight")[0]
+    >>> lora_names("model.layers.0.mlp.up_proj.weight")[0]
     'base_model.model.model.layers.0.mlp.up_proj.lora_A.weight'
     """
     stem = PREFIX + module.removesuffix(".weight")
     return stem + A, stem + B
 
 
-def modules(published: Iterable[str]) -> list[str]:
+def adapted_modules(published: Iterable[str]) -> list[str]:
     """Hugging Face's names of what is adapted, by published names; none where all weights are published.
 
-    >>> modules(names("model.layers.0.mlp.up_proj.weight"))
+    >>> adapted_modules(lora_names("model.layers.0.mlp.up_proj.weight"))
     ['model.layers.0.mlp.up_proj.weight']
     """
     return [name.removeprefix(PREFIX).removesuffix(A) + ".weight" for name in published if name.endswith(A)]

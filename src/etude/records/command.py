@@ -81,7 +81,7 @@ class Command:
         return cls(tuple(argv), key, deadline_s, **options)
 
     def __post_init__(self) -> None:
-        self._must_have_kinds()
+        self._check_types()
         words = [self.user, self.cwd, *self.argv, *(f"{name}={value}" for name, value in self.env.items())]
         if not self.argv or not self.argv[0] or any("\0" in word for word in words):
             raise ValueError("a command has at least one word and no NUL byte")
@@ -90,7 +90,7 @@ class Command:
         if sum(len(os.fsencode(word)) + 16 for word in words) > MAX_COMMAND_BYTES:
             raise ValueError("the command line is too long")
 
-    def _must_have_kinds(self) -> None:
+    def _check_types(self) -> None:
         """What no type checker saw may be anything."""
         texts = [self.key, self.user, self.cwd, *self.argv, *self.env, *self.env.values()]
         strange = [one for one in texts if not isinstance(one, str)]
@@ -109,7 +109,7 @@ class Command:
     def has_input(self) -> bool:
         return self.stdin != b""
 
-    def must_be_by(self, users: Sequence[str]) -> None:
+    def check_user(self, users: Sequence[str]) -> None:
         """`ValueError` where its user is none of these."""
         if self.user and self.user not in users:
             known = (

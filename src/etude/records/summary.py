@@ -13,7 +13,7 @@ from etude.records.reward import Reward
 from etude.records.rollout import Ending, Graded, Invalid, Rollout, Trace
 
 
-class Stored(msgspec.Struct, frozen=True):
+class StoredFile(msgspec.Struct, frozen=True):
     """The file of a stored rollout: its size and digest."""
 
     num_bytes: int
@@ -42,7 +42,7 @@ class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
     versions: tuple[Version, ...]  # that sampled tokens, sorted; steps as seen from the current lineage, once changed
     sampled_by: tuple[tuple[tuple[int, ...], int], ...]  # (places in `versions` behind a token, number of tokens)
     invalid: Invalid | None = None  # set when it failed outside the agent's reach
-    stored: Stored | None = None  # None: its file was not kept
+    stored: StoredFile | None = None  # None: its file was not kept
 
     @property
     def oldest_steps(self) -> dict[int, int]:
@@ -70,7 +70,7 @@ def _sampled_by(trace: Trace, versions: Sequence[Version]) -> Counter[tuple[int,
     return counts
 
 
-def as_seen(rollout: Rollout, summary: RolloutSummary) -> Rollout:
+def with_versions_of(rollout: Rollout, summary: RolloutSummary) -> Rollout:
     """A stored rollout with its versions replaced by those of its summary, whose steps may be other ones."""
     versions = _versions(rollout.trace)
     if versions == summary.versions:
@@ -83,7 +83,7 @@ def as_seen(rollout: Rollout, summary: RolloutSummary) -> Rollout:
     return replace(rollout, trace=Trace(tuple(turns)))
 
 
-def summary_of(rollout: Rollout, stored: Stored | None = None) -> RolloutSummary:
+def summary_of(rollout: Rollout, stored: StoredFile | None = None) -> RolloutSummary:
     """Make the summary of a rollout. `stored`: the file that it was stored in."""
     turns = rollout.trace.turns
     served = [turn.completion.engine for turn in turns]

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from etude import __version__
 from etude.environments import prepare, take_exports
 from etude.errors import EngineBehind, EtudeError, MachineError, TaskError
-from etude.harness import AgentRun, Ask, ChatFormat, HarnessConfig, standard_tools
+from etude.harness import AgentRun, ChatFormat, HarnessConfig, RequestOptions, standard_tools
 from etude.harness.programs import run_program
 from etude.records.reward import SUBMITTED, Term
 from etude.records.rollout import Boundary, Ending, Invalid, Rollout, RolloutSpec, Trace
@@ -44,10 +44,12 @@ async def run_rollout(
         (machine,) = await runtime.fork(snapshot, 1)
     except MachineError as error:
         return not_run(spec, Boundary.MACHINE, error, wall_s=clock() - began)
-    return await on_machine(spec, machine, runtime, policy=policy, chat=chat, harness=harness, clock=clock, began=began)
+    return await run_on_machine(
+        spec, machine, runtime, policy=policy, chat=chat, harness=harness, clock=clock, began=began
+    )
 
 
-async def on_machine(
+async def run_on_machine(
     spec: RolloutSpec,
     machine: Machine,
     runtime: Runtime,
@@ -67,7 +69,7 @@ async def on_machine(
             chat=chat,
             tools=standard_tools(harness.tools),
             limits=harness,
-            ask=_ask(spec),
+            options=_request_options(spec),
             clock=clock,
         )
         if isinstance(run.failure, EngineBehind):
@@ -107,8 +109,8 @@ def session_of(spec: RolloutSpec) -> str:
     return f"{spec.rollout_id}/{spec.attempt}"
 
 
-def _ask(spec: RolloutSpec) -> Ask:
-    return Ask(
+def _request_options(spec: RolloutSpec) -> RequestOptions:
+    return RequestOptions(
         session_id=session_of(spec),
         seed=spec.seed,
         temperature=spec.temperature,

@@ -38,10 +38,10 @@ class ScriptedPolicy:
         self._begun = False
 
     async def complete(self, request: CompletionRequest) -> Completion:
-        told = self._chat.last_message(request.prompt_ids) if self._begun else None
+        output = self._chat.last_message(request.prompt_ids) if self._begun else None
         self._begun = True
-        call = _next_call(self._script, told)
-        ids = self._chat.spell(call if call is not None else Call("submit", {}))
+        call = _next_call(self._script, output)
+        ids = self._chat.encode_call(call if call is not None else Call("submit", {}))
         step = request.pin_step if request.pin_step is not None else request.min_step
         return Completion(
             request_id=request.request_id,
@@ -58,27 +58,27 @@ class ScriptedPolicy:
 def demonstrate(
     task: Task, script: Script, tools: ToolSet, machine: Machine, *, output_chars: int = HarnessConfig.output_chars
 ) -> list[Message]:
-    """Play a script on a machine in memory; the conversation, as `ChatFormat.whole` encodes it.
+    """Play a script on a machine in memory; the conversation, as `ChatFormat.encode_conversation` encodes it.
 
     For machines whose coroutines never really wait (`etude.environments.memory`): thousands a second. Raises
     `RuntimeError` for one that waits, and `MachineError` from the machine.
     """
     bench = Workbench.of(task, machine, key="demonstration", deadline_s=_DEADLINE_S, output_chars=output_chars)
     messages: list[Message] = [{"role": "user", "content": task.instruction}]
-    told: str | None = None
-    while not bench.submitted and (call := _next_call(script, told)) is not None:
-        told = _at_once(tools.run(call, bench))
+    output: str | None = None
+    while not bench.submitted and (call := _next_call(script, output)) is not None:
+        output = _at_once(tools.run(call, bench))
         call_id = f"call_{len(messages)}"
         messages.append(assistant_message("", call, call_id=call_id))
         if not bench.submitted:
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": told})
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
     return messages
 
 
-def _next_call(script: Script, told: str | None) -> Call | None:
+def _next_call(script: Script, output: str | None) -> Call | None:
     """The script's next call, its arguments as the text that a policy would write. None: the script is over."""
     try:
-        name, arguments = next(script) if told is None else script.send(told)
+        name, arguments = next(script) if output is None else script.send(output)
     except StopIteration:
         return None
     return Call(name, {k: str(v) for k, v in arguments.items()})

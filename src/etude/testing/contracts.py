@@ -317,9 +317,9 @@ class ToolContract(Contract):
         """The answer to a call, as the agent loop would have it."""
         from etude.environments.memory import MemoryMachine
         from etude.harness.commands import Call
-        from etude.harness.tools import ToolSet, Workbench, guarded
+        from etude.harness.tools import ToolSet, Workbench, plugin_tool
 
-        tool = guarded(self.name, self.make())
+        tool = plugin_tool(self.name, self.make())
         machine = MemoryMachine(self.FILES)
         bench = Workbench(machine, ("python", "tests.py"), {*self.FILES}, "contract", 5.0, 400)
         return asyncio.run(ToolSet((tool,)).run(Call(tool.signature.name, dict(arguments)), bench))
@@ -435,7 +435,14 @@ class HarnessContract(Contract):
     def played(self, script: Script | None, *, max_turns: int = 6) -> AgentRun:
         """The program's run with a script in the model's place; None: with an engine that fails."""
         from etude.environments.memory import MemoryMachine
-        from etude.harness import SPECIAL_TOKENS, Ask, ChatFormat, HarnessConfig, chat_template, standard_tools
+        from etude.harness import (
+            SPECIAL_TOKENS,
+            ChatFormat,
+            HarnessConfig,
+            RequestOptions,
+            chat_template,
+            standard_tools,
+        )
         from etude.harness.programs import run_plugin
         from etude.rollouts import ScriptedPolicy
         from etude.training.tokenizer import train_tokenizer
@@ -446,11 +453,11 @@ class HarnessContract(Contract):
             chat = ChatFormat.load(Path(folder))
         limits = HarnessConfig(max_turns=max_turns, context_tokens=4096)
         policy = _NoEngine() if script is None else ScriptedPolicy(script, chat)
-        ask = Ask(session_id="contract", seed=0)
-        how = {"chat": chat, "tools": standard_tools(), "ask": ask, "clock": time.monotonic}
+        options = RequestOptions(session_id="contract", seed=0)
+        arguments = {"chat": chat, "tools": standard_tools(), "options": options, "clock": time.monotonic}
         machine = MemoryMachine({path: text.encode() for path, text in self.TASK.files.items()})
         return asyncio.run(
-            run_plugin(self.name, self.make(), self.TASK, machine, policy=policy, limits=limits, how=how)
+            run_plugin(self.name, self.make(), self.TASK, machine, policy=policy, limits=limits, arguments=arguments)
         )
 
     def test_a_run_that_submits_ends_so_and_has_its_turns(self) -> None:

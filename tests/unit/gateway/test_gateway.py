@@ -29,7 +29,7 @@ def text(said: str) -> list[int]:
 
 
 def call(name: str, **arguments: str) -> list[int]:
-    return CHAT.spell(Call(name, arguments)).tolist()
+    return CHAT.encode_call(Call(name, arguments)).tolist()
 
 
 class Slow:
@@ -108,7 +108,7 @@ def test_a_client_lists_the_model_and_chats_with_it() -> None:
             choice = answer.choices[0]
             assert (choice.message.content, choice.finish_reason, choice.message.role) == ("ok", "stop", "assistant")
             assert answer.usage is not None
-            prompt = CHAT.first(USER)
+            prompt = CHAT.encode_prompt(USER)
             sampled = len(text("ok"))
             assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), sampled)
             assert answer.system_fingerprint == str(engine.version)
@@ -428,7 +428,7 @@ def test_token_ids_are_returned_to_who_asks() -> None:
                 model="laptop", messages=USER, extra_body={"return_token_ids": True}
             )
             assert answer.model_extra is not None
-            assert answer.model_extra["prompt_token_ids"] == CHAT.first(USER).tolist()
+            assert answer.model_extra["prompt_token_ids"] == CHAT.encode_prompt(USER).tolist()
             assert answer.choices[0].model_extra == {"token_ids": text("ok")}
 
     run(work)
@@ -468,7 +468,7 @@ def test_an_answer_without_a_limit_takes_what_room_there_is() -> None:
     async def work() -> None:
         async with door([text("ok")], context_tokens=64) as (client, engine, _):
             await client.chat.completions.create(model="laptop", messages=USER)
-            assert engine.requests[0].sampling.max_tokens == 64 - len(CHAT.first(USER))
+            assert engine.requests[0].sampling.max_tokens == 64 - len(CHAT.encode_prompt(USER))
 
     run(work)
 
@@ -635,9 +635,9 @@ class Noting(ChatFormat):
 
     asked: list[int]
 
-    def first(self, messages, signatures=None, *, most=None):  # type: ignore[no-untyped-def]
+    def encode_prompt(self, messages, signatures=None, *, max_tokens=None):  # type: ignore[no-untyped-def]
         self.asked.append(sum(len(message["content"]) for message in messages))
-        return super().first(messages, signatures, most=most)
+        return super().encode_prompt(messages, signatures, max_tokens=max_tokens)
 
 
 LONG = [{"role": "user", "content": "def f(x):\n    return x + 1\n" * 12_000}]

@@ -11,7 +11,7 @@ from tests.unit.harness.tokeniser import laptop_chat
 
 from etude.config import build
 from etude.errors import ConfigError, ContextFull, EngineError, MachineError
-from etude.harness import AgentRun, Ask, Call, HarnessConfig, run_agent, standard_tools
+from etude.harness import AgentRun, Call, HarnessConfig, RequestOptions, run_agent, standard_tools
 from etude.harness.agent import SPEAK_BY_TOOLS
 from etude.records import Completion, CompletionRequest
 from etude.records.completion import StopReason
@@ -24,7 +24,7 @@ ROOMY = HarnessConfig(max_turns=8, turn_tokens=48, context_tokens=1024)
 
 
 def say(name: str, **arguments: str) -> list[int]:
-    return CHAT.spell(Call(name, arguments)).tolist()
+    return CHAT.encode_call(Call(name, arguments)).tolist()
 
 
 def act(
@@ -32,7 +32,7 @@ def act(
     limits: HarnessConfig = ROOMY,
     machine: MemoryMachine | None = None,
     clock: Callable[[], float] = lambda: 0.0,
-    **ask: object,
+    **options: object,
 ) -> tuple[AgentRun, ScriptedEngine]:
     engine = ScriptedEngine(answers)
     machine = machine or MemoryMachine({p: t.encode() for p, t in TASK.files.items()})
@@ -43,7 +43,7 @@ def act(
         chat=CHAT,
         tools=standard_tools(limits.tools),
         limits=limits,
-        ask=Ask(session_id="g000001.0/0", seed=7, **ask),  # type: ignore[arg-type]
+        options=RequestOptions(session_id="g000001.0/0", seed=7, **options),  # type: ignore[arg-type]
         clock=clock,
     )
     return asyncio.run(run), engine
@@ -56,7 +56,7 @@ def test_an_agent_that_repairs_and_submits_leaves_a_trace_whose_path_is_what_the
     path = run.trace.path(run.trace.leaves()[0])
     last = engine.requests[-1]
     assert path.token_ids.tolist() == [*last.prompt_ids.tolist(), *say("submit")]
-    assert path.token_ids.tolist() == CHAT.whole(run.messages[:-1], standard_tools().signatures).tolist()
+    assert path.token_ids.tolist() == CHAT.encode_conversation(run.messages[:-1], standard_tools().signatures).tolist()
     assert int(path.mask.sum()) == sum(len(t.completion.token_ids) for t in run.trace.turns)
     assert CHAT.readable(path.token_ids) == (
         "[user] fix\n[call] ls\n[tool] calc.py tests.py\n[call] test\n[tool] -2 of 4\n"
@@ -179,8 +179,10 @@ class Refusing:
 
 def refused(error: Exception) -> AgentRun:
     machine = MemoryMachine({p: t.encode() for p, t in TASK.files.items()})
-    ask = Ask(session_id="s", seed=0)
-    work = run_agent(TASK, machine, policy=Refusing(error), chat=CHAT, tools=standard_tools(), limits=ROOMY, ask=ask)
+    options = RequestOptions(session_id="s", seed=0)
+    work = run_agent(
+        TASK, machine, policy=Refusing(error), chat=CHAT, tools=standard_tools(), limits=ROOMY, options=options
+    )
     return asyncio.run(work)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from etude.errors import EngineError, WeightsError
-from etude.inference.follow import initial_version
+from etude.inference.weight_sync import initial_version
 from etude.models import Transformer, hf_views
 from etude.weights import Tensor
 from etude.weights.follow.runtime_map import Derived, Map, named

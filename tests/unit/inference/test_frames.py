@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import EngineBehind, EngineError
-from etude.inference.frames import frame, read_frames
+from etude.inference.wire import frame, read_frames
 from etude.records import Completion
 
 

@@ -22,9 +22,9 @@ from etude.config import to_plain
 from etude.errors import DeadlineExceeded, EngineError
 from etude.inference import EngineConfig, EngineGone, HttpEngine, server, serving
 from etude.inference.engine import ReferenceEngine
-from etude.inference.membership import NO_VERSION
-from etude.inference.server import follower_deadline_s, waits_for
-from etude.inference.serving import read_token, tell_store
+from etude.inference.registry_messages import NO_VERSION
+from etude.inference.server import follower_deadline_s, wait_message
+from etude.inference.serving import read_token, warn_about_store
 from etude.models import Transformer, hf_views
 from etude.models.checkpoint import save_model
 from etude.records import Version
@@ -208,13 +208,13 @@ def test_a_port_in_use_and_a_missing_checkpoint_are_errors_with_a_hint(argv: lis
 
 def test_an_engine_without_weights_says_what_it_waits_for() -> None:
     bare, place = ReferenceEngine(Transformer(TINY, seed=1), version=NO_VERSION, name="west"), "http://home:8800"
-    assert waits_for(bare, place, waited_s=1, wait_s=5) == f"west waits for a first version in {place}"
+    assert wait_message(bare, place, waited_s=1, wait_s=5) == f"west waits for a first version in {place}"
     bare.trouble = "it does not answer"
-    assert waits_for(bare, place, waited_s=1, wait_s=5).endswith(f"{place}: it does not answer")
+    assert wait_message(bare, place, waited_s=1, wait_s=5).endswith(f"{place}: it does not answer")
     with pytest.raises(DeadlineExceeded, match="west has no weights from http://home:8800") as error:
-        waits_for(bare, place, waited_s=6, wait_s=5)
+        wait_message(bare, place, waited_s=6, wait_s=5)
     assert error.value.facts == "it does not answer; waited 5 s"
-    assert not waits_for(engine(step=0), place, waited_s=6, wait_s=5)
+    assert not wait_message(engine(step=0), place, waited_s=6, wait_s=5)
 
 
 def test_a_store_that_cannot_be_reached_is_told_before_it_is_waited_for(
@@ -222,13 +222,13 @@ def test_a_store_that_cannot_be_reached_is_told_before_it_is_waited_for(
 ) -> None:
     monkeypatch.setattr(serving, "RELAY_S", 0.2)
     said: list[str] = []
-    tell_store(str(tmp_path), said.append)
+    warn_about_store(str(tmp_path), said.append)
     assert not said
-    tell_store(str(tmp_path / "missing"), said.append)
+    warn_about_store(str(tmp_path / "missing"), said.append)
     assert said == [
         f"there is no store at {tmp_path / 'missing'} yet: is it the run's folder of weights, as this machine has it?"
     ]
-    tell_store("http://127.0.0.1:1", said.append)
+    warn_about_store("http://127.0.0.1:1", said.append)
     assert said[1].startswith("the store at http://127.0.0.1:1 cannot be read now: ")
     assert not (tmp_path / "missing").exists()
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.inference.slots import Slot, SlotTable
+from etude.inference.scheduler import Slot, SlotTable
 
 
 def ids(*tokens: int) -> np.ndarray:

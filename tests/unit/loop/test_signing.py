@@ -12,7 +12,7 @@ from etude.cli import main
 from etude.config import build, to_toml
 from etude.errors import EngineError, InputError, WeightsError
 from etude.inference.config import EngineKind
-from etude.inference.serving import take_key
+from etude.inference.serving import apply_public_key
 from etude.loop.config import RunConfig
 from etude.loop.crew import engine_argv
 from etude.loop.joining import wanted_by
@@ -114,7 +114,7 @@ def test_a_key_that_is_none_is_refused_before_the_run_starts(tmp_path: Path, tex
 def joined(tmp_path: Path, key: Path | None, given: bytes | None) -> Any:
     run, config = run_of(tmp_path, key)
     args = argparse.Namespace(name="west", register="http://home:8790", public_key=given)
-    take_key(args, wanted_by(run, config))
+    apply_public_key(args, wanted_by(run, config))
     return args.public_key
 
 

@@ -88,7 +88,7 @@ class NamespaceMachine:
         self._must_be_open()
         if self._frozen is not None:
             raise MachineError("the machine is frozen", hint="read its files, or fork a snapshot of it")
-        command.must_be_by(self._users)
+        command.check_user(self._users)
         forked = command.user in ("", USERS[0]) and python.serves([*command.argv])  # by the runner's interpreter
         if self._agent is None or forked:
             return self._run(command)

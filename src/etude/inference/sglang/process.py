@@ -15,11 +15,11 @@ import msgspec
 
 from etude.errors import EngineError
 from etude.inference.config import EngineConfig
-from etude.inference.foreign.calls import Calls, Dialect, RouteSource
-from etude.inference.foreign.environment import Environment
-from etude.inference.foreign.process import Child, environ
+from etude.inference.external.client import Dialect, RouteSource, ServerClient
+from etude.inference.external.environment import Environment
+from etude.inference.external.process import ServerProcess, server_environ
 from etude.inference.sglang import protocol
-from etude.inference.sglang.protocol import MAKE
+from etude.inference.sglang.protocol import SERVER
 from etude.models.config import ModelConfig
 
 MODULE = "sglang.launch_server"
@@ -31,10 +31,10 @@ NO_END = json.dumps({"eos_token_id": None})
 """A request's own stop tokens are the only ones; where SGLang ignores the model's, it ignores those, too."""
 
 
-class SglangCalls(Calls):
+class SglangClient(ServerClient):
     """Calls to an SGLang server. `gives_routes`: it was started to tell routes with its answers."""
 
-    make = MAKE
+    server = SERVER
     dialect: ClassVar[Dialect] = protocol
 
     def __init__(self, port: int, *, name: str, key: str, gives_routes: bool = False) -> None:
@@ -79,14 +79,14 @@ class SglangCalls(Calls):
             await self.ask("/abort_request", {"rid": name}, what="to drop a request", deadline_s=FORGET_S)
 
 
-class Sglang(Child, SglangCalls):
+class SglangProcess(ServerProcess, SglangClient):
     """An SGLang server as a child of this process."""
 
     def __init__(
         self, argv: Sequence[str], env: dict[str, str], *, name: str, port: int, key: str, gives_routes: bool
     ) -> None:
-        SglangCalls.__init__(self, port, name=name, key=key, gives_routes=gives_routes)
-        self.begin(argv, env)
+        SglangClient.__init__(self, port, name=name, key=key, gives_routes=gives_routes)
+        self.launch(argv, env)
 
 
 def start(
@@ -100,12 +100,12 @@ def start(
     threads: int,
     folder: Path,
     arguments: Sequence[str],
-) -> Sglang:
+) -> SglangProcess:
     """SGLang over a checkpoint, as a child of this process. Raises `EngineError` where there is none of the version
     that the adapter was written for."""
     device = environment.require().device
     port, key, gives_routes = _free_port(), secrets.token_hex(16), device == "cuda" and model.num_moe_layers > 0
-    argv = [str(environment.python), "-m", "etude.inference.foreign.launch", MODULE]
+    argv = [str(environment.python), "-m", "etude.inference.external.launch", MODULE]
     argv += ["--host", "127.0.0.1", "--port", str(port), "--api-key", key]
     argv += ["--model-path", str(checkpoint), "--skip-tokenizer-init", "--dtype", str(config.dtype)]
     argv += ["--context-length", str(config.context_tokens + KEPT_TOKENS)]
@@ -117,8 +117,8 @@ def start(
     argv += ["--enable-return-routed-experts"] if gives_routes else []
     argv += ["--enable-deterministic-inference"] if device == "cuda" else [*ON_CPU, "--disable-cuda-graph"]
     argv += arguments
-    env = environ(folder, threads) | {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
-    return Sglang(argv, env, name=name, port=port, key=key, gives_routes=gives_routes)
+    env = server_environ(folder, threads) | {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    return SglangProcess(argv, env, name=name, port=port, key=key, gives_routes=gives_routes)
 
 
 def _free_port() -> int:

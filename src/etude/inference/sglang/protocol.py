@@ -14,12 +14,19 @@ import numpy as np
 
 from etude.errors import EngineError
 from etude.inference.errors import MalformedRequest
-from etude.inference.foreign.parts import Part, as_routes, broken, kept_routes, keyed_seed, labelled
+from etude.inference.external.answers import (
+    AnswerPart,
+    broken_answer,
+    convert_routes,
+    decode_kept_routes,
+    keyed_seed,
+    read_spans,
+)
 from etude.models.config import ModelConfig
 from etude.records.completion import CompletionRequest, Traffic
 from etude.records.wire import Routes
 
-MAKE, GENERATE = "SGLang", "/generate"
+SERVER, GENERATE = "SGLang", "/generate"
 LEAST_TEMPERATURE = 1e-6
 """Under it SGLang takes the likeliest token, and tells log-probabilities at temperature 1."""
 T = TypeVar("T")
@@ -65,7 +72,7 @@ class _Refusal(msgspec.Struct, frozen=True):
     error: _Trouble | str
 
 
-def asked(request: CompletionRequest, name: str, *, salt: str, native_routes: bool) -> bytes:
+def encode_request(request: CompletionRequest, name: str, *, salt: str, native_routes: bool) -> bytes:
     """The body that asks for a completion. `name`: what SGLang calls the request; `salt`: prefixes are shared under
     the same one only. Raises `MalformedRequest`."""
     sampling, prompt = request.sampling, request.prompt_ids
@@ -89,7 +96,7 @@ def asked(request: CompletionRequest, name: str, *, salt: str, native_routes: bo
     return msgspec.json.encode(body)
 
 
-def scored(token_ids: list[int], name: str, *, salt: str) -> bytes:
+def encode_scoring_request(token_ids: list[int], name: str, *, salt: str) -> bytes:
     """The body that asks for a text's log-probabilities."""
     params = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
     body = {"rid": name, "input_ids": token_ids, "sampling_params": params, "extra_key": salt, "priority": 1}
@@ -97,25 +104,25 @@ def scored(token_ids: list[int], name: str, *, salt: str) -> bytes:
 
 
 def read_scores(body: bytes, token_ids: list[int], *, engine: str) -> tuple[int | None, list[float]]:
-    """(which adoption computed it, log-probability of each token but the first) of an answer to `scored`. None: SGLang
-    has no label for it. Raises `Broken`."""
+    """(which adoption computed it, log-probability of each token but the first) of an answer to `encode_scoring_request`. None: SGLang
+    has no label for it. Raises `BrokenAnswer`."""
     meta = _decoded(body, _Answer, engine).meta_info
     rows = meta.input_token_logprobs or []
     logprobs = [row.logprob for row in rows[1:] if row.logprob is not None]
     if [row.token_id for row in rows] != token_ids or len(logprobs) != len(token_ids) - 1:
-        raise broken(MAKE, engine, f"{len(logprobs)} log-probabilities of {len(token_ids)} tokens")
-    spans = labelled(meta.weight_versions or [], MAKE, engine)
+        raise broken_answer(SERVER, engine, f"{len(logprobs)} log-probabilities of {len(token_ids)} tokens")
+    spans = read_spans(meta.weight_versions or [], SERVER, engine)
     return (spans[-1][0] if spans else None), logprobs
 
 
-def read_event(line: bytes, *, engine: str) -> Part | None:
-    """A line of a streamed answer: some tokens; None for one that says nothing. Raises `Broken`, and `EngineError` for
+def read_event(line: bytes, *, engine: str) -> AnswerPart | None:
+    """A line of a streamed answer: some tokens; None for one that says nothing. Raises `BrokenAnswer`, and `EngineError` for
     what SGLang ended it with."""
     if not line.startswith(b"data: ") or is_end(line):
         return None
     body = line[len(b"data: ") :]
     if body.lstrip().startswith(b'{"error"'):
-        raise refused(500, body, engine=engine)
+        raise read_error(500, body, engine=engine)
     return _part(_decoded(body, _Answer, engine), engine)
 
 
@@ -124,48 +131,48 @@ def is_end(line: bytes) -> bool:
     return line.strip() == b"data: [DONE]"
 
 
-def refused(status: int, body: bytes, *, engine: str) -> EngineError:
+def read_error(status: int, body: bytes, *, engine: str) -> EngineError:
     """The exception behind an answer that is not 200; never raises, whatever the bytes are.
 
-    >>> print(refused(400, b'{"error": {"message": "too long"}}', engine="engine-1"))
+    >>> print(read_error(400, b'{"error": {"message": "too long"}}', engine="engine-1"))
     SGLang of engine-1 answered 400: too long
       hint: its log says why
     """
     try:
         error = msgspec.json.decode(body, type=_Refusal).error
-        said = error if isinstance(error, str) else error.message
+        message = error if isinstance(error, str) else error.message
     except ValueError:
-        said = repr(body[:200])
-    return EngineError(f"SGLang of {engine} answered {status}", said[:500], hint="its log says why")
+        message = repr(body[:200])
+    return EngineError(f"SGLang of {engine} answered {status}", message[:500], hint="its log says why")
 
 
-def given_routes(data: str | None, model: ModelConfig, *, count: int) -> Routes:
+def decode_routes(data: str | None, model: ModelConfig, *, count: int) -> Routes:
     """Routes of `count` positions: base64 of int32 [positions, layers, top_k]. Raises `ValueError`."""
     if data is None:
-        return kept_routes(None, model, start=0, stop=count)
-    told = np.frombuffer(base64.b64decode(data), "<i4")
-    if told.size != count * model.num_layers * model.top_k:
-        raise ValueError(f"routes of {told.size} numbers for {count} positions")
-    shaped = told.reshape(count, model.num_layers, model.top_k)
-    return as_routes(shaped[:, list(model.moe_layers)], model)
+        return decode_kept_routes(None, model, start=0, stop=count)
+    sampled = np.frombuffer(base64.b64decode(data), "<i4")
+    if sampled.size != count * model.num_layers * model.top_k:
+        raise ValueError(f"routes of {sampled.size} numbers for {count} positions")
+    shaped = sampled.reshape(count, model.num_layers, model.top_k)
+    return convert_routes(shaped[:, list(model.moe_layers)], model)
 
 
-def _part(answer: _Answer, engine: str) -> Part:
+def _part(answer: _Answer, engine: str) -> AnswerPart:
     ids, meta = answer.output_ids, answer.meta_info
-    told, finish = meta.output_token_logprobs or [], meta.finish_reason
-    if [one.token_id for one in told] != ids:
-        raise broken(MAKE, engine, f"log-probabilities of {len(told)} tokens, {len(ids)} tokens")
+    sampled, finish = meta.output_token_logprobs or [], meta.finish_reason
+    if [one.token_id for one in sampled] != ids:
+        raise broken_answer(SERVER, engine, f"log-probabilities of {len(sampled)} tokens, {len(ids)} tokens")
     if finish is not None and finish.type == "abort":
         raise EngineError(f"SGLang of {engine} dropped a request", finish.message, hint="ask again; its log says why")
-    logprobs = [one.logprob for one in told if one.logprob is not None]
+    logprobs = [one.logprob for one in sampled if one.logprob is not None]
     if len(logprobs) != len(ids):
-        raise broken(MAKE, engine, f"{len(logprobs)} log-probabilities of {len(ids)} tokens")
-    spans = labelled(meta.weight_versions or [], MAKE, engine) if finish is not None else ()
-    return Part(ids, logprobs, finish.type if finish else None, spans, meta.cached_tokens, meta.routed_experts)
+        raise broken_answer(SERVER, engine, f"{len(logprobs)} log-probabilities of {len(ids)} tokens")
+    spans = read_spans(meta.weight_versions or [], SERVER, engine) if finish is not None else ()
+    return AnswerPart(ids, logprobs, finish.type if finish else None, spans, meta.cached_tokens, meta.routed_experts)
 
 
 def _decoded(body: bytes, kind: type[T], engine: str) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except ValueError as error:
-        raise broken(MAKE, engine, f"{error}; {body[:200]!r}") from None
+        raise broken_answer(SERVER, engine, f"{error}; {body[:200]!r}") from None

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 import msgspec
 
 from etude.inference.config import BLOCK_TOKENS, EngineConfig
-from etude.inference.foreign.calls import CONTROL_S, Calls, Dialect, RouteSource
-from etude.inference.foreign.environment import Environment
-from etude.inference.foreign.process import Child, environ
+from etude.inference.external.client import CONTROL_S, Dialect, RouteSource, ServerClient
+from etude.inference.external.environment import Environment
+from etude.inference.external.process import ServerProcess, server_environ
 from etude.inference.vllm import protocol
-from etude.inference.vllm.protocol import MAKE
+from etude.inference.vllm.protocol import SERVER
 from etude.models.config import ModelConfig
 
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -28,10 +28,10 @@ SCHEDULERS = {
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-class VllmCalls(Calls):
+class VllmClient(ServerClient):
     """Calls to a vLLM server over its socket. `gives_routes`: it was started to tell routes with its answers."""
 
-    make = MAKE
+    server = SERVER
     dialect: ClassVar[Dialect] = protocol
 
     def __init__(self, socket: Path, *, name: str, gives_routes: bool = False) -> None:
@@ -68,14 +68,14 @@ class VllmCalls(Calls):
         return list(msgspec.json.decode(data)["results"]) if data else []
 
 
-class Vllm(Child, VllmCalls):
+class VllmProcess(ServerProcess, VllmClient):
     """A vLLM server as a child of this process."""
 
     def __init__(
         self, argv: Sequence[str], env: dict[str, str], *, name: str, socket: Path, gives_routes: bool
     ) -> None:
-        VllmCalls.__init__(self, socket, name=name, gives_routes=gives_routes)
-        self.begin(argv, env)
+        VllmClient.__init__(self, socket, name=name, gives_routes=gives_routes)
+        self.launch(argv, env)
 
 
 def start(
@@ -90,12 +90,12 @@ def start(
     folder: Path,
     extension: str,
     arguments: Sequence[str],
-) -> Vllm:
+) -> VllmProcess:
     """vLLM over a checkpoint, as a child of this process; `folder` is for its socket. Raises `EngineError` where there
     is no vLLM of a tested version."""
     device = environment.require().device
     socket = folder / "vllm.sock"
-    argv = [str(environment.python), "-m", "etude.inference.foreign.launch", MODULE, "--uds", str(socket)]
+    argv = [str(environment.python), "-m", "etude.inference.external.launch", MODULE, "--uds", str(socket)]
     argv += ["--model", str(checkpoint), "--dtype", str(config.dtype), "--skip-tokenizer-init", "--seed", "0"]
     argv += ["--max-model-len", str(config.context_tokens + 1)]  # a text is scored with one token after it
     argv += ["--max-num-seqs", str(config.max_sequences), "--scheduling-policy", "priority"]
@@ -109,7 +109,7 @@ def start(
     gives_routes = device == "cuda" and bool(model.num_moe_layers)
     argv += ["--enable-return-routed-experts"] if gives_routes else []
     argv += ["--disable-uvicorn-access-log", *arguments]
-    return Vllm(argv, _environ(folder, threads), name=name, socket=socket, gives_routes=gives_routes)
+    return VllmProcess(argv, _vllm_environ(folder, threads), name=name, socket=socket, gives_routes=gives_routes)
 
 
 def _prefill(config: EngineConfig, device: str) -> list[str]:
@@ -123,9 +123,9 @@ def _prefill(config: EngineConfig, device: str) -> list[str]:
     return ["--enable-chunked-prefill", "--max-num-batched-tokens", str(tokens)]
 
 
-def _environ(folder: Path, threads: int) -> dict[str, str]:
+def _vllm_environ(folder: Path, threads: int) -> dict[str, str]:
     """Variables that vLLM's processes see."""
-    return environ(folder, threads) | {
+    return server_environ(folder, threads) | {
         "VLLM_SERVER_DEV_MODE": "1",  # pausing, and calls to the workers
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # each process loads `launch`, and so ends with the adapter
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # for the one token that is sampled after a text, and never read

@@ -20,13 +20,20 @@ from typing import Any
 import msgspec
 
 from etude.errors import DeadlineExceeded, WeightsError
-from etude.inference.foreign.engine import ForeignEngine
-from etude.inference.foreign.environment import VLLM, environment
-from etude.inference.foreign.following import Following
-from etude.inference.foreign.serving import initial_version, offer, parser_of, prepare, read_model, run
-from etude.inference.membership import NO_VERSION
+from etude.inference.external.engine import ExternalEngine
+from etude.inference.external.environment import VLLM, environment
+from etude.inference.external.serving import (
+    initial_version,
+    make_parser,
+    prepare_checkpoint,
+    read_model_config,
+    run_process,
+    serve_engine,
+)
+from etude.inference.external.weight_sync import ExternalWeightSync
+from etude.inference.registry_messages import NO_VERSION
 from etude.inference.serving import config_of, listen, read_token, report_settings
-from etude.inference.vllm.process import VllmCalls, start
+from etude.inference.vllm.process import VllmClient, start
 from etude.records.completion import Version
 from etude.stores import open_store
 from etude.telemetry import Telemetry
@@ -38,15 +45,15 @@ EXTENSION = "etude.inference.vllm.worker.WorkerExtension"
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to stop; the exit code."""
     args = _parser().parse_args(argv)
-    return run(args, "vllm", partial(_serve, args))
+    return run_process(args, "vllm", partial(_serve, args))
 
 
 def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) -> None:
     token, listener = read_token(args.host), listen(args.host, args.port)
     held, named = environment(args.environment), args.checkpoint is not None
     device = held.require().device
-    more = prepare(args, token, folder)
-    config, model = config_of(args), read_model(args.checkpoint)
+    more = prepare_checkpoint(args, token, folder)
+    config, model = config_of(args), read_model_config(args.checkpoint)
     kv_tokens = args.kv_tokens or config.max_sequences * config.context_tokens
     vllm = start(
         held,
@@ -60,7 +67,7 @@ def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) 
         extension=args.extension,
         arguments=[*more, *args.argument],
     )
-    engine = ForeignEngine(
+    engine = ExternalEngine(
         vllm,
         name=args.name,
         model=model,
@@ -70,10 +77,10 @@ def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) 
         parity=f"vllm-{VLLM.version}-{device}-{config.dtype}",
     )
     report_settings(telemetry, config, device=device)
-    following = None
+    weight_sync = None
     if args.store is not None:
         head = Head(open_store(args.store, cache=args.cache), "policy", public_key=args.public_key)
-        following = VllmFollowing(
+        weight_sync = VllmWeightSync(
             engine,
             head,
             args.store,
@@ -82,11 +89,11 @@ def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) 
             poll_s=args.poll_s,
             telemetry=telemetry,
         )
-    offer(args, listener, token, vllm, engine, following, telemetry)
+    serve_engine(args, listener, token, vllm, engine, weight_sync, telemetry)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_of("vLLM", "python -m etude.inference.vllm.server")
+    parser = make_parser("vLLM", "python -m etude.inference.vllm.server")
     parser.add_argument("--extension", default=EXTENSION, help="the class that vLLM's workers are given")
     return parser
 
@@ -100,13 +107,13 @@ PREPARE_S, SWAP_S = 600.0, 120.0
 FIRST_LOOK_S, LAST_LOOK_S = 0.01, 0.25  # between two questions to the workers, each of which takes time of a step
 
 
-class VllmFollowing(Following):
+class VllmWeightSync(ExternalWeightSync):
     """`place`: the store, as vLLM's workers open it, `head` is of the same; `public_key`: the workers believe only what
     its owner signed; `cache`: a directory in which a region's engines share what they fetched."""
 
     def __init__(
         self,
-        engine: ForeignEngine,
+        engine: ExternalEngine,
         head: Head,
         place: str,
         *,
@@ -115,9 +122,9 @@ class VllmFollowing(Following):
         poll_s: float = 0.05,
         telemetry: Telemetry | None = None,
     ) -> None:
-        assert isinstance(engine.calls, VllmCalls), "its workers are called"
+        assert isinstance(engine.client, VllmClient), "its workers are called"
         super().__init__(engine, poll_s=poll_s, telemetry=telemetry)
-        self.head, self.place, self.cache, self._call = head, place, cache, engine.calls.call
+        self.head, self.place, self.cache, self._call = head, place, cache, engine.client.call
         self._public_key = public_key.hex() if public_key else ""
 
     async def start_at_head(self) -> None:

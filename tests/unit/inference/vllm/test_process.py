@@ -12,10 +12,10 @@ import time
 ADAPTER = """
 import os, sys
 from pathlib import Path
-from etude.inference.vllm.process import Vllm
+from etude.inference.vllm.process import VllmProcess
 
 serves = "import os, signal; print('serves as', os.getpid(), flush=True); signal.pause()"
-vllm = Vllm([sys.executable, "-c", serves], dict(os.environ), name="e", socket=Path("s"), gives_routes=False)
+vllm = VllmProcess([sys.executable, "-c", serves], dict(os.environ), name="e", socket=Path("s"), gives_routes=False)
 vllm.process.wait()
 """
 
@@ -47,8 +47,8 @@ def test_a_server_does_not_outlive_its_adapter_that_is_killed() -> None:
 
 SERVING = """
 import argparse, subprocess, sys
-from etude.inference.foreign.process import environ
-from etude.inference.foreign.serving import run
+from etude.inference.external.process import environ
+from etude.inference.external.serving import run
 
 LITTER = "import os, tempfile; [os.mkdir(os.path.join(tempfile.gettempdir(), name)) for name in 'abc']"
 

@@ -13,16 +13,16 @@ from etude.records.wire import I32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ModelResponse:
     """One completion as a client is told it."""
 
-    answer_id: str  # "chatcmpl-...", "cmpl-..."
+    response_id: str  # "chatcmpl-...", "cmpl-..."
     created: int  # unix seconds
     model: str
     text: str
     calls: tuple[dict[str, Any], ...]  # {"name", "arguments": a mapping}
     finish_reason: str  # "stop", "length" or "tool_calls"
-    cut: bool  # a stop text ended it before its tokens did
+    stopped_by_text: bool  # a stop text ended it before its tokens did
     prompt_ids: I32
     completion: Completion
 
@@ -50,7 +50,7 @@ class Answer:
             message |= {"content": self.text or None, "tool_calls": self.tool_calls()}
         return message
 
-    def canonical(self) -> Message:
+    def canonical_message(self) -> Message:
         """The same message in the form of `ChatRequest.messages`."""
         calls = [{"type": "function", "function": call} for call in self.calls]
         return {"role": "assistant", "content": self.text} | ({"tool_calls": calls} if calls else {})
@@ -59,7 +59,7 @@ class Answer:
         """The calls in OpenAI's shape: named by their place in the answer, arguments as a JSON text."""
         return [
             {
-                "id": f"call_{self.answer_id[-12:]}{index}",
+                "id": f"call_{self.response_id[-12:]}{index}",
                 "type": "function",
                 "function": {"name": c["name"], "arguments": json.dumps(c["arguments"], ensure_ascii=False)},
             }
@@ -67,17 +67,17 @@ class Answer:
         ]
 
 
-def make_answer(
+def make_response(
     completion: Completion,
     *,
     chat: Chat,
     signatures: Any,
     stop: Sequence[str],
     prompt_ids: I32,
-    answer_id: str,
+    response_id: str,
     model: str,
     created: int,
-) -> Answer:
+) -> ModelResponse:
     """Read a completion for a client. A call that cannot be read is told as the text it is; with `signatures` None
     nobody looks for one."""
     reply = chat.parse(completion.token_ids, signatures) if signatures is not None else None
@@ -86,37 +86,37 @@ def make_answer(
         calls = ({"name": reply.call.name, "arguments": reply.call.arguments},)
     text = reply.text if reply is not None and not reply.error else chat.decode(completion.token_ids)
     end = min((at for s in stop if (at := text.find(s)) >= 0), default=-1)
-    cut = end >= 0
-    if cut:
+    stopped_by_text = end >= 0
+    if stopped_by_text:
         text, calls = text[:end], ()
-    length = completion.stop_reason is StopReason.LENGTH and not cut
-    return Answer(
-        answer_id=answer_id,
+    length = completion.stop_reason is StopReason.LENGTH and not stopped_by_text
+    return ModelResponse(
+        response_id=response_id,
         created=created,
         model=model,
         text=text,
         calls=calls,
         finish_reason="tool_calls" if calls else "length" if length else "stop",
-        cut=cut,
+        stopped_by_text=stopped_by_text,
         prompt_ids=prompt_ids,
         completion=completion,
     )
 
 
-def whole_chat(answer: Answer, *, return_token_ids: bool) -> dict[str, Any]:
+def chat_body(answer: ModelResponse, *, return_token_ids: bool) -> dict[str, Any]:
     """The `chat.completion` object."""
-    return _whole(answer, "chat.completion", {"message": answer.message()}, return_token_ids)
+    return _body(answer, "chat.completion", {"message": answer.message()}, return_token_ids)
 
 
-def whole_text(answer: Answer, *, return_token_ids: bool) -> dict[str, Any]:
+def text_body(answer: ModelResponse, *, return_token_ids: bool) -> dict[str, Any]:
     """The `text_completion` object."""
-    return _whole(answer, "text_completion", {"text": answer.text}, return_token_ids)
+    return _body(answer, "text_completion", {"text": answer.text}, return_token_ids)
 
 
-def _whole(answer: Answer, kind: str, said: dict[str, Any], return_token_ids: bool) -> dict[str, Any]:
-    choice = {"index": 0, **said, "logprobs": None, "finish_reason": answer.finish_reason}
+def _body(answer: ModelResponse, kind: str, content: dict[str, Any], return_token_ids: bool) -> dict[str, Any]:
+    choice = {"index": 0, **content, "logprobs": None, "finish_reason": answer.finish_reason}
     body = {
-        "id": answer.answer_id,
+        "id": answer.response_id,
         "object": kind,
         "created": answer.created,
         "model": answer.model,

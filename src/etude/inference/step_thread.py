@@ -33,21 +33,21 @@ class _Call:
     future: Future[Any]
 
 
-class Stepping:
+class StepThread:
     """Calls `step` over and over until it is closed; `step` says whether there was anything to compute.
 
-    `ended` is called on the thread as its last act, with the error that everybody who still waits must hear. At most
+    `on_end` is called on the thread as its last act, with the error that everybody who still waits must hear. At most
     `max_calls` wait to be taken up.
     """
 
     def __init__(
-        self, name: str, step: Callable[[], bool], ended: Callable[[EngineError], None], *, max_calls: int
+        self, name: str, step: Callable[[], bool], on_end: Callable[[EngineError], None], *, max_calls: int
     ) -> None:
-        self.name, self._step, self._ended, self._max_calls = name, step, ended, max_calls
+        self.name, self._step, self._on_end, self._max_calls = name, step, on_end, max_calls
         self._inbox: deque[_Call] = deque()
         self._wake = threading.Condition()
         self._closing = False
-        self._death: EngineError | None = None
+        self._end_error: EngineError | None = None
         self._beat = time.monotonic()
         self._thread = threading.Thread(target=self._run, name=f"{name}-steps", daemon=True)
 
@@ -64,12 +64,12 @@ class Stepping:
         if self._thread.ident is not None:
             self._thread.join(CONTROL_DEADLINE_S)
             if self._thread.is_alive():
-                raise self.hung(f"{self.name} did not stop within {CONTROL_DEADLINE_S:g} s")
+                raise self.hang_error(f"{self.name} did not stop within {CONTROL_DEADLINE_S:g} s")
 
     @property
     def alive(self) -> bool:
         """Whether the thread runs."""
-        return self._thread.is_alive() and self._death is None
+        return self._thread.is_alive() and self._end_error is None
 
     @property
     def stalled_s(self) -> float:
@@ -80,8 +80,8 @@ class Stepping:
         """Have the thread call `run`, which answers `future` then or later; from any thread. Raises `EngineError` when
         it has ended or is about to, `EngineBusy` when it takes up no calls."""
         with self._wake:
-            if self._death is not None or self._closing:
-                raise self._death or _closing(self.name)
+            if self._end_error is not None or self._closing:
+                raise self._end_error or _closing(self.name)
             if len(self._inbox) > self._max_calls:
                 raise EngineBusy(
                     f"{self.name} runs no calls", f"{len(self._inbox)} wait", hint="restart it if it hangs"
@@ -103,16 +103,16 @@ class Stepping:
         self.post(answer, future)
         return future
 
-    async def ask(self, call: Callable[[], T], what: str) -> T:
+    async def call(self, call: Callable[[], T], what: str) -> T:
         """Run `call` on the stepping thread and return its result. `what` ends the sentence "… was asked". Raises
         `EngineError` when it does not come in time."""
         future = self.between_steps(call)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), CONTROL_DEADLINE_S)
         except TimeoutError:
-            raise self.hung(f"{self.name} was asked {what} and did not within {CONTROL_DEADLINE_S:g} s") from None
+            raise self.hang_error(f"{self.name} was asked {what} and did not within {CONTROL_DEADLINE_S:g} s") from None
 
-    def hung(self, what: str) -> EngineLate:
+    def hang_error(self, what: str) -> EngineLate:
         """Make the error of a call that the thread did not answer in time."""
         return EngineLate(
             what,
@@ -143,12 +143,12 @@ class Stepping:
 
     def _end(self, error: EngineError) -> None:
         with self._wake:
-            self._death = error
+            self._end_error = error
             futures = [call.future for call in self._inbox]
             self._inbox.clear()
         for future in futures:
             fail(future, error)
-        self._ended(error)
+        self._on_end(error)
 
 
 def fail(future: Future[Any], error: EngineError) -> None:

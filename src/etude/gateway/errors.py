@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse
 from etude.errors import ContextFull, EngineError, EtudeError, nearest
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A refused request: the HTTP status and the error for the client."""
 
     def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
@@ -28,28 +28,28 @@ class Refused(Exception):
         return JSONResponse(self.body(), self.status, headers.get(self.status))
 
 
-def invalid(message: str, param: str | None = None) -> Refused:
+def invalid_request(message: str, param: str | None = None) -> RequestRefused:
     """The refusal of an invalid request (HTTP 400). `param`: the field that is wrong."""
-    return Refused(400, message, code="invalid_request", param=param)
+    return RequestRefused(400, message, code="invalid_request", param=param)
 
 
-def not_offered(field: str, value: object, neutral: Sequence[object]) -> Refused:
+def unsupported_value(field: str, value: object, neutral: Sequence[object]) -> RequestRefused:
     """400: a field that would change the answer and is not honoured, in the three parts of our errors."""
     what = f"{field} = {json.dumps(value)[:100]} is not offered by this model"
     harmless = " or ".join(json.dumps(one) for one in neutral if one is not None) or "null"
     facts = f"the answer would be another than was asked for; only {harmless} leaves it as it is"
-    return invalid(f"{what}: {facts}\n  hint: leave {field} out", field)
+    return invalid_request(f"{what}: {facts}\n  hint: leave {field} out", field)
 
 
-def unknown(field: str, known: Iterable[str]) -> Refused:
+def unknown_parameter(field: str, known: Iterable[str]) -> RequestRefused:
     """The refusal of an unknown parameter (HTTP 400), with OpenAI's message and code."""
     close = nearest(field[:100], known)
     hint = close if close.startswith("did you mean") else "leave it out; the guide lists the supported ones"
     message = f"Unknown parameter: {field[:100]!r}.\n  hint: {hint}"
-    return Refused(400, message, code="unknown_parameter", param=field[:100])
+    return RequestRefused(400, message, code="unknown_parameter", param=field[:100])
 
 
-def context_exceeded(context_tokens: int, prompt_tokens: int, answer_tokens: int) -> Refused:
+def context_exceeded(context_tokens: int, prompt_tokens: int, answer_tokens: int) -> RequestRefused:
     """400: the conversation and the answer do not fit, in the words that clients know from OpenAI."""
     asked = prompt_tokens + answer_tokens
     message = (
@@ -57,14 +57,14 @@ def context_exceeded(context_tokens: int, prompt_tokens: int, answer_tokens: int
         f"({prompt_tokens} in the messages, {answer_tokens} in the completion). "
         "Please reduce the length of the messages or completion."
     )
-    return Refused(400, message, code="context_length_exceeded", param="messages")
+    return RequestRefused(400, message, code="context_length_exceeded", param="messages")
 
 
-def of_error(error: EtudeError) -> Refused:
+def from_error(error: EtudeError) -> RequestRefused:
     """The refusal to send for an `EtudeError` that was raised while a request was served."""
     message = f"{error.what}{': ' + error.facts if error.facts else ''}"
     if isinstance(error, ContextFull):
-        return Refused(400, message, code="context_length_exceeded", param="messages")
+        return RequestRefused(400, message, code="context_length_exceeded", param="messages")
     if isinstance(error, EngineError):
-        return Refused(503, message, code="engine_unavailable")
-    return invalid(message, "messages")
+        return RequestRefused(503, message, code="engine_unavailable")
+    return invalid_request(message, "messages")

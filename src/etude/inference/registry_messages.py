@@ -38,7 +38,7 @@ class State(enum.StrEnum):
 ALIVE = frozenset({State.CATCHING_UP, State.SERVING, State.STANDBY, State.DRAINING})
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class EngineRequirements(msgspec.Struct, frozen=True, kw_only=True):
     """Answer of GET /fleet/v1/wanted: the model and settings that an engine must have to serve this run. It reads the
     weights from the chain."""
 
@@ -55,7 +55,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     parity: str = ""  # in exact mode the learner's parity class, once it is known
 
 
-class Join(msgspec.Struct, frozen=True, kw_only=True):
+class JoinRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Body of POST /fleet/v1/join: an engine asks to become a member."""
 
     name: str
@@ -64,8 +64,8 @@ class Join(msgspec.Struct, frozen=True, kw_only=True):
     standby: bool = False
 
 
-class Welcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to a `Join`: the lease, to be renewed well within `lease_s` seconds."""
+class JoinAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to a `JoinRequest`: the lease, to be renewed well within `lease_s` seconds."""
 
     lease: str
     lease_s: float
@@ -78,7 +78,7 @@ class Renewal(msgspec.Struct, frozen=True, kw_only=True):
     lease: str
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
+class RenewalAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Answer to a `Renewal`: the engine's state now. An engine in state `LEFT` was drained and may end."""
 
     state: State
@@ -90,7 +90,7 @@ class DrainRequest(msgspec.Struct, frozen=True, kw_only=True):
     name: str
 
 
-class Listed(msgspec.Struct, frozen=True, kw_only=True):
+class ListedEngine(msgspec.Struct, frozen=True, kw_only=True):
     """One engine in the list that clients get. Fields that nobody has measured yet are None."""
 
     url: str
@@ -104,7 +104,7 @@ class Listed(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""  # why an engine that catches up does not serve: it holds weights of another lineage
 
 
-Roster = dict[str, Listed]
+Roster = dict[str, ListedEngine]
 """Members of a fleet by engine name."""
 
 

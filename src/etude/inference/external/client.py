@@ -1,6 +1,6 @@
 """Calls to a server of other software (vLLM, SGLang): HTTP over a Unix socket or loopback.
 
-What differs between them is in a subclass of `Calls` and in its `Dialect`. `engine.ForeignEngine` makes an engine of
+What differs between them is in a subclass of `ServerClient` and in its `Dialect`. `engine.ExternalEngine` makes an engine of
 the two.
 """
 
@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 
 from etude.errors import EngineError
-from etude.inference.foreign.parts import Part
+from etude.inference.external.answers import AnswerPart
 from etude.models.config import ModelConfig
 from etude.records.completion import CompletionRequest
 from etude.records.wire import Routes
@@ -30,13 +30,13 @@ class Dialect(Protocol):
 
     GENERATE: str  # the path of requests for tokens
 
-    def asked(self, request: CompletionRequest, name: str, *, salt: str, native_routes: bool) -> bytes: ...
-    def scored(self, token_ids: list[int], name: str, *, salt: str) -> bytes: ...
-    def read_event(self, line: bytes, *, engine: str) -> Part | None: ...
+    def encode_request(self, request: CompletionRequest, name: str, *, salt: str, native_routes: bool) -> bytes: ...
+    def encode_scoring_request(self, token_ids: list[int], name: str, *, salt: str) -> bytes: ...
+    def read_event(self, line: bytes, *, engine: str) -> AnswerPart | None: ...
     def is_end(self, line: bytes) -> bool: ...
     def read_scores(self, body: bytes, token_ids: list[int], *, engine: str) -> tuple[int | None, list[float]]: ...
-    def refused(self, status: int, body: bytes, *, engine: str) -> EngineError: ...
-    def given_routes(self, data: str | None, model: ModelConfig, *, count: int) -> Routes: ...
+    def read_error(self, status: int, body: bytes, *, engine: str) -> EngineError: ...
+    def decode_routes(self, data: str | None, model: ModelConfig, *, count: int) -> Routes: ...
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class RouteSource:
     missing: str = field(default="", compare=False)  # why there are none
 
     @property
-    def there(self) -> bool:
+    def available(self) -> bool:
         return self.native or self.kept
 
 
-class Calls(abc.ABC):
+class ServerClient(abc.ABC):
     """Calls to one server. `at`: its socket, or its port on loopback."""
 
-    make: ClassVar[str]
+    server: ClassVar[str]
     dialect: ClassVar[Dialect]
 
     def __init__(self, at: Path | int, *, name: str, headers: Mapping[str, str] | None = None) -> None:
@@ -83,7 +83,7 @@ class Calls(abc.ABC):
     @abc.abstractmethod
     async def take_routes(self, name: str) -> str | None:
         """Fetch and drop the routes that the worker extension kept of a request that has ended: base64, as
-        `parts.kept_routes` reads it. None where it kept none."""
+        `parts.decode_kept_routes` reads it. None where it kept none."""
 
     def forget(self, name: str) -> None:  # noqa: B027 - most servers drop a request whose connection is closed
         """Have the server drop a request that was given up; its connection is closed already."""
@@ -109,8 +109,8 @@ class Calls(abc.ABC):
         `EngineError`, also for an answer that is not 200."""
         status, data = await self.post(path, msgspec.json.encode(body), deadline_s=deadline_s)
         if status != 200:
-            error = self.dialect.refused(status, data, engine=self.name)
-            what = f"{self.make} of {self.name} was asked {what}"
+            error = self.dialect.read_error(status, data, engine=self.name)
+            what = f"{self.server} of {self.name} was asked {what}"
             raise EngineError(what, f"{error.what}: {error.facts}", hint=error.hint)
         return data
 
@@ -132,13 +132,13 @@ class Calls(abc.ABC):
                 yield answer
         except TimeoutError:
             raise EngineError(
-                f"{self.make} of {self.name} did not answer {path} within {deadline_s or 0.0:g} s",
+                f"{self.server} of {self.name} did not answer {path} within {deadline_s or 0.0:g} s",
                 "it lives" if self.alive else "it has ended",
                 hint="it hangs or is overloaded: see the engine's log",
             ) from None
         except (aiohttp.ClientError, OSError) as error:
             raise EngineError(
-                f"{self.make} of {self.name} broke off",
+                f"{self.server} of {self.name} broke off",
                 f"{type(error).__name__}: {error}; it was asked {path}",
                 hint="see the end of the engine's log",
             ) from None

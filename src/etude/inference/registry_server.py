@@ -1,4 +1,4 @@
-"""A fleet's registry as a service: engines join over HTTP, and each is asked how it is, every `BEAT_S`.
+"""A fleet's registry as a service: engines join over HTTP, and each is asked how it is, every `PROBE_INTERVAL_S`.
 
 Joining is refused where it could not work: the engine does not answer at the URL that it gives, takes another token
 than the run's, cannot do what the run needs, or has a name that a living engine holds. Whoever starts this serves `app`
@@ -25,7 +25,8 @@ from starlette.routing import Route
 from etude.errors import EngineError, EtudeError
 from etude.inference.client import HttpEngine
 from etude.inference.errors import EngineGone, EngineUnreachable, MalformedRequest, Unauthorised, to_http
-from etude.inference.membership import (
+from etude.inference.registry import Registry
+from etude.inference.registry_messages import (
     ALIVE,
     DRAIN,
     ENGINES,
@@ -35,88 +36,88 @@ from etude.inference.membership import (
     RENEW,
     WANTED,
     DrainRequest,
-    Join,
-    Listed,
+    EngineRequirements,
+    JoinAnswer,
+    JoinRequest,
+    ListedEngine,
     Renewal,
+    RenewalAnswer,
     Roster,
-    Standing,
     State,
-    Wanted,
-    Welcome,
 )
-from etude.inference.registry import Registry
 from etude.inference.wire import JSON
 from etude.records.completion import Version
 from etude.seams import EngineInfo
 
-BEAT_S = 1.0
-PATIENCE_S = 3.0  # for one engine's answer about itself
-TOKEN_S = 1.0  # for its answer to a request that bears the token
+PROBE_INTERVAL_S = 1.0
+PROBE_TIMEOUT_S = 3.0  # for one engine's answer about itself
+TOKEN_TIMEOUT_S = 1.0  # for its answer to a request that bears the token
 MAX_BODY = 16 * 1024
 T = TypeVar("T")
-Changed = Callable[[str, Listed], None]
 
 
-class Registrar:
+class RegistryServer:
     """The registry, its HTTP face, and the questions.
 
     `reserved`: names that nobody may join under. `token`: what every request bears, and what engines are asked with.
-    `changed` is told of an engine whose state is another than at the beat before; `beat` of every beat.
+    `on_change` is told of an engine whose state is another than at the beat before; `on_probe` of every beat.
     """
 
     def __init__(
         self,
-        wanted: Wanted,
+        requirements: EngineRequirements,
         *,
         token: str | None,
         reserved: Container[str] = (),
         registry: Registry | None = None,
-        beat_s: float = BEAT_S,
+        interval_s: float = PROBE_INTERVAL_S,
     ) -> None:
-        self.wanted, self.registry = wanted, registry or Registry()
+        self.requirements, self.registry = requirements, registry or Registry()
         self.engines: dict[str, HttpEngine] = {}  # of everybody who has not left
         self.roster: Roster = {}  # as of the last beat
-        self._token, self._reserved, self._beat_s = token, reserved, beat_s
-        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._token, self._reserved, self._interval_s = token, reserved, interval_s
+        self._probes: dict[str, asyncio.Task[None]] = {}
 
     @property
     def app(self) -> Starlette:
         """The HTTP face."""
         return Starlette(
             routes=[
-                Route(WANTED, self._guarded(self._what_is_wanted)),
-                Route(ENGINES, self._guarded(self._listing)),
-                Route(JOIN, self._guarded(self._join), methods=["POST"]),
-                Route(RENEW, self._guarded(self._renew), methods=["POST"]),
-                Route(LEAVE, self._guarded(self._leave), methods=["POST"]),
-                Route(DRAIN, self._guarded(self._drain), methods=["POST"]),
+                Route(WANTED, self._authenticated(self._requirements)),
+                Route(ENGINES, self._authenticated(self._listing)),
+                Route(JOIN, self._authenticated(self._join), methods=["POST"]),
+                Route(RENEW, self._authenticated(self._renew), methods=["POST"]),
+                Route(LEAVE, self._authenticated(self._leave), methods=["POST"]),
+                Route(DRAIN, self._authenticated(self._drain), methods=["POST"]),
             ]
         )
 
     async def watch(
-        self, changed: Callable[[str, Listed], None], beat: Callable[[Roster], Awaitable[dict[str, int]]]
+        self, on_change: Callable[[str, ListedEngine], None], on_probe: Callable[[Roster], Awaitable[dict[str, int]]]
     ) -> None:
-        """Ask everybody, tell what is, for ever. `beat` answers with the sessions that each engine still has; one that
+        """Ask everybody, tell what is, for ever. `on_probe` answers with the sessions that each engine still has; one that
         drains, and had nothing to do a beat after it was told so, has finished."""
-        told: Roster = {}
+        previous: Roster = {}
         while True:
             began = time.monotonic()
-            self._ask_everybody()
+            self._probe_all()
             roster = self.registry.roster(now=time.monotonic())
-            draining = {n for n, one in roster.items() if n in told and one.state is told[n].state is State.DRAINING}
-            new = {n: one for n, one in roster.items() if n not in told or told[n].state is not one.state}
-            left = {n: msgspec.structs.replace(told[n], state=State.LEFT) for n in told.keys() - roster.keys()}
-            told = self.roster = roster
-            await self._cut([*left, *(name for name, one in new.items() if one.state is State.LOST)], left)
+            draining = {
+                n for n, one in roster.items() if n in previous and one.state is previous[n].state is State.DRAINING
+            }
+            new = {n: one for n, one in roster.items() if n not in previous or previous[n].state is not one.state}
+            left = {n: msgspec.structs.replace(previous[n], state=State.LEFT) for n in previous.keys() - roster.keys()}
+            previous = self.roster = roster
+            await self._close_lost([*left, *(name for name, one in new.items() if one.state is State.LOST)], left)
             for name, listed in (new | left).items():
-                changed(name, listed)
-            sessions = await beat(roster)
+                on_change(name, listed)
+            sessions = await on_probe(roster)
             for name in draining:
                 if not (sessions.get(name) or roster[name].num_running):
-                    self.registry.drained(name)
-            await asyncio.sleep(max(0.0, self._beat_s - (time.monotonic() - began)))
+                    self.registry.finish_drain(name)
+            await asyncio.sleep(max(0.0, self._interval_s - (time.monotonic() - began)))
 
-    async def _cut(self, names: Sequence[str], left: Container[str]) -> None:
+    async def _close_lost(self, names: Sequence[str], left: Container[str]) -> None:
         """Nobody waits for these engines' answers any longer; those that left are not asked again."""
         engines = {name: self.engines[name] for name in names if name in self.engines}
         for name, engine in engines.items():
@@ -127,9 +128,9 @@ class Registrar:
             else:
                 await engine.close()
 
-    def head(self, version: Version) -> None:
+    def set_head(self, version: Version) -> None:
         """What was published last; whoever holds a lost lineage's is given nothing from now on."""
-        self.registry.head(version)
+        self.registry.set_head(version)
         self.roster = self.registry.roster(now=time.monotonic())
 
     def serving(self) -> dict[str, HttpEngine]:
@@ -142,35 +143,37 @@ class Registrar:
         for name in list(self.engines):
             await self._close(name)
 
-    def _ask_everybody(self) -> None:
+    def _probe_all(self) -> None:
         """One question at a time to each; who is still asked from the beat before is not asked again."""
         for name, engine in self.engines.items():
-            if name not in self._asking:
-                task = asyncio.create_task(self._ask(name, engine), name=f"how is {name}")
-                self._asking[name] = task
-                task.add_done_callback(functools.partial(self._asked, name))
+            if name not in self._probes:
+                task = asyncio.create_task(self._probe(name, engine), name=f"how is {name}")
+                self._probes[name] = task
+                task.add_done_callback(functools.partial(self._probe_done, name))
 
-    def _asked(self, name: str, _: asyncio.Task[None]) -> None:
-        self._asking.pop(name, None)
+    def _probe_done(self, name: str, _: asyncio.Task[None]) -> None:
+        self._probes.pop(name, None)
 
-    async def _ask(self, name: str, engine: HttpEngine) -> None:
+    async def _probe(self, name: str, engine: HttpEngine) -> None:
         info: EngineInfo | None = None
         with contextlib.suppress(EngineError):
-            info = await engine.info(deadline_s=PATIENCE_S)
+            info = await engine.info(deadline_s=PROBE_TIMEOUT_S)
         if self.engines.get(name) is engine:
-            self.registry.saw(name, info)
+            self.registry.record_probe(name, info)
 
     async def _close(self, name: str) -> None:
-        engine, asking = self.engines.pop(name, None), self._asking.get(name)
-        if asking is not None:  # else it would open a connection anew
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
+        engine, probe = self.engines.pop(name, None), self._probes.get(name)
+        if probe is not None:  # else it would open a connection anew
+            probe.cancel()
+            await asyncio.gather(probe, return_exceptions=True)
         if engine is not None:
             await engine.close()
 
     # -- the face
 
-    def _guarded(self, handler: Callable[[Request], Awaitable[object]]) -> Callable[[Request], Awaitable[Response]]:
+    def _authenticated(
+        self, handler: Callable[[Request], Awaitable[object]]
+    ) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             try:
                 given = request.headers.get("authorization", "").encode()
@@ -183,92 +186,92 @@ class Registrar:
 
         return answer
 
-    async def _what_is_wanted(self, _: Request) -> Wanted:
-        return self.wanted
+    async def _requirements(self, _: Request) -> EngineRequirements:
+        return self.requirements
 
     async def _listing(self, _: Request) -> Roster:
         return self.registry.roster(now=time.monotonic())
 
-    async def _join(self, request: Request) -> Welcome:
-        asked = await _read(request, Join)
-        if not asked.name or len(asked.name) > 100 or not asked.url.startswith(("http://", "https://")):
-            raise MalformedRequest("an engine joins with a name and a URL", repr(asked), hint="http://host:port")
-        await self._refuse_if_taken(asked)
-        engine = HttpEngine(asked.url, token=self._token)
+    async def _join(self, request: Request) -> JoinAnswer:
+        join = await _read(request, JoinRequest)
+        if not join.name or len(join.name) > 100 or not join.url.startswith(("http://", "https://")):
+            raise MalformedRequest("an engine joins with a name and a URL", repr(join), hint="http://host:port")
+        await self._refuse_if_taken(join)
+        engine = HttpEngine(join.url, token=self._token)
         try:
-            info = await engine.info(deadline_s=PATIENCE_S)
-            refuse_unfit(asked.name, info, self.wanted)
-            await _refuse_other_token(asked, engine)
+            info = await engine.info(deadline_s=PROBE_TIMEOUT_S)
+            refuse_unfit(join.name, info, self.requirements)
+            await _refuse_wrong_token(join, engine)
         except EngineError as error:
             await engine.close()
             if isinstance(error, (MalformedRequest, Unauthorised)):
                 raise
             facts = error.facts if isinstance(error, EngineGone) else f"{error.what}: {error.facts}"
             hint = "give the engine's own URL, as the run reaches it; an engine says it by --advertise http://HOST:PORT"
-            raise EngineUnreachable(f"{asked.name} does not answer at {asked.url}", facts, hint=hint) from None
-        await self._close(asked.name)
-        lease = self.registry.join(asked, now=time.monotonic())
-        self.registry.saw(asked.name, info)
-        self.engines[asked.name] = engine
-        return Welcome(lease=lease, lease_s=self.registry.lease_s)
+            raise EngineUnreachable(f"{join.name} does not answer at {join.url}", facts, hint=hint) from None
+        await self._close(join.name)
+        lease = self.registry.join(join, now=time.monotonic())
+        self.registry.record_probe(join.name, info)
+        self.engines[join.name] = engine
+        return JoinAnswer(lease=lease, lease_s=self.registry.lease_s)
 
-    async def _refuse_if_taken(self, asked: Join) -> None:
-        member = self.registry.members.get(asked.name)
-        state = self.registry.states(now=time.monotonic()).get(asked.name)
-        taken = asked.name in self._reserved
-        if member is not None and state in ALIVE and member.joined.url != asked.url:
+    async def _refuse_if_taken(self, join: JoinRequest) -> None:
+        member = self.registry.members.get(join.name)
+        state = self.registry.states(now=time.monotonic()).get(join.name)
+        taken = join.name in self._reserved
+        if member is not None and state in ALIVE and member.joined.url != join.url:
             try:
-                await self.engines[asked.name].info(deadline_s=PATIENCE_S)
+                await self.engines[join.name].info(deadline_s=PROBE_TIMEOUT_S)
                 taken = True
             except EngineError:
                 pass  # it was killed, and this is its successor
         if taken:
-            raise MalformedRequest(f"there is an engine {asked.name!r}", "it answers", hint="take another --name")
+            raise MalformedRequest(f"there is an engine {join.name!r}", "it answers", hint="take another --name")
 
-    async def _renew(self, request: Request) -> Standing:
-        asked = await _read(request, Renewal)
-        return Standing(state=self.registry.renew(asked.name, asked.lease, now=time.monotonic()))
+    async def _renew(self, request: Request) -> RenewalAnswer:
+        join = await _read(request, Renewal)
+        return RenewalAnswer(state=self.registry.renew(join.name, join.lease, now=time.monotonic()))
 
-    async def _leave(self, request: Request) -> Standing:
-        asked = await _read(request, Renewal)
-        self.registry.leave(asked.name, asked.lease)
-        return Standing(state=State.LEFT)
+    async def _leave(self, request: Request) -> RenewalAnswer:
+        join = await _read(request, Renewal)
+        self.registry.leave(join.name, join.lease)
+        return RenewalAnswer(state=State.LEFT)
 
-    async def _drain(self, request: Request) -> Standing:
+    async def _drain(self, request: Request) -> RenewalAnswer:
         name = (await _read(request, DrainRequest)).name
         self.registry.drain(name)
-        return Standing(state=self.registry.states(now=time.monotonic())[name])
+        return RenewalAnswer(state=self.registry.states(now=time.monotonic())[name])
 
 
-def refuse_unfit(name: str, info: EngineInfo, wanted: Wanted) -> None:
+def refuse_unfit(name: str, info: EngineInfo, requirements: EngineRequirements) -> None:
     """Raises `MalformedRequest` for an engine that cannot serve the run."""
-    needed = {"adopt", "spans", "verify"} | ({"routes"} if wanted.routes else set())
+    needed = {"adopt", "spans", "verify"} | ({"routes"} if requirements.routes else set())
     if missing := needed - set(info.capabilities):
         facts = f"the run needs {', '.join(sorted(missing))}, it has {', '.join(sorted(info.capabilities))}"
         raise MalformedRequest(f"{name} cannot serve this run", facts, hint="see docs/guides/regions.md")
-    if info.context_tokens < wanted.context_tokens:
+    if info.context_tokens < requirements.context_tokens:
         raise MalformedRequest(
             f"{name} has a context of {info.context_tokens} tokens",
-            f"the run's is {wanted.context_tokens}",
-            hint=f"start it with --context-tokens {wanted.context_tokens}",
+            f"the run's is {requirements.context_tokens}",
+            hint=f"start it with --context-tokens {requirements.context_tokens}",
         )
-    if wanted.parity and info.parity != wanted.parity:
+    if requirements.parity and info.parity != requirements.parity:
         raise MalformedRequest(
             f"{name} computes other bits than the learner",
-            f"its parity class is {info.parity!r}, the learner's {wanted.parity!r}",
+            f"its parity class is {info.parity!r}, the learner's {requirements.parity!r}",
             hint="run it on the same kind of host and build, or set numerics.mode = 'native'",
         )
 
 
-async def _refuse_other_token(asked: Join, engine: HttpEngine) -> None:
+async def _refuse_wrong_token(join: JoinRequest, engine: HttpEngine) -> None:
     """Raises `Unauthorised` where the engine has another token than the run. Its state anybody may ask for: it is
     asked to adopt what any engine holds."""
     try:
-        await engine.adopt(NO_VERSION.step, deadline_s=TOKEN_S)
+        await engine.adopt(NO_VERSION.step, deadline_s=TOKEN_TIMEOUT_S)
     except Unauthorised as error:
-        what = f"{asked.name} does not take the run's token"
+        what = f"{join.name} does not take the run's token"
         hint = "start the engine with the ETUDE_TOKEN that the run has, and join again"
-        raise Unauthorised(what, f"{asked.url} says: {error.what}", hint=hint) from None
+        raise Unauthorised(what, f"{join.url} says: {error.what}", hint=hint) from None
     except EngineError:
         return  # it answers for itself, and is busy
 

@@ -1,4 +1,4 @@
-"""A server of another make as a process that dies with its adapter: ``python -m etude.inference.foreign.launch MODULE
+"""A server of another make as a process that dies with its adapter: ``python -m etude.inference.external.launch MODULE
 ARGUMENTS``.
 
 Runs in the server's environment. Each process that it spawns from here loads this module anew, as `__mp_main__`, and so

@@ -23,15 +23,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from etude.errors import EngineError
-from etude.inference.checks import Checks, behind
+from etude.inference.admission import RequestChecks, VersionPins, behind
 from etude.inference.config import EngineConfig
-from etude.inference.counters import Counters
 from etude.inference.errors import EngineBusy, EngineLate
-from etude.inference.foreign import parts
-from etude.inference.foreign.calls import CONTROL_S, Calls, RouteSource
-from etude.inference.foreign.parts import Part
-from etude.inference.metrics import exposition
-from etude.inference.pins import Pins
+from etude.inference.external import answers
+from etude.inference.external.answers import AnswerPart
+from etude.inference.external.client import CONTROL_S, RouteSource, ServerClient
+from etude.inference.metrics import Counters, exposition
 from etude.models.config import ModelConfig
 from etude.records.completion import Completion, CompletionRequest, Sampling, Traffic, Version
 from etude.records.wire import Routes
@@ -44,32 +42,32 @@ READ_TOKENS_PER_S = 100.0  # of prompts, by a slow server
 
 
 @dataclass
-class _Begun:
+class _SentRequest:
     """A request that the server has."""
 
     adoption: int
     name: str
-    here: _Here
+    active: _ActiveRequest
 
 
 @dataclass(eq=False)
-class _Here:
+class _ActiveRequest:
     """A request of this engine, and what ends it from outside."""
 
     request: CompletionRequest
-    ends: asyncio.Timeout  # nothing happened for too long, or `overtaken`
+    timeout: asyncio.Timeout  # nothing happened for too long, or `outdated`
     arrived: float
     unread: int  # tokens of its prompt, until its first token comes
-    overtaken: bool = False
-    look: asyncio.TimerHandle | None = None
+    outdated: bool = False
+    check_health: asyncio.TimerHandle | None = None
 
 
-class ForeignEngine:
-    """Serves `seams.Engine` and `seams.Streaming` through the server that `calls` speak to, from `start` on."""
+class ExternalEngine:
+    """Serves `seams.Engine` and `seams.Streaming` through the server that `client` speak to, from `start` on."""
 
     def __init__(
         self,
-        calls: Calls,
+        client: ServerClient,
         *,
         name: str,
         model: ModelConfig,
@@ -80,36 +78,36 @@ class ForeignEngine:
     ) -> None:
         self.name, self.config, self.version, self.kv_tokens, self.parity = name, config, version, kv_tokens, parity
         self.counters, self.trouble, self.routes = Counters(), "", RouteSource()
-        self.model, self.calls, self._dialect = model, calls, calls.dialect
-        self._checks = Checks(name, model.vocab_size, config.context_tokens)
-        self._pins = Pins(lease_s=config.pin_lease_s)
+        self.model, self.client, self._dialect = model, client, client.dialect
+        self._checks = RequestChecks(name, model.vocab_size, config.context_tokens)
+        self._pins = VersionPins(lease_s=config.pin_lease_s)
         self._versions, self.adoption = {0: version}, 0
         self._salt = uuid.uuid4().hex[:8]
         self._num, self._tokens = Counter[Traffic](), 0  # requests here, and the tokens that they may come to
-        self._here = set[_Here]()
-        self._told = time.monotonic()  # when a token came, or a swap ended
+        self._active = set[_ActiveRequest]()
+        self._last_progress = time.monotonic()  # when a token came, or a swap ended
         self._paused = self._swapping = False
-        self._open = asyncio.Event()  # clear while a swap writes
-        self._open.set()
+        self._accepting = asyncio.Event()  # clear while a swap writes
+        self._accepting.set()
         self._scoring = asyncio.Lock()  # a text is scored under one version
-        self._moved = asyncio.Condition()
-        self._beat = time.monotonic()
+        self._version_changed = asyncio.Condition()
+        self._last_healthy = time.monotonic()
 
     async def start(self) -> None:
         """Have the server label its tokens, and see what this build can do. Raises `EngineError` where it cannot do
         what every engine must."""
         await self._label()
-        self.routes = await self.calls.route_source(self.model.num_moe_layers)
-        prompt, told = list(range(1, min(8, self.model.vocab_size))), 3
-        trial = await self.generate(_trial(prompt, told, self.version))
+        self.routes = await self.client.route_source(self.model.num_moe_layers)
+        prompt, on_tokens = list(range(1, min(8, self.model.vocab_size))), 3
+        trial = await self.generate(_trial(prompt, on_tokens, self.version))
         version, logprobs = await self.verify(prompt)
-        if self.routes.there and parts.any_missing(trial.routes):
+        if self.routes.available and answers.any_missing(trial.routes):
             self.routes = RouteSource(missing="its routers were listened to and said nothing")
-        if version != self.version or len(logprobs) != len(prompt) - 1 or len(trial.token_ids) != told:
+        if version != self.version or len(logprobs) != len(prompt) - 1 or len(trial.token_ids) != on_tokens:
             raise EngineError(
                 f"{self.name} does not do what every engine must",
-                f"{len(trial.token_ids)} tokens of {told}, {len(logprobs)} log-probabilities, version {version}",
-                hint=f"etude engines check {self.calls.make.lower()} says whether this installation is as tested",
+                f"{len(trial.token_ids)} tokens of {on_tokens}, {len(logprobs)} log-probabilities, version {version}",
+                hint=f"etude engines check {self.client.server.lower()} says whether this installation is as tested",
             )
         self.counters = Counters()
 
@@ -121,11 +119,11 @@ class ForeignEngine:
 
     async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
         """See `seams.Streaming`. Left early, the request is cancelled."""
-        told: asyncio.Queue[list[int] | None] = asyncio.Queue()  # at most a part for each token
-        work = asyncio.ensure_future(self._serve(request, told.put_nowait))
-        work.add_done_callback(lambda _: told.put_nowait(None))
+        on_tokens: asyncio.Queue[list[int] | None] = asyncio.Queue()  # at most a part for each token
+        work = asyncio.ensure_future(self._serve(request, on_tokens.put_nowait))
+        work.add_done_callback(lambda _: on_tokens.put_nowait(None))
         try:
-            while (ids := await told.get()) is not None:
+            while (ids := await on_tokens.get()) is not None:
                 yield ids
             yield work.result()
         finally:
@@ -138,14 +136,14 @@ class ForeignEngine:
 
     async def resume(self) -> None:
         self._paused = False
-        if self._open.is_set():  # else the swap that is under way resumes
+        if self._accepting.is_set():  # else the swap that is under way resumes
             await self.thaw()
 
     async def adopt(self, min_step: int, *, deadline_s: float) -> Version:
         """Wait until `follow` has come to `min_step` or later."""
         try:
-            async with asyncio.timeout(deadline_s), self._moved:
-                await self._moved.wait_for(lambda: self.version.step >= min_step)
+            async with asyncio.timeout(deadline_s), self._version_changed:
+                await self._version_changed.wait_for(lambda: self.version.step >= min_step)
                 return self.version
         except TimeoutError:
             raise EngineError(
@@ -156,7 +154,7 @@ class ForeignEngine:
 
     async def info(self, *, deadline_s: float = 5.0) -> EngineInfo:
         """Never waits for the server, so that a hung one can still be looked at."""
-        running = min(self.num_here, self.config.max_sequences)
+        running = min(self.num_requests, self.config.max_sequences)
         return EngineInfo(
             name=self.name,
             version=self.version,
@@ -164,9 +162,9 @@ class ForeignEngine:
             context_tokens=self.config.context_tokens,
             max_sequences=self.config.max_sequences,
             num_running=running,
-            num_waiting=self.num_here - running,
+            num_waiting=self.num_requests - running,
             kv_tokens_free=max(0, self.kv_tokens - self._tokens),
-            capabilities=(*CAPABILITIES, "routes") if self.routes.there else CAPABILITIES,
+            capabilities=(*CAPABILITIES, "routes") if self.routes.available else CAPABILITIES,
             parity=self.parity,
             trouble=self.trouble,
         )
@@ -174,10 +172,10 @@ class ForeignEngine:
     async def verify(self, token_ids: Sequence[int]) -> tuple[Version, list[float]]:
         ids = self._checks.text(token_ids)
         async with self._scoring:
-            body = self._dialect.scored(ids, f"text-{uuid.uuid4().hex}", salt=self._salted())
-            status, data = await self.calls.post(self._dialect.GENERATE, body, deadline_s=CONTROL_S)
+            body = self._dialect.encode_scoring_request(ids, f"text-{uuid.uuid4().hex}", salt=self._cache_salt())
+            status, data = await self.client.post(self._dialect.GENERATE, body, deadline_s=CONTROL_S)
             if status != 200:
-                raise self._dialect.refused(status, data, engine=self.name)
+                raise self._dialect.read_error(status, data, engine=self.name)
             adoption, logprobs = self._dialect.read_scores(data, ids, engine=self.name)
             if adoption not in self._versions:
                 raise self._broken(f"a text of adoption {adoption}, which is not known")
@@ -187,27 +185,27 @@ class ForeignEngine:
 
     @property
     def alive(self) -> bool:
-        return self.calls.alive
+        return self.client.alive
 
     @property
     def stalled_s(self) -> float:
-        """How long the server has not said that it is well; `look` asks it."""
-        return time.monotonic() - self._beat
+        """How long the server has not said that it is well; `check_health` asks it."""
+        return time.monotonic() - self._last_healthy
 
-    async def look(self, *, deadline_s: float) -> None:
+    async def check_health(self, *, deadline_s: float) -> None:
         """Ask the server how it is."""
         with contextlib.suppress(EngineError):
-            if (await self.calls.get("/health", deadline_s=deadline_s))[0] == 200:
-                self._beat = time.monotonic()
+            if (await self.client.get("/health", deadline_s=deadline_s))[0] == 200:
+                self._last_healthy = time.monotonic()
 
     async def metrics(self) -> str:
         """Ours, then the server's own."""
-        ours = exposition(self.counters, await self.info())
+        own_metrics = exposition(self.counters, await self.info())
         try:
-            status, theirs = await self.calls.get("/metrics", deadline_s=5.0)
+            status, server_metrics = await self.client.get("/metrics", deadline_s=5.0)
         except EngineError:
-            return ours
-        return ours + theirs.decode(errors="replace") if status == 200 else ours
+            return own_metrics
+        return own_metrics + server_metrics.decode(errors="replace") if status == 200 else own_metrics
 
     # -- for `follow`
 
@@ -218,7 +216,7 @@ class ForeignEngine:
         async with self._scoring:
             while self._pins.held(now=time.monotonic()):  # noqa: ASYNC110 - leases end by the clock
                 await asyncio.sleep(HELD_S)
-            self._open.clear()
+            self._accepting.clear()
             self._swapping = True
             try:
                 await self.freeze()
@@ -226,160 +224,163 @@ class ForeignEngine:
                 await self._label()
                 if not self._paused:
                     await self.thaw()
-                self._open.set()
+                self._accepting.set()
             finally:
-                self._swapping, self._told = False, time.monotonic()
-        async with self._moved:
-            self._moved.notify_all()
+                self._swapping, self._last_progress = False, time.monotonic()
+        async with self._version_changed:
+            self._version_changed.notify_all()
 
-    def moved(self, version: Version) -> None:
+    def set_version(self, version: Version) -> None:
         """Inside `swapping`: the weights are this version's from here on."""
         self.adoption, self.version = self.adoption + 1, version
         self._versions[self.adoption] = version
         self._versions.pop(self.adoption - MAX_VERSIONS, None)
         self.counters.swaps += 1
-        for here in self._here:
-            if here.request.min_step > version.step:
-                here.overtaken = True
-                if not here.ends.expired():
-                    here.ends.reschedule(asyncio.get_running_loop().time())
+        for active in self._active:
+            if active.request.min_step > version.step:
+                active.outdated = True
+                if not active.timeout.expired():
+                    active.timeout.reschedule(asyncio.get_running_loop().time())
 
     @property
-    def num_here(self) -> int:
+    def num_requests(self) -> int:
         """Requests that the server has."""
         return self._num.total()
 
     async def freeze(self) -> None:
-        await self.calls.freeze()
+        await self.client.freeze()
 
     async def thaw(self) -> None:
-        await self.calls.thaw()
+        await self.client.thaw()
 
     # -- a request
 
-    async def _serve(self, request: CompletionRequest, told: Callable[[list[int]], None] | None) -> Completion:
-        async with self._served(request) as begun:
-            answer = parts.Whole()
-            async with contextlib.aclosing(self._answered(request, begun)) as told_parts:
-                async for part in told_parts:
-                    self._told, begun.here.unread = time.monotonic(), 0
+    async def _serve(self, request: CompletionRequest, on_tokens: Callable[[list[int]], None] | None) -> Completion:
+        async with self._admit(request) as sent:
+            answer = answers.JoinedAnswer()
+            async with contextlib.aclosing(self._answer_parts(request, sent)) as answer_parts:
+                async for part in answer_parts:
+                    self._last_progress, sent.active.unread = time.monotonic(), 0
                     answer.add(part)
-                    if told is not None and part.token_ids:
-                        told(part.token_ids)
-            return await self._completed(request, begun, answer.part)
+                    if on_tokens is not None and part.token_ids:
+                        on_tokens(part.token_ids)
+            return await self._finish(request, sent, answer.part)
 
     @contextlib.asynccontextmanager
-    async def _served(self, request: CompletionRequest) -> AsyncIterator[_Begun]:
+    async def _admit(self, request: CompletionRequest) -> AsyncIterator[_SentRequest]:
         """A place, from a request's beginning to its end, however that comes; its deadline has a name."""
         self._checks.request(request)
-        num_here = self._num[request.traffic]
-        if num_here >= self.config.max_sequences + self.config.max_waiting:
-            facts, hint = f"{num_here} requests of {request.traffic} are here", "ask another engine, or a little later"
+        num_requests = self._num[request.traffic]
+        if num_requests >= self.config.max_sequences + self.config.max_waiting:
+            facts, hint = (
+                f"{num_requests} requests of {request.traffic} are here",
+                "ask another engine, or a little later",
+            )
             raise EngineBusy(f"{self.name} is full", facts, hint=hint)
-        room = len(request.prompt_ids) + request.sampling.max_tokens
+        num_tokens = len(request.prompt_ids) + request.sampling.max_tokens
         self._num[request.traffic] += 1
-        self._tokens += room
+        self._tokens += num_tokens
         pinned = done = False
-        here = _Here(request, asyncio.timeout(None), time.monotonic(), len(request.prompt_ids))
-        self._here.add(here)
+        active = _ActiveRequest(request, asyncio.timeout(None), time.monotonic(), len(request.prompt_ids))
+        self._active.add(active)
         try:
-            async with here.ends:
-                self._look(here)
-                while not self._open.is_set():
-                    await self._open.wait()
+            async with active.timeout:
+                self._check_progress(active)
+                while not self._accepting.is_set():
+                    await self._accepting.wait()
                 self._checks.version(request, self.version)
                 if request.pin_step is not None:
                     self._pins.enter(request.session_id)
                     pinned = True
                 wants = request.routes_from is not None and self.routes.kept
-                name = f"{parts.WANTED}.{uuid.uuid4().hex}" if wants else uuid.uuid4().hex
-                yield _Begun(self.adoption, name, here)
+                name = f"{answers.ROUTES_PREFIX}.{uuid.uuid4().hex}" if wants else uuid.uuid4().hex
+                yield _SentRequest(self.adoption, name, active)
                 done = True
         except TimeoutError:
-            if here.overtaken:
+            if active.outdated:
                 raise behind(request, self.name, self.version) from None
             raise EngineLate(
                 f"request {request.request_id} passed its deadline of {request.deadline_s:g} s without a token",
-                f"{self.name} has {self.num_here} requests{', and is paused' if self._paused else ''}",
+                f"{self.name} has {self.num_requests} requests{', and is paused' if self._paused else ''}",
                 hint="resume it if it is paused, restart it if it hangs, or give the request more time",
             ) from None
         finally:
-            self._here.discard(here)
-            if here.look is not None:
-                here.look.cancel()
+            self._active.discard(active)
+            if active.check_health is not None:
+                active.check_health.cancel()
             self._num[request.traffic] -= 1
-            self._tokens -= room
+            self._tokens -= num_tokens
             self.counters.requests += done
             self.counters.production_requests += done and request.traffic is Traffic.PRODUCTION
             self.counters.failed += not done
             if pinned:
-                self._pins.leave(request.session_id, now=time.monotonic(), coming_back=request.keep_session)
+                self._pins.leave(request.session_id, now=time.monotonic(), may_return=request.keep_session)
 
-    def _look(self, here: _Here) -> None:
+    def _check_progress(self, active: _ActiveRequest) -> None:
         """End a request where nothing has happened for too long; else look again when that might be."""
-        now, patience_s = time.monotonic(), here.request.deadline_s
-        patience_s += sum(one.unread for one in self._here) / READ_TOKENS_PER_S
-        since = now if self._swapping else max(here.arrived, self._told)
+        now, patience_s = time.monotonic(), active.request.deadline_s
+        patience_s += sum(one.unread for one in self._active) / READ_TOKENS_PER_S
+        since = now if self._swapping else max(active.arrived, self._last_progress)
         loop = asyncio.get_running_loop()
         if now - since >= patience_s:
-            here.ends.reschedule(loop.time())
+            active.timeout.reschedule(loop.time())
         else:
-            here.look = loop.call_later(since + patience_s - now + HELD_S, self._look, here)
+            active.check_health = loop.call_later(since + patience_s - now + HELD_S, self._check_progress, active)
 
-    async def _answered(self, request: CompletionRequest, begun: _Begun) -> AsyncGenerator[Part]:
+    async def _answer_parts(self, request: CompletionRequest, sent: _SentRequest) -> AsyncGenerator[AnswerPart]:
         """The parts of the server's answer."""
         dialect, native, done = self._dialect, self.routes.native, False
-        body = dialect.asked(request, begun.name, salt=self._salted(), native_routes=native)
+        body = dialect.encode_request(request, sent.name, salt=self._cache_salt(), native_routes=native)
         try:
-            async with self.calls.answer(dialect.GENERATE, body, deadline_s=None) as answer:
+            async with self.client.answer(dialect.GENERATE, body, deadline_s=None) as answer:
                 if answer.status != 200:
-                    raise dialect.refused(answer.status, await answer.read(), engine=self.name)
+                    raise dialect.read_error(answer.status, await answer.read(), engine=self.name)
                 async for line in answer.content:
                     if done := dialect.is_end(line):
                         return
-                    if (told := dialect.read_event(line, engine=self.name)) is not None:
-                        yield told
+                    if (on_tokens := dialect.read_event(line, engine=self.name)) is not None:
+                        yield on_tokens
                 raise self._broken("a stream without its end")
         finally:
             if not done:
-                self.calls.forget(begun.name)
+                self.client.forget(sent.name)
 
-    async def _completed(self, request: CompletionRequest, begun: _Begun, answer: Part) -> Completion:
-        routes = await self._routes(request, begun, answer)
+    async def _finish(self, request: CompletionRequest, sent: _SentRequest, answer: AnswerPart) -> Completion:
+        routes = await self._routes(request, sent, answer)
         self.counters.tokens += len(answer.token_ids)
         self.counters.production_tokens += len(answer.token_ids) * (request.traffic is Traffic.PRODUCTION)
         self.counters.cached_tokens += answer.num_cached
         self.counters.prefill_tokens += len(request.prompt_ids) - answer.num_cached
-        return parts.completed(
+        return answers.make_completion(
             request,
             answer,
-            make=self.calls.make,
+            server=self.client.server,
             engine=self.name,
             versions=self._versions,
-            adoption=begun.adoption,
+            adoption=sent.adoption,
             routes=routes,
         )
 
-    async def _routes(self, request: CompletionRequest, begun: _Begun, answer: Part) -> Routes:
+    async def _routes(self, request: CompletionRequest, sent: _SentRequest, answer: AnswerPart) -> Routes:
         start, stop = request.routes_from, len(request.prompt_ids) + len(answer.token_ids) - 1
         if start is None:
-            return parts.kept_routes(None, self.model, start=stop, stop=stop)
-        data = await self.calls.take_routes(begun.name) if self.routes.kept else None
+            return answers.decode_kept_routes(None, self.model, start=stop, stop=stop)
+        data = await self.client.take_routes(sent.name) if self.routes.kept else None
         try:
             if self.routes.native:
-                return self._dialect.given_routes(answer.routed, self.model, count=stop - start)
-            return parts.kept_routes(data, self.model, start=start, stop=stop)
+                return self._dialect.decode_routes(answer.routed, self.model, count=stop - start)
+            return answers.decode_kept_routes(data, self.model, start=start, stop=stop)
         except ValueError as error:
             raise self._broken(str(error)) from None
 
     def _broken(self, facts: str) -> EngineError:
-        return parts.broken(self.calls.make, self.name, facts)
+        return answers.broken_answer(self.client.server, self.name, facts)
 
     async def _label(self) -> None:
         """Tokens from here on carry the adoption's number."""
-        await self.calls.label(str(self.adoption))
+        await self.client.label(str(self.adoption))
 
-    def _salted(self) -> str:
+    def _cache_salt(self) -> str:
         """Prefixes are shared among requests of one adoption, and never with any before."""
         return f"{self._salt}-{self.adoption}"
 

@@ -12,17 +12,17 @@ import asyncio
 import time
 
 from etude.errors import EtudeError
-from etude.inference.foreign.engine import ForeignEngine
+from etude.inference.external.engine import ExternalEngine
 from etude.records.completion import Version
 from etude.telemetry import Telemetry
 
-TROUBLE_REST_S = 0.5
+RETRY_S = 0.5
 
 
-class Following(abc.ABC):
+class ExternalWeightSync(abc.ABC):
     """Follows from `start_at_head` to `stop`."""
 
-    def __init__(self, engine: ForeignEngine, *, poll_s: float, telemetry: Telemetry | None) -> None:
+    def __init__(self, engine: ExternalEngine, *, poll_s: float, telemetry: Telemetry | None) -> None:
         self.engine, self.poll_s, self._telemetry = engine, poll_s, telemetry
         self._held: Version | None = None  # what was swapped in last; None: what the server loaded, or nobody knows
         self._task: asyncio.Task[None] | None = None
@@ -45,9 +45,9 @@ class Following(abc.ABC):
             return None
         fetch_s, self._held = time.monotonic() - began, None
         async with engine.swapping():
-            began, num_running = time.monotonic(), engine.num_here
+            began, num_running = time.monotonic(), engine.num_requests
             version = await self._swap()
-            engine.moved(version)
+            engine.set_version(version)
             self._held = version
         if self._telemetry is not None:
             self._telemetry.event(
@@ -71,16 +71,16 @@ class Following(abc.ABC):
     async def _run(self) -> None:
         while True:
             well = await self._try()
-            await asyncio.sleep(self.poll_s if well else TROUBLE_REST_S)
+            await asyncio.sleep(self.poll_s if well else RETRY_S)
 
     async def _try(self) -> bool:
         try:
             await self.step()
         except EtudeError as error:
-            said = str(error).replace("\n", "; ")
-            if said != self.engine.trouble and self._telemetry is not None:
-                self._telemetry.event("engine.trouble", reason=said)
-            self.engine.trouble = said
+            reason = str(error).replace("\n", "; ")
+            if reason != self.engine.trouble and self._telemetry is not None:
+                self._telemetry.event("engine.trouble", reason=reason)
+            self.engine.trouble = reason
             return False
         self.engine.trouble = ""
         return True

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from etude.errors import EtudeError, WeightsError
-from etude.inference.engine import ReferenceEngine, Swapped
-from etude.records.adapter import modules
+from etude.inference.engine import ReferenceEngine, SwapResult
+from etude.records.adapter import adapted_modules
 from etude.records.completion import Version
 from etude.telemetry import Telemetry
 from etude.weights import Tensor, Update, content_digest, tensor_digest
@@ -30,7 +30,7 @@ from etude.weights.follow.runtime_map import Derived, Map, named
 from etude.weights.follow.targets import Swap, Target
 from etude.weights.tensors import DTYPES, Codes, DType
 
-TROUBLE_REST_S = 0.5
+RETRY_S = 0.5
 
 
 class Chain(Protocol):
@@ -51,7 +51,7 @@ Adapted = Callable[[Mapping[str, Tensor]], Live]
 """Live memory for an adapter, by its published tensors. Raises `EtudeError` for one that cannot be served."""
 
 
-class Following:
+class WeightSync:
     """Follows from `start_at_head` to `stop`. `views` are the live weights under their published names;
     `derived` says what is computed of them, such as what packed ones decode to. `adapted`: what is live instead, where
     adapters are published.
@@ -78,7 +78,7 @@ class Following:
         devices = {view.device for view in views.values() if view.device.type == "cuda"}
         self._stream = torch.cuda.Stream(devices.pop()) if devices else None  # type: ignore[no-untyped-call]
         self._telemetry = telemetry
-        self.looked = 0.0  # when the chain was last done with; a fetch that lasts is no wait
+        self.checked = 0.0  # when the chain was last done with; a fetch that lasts is no wait
         self._written = False  # whether the live weights are what the chain last gave
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{engine.name}-follow", daemon=True)
@@ -108,12 +108,12 @@ class Following:
         if self.chain.version is None or (self._written and update is None):
             return None
         written, self._written = self._written, False
-        self._refuse_what_is_no_number(update if written else None)
-        swap = self._changes(update) if written and update is not None else self._everything()
+        self._refuse_non_finite(update if written else None)
+        swap = self._prepare_update(update) if written and update is not None else self._prepare_all()
         swapped = self._swap(swap)
         if swapped is None:
             return None
-        self._heal_if_damaged(swap.version)
+        self._repair_if_damaged(swap.version)
         swap.commit()
         self._written = True
         if self._telemetry is not None:
@@ -132,11 +132,11 @@ class Following:
         """What the chain's versions are written to; which of two it is, its first version says."""
         if self._target_made is None:
             tensors = self.chain.tensors
-            views, derived = self._adapted(tensors) if self._adapted and modules(tensors) else self._live
+            views, derived = self._adapted(tensors) if self._adapted and adapted_modules(tensors) else self._live
             self._target_made = Target(Map(named(views), derived=derived))
         return self._target_made
 
-    def _refuse_what_is_no_number(self, update: Update | None) -> None:
+    def _refuse_non_finite(self, update: Update | None) -> None:
         """Raises `WeightsError` where what is to be written, an update or everything, holds NaN or an infinity."""
         tensors, version = self.chain.tensors, self.chain.version
         coming = {name: tensor.codes for name, tensor in (tensors if update is None else update.replaced).items()}
@@ -153,38 +153,38 @@ class Following:
     def _run(self) -> None:
         while not self._stop.wait(self.poll_s):
             if not self._try():
-                self._stop.wait(TROUBLE_REST_S)
+                self._stop.wait(RETRY_S)
 
     def _try(self) -> bool:
         try:
             self.step()
         except EtudeError as error:
             if not self._stop.is_set():
-                self._complain(error)
+                self._report_error(error)
             return False
         finally:
-            self.looked = time.monotonic()
+            self.checked = time.monotonic()
         self.engine.trouble = ""
         return True
 
-    def _complain(self, error: EtudeError) -> None:
-        said = str(error).replace("\n", "; ")
-        if said != self.engine.trouble and self._telemetry is not None:
-            self._telemetry.event("engine.trouble", reason=said)
-        self.engine.trouble = said
+    def _report_error(self, error: EtudeError) -> None:
+        reason = str(error).replace("\n", "; ")
+        if reason != self.engine.trouble and self._telemetry is not None:
+            self._telemetry.event("engine.trouble", reason=reason)
+        self.engine.trouble = reason
 
-    def _changes(self, update: Update) -> Swap:
+    def _prepare_update(self, update: Update) -> Swap:
         """What an update changed; it can be undone where writing it fails."""
         return self._target.prepare(update, self.chain.tensors)
 
-    def _everything(self) -> Swap:
+    def _prepare_all(self) -> Swap:
         """All of the chain's version; what was there is not worth keeping."""
         tensors, version = self.chain.tensors, self.chain.version
         assert version is not None, "the chain gave tensors without a version"
         update = Update(version, changed={}, replaced=tensors, removed=(), fetch_s=0.0, fetched_bytes=0)
         return self._target.prepare(update, tensors, undoable=False)
 
-    def _swap(self, swap: Swap) -> Swapped | None:
+    def _swap(self, swap: Swap) -> SwapResult | None:
         """Wait as long as sessions pin the old version; None when told to stop meanwhile."""
         if self._stream is not None:
             self._stream.synchronize()  # what is to be written is there
@@ -197,11 +197,11 @@ class Following:
         future.cancel()
         return None
 
-    def _heal_if_damaged(self, version: Version) -> None:
+    def _repair_if_damaged(self, version: Version) -> None:
         damaged = self._target.differing(self.chain.tensors)
         if not damaged:
             return
-        self._swap(self._everything())
+        self._swap(self._prepare_all())
         if self._target.differing(self.chain.tensors):
             raise WeightsError(
                 f"the live weights of {self.engine.name} do not hold {version}",

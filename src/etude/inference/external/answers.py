@@ -1,6 +1,6 @@
 """Turns the answers of vLLM and SGLang into completions, and refuses answers that cannot be one. Pure.
 
-A server labels tokens with the number of the adoption whose weights sampled them (`engine.ForeignEngine`). Labels are
+A server labels tokens with the number of the adoption whose weights sampled them (`engine.ExternalEngine`). Labels are
 read as pairs (adoption, number of tokens).
 """
 
@@ -27,17 +27,17 @@ from etude.records.completion import (
 )
 from etude.records.wire import F32, I32, Routes
 
-WANTED = "routes"  # begins the name of a request whose routes will be fetched
-NO_NUMBER = -9999.0  # what vLLM sends in place of a log-probability that is not a finite number
+ROUTES_PREFIX = "routes"  # begins the name of a request whose routes will be fetched
+NON_FINITE_LOGPROB = -9999.0  # what vLLM sends in place of a log-probability that is not a finite number
 
 
-class Broken(EngineError):
+class BrokenAnswer(EngineError):
     """A server's answer that no server of the tested version gives."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of a streamed answer, or a whole answer (`Whole` joins parts)."""
+class AnswerPart:
+    """A part of a streamed answer, or a whole answer (`JoinedAnswer` joins parts)."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -47,20 +47,20 @@ class Part:
     routed: str | None = None  # routes that the build gave by itself
 
 
-class Whole:
+class JoinedAnswer:
     """Joins the parts of an answer as they arrive, each token once.
 
-    >>> whole = Whole()
-    >>> for part in (Part([7], [-0.5]), Part([8], [-0.1], "length", ((0, 2),))):
+    >>> whole = JoinedAnswer()
+    >>> for part in (AnswerPart([7], [-0.5]), AnswerPart([8], [-0.1], "length", ((0, 2),))):
     ...     whole.add(part)
     >>> whole.part.token_ids, whole.part.spans
     ([7, 8], ((0, 2),))
     """
 
     def __init__(self) -> None:
-        self.part = Part([], [])
+        self.part = AnswerPart([], [])
 
-    def add(self, other: Part) -> None:
+    def add(self, other: AnswerPart) -> None:
         """Add the next part."""
         had = self.part
         had.token_ids.extend(other.token_ids)
@@ -87,7 +87,7 @@ def keyed_seed(seed: int, num_prompt: int) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-class Labelled(Protocol):
+class LabelledSpan(Protocol):
     """A span in a server's answer: output tokens [start, end) with a label, `version`: the number of an adoption."""
 
     @property
@@ -98,44 +98,46 @@ class Labelled(Protocol):
     def end(self) -> int: ...
 
 
-def labelled(told: Iterable[Labelled], make: str, engine: str) -> tuple[tuple[int, int], ...]:
-    """The spans of an answer as (adoption, number of tokens), in order. Raises `Broken` for spans with gaps, overlaps
+def read_spans(values: Iterable[LabelledSpan], server: str, engine: str) -> tuple[tuple[int, int], ...]:
+    """The spans of an answer as (adoption, number of tokens), in order. Raises `BrokenAnswer` for spans with gaps, overlaps
     or a label that is no number."""
     spans, at = [], 0
-    for span in told:
+    for span in values:
         if span.start != at or span.end < at or not span.version.isdigit():
-            raise broken(make, engine, f"a span {span.version!r} of [{span.start}, {span.end}) after {at}")
+            raise broken_answer(server, engine, f"a span {span.version!r} of [{span.start}, {span.end}) after {at}")
         spans.append((int(span.version), span.end - at))
         at = span.end
     return tuple(spans)
 
 
-def completed(
+def make_completion(
     request: CompletionRequest,
-    answer: Part,
+    answer: AnswerPart,
     *,
-    make: str,
+    server: str,
     engine: str,
     versions: Mapping[int, Version],
     adoption: int,
     routes: Routes,
 ) -> Completion:
     """Make a completion of a server's answer. `versions`: the version of each adoption; `adoption`: the one in force
-    when the request was sent. Raises `Broken`.
+    when the request was sent. Raises `BrokenAnswer`.
 
     Whether a request that saw a swap had computed part of its prompt before it is not known. It is assumed: the version
     at the time of sending is then the first span, with no token.
     """
     count = len(answer.token_ids)
     if not count or sum(n for _, n in answer.spans) != count:
-        raise broken(make, engine, f"{count} tokens, and spans of {sum(n for _, n in answer.spans)}")
+        raise broken_answer(server, engine, f"{count} tokens, and spans of {sum(n for _, n in answer.spans)}")
     if any(number not in versions for number, _ in answer.spans):
-        raise broken(make, engine, f"tokens of adoptions {[n for n, _ in answer.spans]}, of which not all are known")
-    if min(answer.logprobs) <= NO_NUMBER or not np.isfinite(answer.logprobs).all():
-        raise broken(make, engine, "a sampled token whose log-probability is no number")
+        raise broken_answer(
+            server, engine, f"tokens of adoptions {[n for n, _ in answer.spans]}, of which not all are known"
+        )
+    if min(answer.logprobs) <= NON_FINITE_LOGPROB or not np.isfinite(answer.logprobs).all():
+        raise broken_answer(server, engine, "a sampled token whose log-probability is no number")
     stopped = answer.token_ids[-1] in request.sampling.stop_token_ids
     if answer.finish_reason not in ("stop", "length") or stopped != (answer.finish_reason == "stop"):
-        raise broken(make, engine, f"an end by {answer.finish_reason!r} at token {answer.token_ids[-1]}")
+        raise broken_answer(server, engine, f"an end by {answer.finish_reason!r} at token {answer.token_ids[-1]}")
     spans = tuple(VersionSpan(versions[number], n, number - adoption) for number, n in answer.spans)
     if spans[0].kv_epoch:
         spans = (VersionSpan(versions[adoption], 0), *spans)
@@ -154,31 +156,31 @@ def completed(
     )
 
 
-def kept_routes(data: str | None, model: ModelConfig, *, start: int, stop: int) -> Routes:
+def decode_kept_routes(data: str | None, model: ModelConfig, *, start: int, stop: int) -> Routes:
     """Decode routes of positions [start, stop) from `data`: base64 of int16 [positions, MoE layers, top_k]. Positions
     that it lacks become `missing_route`. Raises `ValueError` for experts that the model does not have."""
     layers, top_k, dtype = model.num_moe_layers, model.top_k, model.route_dtype
     routes = np.full((stop - start, layers, top_k), missing_route(dtype), dtype)
     if data is not None and layers:
         found = np.frombuffer(base64.b64decode(data), "<i2").reshape(-1, layers, top_k)[start:stop]
-        routes[: len(found)] = as_routes(found, model)
+        routes[: len(found)] = convert_routes(found, model)
     return routes
 
 
-def as_routes(told: npt.NDArray[np.integer], model: ModelConfig) -> Routes:
+def convert_routes(values: npt.NDArray[np.integer], model: ModelConfig) -> Routes:
     """Convert a server's routes, of any integer dtype, to the model's `route_dtype`; a negative number (unknown)
     becomes `missing_route`. Raises `ValueError` for an expert that the model does not have, which a cast would wrap to
     another one.
 
     >>> from etude.models import ModelConfig
-    >>> as_routes(np.array([[[-1, 7]]]), ModelConfig(num_experts=8)).tolist()
+    >>> convert_routes(np.array([[[-1, 7]]]), ModelConfig(num_experts=8)).tolist()
     [[[255, 7]]]
     """
-    if told.dtype.kind not in "iu":
-        raise ValueError(f"routes of dtype {told.dtype}")
-    if told.size and int(told.max()) >= model.num_experts:
-        raise ValueError(f"a route to expert {int(told.max())} of {model.num_experts}")
-    return np.where(told < 0, missing_route(model.route_dtype), told).astype(model.route_dtype)
+    if values.dtype.kind not in "iu":
+        raise ValueError(f"routes of dtype {values.dtype}")
+    if values.size and int(values.max()) >= model.num_experts:
+        raise ValueError(f"a route to expert {int(values.max())} of {model.num_experts}")
+    return np.where(values < 0, missing_route(model.route_dtype), values).astype(model.route_dtype)
 
 
 def any_missing(routes: Routes) -> bool:
@@ -186,6 +188,8 @@ def any_missing(routes: Routes) -> bool:
     return bool((routes == missing_route(routes.dtype)).any())
 
 
-def broken(make: str, engine: str, facts: str) -> Broken:
+def broken_answer(server: str, engine: str, facts: str) -> BrokenAnswer:
     """The error of an answer that no server of the tested version gives."""
-    return Broken(f"{make} of {engine} answered what cannot be a completion", facts, hint="its log says what happened")
+    return BrokenAnswer(
+        f"{server} of {engine} answered what cannot be a completion", facts, hint="its log says what happened"
+    )

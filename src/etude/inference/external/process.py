@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Self
 
 from etude.errors import DeadlineExceeded, EngineError
-from etude.inference.foreign.calls import Calls
-from etude.inference.foreign.environment import link_package
-from etude.inference.foreign.launch import ADAPTER
+from etude.inference.external.client import ServerClient
+from etude.inference.external.environment import link_package
+from etude.inference.external.launch import ADAPTER
 from etude.inference.lifetime import when_parent_dies
 
 START_S, STOP_S = 570.0, 5.0
@@ -29,12 +29,12 @@ LAST_LINES = 40
 _ERROR = re.compile(r"\b(?!EngineDead)\w+(?:Error|Exception): .*")  # the cause, not that something else has ended
 
 
-class Child(Calls):
+class ServerProcess(ServerClient):
     """A server as a child of this process. As an async context manager it waits until it serves, and ends it."""
 
     process: subprocess.Popen[bytes]
 
-    def begin(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
+    def launch(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
         """Start it. Called once."""
         self._last: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
         self._errors: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
@@ -51,7 +51,7 @@ class Child(Calls):
 
     async def __aenter__(self) -> Self:
         try:
-            await self.until_well()
+            await self.wait_until_ready()
         except BaseException:
             await self.close()
             raise
@@ -75,35 +75,35 @@ class Child(Calls):
     def alive(self) -> bool:
         return self.process.poll() is None
 
-    async def until_well(self) -> None:
+    async def wait_until_ready(self) -> None:
         """Wait until it serves. Raises `EngineError` when it ends first, by its own last words."""
         end = time.monotonic() + START_S
         while True:
             if not self.alive:
                 self._reader.join(STOP_S)
                 raise EngineError(
-                    f"{self.make} of {self.name} ended while starting",
-                    self.last_words() or f"exit code {self.process.returncode}, without a word",
-                    hint=f"see the engine's log; etude engines check {self.make.lower()} tries it with a tiny model",
+                    f"{self.server} of {self.name} ended while starting",
+                    self.last_errors() or f"exit code {self.process.returncode}, without a word",
+                    hint=f"see the engine's log; etude engines check {self.server.lower()} tries it with a tiny model",
                 )
             with contextlib.suppress(EngineError):
                 if (await self.get("/health", deadline_s=5.0))[0] == 200:
                     return
             if time.monotonic() > end:
                 raise DeadlineExceeded(
-                    f"{self.make} of {self.name} did not serve within {START_S:g} s",
-                    self.last_words(),
+                    f"{self.server} of {self.name} did not serve within {START_S:g} s",
+                    self.last_errors(),
                     hint="see the engine's log; where that goes on the host is too busy",
                 )
             await asyncio.sleep(0.1)
 
-    def last_words(self) -> str:
+    def last_errors(self) -> str:
         """What it said of why it cannot go on: the last errors that it told, or its last lines."""
         return "; ".join([*dict.fromkeys(self._errors)][-3:] or [line.strip() for line in self._last][-3:])
 
     def _pass_on(self) -> None:
         assert self.process.stdout is not None, "started with a pipe"
-        repeats = Repeats()
+        repeats = TracebackFilter()
         for line in self.process.stdout:
             text = line.decode(errors="replace")
             self._last.append(text)
@@ -115,7 +115,7 @@ class Child(Calls):
         sys.stdout.flush()
 
 
-def environ(folder: Path, threads: int) -> dict[str, str]:
+def server_environ(folder: Path, threads: int) -> dict[str, str]:
     """Variables that every server's processes see. Nothing of the adapter's own Python. `folder` is for their temporary
     files and sockets; whoever made it removes it."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV", "ETUDE_TOKEN"))}
@@ -145,11 +145,11 @@ _PREFIX = re.compile(r"^(?:\([^)\n]* pid=\d+\) ?)?(?:[A-Z]+ \d\d-\d\d \d\d:\d\d:
 _VARIES = re.compile(r"0x[0-9a-f]+|[0-9a-f]{8,}(?:-[0-9a-f]{4,})*|\d+")
 
 
-class Repeats:
+class TracebackFilter:
     """Lets lines through but for tracebacks that were there before, which it counts. `line` and `end` give the lines to
     print, each with its line end.
 
-    >>> repeats, report = Repeats(), [BEGIN, "  File 'a.py', line 3, in f", "ValueError: request 7"]
+    >>> repeats, report = TracebackFilter(), [BEGIN, "  File 'a.py', line 3, in f", "ValueError: request 7"]
     >>> for _ in range(3):
     ...     for text in report:
     ...         print(*repeats.line(text + "\\n"), sep="", end="")

@@ -20,37 +20,37 @@ from pathlib import Path
 import msgspec
 
 from etude.errors import EngineError, InputError
-from etude.inference.foreign.environment import MARK, Environment, Make, Mark, link_package
+from etude.inference.external.environment import MARK, Environment, Mark, ServerKind, link_package
 
 DEVICES = ("cpu", "cuda")
-TELL_EVERY_S, LAST_LINES = 5.0, 8
+REPORT_EVERY_S, LAST_LINES = 5.0, 8
 FULL_BYTES = 1 << 20
 """With less than that free a disk is full, whatever the program that failed said of it."""
 AGAIN = "mend the cause, then run it again: what is there is kept, and is no environment until the end"
-Said = Callable[[str], None]
+Report = Callable[[str], None]
 
 
-def install(environment: Environment, device: str, *, said: Said) -> Mark:
-    """Make the environment whole; at once where it is. `said` is told of each step, and of the bytes it has brought.
+def install(environment: Environment, device: str, *, report: Report) -> Mark:
+    """Make the environment whole; at once where it is. `report` is told of each step, and of the bytes it has brought.
 
     Raises `EngineError` for a step that fails, a disk without room, and where another process installs there."""
     if device not in DEVICES:
         raise InputError(f"--device {device}", f"engines are installed for {' or '.join(DEVICES)}", hint="name one")
-    make, wanted = environment.make, Mark(device=device)
-    if environment.mark == wanted and environment.version == make.version:
-        said(f"{make.name} {make.version} for {device} is in {environment.folder}")
+    kind, wanted = environment.kind, Mark(device=device)
+    if environment.mark == wanted and environment.version == kind.version:
+        report(f"{kind.name} {kind.version} for {device} is in {environment.folder}")
         return wanted
-    _refuse_others(environment, wanted)
-    pinned = make.pins[device]
+    _refuse_other_installation(environment, wanted)
+    pinned = kind.pins[device]
     if pinned.get("refused"):
-        raise EngineError(f"{make.name} is not installed for {device}", pinned["refused"], hint=pinned["hint"])
-    _require_room(environment, pinned["gib"])
+        raise EngineError(f"{kind.name} is not installed for {device}", pinned["refused"], hint=pinned["hint"])
+    _require_disk_space(environment, pinned["gib"])
     try:
         environment.folder.mkdir(parents=True, exist_ok=True)
-        with _alone(environment.folder), _constraints(make, pinned["constraints"]) as constraints:
+        with _locked(environment.folder), _constraints(kind, pinned["constraints"]) as constraints:
             for number, (what, argv) in enumerate(steps := _steps(environment, device, constraints), 1):
-                said(f"{number}/{len(steps)} {what}")
-                _run(environment, argv, what, said=said)
+                report(f"{number}/{len(steps)} {what}")
+                _run(environment, argv, what, report=report)
             (environment.folder / f"{MARK}.new").write_bytes(msgspec.json.encode(wanted))
             (environment.folder / f"{MARK}.new").replace(environment.folder / MARK)
     except OSError as error:
@@ -60,7 +60,7 @@ def install(environment: Environment, device: str, *, said: Said) -> Mark:
 
 def _steps(environment: Environment, device: str, constraints: Sequence[str]) -> list[tuple[str, list[str]]]:
     """(what, command line) of each step."""
-    pins = environment.make.pins
+    pins = environment.kind.pins
     pip = [str(environment.python), "-m", "pip", "--disable-pip-version-check"]
     steps = [("the environment", [sys.executable, "-m", "venv", str(environment.folder)])]
     steps += [(", ".join(names), [*pip, "install", *constraints, *names]) for names in pins[device]["install"]]
@@ -72,12 +72,12 @@ def _steps(environment: Environment, device: str, constraints: Sequence[str]) ->
     return steps
 
 
-def _run(environment: Environment, argv: Sequence[str], what: str, *, said: Said) -> None:
+def _run(environment: Environment, argv: Sequence[str], what: str, *, report: Report) -> None:
     log, last = environment.folder / "install.log", collections.deque[bytes](maxlen=LAST_LINES)
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
     env["PYTHONPATH"] = str(link_package(environment.folder))
     with (
-        _telling(environment.folder, said),
+        _reporting_progress(environment.folder, report),
         subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env
         ) as process,
@@ -88,29 +88,29 @@ def _run(environment: Environment, argv: Sequence[str], what: str, *, said: Said
             with contextlib.suppress(OSError), log.open("ab") as output:  # a full disk: what was said last is kept here
                 output.write(line)
     if process.returncode:
-        words = b"".join(last).decode(errors="replace").strip()
+        output_text = b"".join(last).decode(errors="replace").strip()
         free = shutil.disk_usage(environment.folder).free
         full = f"{free} bytes are free on its disk; " if free < FULL_BYTES else ""
         hint = f"make room: {AGAIN}" if full else f"the whole log is {log}; {AGAIN}"
-        raise EngineError(f"{what} could not be installed into {environment.folder}", full + words, hint=hint)
+        raise EngineError(f"{what} could not be installed into {environment.folder}", full + output_text, hint=hint)
 
 
 @contextlib.contextmanager
-def _telling(folder: Path, said: Said) -> Iterator[None]:
+def _reporting_progress(folder: Path, report: Report) -> Iterator[None]:
     """Tell now and then how much there is, and since when."""
     ended, began = threading.Event(), time.monotonic()
 
-    def tell() -> None:
-        while not ended.wait(TELL_EVERY_S):
-            said(f"    {size_bytes(folder) / 1e9:.1f} GB, {time.monotonic() - began:.0f} s")
+    def report_progress() -> None:
+        while not ended.wait(REPORT_EVERY_S):
+            report(f"    {size_bytes(folder) / 1e9:.1f} GB, {time.monotonic() - began:.0f} s")
 
-    teller = threading.Thread(target=tell, name="install-progress", daemon=True)
-    teller.start()
+    reporter = threading.Thread(target=report_progress, name="install-progress", daemon=True)
+    reporter.start()
     try:
         yield
     finally:
         ended.set()
-        teller.join()
+        reporter.join()
 
 
 def size_bytes(folder: Path) -> int:
@@ -123,17 +123,17 @@ def size_bytes(folder: Path) -> int:
     return total
 
 
-def _refuse_others(environment: Environment, wanted: Mark) -> None:
-    held, make = environment.version, environment.make
-    if environment.mark is not None and (held != make.version or environment.mark.device != wanted.device):
+def _refuse_other_installation(environment: Environment, wanted: Mark) -> None:
+    held, kind = environment.version, environment.kind
+    if environment.mark is not None and (held != kind.version or environment.mark.device != wanted.device):
         raise EngineError(
-            f"{environment.folder} holds {make.name} {held} for {environment.mark.device}",
-            f"asked for is {make.version} for {wanted.device}",
+            f"{environment.folder} holds {kind.name} {held} for {environment.mark.device}",
+            f"asked for is {kind.version} for {wanted.device}",
             hint="name another --folder, or take that one away first",
         )
     if environment.mark is None and environment.folder.exists():
-        ours = {"install.log", "install.lock", "pyvenv.cfg", "path"}
-        if (there := set(os.listdir(environment.folder))) and not there & ours:
+        own_files = {"install.log", "install.lock", "pyvenv.cfg", "path"}
+        if (there := set(os.listdir(environment.folder))) and not there & own_files:
             raise EngineError(
                 f"{environment.folder} is no environment of ours",
                 f"it holds {', '.join(sorted(there)[:3])}",
@@ -141,20 +141,20 @@ def _refuse_others(environment: Environment, wanted: Mark) -> None:
             )
 
 
-def _require_room(environment: Environment, gib: float) -> None:
+def _require_disk_space(environment: Environment, gib: float) -> None:
     folder = environment.folder
     parent = next(p for p in (folder, *folder.parents) if p.exists())
     free = shutil.disk_usage(parent).free + (size_bytes(folder) if folder.exists() else 0)
     if free < gib * 2**30:
         raise EngineError(
-            f"no room for {environment.make.name} at {folder}",
+            f"no room for {environment.kind.name} at {folder}",
             f"{free / 2**30:.1f} GiB are free, it takes {gib:g}",
             hint="make room, or name a folder on another disk by --folder",
         )
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     with (folder / "install.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -165,9 +165,9 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _constraints(make: Make, name: str) -> Iterator[list[str]]:
+def _constraints(kind: ServerKind, name: str) -> Iterator[list[str]]:
     if not name:
         yield []
         return
-    with resources.as_file(resources.files(f"etude.inference.{make.key}").joinpath(name)) as path:
+    with resources.as_file(resources.files(f"etude.inference.{kind.key}").joinpath(name)) as path:
         yield ["--constraint", str(path)]

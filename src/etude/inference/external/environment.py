@@ -32,7 +32,7 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Make:
+class ServerKind:
     """A kind of server.
 
     >>> VLLM.variable, VLLM.version
@@ -68,9 +68,11 @@ class Make:
         return cache_home / "etude" / "engines" / f"{self.key}-{self.version}"
 
 
-VLLM = Make("vLLM", "endpoints and the packing of weights differ between versions, and wrong weights answer as if well")
-SGLANG = Make("SGLang", "what it answers was read in that version's source, and changes from release to release")
-MAKES = {EngineKind.VLLM: VLLM, EngineKind.SGLANG: SGLANG}
+VLLM = ServerKind(
+    "vLLM", "endpoints and the packing of weights differ between versions, and wrong weights answer as if well"
+)
+SGLANG = ServerKind("SGLang", "what it answers was read in that version's source, and changes from release to release")
+SERVER_KINDS = {EngineKind.VLLM: VLLM, EngineKind.SGLANG: SGLANG}
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Environment:
     """
 
     folder: Path
-    make: Make = VLLM
+    kind: ServerKind = VLLM
 
     @property
     def python(self) -> Path:
@@ -99,7 +101,7 @@ class Environment:
     @property
     def version(self) -> str | None:
         """The server's version by its metadata, which needs no start of it; None where it is not there."""
-        key = self.make.key
+        key = self.kind.key
         for found in sorted(self.folder.glob(f"lib/python3*/site-packages/{key}*.dist-info/METADATA")):
             if named := re.search(
                 rf"^Name: {key}(?:[-_]cpu)?$", text := found.read_text(errors="replace"), re.MULTILINE
@@ -110,28 +112,28 @@ class Environment:
 
     def require(self) -> Mark:
         """What is there. Raises `EngineError` unless it is a whole one, of the adapter's version."""
-        mark, version, make = self.mark, self.version, self.make
+        mark, version, kind = self.mark, self.version, self.kind
         if mark is None or version is None:
             state = f"{self.folder} holds none" if not self.folder.exists() else f"{self.folder} is not complete"
             raise EngineError(
-                f"{make.name} is not installed",
+                f"{kind.name} is not installed",
                 state,
-                hint=f"etude engines install {make.key}; or name another environment by {make.variable} or"
-                f" {make.key}.environment",
+                hint=f"etude engines install {kind.key}; or name another environment by {kind.variable} or"
+                f" {kind.key}.environment",
             )
-        if version != make.version:
+        if version != kind.version:
             raise EngineError(
-                f"{make.name} {version} in {self.folder} was not tested",
-                f"this etude works with {make.name} {make.version}: {make.why}",
-                hint=f"etude engines install {make.key} --folder ANOTHER, and name that one; or take it away first",
+                f"{kind.name} {version} in {self.folder} was not tested",
+                f"this etude works with {kind.name} {kind.version}: {kind.why}",
+                hint=f"etude engines install {kind.key} --folder ANOTHER, and name that one; or take it away first",
             )
         return mark
 
 
-def environment(folder: Path | None = None, make: Make = VLLM) -> Environment:
+def environment(folder: Path | None = None, kind: ServerKind = VLLM) -> Environment:
     """The one in `folder`, or by the environment variable, or the user's."""
-    named = os.environ.get(make.variable)
-    return Environment((folder or (Path(named) if named else make.default_folder)).expanduser().absolute(), make)
+    named = os.environ.get(kind.variable)
+    return Environment((folder or (Path(named) if named else kind.default_folder)).expanduser().absolute(), kind)
 
 
 @cache

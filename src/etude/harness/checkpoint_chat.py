@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from etude.harness.calls import NONE, form_of
-from etude.harness.chat import STAND_IN, ChatFormat, Message, Reply
+from etude.harness.call_formats import NONE, call_format_of
+from etude.harness.chat import PLACEHOLDER, ChatFormat, Message, Reply
 from etude.harness.commands import Call, Signature
 from etude.harness.template import ChatError, ChatTemplate
 from etude.records.wire import I32
 
-_SAID, _TOLD = STAND_IN + "said", STAND_IN + "told"
+_REPLY, _TOOL_OUTPUT = PLACEHOLDER + "said", PLACEHOLDER + "told"
 _HINT = "use the chat template that the checkpoint's makers publish, or etude's with its tokens"
 
 
-class ImportedFormat(ChatFormat):
+class CheckpointChatFormat(ChatFormat):
     """Encodes conversations and reads completions as a checkpoint was taught."""
 
     def __init__(
@@ -40,15 +40,15 @@ class ImportedFormat(ChatFormat):
     ) -> None:
         """`special` names the tokens that the template may write, `eos_token` among them; `with_tools` is another
         template for when there are tools; `stops` are further ids that end a completion. Raises `ChatError`."""
-        self._take_tokens(tokenizer)
+        self._load_tokens(tokenizer)
         self.end = special.get("eos_token", "")
         if self.end not in self._added:
             facts = f"eos_token is {self.end!r}, which is none of its {len(self._added)} added tokens"
             raise ChatError("the tokeniser has no chat format", facts, hint=_HINT)
         self.end_id = self._added[self.end]
         self.stop_token_ids = tuple(dict.fromkeys([self.end_id, *(i for i in stops if i < self.vocab_size)]))
-        self.calls = form_of(self._added)
-        self._openers = frozenset(self._added[t] for t in self.calls.opens if t in self._added)
+        self.calls = call_format_of(self._added)
+        self._openers = frozenset(self._added[t] for t in self.calls.opening_tokens if t in self._added)
         self._template = ChatTemplate(template, special=special)
         self._with_tools = self._template if with_tools is None else ChatTemplate(with_tools, special=special)
         self._arguments_as_text = False
@@ -64,41 +64,41 @@ class ImportedFormat(ChatFormat):
         signatures: Mapping[str, Signature] | None = None,
         *,
         ended: bool = True,
-        most: int | None = None,
+        max_tokens: int | None = None,
     ) -> I32:
         """Only what `new` appends after `previous`, whose last message the model sampled, [P] int32: what the template
-        writes behind the token that ends that message, or from it on where `ended` is False; `most` as in `first`."""
-        hidden = self._hidden([*previous, *new], signatures or {})
+        writes behind the token that ends that message, or from it on where `ended` is False; `max_tokens` as in `encode_prompt`."""
+        escaped = self._escape_messages([*previous, *new], signatures or {})
         last = len(previous) - 1
-        hidden[last] = {**hidden[last], "content": _SAID}
-        rendering = self._render(hidden, signatures or {}, generate=True)
-        at = rendering.rfind(_SAID)
+        escaped[last] = {**escaped[last], "content": _REPLY}
+        rendering = self._render(escaped, signatures or {}, generate=True)
+        at = rendering.rfind(_REPLY)
         end = rendering.find(self.end, at)
         if at < 0 or end < 0:
             what = "its words are left out" if at < 0 else f"no {self.end} ends it"
             raise ChatError("the chat template cannot be continued behind what was said", what, hint=_HINT)
-        return self._encode_rendering(rendering[end + len(self.end) if ended else end :], most=most)
+        return self._encode_rendering(rendering[end + len(self.end) if ended else end :], max_tokens=max_tokens)
 
-    def spell(self, call: Call) -> I32:
+    def encode_call(self, call: Call) -> I32:
         """The completion that makes a call, stop token included, [T] int32. Raises `ChatError` for a checkpoint that
         was not taught to call."""
         if self.calls is NONE:
             raise ChatError("the checkpoint has no form for tool calls", "no added token opens one", hint=_HINT)
-        arguments = self._hide(json.dumps(call.arguments, ensure_ascii=False))
-        return self._encode_rendering(self.calls.write(self._hide(call.name), arguments) + self.end)
+        arguments = self._escape(json.dumps(call.arguments, ensure_ascii=False))
+        return self._encode_rendering(self.calls.write(self._escape(call.name), arguments) + self.end)
 
     def parse(self, ids: Sequence[int] | I32, signatures: Mapping[str, Signature]) -> Reply:
         """Parse a completion's token ids, with or without the stop token. Never raises: any ids give a `Reply`."""
         body = [int(i) for i in ids]
         if not body or body[-1] not in self.stop_token_ids:
             return Reply(self.decode(body, special=True), error="too long")
-        said = self.decode(body[:-1], special=True)
-        before, call = self.calls.read(said, signatures)
+        text = self.decode(body[:-1], special=True)
+        before, call = self.calls.read(text, signatures)
         if isinstance(call, str):
-            return Reply(said, error=call)
+            return Reply(text, error=call)
         return Reply(self.decode(body[:-1])) if call is None else Reply(before, call)
 
-    def leading_text(self, ids: Sequence[int] | I32) -> int:
+    def num_text_tokens(self, ids: Sequence[int] | I32) -> int:
         """Number of a completion's first tokens that are surely text for the reader, whatever follows: those before a
         tool call."""
         ends = self._openers | self._special_ids
@@ -114,53 +114,53 @@ class ImportedFormat(ChatFormat):
     @cached_property
     def _around_answers(self) -> tuple[str, str]:
         """What the template writes before and behind a tool's answer to a call."""
-        asked = {"role": "user", "content": "?"}
+        question = {"role": "user", "content": "?"}
         function = {"name": "f", "arguments": {}}
-        called = {"role": "assistant", "content": _SAID, "tool_calls": [{"type": "function", "function": function}]}
-        told = {"role": "tool", "content": _TOLD}
-        rendering = self._render([asked, called, told], {}, generate=True)
-        behind_call = rendering[rendering.find(self.end, rendering.find(_SAID)) + len(self.end) :]
-        before, _, behind = behind_call.partition(_TOLD)
+        reply = {"role": "assistant", "content": _REPLY, "tool_calls": [{"type": "function", "function": function}]}
+        output = {"role": "tool", "content": _TOOL_OUTPUT}
+        rendering = self._render([question, reply, output], {}, generate=True)
+        behind_call = rendering[rendering.find(self.end, rendering.find(_REPLY)) + len(self.end) :]
+        before, _, behind = behind_call.partition(_TOOL_OUTPUT)
         return before, behind
 
-    def _render(self, hidden: Sequence[Message], signatures: Mapping[str, Signature], *, generate: bool) -> str:
+    def _render(self, escaped: Sequence[Message], signatures: Mapping[str, Signature], *, generate: bool) -> str:
         """Arguments are mappings, as transformers recommends, or JSON where the template only takes that."""
         tools = self._tools(signatures)
         template = self._with_tools if tools else self._template
         try:
-            messages = _with_text(hidden) if self._arguments_as_text else hidden
+            messages = _with_text(escaped) if self._arguments_as_text else escaped
             return template.render(messages, tools=tools, add_generation_prompt=generate)
         except ChatError:
-            if self._arguments_as_text or not any(m.get("tool_calls") for m in hidden):
+            if self._arguments_as_text or not any(m.get("tool_calls") for m in escaped):
                 raise
-        rendering = template.render(_with_text(hidden), tools=tools, add_generation_prompt=generate)
+        rendering = template.render(_with_text(escaped), tools=tools, add_generation_prompt=generate)
         self._arguments_as_text = True
         return rendering
 
     def _tools(self, signatures: Mapping[str, Signature]) -> list[dict[str, Any]]:
         lists = "tools" in self._template.variables | self._with_tools.variables
-        return [self._hide_all(s.to_openai()) for s in signatures.values()] if lists else []
+        return [self._escape_all(s.to_openai()) for s in signatures.values()] if lists else []
 
-    def _hide_message(self, message: Message, signatures: Mapping[str, Signature]) -> Message:
-        hide = self._hide_special if message.get("role") == "assistant" else self._hide_all
-        hidden = {key: hide(value) for key, value in message.items() if key != "tool_calls"}
+    def _escape_message(self, message: Message, signatures: Mapping[str, Signature]) -> Message:
+        escape = self._escape_special if message.get("role") == "assistant" else self._escape_all
+        escaped = {key: escape(value) for key, value in message.items() if key != "tool_calls"}
         if message.get("tool_calls"):
-            hidden["tool_calls"] = [self._hide_call(call, signatures) for call in message["tool_calls"]]
-        return hidden
+            escaped["tool_calls"] = [self._escape_call(call, signatures) for call in message["tool_calls"]]
+        return escaped
 
-    def _hide_special(self, value: Any) -> Any:
+    def _escape_special(self, value: Any) -> Any:
         """What a model said: its added tokens that are not special stay."""
-        return self._broken(value, self._literal_special) if isinstance(value, str) else self._hide_all(value)
+        return self._escape_matches(value, self._literal_special) if isinstance(value, str) else self._escape_all(value)
 
-    def _hide_call(self, call: Mapping[str, Any], signatures: Mapping[str, Signature]) -> Message:
+    def _escape_call(self, call: Mapping[str, Any], signatures: Mapping[str, Signature]) -> Message:
         try:
             name, arguments = str(call["function"]["name"]), call["function"]["arguments"]
             plain = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             hint = "a tool call is {id, type, function: {name, arguments}}, arguments a JSON object"
             raise ChatError("a tool call cannot be rendered", repr(error), hint=hint) from None
-        function = {"name": self._hide(name), "arguments": self._hide_all(plain)}
-        kept = {key: self._hide(str(call[key])) for key in ("id",) if call.get(key) is not None}
+        function = {"name": self._escape(name), "arguments": self._escape_all(plain)}
+        kept = {key: self._escape(str(call[key])) for key in ("id",) if call.get(key) is not None}
         return {**kept, "type": "function", "function": function}
 
 
