@@ -18,7 +18,7 @@ from etude.errors import EngineError
 from etude.inference import EngineConfig
 from etude.inference.external.engine import ExternalEngine
 from etude.inference.external.environment import Environment, environment, link_package
-from etude.inference.external.serving import initial_version, read_model
+from etude.inference.external.serving import initial_version, read_model_config
 from etude.inference.vllm.process import VllmProcess, start
 from etude.inference.vllm.server import EXTENSION, VllmWeightSync
 from etude.seams import BlobStore
@@ -49,7 +49,7 @@ def serving(
             environment(),
             checkpoint,
             name="engine-0",
-            model=read_model(checkpoint),
+            model=read_model_config(checkpoint),
             config=config,
             kv_tokens=config.max_sequences * config.context_tokens,
             threads=1,
@@ -72,7 +72,7 @@ async def following(
     engine = ExternalEngine(
         vllm,
         name="engine-0",
-        model=read_model(checkpoint),
+        model=read_model_config(checkpoint),
         config=config,
         version=initial_version(checkpoint),
         kv_tokens=config.max_sequences * config.context_tokens,
