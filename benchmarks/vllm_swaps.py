@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from etude.inference.vllm.environment import required_version
 
 from benchmarks.report import report
 from etude.errors import EtudeError
 from etude.inference import HttpEngine
+from etude.inference.external.environment import VLLM
 from etude.inference.temporary_engine import temporary_engine
 from etude.models import ModelConfig, Transformer, save_model
 from etude.records.completion import Completion, CompletionRequest, Sampling, Version
@@ -139,7 +139,7 @@ def told(seen: Seen, order: list[Version], rows: list[dict[str, Any]]) -> dict[s
     """The numbers of the result."""
     crossed = [len(completion.spans) - 1 for completion in seen.completions]
     return {
-        "vllm": required_version(),
+        "vllm": VLLM.version,
         "parameters": SIZES.num_parameters,
         "compared": "float32 on both sides: vLLM's CPU build, eager, and transformers",
         "swaps": len(rows),

@@ -220,7 +220,7 @@ def test_an_engine_without_weights_says_what_it_waits_for() -> None:
 def test_a_store_that_cannot_be_reached_is_told_before_it_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "RELAY_S", 0.2)
+    monkeypatch.setattr(serving, "STORE_TIMEOUT_S", 0.2)
     said: list[str] = []
     warn_about_store(str(tmp_path), said.append)
     assert not said
