@@ -1,7 +1,6 @@
-"""Conversations as the model saw them: a tree of turns that renders what is new and records what was sampled.
+"""Token-exact conversations: a tree of turns that renders only new messages and records the sampled tokens.
 
-Usable alone, no torch. The harness and the gateway ask through it, so that both have the same tokens for the same
-messages:
+Usable alone, without torch. The harness and the gateway both use it, so the same messages give the same tokens:
 
     tree = TurnTree(ChatFormat.load("checkpoint"), session_id="g000012.3/0")
     prompt = tree.prompt(messages, signatures)          # only messages after the deepest known turn are tokenised

@@ -1,6 +1,6 @@
-"""The agent program: a chat format, tools, and the loop that joins a policy to a machine. Usable alone, without torch.
+"""The agent harness: a chat format, tools, and the loop between a policy and a machine. Usable alone, without torch.
 
-A call is a command line, the cheapest form a small model can learn:
+A tool call is a command line, which takes few tokens and is easy for a small model:
 
 >>> from etude.harness import read_call, standard_tools
 >>> read_call("edit calc.py 3 return a + b", standard_tools().signatures).arguments["text"]

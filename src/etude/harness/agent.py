@@ -1,9 +1,8 @@
-"""The agent loop: ask the policy, do what it says, tell it what came of it, until it submits or a limit is reached.
+"""The agent loop: sample a turn, run its tool call, append the output, until the agent submits or reaches a limit.
 
-What the agent can cause ends here as an `Ending` and will be graded: nonsense, hung commands, too many turns, a full
-context. What it cannot cause (no engine answered, the machine died) comes back as `AgentRun.failure`, with the turns
-that were complete. Knows nothing of where machines and engines come from, nor of rewards.
-"""
+Everything that the agent can cause is an `Ending` and will be graded: malformed calls, hanging commands, too many
+turns, a full context. What it cannot cause (no engine answered, the machine died) is returned as `AgentRun.failure`,
+with the completed turns."""
 
 from __future__ import annotations
 
@@ -26,15 +25,15 @@ from etude.records.task import Task
 from etude.seams import Machine, Policy
 
 SPEAK_BY_TOOLS = "call a tool"
-"""What a turn without a tool call is answered with."""
-_INT_END = 1 << 63  # what a record can hold of a whole number
+"""The user message after a turn without a tool call."""
+_INT_END = 1 << 63  # integers of records have 64 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """How the policy is asked during one rollout; the fields are those of `RolloutSpec` and `CompletionRequest`.
+    """Settings of all completion requests of one rollout, with the fields of `RolloutSpec` and `CompletionRequest`.
 
-    A rollout that is run again has another session but the same seed: a fault changes no token.
+    A repeated attempt has another session and the same seed, so a fault changes no token.
     """
 
     session_id: str
@@ -47,12 +46,12 @@ class RequestOptions:
 
 @dataclass(frozen=True, slots=True)
 class AgentRun:
-    """The result of an agent's run. `ending` is None exactly when `failure` is set: something outside its reach
-    broke."""
+    """The result of an agent's run. Exactly one of `ending` and `failure` is set. `failure`: something outside the
+    agent's reach failed."""
 
     trace: Trace
     messages: list[Message]
-    tool_s: float
+    tool_s: float  # time in tool calls, in seconds
     ending: Ending | None
     failure: EngineError | MachineError | None = None
 
@@ -68,8 +67,11 @@ async def run_agent(
     options: RequestOptions,
     clock: Callable[[], float] = time.monotonic,
 ) -> AgentRun:
-    """Work at a task on its machine. How long a turn may take is the policy's to bound, which sees whether tokens still
-    come (`CompletionRequest.deadline_s`). Raises `ChatError` for a template that only etude's user can mend."""
+    """Run the built-in agent loop on a task's machine.
+
+    `limits`: turns, tokens and deadlines. `clock`: returns seconds, for `tool_s`. The time of a turn is limited by the
+    policy only, which sees whether tokens still arrive (`CompletionRequest.deadline_s`). Raises `ChatError` when the
+    chat template fails, which the user has to fix."""
     tree = TurnTree(chat, session_id=options.session_id)
     messages: list[Message] = [{"role": "user", "content": task.instruction}]
     bench = Workbench.of(
@@ -111,7 +113,7 @@ async def run_agent(
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """The sampling seed of a rollout's turn, 63 bits: keyed, so that no order of events changes it.
+    """The 63-bit sampling seed of a turn, derived from the rollout's seed and the turn's index.
 
     >>> turn_seed(7, 0) == turn_seed(7, 0) != turn_seed(7, 1)
     True
@@ -150,7 +152,7 @@ def _request(
 
 
 def assistant_message(text: str, call: Call | None, *, call_id: str) -> Message:
-    """The assistant's message in OpenAI's format, except that a call's arguments stay a mapping."""
+    """Make the assistant's message in OpenAI's format, except that the arguments of a call are a mapping."""
     message: Message = {"role": "assistant", "content": text}
     if call is not None:
         function = {"name": call.name, "arguments": call.arguments}

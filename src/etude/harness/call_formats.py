@@ -1,7 +1,8 @@
-"""How checkpoints that others trained write a tool call in a completion, and what their tokens for it are.
+"""Tool-call formats of published checkpoints: Hermes/Qwen, DeepSeek and Kimi.
 
-etude's own form is a command line (`commands`). Those here are JSON between tokens of the checkpoint's tokeniser; which
-one it is, the tokeniser says. Knows nothing of templates: how calls of earlier turns are rendered is theirs.
+These formats are JSON between special tokens; the tokeniser's tokens show which format a checkpoint uses. etude's own
+format is a command line (`commands`). The chat template renders the calls of earlier turns; here calls are parsed and
+written in completions.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from etude.harness.commands import Call, Signature, unwritable, usage
 
 @dataclass(frozen=True)
 class CallFormat:
-    """One way of writing calls. `opening_tokens` are the tokens that begin one; `pattern` matches a whole call."""
+    """One format of tool calls. `opening_tokens` begin a call; `pattern` matches a complete one."""
 
     name: str
     opening_tokens: tuple[str, ...]
     pattern: re.Pattern[str]
-    template: str  # what is written: of the call's name, its arguments as JSON, and both as JSON
+    template: str  # with NAME, ARGUMENTS (JSON) and BOTH (JSON of name and arguments) to be replaced
 
     def read(self, text: str, signatures: Mapping[str, Signature]) -> tuple[str, Call | str | None]:
-        """What was said before a call, and the call, or what is wrong with it, or None where there is none."""
+        """Split a completion into (text before the call, the call). The second element is a `Call`, an error message,
+        or None when there is no call."""
         start = min((at for token in self.opening_tokens if (at := text.find(token)) >= 0), default=-1)
         if start < 0:
             return text, None
@@ -42,13 +44,13 @@ class CallFormat:
         return text[:start], check_call(name, arguments, signatures)
 
     def write(self, name: str, arguments: str) -> str:
-        """A call of `arguments`, JSON."""
+        """Write a call. `arguments`: JSON text."""
         both = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {arguments}}}'
         return self.template.replace("NAME", name).replace("BOTH", both).replace("ARGUMENTS", arguments)
 
 
 HERMES = CallFormat(
-    "hermes",  # Qwen's too
+    "hermes",  # also Qwen
     ("<tool_call>",),
     re.compile(r"<tool_call>\s*(?P<both>\{.*?\})\s*</tool_call>", re.DOTALL),
     "<tool_call>\nBOTH\n</tool_call>",
@@ -76,16 +78,16 @@ KIMI = CallFormat(
     "<|tool_call_end|><|tool_calls_section_end|>",
 )
 NONE = CallFormat("none", (), re.compile(r"(?!)"), "BOTH")
-"""Of a checkpoint that was not taught to call."""
+"""The format of a checkpoint that was not trained to call tools."""
 
 
 def call_format_of(tokens: Container[str]) -> CallFormat:
-    """The form that a tokeniser's added tokens are for."""
+    """The format whose opening tokens are among a tokeniser's added tokens."""
     return next((f for f in (HERMES, DEEPSEEK, KIMI) if any(t in tokens for t in f.opening_tokens)), NONE)
 
 
 def check_call(name: Any, arguments: Any, signatures: Mapping[str, Signature]) -> Call | str:
-    """A call that a tool can take, or a short text that says what is wrong with it."""
+    """Check a call against the tools' signatures. Returns the `Call`, or a short error message for the model."""
     if not isinstance(name, str) or name not in signatures:
         return f"no such tool: {str(name)[:40].strip().encode(errors='replace').decode()}"
     signature = signatures[name]

@@ -1,9 +1,12 @@
-"""The chat format of a checkpoint that others trained: its own template, its own tokens, its own form of calls.
+"""The chat format of a published checkpoint: its own template, special tokens and tool-call format.
 
-Three things differ from etude's own format. Calls are JSON (`calls`). A template may render a past turn otherwise than
-it was said (Qwen3 drops what was thought): that is accepted, since what was sampled is never rendered again; only what
-follows a sampled message is taken from the rendering. And a tokeniser's added tokens that are not special, such as
-``<think>``, are structure in the template and in an assistant's words, and ordinary text in everybody else's.
+Three things differ from etude's own format:
+
+- Calls are JSON (`call_formats`).
+- A template may render a past turn differently from how it was sampled: Qwen3 drops the reasoning. This is accepted,
+  since only what follows a sampled message is taken from the rendering.
+- Added tokens that are not special, such as ``<think>``, are tokens in the template and in assistant messages, and
+  ordinary text in all other messages.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ _HINT = "use the chat template that the checkpoint's makers publish, or etude's 
 
 
 class CheckpointChatFormat(ChatFormat):
-    """Encodes conversations and reads completions as a checkpoint was taught."""
+    """Encodes conversations and parses completions in the format that a checkpoint was trained with."""
 
     def __init__(
         self,
@@ -38,8 +41,8 @@ class CheckpointChatFormat(ChatFormat):
         special: Mapping[str, str],
         stops: Iterable[int] = (),
     ) -> None:
-        """`special` names the tokens that the template may write, `eos_token` among them; `with_tools` is another
-        template for when there are tools; `stops` are further ids that end a completion. Raises `ChatError`."""
+        """`special`: the tokens that the template may write, by name, with `eos_token`. `with_tools`: another template
+        for conversations with tools. `stops`: further stop token ids. Raises `ChatError`."""
         self._load_tokens(tokenizer)
         self.end = special.get("eos_token", "")
         if self.end not in self._added:
@@ -54,7 +57,7 @@ class CheckpointChatFormat(ChatFormat):
         self._arguments_as_text = False
 
     def document(self, text: str) -> I32:
-        """A mid-training document, the text and what ends it, [T] int32."""
+        """Encode a mid-training document: the text and the end token, [T] int32."""
         return np.array([*self._plain(text), self.end_id], np.int32)
 
     def continuation(
@@ -66,8 +69,10 @@ class CheckpointChatFormat(ChatFormat):
         ended: bool = True,
         max_tokens: int | None = None,
     ) -> I32:
-        """Only what `new` appends after `previous`, whose last message the model sampled, [P] int32: what the template
-        writes behind the token that ends that message, or from it on where `ended` is False; `max_tokens` as in `encode_prompt`."""
+        """Encode only what `new` appends after `previous`, whose last message the model sampled, and the generation
+        prompt, [P] int32: what the template writes after the token that ends that message, or with that token when
+        `ended` is False. `max_tokens` as in `encode_prompt`. Raises `ChatError` when the rendering lacks that message
+        or its end."""
         escaped = self._escape_messages([*previous, *new], signatures or {})
         last = len(previous) - 1
         escaped[last] = {**escaped[last], "content": _REPLY}
@@ -75,20 +80,20 @@ class CheckpointChatFormat(ChatFormat):
         at = rendering.rfind(_REPLY)
         end = rendering.find(self.end, at)
         if at < 0 or end < 0:
-            what = "its words are left out" if at < 0 else f"no {self.end} ends it"
-            raise ChatError("the chat template cannot be continued behind what was said", what, hint=_HINT)
+            what = "the rendering lacks the reply" if at < 0 else f"no {self.end} ends the reply"
+            raise ChatError("the chat template cannot be continued after a sampled reply", what, hint=_HINT)
         return self._encode_rendering(rendering[end + len(self.end) if ended else end :], max_tokens=max_tokens)
 
     def encode_call(self, call: Call) -> I32:
-        """The completion that makes a call, stop token included, [T] int32. Raises `ChatError` for a checkpoint that
-        was not taught to call."""
+        """Encode a tool call as a completion with its stop token, [T] int32. Raises `ChatError` for a checkpoint
+        without a tool-call format."""
         if self.calls is NONE:
-            raise ChatError("the checkpoint has no form for tool calls", "no added token opens one", hint=_HINT)
+            raise ChatError("the checkpoint has no tool-call format", "no added token opens a call", hint=_HINT)
         arguments = self._escape(json.dumps(call.arguments, ensure_ascii=False))
         return self._encode_rendering(self.calls.write(self._escape(call.name), arguments) + self.end)
 
     def parse(self, ids: Sequence[int] | I32, signatures: Mapping[str, Signature]) -> Reply:
-        """Parse a completion's token ids, with or without the stop token. Never raises: any ids give a `Reply`."""
+        """Parse the token ids of a completion, with or without its stop token. Never raises."""
         body = [int(i) for i in ids]
         if not body or body[-1] not in self.stop_token_ids:
             return Reply(self.decode(body, special=True), error="too long")
@@ -99,13 +104,12 @@ class CheckpointChatFormat(ChatFormat):
         return Reply(self.decode(body[:-1])) if call is None else Reply(before, call)
 
     def num_text_tokens(self, ids: Sequence[int] | I32) -> int:
-        """Number of a completion's first tokens that are surely text for the reader, whatever follows: those before a
-        tool call."""
+        """Number of leading tokens of a completion that are text, whatever follows: those before a tool call."""
         ends = self._openers | self._special_ids
         return next((n for n, i in enumerate(ids) if int(i) in ends), len(ids))
 
     def last_message(self, prompt_ids: Sequence[int] | I32) -> str:
-        """The text of the last tool's answer before a prompt's generation prompt; empty where there is none."""
+        """The last tool output in a prompt; empty when there is none."""
         before, behind = self._around_answers
         text = self.decode(prompt_ids, special=True)
         start = text.rfind(before)
@@ -113,7 +117,7 @@ class CheckpointChatFormat(ChatFormat):
 
     @cached_property
     def _around_answers(self) -> tuple[str, str]:
-        """What the template writes before and behind a tool's answer to a call."""
+        """The texts that the template writes before and after a tool output."""
         question = {"role": "user", "content": "?"}
         function = {"name": "f", "arguments": {}}
         reply = {"role": "assistant", "content": _REPLY, "tool_calls": [{"type": "function", "function": function}]}
@@ -124,7 +128,7 @@ class CheckpointChatFormat(ChatFormat):
         return before, behind
 
     def _render(self, escaped: Sequence[Message], signatures: Mapping[str, Signature], *, generate: bool) -> str:
-        """Arguments are mappings, as transformers recommends, or JSON where the template only takes that."""
+        """Render with arguments as mappings, as transformers recommends, or as JSON text if the template needs that."""
         tools = self._tools(signatures)
         template = self._with_tools if tools else self._template
         try:
@@ -149,7 +153,7 @@ class CheckpointChatFormat(ChatFormat):
         return escaped
 
     def _escape_special(self, value: Any) -> Any:
-        """What a model said: its added tokens that are not special stay."""
+        """Escape the text of an assistant message: added tokens that are not special stay tokens."""
         return self._escape_matches(value, self._literal_special) if isinstance(value, str) else self._escape_all(value)
 
     def _escape_call(self, call: Mapping[str, Any], signatures: Mapping[str, Signature]) -> Message:
@@ -165,7 +169,7 @@ class CheckpointChatFormat(ChatFormat):
 
 
 def _with_text(messages: Sequence[Message]) -> list[Message]:
-    """The messages with every call's arguments as JSON."""
+    """The messages with the arguments of all calls as JSON text."""
     return [
         {**m, "tool_calls": [_call_with_text(c) for c in m["tool_calls"]]} if m.get("tool_calls") else m
         for m in messages

@@ -1,8 +1,7 @@
-"""The agent program of a rollout: the built-in loop, or a plug-in that is called in its place.
+"""The agent program of a rollout: the built-in loop, or a plug-in of kind "harness".
 
-A plug-in may call `run_agent` with other arguments (another instruction, a policy of its own around the one it gets),
-or ask the policy itself and return the turns that it made. Its calls have a deadline; its errors and wrong results say
-whose they are.
+A plug-in can call `run_agent` with changed arguments (another instruction, a wrapper around the policy), or call the
+policy itself and return its turns. A plug-in has a deadline, and its errors and invalid results name the plug-in.
 """
 
 from __future__ import annotations
@@ -42,8 +41,13 @@ class Harness(Protocol):
         options: RequestOptions,
         clock: Callable[[], float],
     ) -> AgentRun:
-        """Work at a task on its machine, within the limits. What the agent causes is an `Ending`; an `EngineError` or a
-        `MachineError` is raised, or returned as `failure`."""
+        """Work on a task on its machine, within `limits`, and return the turns and how it ended.
+
+        `policy`: samples completions. `chat`: messages to tokens and back. `tools`: those of the config. `options`:
+        settings of every request. `clock`: returns seconds. What the agent causes is returned as an `Ending`. Raise
+        `EngineError` and `MachineError`, or return them as `AgentRun.failure`; any other exception is a defect of the
+        plug-in and ends the run. Many rollouts run at the same time on one object. The coroutine is cancelled when its
+        rollout is."""
         ...
 
 
@@ -64,7 +68,8 @@ async def run_program(
     options: RequestOptions,
     clock: Callable[[], float] = time.monotonic,
 ) -> AgentRun:
-    """Run the agent program that the limits name (`harness.program`). Raises what `run_agent` raises, `PluginError`."""
+    """Run the agent program of the config (`limits.program`). Arguments as in `Harness.run`. Raises `ChatError` and
+    `PluginError`."""
     plugin = limits.program
     if not isinstance(plugin, Plugin):
         return await run_agent(
@@ -77,8 +82,8 @@ async def run_program(
 
 
 class _DeadlinePausingPolicy:
-    """The policy that a plug-in asks. The plug-in's deadline stands still meanwhile: how long an engine may be silent
-    is bounded by the policy, and a completion of a slow engine may take as long as it takes."""
+    """The policy that a plug-in gets. The plug-in's deadline is suspended while it waits for a completion: the policy
+    has its own limit for an engine without progress."""
 
     def __init__(self, policy: Policy, limit: asyncio.Timeout, limit_s: float) -> None:
         self._policy, self._limit, self._left_s = policy, limit, limit_s
@@ -99,7 +104,7 @@ class _DeadlinePausingPolicy:
                 self._set_deadline(self._since + self._left_s)
 
     def _set_deadline(self, when: float | None) -> None:
-        with contextlib.suppress(RuntimeError):  # the run has ended, or is about to
+        with contextlib.suppress(RuntimeError):  # the timeout has expired or ended
             self._limit.reschedule(when)
 
 
@@ -113,8 +118,10 @@ async def run_plugin(
     limits: HarnessConfig,
     arguments: Mapping[str, Any],
 ) -> AgentRun:
-    """Run a plug-in's object; `arguments`: the other arguments of `Harness.run`. Raises `PluginError`, also where the run
-    takes longer than its tools may, the time in which it waits for the policy left out."""
+    """Run a harness plug-in and check its result. `arguments`: the other arguments of `Harness.run`.
+
+    Raises `PluginError`, also when the run takes longer than its tools are allowed to, not counting the time in which
+    it waits for the policy."""
     limit_s = limits.max_turns * limits.tool_deadline_s + PLUGIN_GRACE_S
     try:
         async with asyncio.timeout(limit_s) as limit:

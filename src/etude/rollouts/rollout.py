@@ -1,10 +1,9 @@
-"""Runs one rollout: forks a machine in the task's state, runs the agent, freezes the machine, reads the exports.
+"""Runs one rollout: forks a machine from the task's files, runs the agent, freezes the machine and reads the exports.
 
-This module decides between a gradable and an invalid rollout. Whatever the agent can cause ends in exports that a
-grader will judge: files that were deleted, are too large or became links are not exported. An invalid rollout needs a
-named boundary and evidence from outside the machine: an `EngineError` (no engine answered) or a `MachineError` (the
-machine could not be made, or died; runtimes raise it only for causes outside the agent's reach). Knows nothing of
-answers and grading.
+This module decides whether a rollout can be graded or is invalid. Everything that the agent can cause leads to exports
+that are graded; files that were deleted, are too large or became links are not exported. An invalid rollout needs
+evidence from outside the machine: an `EngineError` (no engine answered) or a `MachineError` (the machine could not be
+made, or died; runtimes raise it only for causes outside the agent's reach).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from etude.records.summary import RolloutSummary
 from etude.seams import Machine, Policy, Runtime
 
 UNFINISHED = Ending.DEADLINE
-"""The value of `Rollout.ending` in an invalid rollout, which was cut off from outside and has no ending of its own."""
+"""The value of `Rollout.ending` in an invalid rollout, which did not end by itself."""
 
 
 async def run_rollout(
@@ -35,9 +34,10 @@ async def run_rollout(
     harness: HarnessConfig,
     clock: Callable[[], float] = time.monotonic,
 ) -> Rollout:
-    """Run one rollout to its end. Failures of machines and engines are not raised: they make the rollout invalid
-    (`Rollout.invalid`). Raises only `EngineBehind`, when no engine reached the version that the rollout needs: run it
-    again, as nothing has failed."""
+    """Run one rollout to its end and return the record.
+
+    Failures of machines and engines are not raised: they make the rollout invalid (`Rollout.invalid`). Raises only
+    `EngineBehind`, when no engine reached the version that the rollout needs; run it again later."""
     began = clock()
     try:
         snapshot = await prepare(runtime, spec.task)
@@ -60,7 +60,7 @@ async def run_on_machine(
     clock: Callable[[], float],
     began: float,
 ) -> Rollout:
-    """Run a rollout on a machine that was forked for it; closes the machine in any case. Otherwise as `run_rollout`."""
+    """Run a rollout on a machine that was forked for it, then close the machine. Otherwise as `run_rollout`."""
     try:
         run = await run_program(
             spec.task,
@@ -98,8 +98,8 @@ async def run_on_machine(
 
 
 def submitted(rollout: Rollout | RolloutSummary) -> Term:
-    """Whether the agent submitted, as a term of the reward. Without it a policy could idle until its limits with the
-    work half done, and would never learn to stop."""
+    """The reward term `SUBMITTED`: 1.0 when the agent submitted, else 0.0. Without it a policy would not learn to stop:
+    it could idle until a limit ends the rollout."""
     value = float(rollout.ending is Ending.SUBMITTED)
     return Term(name=SUBMITTED, value=value, version=__version__, evidence=rollout.ending.value)
 
@@ -123,7 +123,7 @@ def _request_options(spec: RolloutSpec) -> RequestOptions:
 def _invalid(
     spec: RolloutSpec, boundary: Boundary, error: EtudeError | None, run: AgentRun | None = None, *, wall_s: float
 ) -> Rollout:
-    what, facts = (error.what, error.facts) if error else ("the agent ended without an ending", "")
+    what, facts = (error.what, error.facts) if error else ("the agent returned neither an ending nor a failure", "")
     invalid = Invalid(boundary=boundary, reason=what, evidence=f"{type(error).__name__}: {facts or what}")
     return Rollout(
         rollout_id=spec.rollout_id,
@@ -140,5 +140,5 @@ def _invalid(
 
 
 def not_run(spec: RolloutSpec, boundary: Boundary, error: EtudeError, *, wall_s: float = 0.0) -> Rollout:
-    """An invalid rollout that could not begin: no machine could be made for it, or no engine reached its version."""
+    """Make the record of a rollout that could not start: no machine could be made, or no engine reached its version."""
     return _invalid(spec, boundary, error, wall_s=wall_s)
