@@ -1,10 +1,10 @@
-"""The product's door: OpenAI's chat and text completions over a `Policy` and a chat format. Usable alone, no torch.
+"""The gateway: OpenAI's chat and text completions API over a `Policy` and a chat format. Usable alone, without torch.
 
     app = create_app(policy, ChatFormat.load("checkpoint"), model="etude", context_tokens=384)
     async with serving(app, config=GatewayConfig(port=8000)) as base_url:
         ...
 
-Any OpenAI client works with ``base_url``. Conversations are never tokenised twice (`etude.capture`).
+Any OpenAI client works with ``base_url``. No token of a conversation is tokenised twice (`etude.capture`).
 """
 
 from etude.gateway.app import Gateway, create_app

@@ -1,12 +1,12 @@
-"""The gateway for a product: serves OpenAI's chat and text completions from one `Policy`.
+"""The ASGI app of the gateway: serves OpenAI's chat and text completions from one `Policy`.
 
-    request → key → size → checks → a place → tokens (known ones, then what is new) → room → policy → answer
+    request → API key → body size → validation → running slot → tokens → context limit → policy → response
 
-Every step can refuse a request, with an error in OpenAI's format. A text is tokenised in a thread once its request has
-one of a bounded number of places, and refused by its length where it cannot fit. The gateway keeps the tokens of
-conversations: a client sends text, and the model gets exactly the tokens that it read and sampled before. A stream is
-sent as the policy samples (all at once from a policy that cannot stream). When a client disconnects, its request is
-cancelled. Knows nothing of engines, weights or tools: the client carries out tool calls.
+Each step can refuse a request, with an error in OpenAI's format. The number of running requests is limited. A text is
+tokenised in a thread, and refused by its length alone when it cannot fit. The gateway stores the tokens of
+conversations: a client sends text, and the model gets exactly the tokens that it read and sampled before. Streams are
+sent while the policy samples (as one part from a policy that cannot stream). When a client disconnects, its request is
+cancelled. Tool calls are executed by the client.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from etude.seams import Policy, stream_or_complete
 
 T = TypeVar("T")
 TOKENISER_THREADS = 2
-"""Threads that tokenise. What a client that went away has begun there ends by itself; the next waits for it."""
-_SHORT_BYTES = 64 << 10  # of a body that is read where it came
+"""Number of tokeniser threads. Work of a disconnected client is not interrupted; later work waits for it."""
+_SHORT_BYTES = 64 << 10  # a larger body is parsed in a thread
 R = TypeVar("R", bound=BaseRequest)
 
 
@@ -57,7 +57,10 @@ def create_app(
     config: GatewayConfig | None = None,
     key: str | None = None,
 ) -> Starlette:
-    """The ASGI app that serves one model under the name `model`. Without a `key` it answers loopback callers only."""
+    """Make the ASGI app that serves one model.
+
+    `model`: the name in requests. `context_tokens`: longest context. `key`: the API key; without one only loopback
+    callers are answered."""
     gateway = Gateway(policy, chat, model=model, context_tokens=context_tokens, config=config, key=key)
     routes = [
         Route("/health", gateway.health),
@@ -73,18 +76,19 @@ def create_app(
 
 @dataclass(frozen=True, slots=True)
 class PendingRequest:
-    """A checked request on its way to the policy, and what is needed to tell its answer."""
+    """A request that is ready for the policy, with what its response needs."""
 
     parsed: BaseRequest
     request: CompletionRequest
     response_id: str
     created: int  # unix seconds
-    signatures: Any = None  # None: no call is looked for
-    prompt: Prompt | None = None  # of a chat: where its completion is recorded
+    signatures: Any = None  # tools; None: do not look for tool calls
+    prompt: Prompt | None = None  # chat only: where the completion is recorded
 
 
 class Gateway:
-    """The state behind the app: what is running, and the conversations it remembers."""
+    """The request handlers and state of the app: running requests and stored conversations. Arguments as in
+    `create_app`."""
 
     def __init__(
         self,
@@ -106,26 +110,26 @@ class Gateway:
         self._created = int(time.time())
 
     async def health(self, request: Request) -> Response:
-        """Whether the gateway answers; no key needed."""
+        """GET /health: 200 while the gateway serves; needs no key."""
         return JSONResponse({"status": "ok", "model": self.model})
 
     async def models(self, request: Request) -> Response:
-        """The one model that is served."""
+        """GET /v1/models: a list with the one model."""
         self._admit(request)
         return JSONResponse({"object": "list", "data": [self._card()]})
 
     async def one_model(self, request: Request) -> Response:
-        """The model by its name."""
+        """GET /v1/models/{name}."""
         self._admit(request)
         self._check_model(request.path_params["name"])
         return JSONResponse(self._card())
 
     async def chat_completions(self, request: Request) -> Response:
-        """OpenAI's chat completion."""
+        """POST /v1/chat/completions."""
         return await self._serve(request, read_request, self._prepare_chat, chat_body, ChatStream)
 
     async def completions(self, request: Request) -> Response:
-        """OpenAI's text completion: what comes after a prompt that no template touches."""
+        """POST /v1/completions: continue a prompt without a chat template."""
         return await self._serve(request, read_text_request, self._prepare_text, text_body, TextStream)
 
     async def _serve(
@@ -145,7 +149,7 @@ class Gateway:
                 self._check_model(parsed.model)
                 if parsed.stream:
                     events = self._events(parsed, prepare, stream)
-                    first = await run_until_disconnect(request, anext(events))  # what fails until here has a status
+                    first = await run_until_disconnect(request, anext(events))  # an error up to here has an HTTP status
                     return _streaming(first, events)
                 answer = await run_until_disconnect(request, self._answer(parsed, prepare))
         except TimeoutError:
@@ -153,8 +157,6 @@ class Gateway:
         except ClientDisconnect:
             return Response(status_code=499)
         return JSONResponse(to_body(answer, return_token_ids=parsed.return_token_ids))
-
-    # inside
 
     def _card(self) -> dict[str, Any]:
         return {
@@ -166,7 +168,8 @@ class Gateway:
         }
 
     def _admit(self, request: Request) -> None:
-        """The key; without one, only a caller that names this machine (a web page that was pointed here does not)."""
+        """Check the API key. Without a key, check that the Host header is loopback: a web page of another host,
+        resolved to this machine, is refused."""
         if self._key is None:
             if not is_loopback(host(request)):
                 raise RequestRefused(403, "without a key only localhost is answered", code="forbidden")
@@ -199,7 +202,7 @@ class Gateway:
     async def _events(
         self, parsed: R, prepare: Callable[[R], Awaitable[PendingRequest]], kind: type[ChatStream]
     ) -> AsyncGenerator[bytes]:
-        """The events of a stream, each as soon as its tokens are sampled."""
+        """Yield the events of a stream, each as soon as its tokens are sampled."""
         end = time.monotonic() + self.config.deadline_s
         async with self._running_slot():
             pending = await prepare(parsed)
@@ -226,11 +229,11 @@ class Gateway:
             yield event
 
     async def _run_in_thread(self, work: Callable[[], T]) -> T:
-        """Do work of the processor in a thread: the loop goes on with other requests."""
+        """Run CPU-bound work in a tokeniser thread."""
         return await asyncio.get_running_loop().run_in_executor(self._tokeniser_threads, work)
 
     async def _prepare_chat(self, parsed: ChatRequest) -> PendingRequest:
-        """The tokens of a conversation; those that were sampled here are the sampled ones."""
+        """Tokenise a conversation; turns that were sampled here keep their tokens."""
         try:
             signatures = self._chat.signatures(parsed.tools)
         except ValueError as error:
@@ -275,7 +278,7 @@ class Gateway:
         )
 
     def _respond(self, pending: PendingRequest, completion: Completion) -> ModelResponse:
-        """Make the client's answer of a completion; that of a chat is recorded."""
+        """Make the response of a completion. The completion of a chat is recorded as a turn."""
         if completion.stop_reason is StopReason.CANCELLED:
             raise RequestRefused(503, f"{completion.engine} cancelled the request", code="engine_unavailable")
         answer = make_response(
@@ -296,7 +299,7 @@ class Gateway:
         return RequestRefused(504, f"no answer within {self.config.deadline_s:g} s", code="timeout")
 
     def _max_answer_tokens(self, parsed: BaseRequest, num_prompt: int) -> int:
-        """Tokens the answer may have. Raises `RequestRefused` past the context."""
+        """Token limit of the answer. Raises `RequestRefused` when the request does not fit the context."""
         remaining = self.context_tokens - num_prompt
         if remaining < (parsed.max_tokens or 1):
             raise context_exceeded(self.context_tokens, num_prompt, parsed.max_tokens or 1)
@@ -304,7 +307,7 @@ class Gateway:
 
     @asynccontextmanager
     async def _running_slot(self) -> AsyncIterator[None]:
-        """One of the running completions; past the bounded queue a request is refused at once."""
+        """Wait for a running slot; refuse the request (429) when the queue is full."""
         if self._running.locked() and self._num_waiting >= self.config.max_waiting:
             raise RequestRefused(429, "too many requests are waiting; try again", code="rate_limit_exceeded")
         self._num_waiting += 1
@@ -319,7 +322,7 @@ class Gateway:
 
 
 def _streaming(first: bytes, events: AsyncGenerator[bytes]) -> Response:
-    """A stream that has begun. Whatever goes wrong from now on is its last event."""
+    """The response of a stream whose first event is known. A later error becomes the last event."""
 
     async def body() -> AsyncIterator[bytes]:
         async with aclosing(events):

@@ -1,4 +1,4 @@
-"""What HTTP needs whatever is asked: who calls, whether the caller is still there, and errors in OpenAI's shape."""
+"""HTTP parts of the gateway: serving the app, the caller's host, client disconnects, and error handlers."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ T = TypeVar("T")
 
 
 def host(request: Request) -> str:
-    """The name under which the caller addresses us; empty for a Host header that is none."""
+    """The host name in the request's Host header; "" when the header is invalid."""
     try:
         return request.url.hostname or ""
-    except ValueError:  # a Host header that is none
+    except ValueError:  # an invalid Host header
         return ""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address is this machine's own.
+    """Whether a host name or address is a loopback address.
 
     >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("0.0.0.0"), is_loopback("example.org")
     (True, True, False, False)
@@ -43,7 +43,7 @@ def is_loopback(host: str) -> bool:
 
 
 async def run_until_disconnect(request: Request, work: Awaitable[T]) -> T:
-    """Do the work, unless the client goes away: then it is cancelled, and `ClientDisconnect` raised."""
+    """Await `work`. When the client disconnects first, cancel it and raise `ClientDisconnect`."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
     try:
@@ -84,14 +84,14 @@ async def _broken(request: Request, error: Exception) -> Response:
 
 
 HANDLERS: Any = {RequestRefused: _refused, EtudeError: _failed, Exception: _broken, 404: _no_route, 405: _no_route}
-"""What Starlette does with an error."""
+"""Starlette's handlers by exception type and HTTP status."""
 
 
 @contextlib.asynccontextmanager
 async def serving(app: Starlette, *, config: GatewayConfig) -> AsyncIterator[str]:
-    """Serve while the block runs; yields the URL to give a client as `base_url`.
+    """Serve the app while the block runs. Yields the URL that clients use as `base_url`.
 
-    Raises `ConfigError` for a port in use, and for an address beyond loopback when the app needs no key.
+    Raises `ConfigError` when the port is in use, and for an address other than loopback when the app needs no key.
     """
     if not app.state.needs_key and not is_loopback(config.host):
         hint = "give a key (--key, or ETUDE_API_KEY), or keep --host 127.0.0.1"

@@ -1,9 +1,8 @@
-"""Parses the bytes of a request into a checked `ChatRequest` or `TextRequest`. Raises `RequestRefused` for all other bytes,
-and nothing else.
+"""Parses request bodies into a checked `ChatRequest` or `TextRequest`. Raises only `RequestRefused`.
 
-A parameter that would change the answer and is not supported is refused by its name, unless it has its neutral value.
-Unknown parameters are refused too. Parameters that change no answer (`HARMLESS`) are accepted and ignored. Unknown
-fields in messages are ignored, since clients send back what other servers put there.
+A parameter that would change the answer and is not supported is refused by name, unless it has a neutral value. Unknown
+parameters are refused too. Parameters that change no answer (`HARMLESS`) are ignored. Unknown fields in messages are
+ignored, since clients send back what other servers put there.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ HARMLESS = frozenset(
         "user",
     }
 )
-"""What clients and agents send beside what they ask: none of it changes the answer."""
+"""Parameters that clients send and that do not change the answer; they are ignored."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "top_p": (None, 1),
     "frequency_penalty": (None, 0),
     "presence_penalty": (None, 0),
     "logit_bias": (None, {}),
-    # of other servers
+    # parameters of other servers
     "add_generation_prompt": (None, True),
-    "add_special_tokens": (None, False, True),  # a template or a prompt has its own
+    "add_special_tokens": (None, False, True),  # the template or the prompt has them
     "allowed_token_ids": (None,),
     "bad_words": (None, []),
     "best_of": (None, 1),
@@ -73,7 +72,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (None,),
     "use_beam_search": (None, False),
 }
-"""Parameters that are understood and not offered, with the values under which they change nothing."""
+"""Known parameters that are not supported, with the values that are accepted because they change nothing."""
 NEUTRAL_OF_CHAT: dict[str, tuple[Any, ...]] = {
     **NEUTRAL,
     "logprobs": (None, False),
@@ -91,12 +90,12 @@ NEUTRAL_OF_CHAT: dict[str, tuple[Any, ...]] = {
 }
 NEUTRAL_OF_TEXT: dict[str, tuple[Any, ...]] = {**NEUTRAL, "logprobs": (None,), "suffix": (None, "")}
 TEXT_TOKENS = 16
-"""Of a text completion whose request names no limit, as OpenAI has it."""
+"""Token limit of a text completion without one, as in OpenAI's API."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseRequest:
-    """The fields that all requests for a completion share."""
+    """The fields that chat and text requests share."""
 
     model: str
     max_tokens: int | None
@@ -110,15 +109,16 @@ class BaseRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(BaseRequest):
-    """The next message of a conversation. `messages` are canonical: text content, arguments as mappings."""
+    """A request for the next message of a conversation. `messages` are canonical: text content, arguments as
+    mappings."""
 
     messages: list[Message]
-    tools: list[dict[str, Any]]  # as offered to the model; empty when the client forbids them
+    tools: list[dict[str, Any]]  # empty when the client forbids tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRequest(BaseRequest):
-    """A request to continue a prompt, given as text or as token ids."""
+    """A request to continue a prompt, which is text or token ids."""
 
     prompt: str | list[int]
 
@@ -177,7 +177,7 @@ _path = re.compile(r" - at `\$\.?([^`]*)`")
 
 
 def read_request(data: bytes) -> ChatRequest:
-    """The chat request in a body. Raises `RequestRefused` (400)."""
+    """Parse the body of a chat request. Raises `RequestRefused` (400)."""
     body = _decoded(data, _chat_decoder, NEUTRAL_OF_CHAT)
     messages = [_canonical(m, f"messages[{i}]") for i, m in enumerate(body.messages)]
     if not messages or messages[-1]["role"] == "assistant":
@@ -187,7 +187,7 @@ def read_request(data: bytes) -> ChatRequest:
 
 
 def read_text_request(data: bytes) -> TextRequest:
-    """The text request in a body. Raises `RequestRefused` (400)."""
+    """Parse the body of a text request. Raises `RequestRefused` (400)."""
     body = _decoded(data, _text_decoder, NEUTRAL_OF_TEXT)
     prompt = body.prompt
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
@@ -250,7 +250,7 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
 
 
 def _canonical(message: _Message, where: str) -> Message:
-    """The message in the one form that is rendered and remembered: whatever a client leaves out or adds vanishes."""
+    """Convert a message to its canonical form, in which it is rendered and compared."""
     content = message.content
     if isinstance(content, list):
         if any(part.type not in ("text", "input_text", "output_text") for part in content):

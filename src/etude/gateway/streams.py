@@ -1,7 +1,7 @@
-"""An answer while it is sampled, as OpenAI's server-sent events. Pure: tokens in, events out.
+"""Converts sampled tokens to OpenAI's server-sent events. Pure: tokens in, events out.
 
-What is sent cannot be taken back, so only text is sent that stays text whatever comes: nothing from a call on (it is
-told whole, at its end), no half character, and nothing that may turn out to be the beginning of a stop text.
+Sent text cannot be taken back. So three things are held back: everything from a tool call on (it is sent complete, at
+the end), incomplete characters, and text that may be the beginning of a stop text.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from etude.gateway.errors import RequestRefused
 from etude.gateway.responses import ModelResponse
 
 DONE = b"data: [DONE]\n\n"
-CHARACTER_TOKENS = 4  # at most, as a character has four bytes at most
+CHARACTER_TOKENS = 4  # most tokens of one character, which has at most four bytes
 
 
 class StreamedText:
-    """The text of a growing completion. `sent` is what was given out so far."""
+    """The text of a completion while it grows. `sent`: the text that `add` has returned so far."""
 
     def __init__(self, chat: Chat, stop: Sequence[str]) -> None:
         self.sent = ""
@@ -28,11 +28,11 @@ class StreamedText:
         self._context_start = self._decoded_stop = (
             0  # ids before `_context_start` are context, before `_decoded_stop` they are decoded
         )
-        self._pending = ""  # decoded, and perhaps the beginning of a stop text
+        self._pending = ""  # decoded text that may be the beginning of a stop text
         self._ended = False  # a call or a stop text has begun
 
     def add(self, ids: list[int]) -> str:
-        """What may be said now that these tokens are there."""
+        """Add sampled tokens. Returns the new text that can be sent."""
         if self._ended:
             return ""
         length = self._chat.num_text_tokens(ids)
@@ -46,9 +46,9 @@ class StreamedText:
         return safe
 
     def _decode_new(self) -> str:
-        """The text of the new tokens, behind as many known ones as a decoder needs to set blanks right; none of it
-        while the last character is not whole. Where none gets whole, what lies a character's tokens back is said as it
-        is: it stays so, and nothing may be decoded again and again."""
+        """The text of the new tokens. They are decoded together with some earlier ones, which the decoder needs for
+        correct blanks. While the last character is incomplete, the result is empty. If it stays incomplete, all but the
+        last `CHARACTER_TOKENS` tokens are returned as they are, so that tokens are not decoded again and again."""
         before = self._chat.decode(self._ids[self._context_start : self._decoded_stop])
         text = self._chat.decode(self._ids[self._context_start :])
         stop = len(self._ids)
@@ -67,13 +67,13 @@ class StreamedText:
 
 
 def _stop_prefix_length(text: str, stop: Sequence[str]) -> int:
-    """Length of the longest end of a text that a stop text begins with."""
+    """Length of the longest suffix of a text with which a stop text begins."""
     longest = max((len(s) for s in stop), default=0)
     return next((n for n in range(min(longest, len(text)), 0, -1) if any(s.startswith(text[-n:]) for s in stop)), 0)
 
 
 class ChatStream:
-    """The `chat.completion.chunk` events of one answer."""
+    """The `chat.completion.chunk` events of one response. `usage`: whether the last event has token counts."""
 
     kind = "chat.completion.chunk"
 
@@ -85,14 +85,14 @@ class ChatStream:
         self._fingerprint: str | None = None
 
     def tokens(self, ids: list[int]) -> Iterator[bytes]:
-        """The events that new tokens make."""
+        """The events for newly sampled tokens."""
         yield from self._opening()
         piece = self._text.add(ids)
         if piece:
             yield self._event(self._content(piece))
 
     def end(self, answer: ModelResponse) -> Iterator[bytes]:
-        """What is left to say of the whole answer, its end, and ``[DONE]``."""
+        """The last events: the remaining text, tool calls, finish reason, usage, and ``[DONE]``."""
         yield from self._opening()
         self._fingerprint = answer.fingerprint
         left = answer.text[len(self._text.sent) :] if answer.text.startswith(self._text.sent) else ""
@@ -128,7 +128,7 @@ class ChatStream:
 
 
 class TextStream(ChatStream):
-    """The `text_completion` events of one answer."""
+    """The `text_completion` events of one response."""
 
     kind = "text_completion"
 
@@ -143,10 +143,10 @@ class TextStream(ChatStream):
 
 
 def event(body: dict[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Encode one server-sent event."""
     return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 def error_event(refused: RequestRefused) -> bytes:
-    """The event that tells of what went wrong after the answer had begun; clients raise it."""
+    """The event of an error after the stream has begun; clients raise it."""
     return event(refused.body())

@@ -1,12 +1,9 @@
-"""A checkpoint's own chat template, rendered as transformers renders it, within bounds.
+"""Renders a checkpoint's chat template as transformers does, with limits on time and memory.
 
-A template is outside code. It runs in Jinja's immutable sandbox, with what transformers gives it: loop controls,
-`raise_exception`, `strftime_now`, a `tojson` that does not escape HTML, `{% generation %}`, and the special tokens by
-name. Beyond that its work is counted: every loop, every call and every text that grows, so that a hostile one ends in a
-`ChatError` and not in a full memory. What a template does within one operation of the interpreter is bounded by the
-sizes of what goes in.
-
-Knows nothing of tokens and of what messages mean.
+A template is untrusted code. It runs in Jinja's immutable sandbox, with the names that transformers provides: loop
+controls, `raise_exception`, `strftime_now`, a `tojson` that does not escape HTML, `{% generation %}`, and the special
+tokens by name. Loop iterations, calls and sizes of texts are counted, so a hostile template ends with `ChatError` and
+cannot fill the memory. The work of a single interpreter operation is bounded by the sizes of its inputs.
 """
 
 from __future__ import annotations
@@ -30,14 +27,14 @@ from etude.errors import EtudeError
 
 MAX_TEMPLATE_CHARS = 1 << 20
 MAX_CHARS = 1 << 24
-"""Of a rendering, and of every text on the way to it."""
+"""The longest rendering, and the longest text in any intermediate value."""
 MAX_ELEMENTS = 200_000
-"""Of a nested value that is worked with; one that is held twice counts twice."""
+"""The most elements of a nested value. An element that is contained twice counts twice."""
 MAX_STEPS = 300_000
-"""Turns of loops and calls in one rendering."""
+"""The most loop iterations and calls in one rendering."""
 DEADLINE_S = 5.0
 MAX_WIDTH = 10_000
-"""The largest number that a filter or a method may be given: it may be a width."""
+"""The largest number that a filter or a method accepts, since it may be a width."""
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _HINT = "compare it with the chat_template.jinja that etude packages, or with the one its makers publish"
@@ -49,7 +46,7 @@ class ChatError(EtudeError):
 
 
 class ChatTemplate:
-    """A compiled template. `special` names the tokens it may write, such as ``bos_token``.
+    """A compiled chat template. `special`: the tokens that it may write, by name, such as ``bos_token``.
 
     >>> greet = ChatTemplate("{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}",
     ...                      special={"bos_token": "<s>"})
@@ -65,8 +62,8 @@ class ChatTemplate:
         deadline_s: float = DEADLINE_S,
         limited: bool = True,
     ) -> None:
-        """`deadline_s` is CPU time of a rendering; `limited` False is for a template that is not from outside, and some
-        times faster. Raises `ChatError` for one that does not compile."""
+        """`source`: Jinja. `deadline_s`: CPU time of a rendering. `limited` False turns the limits off, for a trusted
+        template; this is several times faster. Raises `ChatError` when the template does not compile."""
         self.source, self.special, self._deadline_s, self._instrument = source, dict(special or {}), deadline_s, limited
         if len(source) > MAX_TEMPLATE_CHARS:
             facts = f"{len(source)} characters, at most {MAX_TEMPLATE_CHARS} are read"
@@ -87,7 +84,8 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
     ) -> str:
-        """The conversation as text. Raises `ChatError` for what the template refuses and for one without end."""
+        """Render a conversation as text. Raises `ChatError` when the template refuses the messages or exceeds a
+        limit."""
         variables = {
             **self.special,
             "messages": [_message(m) for m in messages],
@@ -100,8 +98,8 @@ class ChatTemplate:
                 return self._template.render(variables)
             return self._render_within(variables, _Budget(time.thread_time() + self._deadline_s))
         except _LimitExceeded as error:
-            raise ChatError("the chat template does too much", str(error), hint=_HINT) from None
-        except Exception as error:  # noqa: BLE001  outside code raises whatever it likes
+            raise ChatError("the chat template exceeds a limit", str(error), hint=_HINT) from None
+        except Exception as error:  # noqa: BLE001  untrusted code can raise anything
             raise ChatError("the chat template refused the messages", str(error) or repr(error), hint=_HINT) from None
 
     def _render_within(self, variables: dict[str, Any], budget: _Budget) -> str:
@@ -116,7 +114,7 @@ class ChatTemplate:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as transformers hands it over: nothing that is None, reasoning under each of its names."""
+    """Prepare a message as transformers does: without None values, and with the reasoning under each of its names."""
     kept = {key: value for key, value in message.items() if value is not None}
     names = ("reasoning_content", "thinking", "reasoning")
     reasoning = next((kept[name] for name in names if name in kept), None)
@@ -124,13 +122,14 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_template(folder: Path) -> tuple[str, str | None]:
-    """A checkpoint's template, and another one for when there are tools. Raises `ChatError`."""
+    """Read a checkpoint's template, and the separate template for conversations with tools if there is one. Raises
+    `ChatError`."""
     try:
         return (folder / "chat_template.jinja").read_text(encoding="utf-8"), None
     except OSError:
         pass
     except UnicodeDecodeError as error:
-        raise ChatError(f"the chat template in {folder} is no text", str(error), hint=_HINT) from None
+        raise ChatError(f"the chat template in {folder} is not UTF-8 text", str(error), hint=_HINT) from None
     found = _read_json(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(found, list):  # several, by name
         named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
@@ -144,7 +143,7 @@ def read_template(folder: Path) -> tuple[str, str | None]:
 
 
 def read_special(folder: Path) -> dict[str, str]:
-    """The special tokens that a checkpoint names, by name; what cannot be read is not named."""
+    """Read the special tokens of a checkpoint, by name. Files that cannot be read are skipped."""
     known = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
     contents = {name: known.get(name) for name in NAMED_TOKENS}
     plain = {name: c.get("content") if isinstance(c, dict) else c for name, c in contents.items()}
@@ -159,30 +158,31 @@ def _read_json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-# bounds
+# limits
 
 
 class _LimitExceeded(jinja2.TemplateError):
-    """A template that goes on and on, or grows without end."""
+    """A template has exceeded a limit."""
 
 
 @dataclass
 class _Budget:
-    """What one rendering may still do."""
+    """The remaining steps and time of one rendering."""
 
     deadline: float
     steps: int = MAX_STEPS
 
     def step(self) -> None:
+        """Count one loop iteration or call. Raises `_LimitExceeded`."""
         self.steps -= 1
         if self.steps < 0:
-            raise _LimitExceeded(f"more than {MAX_STEPS} turns of loops and calls")
+            raise _LimitExceeded(f"more than {MAX_STEPS} loop iterations and calls")
         if time.thread_time() > self.deadline:
-            raise _LimitExceeded("it has not ended in time")
+            raise _LimitExceeded("it took too much CPU time")
 
 
 def _size(*values: Any) -> int:
-    """Characters and elements in nested plain data, as far as they may be."""
+    """Number of characters and elements in nested plain data. Raises `_LimitExceeded` above the limits."""
     total, elements, waiting = 0, 0, list(values)
     while waiting:
         value = waiting.pop()
@@ -199,7 +199,7 @@ def _size(*values: Any) -> int:
 
 
 def _check_call(name: str, values: Sequence[Any]) -> None:
-    """Whether what a filter or a method gives is bounded by what it is given."""
+    """Raises `_LimitExceeded` when the result of a filter or a method could be much larger than its arguments."""
     _size(*values)
     for value in values:
         if isinstance(value, int) and abs(value) > MAX_WIDTH and name != "range":
@@ -213,15 +213,15 @@ def _check_call(name: str, values: Sequence[Any]) -> None:
 
 
 def _has_width(text: str) -> bool:
-    """Whether a format string has a number of five digits or more in it, or a width that is given from outside."""
+    """Whether a format string has a number of five digits or more, or a width from an argument."""
     digits = "".join(c if c.isdigit() else " " for c in text).split()
     return "*" in text or any(len(number) > 4 for number in digits)
 
 
 def _bounded_filter(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter whose work is bounded by what it is given."""
+    """Wrap a filter with a check of its arguments."""
 
-    @functools.wraps(filter_)  # keeps whether Jinja hands it the context
+    @functools.wraps(filter_)  # keeps the attributes by which Jinja passes the context
     def checked(*args: Any, **kwargs: Any) -> Any:
         plain = [a for a in args if not isinstance(a, jinja2.Environment | jinja2.runtime.Context | nodes.EvalContext)]
         _check_call(name, [*plain, *kwargs.values()])
@@ -231,7 +231,7 @@ def _bounded_filter(name: str, filter_: Callable[..., Any]) -> Callable[..., Any
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, counting."""
+    """Jinja's sandbox with limits on steps and sizes."""
 
     intercepted_binops = frozenset({"+", "*", "%", "**"})
 
@@ -244,7 +244,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if operator == "**" and (abs(left) > MAX_WIDTH or abs(right) > 64):
             raise _LimitExceeded(f"{left} ** {right}")
         if operator == "*" and isinstance(left, int) and isinstance(right, int) and max(left, right) > 1 << 63:
-            raise _LimitExceeded("a number without end")
+            raise _LimitExceeded("a number of more than 63 bits")
         if operator == "%" and isinstance(left, str) and _has_width(left):
             raise _LimitExceeded("a format with a wide field")
         return super().call_binop(context, operator, left, right)
@@ -262,7 +262,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Jinja's own guard of `str.format`, and ours of its widths."""
+        """Check the field widths of `str.format`, beside Jinja's own checks."""
         wrapped = super().wrap_str_format(value)
         if wrapped is None:
             return None
@@ -275,12 +275,12 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def turn() -> str:
-        """One more turn of a loop: being called is what counts."""
+        """Called once per loop iteration, so that `call` counts it."""
         return ""
 
     @staticmethod
     def joined(*parts: Any) -> str:
-        """What `~` gives; its parts were weighed by `call`."""
+        """The result of `~`. `call` has checked the sizes of its parts."""
         return "".join(map(str, parts))
 
 
@@ -291,7 +291,7 @@ def _budget_of(context: jinja2.runtime.Context) -> _Budget:
 
 
 def _instrument(parsed: nodes.Template) -> nodes.Template:
-    """The template with each loop's turns counted and each `~` checked."""
+    """Instrument a template: count each loop iteration and check each `~`."""
     for loop in parsed.find_all((nodes.For, nodes.Macro)):
         turn = nodes.Call(nodes.EnvironmentAttribute("turn"), [], [], None, None)
         loop.body.insert(0, nodes.ExprStmt(turn))  # type: ignore[attr-defined]
@@ -310,13 +310,13 @@ def _checked_join(node: Any) -> Any:
     return nodes.Call(nodes.EnvironmentAttribute("joined"), node.nodes, [], None, None, lineno=node.lineno)
 
 
-# what transformers gives a template
+# what transformers provides to templates
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what a model is trained on; here it renders what is in it."""
+    """`{% generation %}` marks what a model is trained on. Here it only renders its content."""
 
-    tags = {"generation"}  # noqa: RUF012  as Jinja has it
+    tags = {"generation"}  # noqa: RUF012  as in Jinja
 
     def parse(self, parser: Any) -> nodes.Node:
         lineno = next(parser.stream).lineno
@@ -339,14 +339,14 @@ def _strftime_now(form: str) -> str:
 
 
 def _check_output(value: Any) -> Any:
-    """What `{{ }}` writes: a nested value may be longer as text than in memory."""
+    """Check the size of a value that `{{ }}` writes: a nested value may be longer as text than in memory."""
     if not isinstance(value, str):
         _size(value)
     return value
 
 
 def _add_globals(environment: jinja2.Environment) -> None:
-    """What transformers gives a template beside Jinja's own."""
+    """Add the filters and globals that transformers provides."""
     environment.filters["tojson"] = _tojson
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 

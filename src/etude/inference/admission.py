@@ -1,4 +1,4 @@
-"""Whether an engine can serve what it is asked, before it begins: the same for every kind of engine. No torch."""
+"""Checks of requests before they start, and version pins. Shared by all kinds of engines. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from etude.records.completion import CompletionRequest, Version
 
 @dataclass(frozen=True)
 class RequestChecks:
-    """What an engine has room for.
+    """Checks requests against the limits of an engine.
 
     >>> RequestChecks("engine-0", vocab_size=8, context_tokens=4).text([1, 9])
     Traceback (most recent call last):
-    etude.inference.errors.MalformedRequest: the token ids cannot be computed: int64 [2]
+    etude.inference.errors.MalformedRequest: the token ids are invalid: int64 [2]
       hint: send 2 to 4 ids in [0, 8), one row
     """
 
@@ -28,12 +28,12 @@ class RequestChecks:
     context_tokens: int
 
     def request(self, request: CompletionRequest) -> None:
-        """Raises `MalformedRequest` or `ContextFull`."""
+        """Check a completion request. Raises `MalformedRequest` or `ContextFull`."""
         sampling, num_prompt = request.sampling, len(request.prompt_ids)
         self.ids(request.prompt_ids, min_tokens=1, max_tokens=None)
         if not (sampling.max_tokens >= 1 and 0.0 <= sampling.temperature < 1e4 and 0 <= sampling.seed < 2**63):
             raise MalformedRequest(
-                f"request {request.request_id} asks for impossible sampling",
+                f"request {request.request_id} has invalid sampling parameters",
                 f"max_tokens {sampling.max_tokens}, temperature {sampling.temperature}, seed {sampling.seed}",
                 hint="max_tokens is at least 1, temperature not negative, seed in [0, 2**63)",
             )
@@ -51,13 +51,13 @@ class RequestChecks:
             )
 
     def text(self, token_ids: Sequence[int]) -> list[int]:
-        """The ids of a text to be scored. Raises `MalformedRequest`."""
-        ids = [t if 0 <= t < self.vocab_size else -1 for t in map(int, token_ids)]  # a wild one may not fit an int64
+        """Check the token ids of a text to score, and return them as a list. Raises `MalformedRequest`."""
+        ids = [t if 0 <= t < self.vocab_size else -1 for t in map(int, token_ids)]  # an invalid id may not fit an int64
         self.ids(np.array(ids, np.int64), min_tokens=2, max_tokens=self.context_tokens)
         return ids
 
     def ids(self, ids: np.ndarray[Any, Any], *, min_tokens: int, max_tokens: int | None) -> None:
-        """Raises `MalformedRequest` unless it is one row of so many ids of the vocabulary."""
+        """Raises `MalformedRequest` unless `ids` is one row of `min_tokens` to `max_tokens` ids of the vocabulary."""
         whole = ids.ndim == 1 and ids.dtype.kind in "iu" and len(ids) >= min_tokens
         if (
             not whole
@@ -66,19 +66,19 @@ class RequestChecks:
             or ids.max() >= self.vocab_size
         ):
             raise MalformedRequest(
-                "the token ids cannot be computed",
+                "the token ids are invalid",
                 f"{ids.dtype} {list(ids.shape)}",
                 hint=f"send {min_tokens} to {max_tokens or self.context_tokens} ids in [0, {self.vocab_size}), one row",
             )
 
     def version(self, request: CompletionRequest, held: Version) -> None:
-        """Raises `EngineBehind` where the version that is held is not one that the request demands."""
+        """Raises `EngineBehind` when the loaded version does not satisfy the request's `min_step` or `pin_step`."""
         if held.step < request.min_step or (request.pin_step is not None and held.step != request.pin_step):
             raise behind(request, self.name, held)
 
 
 def behind(request: CompletionRequest, engine: str, held: Version) -> EngineBehind:
-    """What an engine answers that holds another version than a request demands."""
+    """Make the error of an engine whose version does not satisfy a request."""
     demanded = f"step {request.pin_step}" if request.pin_step is not None else f"step {request.min_step} on"
     return EngineBehind(
         f"request {request.request_id} asks for {demanded}",
@@ -88,7 +88,11 @@ def behind(request: CompletionRequest, engine: str, held: Version) -> EngineBehi
 
 
 class VersionPins:
-    """Sessions that hold the current version.
+    """Sessions that pin the current version, so that no swap may happen. Pure: the time is an argument.
+
+    A request with `pin_step` (of an evaluation) must not see a swap, and the next call of its session needs the same
+    version. So a session pins the version while it has a request here, and for `lease_s` after it. The lease limits the
+    delay by a session that does not return.
 
     >>> pins = VersionPins(lease_s=10.0)
     >>> pins.enter("eval.0")
@@ -102,11 +106,11 @@ class VersionPins:
         self._leases: dict[str, float] = {}  # session -> when its lease ends
 
     def enter(self, session_id: str) -> None:
-        """A pinned request of the session was accepted."""
+        """Record that a pinned request of the session was accepted."""
         self._running[session_id] = self._running.get(session_id, 0) + 1
 
     def leave(self, session_id: str, *, now: float, may_return: bool) -> None:
-        """It ended, however it did; `may_return`: the session may call again."""
+        """Record that a pinned request ended. `may_return`: the session may call again."""
         self._running[session_id] -= 1
         if not self._running[session_id]:
             del self._running[session_id]
@@ -116,6 +120,6 @@ class VersionPins:
             self._leases.pop(session_id, None)
 
     def held(self, *, now: float) -> bool:
-        """Whether anybody holds the version at this moment."""
+        """Whether a session pins the version now."""
         self._leases = {s: end for s, end in self._leases.items() if end > now}
         return bool(self._running or self._leases)

@@ -1,12 +1,13 @@
-"""The reference engine: a model that one thread steps (`stepping`), behind the asyncio interface `seams.Engine`.
+"""The reference engine: a model that is stepped by one thread (`step_thread`), behind the asyncio interface
+`seams.Engine`.
 
-Only the thread touches scheduler, KV cache and weights; pausing, swapping weights and cancelling happen between two
-tokens. A swap waits until no session pins the current version (`pins`).
+Only this thread uses the scheduler, the KV cache and the weights. So pauses, swaps of weights and cancellations happen
+between two tokens. A swap waits until no session pins the current version (`admission.VersionPins`).
 
 A request is late when the engine has made no step for the request's `deadline_s`. A request that is being computed, or
-waits while others are, is not late, however long it is and however slow the steps are. The thread drops a late request
-and reports the phase that it was in. If the thread itself hangs, the coroutine that waits raises an error with the time
-that the thread has not moved.
+waits while others are, is not late, however slow the steps are. The thread drops a late request with an error that says
+in which phase it was. If the thread itself hangs, the waiting coroutine raises an error with the time since its last
+step.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from etude.weights.follow.targets import Swap
 T = TypeVar("T")
 
 CAPABILITIES = ("adopt", "pause-keep", "routes", "spans", "stream", "verify")  # "exact" is added for exact operators
-GRACE_S = 0.5  # beyond a request's deadline: a thread that does not hang reports a late request first
+GRACE_S = 0.5  # after a request's deadline, so that a thread that does not hang reports it first
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,11 @@ class SwapResult:
 
 
 class ReferenceEngine:
-    """Serves `seams.Engine` from a model in this process. Use as an async context manager, or `start` and `close`.
+    """Implements `seams.Engine` with a model in this process. Use it as an async context manager, or `start` and
+    `close`.
 
-    The model must not be touched by others from `start` on, except through `swap`.
+    From `start` on, nothing else may use the model, except through `swap`. Raises `EngineError` when the context of
+    `config` is longer than the model's.
     """
 
     def __init__(
@@ -66,12 +69,12 @@ class ReferenceEngine:
         self.name, self.version, self.config = name, version, config or EngineConfig()
         if self.config.context_tokens > model.config.context_tokens:
             raise EngineError(
-                f"a context of {self.config.context_tokens} tokens was asked for",
+                f"the engine's context is set to {self.config.context_tokens} tokens",
                 f"the model has positions for {model.config.context_tokens}",
                 hint="lower context_tokens (by hand: --context-tokens N), or take a model with a longer context",
             )
         self.counters = Counters()
-        self.trouble = ""  # why the latest adoption failed; "" where it did not fail
+        self.trouble = ""  # why the latest adoption failed; "" when it did not fail
         self._checks = RequestChecks(name, model.config.vocab_size, self.config.context_tokens)
         self._scheduler = Scheduler(
             num_slots=self.config.max_sequences,
@@ -85,18 +88,19 @@ class ReferenceEngine:
         self.parity = model.parity
         self._pins = VersionPins(lease_s=self.config.pin_lease_s)
         self._paused = False
-        self._stepped = time.monotonic()  # when the latest step, or swap, ended
+        self._stepped = time.monotonic()  # end of the latest step or swap, monotonic
         self._swaps: deque[tuple[Swap, Future[SwapResult]]] = deque()
-        self._awaiting: list[tuple[int, Future[Version]]] = []  # (step waited for, its future)
+        self._awaiting: list[tuple[int, Future[Version]]] = []  # (step, future)
         max_calls = self.config.max_waiting + self.config.max_sequences
         self._thread = StepThread(name, self._advance, self._fail_all, max_calls=max_calls)
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """Fail the requests in flight and stop. Idempotent. Raises `EngineError` when the thread does not end."""
+        """Fail the running requests and stop the thread. Idempotent. Raises `EngineError` when the thread does not
+        end."""
         self._thread.close()
 
     async def __aenter__(self) -> Self:
@@ -108,12 +112,12 @@ class ReferenceEngine:
 
     @property
     def alive(self) -> bool:
-        """Whether the stepping thread runs."""
+        """Whether the thread runs."""
         return self._thread.alive
 
     @property
     def stalled_s(self) -> float:
-        """Seconds for which the stepping thread has not moved."""
+        """Seconds since the thread last started a loop iteration."""
         return self._thread.stalled_s
 
     async def generate(self, request: CompletionRequest) -> Completion:
@@ -159,14 +163,15 @@ class ReferenceEngine:
             work.cancel()
 
     async def pause(self) -> None:
+        """See `seams.Engine`."""
         await self._thread.call(lambda: setattr(self, "_paused", True), "to pause")
 
     async def resume(self) -> None:
+        """See `seams.Engine`."""
         await self._thread.call(lambda: setattr(self, "_paused", False), "to resume")
 
     async def adopt(self, min_step: int, *, deadline_s: float) -> Version:
-        """Wait until the engine holds `min_step` or a later version; `follow` swaps it in from the weight chain. Raises
-        `EngineError` after `deadline_s`."""
+        """See `seams.Engine`. `weight_sync` fetches and swaps the versions."""
         future: Future[Version] = Future()
         self._thread.post(lambda: self._await_step(min_step, future), future)
         try:
@@ -180,8 +185,7 @@ class ReferenceEngine:
             ) from None
 
     async def info(self, *, deadline_s: float = 5.0) -> EngineInfo:
-        """What the engine is and how loaded it is. Does not wait for the stepping thread, so a hung engine answers
-        too."""
+        """See `seams.Engine`. Does not wait for the thread, so a hung engine responds too."""
         return EngineInfo(
             name=self.name,
             version=self.version,
@@ -201,12 +205,13 @@ class ReferenceEngine:
         return exposition(self.counters, await self.info())
 
     async def verify(self, token_ids: Sequence[int]) -> tuple[Version, list[float]]:
+        """See `seams.Engine`. Raises `MalformedRequest`."""
         ids = self._checks.text(token_ids)
         return await self._thread.call(lambda: (self.version, self._runner.score(ids)), "for its log-probabilities")
 
     async def operators(self, token_ids: Sequence[int], *, prompt_tokens: int) -> list[OperatorResult]:
-        """Compute a text and return the results of every operator (`watched`). `prompt_tokens`: how many of `token_ids`
-        are the prompt. No request is stepped meanwhile. Raises `MalformedRequest`."""
+        """Compute a text and return the results of every operator (`operator_trace`). `prompt_tokens`: how many of
+        `token_ids` are the prompt. Requests wait meanwhile. Raises `MalformedRequest`."""
         self._checks.ids(np.array(token_ids), min_tokens=2, max_tokens=self.config.context_tokens)
         if not 1 <= prompt_tokens <= len(token_ids):
             raise MalformedRequest(
@@ -218,21 +223,20 @@ class ReferenceEngine:
         )
 
     def swap(self, swap: Swap) -> Future[SwapResult]:
-        """Write prepared weights between two tokens, as soon as no session pins the version. May be called from any
-        thread.
+        """Write prepared weights between two steps, once no session pins the version. May be called from any thread.
 
-        A write that fails is undone: the future gets the error and the engine serves the old version. Where that fails
-        too, the engine ends, since its memory holds no version.
+        A write that fails is undone: the future gets the error, and the engine serves the old version. If undoing
+        fails too, the engine ends, since its weights are then of no version.
         """
         future: Future[SwapResult] = Future()
         self._thread.post(lambda: self._swaps.append((swap, future)), future)
         return future
 
     def between_steps(self, call: Callable[[], T]) -> Future[T]:
-        """Have the stepping thread run `call` before its next step. May be called from any thread."""
+        """Run `call` on the thread before its next step. May be called from any thread."""
         return self._thread.between_steps(call)
 
-    # -- on the thread
+    # The methods from here on run on the thread.
 
     def _advance(self) -> bool:
         self._apply_swaps()
@@ -348,6 +352,6 @@ class ReferenceEngine:
 
 
 def _notify(loop: asyncio.AbstractEventLoop, new_tokens: asyncio.Event) -> None:
-    """Signal new tokens to a loop from the stepping thread. A loop that is closed is ignored."""
+    """Set an event of an event loop from the thread. A closed loop is ignored."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(new_tokens.set)

@@ -1,4 +1,4 @@
-"""Paths, content types and control messages that an engine's server and its client share. No torch."""
+"""Paths, messages and stream frames that an engine's server and its client share. Imports no torch."""
 
 from __future__ import annotations
 
@@ -37,21 +37,22 @@ class VerifyRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verified(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of POST /verify: the version in live memory and its log-probability of each token but the first."""
+    """Response of POST /verify: the loaded version, and its log-probability of each token but the first."""
 
     version: Version
     logprobs: list[float]
 
 
 class OperatorsRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of POST /operators: a text of which the first `prompt_tokens` are computed in chunks, the others singly."""
+    """Body of POST /operators: a text whose first `prompt_tokens` tokens are computed in chunks, the others one by
+    one."""
 
     token_ids: list[int]
     prompt_tokens: int
 
 
 class OperatorResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One operator's results for every token; raw little-endian bytes, since numpy has no bfloat16."""
+    """The results of one operator for all tokens, as little-endian bytes, since numpy has no bfloat16."""
 
     name: str
     dtype: str
@@ -60,7 +61,7 @@ class OperatorResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OperatorResults(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of POST /operators, in the order of computing."""
+    """Response of POST /operators, in the order of computation."""
 
     results: list[OperatorResult]
 
@@ -72,7 +73,15 @@ _HEAD, _STATUS = struct.Struct("<cI"), struct.Struct("<H")
 
 
 def frame(part: list[int] | Completion | EtudeError) -> bytes:
-    """
+    """Encode a frame: token ids, the completion, or an error.
+
+    A stream is a sequence of frames in the body of one response. A frame is its kind (one byte), the length of its
+    payload (u32, little endian) and the payload:
+
+        t   token ids, int32 little endian: sampled since the last frame
+        c   the packed `Completion`; the last frame
+        e   HTTP status (u16, little endian) and JSON body of an error; the last frame
+
     >>> frame([1, 2])
     b't\\x08\\x00\\x00\\x00\\x01\\x00\\x00\\x00\\x02\\x00\\x00\\x00'
     """
@@ -89,8 +98,10 @@ def frame(part: list[int] | Completion | EtudeError) -> bytes:
 async def read_frames(
     read_exactly: Callable[[int], Awaitable[bytes]], *, engine: str
 ) -> AsyncIterator[list[int] | Completion]:
-    """The parts in a body, the `Completion` last. Raises the `EngineError` that an error frame holds, and one for bytes
-    that are no frames or end too early."""
+    """Yield the parts of a stream, the `Completion` last.
+
+    `read_exactly(n)` reads n bytes. Raises the `EngineError` of an error frame, and `EngineError` for invalid or
+    truncated bytes."""
     try:
         while True:
             kind, size = _HEAD.unpack(await read_exactly(_HEAD.size))
@@ -108,5 +119,5 @@ async def read_frames(
                 raise ValueError(f"a frame of kind {kind!r}")
     except (ValueError, struct.error, asyncio.IncompleteReadError) as error:
         raise EngineError(
-            f"{engine} broke off its answer", str(error), hint="ask again; its log says what happened"
+            f"the stream of {engine} is invalid or ended early", str(error), hint="send the request again; see its log"
         ) from None

@@ -116,7 +116,7 @@ def test_a_wrong_request_names_the_field(changes: dict[str, object], param: str)
 @pytest.mark.parametrize(
     ("reader", "field", "value", "says"),
     [
-        (read_request, "n", 2, "only 1 leaves it as it is"),
+        (read_request, "n", 2, "only 1 is accepted"),
         (read_request, "logprobs", True, "logprobs = true is not offered by this model: "),
         (read_request, "tool_choice", "required", 'only "auto" or "none" leaves'),
         (read_text_request, "logprobs", 5, "only null leaves it"),
