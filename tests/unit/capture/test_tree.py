@@ -100,7 +100,7 @@ def test_sampled_tokens_are_never_tokenised_again_and_known_messages_never_rende
         def __init__(self) -> None:
             self.calls: list[tuple[int, int]] = []
 
-        def first(self, messages: list[Message], *rest: Any, **options: Any) -> Any:
+        def encode_prompt(self, messages: list[Message], *rest: Any, **options: Any) -> Any:
             self.calls.append((0, len(messages)))
             return CHAT.encode_prompt(messages, *rest, **options)
 

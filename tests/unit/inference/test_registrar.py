@@ -66,7 +66,9 @@ class World:
 
 @asynccontextmanager
 async def world(what: EngineRequirements = WANTED, *, lease_s: float = 1.0) -> AsyncIterator[World]:
-    registrar = RegistryServer(what, token="t", reserved={"engine-0"}, registry=Registry(lease_s=lease_s), beat_s=0.02)
+    registrar = RegistryServer(
+        what, token="t", reserved={"engine-0"}, registry=Registry(lease_s=lease_s), interval_s=0.02
+    )
     async with listening(registrar.app, bind("127.0.0.1", 0), what="a registry") as url:
         made = World(registrar, url)
 

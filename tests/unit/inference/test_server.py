@@ -288,5 +288,5 @@ def test_a_follower_takes_no_core_that_the_engine_computes_on(tmp_path, monkeypa
     asked = {}
     monkeypatch.setattr(server, "FollowerProcess", lambda store, **settings: asked.update(settings))
     monkeypatch.setattr(server.os, "sched_getaffinity", lambda pid: set(range(cores)))
-    server._chain(server._parser().parse_args(["--store", str(tmp_path), "--threads", str(threads)]))
+    server._start_follower(server._parser().parse_args(["--store", str(tmp_path), "--threads", str(threads)]))
     assert asked["threads"] == left

@@ -201,7 +201,7 @@ def test_a_swap_holds_back_what_is_new_and_waits_for_sessions_that_pin(tell: Cal
                 late = asyncio.ensure_future(engine.generate(ask(min_step=1)))
                 await asyncio.sleep(0.05)
                 assert not late.done()
-                engine.moved(SECOND)
+                engine.set_version(SECOND)
             server.body = GENERATED.replace(b'"version":"0"', b'"version":"1"')
             assert (await late).spans[0].version == SECOND
 
@@ -234,7 +234,7 @@ def test_a_swap_that_fails_leaves_the_engine_frozen_until_one_succeeds(tell: Cal
             await engine.generate(ask(deadline_s=0.1))
         assert [path for path, _ in server.asked] == ["/pause?mode=keep&clear_cache=false"]
         async with engine.swapping():
-            engine.moved(SECOND)
+            engine.set_version(SECOND)
         server.body = GENERATED.replace(b'"version":"0"', b'"version":"1"')
         assert (await engine.generate(ask())).spans[0].version == SECOND
 
@@ -287,15 +287,15 @@ def test_requests_that_demand_a_later_version_than_was_swapped_in_end_as_behind(
 
     async def story(engine: ExternalEngine, server: Server) -> None:
         async with engine.swapping():
-            engine.moved(SECOND)
+            engine.set_version(SECOND)
         server.answer = server.never
         work = asyncio.ensure_future(engine.generate(ask(min_step=1)))
-        await until(lambda: engine.num_here == 1 and server.asked[-1][0].startswith("/inference"))
+        await until(lambda: engine.num_requests == 1 and server.asked[-1][0].startswith("/inference"))
         async with engine.swapping():
-            engine.moved(msgspec.structs.replace(FIRST, incarnation="1b2c3d4e"))
+            engine.set_version(msgspec.structs.replace(FIRST, incarnation="1b2c3d4e"))
         with pytest.raises(EngineBehind, match="asks for step 1 on"):
             await work
-        assert engine.num_here == 0
+        assert engine.num_requests == 0
         await server.gone.wait()
 
     tell(story)

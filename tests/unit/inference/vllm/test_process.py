@@ -47,20 +47,20 @@ def test_a_server_does_not_outlive_its_adapter_that_is_killed() -> None:
 
 SERVING = """
 import argparse, subprocess, sys
-from etude.inference.external.process import environ
-from etude.inference.external.serving import run
+from etude.inference.external.process import server_environ
+from etude.inference.external.serving import run_process
 
 LITTER = "import os, tempfile; [os.mkdir(os.path.join(tempfile.gettempdir(), name)) for name in 'abc']"
 
 
 def serving(folder, telemetry):
-    subprocess.run([sys.executable, "-c", LITTER], env=environ(folder, 1), check=True)
+    subprocess.run([sys.executable, "-c", LITTER], env=server_environ(folder, 1), check=True)
     print(len(list(folder.iterdir())), flush=True)
     if "waits" in sys.argv:
         sys.stdin.read()
 
 
-sys.exit(run(argparse.Namespace(watch_stdin=False, telemetry=None), "vllm", serving))
+sys.exit(run_process(argparse.Namespace(watch_stdin=False, telemetry=None), "vllm", serving))
 """
 
 
