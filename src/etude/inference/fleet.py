@@ -1,26 +1,27 @@
-"""Serves one `Policy` from many engines: chooses the engine of each request, and handles engines that fall behind, are
-full, or die.
+"""Serves one `Policy` from many engines: chooses the engine of each request, and retries when engines fail.
 
-A session stays with its engine, whose KV cache it extends. An engine that is gone, or does not answer a health check
-while it holds a request, is not asked for a while, and its requests are sent to another engine under the same request
-id: sampling is keyed, so a repeat gives the same completion. Nothing runs in the background; engines may come and go at
-any time.
+A session stays on its engine, whose KV cache it extends. An engine that is gone, or fails a health check while it
+serves a request, is skipped for a while, and its requests are sent to another engine under the same request id:
+sampling is keyed, so a repeated request gives the same completion. There are no background tasks; engines may join and
+leave at any time.
 
-Three limits end a request. An engine that serves it ends it when it makes no progress for its `deadline_s`; time lost
-to refusals, other than for the three reasons that follow, counts against the same seconds. Waiting for an engine that
-comes back, has room, or adopts the demanded version does not count, since that takes minutes where weights are large:
-it has a limit of its own, `patience_s`. And at most `MAX_LOST` engines may be lost under one request.
+Three limits end a request:
 
-What a registry knows of an engine (`update`) limits its work: no new requests for an engine that is drained or on
-standby, no new session where its free KV tokens are taken, and no request for which it would have to adopt a version
-while another engine has it. Where no engine has the demanded version, all are asked to adopt it, and the first that
-does gets the request. Production goes before rollouts: no limit holds it back here, and engines take it first.
+- An engine ends it when it makes no progress for its `deadline_s`. Time lost to other refusals counts against the same
+  seconds.
+- Waiting for an engine that restarts, has capacity, or adopts the demanded version takes minutes with large weights. It
+  does not count against `deadline_s`; it has its own limit, `patience_s`.
+- At most `MAX_LOST` engines may be lost while they serve the request, since it may be the cause.
 
-Between regions a rollout's next call goes to the engine where it is expected to end first (`pace`). A session stays
-with its engine, for its KV cache, and a group in its region, so that a lost region loses whole groups: both move only
-where a call takes less than half as long. So no engine gets more than it can end in about the time that the others
-need, and work left in a slow region moves when the others run out of work (decision 30).
-"""
+What the registry knows of an engine (`update`) limits its work: a draining or standby engine gets no new sessions; no
+new rollout goes to an engine without free KV tokens; and no request goes to an engine that would first have to adopt a
+version that another engine has. When no engine has the demanded version, all are asked to adopt it, and the first that
+does gets the request. Production goes before rollouts: the fleet never holds it back, and engines serve it first.
+
+Between regions, a rollout's next call goes to the engine where it is expected to end first (`Pace`). A session prefers
+its engine, for its KV cache, and a group prefers its region, so that a lost region loses complete groups. Both move
+only when a call takes less than half as long elsewhere. So no engine gets more work than it can finish in about the
+time of the others, and work in a slow region moves when the others run out of work (decision 30)."""
 
 from __future__ import annotations
 
@@ -40,40 +41,38 @@ from etude.inference.registry_messages import ListedEngine, State
 from etude.records.completion import Completion, CompletionRequest, Traffic, Version
 from etude.seams import Engine, stream_or_complete
 
-REST_S = 2.0  # how long an engine that was gone is left alone
-RETRY_S, SELDOM_S = 0.05, 1.0  # between two tries when nobody could serve: at first, and where the wait is long
-STAY_FACTOR = 2.0  # a session or group stays while a call takes at most so many times what it would elsewhere
-MAX_TRIAL = 8  # requests at once to a member of unknown pace, where that of others is known
-PATIENCE_S = 3_600.0  # for an engine to come back, to have room, or to come up to a version
-ADOPT_S = 60.0  # an engine is asked anew after so long whether it has come to a version
-MAX_LOST = 8  # engines that were lost under one request: perhaps it is what ends them
-MAX_SESSIONS = 65_536  # remembered at most; the one unused for longest is forgotten
+REST_S = 2.0  # an engine that was gone is skipped for so long
+RETRY_S, SELDOM_S = 0.05, 1.0  # pause between two rounds: at first, and at most
+STAY_FACTOR = 2.0  # a session or group stays while its call takes at most this factor of the time elsewhere
+MAX_TRIAL = 8  # concurrent requests to a member of unknown pace, when the pace of others is known
+PATIENCE_S = 3_600.0  # longest wait for an engine that restarts, has capacity, or adopts a version
+ADOPT_S = 60.0  # deadline of one adopt call; it is repeated
+MAX_LOST = 8  # engines lost while serving one request, which may be the cause
+MAX_SESSIONS = 65_536  # most remembered sessions; the least recently used is dropped
 
 
-# ------------------------------------------------------------------------------- how long a request takes on an engine
-# A line through what was served lately: seconds = alone + each * crowd, where crowd is how many requests ran there
-# together. The way there and back is in `alone`: a far engine is slow for one request, and no slower for many. Old
-# measurements fade, so that a line that was slow for a time is tried again.
+# How long a request takes on an engine: a linear fit of recent requests, seconds = alone + each * crowd, where crowd is
+# the number of requests that ran there together. Network latency is part of `alone`: a distant engine is slow for one
+# request, and no slower for many. Old measurements fade, so that an engine that was slow is tried again.
 
-
-WEIGHT = 0.05  # of the newest request
-FORGET_S = 60.0  # after the last request
-PRIOR = 1.0  # variance of the crowd at which the line is half what was seen, half a line through the origin
+WEIGHT = 0.05  # of the newest request in the moving averages
+FORGET_S = 60.0  # a pace is unknown so long after the last request
+PRIOR = 1.0  # variance of the crowd at which the fit is half the data, half a line through the origin
 
 
 @dataclass
 class Pace:
-    """A moving fit.
+    """A moving linear fit of an engine's seconds per request over the number of concurrent requests.
 
     >>> near, far = Pace(), Pace()
     >>> for crowd in [1, 8, 4, 8, 1] * 20:
     ...     near.served(0.02 * crowd, crowd, now=0.0)
     ...     far.served(0.2 + 0.005 * crowd, crowd, now=0.0)
-    >>> [round(near.seconds(n), 2) for n in (1, 20)], [round(far.seconds(n), 2) for n in (1, 20)]  # 0.3 leans to 1.0
+    >>> [round(near.seconds(n), 2) for n in (1, 20)], [round(far.seconds(n), 2) for n in (1, 20)]  # leans to 0
     ([0.02, 0.4], [0.19, 0.37])
     >>> far.known(now=1.0), far.known(now=100.0)
     (True, False)
-    >>> far.served(0.01, 1, now=100.0)  # its way is another by now
+    >>> far.served(0.01, 1, now=100.0)  # measured anew
     >>> round(far.seconds(1), 2)
     0.01
     """
@@ -86,11 +85,11 @@ class Pace:
     _joint: float = 0.0
 
     def known(self, now: float) -> bool:
-        """Whether something was served lately."""
+        """Whether a request was served recently."""
         return self._num_served > 0 and now - self._last < FORGET_S
 
     def served(self, seconds: float, crowd: float, *, now: float) -> None:
-        """A request was served from beginning to end, `crowd` running meanwhile, itself included."""
+        """Add a measurement: a request took `seconds`, with on average `crowd` requests running, itself included."""
         self._num_served, self._last = (self._num_served if self.known(now) else 0) + 1, now
         weight = max(WEIGHT, 1 / self._num_served)
         off, late = crowd - self._crowd, seconds - self._seconds
@@ -100,17 +99,17 @@ class Pace:
         self._joint = (1 - weight) * (self._joint + weight * off * late)
 
     def seconds(self, crowd: float) -> float:
-        """What a request is expected to take among so many. Only where it is `known`."""
-        share = self._seconds / self._crowd  # the slope where nothing is known of `alone`
+        """Expected seconds of a request among `crowd` requests. Only valid while `known`."""
+        share = self._seconds / self._crowd  # the slope of a line through the origin
         each = (self._joint + PRIOR * share) / (self._spread + PRIOR)
         return self._seconds + min(max(each, 0.0), share) * (crowd - self._crowd)
 
 
 class Assignment(enum.StrEnum):
-    """How a new session gets its engine."""
+    """How a new session is assigned to an engine."""
 
     LEAST_LOADED = "least-loaded"
-    STABLE = "stable"  # by hash of the session's group and the engine's name: a repeated run asks the same engines
+    STABLE = "stable"  # by hash of group and engine name: a repeated run uses the same engines
 
 
 def _now() -> float:
@@ -120,25 +119,28 @@ def _now() -> float:
 
 @dataclass(eq=False)
 class _Member:
+    """An engine of the fleet, with its load and state."""
+
     name: str
     engine: Engine
     num_running: int = 0
-    num_production: int = 0  # of those
+    num_production: int = 0  # of `num_running`
     rests_until: float = 0.0  # on the monotonic clock
-    probe: asyncio.Task[bool] | None = None  # one question at a time, whoever waits
-    adoption: asyncio.Task[Version | EngineError] | None = None  # the same, of `adopting`
+    probe: asyncio.Task[bool] | None = None  # the running health check, shared by all requests
+    adoption: asyncio.Task[Version | EngineError] | None = None  # the running adopt call, for step `adopting`
     adopting: int = 0
     takes_new: bool = True
-    step: int | None = None  # that it has at least; None: unknown
+    step: int | None = None  # step of its version, or a lower bound; None: unknown
     size: int = 1  # sequences that it decodes together
     region: str = ""
     pace: Pace = field(default_factory=Pace)
-    kv_tokens: int | None = None  # free when it was last told of, less what it was given since; None: unbounded
+    kv_tokens: int | None = None  # free KV tokens at the last update, less those of requests since; None: unlimited
 
     def seconds(self, typical_s: float | None) -> float:
-        """How long one more request is expected to take. Within one place, and where no engine's pace is known, only
-        the engine's load counts. An engine of unknown pace is taken to be `STAY_FACTOR` times as fast as a typical one: new
-        work then measures it, and no session leaves an engine of typical pace for it."""
+        """Expected seconds of one more request. Without regions, or when no pace is known, it is the relative load.
+
+        An engine of unknown pace is assumed to be `STAY_FACTOR` times as fast as a typical one: then new work measures
+        it, and no session leaves an engine of typical pace for it."""
         crowd = self.num_running + 1
         if typical_s is None or not self.region:
             return crowd / self.size
@@ -146,21 +148,24 @@ class _Member:
 
     @property
     def is_known(self) -> bool:
+        """Whether its pace is known."""
         return self.pace.known(_now())
 
     def is_behind(self, step: int) -> bool:
+        """Whether its version is known to be older than `step`."""
         return self.step is not None and self.step < step
 
     def saw_step(self, step: int) -> None:
-        """It was seen with this."""
+        """Record that it has a version of at least this step."""
         self.step = step if self.step is None else max(step, self.step)
 
     def has_capacity(self, request: CompletionRequest) -> bool:
+        """Whether its free KV tokens suffice for a request."""
         return self.kv_tokens is None or self.kv_tokens >= kv_tokens_needed(request)
 
     @contextlib.contextmanager
     def serving(self, request: CompletionRequest) -> Iterator[None]:
-        """Counted while the block runs."""
+        """Count a request as running while the block runs, and measure its pace."""
         production = request.traffic is Traffic.PRODUCTION
         self._count(1, production, kv_tokens_needed(request))
         began, crowd = _now(), self.num_running
@@ -180,25 +185,26 @@ class _Member:
 
 @dataclass
 class _Attempt:
-    """One request's way through the fleet."""
+    """The state of one request while the fleet looks for an engine that serves it."""
 
     request: CompletionRequest
     deadline: float
-    patience_s: float  # left to wait for an engine
+    patience_s: float  # remaining seconds to wait for an engine
     waited_s: float = 0.0
     num_lost: int = 0
-    refused: dict[str, EngineError] = field(default_factory=dict)  # each engine's latest no
-    skipped: set[str] = field(default_factory=set)  # not asked again in this round
-    behind: set[str] = field(default_factory=set)  # refused it for that
-    excluded: set[str] = field(default_factory=set)  # past the pinned step: never asked again
+    refused: dict[str, EngineError] = field(default_factory=dict)  # the latest error of each engine
+    skipped: set[str] = field(default_factory=set)  # not tried again in this round
+    behind: set[str] = field(default_factory=set)  # refused it because their version is too old
+    excluded: set[str] = field(default_factory=set)  # have passed the pinned step: never tried again
 
     @property
     def left_s(self) -> float:
+        """Seconds until the deadline."""
         return self.deadline - _now()
 
     def wait_is_over(self, seconds: float) -> None:
-        """Count `seconds` in which no engine could be asked. They count against the deadline where an engine has
-        refused the request for another reason, or `patience_s` is used up; else against `patience_s`."""
+        """Account for a wait of `seconds`. It counts against `patience_s` while all refusals are for waiting reasons
+        (behind, busy, gone); otherwise, or when `patience_s` is used up, against the deadline."""
         if all(isinstance(no, EngineBehind | EngineBusy | EngineGone) for no in self.refused.values()):
             free = min(seconds, self.patience_s)
             self.patience_s -= free
@@ -207,20 +213,20 @@ class _Attempt:
 
     @property
     def step(self) -> int:
-        """What an engine must hold."""
+        """The version step that an engine must have."""
         return self.request.min_step if self.request.pin_step is None else self.request.pin_step
 
     def waits_for(self, member: _Member) -> bool:
-        """Whether the member has to catch up first."""
+        """Whether the member first has to adopt a newer version."""
         return member.name in self.behind or member.is_behind(self.step)
 
 
 class Fleet:
-    """`seams.Policy` over named engines. A group is a session id up to its last dot ("g000012" of "g000012.3").
+    """Implements `seams.Policy` and `seams.Streaming` over named engines.
 
-    `heartbeat_s`: how often an engine that holds a request is asked whether it still answers. `patience_s`: how long a
-    request may wait for an engine that comes back, has room, or comes up to its version.
-    """
+    A group is a session id up to its last dot ("g000012" of "g000012.3"). `heartbeat_s`: interval of health checks of
+    an engine that serves a request. `patience_s`: longest wait of a request for an engine that restarts, has capacity,
+    or adopts its version. Must be used in one event loop."""
 
     def __init__(
         self,
@@ -232,27 +238,27 @@ class Fleet:
     ) -> None:
         self.assignment, self.heartbeat_s, self.patience_s = assignment, heartbeat_s, patience_s
         self._members = {name: _Member(name, engine) for name, engine in engines.items()}
-        self._sessions: dict[str, str] = {}  # session -> engine's name, the one unused for longest first
-        self._regions: dict[str, str] = {}  # group -> region of its newest session, the same way
+        self._sessions: dict[str, str] = {}  # session -> engine name, least recently used first
+        self._regions: dict[str, str] = {}  # group -> region of its newest session, least recently used first
         self._changed = asyncio.Event()
 
     @property
     def engines(self) -> dict[str, Engine]:
-        """All members, resting ones included."""
+        """All engines by name, including those that are skipped now."""
         return {name: member.engine for name, member in self._members.items()}
 
     def add(self, name: str, engine: Engine) -> None:
-        """A new member, or a restarted one under its old name and a new address."""
+        """Add an engine, or replace the one of this name after a restart."""
         self._members[name] = _Member(name, engine)
         self._changed.set()
         self._changed = asyncio.Event()
 
     def remove(self, name: str) -> None:
-        """Remove an engine: it gets no new requests, and those that it serves go on. Unknown names are ignored."""
+        """Remove an engine: it gets no new requests; those that it serves continue. Unknown names are ignored."""
         self._members.pop(name, None)
 
     def update(self, name: str, listed: ListedEngine) -> None:
-        """Update what a registry knows of an engine. Unknown names are ignored."""
+        """Apply the registry's state of an engine. Unknown names are ignored."""
         member = self._members.get(name)
         if member is not None:
             member.takes_new, member.region = listed.state is State.SERVING, listed.region
@@ -261,16 +267,16 @@ class Fleet:
             member.size, member.kv_tokens = max(1, listed.max_sequences), listed.kv_tokens_free
 
     def sessions(self) -> dict[str, int]:
-        """How many sessions each engine has, those between two calls included."""
+        """Number of sessions by engine name, including those between two calls."""
         return dict(Counter(self._sessions.values()))
 
     def forget(self, session_id: str) -> None:
-        """Forget a session that will not come back, and its forks ("s+1" of "s"). Unknown ones are ignored."""
+        """Forget an ended session and its forks ("s+1" of "s"). Unknown ids are ignored."""
         for one in [s for s in self._sessions if s == session_id or s.startswith(f"{session_id}+")]:
             del self._sessions[one]
 
     async def complete(self, request: CompletionRequest) -> Completion:
-        """See `seams.Policy`. `MalformedRequest` and `ContextFull` are the caller's own and raised at once."""
+        """See `seams.Policy`. `MalformedRequest` and `ContextFull` are raised without trying another engine."""
         attempt = _Attempt(request, _now() + request.deadline_s, self.patience_s)
         while True:
             member, sent_at = await self._next(attempt), _now()
@@ -283,8 +289,8 @@ class Fleet:
                 return completion
 
     async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
-        """See `seams.Streaming`. Before the first tokens another engine may take over, as in `complete`. After them an
-        engine's error is raised, since tokens that were yielded cannot be taken back."""
+        """See `seams.Streaming`. Before the first tokens a failed request is retried on another engine, as in
+        `complete`. After them the error is raised, since yielded tokens cannot be taken back."""
         attempt, begun = _Attempt(request, _now() + request.deadline_s, self.patience_s), False
         while True:
             member, sent_at = await self._next(attempt), _now()
@@ -302,8 +308,8 @@ class Fleet:
                 self._after_refusal(member, attempt, error, _now() - sent_at)
 
     async def _next(self, attempt: _Attempt) -> _Member:
-        """Wait for an engine to ask. Raises `EngineBehind` where none adopted the version, and `EngineError` at the
-        deadline and where no engine can ever serve the request."""
+        """Wait for an engine that can serve the request. Raises `EngineBehind` when none adopted the version, and
+        `EngineError` at the deadline, or when no engine can ever serve it."""
         pause_s = RETRY_S
         while attempt.left_s > 0:
             member, began = self._choose(attempt), _now()
@@ -324,8 +330,8 @@ class Fleet:
         raise _no_engine_error(attempt)
 
     def _choose(self, attempt: _Attempt) -> _Member | None:
-        """The engine to ask now; one that must adopt a version first only where all must. None where none can be
-        asked."""
+        """Choose the engine to try now, or None. An engine that must adopt a version first is only chosen when all
+        must."""
         now, out = _now(), attempt.skipped | attempt.excluded
         able = [m for m in self._members.values() if m.name not in out and m.rests_until <= now]
         home = next((m for m in able if m.name == self._sessions.get(attempt.request.session_id)), None)
@@ -361,7 +367,7 @@ class Fleet:
         return best if late and attempt.waits_for(best) <= attempt.waits_for(near) else near
 
     async def _serve(self, member: _Member, attempt: _Attempt) -> Completion:
-        """Ask one engine, and while it works, whether it still answers."""
+        """Send the request to one engine, and check its health while waiting."""
         request_now = msgspec.structs.replace(attempt.request, deadline_s=max(attempt.left_s, 0.001))
         with member.serving(request_now):
             work = asyncio.ensure_future(member.engine.generate(request_now))
@@ -369,9 +375,9 @@ class Fleet:
                 while not (await asyncio.wait({work}, timeout=self.heartbeat_s))[0]:
                     if not await self._answers(member):
                         raise EngineGone(
-                            f"{member.name} holds request {attempt.request.request_id} and does not answer",
-                            f"asked for its state, with {self.heartbeat_s:g} s of patience",
-                            hint="it hangs or its host is gone: restart it",
+                            f"{member.name} serves request {attempt.request.request_id} and does not respond",
+                            f"a health check took more than {self.heartbeat_s:g} s",
+                            hint="it hangs or its host is down: restart it",
                         )
                 return work.result()
             finally:
@@ -383,24 +389,26 @@ class Fleet:
         return await asyncio.shield(member.probe)
 
     def _after_refusal(self, member: _Member, attempt: _Attempt, error: EngineError, held_s: float) -> None:
-        """What a refusal, after the engine held the request for so long, means for the next choice. Raised again where
-        the request is wrong in itself, or may be what ends engines."""
+        """Update the state of a request after an engine's error. `held_s`: how long the engine had it. Raises the error
+        again when the request itself is invalid, or may be what ends engines."""
         attempt.num_lost += held_s >= REST_S and not isinstance(error, EngineLate | EngineBehind | EngineBusy)
         if isinstance(error, MalformedRequest | ContextFull | Unauthorised) or attempt.num_lost >= MAX_LOST:
             raise error
         quiet_s = min(held_s, attempt.left_s + held_s) if isinstance(error, EngineLate) else 0.0
-        attempt.deadline += held_s - quiet_s  # the engine computed: it, or others in whose turn it waited
+        attempt.deadline += held_s - quiet_s  # the engine made progress, with this request or others
         attempt.refused[member.name] = error
         if isinstance(error, EngineBehind):
             attempt.behind.add(member.name)
         else:
             attempt.skipped.add(member.name)
-            if not isinstance(error, EngineBusy) and attempt.left_s > 0:  # at the deadline it may only have been slow
+            if (
+                not isinstance(error, EngineBusy) and attempt.left_s > 0
+            ):  # at the deadline the engine may only have been slow
                 member.rests_until = _now() + REST_S
 
     async def _catch_up(self, member: _Member, attempt: _Attempt, patience_s: float) -> None:
-        """Wait until one of those who have to catch up has; under a stable assignment, until this one has. They pull
-        the weights themselves."""
+        """Wait until one of the engines with an older version has adopted the demanded one; with stable assignment,
+        until `member` has. The engines fetch the weights by themselves."""
         late = [
             m
             for m in self._members.values()
@@ -409,14 +417,14 @@ class Fleet:
         request_now = {m: _adoption(m, attempt) for m in ([member] if self.assignment is Assignment.STABLE else late)}
         done, _ = await asyncio.wait(request_now.values(), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
         if not done:
-            attempt.skipped.clear()  # who is busy now, or joins, may be first
+            attempt.skipped.clear()  # a busy or new engine may be first
         for member, adoption in request_now.items():
             if adoption.done():
                 attempt.behind.discard(member.name)
                 _apply_adoption(member, attempt, adoption.result())
 
     async def _pause_between_rounds(self, pause_s: float) -> None:
-        """Until the fleet changes, or a moment later."""
+        """Wait until an engine joins, at most `pause_s`."""
         try:
             await asyncio.wait_for(self._changed.wait(), pause_s)
         except TimeoutError:
@@ -432,7 +440,7 @@ class Fleet:
 
 
 async def _stream_parts(member: _Member, attempt: _Attempt) -> AsyncGenerator[list[int] | Completion]:
-    """What one engine tells, counted as running there meanwhile."""
+    """Stream from one engine, and count the request as running there."""
     request_now = msgspec.structs.replace(attempt.request, deadline_s=max(attempt.left_s, 0.001))
     with member.serving(request_now):
         async with contextlib.aclosing(stream_or_complete(member.engine, member.engine.generate, request_now)) as parts:
@@ -441,13 +449,13 @@ async def _stream_parts(member: _Member, attempt: _Attempt) -> AsyncGenerator[li
 
 
 def rank(member: _Member, attempt: _Attempt, typical_s: float | None) -> tuple[bool, float, float, str]:
-    """The sort key of engines for a new session: it goes to the engine with the smallest."""
+    """Sort key of engines for a new session; the smallest is chosen."""
     production = member.num_production if attempt.request.traffic is Traffic.PRODUCTION else 0
     return attempt.waits_for(member), production / member.size, member.seconds(typical_s), member.name
 
 
 def _adoption(member: _Member, attempt: _Attempt) -> asyncio.Task[Version | EngineError]:
-    """The task in which an engine adopts a step. All requests that wait for the step share it."""
+    """The task of an engine's adopt call. All requests that wait for the same step share it."""
     if member.adoption is None or member.adoption.done() or member.adopting != attempt.step:
         member.adopting = attempt.step
         member.adoption = asyncio.ensure_future(_adopt(member.engine, attempt.step, ADOPT_S))
@@ -455,7 +463,7 @@ def _adoption(member: _Member, attempt: _Attempt) -> asyncio.Task[Version | Engi
 
 
 def _apply_adoption(member: _Member, attempt: _Attempt, result: Version | EngineError) -> None:
-    """What an adoption came to."""
+    """Apply the result of an adopt call to the state of a request."""
     if isinstance(result, EngineError):
         gone = isinstance(result, EngineGone)
         attempt.refused[member.name] = result if gone else EngineBehind(result.what, result.facts, hint=result.hint)
@@ -463,8 +471,10 @@ def _apply_adoption(member: _Member, attempt: _Attempt, result: Version | Engine
     elif attempt.request.pin_step is not None and result.step > attempt.request.pin_step:
         attempt.excluded.add(member.name)
     elif result.step < attempt.step:
-        facts = f"it was asked for step {attempt.step} and says that it holds {result.step}"
-        attempt.refused[member.name] = EngineBehind(f"{member.name} does not catch up", facts, hint="see its log")
+        facts = f"step {attempt.step} was requested, and its version is of step {result.step}"
+        attempt.refused[member.name] = EngineBehind(
+            f"{member.name} does not adopt the version", facts, hint="see its log"
+        )
         attempt.skipped.add(member.name)
     else:
         member.saw_step(result.step)
@@ -472,12 +482,12 @@ def _apply_adoption(member: _Member, attempt: _Attempt, result: Version | Engine
 
 
 def group_of(request: CompletionRequest) -> str:
-    """The group of its session."""
+    """The group of a request's session."""
     return request.session_id.rpartition(".")[0] or request.session_id
 
 
 def kv_tokens_needed(request: CompletionRequest) -> int:
-    """KV tokens that a request may come to fill."""
+    """KV tokens that a request needs at most: prompt and completion."""
     return len(request.prompt_ids) + request.sampling.max_tokens
 
 
@@ -501,6 +511,6 @@ def _no_engine_error(attempt: _Attempt) -> EngineError:
     late = any(isinstance(no, EngineBehind) for no in attempt.refused.values())
     return (EngineBehind if late else EngineError)(
         f"no engine served request {attempt.request.request_id} within {attempt.request.deadline_s:g} s",
-        f"{reasons or 'the fleet had no engine to ask'}; {attempt.waited_s:.0f} s of waiting for one were not counted",
+        f"{reasons or 'the fleet has no engines'}; {attempt.waited_s:.0f} s of waiting were not counted",
         hint="see the engines' logs; restarted ones join under their new address",
     )

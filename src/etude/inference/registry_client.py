@@ -1,9 +1,8 @@
-"""An engine's side of the registry: ask what is wanted, join, renew, join again when the lease was lost, leave.
+"""Clients of the engine registry: `Registration` for engines, `FleetUpdater` for what sends requests to engines.
 
-A `Registration` is kept beside an engine of any kind, in its process or in one of its own: it knows the engine by its
-URL. A registry that is not there yet, or away, is waited for, told once with what it is and until when; meanwhile the
-engine goes on with what it has, and follows the weights.
-"""
+A `Registration` runs beside an engine of any kind, in its process or in another: it only needs the engine's URL. When
+the registry does not respond, it waits, and reports the reason and the end of the wait once. Meanwhile the engine keeps
+serving and updating its weights."""
 
 from __future__ import annotations
 
@@ -55,32 +54,32 @@ from etude.inference.registry_messages import (
 
 ANSWER_TIMEOUT_S = 10.0
 RETRY_S = 1.0
-WAIT_S = 3_600.0  # for a registry that is not there: a home that is resumed, or has its corpus yet to make
-RENEWALS = 4  # in the time of a lease
-UNAVAILABLE = (502, 503, 504)  # what stands before a registry says that nobody is behind it
+WAIT_S = 3_600.0  # longest wait for a registry: the run may be starting, or be resumed later
+RENEWALS = 4  # renewals per lease
+UNAVAILABLE = (502, 503, 504)  # statuses of a proxy whose registry does not respond
 T = TypeVar("T")
 Report = Callable[[str], None]
 
 
 def print_to_stderr(text: str) -> None:
-    """To whoever started this."""
+    """Print a line to standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
 class RegistryWait:
-    """For a registry, or until it reaches the engine: told once, `wait_s` at most from the first failure after a
-    success."""
+    """The wait for a registry that fails: it is reported once, and limited to `wait_s` since the last success."""
 
     def __init__(self, registry: str, wait_s: float, report: Report = print_to_stderr) -> None:
         self._registry, self._wait_s, self._report = registry, wait_s, report
         self._end: float | None = None
 
     def succeeded(self) -> None:
-        """It is there."""
+        """Record a success, which ends the wait."""
         self._end = None
 
     def failed(self, cause: str, unreached: EngineUnreachable | None = None) -> None:
-        """It is not, or it does not reach the engine. Raises `DeadlineExceeded`, or `unreached`."""
+        """Record a failure. `unreached`: the registry responded that it cannot reach the engine. Raises `unreached` or
+        `DeadlineExceeded` after `wait_s`."""
         now = time.monotonic()
         if self._end is None:
             self._end = now + self._wait_s
@@ -93,14 +92,14 @@ class RegistryWait:
             if unreached is not None:
                 raise unreached
             facts = f"{cause}; waited {self._wait_s:g} s"
-            hint = "start the run, or resume it: it is its fleet.listen"
-            hint += "; --wait-s says how long it is waited for" if self._wait_s > 0 else ""
+            hint = "start the run, or resume it; the URL is its fleet.listen"
+            hint += "; --wait-s sets the longest wait" if self._wait_s > 0 else ""
             raise DeadlineExceeded(f"no registry at {self._registry}", facts, hint=hint)
 
 
 def fetch_requirements(registry: str, token: str | None, *, wait_s: float = WAIT_S) -> EngineRequirements:
-    """What the run wants of an engine; waits for a registry that is not there yet. Raises `InputError` for what is no
-    registry, `Unauthorised`, `DeadlineExceeded`."""
+    """Fetch what a run requires of an engine, and wait up to `wait_s` for the registry. Raises `InputError` when the
+    URL is not a registry, `Unauthorised`, `DeadlineExceeded`."""
     request = urllib.request.Request(registry_url(registry) + WANTED, headers=auth_headers(token))
     waiting = RegistryWait(registry, wait_s)
     while True:
@@ -120,14 +119,14 @@ def fetch_requirements(registry: str, token: str | None, *, wait_s: float = WAIT
 
 
 def parse_answer(registry: str, status: int, body: bytes, kind: type[T]) -> T:
-    """What a registry answered. Raises the error that it tells; `EngineGone` where something before it says that it is
-    away; `InputError` for what no registry says."""
+    """Parse a response of a registry. Raises the error in it; `EngineGone` for a proxy's "unavailable" status;
+    `InputError` for a response that is not a registry's."""
     try:
         if status == 200:
             return msgspec.json.decode(body, type=kind)
         msgspec.json.decode(body, type=ErrorBody)
     except ValueError:
-        facts = f"it answers {status} with {body[:60]!r}"
+        facts = f"its response is {status}: {body[:60]!r}"
         if status in UNAVAILABLE:
             raise EngineGone(f"no registry answers at {registry}", facts, hint="is the run up?") from None
         raise not_a_registry(registry, facts) from None
@@ -135,7 +134,7 @@ def parse_answer(registry: str, status: int, body: bytes, kind: type[T]) -> T:
 
 
 def not_a_registry(registry: str, facts: str) -> InputError:
-    """An error for a URL of something else."""
+    """Make the error for a URL that is not a registry's."""
     return InputError(f"{registry} is no registry", facts, hint="give the run's: http://HOST:PORT of its fleet.listen")
 
 
@@ -148,8 +147,8 @@ async def call_registry(
     body: object = None,
     deadline_s: float = ANSWER_TIMEOUT_S,
 ) -> T:
-    """A registry's answer: to a GET, or to a POST where something is `body`. Raises as `parse_answer` does, and
-    `EngineGone` where nobody answers."""
+    """Send a GET request, or a POST request with `body`, and parse the response as `kind`. Raises as `parse_answer`
+    does, and `EngineGone` when the registry does not respond."""
     method, data = ("GET", None) if body is None else ("POST", msgspec.json.encode(body))
     timeout = aiohttp.ClientTimeout(total=deadline_s)
     try:
@@ -162,8 +161,11 @@ async def call_registry(
 
 
 class Registration:
-    """One engine's place in a fleet. `must_answer`: the engine answers already, so that a registry which does not reach it
-    when it first joins was given a wrong URL; else it is waited for."""
+    """Keeps one engine registered in a fleet: joins, renews the lease, and joins again when the lease was lost.
+
+    `state`: the engine's state as of the last response. `report`: called with progress messages. `must_answer`: the
+    engine is running already, so a registry that cannot reach it at the first join was given a wrong URL; otherwise the
+    registration waits for the engine."""
 
     def __init__(
         self,
@@ -182,15 +184,17 @@ class Registration:
         self._lease, self._every_s, self._reported = "", RETRY_S, ""
 
     async def run(self) -> None:
-        """Be a member until drained; returns then. Raises `MalformedRequest` and `Unauthorised`: the registry will not
-        have it; `InputError`: it is none; `DeadlineExceeded`: it was away for `wait_s`; `EngineUnreachable`: it does
-        not reach the engine."""
+        """Keep the engine registered; return when it was drained.
+
+        Raises `MalformedRequest` and `Unauthorised` when the registry refuses the engine; `InputError` when the URL is
+        not a registry; `DeadlineExceeded` when the registry did not respond for `wait_s`; `EngineUnreachable` when it
+        cannot reach the engine."""
         async with aiohttp.ClientSession(headers=auth_headers(self._token)) as session:
             while self.state is not State.LEFT:  # noqa: ASYNC110  the state is the registry's
                 await asyncio.sleep(await self._join_or_renew(session))
 
     async def leave(self) -> None:
-        """Say goodbye, if there is a lease and somebody listens."""
+        """Leave the fleet, if joined. A registry that does not respond is ignored."""
         if not self._lease or self.state is State.LEFT:
             return
         renewal = Renewal(name=self.join_request.name, lease=self._lease)
@@ -201,7 +205,7 @@ class Registration:
                 return
 
     async def _join_or_renew(self, session: aiohttp.ClientSession) -> float:
-        """Join or renew; the seconds until the next."""
+        """Join or renew the lease. Returns the seconds until the next call."""
         try:
             if not self._lease:
                 welcome = await call_registry(session, self._registry, JOIN, JoinAnswer, body=self.join_request)
@@ -236,17 +240,17 @@ class Registration:
             return RETRY_S
 
     def _report_change(self, text: str) -> None:
-        """What is new, once."""
+        """Report a text unless it was the last one reported."""
         if text != self._reported:
             self._report(text)
         self._reported = text
 
 
 def make_registration(args: argparse.Namespace, listener: socket.socket, token: str | None) -> Registration | None:
-    """The place that an engine is to have in a fleet elsewhere, not yet taken; None where it joins none."""
+    """Make the registration of an engine from its command-line arguments; None without --register."""
     if not args.register:
         return None
-    listener.listen()  # whoever calls before the engine serves waits for it, instead of being refused
+    listener.listen()  # early connections wait until the engine serves, instead of being refused
     host, port = listener.getsockname()[:2]
     host = local_address_for(args.register) if host in ("0.0.0.0", "::") else host
     url = args.advertise or f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -255,17 +259,17 @@ def make_registration(args: argparse.Namespace, listener: socket.socket, token: 
 
 
 async def run_registration(registration: Registration) -> None:
-    """Until it is drained, or the registry will not have it: then the process ends."""
+    """Keep an engine registered until it is drained or refused, then exit the process."""
     try:
         await registration.run()
     except EtudeError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         os._exit(error.exit_code)
-    os._exit(0)  # it has finished what it had; what it started ends with it
+    os._exit(0)  # it is drained; child processes end with it
 
 
 def local_address_for(registry: str) -> str:
-    """This host's address on its way to the registry: what others may reach it at, behind no translation."""
+    """The local address that the route to the registry uses. Others can reach it there unless there is NAT."""
     parts = urlsplit(registry)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     with socket.socket(socket.AF_INET6 if ":" in (parts.hostname or "") else socket.AF_INET, socket.SOCK_DGRAM) as way:
@@ -274,31 +278,31 @@ def local_address_for(registry: str) -> str:
 
 
 def registry_url(registry: str) -> str:
-    """The URL of a registry, checked. Raises `InputError`."""
+    """Check and normalise the URL of a registry. Raises `InputError`."""
     if urlsplit(registry).scheme not in ("http", "https") or not urlsplit(registry).hostname:
         raise InputError(f"{registry!r} is no registry", hint="write http://HOST:PORT, the run's fleet.listen")
     return registry.rstrip("/")
 
 
 def auth_headers(token: str | None) -> dict[str, str]:
-    """The headers of a request to a registry."""
+    """The authorization header of a request to a registry."""
     return {"authorization": f"Bearer {token}"} if token else {}
 
 
 POLL_S, ROSTER_TIMEOUT_S = 1.0, 5.0
-GIVEN_WORK = ALIVE - {State.CATCHING_UP}
+USABLE = ALIVE - {State.CATCHING_UP}
 
 
 class FleetUpdater:
-    """Applies rosters to a fleet: joins, changed addresses, the lost, and what is known of each."""
+    """Keeps a `Fleet` up to date with the registry's list of engines."""
 
     def __init__(self, fleet: Fleet, *, token: str | None = None) -> None:
         self.fleet, self._token = fleet, token or environment_token()
         self._known: dict[str, HttpEngine] = {}
 
     async def apply(self, roster: Roster) -> None:
-        """The fleet as it is now. What an engine that is lost was asked is asked elsewhere at once."""
-        listed = {name: one for name, one in roster.items() if one.state in GIVEN_WORK}
+        """Add, remove and update the fleet's engines. Requests on a lost engine are retried on another at once."""
+        listed = {name: one for name, one in roster.items() if one.state in USABLE}
         for name in self._known.keys() - listed.keys():
             self.fleet.remove(name)
             await self._known.pop(name).close()
@@ -312,12 +316,11 @@ class FleetUpdater:
             self.fleet.update(name, one)
 
     async def close(self) -> None:
-        """Ask nobody any more."""
+        """Remove all engines and close their connections."""
         await self.apply({})
 
     async def poll_registry(self, url: str) -> None:
-        """Ask the registry again and again, for ever. One that does not answer, or has something else answer in its
-        place, leaves the fleet as it was."""
+        """Poll the registry and apply its list, forever. When it does not respond, the fleet stays as it is."""
         async with aiohttp.ClientSession(headers=auth_headers(self._token)) as session:
             while True:
                 with contextlib.suppress(EngineGone, InputError):
@@ -326,5 +329,5 @@ class FleetUpdater:
 
 
 async def fetch_roster(session: aiohttp.ClientSession, url: str) -> Roster:
-    """What a registry lists. Raises as `registering.call_registry` does."""
+    """Fetch the registry's list of engines. Raises as `call_registry` does."""
     return await call_registry(session, url, ENGINES, Roster, deadline_s=ROSTER_TIMEOUT_S)

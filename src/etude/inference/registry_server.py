@@ -1,10 +1,9 @@
-"""A fleet's registry as a service: engines join over HTTP, and each is asked how it is, every `PROBE_INTERVAL_S`.
+"""Serves the engine registry over HTTP, and probes every engine each `PROBE_INTERVAL_S`.
 
-Joining is refused where it could not work: the engine does not answer at the URL that it gives, takes another token
-than the run's, cannot do what the run needs, or has a name that a living engine holds. Whoever starts this serves `app`
-and runs `watch`, and is told of every beat, and of every engine whose state changed. Nothing here waits for a slow
-engine longer than a beat's patience, and for no engine on behalf of another.
-"""
+Joining is refused when it could not work: the engine does not respond at the URL that it gives, accepts another token
+than the run's, lacks a capability that the run needs, or has the name of a living engine. The caller serves `app` and
+runs `watch`, and gets callbacks for each probe and for each engine whose state changed. A slow engine delays neither
+the probes of others nor the callbacks."""
 
 from __future__ import annotations
 
@@ -50,17 +49,17 @@ from etude.records.completion import Version
 from etude.seams import EngineInfo
 
 PROBE_INTERVAL_S = 1.0
-PROBE_TIMEOUT_S = 3.0  # for one engine's answer about itself
-TOKEN_TIMEOUT_S = 1.0  # for its answer to a request that bears the token
+PROBE_TIMEOUT_S = 3.0  # deadline of one probe
+TOKEN_TIMEOUT_S = 1.0  # deadline of the request that checks the token
 MAX_BODY = 16 * 1024
 T = TypeVar("T")
 
 
 class RegistryServer:
-    """The registry, its HTTP face, and the questions.
+    """The registry, its HTTP endpoints, and the probes of engines.
 
-    `reserved`: names that nobody may join under. `token`: what every request bears, and what engines are asked with.
-    `on_change` is told of an engine whose state is another than at the beat before; `on_probe` of every beat.
+    `requirements`: what engines need to serve the run. `token`: bearer token of all requests, also of those to engines.
+    `reserved`: names that engines must not join under. `interval_s`: time between two probes.
     """
 
     def __init__(
@@ -73,14 +72,14 @@ class RegistryServer:
         interval_s: float = PROBE_INTERVAL_S,
     ) -> None:
         self.requirements, self.registry = requirements, registry or Registry()
-        self.engines: dict[str, HttpEngine] = {}  # of everybody who has not left
-        self.roster: Roster = {}  # as of the last beat
+        self.engines: dict[str, HttpEngine] = {}  # clients of all engines that have not left
+        self.roster: Roster = {}  # as of the last probe
         self._token, self._reserved, self._interval_s = token, reserved, interval_s
         self._probes: dict[str, asyncio.Task[None]] = {}
 
     @property
     def app(self) -> Starlette:
-        """The HTTP face."""
+        """The HTTP endpoints."""
         return Starlette(
             routes=[
                 Route(WANTED, self._authenticated(self._requirements)),
@@ -95,8 +94,11 @@ class RegistryServer:
     async def watch(
         self, on_change: Callable[[str, ListedEngine], None], on_probe: Callable[[Roster], Awaitable[dict[str, int]]]
     ) -> None:
-        """Ask everybody, tell what is, for ever. `on_probe` answers with the sessions that each engine still has; one that
-        drains, and had nothing to do a beat after it was told so, has finished."""
+        """Probe all engines and report, forever.
+
+        `on_change(name, engine)` is called for each engine whose state changed since the last round. `on_probe(roster)`
+        is called after each round, and returns the number of sessions by engine. A draining engine has finished when it
+        had no session and no running request for a round."""
         previous: Roster = {}
         while True:
             began = time.monotonic()
@@ -118,33 +120,34 @@ class RegistryServer:
             await asyncio.sleep(max(0.0, self._interval_s - (time.monotonic() - began)))
 
     async def _close_lost(self, names: Sequence[str], left: Container[str]) -> None:
-        """Nobody waits for these engines' answers any longer; those that left are not asked again."""
+        """Close the connections to lost engines, so that nothing waits for them. Engines that left are not probed
+        again."""
         engines = {name: self.engines[name] for name in names if name in self.engines}
         for name, engine in engines.items():
             if self.engines.get(name) is not engine:
-                continue  # it has joined again just now
+                continue  # it has joined again
             if name in left:
                 await self._close(name)
             else:
                 await engine.close()
 
     def set_head(self, version: Version) -> None:
-        """What was published last; whoever holds a lost lineage's is given nothing from now on."""
+        """Set the newest published version. Engines with weights of a lost lineage get no work from now on."""
         self.registry.set_head(version)
         self.roster = self.registry.roster(now=time.monotonic())
 
     def serving(self) -> dict[str, HttpEngine]:
-        """Engines that hold, or will come to, what is published: neither lost nor catching up."""
+        """Clients of the engines that are alive and not catching up, by name."""
         held = ALIVE - {State.CATCHING_UP}
         return {n: self.engines[n] for n, one in self.roster.items() if one.state in held and n in self.engines}
 
     async def close(self) -> None:
-        """Ask nobody any more."""
+        """Stop all probes and close the connections."""
         for name in list(self.engines):
             await self._close(name)
 
     def _probe_all(self) -> None:
-        """One question at a time to each; who is still asked from the beat before is not asked again."""
+        """Start a probe of each engine whose last probe has ended."""
         for name, engine in self.engines.items():
             if name not in self._probes:
                 task = asyncio.create_task(self._probe(name, engine), name=f"how is {name}")
@@ -163,13 +166,13 @@ class RegistryServer:
 
     async def _close(self, name: str) -> None:
         engine, probe = self.engines.pop(name, None), self._probes.get(name)
-        if probe is not None:  # else it would open a connection anew
+        if probe is not None:  # a running probe would open a new connection
             probe.cancel()
             await asyncio.gather(probe, return_exceptions=True)
         if engine is not None:
             await engine.close()
 
-    # -- the face
+    # HTTP handlers
 
     def _authenticated(
         self, handler: Callable[[Request], Awaitable[object]]
@@ -207,7 +210,7 @@ class RegistryServer:
             if isinstance(error, (MalformedRequest, Unauthorised)):
                 raise
             facts = error.facts if isinstance(error, EngineGone) else f"{error.what}: {error.facts}"
-            hint = "give the engine's own URL, as the run reaches it; an engine says it by --advertise http://HOST:PORT"
+            hint = "give the URL at which the run reaches the engine: --advertise http://HOST:PORT"
             raise EngineUnreachable(f"{join.name} does not answer at {join.url}", facts, hint=hint) from None
         await self._close(join.name)
         lease = self.registry.join(join, now=time.monotonic())
@@ -224,9 +227,9 @@ class RegistryServer:
                 await self.engines[join.name].info(deadline_s=PROBE_TIMEOUT_S)
                 taken = True
             except EngineError:
-                pass  # it was killed, and this is its successor
+                pass  # the old engine is gone, and this one replaces it
         if taken:
-            raise MalformedRequest(f"there is an engine {join.name!r}", "it answers", hint="take another --name")
+            raise MalformedRequest(f"there is an engine {join.name!r}", "it responds", hint="take another --name")
 
     async def _renew(self, request: Request) -> RenewalAnswer:
         join = await _read(request, Renewal)
@@ -244,7 +247,7 @@ class RegistryServer:
 
 
 def refuse_unfit(name: str, info: EngineInfo, requirements: EngineRequirements) -> None:
-    """Raises `MalformedRequest` for an engine that cannot serve the run."""
+    """Raises `MalformedRequest` for an engine that cannot serve the run: capabilities, context or parity class."""
     needed = {"adopt", "spans", "verify"} | ({"routes"} if requirements.routes else set())
     if missing := needed - set(info.capabilities):
         facts = f"the run needs {', '.join(sorted(missing))}, it has {', '.join(sorted(info.capabilities))}"
@@ -264,8 +267,8 @@ def refuse_unfit(name: str, info: EngineInfo, requirements: EngineRequirements) 
 
 
 async def _refuse_wrong_token(join: JoinRequest, engine: HttpEngine) -> None:
-    """Raises `Unauthorised` where the engine has another token than the run. Its state anybody may ask for: it is
-    asked to adopt what any engine holds."""
+    """Raises `Unauthorised` when the engine has another token than the run. GET /info needs no token, so this sends an
+    adopt request that every engine satisfies."""
     try:
         await engine.adopt(NO_VERSION.step, deadline_s=TOKEN_TIMEOUT_S)
     except Unauthorised as error:
@@ -273,7 +276,7 @@ async def _refuse_wrong_token(join: JoinRequest, engine: HttpEngine) -> None:
         hint = "start the engine with the ETUDE_TOKEN that the run has, and join again"
         raise Unauthorised(what, f"{join.url} says: {error.what}", hint=hint) from None
     except EngineError:
-        return  # it answers for itself, and is busy
+        return  # the token was accepted
 
 
 async def _read(request: Request, kind: type[T]) -> T:

@@ -232,7 +232,7 @@ def test_an_engine_that_never_comes_up_is_named_after_the_patience_as_behind() -
     async def story() -> None:
         engine, loop = Distant("far"), asyncio.get_running_loop()
         engine.takes_s, began = float("inf"), loop.time()
-        with pytest.raises(EngineBehind, match=r"(?s)far: far .*; 900 s of waiting for one were not"):
+        with pytest.raises(EngineBehind, match=r"(?s)far: far .*; 900 s of waiting were not"):
             await Fleet({"far": engine}, patience_s=900.0).complete(ask("a", min_step=5, deadline_s=10.0))
         assert 900.0 <= loop.time() - began < 1000.0
 

@@ -142,7 +142,7 @@ def test_a_url_of_something_else_is_told_from_a_registry_that_is_away(
     name, *rest = command
     assert main(["fleet", name, web_page, *rest]) == 2
     said = capsys.readouterr().err
-    assert "is no registry: it answers 200 with b'<!doctype html><html>'" in said
+    assert "is no registry: its response is 200: b'<!doctype html><html>'" in said
     assert "hint: " in said
     assert main(["fleet", name, nobody, *rest]) == 1
     assert "no registry" in capsys.readouterr().err

@@ -39,7 +39,7 @@ def test_a_lease_ends_unless_it_is_renewed_and_its_holder_joins_again() -> None:
     assert registry.renew("west", leases["west"], now=9.0) is State.SERVING
     assert registry.states(now=18.9) == {"west": State.SERVING}
     assert registry.states(now=19.0) == {"west": State.LOST}
-    with pytest.raises(NotRegistered, match="has ended"):
+    with pytest.raises(NotRegistered, match="has expired"):
         registry.renew("west", leases["west"], now=19.0)
     again = join(registry, now=20.0)
     assert registry.states(now=20.0) == {"west": State.CATCHING_UP}, "it may have missed versions"
