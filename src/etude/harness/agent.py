@@ -2,7 +2,8 @@
 
 Everything that the agent can cause is an `Ending` and will be graded: malformed calls, hanging commands, too many
 turns, a full context. What it cannot cause (no engine answered, the machine died) is returned as `AgentRun.failure`,
-with the completed turns."""
+with the completed turns.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ A call is the tool's name and then its arguments in the order of its signature, 
 argument takes the rest of the text, newlines included, so code needs no quoting. An earlier argument is a bare word; an
 empty one, one with blanks, or one that is not text is written as JSON, and a word that starts with ``"``, ``[`` or
 ``{`` is parsed as JSON. The format is positional and unquoted because every token costs: the same edit as a JSON object
-is three times as long, and a model of a million parameters fails to close the brackets."""
+is three times as long, and a model of a million parameters fails to close the brackets.
+"""
 
 from __future__ import annotations
 

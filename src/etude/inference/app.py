@@ -1,10 +1,10 @@
-"""An engine's HTTP face: routes in, routes out, nothing decided here.
+"""The HTTP API of an engine, as an ASGI app.
 
-Token-in/token-out in the shape of vLLM's endpoint, as msgpack or JSON by content type (arrays with dtype and shape,
-never lists of numbers). Errors are `errors.ErrorBody`. A caller that goes away cancels its request.
+The completion endpoint takes and returns token ids, in the shape of vLLM's, as msgpack or JSON by content type (arrays
+with dtype and shape, never lists of numbers). Error bodies are `errors.ErrorBody`. When a client disconnects, its
+request is cancelled.
 
-Generate is called thousands of times a minute, so it goes past Starlette's middleware and router, which together took
-as long as everything else in a call.
+Completions bypass Starlette's middleware and router, which took as much time as everything else in a call.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class ServedEngine(Engine, Streaming, Protocol):
-    """An engine in this process: its seams, and what a server tells of it."""
+    """An engine in this process: `seams.Engine`, `seams.Streaming`, and what the server needs beside them."""
 
     name: str
     config: EngineConfig
@@ -57,21 +57,21 @@ class ServedEngine(Engine, Streaming, Protocol):
 
     @property
     def alive(self) -> bool:
-        """Whether it still computes."""
+        """Whether the engine can still compute."""
         ...
 
     @property
     def stalled_s(self) -> float:
-        """How long it has not moved."""
+        """Seconds without a sign of life."""
         ...
 
     async def metrics(self) -> str:
-        """The page behind GET /metrics, in Prometheus' text format."""
+        """The text of GET /metrics, in Prometheus' format."""
         ...
 
 
 class Operators(Protocol):
-    """`ReferenceEngine.operators`."""
+    """The type of `ReferenceEngine.operators`."""
 
     async def __call__(self, token_ids: list[int], *, prompt_tokens: int) -> list[OperatorResult]: ...
 
@@ -83,16 +83,16 @@ def build_app(
     lifespan: AbstractAsyncContextManager[None] | None = None,
     operators: Operators | None = None,
 ) -> ASGIApp:
-    """The application. `token`: what every POST must bear; None for an engine that only its own host reaches.
-    `operators`: where its inner results may be asked for, which holds up everybody's requests.
+    """Make the ASGI app of an engine.
 
-    `lifespan` is entered before the first request and left after the last.
+    `token`: the bearer token of every POST request; None for an engine on loopback. `operators`: enables POST
+    /operators, which delays all requests. `lifespan`: entered before the first request and exited after the last.
     """
     endpoints = _Endpoints(engine, token, operators)
     generate = endpoints.authenticated(endpoints.generate)
     app_routes = Starlette(
         routes=[
-            Route(GENERATE, generate, methods=["POST"]),  # reached by other methods, which it refuses
+            Route(GENERATE, generate, methods=["POST"]),  # only reached by other methods, to refuse them
             Route(STREAM, endpoints.authenticated(endpoints.stream), methods=["POST"]),
             Route("/pause", endpoints.authenticated(endpoints.pause), methods=["POST"]),
             Route("/resume", endpoints.authenticated(endpoints.resume), methods=["POST"]),
@@ -117,12 +117,14 @@ def build_app(
 
 
 class _Endpoints:
+    """The request handlers."""
+
     def __init__(self, engine: ServedEngine, token: str | None, operators: Operators | None) -> None:
         self.engine, self._token, self._operators = engine, token, operators
         self._max_body = 64 * 1024 + 16 * engine.config.context_tokens
 
     def authenticated(self, handler: Handler) -> Handler:
-        """Checks the token first, and turns errors into answers."""
+        """Wrap a handler: check the token, and convert errors to responses."""
 
         async def answer(request: Request) -> Response:
             try:
@@ -141,7 +143,7 @@ class _Endpoints:
         return _reply(request, await _cancel_on_disconnect(request, self.engine.generate(body)))
 
     async def stream(self, request: Request) -> Response:
-        """`generate`, told while it happens. What fails before the first token is an answer with its own status."""
+        """Stream a completion as frames. An error before the first token has its own HTTP status."""
         parts = self.engine.stream(await self._read(request, CompletionRequest))
         first = await _cancel_on_disconnect(request, anext(parts))
         return StreamingResponse(_frames(first, parts), media_type=MEDIA_TYPE)
@@ -173,7 +175,7 @@ class _Endpoints:
         return _reply(request, OperatorResults(results=shown))
 
     async def health(self, request: Request) -> Response:
-        """200 while the engine steps; 503 when its thread is dead or stuck."""
+        """GET /health: 200 while the engine makes steps; 503 when it has ended or hangs."""
         engine = self.engine
         healthy = engine.alive and engine.stalled_s < engine.config.stall_s
         body = msgspec.json.encode(
@@ -195,7 +197,7 @@ class _Endpoints:
             raise Unauthorised("the bearer token is missing or wrong", hint="set ETUDE_TOKEN as the engine has it")
 
     async def _read(self, request: Request, kind: type[T]) -> T:
-        """The record in the body. Raises `MalformedRequest`, also for a body past any legal size."""
+        """Decode the record in the body. Raises `MalformedRequest`, also for a body that is too large."""
         body = bytearray()
         async for part in request.stream():
             body += part
@@ -214,7 +216,7 @@ def _wants_json(request: Request, header: str) -> bool:
 
 
 def _reply(request: Request, record: object) -> Response:
-    """msgpack, unless the request itself was JSON, or asked for it."""
+    """Encode a response as msgpack, or as JSON when the request was JSON or accepts it."""
     if _wants_json(request, "accept" if request.method == "GET" else "content-type"):
         return Response(to_json(record), media_type=JSON)
     return Response(pack(record), media_type=MSGPACK)
@@ -231,7 +233,7 @@ async def _frames(first: list[int] | Completion, parts: AsyncGenerator[list[int]
 
 
 async def _cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
-    """What the work gives. Cancels it, and raises `ClientDisconnect`, when the caller goes away first."""
+    """Await `work`. When the client disconnects first, cancel it and raise `ClientDisconnect`."""
     me = asyncio.current_task()
     assert me is not None, "requests are served in tasks"
     gone = asyncio.create_task(_disconnected(request))

@@ -21,7 +21,8 @@ does gets the request. Production goes before rollouts: the fleet never holds it
 Between regions, a rollout's next call goes to the engine where it is expected to end first (`Pace`). A session prefers
 its engine, for its KV cache, and a group prefers its region, so that a lost region loses complete groups. Both move
 only when a call takes less than half as long elsewhere. So no engine gets more work than it can finish in about the
-time of the others, and work in a slow region moves when the others run out of work (decision 30)."""
+time of the others, and work in a slow region moves when the others run out of work (decision 30).
+"""
 
 from __future__ import annotations
 

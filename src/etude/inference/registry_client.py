@@ -2,7 +2,8 @@
 
 A `Registration` runs beside an engine of any kind, in its process or in another: it only needs the engine's URL. When
 the registry does not respond, it waits, and reports the reason and the end of the wait once. Meanwhile the engine keeps
-serving and updating its weights."""
+serving and updating its weights.
+"""
 
 from __future__ import annotations
 

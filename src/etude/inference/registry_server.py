@@ -3,7 +3,8 @@
 Joining is refused when it could not work: the engine does not respond at the URL that it gives, accepts another token
 than the run's, lacks a capability that the run needs, or has the name of a living engine. The caller serves `app` and
 runs `watch`, and gets callbacks for each probe and for each engine whose state changed. A slow engine delays neither
-the probes of others nor the callbacks."""
+the probes of others nor the callbacks.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""The program of a reference engine: ``python -m etude.inference.server --checkpoint DIR [--store PLACE] ...``.
+"""The process of a reference engine: ``python -m etude.inference.server --checkpoint DIR [--store PLACE] ...``.
 
-It loads the checkpoint (architecture, and weights until the store has some), follows the weight chain by itself,
-serves `app` on a socket, and writes ``{"url", "pid", "name"}`` to the ready file once it answers. It dies with its
-parent, and it ends itself when its stepping thread is dead or stuck: a restarted engine is worth more than a hung one.
-ETUDE_TOKEN in the environment is the bearer token that every POST must carry.
+It loads the checkpoint (architecture, and weights until the store has some), updates its weights from the weight chain,
+serves `app` on a socket, and writes ``{"url", "pid", "name"}`` to the ready file once it serves. It exits with its
+parent. It also exits when its stepping thread has ended or hangs, so that it can be restarted. The environment variable
+ETUDE_TOKEN is the bearer token of every POST request.
 
-With ``--register URL`` it joins the fleet of a run elsewhere: the registry there says which model and numerics are
-wanted, the weights come from the store, and no checkpoint is needed. It holds no version until the chain has given one,
-so it refuses everything until then; it ends when it was drained.
+With ``--register URL`` it joins the fleet of a run on another host: the registry there gives the model and numerics,
+the weights come from the store, and no checkpoint is needed. Until it has a version from the chain it refuses all
+requests. It exits when it was drained.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ from etude.weights.follow.runtime_map import Derived
 
 HUNG_EXIT_CODE = 70
 SWITCH_S = 0.0005
-"""How long a thread may keep the interpreter from another. A step gives it up in each of its hundreds of operations,
-and waits for it while a swap is prepared or checked in another thread: at Python's 5 ms a step beside that takes up to
-200 ms more in a model of 1 GB, at this 100 (`benchmarks.swap_client --model 1gb`)."""
-FETCH_S = 3_600.0  # for an answer of the follower whose engine has nothing yet: an anchor over a slow link
-FOLLOWER_S, FOLLOWER_BYTES_PER_S = 30.0, 20e6  # a busy core from a slow disk does several times as much
+"""The interpreter's switch interval. A step releases the GIL in each of its hundreds of operations and waits for it
+while another thread prepares or checks a swap. With Python's default of 5 ms such a step takes up to 200 ms longer in a
+model of 1 GB, with this value 100 ms (`benchmarks.swap_client --model 1gb`)."""
+FETCH_S = 3_600.0  # deadline of the follower while the engine has no weights: an anchor over a slow link
+FOLLOWER_S, FOLLOWER_BYTES_PER_S = 30.0, 20e6  # low estimate for a busy core and a slow disk
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until told to stop; the exit code."""
+    """Run the engine until it is stopped. Returns the exit code."""
     args = _parser().parse_args(argv)
     die_with_parent(watch_stdin=args.watch_stdin)
     torch.set_num_threads(args.threads)
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _apply_requirements(args: argparse.Namespace, token: str | None) -> None:
-    """Where there is a registry, what it wants stands in for what was not given. Raises `EngineError` where an engine
+    """With --register, take the missing settings from the run's requirements. Raises `EngineError` when the engine
     would have no weights."""
     args.model = None
     if args.register:
@@ -104,18 +104,19 @@ def _apply_requirements(args: argparse.Namespace, token: str | None) -> None:
 
 
 def _start_follower(args: argparse.Namespace) -> contextlib.AbstractContextManager[FollowerProcess | None]:
-    """Started before the model is loaded, so that it is up by then."""
+    """Start the process that follows the weight chain, before the model is loaded, so that both start at the same
+    time."""
     if args.store is None:
         return contextlib.nullcontext()
     deadline_s = follower_deadline_s(args.checkpoint) if args.checkpoint else FETCH_S
     store = open_store(args.store, cache=args.cache)
-    left = max(1, len(os.sched_getaffinity(0)) - args.threads)  # what decodes takes no core from the steps
+    left = max(1, len(os.sched_getaffinity(0)) - args.threads)  # leave the cores of the steps free
     return FollowerProcess(store, public_key=args.public_key, poll_s=args.poll_s, deadline_s=deadline_s, threads=left)
 
 
 def follower_deadline_s(checkpoint: Path) -> float:
-    """How long the follower may take for one answer; a hung one is killed and replaced then. It grows with the weights,
-    all of which an answer may have to fetch, decode and hash."""
+    """Deadline of one update by the follower process, in seconds; after it the process is replaced. It grows with the
+    size of the weights, all of which may have to be fetched, decoded and hashed."""
     num_bytes = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
     return FOLLOWER_S + num_bytes / FOLLOWER_BYTES_PER_S
 
@@ -159,8 +160,8 @@ def _build(
 
 
 def live_weights(model: Transformer, quantise: Quantise) -> tuple[Mapping[str, torch.Tensor], list[Derived]]:
-    """The memory that versions are written to, and what is computed of it. In low precision it is packed bytes, and the
-    model holds what they decode to."""
+    """Return the memory that versions are written to, by published name, and what is derived from it. In low precision
+    it is packed bytes, and the model's weights are decoded from them."""
     if quantise is Quantise.NONE:
         return hf_views(model), []
     held = PackedWeights(model, FORMATS[quantise])
@@ -183,7 +184,7 @@ def _make_lifespan(
         if weight_sync is not None and registration is None:
             await asyncio.to_thread(weight_sync.start_at_head)
         elif weight_sync is not None:
-            weight_sync.start()  # a registry gives it no work until it has caught up
+            weight_sync.start()  # the registry gives it no work until it has caught up
         watch = asyncio.create_task(_watch(engine, weight_sync, telemetry, place, wait_s))
         member = asyncio.create_task(run_registration(registration)) if registration else None
         yield
@@ -199,13 +200,13 @@ def _make_lifespan(
 
 
 def wait_message(engine: ReferenceEngine, place: str, *, waited_s: float, wait_s: float) -> str:
-    """What an engine without weights says that it waits for; nothing once it has some. Raises `DeadlineExceeded` where
-    it has waited for longer than `wait_s`."""
+    """The log message of an engine that waits for its first weights; "" once it has some. Raises `DeadlineExceeded`
+    after `wait_s`."""
     if engine.version != NO_VERSION:
         return ""
     if waited_s > wait_s:
         facts = f"{engine.trouble or 'no version of policy'}; waited {wait_s:g} s"
-        hint = "give the run's own store, as this machine reaches it; --wait-s says how long it is waited for"
+        hint = "give the run's own store, as this machine reaches it; --wait-s sets the longest wait"
         raise DeadlineExceeded(f"{engine.name} has no weights from {place}", facts, hint=hint)
     return f"{engine.name} waits for a first version in {place}" + (f": {engine.trouble}" if engine.trouble else "")
 
@@ -213,7 +214,7 @@ def wait_message(engine: ReferenceEngine, place: str, *, waited_s: float, wait_s
 async def _watch(
     engine: ReferenceEngine, weight_sync: WeightSync | None, telemetry: Telemetry | None, place: str, wait_s: float
 ) -> None:
-    """Each second: report the load, say what is waited for, and end the process if the engine cannot be helped."""
+    """Each second: report the load and what the engine waits for, and exit when the engine has ended or hangs."""
     load, last, reported = Load(), time.monotonic(), ""
     began = last
     while True:
@@ -229,7 +230,7 @@ async def _watch(
             print(message, file=sys.stderr, flush=True)
         reported = message
         if not engine.alive or engine.stalled_s > engine.config.stall_s:
-            state = f"has not moved for {engine.stalled_s:.0f} s" if engine.alive else "is dead"
+            state = f"has made no progress for {engine.stalled_s:.0f} s" if engine.alive else "has ended"
             print(
                 f"error: the stepping thread of {engine.name} {state}: this process ends", file=sys.stderr, flush=True
             )
@@ -245,7 +246,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m etude.inference.server", description="One inference engine.")
     add_arguments(parser)
     numerics = NumericsConfig()
-    parser.add_argument("--mode", type=Mode, default=numerics.mode, help="of sums: exact or native")
+    parser.add_argument("--mode", type=Mode, default=numerics.mode, help="of summation: exact or native")
     parser.add_argument("--quantise", type=Quantise, default=numerics.quantise, help="what large products round to")
     parser.add_argument(
         "--degree", type=int, default=numerics.degree, help="ranks up to which exact mode keeps its bits"

@@ -2,7 +2,8 @@
 
 Only this thread uses the engine's model and state. Other threads pass it a call and get a future. So a pause, a swap or
 a cancellation always happens between two tokens, without a lock around the model. A hanging thread is detected by the
-time since its last loop iteration."""
+time since its last loop iteration.
+"""
 
 from __future__ import annotations
 

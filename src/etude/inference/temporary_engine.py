@@ -1,4 +1,4 @@
-"""An engine of any kind for a while: its process started, its URL read, its end seen to. For checks and tests."""
+"""Runs an engine of any kind for a limited time, for checks and tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POLL_S, STOP_S = 0.1, 20.0
 
 @dataclass(frozen=True)
 class TemporaryEngine:
-    """An engine that serves, its process, and where it prints."""
+    """A running engine: its client, its process, and its log file."""
 
     engine: HttpEngine
     process: asyncio.subprocess.Process
@@ -32,8 +32,10 @@ class TemporaryEngine:
 async def temporary_engine(
     checkpoint: Path, folder: Path, *arguments: str, kind: EngineKind = EngineKind.VLLM, env: Sequence[str] = ()
 ) -> AsyncIterator[TemporaryEngine]:
-    """An engine over a checkpoint while the block runs, with further arguments of its server. `folder` is for its log
-    and ready file; `env`: variables of its environment, "A=b". Raises `EngineError` where it ends first."""
+    """Run an engine over a checkpoint while the block runs.
+
+    `folder`: for its log and ready file. `arguments`: further arguments of its server. `env`: environment variables,
+    "A=b". Raises `EngineError` when it exits before it serves, `TimeoutError` when it does not serve in time."""
     ready, log = folder / f"{kind}.ready", folder / f"{kind}.log"
     ready.unlink(missing_ok=True)
     argv = [sys.executable, "-m", SERVERS[kind], "--checkpoint", str(checkpoint)]

@@ -6,7 +6,8 @@ engine pauses only while it is written.
 
 After each swap the live memory is compared bit for bit with what was published. If it differs, or if a fetched update
 was not written, everything is written again. Errors are reported (`engine.trouble` and an event) and retried: an engine
-that cannot update keeps serving its version, and refuses requests that demand a newer one."""
+that cannot update keeps serving its version, and refuses requests that demand a newer one.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Request and result of one model call. No part of a result can be recomputed later, so never drop or re-tokenise
-any."""
+any.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 A script is a generator. It yields ``(tool name, arguments)``, receives the tool's output, and ends after ``submit``.
 `ScriptedPolicy` encodes its calls as completions, so that an oracle or a random agent runs in place of a model.
 `demonstrate` runs a script directly on a machine in memory, without an event loop or tokens, for mid-training
-documents."""
+documents.
+"""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def test_an_engine_whose_follower_is_killed_adopts_the_next_version_and_no_follo
 
 def test_an_engine_that_others_can_reach_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ETUDE_TOKEN", raising=False)
-    with pytest.raises(EngineError, match=r"(?s)on 0.0.0.0 without a token.*ETUDE_TOKEN"):
+    with pytest.raises(EngineError, match=r"(?s)on 0.0.0.0 needs a token.*ETUDE_TOKEN"):
         read_token("0.0.0.0")
     assert read_token("127.0.0.1") is None
 

@@ -125,7 +125,7 @@ def test_an_engine_that_joins_believes_the_runs_key_or_the_one_that_it_was_given
     for i, told in enumerate((key, None)):
         with pytest.raises(EngineError, match="west would refuse the weights") as refused:
             joined(tmp_path / f"d{i}", told, bytes(32))
-        assert "this engine believes 0000" in refused.value.facts
+        assert "this engine only accepts 0000" in refused.value.facts
         assert "--public-key" in refused.value.hint
 
 

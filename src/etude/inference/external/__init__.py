@@ -1,6 +1,7 @@
-"""Servers of another make as engines: what their adapters have in common.
+"""External engines: what the adapters of vLLM and SGLang have in common.
 
-`engine` is `seams.Engine` before any of them; `calls` speaks HTTP to a server and says what each make's own calls must
-do; `process` has that server as a child, which `launch` ends with its adapter; `parts` has answers in our terms. What a
-make asks and answers is its own folder's: `vllm`, `sglang`. Nothing here loads torch.
+`engine` implements `seams.Engine` for any such server. `client` speaks HTTP to a server, and defines what the adapter
+of each server must implement. `process` runs the server as a child process, which `launch` ends with its adapter.
+`answers` converts responses to completions. The specific parts are in `etude.inference.vllm` and
+`etude.inference.sglang`. Nothing here loads torch.
 """

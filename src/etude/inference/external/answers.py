@@ -1,4 +1,4 @@
-"""Turns the answers of vLLM and SGLang into completions, and refuses answers that cannot be one. Pure.
+"""Converts the responses of vLLM and SGLang to completions, and refuses invalid ones. Pure.
 
 A server labels tokens with the number of the adoption whose weights sampled them (`engine.ExternalEngine`). Labels are
 read as pairs (adoption, number of tokens).
@@ -27,28 +27,28 @@ from etude.records.completion import (
 )
 from etude.records.wire import F32, I32, Routes
 
-ROUTES_PREFIX = "routes"  # begins the name of a request whose routes will be fetched
-NON_FINITE_LOGPROB = -9999.0  # what vLLM sends in place of a log-probability that is not a finite number
+ROUTES_PREFIX = "routes"  # prefix of the id of a request whose routes will be fetched
+NON_FINITE_LOGPROB = -9999.0  # what vLLM sends for a log-probability that is not finite
 
 
 class BrokenAnswer(EngineError):
-    """A server's answer that no server of the tested version gives."""
+    """A response that a server of the tested version never sends."""
 
 
 @dataclass(frozen=True)
 class AnswerPart:
-    """A part of a streamed answer, or a whole answer (`JoinedAnswer` joins parts)."""
+    """A part of a streamed response, or the complete response (see `JoinedAnswer`)."""
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str | None = None
-    spans: tuple[tuple[int, int], ...] = ()  # (adoption, tokens) of the whole answer, in its last part
+    spans: tuple[tuple[int, int], ...] = ()  # (adoption, number of tokens) of the complete response, in its last part
     num_cached: int = 0
-    routed: str | None = None  # routes that the build gave by itself
+    routed: str | None = None  # encoded routes, when the server sends them
 
 
 class JoinedAnswer:
-    """Joins the parts of an answer as they arrive, each token once.
+    """Joins the parts of a response as they arrive.
 
     >>> whole = JoinedAnswer()
     >>> for part in (AnswerPart([7], [-0.5]), AnswerPart([8], [-0.1], "length", ((0, 2),))):
@@ -75,10 +75,10 @@ class JoinedAnswer:
 
 
 def keyed_seed(seed: int, num_prompt: int) -> int:
-    """The seed to send for one turn: a 63-bit hash of the rollout's seed and the prompt's length.
+    """The seed to send to the server: a 63-bit hash of the request's seed and the length of its prompt.
 
-    A server starts a stream of random numbers with the first token that it samples. The turns of a rollout share a seed
-    and have longer and longer prompts: they must not all begin with the same number.
+    A server starts a new stream of random numbers for each request. The turns of a rollout share a seed and have
+    prompts of different lengths; without the hash they would all start with the same random number.
 
     >>> keyed_seed(7, 10) != keyed_seed(7, 11), 0 <= keyed_seed(7, 10) < 2**63
     (True, True)
@@ -88,7 +88,7 @@ def keyed_seed(seed: int, num_prompt: int) -> int:
 
 
 class LabelledSpan(Protocol):
-    """A span in a server's answer: output tokens [start, end) with a label, `version`: the number of an adoption."""
+    """A span in a server's response: output tokens [start, end) with the label `version`, the number of an adoption."""
 
     @property
     def version(self) -> str: ...
@@ -99,8 +99,8 @@ class LabelledSpan(Protocol):
 
 
 def read_spans(values: Iterable[LabelledSpan], server: str, engine: str) -> tuple[tuple[int, int], ...]:
-    """The spans of an answer as (adoption, number of tokens), in order. Raises `BrokenAnswer` for spans with gaps, overlaps
-    or a label that is no number."""
+    """Convert spans to (adoption, number of tokens), in order. Raises `BrokenAnswer` for gaps, overlaps, or a label
+    that is not a number."""
     spans, at = [], 0
     for span in values:
         if span.start != at or span.end < at or not span.version.isdigit():
@@ -120,12 +120,11 @@ def make_completion(
     adoption: int,
     routes: Routes,
 ) -> Completion:
-    """Make a completion of a server's answer. `versions`: the version of each adoption; `adoption`: the one in force
-    when the request was sent. Raises `BrokenAnswer`.
+    """Convert a server's response to a completion. `versions`: the version of each adoption. `adoption`: the one in
+    force when the request was sent. Raises `BrokenAnswer`.
 
-    Whether a request that saw a swap had computed part of its prompt before it is not known. It is assumed: the version
-    at the time of sending is then the first span, with no token.
-    """
+    It is not known whether a request had computed part of its prompt before a swap. It is assumed that it had: the
+    version at the time of sending then gets a first span without tokens."""
     count = len(answer.token_ids)
     if not count or sum(n for _, n in answer.spans) != count:
         raise broken_answer(server, engine, f"{count} tokens, and spans of {sum(n for _, n in answer.spans)}")
@@ -134,7 +133,7 @@ def make_completion(
             server, engine, f"tokens of adoptions {[n for n, _ in answer.spans]}, of which not all are known"
         )
     if min(answer.logprobs) <= NON_FINITE_LOGPROB or not np.isfinite(answer.logprobs).all():
-        raise broken_answer(server, engine, "a sampled token whose log-probability is no number")
+        raise broken_answer(server, engine, "a sampled token whose log-probability is not finite")
     stopped = answer.token_ids[-1] in request.sampling.stop_token_ids
     if answer.finish_reason not in ("stop", "length") or stopped != (answer.finish_reason == "stop"):
         raise broken_answer(server, engine, f"an end by {answer.finish_reason!r} at token {answer.token_ids[-1]}")
@@ -157,8 +156,8 @@ def make_completion(
 
 
 def decode_kept_routes(data: str | None, model: ModelConfig, *, start: int, stop: int) -> Routes:
-    """Decode routes of positions [start, stop) from `data`: base64 of int16 [positions, MoE layers, top_k]. Positions
-    that it lacks become `missing_route`. Raises `ValueError` for experts that the model does not have."""
+    """Decode the routes of positions [start, stop) from `data`: base64 of int16 [positions, MoE layers, top_k]. Missing
+    positions become `missing_route`. Raises `ValueError` for an expert that the model does not have."""
     layers, top_k, dtype = model.num_moe_layers, model.top_k, model.route_dtype
     routes = np.full((stop - start, layers, top_k), missing_route(dtype), dtype)
     if data is not None and layers:
@@ -168,9 +167,9 @@ def decode_kept_routes(data: str | None, model: ModelConfig, *, start: int, stop
 
 
 def convert_routes(values: npt.NDArray[np.integer], model: ModelConfig) -> Routes:
-    """Convert a server's routes, of any integer dtype, to the model's `route_dtype`; a negative number (unknown)
-    becomes `missing_route`. Raises `ValueError` for an expert that the model does not have, which a cast would wrap to
-    another one.
+    """Convert a server's routes, of any integer dtype, to the model's `route_dtype`. A negative number (unknown)
+    becomes `missing_route`. Raises `ValueError` for an expert that the model does not have, which a cast would map to
+    another.
 
     >>> from etude.models import ModelConfig
     >>> convert_routes(np.array([[[-1, 7]]]), ModelConfig(num_experts=8)).tolist()
@@ -189,7 +188,5 @@ def any_missing(routes: Routes) -> bool:
 
 
 def broken_answer(server: str, engine: str, facts: str) -> BrokenAnswer:
-    """The error of an answer that no server of the tested version gives."""
-    return BrokenAnswer(
-        f"{server} of {engine} answered what cannot be a completion", facts, hint="its log says what happened"
-    )
+    """Make the error of a response that a server of the tested version never sends."""
+    return BrokenAnswer(f"{server} of {engine} sent an invalid response", facts, hint="see its log")

@@ -1,7 +1,7 @@
-"""Calls to a server of other software (vLLM, SGLang): HTTP over a Unix socket or loopback.
+"""HTTP client of an external server (vLLM, SGLang), over a Unix socket or loopback.
 
-What differs between them is in a subclass of `ServerClient` and in its `Dialect`. `engine.ExternalEngine` makes an engine of
-the two.
+What differs between the servers is in a subclass of `ServerClient` and in its `Dialect`. `engine.ExternalEngine` makes
+an engine of the two.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CONTROL_S = 30.0
 
 
 class Dialect(Protocol):
-    """Writes the requests and reads the answers of one kind of server. Pure."""
+    """Encodes the requests and parses the responses of one kind of server. Pure. See `vllm.protocol`."""
 
     GENERATE: str  # the path of requests for tokens
 
@@ -41,8 +41,8 @@ class Dialect(Protocol):
 
 @dataclass(frozen=True)
 class RouteSource:
-    """How routes are obtained: `native`, the server sends them with each answer; `kept`, a worker extension keeps them;
-    or not at all, for the reason `missing`."""
+    """How routes are obtained: `native`, the server sends them with each response; `kept`, a worker extension records
+    them; otherwise there are no routes, for the reason `missing`."""
 
     native: bool = False
     kept: bool = False
@@ -50,11 +50,12 @@ class RouteSource:
 
     @property
     def available(self) -> bool:
+        """Whether there are routes."""
         return self.native or self.kept
 
 
 class ServerClient(abc.ABC):
-    """Calls to one server. `at`: its socket, or its port on loopback."""
+    """Client of one server. `at`: its Unix socket, or its port on loopback. `name`: of the engine, for errors."""
 
     server: ClassVar[str]
     dialect: ClassVar[Dialect]
@@ -78,35 +79,35 @@ class ServerClient(abc.ABC):
 
     @abc.abstractmethod
     async def route_source(self, num_moe_layers: int) -> RouteSource:
-        """Find out how routes can be obtained from this server."""
+        """Find out how routes can be obtained from this server. `num_moe_layers`: of the model."""
 
     @abc.abstractmethod
     async def take_routes(self, name: str) -> str | None:
-        """Fetch and drop the routes that the worker extension kept of a request that has ended: base64, as
-        `parts.decode_kept_routes` reads it. None where it kept none."""
+        """Fetch and drop the routes that the worker extension recorded of a request that has ended: base64, see
+        `answers.decode_kept_routes`. None when it has none."""
 
     def forget(self, name: str) -> None:  # noqa: B027 - most servers drop a request whose connection is closed
-        """Have the server drop a request that was given up; its connection is closed already."""
+        """Tell the server to drop a cancelled request whose connection is closed."""
 
     @property
     def alive(self) -> bool:
-        """Whether there seems to be a server: its socket exists. Always True on loopback."""
+        """Whether the server seems to run: its socket exists. Always True on loopback."""
         return not isinstance(self.at, Path) or self.at.exists()
 
     async def disconnect(self) -> None:
-        """Close the connections; the next call opens others, in its own event loop. Idempotent."""
+        """Close the connections. The next call opens new ones in its own event loop. Idempotent."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()
 
     async def post(self, path: str, body: bytes, *, deadline_s: float = CONTROL_S) -> tuple[int, bytes]:
-        """Send a POST request; returns (status, body). Raises `EngineError` where the server is gone or late."""
+        """Send a POST request. Returns (status, body). Raises `EngineError` when the server is gone or late."""
         async with self.answer(path, body, deadline_s=deadline_s) as answer:
             return answer.status, await answer.read()
 
     async def ask(self, path: str, body: object = None, *, what: str, deadline_s: float = CONTROL_S) -> bytes:
-        """Send a request and return the body of its answer. `what`: the request in words, for the error. Raises
-        `EngineError`, also for an answer that is not 200."""
+        """Send a POST request and return the body of the response. `what`: the request, for the error message. Raises
+        `EngineError`, also when the status is not 200."""
         status, data = await self.post(path, msgspec.json.encode(body), deadline_s=deadline_s)
         if status != 200:
             error = self.dialect.read_error(status, data, engine=self.name)
@@ -115,7 +116,7 @@ class ServerClient(abc.ABC):
         return data
 
     async def get(self, path: str, *, deadline_s: float) -> tuple[int, bytes]:
-        """Send a GET request; returns (status, body). Raises `EngineError`."""
+        """Send a GET request. Returns (status, body). Raises `EngineError`."""
         async with self.answer(path, None, deadline_s=deadline_s) as answer:
             return answer.status, await answer.read()
 
@@ -123,8 +124,9 @@ class ServerClient(abc.ABC):
     async def answer(
         self, path: str, body: bytes | None, *, deadline_s: float | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request and yield the answer for a block, its body not read yet. Leaving the block early closes the
-        connection, so that the server drops the request. Without `deadline_s` the caller must have a deadline."""
+        """Send a request and yield the response, whose body is not read yet. Leaving the block early closes the
+        connection, so that the server drops the request. Without `deadline_s` the caller must set a deadline. Raises
+        `EngineError`."""
         timeout, method = aiohttp.ClientTimeout(total=deadline_s), "GET" if body is None else "POST"
         host = "server" if isinstance(self.at, Path) else f"127.0.0.1:{self.at}"
         try:
@@ -133,13 +135,13 @@ class ServerClient(abc.ABC):
         except TimeoutError:
             raise EngineError(
                 f"{self.server} of {self.name} did not answer {path} within {deadline_s or 0.0:g} s",
-                "it lives" if self.alive else "it has ended",
+                "it is running" if self.alive else "it has exited",
                 hint="it hangs or is overloaded: see the engine's log",
             ) from None
         except (aiohttp.ClientError, OSError) as error:
             raise EngineError(
-                f"{self.server} of {self.name} broke off",
-                f"{type(error).__name__}: {error}; it was asked {path}",
+                f"the connection to {self.server} of {self.name} broke",
+                f"{type(error).__name__}: {error}; the request was {path}",
                 hint="see the end of the engine's log",
             ) from None
 
@@ -149,6 +151,6 @@ class ServerClient(abc.ABC):
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.UnixConnector(str(self.at), limit=0) if by_file else aiohttp.TCPConnector(limit=0),
                 headers=self._headers,
-                read_bufsize=1 << 22,  # for one line of a stream: the last one has all routes of a request
+                read_bufsize=1 << 22,  # a line of a stream can be long: the last one has all routes of a request
             )
         return self._session

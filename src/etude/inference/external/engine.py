@@ -1,13 +1,14 @@
-"""Makes an engine (`seams.Engine`) of a vLLM or SGLang server.
+"""Implements `seams.Engine` for a vLLM or SGLang server.
 
-Everything runs in one event loop. Requests are passed on as they come; the server batches, orders and preempts them.
-Here is only what etude's protocol promises and the server does not have: the version that a request may begin with,
-sessions that pin a version, deadlines, a bound on requests, and which adoption each token belongs to. A swap (`follow`)
-holds back new requests while it writes. Requests in flight keep their KV cache, and their spans record that. A request
-that demands a later version than the one swapped in, as after a lost learner, ends with an error.
+Everything runs in one event loop. Requests are passed on as they arrive; the server batches, orders and preempts them.
+This module adds what etude's protocol needs and the server lacks: the version that a request demands, sessions that pin
+a version, deadlines, a bound on requests, and the version of each token. A swap of weights (`weight_sync`) holds back
+new requests while it writes. Running requests keep their KV cache, and their spans record that. A request that demands
+a later version than the one swapped in (after a lost learner) fails.
 
-Every answer is streamed, since arriving tokens show that the server computes: a request is late when no token of any
-request came for its `deadline_s`. A server sends nothing while it computes prompts, and gets more time for that.
+All responses are streamed, since arriving tokens show that the server makes progress: a request is late when no token
+of any request has arrived for its `deadline_s`. A server sends nothing while it computes prompts, so prompts extend the
+deadline.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ from etude.records.completion import Completion, CompletionRequest, Sampling, Tr
 from etude.records.wire import Routes
 from etude.seams import EngineInfo
 
-CAPABILITIES = ("adopt", "pause-keep", "spans", "stream", "verify")  # and "routes" where they come
-MAX_VERSIONS = 4096  # adoptions that are remembered, and a request may live through
-HELD_S = 0.02  # between two looks at whether sessions still pin the version
-READ_TOKENS_PER_S = 100.0  # of prompts, by a slow server
+CAPABILITIES = ("adopt", "pause-keep", "spans", "stream", "verify")  # and "routes" when available
+MAX_VERSIONS = 4096  # remembered adoptions; a request must not live through more
+HELD_S = 0.02  # interval at which a swap checks for pinned sessions
+READ_TOKENS_PER_S = 100.0  # prompt tokens per second of a slow server
 
 
 @dataclass
 class _SentRequest:
-    """A request that the server has."""
+    """A request that was sent to the server: the adoption in force, its id there, and its state."""
 
     adoption: int
     name: str
@@ -52,18 +53,21 @@ class _SentRequest:
 
 @dataclass(eq=False)
 class _ActiveRequest:
-    """A request of this engine, and what ends it from outside."""
+    """The state of a request in this engine."""
 
     request: CompletionRequest
-    timeout: asyncio.Timeout  # nothing happened for too long, or `outdated`
+    timeout: asyncio.Timeout  # expires without progress, or when `outdated`
     arrived: float
-    unread: int  # tokens of its prompt, until its first token comes
+    unread: int  # tokens of its prompt, until its first token arrives
     outdated: bool = False
     check_health: asyncio.TimerHandle | None = None
 
 
 class ExternalEngine:
-    """Serves `seams.Engine` and `seams.Streaming` through the server that `client` speak to, from `start` on."""
+    """Implements `seams.Engine` and `seams.Streaming` with the server of `client`. Call `start` first.
+
+    `version`: the version that the server has loaded. `kv_tokens`: size of its KV cache.
+    """
 
     def __init__(
         self,
@@ -83,43 +87,46 @@ class ExternalEngine:
         self._pins = VersionPins(lease_s=config.pin_lease_s)
         self._versions, self.adoption = {0: version}, 0
         self._salt = uuid.uuid4().hex[:8]
-        self._num, self._tokens = Counter[Traffic](), 0  # requests here, and the tokens that they may come to
+        self._num, self._tokens = (
+            Counter[Traffic](),
+            0,
+        )  # requests by class, and their tokens including those still to sample
         self._active = set[_ActiveRequest]()
-        self._last_progress = time.monotonic()  # when a token came, or a swap ended
+        self._last_progress = time.monotonic()  # when the latest token arrived or swap ended, monotonic
         self._paused = self._swapping = False
-        self._accepting = asyncio.Event()  # clear while a swap writes
+        self._accepting = asyncio.Event()  # cleared during a swap
         self._accepting.set()
-        self._scoring = asyncio.Lock()  # a text is scored under one version
+        self._scoring = asyncio.Lock()  # held while a text is scored, and during a swap
         self._version_changed = asyncio.Condition()
         self._last_healthy = time.monotonic()
 
     async def start(self) -> None:
-        """Have the server label its tokens, and see what this build can do. Raises `EngineError` where it cannot do
-        what every engine must."""
+        """Label the server's tokens and test its capabilities with a trial request. Raises `EngineError` when it lacks
+        one that every engine needs."""
         await self._label()
         self.routes = await self.client.route_source(self.model.num_moe_layers)
         prompt, on_tokens = list(range(1, min(8, self.model.vocab_size))), 3
         trial = await self.generate(_trial(prompt, on_tokens, self.version))
         version, logprobs = await self.verify(prompt)
         if self.routes.available and answers.any_missing(trial.routes):
-            self.routes = RouteSource(missing="its routers were listened to and said nothing")
+            self.routes = RouteSource(missing="the trial request returned no routes")
         if version != self.version or len(logprobs) != len(prompt) - 1 or len(trial.token_ids) != on_tokens:
             raise EngineError(
-                f"{self.name} does not do what every engine must",
+                f"{self.name} lacks a capability that every engine needs",
                 f"{len(trial.token_ids)} tokens of {on_tokens}, {len(logprobs)} log-probabilities, version {version}",
-                hint=f"etude engines check {self.client.server.lower()} says whether this installation is as tested",
+                hint=f"etude engines check {self.client.server.lower()} tests this installation",
             )
         self.counters = Counters()
 
-    # -- seams.Engine
+    # seams.Engine
 
     async def generate(self, request: CompletionRequest) -> Completion:
         """See `seams.Engine`. Also raises `MalformedRequest`, and `EngineBusy` when the queue is full."""
         return await self._serve(request, None)
 
     async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
-        """See `seams.Streaming`. Left early, the request is cancelled."""
-        on_tokens: asyncio.Queue[list[int] | None] = asyncio.Queue()  # at most a part for each token
+        """See `seams.Streaming`. Closing the generator early cancels the request."""
+        on_tokens: asyncio.Queue[list[int] | None] = asyncio.Queue()  # at most one part per token
         work = asyncio.ensure_future(self._serve(request, on_tokens.put_nowait))
         work.add_done_callback(lambda _: on_tokens.put_nowait(None))
         try:
@@ -131,16 +138,18 @@ class ExternalEngine:
             await asyncio.gather(work, return_exceptions=True)
 
     async def pause(self) -> None:
+        """See `seams.Engine`."""
         self._paused = True
         await self.freeze()
 
     async def resume(self) -> None:
+        """See `seams.Engine`."""
         self._paused = False
-        if self._accepting.is_set():  # else the swap that is under way resumes
+        if self._accepting.is_set():  # otherwise the running swap resumes
             await self.thaw()
 
     async def adopt(self, min_step: int, *, deadline_s: float) -> Version:
-        """Wait until `follow` has come to `min_step` or later."""
+        """See `seams.Engine`. `weight_sync` fetches and swaps the versions."""
         try:
             async with asyncio.timeout(deadline_s), self._version_changed:
                 await self._version_changed.wait_for(lambda: self.version.step >= min_step)
@@ -153,7 +162,7 @@ class ExternalEngine:
             ) from None
 
     async def info(self, *, deadline_s: float = 5.0) -> EngineInfo:
-        """Never waits for the server, so that a hung one can still be looked at."""
+        """See `seams.Engine`. Never waits for the server, so a hanging one can still be inspected."""
         running = min(self.num_requests, self.config.max_sequences)
         return EngineInfo(
             name=self.name,
@@ -170,6 +179,7 @@ class ExternalEngine:
         )
 
     async def verify(self, token_ids: Sequence[int]) -> tuple[Version, list[float]]:
+        """See `seams.Engine`."""
         ids = self._checks.text(token_ids)
         async with self._scoring:
             body = self._dialect.encode_scoring_request(ids, f"text-{uuid.uuid4().hex}", salt=self._cache_salt())
@@ -181,25 +191,26 @@ class ExternalEngine:
                 raise self._broken(f"a text of adoption {adoption}, which is not known")
             return self._versions[adoption], logprobs
 
-    # -- app.Served
+    # app.ServedEngine
 
     @property
     def alive(self) -> bool:
+        """Whether the server runs."""
         return self.client.alive
 
     @property
     def stalled_s(self) -> float:
-        """How long the server has not said that it is well; `check_health` asks it."""
+        """Seconds since the last successful `check_health`."""
         return time.monotonic() - self._last_healthy
 
     async def check_health(self, *, deadline_s: float) -> None:
-        """Ask the server how it is."""
+        """Send a health check to the server and record a success."""
         with contextlib.suppress(EngineError):
             if (await self.client.get("/health", deadline_s=deadline_s))[0] == 200:
                 self._last_healthy = time.monotonic()
 
     async def metrics(self) -> str:
-        """Ours, then the server's own."""
+        """The engine's metrics, then the server's own. See `app.ServedEngine`."""
         own_metrics = exposition(self.counters, await self.info())
         try:
             status, server_metrics = await self.client.get("/metrics", deadline_s=5.0)
@@ -207,14 +218,15 @@ class ExternalEngine:
             return own_metrics
         return own_metrics + server_metrics.decode(errors="replace") if status == 200 else own_metrics
 
-    # -- for `follow`
+    # for `weight_sync`
 
     @contextlib.asynccontextmanager
     async def swapping(self) -> AsyncIterator[None]:
-        """While the block runs nothing decodes and nothing begins. Waits until no session pins the version. After a
-        block that raised everything stays as it is: what is written is no version's."""
+        """Wait until no session pins the version, then stop decoding and hold back new requests while the block runs.
+
+        When the block raises, the engine stays frozen, since the weights are then of no version."""
         async with self._scoring:
-            while self._pins.held(now=time.monotonic()):  # noqa: ASYNC110 - leases end by the clock
+            while self._pins.held(now=time.monotonic()):  # noqa: ASYNC110 - leases expire by the clock
                 await asyncio.sleep(HELD_S)
             self._accepting.clear()
             self._swapping = True
@@ -231,7 +243,7 @@ class ExternalEngine:
             self._version_changed.notify_all()
 
     def set_version(self, version: Version) -> None:
-        """Inside `swapping`: the weights are this version's from here on."""
+        """Set the version of the weights; only inside `swapping`. Requests that demand a later version fail."""
         self.adoption, self.version = self.adoption + 1, version
         self._versions[self.adoption] = version
         self._versions.pop(self.adoption - MAX_VERSIONS, None)
@@ -244,16 +256,18 @@ class ExternalEngine:
 
     @property
     def num_requests(self) -> int:
-        """Requests that the server has."""
+        """Number of requests in this engine."""
         return self._num.total()
 
     async def freeze(self) -> None:
+        """Stop decoding. Running requests keep their KV cache."""
         await self.client.freeze()
 
     async def thaw(self) -> None:
+        """Continue decoding."""
         await self.client.thaw()
 
-    # -- a request
+    # one request
 
     async def _serve(self, request: CompletionRequest, on_tokens: Callable[[list[int]], None] | None) -> Completion:
         async with self._admit(request) as sent:
@@ -268,7 +282,8 @@ class ExternalEngine:
 
     @contextlib.asynccontextmanager
     async def _admit(self, request: CompletionRequest) -> AsyncIterator[_SentRequest]:
-        """A place, from a request's beginning to its end, however that comes; its deadline has a name."""
+        """Admit a request and count it while the block runs. Raises `EngineBusy`, `EngineBehind`, `EngineLate`, and
+        what the checks raise."""
         self._checks.request(request)
         num_requests = self._num[request.traffic]
         if num_requests >= self.config.max_sequences + self.config.max_waiting:
@@ -317,7 +332,7 @@ class ExternalEngine:
                 self._pins.leave(request.session_id, now=time.monotonic(), may_return=request.keep_session)
 
     def _check_progress(self, active: _ActiveRequest) -> None:
-        """End a request where nothing has happened for too long; else look again when that might be."""
+        """Expire a request without progress; otherwise schedule the next check."""
         now, patience_s = time.monotonic(), active.request.deadline_s
         patience_s += sum(one.unread for one in self._active) / READ_TOKENS_PER_S
         since = now if self._swapping else max(active.arrived, self._last_progress)
@@ -328,7 +343,7 @@ class ExternalEngine:
             active.check_health = loop.call_later(since + patience_s - now + HELD_S, self._check_progress, active)
 
     async def _answer_parts(self, request: CompletionRequest, sent: _SentRequest) -> AsyncGenerator[AnswerPart]:
-        """The parts of the server's answer."""
+        """Send a request to the server and yield the parts of its response."""
         dialect, native, done = self._dialect, self.routes.native, False
         body = dialect.encode_request(request, sent.name, salt=self._cache_salt(), native_routes=native)
         try:
@@ -340,7 +355,7 @@ class ExternalEngine:
                         return
                     if (on_tokens := dialect.read_event(line, engine=self.name)) is not None:
                         yield on_tokens
-                raise self._broken("a stream without its end")
+                raise self._broken("a stream without an end")
         finally:
             if not done:
                 self.client.forget(sent.name)
@@ -377,16 +392,16 @@ class ExternalEngine:
         return answers.broken_answer(self.client.server, self.name, facts)
 
     async def _label(self) -> None:
-        """Tokens from here on carry the adoption's number."""
+        """Have the server label tokens with the number of the current adoption."""
         await self.client.label(str(self.adoption))
 
     def _cache_salt(self) -> str:
-        """Prefixes are shared among requests of one adoption, and never with any before."""
+        """The cache salt of the current adoption: requests share cached prefixes only within one adoption."""
         return f"{self._salt}-{self.adoption}"
 
 
 def _trial(prompt: list[int], num_tokens: int, held: Version) -> CompletionRequest:
-    """A request whose answer shows what a build can do."""
+    """Make the trial request that tests a server's capabilities."""
     sampling = Sampling(max_tokens=num_tokens, stop_token_ids=())
     ids = np.array(prompt, np.int32)
     return CompletionRequest(

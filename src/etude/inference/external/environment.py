@@ -1,8 +1,7 @@
-"""Where a server of another make lives: a virtual environment of its own, complete or absent, of a version that the
-adapter was written for.
+"""The virtual environment of an external server: where it is, and whether it is complete and of the tested version.
 
-Such a server wants its own torch and some 170 packages; none of them is loaded by etude, and of etude only the package
-itself is importable there, by a folder that holds nothing but a link to it.
+The server needs its own torch and some 170 packages. etude loads none of them. In the server's environment only the
+etude package itself can be imported, through a folder with a link to it.
 """
 
 from __future__ import annotations
@@ -26,58 +25,59 @@ MARK = "etude-engine.json"
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
-    """The file that the last step of an install writes: without it there is no environment."""
+    """The marker file that the last step of an installation writes. Without it the environment is incomplete."""
 
     device: str
 
 
 @dataclass(frozen=True)
 class ServerKind:
-    """A kind of server.
+    """A kind of external server.
 
     >>> VLLM.variable, VLLM.version
     ('ETUDE_VLLM', '0.32.0')
     """
 
-    name: str  # as it calls itself
-    why: str  # another version is refused
+    name: str  # display name
+    why: str  # why other versions are refused
 
     @property
     def key(self) -> str:
-        """In commands, folders and variables."""
+        """The lower-case name, for commands, folders and config sections."""
         return self.name.lower()
 
     @property
     def variable(self) -> str:
+        """The environment variable that names an installation."""
         return f"ETUDE_{self.key.upper()}"
 
     @property
     def pins(self) -> dict[str, Any]:
-        """What its pins.toml says."""
+        """The content of its pins.toml."""
         return pins(self.key)
 
     @property
     def version(self) -> str:
-        """The one that the adapter was written for."""
+        """The version that the adapter was written for and tested with."""
         return str(self.pins["version"])
 
     @property
     def default_folder(self) -> Path:
-        """In the user's cache: it can be installed again."""
+        """The default folder of the environment, in the user's cache."""
         cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         return cache_home / "etude" / "engines" / f"{self.key}-{self.version}"
 
 
 VLLM = ServerKind(
-    "vLLM", "endpoints and the packing of weights differ between versions, and wrong weights answer as if well"
+    "vLLM", "endpoints and the packing of weights differ between versions, and wrong weights cause no error"
 )
-SGLANG = ServerKind("SGLang", "what it answers was read in that version's source, and changes from release to release")
+SGLANG = ServerKind("SGLang", "the format of its responses changes from release to release")
 SERVER_KINDS = {EngineKind.VLLM: VLLM, EngineKind.SGLANG: SGLANG}
 
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment that may hold a server.
+    """A virtual environment in which a server may be installed.
 
     >>> Environment(Path("/nowhere")).mark is None
     True
@@ -88,11 +88,12 @@ class Environment:
 
     @property
     def python(self) -> Path:
+        """Its Python interpreter."""
         return self.folder / "bin" / "python"
 
     @property
     def mark(self) -> Mark | None:
-        """What was installed, to its end; None where nothing was."""
+        """The marker of a complete installation; None when it is missing or incomplete."""
         try:
             return msgspec.json.decode((self.folder / MARK).read_bytes(), type=Mark)
         except (OSError, ValueError):
@@ -100,7 +101,7 @@ class Environment:
 
     @property
     def version(self) -> str | None:
-        """The server's version by its metadata, which needs no start of it; None where it is not there."""
+        """The server's version from its package metadata; None when it is not installed."""
         key = self.kind.key
         for found in sorted(self.folder.glob(f"lib/python3*/site-packages/{key}*.dist-info/METADATA")):
             if named := re.search(
@@ -111,10 +112,10 @@ class Environment:
         return None
 
     def require(self) -> Mark:
-        """What is there. Raises `EngineError` unless it is a whole one, of the adapter's version."""
+        """Return the marker. Raises `EngineError` unless the installation is complete and of the tested version."""
         mark, version, kind = self.mark, self.version, self.kind
         if mark is None or version is None:
-            state = f"{self.folder} holds none" if not self.folder.exists() else f"{self.folder} is not complete"
+            state = f"{self.folder} does not exist" if not self.folder.exists() else f"{self.folder} is incomplete"
             raise EngineError(
                 f"{kind.name} is not installed",
                 state,
@@ -131,19 +132,19 @@ class Environment:
 
 
 def environment(folder: Path | None = None, kind: ServerKind = VLLM) -> Environment:
-    """The one in `folder`, or by the environment variable, or the user's."""
+    """The environment in `folder`, else the one that the environment variable names, else the default one."""
     named = os.environ.get(kind.variable)
     return Environment((folder or (Path(named) if named else kind.default_folder)).expanduser().absolute(), kind)
 
 
 @cache
 def pins(key: str) -> dict[str, Any]:
-    """What the pins.toml of a make says."""
+    """Read the pins.toml of a kind of server: version, packages, and installation steps."""
     return tomllib.loads(resources.files(f"etude.inference.{key}").joinpath("pins.toml").read_text())
 
 
 def link_package(folder: Path) -> Path:
-    """A folder for PYTHONPATH, made in `folder`, in which there is etude and nothing of what is installed beside it."""
+    """Create a folder for PYTHONPATH, below `folder`, with a link to the etude package and nothing else."""
     path = folder / "path"
     path.mkdir(exist_ok=True)
     (path / "etude").unlink(missing_ok=True)

@@ -1,5 +1,7 @@
-"""`etude engines install`: the environment, step by step. What is killed goes on where it was, since pip keeps
-what it has; the mark that makes it an environment is written last.
+"""`etude engines install`: installs an external server into its own virtual environment.
+
+An interrupted installation can be run again and continues, since pip keeps what it has. The marker file that makes the
+environment valid is written last.
 """
 
 from __future__ import annotations
@@ -25,17 +27,20 @@ from etude.inference.external.environment import MARK, Environment, Mark, Server
 DEVICES = ("cpu", "cuda")
 REPORT_EVERY_S, LAST_LINES = 5.0, 8
 FULL_BYTES = 1 << 20
-"""With less than that free a disk is full, whatever the program that failed said of it."""
-AGAIN = "mend the cause, then run it again: what is there is kept, and is no environment until the end"
+"""A disk with fewer free bytes counts as full, whatever the failed program printed."""
+AGAIN = "fix the cause, then run it again: it continues, and the environment is valid only at the end"
 Report = Callable[[str], None]
 
 
 def install(environment: Environment, device: str, *, report: Report) -> Mark:
-    """Make the environment whole; at once where it is. `report` is told of each step, and of the bytes it has brought.
+    """Install a server; returns at once when it is installed. `report`: called with each step and its progress.
 
-    Raises `EngineError` for a step that fails, a disk without room, and where another process installs there."""
+    Raises `EngineError` when a step fails, the disk has too little space, or another process installs there, and
+    `InputError` for an unknown device."""
     if device not in DEVICES:
-        raise InputError(f"--device {device}", f"engines are installed for {' or '.join(DEVICES)}", hint="name one")
+        raise InputError(
+            f"--device {device}", f"engines are installed for {' or '.join(DEVICES)}", hint="choose one of them"
+        )
     kind, wanted = environment.kind, Mark(device=device)
     if environment.mark == wanted and environment.version == kind.version:
         report(f"{kind.name} {kind.version} for {device} is in {environment.folder}")
@@ -59,7 +64,7 @@ def install(environment: Environment, device: str, *, report: Report) -> Mark:
 
 
 def _steps(environment: Environment, device: str, constraints: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """(what, command line) of each step."""
+    """The steps: (description, command line)."""
     pins = environment.kind.pins
     pip = [str(environment.python), "-m", "pip", "--disable-pip-version-check"]
     steps = [("the environment", [sys.executable, "-m", "venv", str(environment.folder)])]
@@ -85,7 +90,10 @@ def _run(environment: Environment, argv: Sequence[str], what: str, *, report: Re
         assert process.stdout is not None, "started with a pipe"
         for line in process.stdout:
             last.append(line)
-            with contextlib.suppress(OSError), log.open("ab") as output:  # a full disk: what was said last is kept here
+            with (
+                contextlib.suppress(OSError),
+                log.open("ab") as output,
+            ):  # on a full disk only the last lines are kept, in memory
                 output.write(line)
     if process.returncode:
         output_text = b"".join(last).decode(errors="replace").strip()
@@ -97,7 +105,7 @@ def _run(environment: Environment, argv: Sequence[str], what: str, *, report: Re
 
 @contextlib.contextmanager
 def _reporting_progress(folder: Path, report: Report) -> Iterator[None]:
-    """Tell now and then how much there is, and since when."""
+    """Report size and elapsed time at intervals while the block runs."""
     ended, began = threading.Event(), time.monotonic()
 
     def report_progress() -> None:
@@ -114,7 +122,7 @@ def _reporting_progress(folder: Path, report: Report) -> Iterator[None]:
 
 
 def size_bytes(folder: Path) -> int:
-    """Of all files under it; those that go meanwhile are left out."""
+    """Total size of all files below a folder in bytes. Files that are deleted meanwhile are skipped."""
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:
@@ -128,16 +136,16 @@ def _refuse_other_installation(environment: Environment, wanted: Mark) -> None:
     if environment.mark is not None and (held != kind.version or environment.mark.device != wanted.device):
         raise EngineError(
             f"{environment.folder} holds {kind.name} {held} for {environment.mark.device}",
-            f"asked for is {kind.version} for {wanted.device}",
-            hint="name another --folder, or take that one away first",
+            f"requested was {kind.version} for {wanted.device}",
+            hint="choose another --folder, or delete that one first",
         )
     if environment.mark is None and environment.folder.exists():
         own_files = {"install.log", "install.lock", "pyvenv.cfg", "path"}
         if (there := set(os.listdir(environment.folder))) and not there & own_files:
             raise EngineError(
-                f"{environment.folder} is no environment of ours",
-                f"it holds {', '.join(sorted(there)[:3])}",
-                hint="name a folder that is empty, or is not there",
+                f"{environment.folder} was not made by etude",
+                f"it contains {', '.join(sorted(there)[:3])}",
+                hint="choose a folder that is empty or does not exist",
             )
 
 
@@ -147,9 +155,9 @@ def _require_disk_space(environment: Environment, gib: float) -> None:
     free = shutil.disk_usage(parent).free + (size_bytes(folder) if folder.exists() else 0)
     if free < gib * 2**30:
         raise EngineError(
-            f"no room for {environment.kind.name} at {folder}",
-            f"{free / 2**30:.1f} GiB are free, it takes {gib:g}",
-            hint="make room, or name a folder on another disk by --folder",
+            f"too little disk space for {environment.kind.name} at {folder}",
+            f"{free / 2**30:.1f} GiB are free, {gib:g} are needed",
+            hint="free some space, or choose a folder on another disk with --folder",
         )
 
 
@@ -159,7 +167,7 @@ def _locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            hint = "wait for it; what it brings is there for everybody"
+            hint = "wait for it to finish"
             raise EngineError(f"{folder} is being installed by another process", hint=hint) from None
         yield
 

@@ -1,4 +1,4 @@
-"""The process of an engine of another make, but for what is the make's own: what is prepared, watched and ended."""
+"""The common part of the processes of external engines: arguments, preparation, lifespan, and health checks."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ from etude.weights.files.checkpoint import CheckpointWriter, is_checkpoint, layo
 
 HUNG_EXIT_CODE = 70
 SOCKET_BYTES, LONGEST_NAME = 107, 37
-"""What the kernel takes as a socket's path; how long a name a server gives one: a slash and a UUID."""
+"""The longest path of a Unix socket, and the longest name that a server gives one: a slash and a UUID."""
 
 
 def make_parser(server: str, prog: str) -> argparse.ArgumentParser:
-    """What an engine of another make is told."""
+    """Make the argument parser of an external engine's process."""
     parser = argparse.ArgumentParser(prog=prog, description=f"One {server} engine.")
     add_arguments(parser)
     variable = f"$ETUDE_{server.upper()}"
     parser.add_argument(
         "--environment", type=Path, help=f"where {server} is (default: {variable}, or the user's cache)"
     )
-    parser.add_argument("--kv-tokens", type=int, default=0, help="room for keys and values (default: full contexts)")
-    parser.add_argument("--needs-routes", action="store_true", help="end where routes are not told")
+    parser.add_argument("--kv-tokens", type=int, default=0, help="tokens of KV cache (default: full contexts)")
+    parser.add_argument("--needs-routes", action="store_true", help="exit when the server cannot return routes")
     parser.add_argument("--argument", action="append", default=[], metavar="A", help=f"passed to {server} (repeatable)")
     return parser
 
 
 def run_process(args: argparse.Namespace, server: str, serving: Callable[[Path, Telemetry | None], None]) -> int:
-    """`serving(folder, telemetry)` until told to stop, where `folder` is a temporary one; the process's exit code."""
+    """Run `serving(folder, telemetry)` with a temporary folder, and return the process's exit code."""
     die_with_parent(watch_stdin=args.watch_stdin)
     telemetry = Telemetry(args.telemetry, process=args.name) if args.telemetry else None
     try:
@@ -69,7 +69,7 @@ def run_process(args: argparse.Namespace, server: str, serving: Callable[[Path, 
 
 
 def require_short_path(folder: Path, server: str) -> None:
-    """Raises `EngineError` where a server's sockets would have too long a path."""
+    """Raises `EngineError` when the paths of the server's sockets would be too long."""
     if (size := len(os.fsencode(folder))) > SOCKET_BYTES - LONGEST_NAME:
         raise EngineError(
             f"the folder for temporary files has too long a path for the sockets of {server}",
@@ -87,22 +87,22 @@ def serve_engine(
     weight_sync: ExternalWeightSync | None,
     telemetry: Telemetry | None,
 ) -> None:
-    """Serve the protocol until told to stop. Raises the `EtudeError` that it could not start for."""
+    """Serve the engine over HTTP until the process is stopped. Raises the `EtudeError` of a failed start."""
     failed: list[EtudeError] = []
     registration = make_registration(args, listener, token)
     needs_routes = args.needs_routes and engine.model.num_moe_layers > 0
     span = make_lifespan(process, engine, weight_sync, telemetry, failed, registration, needs_routes=needs_routes)
     try:
         serve(build_app(engine, token=token, lifespan=span), listener, name=args.name, ready_file=args.ready_file)
-    except SystemExit:  # uvicorn's, of a start that failed
+    except SystemExit:  # raised by uvicorn when the start failed
         if failed:
             raise failed[0] from None
         raise
 
 
 def prepare_checkpoint(args: argparse.Namespace, token: str | None, folder: Path) -> list[str]:
-    """See to what the server starts from; the arguments that it needs for that. Raises `EngineError` where it would
-    have no weights, or cannot be what a run elsewhere wants."""
+    """Prepare the checkpoint that the server starts from. Returns the further arguments that it needs. Raises
+    `EngineError` when it would have no weights, or cannot satisfy the requirements of the run that it joins."""
     requirements = fetch_requirements(args.register, token, wait_s=args.wait_s) if args.register else None
     if requirements is not None:
         apply_requirements(args, requirements)
@@ -114,17 +114,19 @@ def prepare_checkpoint(args: argparse.Namespace, token: str | None, folder: Path
 
 
 def read_model_config(checkpoint: Path) -> ModelConfig:
-    """The sizes of the model in a directory. Raises `CheckpointError`."""
+    """Read the model's configuration from a checkpoint directory. Raises `CheckpointError`."""
     path = checkpoint / "config.json"
     try:
         raw = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is gone or damaged", str(error), hint="give a Hugging Face directory") from None
+        raise CheckpointError(
+            f"{path} is missing or damaged", str(error), hint="give a Hugging Face directory"
+        ) from None
     return ModelConfig.from_hf(raw)
 
 
 def initial_version(checkpoint: Path) -> Version:
-    """The name of weights from a checkpoint, not a chain: step 0, no incarnation, digest of the content."""
+    """The version of weights from a checkpoint: step 0, incarnation of zeros, digest of the content."""
     tensors = read_checkpoint(checkpoint).tensors
     digest = content_digest({name: tensor_digest(tensor) for name, tensor in tensors.items()})
     return Version(step=0, incarnation="00000000", digest=digest)
@@ -140,7 +142,8 @@ def make_lifespan(
     *,
     needs_routes: bool,
 ) -> contextlib.AbstractAsyncContextManager[None]:
-    """What happens before the first request and after the last. What cannot start is put into `failed`."""
+    """Make the app's lifespan: start the server, the weight sync and the registration, and stop them at the end. The
+    error of a failed start is appended to `failed`."""
 
     @contextlib.asynccontextmanager
     async def span() -> AsyncIterator[None]:
@@ -167,17 +170,18 @@ def make_lifespan(
 
 
 def _with_server_output(error: EtudeError, process: ServerProcess) -> EtudeError:
-    """The error, with what the server said of its own."""
+    """Add the server's last output to an error, when the server has exited."""
     words = process.last_errors()
     if process.alive or words in error.facts:
         return error
-    return type(error)(error.what, f"{error.facts}; {process.server}'s last words: {words}", hint=error.hint)
+    return type(error)(error.what, f"{error.facts}; {process.server}'s last output: {words}", hint=error.hint)
 
 
 def require_routes(engine: ExternalEngine, needed: bool) -> None:
-    if needed and not (engine.routes.available):
+    """Raises `EngineError` when routes are needed and the server cannot return them."""
+    if needed and not engine.routes.available:
         raise EngineError(
-            f"{engine.name} does not tell routes, which this run needs",
+            f"{engine.name} returns no routes, which this run needs",
             engine.routes.missing,
             hint="set learner.replay_routes = false, or take a reference engine",
         )
@@ -190,7 +194,7 @@ async def _watch(engine: ExternalEngine, telemetry: Telemetry | None) -> None:
         await asyncio.sleep(1.0)
         await engine.check_health(deadline_s=engine.config.stall_s)
         if not engine.alive or engine.stalled_s > engine.config.stall_s:
-            state = f"has not answered for {engine.stalled_s:.0f} s" if engine.alive else "has ended"
+            state = f"has not responded for {engine.stalled_s:.0f} s" if engine.alive else "has exited"
             print(
                 f"error: {engine.client.server} of {engine.name} {state}: this process ends",
                 file=sys.stderr,
@@ -204,21 +208,20 @@ async def _watch(engine: ExternalEngine, telemetry: Telemetry | None) -> None:
             telemetry.event("engine.load", **facts)
 
 
-# -------------------------------------------------------------------- the checkpoint of an engine that joins elsewhere
-# The server must load a directory. It is made of the run's config.json and, where the run publishes adapters, of their
-# base weights. Else it starts with meaningless weights, and the first version is written whole before it serves.
-
+# The checkpoint of an engine that joins a run on another host. The server must load a directory. It is made of the
+# run's config.json and, if the run publishes adapters, their base weights. Otherwise the server starts with dummy
+# weights, and the first version is written completely before it serves.
 
 POLL_S = 0.5
 DUMMY_WEIGHTS = ["--load-format", "dummy"]
 
 
 def apply_requirements(args: argparse.Namespace, requirements: EngineRequirements) -> None:
-    """What a run wants of any engine stands in for what was not given. Raises `EngineError` where it cannot be."""
+    """Take missing settings from the run's requirements. Raises `EngineError` when this engine cannot satisfy them."""
     if requirements.mode == Mode.EXACT or requirements.quantise != Quantise.NONE:
         raise EngineError(
-            f"{args.name} cannot compute what the run at {args.register} wants",
-            f"it wants numerics.mode = '{requirements.mode}' and quantise = '{requirements.quantise}'; here are 'native' and 'none'",
+            f"{args.name} cannot compute as the run at {args.register} requires",
+            f"it requires mode = '{requirements.mode}', quantise = '{requirements.quantise}'; this is 'native', 'none'",
             hint="join with a reference engine: python -m etude.inference.server --register ...",
         )
     apply_sizes(args, requirements)
@@ -227,8 +230,8 @@ def apply_requirements(args: argparse.Namespace, requirements: EngineRequirement
 
 
 def create_checkpoint(requirements: EngineRequirements, args: argparse.Namespace, folder: Path) -> list[str]:
-    """What it can start from, put into `folder`; the arguments that it needs for that. Waits for the run's first
-    version. Raises `DeadlineExceeded`, `StoreError`, `WeightsError`."""
+    """Create the checkpoint that the server starts from in `folder`. Returns the further arguments that it needs. Waits
+    for the run's first version. Raises `DeadlineExceeded`, `StoreError`, `WeightsError`."""
     folder.mkdir()
     (folder / "config.json").write_text(requirements.model)
     store = open_store(args.store, cache=args.cache)
@@ -248,6 +251,8 @@ def _wait_for_first_version(store: BlobStore, args: argparse.Namespace) -> None:
             print(f"{args.name} waits for a first version in {args.store}", file=sys.stderr, flush=True)
         if time.monotonic() > end:
             facts = f"no version of policy; waited {args.wait_s:g} s"
-            raise DeadlineExceeded(f"there are no weights in {args.store}", facts, hint="see whether the run goes on")
+            raise DeadlineExceeded(
+                f"there are no weights in {args.store}", facts, hint="check whether the run is running"
+            )
         reported = True
         time.sleep(POLL_S)

@@ -1,8 +1,9 @@
-"""Keeps a server of another make at the head of the weight chain: when, in which order, and what is told of it.
+"""Keeps an external server's weights at the newest published version.
 
-What is new is made ready beside the requests, and given to the server in a pause. A swap that fails leaves the engine
-frozen until one succeeds: what it holds is no version's. Trouble is told (`engine.trouble`, an event) and tried again.
-What the server answers proves nothing about what it computes: `verify` is for that, and a run asks it at each version.
+A new version is prepared while requests run, and loaded by the server during a pause. A swap that fails leaves the
+engine frozen until one succeeds, since its weights are then of no version. Errors are reported (`engine.trouble` and an
+event) and retried. A server's response does not prove that it computes with the new weights: `verify` checks that, and
+a run calls it for each version.
 """
 
 from __future__ import annotations
@@ -20,26 +21,27 @@ RETRY_S = 0.5
 
 
 class ExternalWeightSync(abc.ABC):
-    """Follows from `start_at_head` to `stop`."""
+    """Updates a server's weights from `start_at_head` until `stop`. `poll_s`: pause between two polls of the chain."""
 
     def __init__(self, engine: ExternalEngine, *, poll_s: float, telemetry: Telemetry | None) -> None:
         self.engine, self.poll_s, self._telemetry = engine, poll_s, telemetry
-        self._held: Version | None = None  # what was swapped in last; None: what the server loaded, or nobody knows
+        self._held: Version | None = None  # version swapped in last; None: none yet, or unknown after an error
         self._task: asyncio.Task[None] | None = None
 
     async def start_at_head(self) -> None:
-        """Adopt what is there, so that the first request finds it, then follow. Trouble is told, not raised."""
+        """Adopt the newest version, so that the first request sees it, then start the task. Errors are reported, not
+        raised."""
         await self._try()
         self._task = asyncio.create_task(self._run(), name=f"{self.engine.name}-follow")
 
     async def stop(self) -> None:
-        """End at once. Idempotent."""
+        """Cancel the task. Idempotent."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def step(self) -> Version | None:
-        """Adopt what is new; the version adopted, or None. Raises `EtudeError` when it cannot."""
+        """Adopt the newest version. Returns it, or None when there is nothing new. Raises `EtudeError`."""
         began, engine = time.monotonic(), self.engine
         if not await self._ready():
             return None
@@ -62,11 +64,12 @@ class ExternalWeightSync(abc.ABC):
 
     @abc.abstractmethod
     async def _ready(self) -> bool:
-        """Have what is new fetched and proven; False: nothing is newer than `_held`. Raises `EtudeError`."""
+        """Fetch and check the newest version. Returns False when it is `_held`. Raises `EtudeError`."""
 
     @abc.abstractmethod
     async def _swap(self) -> Version:
-        """Give the server what is ready; nothing runs in it. Raises `EtudeError`: it stays frozen then."""
+        """Load the prepared version into the paused server and return it. When this raises `EtudeError`, the engine
+        stays frozen."""
 
     async def _run(self) -> None:
         while True:

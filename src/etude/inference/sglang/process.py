@@ -1,4 +1,4 @@
-"""SGLang's server as a child of its adapter, on a port of loopback that asks for a key which nobody else is told."""
+"""SGLang's server as a child process of its adapter, on a loopback port with a secret key."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from etude.models.config import ModelConfig
 MODULE = "sglang.launch_server"
 LOAD_S, FORGET_S = 600.0, 10.0
 KEPT_TOKENS = 7
-"""Of a context SGLang takes so many fewer as input: it wants more than five left, and one for itself."""
+"""Tokens of a context that SGLang does not accept as input: it needs more than five left, and one for itself."""
 ON_CPU = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
 NO_END = json.dumps({"eos_token_id": None})
-"""A request's own stop tokens are the only ones; where SGLang ignores the model's, it ignores those, too."""
+"""Removes the model's end token, so that a request's stop tokens are the only ones. SGLang's `ignore_eos` would ignore
+those too."""
 
 
 class SglangClient(ServerClient):
-    """Calls to an SGLang server. `gives_routes`: it was started to tell routes with its answers."""
+    """Client of an SGLang server. `gives_routes`: it was started to return routes with its responses."""
 
     server = SERVER
     dialect: ClassVar[Dialect] = protocol
@@ -53,7 +54,7 @@ class SglangClient(ServerClient):
         await self.ask("/update_weight_version", body, what="to label its tokens")
 
     async def load(self, checkpoint: Path) -> None:
-        """Have it load the weights of a directory, in a pause: what it decodes keeps its keys and values."""
+        """Load weights from a checkpoint directory during a pause. Running requests keep their KV cache."""
         body = {"model_path": str(checkpoint), "flush_cache": False, "load_format": "auto"}
         data = await self.ask("/update_weights_from_disk", body, what="to load weights", deadline_s=LOAD_S)
         if not msgspec.json.decode(data).get("success"):
@@ -62,14 +63,14 @@ class SglangClient(ServerClient):
     async def route_source(self, num_moe_layers: int) -> RouteSource:
         if not num_moe_layers:
             return RouteSource(missing="the model has no routers")
-        return RouteSource(native=True) if self.gives_routes else RouteSource(missing="it was not started to tell them")
+        return RouteSource(native=True) if self.gives_routes else RouteSource(missing="it was started without routes")
 
     async def take_routes(self, name: str) -> str | None:
-        """Nothing is kept: routes come with the answers."""
+        """None: routes come with the responses."""
         return None
 
     def forget(self, name: str) -> None:
-        """SGLang looks for a closed connection every few seconds only."""
+        """Abort the request: SGLang notices a closed connection only after seconds."""
         task = asyncio.ensure_future(self._abort(name))
         self._forgetting.add(task)
         task.add_done_callback(self._forgetting.discard)
@@ -101,8 +102,10 @@ def start(
     folder: Path,
     arguments: Sequence[str],
 ) -> SglangProcess:
-    """SGLang over a checkpoint, as a child of this process. Raises `EngineError` where there is none of the version
-    that the adapter was written for."""
+    """Start SGLang with a checkpoint as a child process.
+
+    `kv_tokens`: size of the KV cache. `folder`: for temporary files. `arguments`: further command-line arguments.
+    Raises `EngineError` when the tested version of SGLang is not installed."""
     device = environment.require().device
     port, key, gives_routes = _free_port(), secrets.token_hex(16), device == "cuda" and model.num_moe_layers > 0
     argv = [str(environment.python), "-m", "etude.inference.external.launch", MODULE]

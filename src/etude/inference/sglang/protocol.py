@@ -1,7 +1,7 @@
-"""Writes requests to SGLang and reads its answers. Pure: knows nothing of sockets.
+"""Encodes requests to SGLang and parses its responses. Pure.
 
-SGLang's answers are read by what they must hold, and everything else in them is left alone: one that holds less, or
-disagrees with itself, is an `EngineError`, never a completion. Written against `/generate` of SGLang 0.5.23.
+Only the needed fields of a response are parsed. A response that lacks one, or contradicts itself, raises `EngineError`.
+Written for `/generate` of SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from etude.records.wire import Routes
 
 SERVER, GENERATE = "SGLang", "/generate"
 LEAST_TEMPERATURE = 1e-6
-"""Under it SGLang takes the likeliest token, and tells log-probabilities at temperature 1."""
+"""Below this temperature SGLang samples greedily, and returns log-probabilities at temperature 1."""
 T = TypeVar("T")
 
 
@@ -73,21 +73,21 @@ class _Refusal(msgspec.Struct, frozen=True):
 
 
 def encode_request(request: CompletionRequest, name: str, *, salt: str, native_routes: bool) -> bytes:
-    """The body that asks for a completion. `name`: what SGLang calls the request; `salt`: prefixes are shared under
-    the same one only. Raises `MalformedRequest`."""
+    """The body of a request for a completion. `name`: the request's id in SGLang; `salt`: requests share cached
+    prefixes only with others of the same salt. Raises `MalformedRequest`."""
     sampling, prompt = request.sampling, request.prompt_ids
     if 0.0 < sampling.temperature < LEAST_TEMPERATURE:
         raise MalformedRequest(
             f"request {request.request_id} asks for temperature {sampling.temperature:g}",
             f"SGLang samples at {LEAST_TEMPERATURE:g} at least, or greedily at 0",
-            hint=f"ask for 0, or for {LEAST_TEMPERATURE:g} and more",
+            hint=f"ask for 0, or at least {LEAST_TEMPERATURE:g}",
         )
     params: dict[str, Any] = {
         "max_new_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "sampling_seed": keyed_seed(sampling.seed, len(prompt)),
         "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": not sampling.stop_token_ids,  # it would ignore a request's own, too
+        "ignore_eos": not sampling.stop_token_ids,  # it would also ignore the request's own stop tokens
     }
     body: dict[str, Any] = {"rid": name, "input_ids": prompt.tolist(), "sampling_params": params, "extra_key": salt}
     body |= {"return_logprob": True, "stream": True, "priority": int(request.traffic is Traffic.PRODUCTION)}
@@ -97,15 +97,15 @@ def encode_request(request: CompletionRequest, name: str, *, salt: str, native_r
 
 
 def encode_scoring_request(token_ids: list[int], name: str, *, salt: str) -> bytes:
-    """The body that asks for a text's log-probabilities."""
+    """The body of a request for a text's log-probabilities; `name` and `salt` as in `encode_request`."""
     params = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
     body = {"rid": name, "input_ids": token_ids, "sampling_params": params, "extra_key": salt, "priority": 1}
     return msgspec.json.encode(body | {"return_logprob": True, "logprob_start_len": 0})
 
 
 def read_scores(body: bytes, token_ids: list[int], *, engine: str) -> tuple[int | None, list[float]]:
-    """(which adoption computed it, log-probability of each token but the first) of an answer to `encode_scoring_request`. None: SGLang
-    has no label for it. Raises `BrokenAnswer`."""
+    """Parse the response to `encode_scoring_request`: (number of the adoption that computed it, log-probability of each
+    token but the first). The number is None when there is no label. Raises `BrokenAnswer`."""
     meta = _decoded(body, _Answer, engine).meta_info
     rows = meta.input_token_logprobs or []
     logprobs = [row.logprob for row in rows[1:] if row.logprob is not None]
@@ -116,8 +116,8 @@ def read_scores(body: bytes, token_ids: list[int], *, engine: str) -> tuple[int 
 
 
 def read_event(line: bytes, *, engine: str) -> AnswerPart | None:
-    """A line of a streamed answer: some tokens; None for one that says nothing. Raises `BrokenAnswer`, and `EngineError` for
-    what SGLang ended it with."""
+    """Parse one line of a streamed response: a part with some tokens, or None for a line without tokens. Raises
+    `BrokenAnswer`, and `EngineError` when the server ended the request with an error."""
     if not line.startswith(b"data: ") or is_end(line):
         return None
     body = line[len(b"data: ") :]
@@ -127,12 +127,12 @@ def read_event(line: bytes, *, engine: str) -> AnswerPart | None:
 
 
 def is_end(line: bytes) -> bool:
-    """Whether a line is the last of a streamed answer."""
+    """Whether this is the last line of a streamed response."""
     return line.strip() == b"data: [DONE]"
 
 
 def read_error(status: int, body: bytes, *, engine: str) -> EngineError:
-    """The exception behind an answer that is not 200; never raises, whatever the bytes are.
+    """Convert a response whose status is not 200 to an exception. Never raises, whatever the bytes are.
 
     >>> print(read_error(400, b'{"error": {"message": "too long"}}', engine="engine-1"))
     SGLang of engine-1 answered 400: too long
@@ -147,7 +147,8 @@ def read_error(status: int, body: bytes, *, engine: str) -> EngineError:
 
 
 def decode_routes(data: str | None, model: ModelConfig, *, count: int) -> Routes:
-    """Routes of `count` positions: base64 of int32 [positions, layers, top_k]. Raises `ValueError`."""
+    """Decode the routes in a response: base64 of int32 [positions, layers, top_k]. `count`: number of positions. Raises
+    `ValueError`."""
     if data is None:
         return decode_kept_routes(None, model, start=0, stop=count)
     sampled = np.frombuffer(base64.b64decode(data), "<i4")
@@ -163,7 +164,7 @@ def _part(answer: _Answer, engine: str) -> AnswerPart:
     if [one.token_id for one in sampled] != ids:
         raise broken_answer(SERVER, engine, f"log-probabilities of {len(sampled)} tokens, {len(ids)} tokens")
     if finish is not None and finish.type == "abort":
-        raise EngineError(f"SGLang of {engine} dropped a request", finish.message, hint="ask again; its log says why")
+        raise EngineError(f"SGLang of {engine} aborted a request", finish.message, hint="send it again; see its log")
     logprobs = [one.logprob for one in sampled if one.logprob is not None]
     if len(logprobs) != len(ids):
         raise broken_answer(SERVER, engine, f"{len(logprobs)} log-probabilities of {len(ids)} tokens")

@@ -1,9 +1,9 @@
-"""The program of an SGLang engine: ``python -m etude.inference.sglang.server --checkpoint DIR [--store PLACE] ...``.
+"""The process of an SGLang engine: ``python -m etude.inference.sglang.server --checkpoint DIR [--store PLACE] ...``.
 
-Starts SGLang in its own environment as a child, follows the weight chain for it, and serves `app` on a socket as
-`etude.inference.server` does for our own engine: the same protocol, the same ready file, the same ends. SGLang dies
-with it, however it ends. ETUDE_TOKEN in the environment is the bearer token that every POST must carry. With
-``--register URL`` it joins the fleet of a run elsewhere, as `etude.inference.server` does, and needs no checkpoint.
+It starts SGLang in its own environment as a child process, keeps its weights at the newest version, and serves `app` on
+a socket with the same protocol, ready file and exit conditions as `etude.inference.server`. SGLang exits with it in any
+case. The environment variable ETUDE_TOKEN is the bearer token of every POST request. With ``--register URL`` it joins
+the fleet of a run on another host, as `etude.inference.server` does, and needs no checkpoint.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from etude.weights.files.checkpoint import CheckpointWriter, copy_others, index_
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until told to stop; the exit code."""
+    """Run the engine until it is stopped. Returns the exit code."""
     args = make_parser("SGLang", "python -m etude.inference.sglang.server").parse_args(argv)
     return run_process(args, "sglang", partial(_serve, args))
 
@@ -82,12 +82,12 @@ def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) 
     serve_engine(args, listener, token, child, engine, weight_sync, telemetry)
 
 
-# -------------------------------------------------------------------------------------- following the chain of weights
-# Versions are fetched and proven here, written as a checkpoint, and loaded by SGLang in a pause.
-
-
 class SglangWeightSync(ExternalWeightSync):
-    """`start`: the checkpoint that SGLang was started from; `folder`: where there is room for another like it."""
+    """Updates the weights of an SGLang server. A version is fetched and checked here, written as a checkpoint, and
+    loaded by SGLang during a pause.
+
+    `start`: the checkpoint that SGLang was started from. `folder`: where the new checkpoint is written.
+    """
 
     def __init__(
         self,
@@ -116,10 +116,10 @@ class SglangWeightSync(ExternalWeightSync):
         return self._chain.version
 
     def _write(self, folder: Path) -> None:
-        """The version that the chain is at, as a checkpoint. Raises `WeightsError`, `CheckpointError`."""
+        """Write the chain's version as a checkpoint. Raises `WeightsError`, `CheckpointError`."""
         tensors = self._chain.tensors
         if adapted_modules(tensors):
-            facts, hint = "SGLang takes whole weights", "take vLLM or reference engines, or learner.lora_rank = 0"
+            facts, hint = "SGLang only loads full weights", "use vLLM or reference engines, or learner.lora_rank = 0"
             raise WeightsError("an adapter is published", facts, hint=hint)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()

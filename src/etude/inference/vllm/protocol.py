@@ -1,7 +1,7 @@
-"""Writes requests to vLLM and reads its answers. Pure: knows nothing of sockets.
+"""Encodes requests to vLLM and parses its responses. Pure.
 
-Of an answer only the fields that are needed are read, and other fields are ignored. An answer that lacks one, or
-contradicts itself, is an `EngineError`, never a completion. Written for `/inference/v1/generate` of vLLM 0.32.
+Only the needed fields of a response are parsed. A response that lacks one, or contradicts itself, raises `EngineError`.
+Written for `/inference/v1/generate` of vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def encode_scoring_request(token_ids: list[int], name: str, *, salt: str) -> byt
 
 
 def read_scores(body: bytes, token_ids: list[int], *, engine: str) -> tuple[int | None, list[float]]:
-    """Read the answer to `encode_scoring_request`: (the number of the adoption that computed it, the log-probability of each token but
-    the first). The number is None where vLLM sends no label. Raises `BrokenAnswer`."""
+    """Parse the response to `encode_scoring_request`: (number of the adoption that computed it, log-probability of each
+    token but the first). The number is None when there is no label. Raises `BrokenAnswer`."""
     answer = _decoded(body, _Answer, engine)
     rows = answer.prompt_logprobs or []
     found = [row.get(str(token)) if row else None for row, token in zip(rows[1:], token_ids[1:], strict=False)]
@@ -143,8 +143,8 @@ def read_scores(body: bytes, token_ids: list[int], *, engine: str) -> tuple[int 
 
 
 def read_event(line: bytes, *, engine: str) -> AnswerPart | None:
-    """Read one line of a streamed answer: a part with some tokens, or None for a line without any. Raises `BrokenAnswer`, and
-    `EngineError` where vLLM ended the request with an error."""
+    """Parse one line of a streamed response: a part with some tokens, or None for a line without tokens. Raises
+    `BrokenAnswer`, and `EngineError` when the server ended the request with an error."""
     if not line.startswith(b"data: ") or is_end(line):
         return None
     body = line[len(b"data: ") :]
@@ -154,12 +154,12 @@ def read_event(line: bytes, *, engine: str) -> AnswerPart | None:
 
 
 def is_end(line: bytes) -> bool:
-    """Whether this is the last line of a streamed answer."""
+    """Whether this is the last line of a streamed response."""
     return line.strip() == b"data: [DONE]"
 
 
 def read_error(status: int, body: bytes, *, engine: str) -> EngineError:
-    """The exception of an answer whose status is not 200. Never raises itself, whatever the bytes are.
+    """Convert a response whose status is not 200 to an exception. Never raises, whatever the bytes are.
 
     >>> print(read_error(400, b'{"error": {"message": "too long"}}', engine="engine-1"))
     vLLM of engine-1 answered 400: too long
@@ -173,8 +173,8 @@ def read_error(status: int, body: bytes, *, engine: str) -> EngineError:
 
 
 def decode_routes(data: str | None, model: ModelConfig, *, count: int) -> Routes:
-    """Decode routes that vLLM sent in an answer: base64 of an .npy file, [positions, layers, top_k]. Raises
-    `ValueError`."""
+    """Decode the routes in a response: base64 of an .npy file, [positions, layers, top_k]. `count`: number of
+    positions. Raises `ValueError`."""
     if data is None:
         return decode_kept_routes(None, model, start=0, stop=count)
     sampled = np.load(io.BytesIO(base64.b64decode(data)), allow_pickle=False)
@@ -193,7 +193,7 @@ def _part(answer: _Answer, engine: str) -> AnswerPart:
     if [one.token_id for one in sampled] != ids:
         raise broken_answer(SERVER, engine, f"log-probabilities of {len(sampled)} tokens, {len(ids)} tokens")
     if choice.finish_reason == "abort":
-        raise EngineError(f"vLLM of {engine} dropped a request", hint="ask again; its log says why")
+        raise EngineError(f"vLLM of {engine} aborted a request", hint="send it again; see its log")
     spans = _spans(choice, engine) if choice.finish_reason else ()
     return AnswerPart(
         ids, [one.logprob for one in sampled], choice.finish_reason, spans, _cached(answer), choice.routed_experts

@@ -1,10 +1,11 @@
-"""Which experts each token took, from a vLLM that does not tell them itself: its first model runner, as on a CPU.
+"""Records which experts each token took, for vLLM builds that do not return routes: the first model runner, as on a
+CPU.
 
-Uses what vLLM has for it: `set_capture_fn` of its routers is told every token's experts, and the forward pass's slot
-mapping says where each token's keys and values are kept. Routes are kept beside them, by slot: so those of a prefix
-that comes from the cache are there, too. `_on_request_state_removed`, which vLLM calls before the slots of a request
-can be written anew, is the one method that is replaced, on the runner's object; where any of these is not as in the
-tested version `RoutesMissing` is raised at the start, and the engine has no capability "routes".
+It uses vLLM's own hooks: `set_capture_fn` of the routers gets every token's experts, and the forward context's slot
+mapping gives each token's KV slot. Routes are stored by slot beside the KV cache, so that those of a cached prefix are
+available too. One method is replaced, on the runner object: `_on_request_state_removed`, which vLLM calls before the
+slots of a request are reused. If any of this differs from the tested version, `RoutesMissing` is raised at the start,
+and the engine lacks the capability "routes".
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-MAX_KEPT = 4096  # requests that ended and whose routes nobody has fetched yet; the oldest go
+MAX_KEPT = 4096  # ended requests whose routes were not fetched yet; the oldest are dropped
 _NAME = re.compile(r"(?:.*-)?(routes\.[0-9a-f]+)(?:-.*)?")
 
 
 class RoutesMissing(Exception):
-    """This vLLM is not as it was when this was written."""
+    """This vLLM differs from the version that this module was written for."""
 
 
 class RouteTable:
-    """Routes by slot of the KV cache, [slots, MoE layers, top_k] int16, of a model runner of vLLM 0.32."""
+    """Routes by slot of the KV cache, [slots, MoE layers, top_k] int16, for a model runner of vLLM 0.32. -1:
+    unknown."""
 
     def __init__(self, runner: Any) -> None:
         import torch
@@ -42,7 +44,7 @@ class RouteTable:
         self._block_size = int(groups[0].kv_cache_spec.block_size)
         slots = runner.kv_cache_config.num_blocks * self._block_size
         top_k = runner.model_config.get_num_experts_per_tok()
-        self._kept = torch.full((slots, len(routers), top_k), -1, dtype=torch.int16)  # none is known, which 0 is not
+        self._kept = torch.full((slots, len(routers), top_k), -1, dtype=torch.int16)  # -1: unknown; 0 is an expert
         self._done: OrderedDict[str, bytes] = OrderedDict()
         for layer, router in enumerate(routers):
             router.set_capture_fn(partial(self._capture, layer))
@@ -50,24 +52,25 @@ class RouteTable:
         runner._on_request_state_removed = self._removed
 
     def take(self, names: Sequence[str]) -> dict[str, str]:
-        """Base64 of the routes of requests that have ended, int16 [positions, MoE layers, top_k], from position 0 on;
-        once. Names that are not known are left out."""
+        """Return and drop the routes of ended requests: base64 of int16 [positions, MoE layers, top_k], from position
+        0. Unknown names are left out."""
         living = {_name(req_id): state for req_id, state in self._runner.requests.items()}
         found = {name: self._done.pop(name, None) or self._read(living.get(name)) for name in names}
         return {name: base64.b64encode(data).decode() for name, data in found.items() if data is not None}
 
     def _capture(self, layer: int, topk_ids: Any) -> None:
-        """Told by a router inside a forward pass: [tokens, top_k]."""
+        """Called by a router in a forward pass. `topk_ids`: [tokens, top_k]."""
         import torch
 
         mapping = self._context().slot_mapping
         if not mapping:
-            return  # a forward pass of nobody's tokens, at the start
+            return  # a warm-up pass without requests
         slots = next(iter(mapping.values()))[: len(topk_ids)]
         self._kept[slots, layer] = topk_ids[: len(slots)].to("cpu", torch.int16)
 
     def _removed(self, req_id: str, state: Any) -> None:
-        """Told by the runner before its next forward pass: the request has ended, its slots hold what it computed."""
+        """Called by the runner before its next forward pass, when a request has ended: save its routes before its slots
+        are reused."""
         self._was_removed(req_id, state)
         name = _name(req_id)
         if name is None or state is None:
@@ -79,7 +82,7 @@ class RouteTable:
                 self._done.popitem(last=False)
 
     def _read(self, state: Any) -> bytes | None:
-        """Every position whose keys were computed; the token that was sampled last was not."""
+        """The routes of all computed positions: all but the last sampled token."""
         import torch
 
         if state is None or not state.block_ids:
@@ -91,18 +94,18 @@ class RouteTable:
 
 
 def _routers(model: Any) -> list[Any]:
-    """The routers of the model's MoE layers, in their order."""
+    """The routers of the model's MoE layers, in order. Raises `RoutesMissing`."""
     from vllm.model_executor.layers.fused_moe.layer import MoERunner  # type: ignore[import-not-found]
 
     found = [module for module in model.modules() if isinstance(module, MoERunner)]
     found.sort(key=lambda module: module.layer_id)
     if not found or not all(hasattr(module.router, "set_capture_fn") for module in found):
-        raise RoutesMissing(f"{len(found)} MoE layers, and not all of their routers can be listened to")
+        raise RoutesMissing(f"{len(found)} MoE layers, and not all of their routers have set_capture_fn")
     return [module.router for module in found]
 
 
 def _name(req_id: str) -> str | None:
-    """The adapter's name of a request in vLLM's; None for one whose routes nobody wants.
+    """Extract the adapter's request id from vLLM's; None for a request that wants no routes.
 
     >>> _name("generate-tokens-routes.0a1f-9c2b7d10"), _name("generate-tokens-0a1f-9c2b7d10")
     ('routes.0a1f', None)

@@ -1,9 +1,9 @@
-"""The program of a vLLM engine: ``python -m etude.inference.vllm.server --checkpoint DIR [--store PLACE] ...``.
+"""The process of a vLLM engine: ``python -m etude.inference.vllm.server --checkpoint DIR [--store PLACE] ...``.
 
-Starts vLLM in its own environment as a child, follows the weight chain with it, and serves `app` on a socket as
-`etude.inference.server` does for our own engine: the same protocol, the same ready file, the same ends. vLLM dies with
-it, however it ends. ETUDE_TOKEN in the environment is the bearer token that every POST must carry. With ``--register
-URL`` it joins the fleet of a run elsewhere, as `etude.inference.server` does, and needs no checkpoint.
+It starts vLLM in its own environment as a child process, keeps its weights at the newest version, and serves `app` on a
+socket with the same protocol, ready file and exit conditions as `etude.inference.server`. vLLM exits with it in any
+case. The environment variable ETUDE_TOKEN is the bearer token of every POST request. With ``--register URL`` it joins
+the fleet of a run on another host, as `etude.inference.server` does, and needs no checkpoint.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ EXTENSION = "etude.inference.vllm.worker.WorkerExtension"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until told to stop; the exit code."""
+    """Run the engine until it is stopped. Returns the exit code."""
     args = _parser().parse_args(argv)
     return run_process(args, "vllm", partial(_serve, args))
 
@@ -94,22 +94,21 @@ def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) 
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("vLLM", "python -m etude.inference.vllm.server")
-    parser.add_argument("--extension", default=EXTENSION, help="the class that vLLM's workers are given")
+    parser.add_argument("--extension", default=EXTENSION, help="the class of vLLM's worker extension")
     return parser
 
 
-# -------------------------------------------------------------------------------------- following the chain of weights
-# Only the pointer is read here, some hundred bytes. vLLM's workers fetch, decode and prove beside the requests, and
-# write what is proven between two steps, in a pause.
-
-
 PREPARE_S, SWAP_S = 600.0, 120.0
-FIRST_LOOK_S, LAST_LOOK_S = 0.01, 0.25  # between two questions to the workers, each of which takes time of a step
+FIRST_LOOK_S, LAST_LOOK_S = 0.01, 0.25  # interval of polling the workers, which delays their steps
 
 
 class VllmWeightSync(ExternalWeightSync):
-    """`place`: the store, as vLLM's workers open it, `head` is of the same; `public_key`: the workers believe only what
-    its owner signed; `cache`: a directory in which a region's engines share what they fetched."""
+    """Updates the weights of a vLLM server. Its workers fetch, decode and check a version while requests run, and write
+    it during a pause; this process only reads the pointer.
+
+    `head`: reads the pointer of the channel. `place`: the same store, as the workers open it. `public_key`: accept only
+    versions signed with it. `cache`: a directory in which engines of a region share downloads.
+    """
 
     def __init__(
         self,
@@ -128,7 +127,7 @@ class VllmWeightSync(ExternalWeightSync):
         self._public_key = public_key.hex() if public_key else ""
 
     async def start_at_head(self) -> None:
-        """As of every follower. Raises `EngineError` for a model that the workers have no map for."""
+        """See `ExternalWeightSync`. Raises `EngineError` for a model that the workers do not support."""
         await self._call("etude_follow", self.place, "policy", "", self._public_key, str(self.cache or ""))
         await super().start_at_head()
 
@@ -140,7 +139,7 @@ class VllmWeightSync(ExternalWeightSync):
         return True
 
     async def _prepared(self) -> None:
-        """Every worker has one and the same version fetched and proven."""
+        """Have all workers fetch and check the same version. Raises `WeightsError`, `DeadlineExceeded`."""
         call, version = self._call, None
         await call("etude_prepare")
         end, rest_s = time.monotonic() + PREPARE_S, FIRST_LOOK_S
@@ -149,7 +148,7 @@ class VllmWeightSync(ExternalWeightSync):
             trouble = next((one["trouble"] for one in states if one["trouble"]), "")
             if trouble:
                 raise WeightsError(
-                    f"{self.engine.name} cannot come to the head", trouble, hint="see etude weights fsck"
+                    f"{self.engine.name} cannot load the newest version", trouble, hint="see etude weights fsck"
                 )
             found = [one["prepared"] for one in states]
             if not any(one["preparing"] for one in states):
@@ -158,24 +157,26 @@ class VllmWeightSync(ExternalWeightSync):
             if all(found):
                 if all(one == found[0] for one in found):
                     return
-                version = max(found, key=lambda one: one["step"])  # the others come to the newest
+                version = max(found, key=lambda one: one["step"])  # the other workers prepare the newest too
                 await call("etude_prepare", version)
             await asyncio.sleep(rest_s)
             rest_s = min(LAST_LOOK_S, 1.5 * rest_s)
         raise DeadlineExceeded(
-            f"{self.engine.name} did not fetch the head within {PREPARE_S:g} s",
-            f"asked for {version or 'the newest'}",
+            f"{self.engine.name} did not fetch the newest version within {PREPARE_S:g} s",
+            f"requested: {version or 'the newest'}",
             hint="see the store, and the engine's log",
         )
 
     async def _swap(self) -> Version:
-        """The version that every worker has written."""
+        """Have all workers write the prepared version, and return it."""
         call = self._call
         told: list[dict[str, Any]] = await call("etude_swap", deadline_s=SWAP_S)
         trouble = next((one["trouble"] for one in told if one["trouble"]), "")
         if trouble:
             raise WeightsError(
-                f"{self.engine.name} could not write a version", trouble, hint="it is written whole next, requests wait"
+                f"{self.engine.name} could not write a version",
+                trouble,
+                hint="it is written completely next; requests wait",
             )
         versions = [msgspec.convert(one["version"], Version) for one in told]
         if any(version != versions[0] for version in versions):

@@ -1,7 +1,7 @@
-"""What vLLM's workers are given: they follow a channel of weights, and tell which experts a token took.
+"""The extension of vLLM's workers: updates their weights from a channel, and records routes.
 
-`--worker-extension-cls etude.inference.vllm.worker.WorkerExtension`. Its methods are called by vLLM's `collective_rpc`,
-over HTTP, whose arguments are texts and whose results are mappings and lists.
+`--worker-extension-cls etude.inference.vllm.worker.WorkerExtension`. Its methods are called by vLLM's `collective_rpc`
+over HTTP; arguments are texts, results are mappings and lists.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from etude.weights.follow import vllm_worker
 
 
 class WorkerExtension(vllm_worker.WorkerExtension):
-    """`etude.weights`' own, and routes."""
+    """The weight-sync extension of `etude.weights`, with routes."""
 
     def etude_keep_routes(self) -> dict[str, Any]:
-        """Keep the experts of every token from now on; `missing`: why that cannot be, "" where it can. Idempotent."""
+        """Start to record the experts of every token. Returns `missing`: why that is not possible, or "".
+        Idempotent."""
         if self.rank or hasattr(self, "etude_routes"):
             return {"missing": ""}
         try:
@@ -32,15 +33,15 @@ class WorkerExtension(vllm_worker.WorkerExtension):
         return {} if self.rank else self.etude_routes.take(names)
 
     def etude_state(self) -> dict[str, Any]:
-        """The version that waits to be adopted; whether one is on its way; or `trouble`: what preparing it failed
-        with, in its three parts."""
+        """State of the weight sync: the prepared version, whether one is being prepared, and `trouble`: the error of
+        the last preparation, or ""."""
         try:
             return {"prepared": self.etude_prepared(), "preparing": self.etude_preparing(), "trouble": ""}
         except WeightsError as error:
             return {"prepared": None, "preparing": False, "trouble": str(error)}
 
     def etude_swap(self) -> dict[str, Any]:
-        """`etude_adopt`, and `trouble` where it failed."""
+        """Call `etude_adopt`. Returns its result and `trouble`: the error, or ""."""
         try:
             return {**self.etude_adopt(), "trouble": ""}
         except WeightsError as error:

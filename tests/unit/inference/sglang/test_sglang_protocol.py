@@ -107,7 +107,7 @@ def test_a_recorded_refusal_and_a_recorded_abort_say_what_sglang_said() -> None:
     assert "maximum context length of 257 tokens" in said.facts
     assert protocol.read_error(400, b'{"error": "no such field"}', engine="e").facts == "no such field"
     assert protocol.read_error(500, b"<html>", engine="e").facts == "b'<html>'"
-    with pytest.raises(EngineError, match="dropped a request"):
+    with pytest.raises(EngineError, match="aborted a request"):
         whole_answer(recorded("aborted.json"), engine="engine-1")
     with pytest.raises(EngineError, match="answered 500"):
         protocol.read_event(b'data: {"error": {"message": "it fell over"}}', engine="engine-1")
@@ -190,7 +190,7 @@ def test_a_run_with_sglang_is_neither_exact_nor_given_adapters() -> None:
     RunConfig(fleet=fleet, numerics=native)
     with pytest.raises(ConfigError, match="sglang") as caught:
         RunConfig(fleet=fleet, numerics=native, learner=LearnerConfig(lora_rank=4))
-    assert "takes whole weights" in caught.value.facts
+    assert "only loads full weights" in caught.value.facts
     with pytest.raises(ConfigError, match="sglang") as caught:
         RunConfig(fleet=fleet, numerics=NumericsConfig(mode=Mode.EXACT))
     assert "sums in an order of its own" in caught.value.facts

@@ -44,7 +44,7 @@ def test_a_vllm_of_another_version_is_refused(tmp_path: Path) -> None:
 def test_an_install_that_was_broken_off_is_no_environment(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="vLLM is not installed") as caught:
         made(tmp_path / "e", VLLM.version, whole=False).require()
-    assert caught.value.facts.endswith("is not complete")
+    assert caught.value.facts.endswith("is incomplete")
     with pytest.raises(EngineError, match="vLLM is not installed"):
         Environment(tmp_path / "nothing").require()
 
@@ -127,7 +127,7 @@ def test_a_folder_of_somebody_else_another_device_and_a_second_install_are_refus
 ) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
-    with pytest.raises(EngineError, match="is no environment of ours"):
+    with pytest.raises(EngineError, match="was not made by etude"):
         install(Environment(tmp_path / "mine"), "cpu", report=print)
     with pytest.raises(EngineError, match=r"holds vLLM .* for cuda"):
         install(made(tmp_path / "e", VLLM.version, device="cuda"), "cpu", report=print)
@@ -137,7 +137,7 @@ def test_a_folder_of_somebody_else_another_device_and_a_second_install_are_refus
         with pytest.raises(EngineError, match="is being installed by another process"):
             install(Environment(tmp_path / "busy"), "cpu", report=print)
     monkeypatch.setitem(VLLM.pins["cpu"], "gib", 1e9)
-    with pytest.raises(EngineError, match="no room for vLLM"):
+    with pytest.raises(EngineError, match="too little disk space for vLLM"):
         install(Environment(tmp_path / "full"), "cpu", report=print)
     assert not (tmp_path / "full").exists()
 

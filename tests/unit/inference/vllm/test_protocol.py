@@ -151,7 +151,7 @@ def test_an_answer_with_two_choices_is_an_error_and_one_without_choices_is_no_co
 
 
 def test_a_request_that_vllm_dropped_or_ended_by_an_error_raises() -> None:
-    with pytest.raises(EngineError, match="dropped a request"):
+    with pytest.raises(EngineError, match="aborted a request"):
         whole_answer(changed(finish_reason="abort"), engine="engine-1")
     with pytest.raises(EngineError, match="answered 500"):
         protocol.read_event(b'data: {"error": {"message": "it fell over"}}', engine="engine-1")
@@ -160,7 +160,7 @@ def test_a_request_that_vllm_dropped_or_ended_by_an_error_raises() -> None:
 def test_a_log_probability_that_is_no_number_is_an_error() -> None:
     content = json.loads(recorded("generate.json"))["choices"][0]["logprobs"]["content"]
     content[2]["logprob"] = answers.NON_FINITE_LOGPROB
-    with pytest.raises(BrokenAnswer, match="is no number"):
+    with pytest.raises(BrokenAnswer, match="is not finite"):
         completed(whole_answer(changed(logprobs={"content": content}), engine="engine-1"))
 
 
