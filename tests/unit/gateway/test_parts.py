@@ -118,8 +118,8 @@ def test_a_wrong_request_names_the_field(changes: dict[str, object], param: str)
     [
         (read_request, "n", 2, "only 1 is accepted"),
         (read_request, "logprobs", True, "logprobs = true is not offered by this model: "),
-        (read_request, "tool_choice", "required", 'only "auto" or "none" leaves'),
-        (read_text_request, "logprobs", 5, "only null leaves it"),
+        (read_request, "tool_choice", "required", 'only "auto" or "none" is accepted'),
+        (read_text_request, "logprobs", 5, "only null is accepted"),
         (read_text_request, "logprobs", 0, "logprobs = 0 is not offered"),
         (read_text_request, "best_of", 3, "\n  hint: leave best_of out"),
         (read_text_request, "logit_bias", {str(i): 1 for i in range(99)}, "is not offered"),

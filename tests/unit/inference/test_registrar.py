@@ -179,7 +179,7 @@ def test_an_engine_joins_catches_up_works_is_drained_and_leaves(
         async with world() as home, served() as (_, url):
             home.registrar.set_head(version(3))
             member = home.registration("west", url)
-            keeping = asyncio.create_task(member.keep())
+            keeping = asyncio.create_task(member.run())
             await home.until("west", State.SERVING)
             fleet = Fleet({})
             follower = FleetUpdater(fleet, token="t")
@@ -269,7 +269,7 @@ def test_an_engine_that_follows_another_runs_store_is_told_so_in_the_list(
     run(story)
     _, west, reason, _, serving = capsys.readouterr().out.splitlines()
     assert west.split()[2] == "catching-up"
-    assert reason.startswith("  west is catching up: it holds v000003")
+    assert reason.startswith("  west is catching up: it has v000003")
     assert reason.endswith("is its --store the run's?")
     assert serving.split()[2] == "serving"
 
@@ -373,7 +373,7 @@ def test_a_wrong_url_of_an_engine_that_runs_is_refused_at_once_and_the_registry_
                 assert await asyncio.to_thread(main, ["fleet", "join", home.url, url, "--name", "west"]) == 1
                 said = capsys.readouterr().err
                 assert said.startswith(f"error: west does not answer at {url}: ")
-                assert "hint: give the engine's own URL" in said
+                assert "hint: give the URL at which the run reaches the engine" in said
                 assert "no registry" not in said
 
     run(story)
