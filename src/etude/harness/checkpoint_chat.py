@@ -25,7 +25,7 @@ from etude.harness.commands import Call, Signature
 from etude.harness.template import ChatError, ChatTemplate
 from etude.records.wire import I32
 
-_REPLY, _TOOL_OUTPUT = PLACEHOLDER + "said", PLACEHOLDER + "told"
+_REPLY, _TOOL_OUTPUT = PLACEHOLDER + "reply", PLACEHOLDER + "output"
 _HINT = "use the chat template that the checkpoint's makers publish, or etude's with its tokens"
 
 

@@ -139,6 +139,7 @@ class _Endpoints:
         return answer
 
     async def generate(self, request: Request) -> Response:
+        """Return a completion."""
         body = await self._read(request, CompletionRequest)
         return _reply(request, await _cancel_on_disconnect(request, self.engine.generate(body)))
 
@@ -157,6 +158,7 @@ class _Endpoints:
         return Response(b"{}", media_type=JSON)
 
     async def adopt(self, request: Request) -> Response:
+        """Wait for a version."""
         body = await self._read(request, AdoptRequest)
         return _reply(request, await self.engine.adopt(body.min_step, deadline_s=body.deadline_s))
 
@@ -166,6 +168,7 @@ class _Endpoints:
         return _reply(request, Verified(version=version, logprobs=logprobs))
 
     async def operators(self, request: Request) -> Response:
+        """Return every operator's results for a text, if enabled."""
         body = await self._read(request, OperatorsRequest)
         if self._operators is None:
             raise MalformedRequest(

@@ -154,6 +154,7 @@ class Sequence:
 
     @property
     def num_prompt(self) -> int:
+        """Number of prompt tokens."""
         return len(self.request.prompt_ids)
 
     @property
@@ -220,6 +221,7 @@ class Chunk:
 
     @property
     def last(self) -> bool:
+        """Whether it is the last chunk of its prompt."""
         return self.stop == self.sequence.num_prompt
 
 

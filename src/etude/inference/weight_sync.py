@@ -38,12 +38,18 @@ class Chain(Protocol):
     """The methods of `weights.Follower` and `weights.FollowerProcess` that are used here."""
 
     @property
-    def version(self) -> Version | None: ...
+    def version(self) -> Version | None:
+        """The current version; None before the first."""
+        ...
 
-    def advance(self) -> Update | None: ...
+    def advance(self) -> Update | None:
+        """Fetch and check the newest version. Returns what changed, or None when there is nothing new."""
+        ...
 
     @property
-    def tensors(self) -> Mapping[str, Tensor]: ...
+    def tensors(self) -> Mapping[str, Tensor]:
+        """All tensors of the current version, by published name."""
+        ...
 
 
 Live = tuple[Mapping[str, torch.Tensor], Sequence[Derived]]

@@ -28,15 +28,38 @@ CONTROL_S = 30.0
 class Dialect(Protocol):
     """Encodes the requests and parses the responses of one kind of server. Pure. See `vllm.protocol`."""
 
-    GENERATE: str  # the path of requests for tokens
+    GENERATE: str  # the path of completion requests
 
-    def encode_request(self, request: CompletionRequest, name: str, *, salt: str, native_routes: bool) -> bytes: ...
-    def encode_scoring_request(self, token_ids: list[int], name: str, *, salt: str) -> bytes: ...
-    def read_event(self, line: bytes, *, engine: str) -> AnswerPart | None: ...
-    def is_end(self, line: bytes) -> bool: ...
-    def read_scores(self, body: bytes, token_ids: list[int], *, engine: str) -> tuple[int | None, list[float]]: ...
-    def read_error(self, status: int, body: bytes, *, engine: str) -> EngineError: ...
-    def decode_routes(self, data: str | None, model: ModelConfig, *, count: int) -> Routes: ...
+    def encode_request(self, request: CompletionRequest, name: str, *, salt: str, native_routes: bool) -> bytes:
+        """The body of a completion request. `name`: the request's id in the server. `salt`: requests share cached
+        prefixes only with others of the same salt. `native_routes`: ask the server for routes. Raises
+        `MalformedRequest`."""
+        ...
+
+    def encode_scoring_request(self, token_ids: list[int], name: str, *, salt: str) -> bytes:
+        """The body of a request for a text's log-probabilities."""
+        ...
+
+    def read_event(self, line: bytes, *, engine: str) -> AnswerPart | None:
+        """Parse one line of a streamed response; None for a line without tokens. Raises `EngineError`."""
+        ...
+
+    def is_end(self, line: bytes) -> bool:
+        """Whether this is the last line of a streamed response."""
+        ...
+
+    def read_scores(self, body: bytes, token_ids: list[int], *, engine: str) -> tuple[int | None, list[float]]:
+        """Parse the response to `encode_scoring_request`: (number of the adoption or None, log-probability of each
+        token but the first). Raises `BrokenAnswer`."""
+        ...
+
+    def read_error(self, status: int, body: bytes, *, engine: str) -> EngineError:
+        """Convert a response whose status is not 200 to an exception. Never raises."""
+        ...
+
+    def decode_routes(self, data: str | None, model: ModelConfig, *, count: int) -> Routes:
+        """Decode the routes of `count` positions, [count, MoE layers, top_k]. Raises `ValueError`."""
+        ...
 
 
 @dataclass(frozen=True)

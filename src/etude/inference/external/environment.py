@@ -103,12 +103,12 @@ class Environment:
     def version(self) -> str | None:
         """The server's version from its package metadata; None when it is not installed."""
         key = self.kind.key
-        for found in sorted(self.folder.glob(f"lib/python3*/site-packages/{key}*.dist-info/METADATA")):
-            if named := re.search(
-                rf"^Name: {key}(?:[-_]cpu)?$", text := found.read_text(errors="replace"), re.MULTILINE
+        for metadata_file in sorted(self.folder.glob(f"lib/python3*/site-packages/{key}*.dist-info/METADATA")):
+            if name_line := re.search(
+                rf"^Name: {key}(?:[-_]cpu)?$", text := metadata_file.read_text(errors="replace"), re.MULTILINE
             ):
-                told = re.search(r"^Version: ([^\s+]+)", text[named.end() :], re.MULTILINE)
-                return told[1] if told else None
+                version = re.search(r"^Version: ([^\s+]+)", text[name_line.end() :], re.MULTILINE)
+                return version[1] if version else None
         return None
 
     def require(self) -> Mark:
@@ -133,8 +133,8 @@ class Environment:
 
 def environment(folder: Path | None = None, kind: ServerKind = VLLM) -> Environment:
     """The environment in `folder`, else the one that the environment variable names, else the default one."""
-    named = os.environ.get(kind.variable)
-    return Environment((folder or (Path(named) if named else kind.default_folder)).expanduser().absolute(), kind)
+    from_variable = os.environ.get(kind.variable)
+    return Environment((folder or Path(from_variable or kind.default_folder)).expanduser().absolute(), kind)
 
 
 @cache

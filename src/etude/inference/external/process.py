@@ -160,7 +160,7 @@ class TracebackFilter:
     """
 
     def __init__(self) -> None:
-        self._held: list[str] = []  # lines of the current traceback
+        self._lines: list[str] = []  # lines of the current traceback
         self._known: collections.OrderedDict[tuple[str, ...], str] = collections.OrderedDict()  # last line by traceback
         self._more: collections.Counter[tuple[str, ...]] = collections.Counter()
         self._is_left_out = False  # whether the previous lines were left out
@@ -169,35 +169,35 @@ class TracebackFilter:
         """Add a line of output; yield the lines to print."""
         bare = _PREFIX.sub("", text).rstrip()
         if bare.endswith(BEGIN):  # inside another one: two processes print at the same time
-            yield from self._given_up()
-            self._held = [text]
-        elif self._held:
-            self._held.append(text)
-            if len(self._held) > MAX_LINES:
-                yield from self._given_up()
+            yield from self._flush()
+            self._lines = [text]
+        elif self._lines:
+            self._lines.append(text)
+            if len(self._lines) > MAX_LINES:
+                yield from self._flush()
             elif bare and not bare[0].isspace():
-                yield from self._ended(bare)
+                yield from self._finish_traceback(bare)
         elif not (self._is_left_out and (not bare or bare in JOINTS)):
             self._is_left_out = False
             yield text
 
     def end(self) -> Iterator[str]:
         """Yield the remaining lines at the end of the output."""
-        yield from self._given_up()
-        yield from (self._told(key) for key in list(self._more))
+        yield from self._flush()
+        yield from (self._flush_count(key) for key in list(self._more))
 
-    def _given_up(self) -> list[str]:
-        held, self._held, self._is_left_out = self._held, [], False
+    def _flush(self) -> list[str]:
+        held, self._lines, self._is_left_out = self._lines, [], False
         return held
 
-    def _ended(self, last: str) -> Iterator[str]:
-        held = self._given_up()
+    def _finish_traceback(self, last: str) -> Iterator[str]:
+        held = self._flush()
         key = (*(_PREFIX.sub("", one) for one in held[1:-1]), _VARIES.sub("#", last))
         if key not in self._known:
             self._known[key] = last
             if len(self._known) > MAX_KNOWN:
                 oldest = next(iter(self._known))
-                yield from [self._told(oldest)] if self._more[oldest] else []
+                yield from [self._flush_count(oldest)] if self._more[oldest] else []
                 del self._known[oldest]
             yield from held
             return
@@ -205,13 +205,13 @@ class TracebackFilter:
         self._more[key] += 1
         self._is_left_out = True
         if re.fullmatch("10+", str(self._more[key])):  # so that a reader of the log sees that it continues
-            yield self._line(key)
+            yield self._count_line(key)
 
-    def _told(self, key: tuple[str, ...]) -> str:
-        said = self._line(key)
+    def _flush_count(self, key: tuple[str, ...]) -> str:
+        text = self._count_line(key)
         del self._more[key]
-        return said
+        return text
 
-    def _line(self, key: tuple[str, ...]) -> str:
+    def _count_line(self, key: tuple[str, ...]) -> str:
         times = "1 more time" if self._more[key] == 1 else f"{self._more[key]} more times"
         return f"(the same traceback {times}: {self._known[key][:200]})\n"

@@ -99,7 +99,7 @@ class SglangWeightSync(ExternalWeightSync):
         poll_s: float = 0.05,
         telemetry: Telemetry | None = None,
     ) -> None:
-        assert isinstance(engine.client, SglangClient), "it is told to load weights"
+        assert isinstance(engine.client, SglangClient), "only SGLang loads checkpoints"
         super().__init__(engine, poll_s=poll_s, telemetry=telemetry)
         self._client, self._chain, self._start, self._folder = engine.client, chain, start, folder
 

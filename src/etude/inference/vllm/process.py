@@ -53,13 +53,13 @@ class VllmClient(ServerClient):
             return RouteSource(missing="the model has no routers")
         if self.gives_routes:
             return RouteSource(native=True)
-        told = await self.call("etude_keep_routes")
-        missing = next((one["missing"] for one in told if one["missing"]), "")
+        results = await self.call("etude_keep_routes")
+        missing = next((one["missing"] for one in results if one["missing"]), "")
         return RouteSource(missing=missing) if missing else RouteSource(kept=True)
 
     async def take_routes(self, name: str) -> str | None:
-        told = await self.call("etude_take_routes", [name])
-        return next((one[name] for one in told if name in one), None)
+        results = await self.call("etude_take_routes", [name])
+        return next((one[name] for one in results if name in one), None)
 
     async def call(self, method: str, *args: object, deadline_s: float = CONTROL_S) -> list[Any]:
         """Call a method of the worker extension. Returns the result of each worker. Raises `EngineError`."""

@@ -170,15 +170,15 @@ class VllmWeightSync(ExternalWeightSync):
     async def _swap(self) -> Version:
         """Have all workers write the prepared version, and return it."""
         call = self._call
-        told: list[dict[str, Any]] = await call("etude_swap", deadline_s=SWAP_S)
-        trouble = next((one["trouble"] for one in told if one["trouble"]), "")
+        results: list[dict[str, Any]] = await call("etude_swap", deadline_s=SWAP_S)
+        trouble = next((one["trouble"] for one in results if one["trouble"]), "")
         if trouble:
             raise WeightsError(
                 f"{self.engine.name} could not write a version",
                 trouble,
                 hint="it is written completely next; requests wait",
             )
-        versions = [msgspec.convert(one["version"], Version) for one in told]
+        versions = [msgspec.convert(one["version"], Version) for one in results]
         if any(version != versions[0] for version in versions):
             facts = ", ".join(map(str, versions))
             raise WeightsError(f"the workers of {self.engine.name} hold different versions", facts, hint="restart it")
