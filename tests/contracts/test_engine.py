@@ -424,7 +424,7 @@ def test_a_hang_is_noticed_at_the_deadline_and_named(tell: Callable[[Story], Non
         with pytest.raises(EngineError) as error:
             await world.engine.generate(ask("stuck", deadline_s=0.2))
         assert "stuck" in error.value.what
-        assert "deadline" in error.value.what or "did not answer within" in error.value.what
+        assert "deadline" in error.value.what or "did not answer" in error.value.what
         world.unhang()
         assert len((await world.engine.generate(ask("next"))).token_ids) == 8
 

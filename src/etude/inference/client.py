@@ -93,27 +93,27 @@ class HttpEngine:
 
     async def pause(self) -> None:
         """See `seams.Engine`."""
-        await self._call("POST", "/pause", b"", what="to pause", deadline_s=CONTROL_DEADLINE_S)
+        await self._call("POST", "/pause", b"", what="pause", deadline_s=CONTROL_DEADLINE_S)
 
     async def resume(self) -> None:
         """See `seams.Engine`."""
-        await self._call("POST", "/resume", b"", what="to resume", deadline_s=CONTROL_DEADLINE_S)
+        await self._call("POST", "/resume", b"", what="resume", deadline_s=CONTROL_DEADLINE_S)
 
     async def adopt(self, min_step: int, *, deadline_s: float) -> Version:
         """See `seams.Engine`."""
         body = AdoptRequest(min_step=min_step, deadline_s=deadline_s)
-        what = f"to adopt step {min_step}"
+        what = f"adopt step {min_step}"
         return await self._post("/adopt", body, Version, what=what, deadline_s=deadline_s + GRACE_S)
 
     async def info(self, *, deadline_s: float = 5.0) -> EngineInfo:
         """See `seams.Engine`."""
-        body = await self._call("GET", "/info", None, what="for its state", deadline_s=deadline_s)
+        body = await self._call("GET", "/info", None, what="info", deadline_s=deadline_s)
         return self._read(body, EngineInfo)
 
     async def verify(self, token_ids: Sequence[int]) -> tuple[Version, list[float]]:
         """See `seams.Engine`."""
         body = VerifyRequest(token_ids=[int(t) for t in token_ids])
-        what = "for its log-probabilities"
+        what = "verify"
         answer = await self._post("/verify", body, Verified, what=what, deadline_s=CONTROL_DEADLINE_S)
         return answer.version, answer.logprobs
 
@@ -121,7 +121,7 @@ class HttpEngine:
         """Compute a text and return the results of every operator. `prompt_tokens`: how many of `token_ids` are the
         prompt. Raises `MalformedRequest` when the engine was not started with --show-operators."""
         body = OperatorsRequest(token_ids=[int(t) for t in token_ids], prompt_tokens=prompt_tokens)
-        what = "to show its operators"
+        what = "operators"
         answer = await self._post("/operators", body, OperatorResults, what=what, deadline_s=CONTROL_DEADLINE_S)
         return answer.results
 
@@ -163,13 +163,13 @@ class HttpEngine:
 
     def _late(self, what: str, deadline_s: float, facts: str = "") -> EngineLate:
         return EngineLate(
-            f"{self.url} was asked {what} and did not answer within {deadline_s:g} s",
+            f"{self.url} did not answer {what} within {deadline_s:g} s",
             facts,
             hint="it hangs or is overloaded: see its /health and its log",
         )
 
     def _gone(self, what: str, error: Exception) -> EngineGone:
-        facts = f"{type(error).__name__}: {error}; it was asked {what}"
+        facts = f"{type(error).__name__}: {error}; the request was {what}"
         return EngineGone(f"no engine answers at {self.url}", facts, hint="check whether its process runs")
 
     def _connected(self) -> aiohttp.ClientSession:

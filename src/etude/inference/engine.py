@@ -164,11 +164,11 @@ class ReferenceEngine:
 
     async def pause(self) -> None:
         """See `seams.Engine`."""
-        await self._thread.call(lambda: setattr(self, "_paused", True), "to pause")
+        await self._thread.call(lambda: setattr(self, "_paused", True), "pause")
 
     async def resume(self) -> None:
         """See `seams.Engine`."""
-        await self._thread.call(lambda: setattr(self, "_paused", False), "to resume")
+        await self._thread.call(lambda: setattr(self, "_paused", False), "resume")
 
     async def adopt(self, min_step: int, *, deadline_s: float) -> Version:
         """See `seams.Engine`. `weight_sync` fetches and swaps the versions."""
@@ -207,7 +207,7 @@ class ReferenceEngine:
     async def verify(self, token_ids: Sequence[int]) -> tuple[Version, list[float]]:
         """See `seams.Engine`. Raises `MalformedRequest`."""
         ids = self._checks.text(token_ids)
-        return await self._thread.call(lambda: (self.version, self._runner.score(ids)), "for its log-probabilities")
+        return await self._thread.call(lambda: (self.version, self._runner.score(ids)), "verify")
 
     async def operators(self, token_ids: Sequence[int], *, prompt_tokens: int) -> list[OperatorResult]:
         """Compute a text and return the results of every operator (`operator_trace`). `prompt_tokens`: how many of
@@ -219,7 +219,7 @@ class ReferenceEngine:
             )
         return await self._thread.call(
             lambda: as_wire(engine_results(self._runner.model, token_ids, prompt_tokens=prompt_tokens)),
-            "to show its operators",
+            "operators",
         )
 
     def swap(self, swap: Swap) -> Future[SwapResult]:

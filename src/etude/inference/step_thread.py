@@ -104,13 +104,13 @@ class StepThread:
         return future
 
     async def call(self, call: Callable[[], T], what: str) -> T:
-        """Run `call` on the thread and return its result. `what` completes "was asked …" in the error. Raises
+        """Run `call` on the thread and return its result. `what`: name of the call, for the error. Raises
         `EngineError` when it takes too long."""
         future = self.between_steps(call)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), CONTROL_DEADLINE_S)
         except TimeoutError:
-            raise self.hang_error(f"{self.name} was asked {what} and did not within {CONTROL_DEADLINE_S:g} s") from None
+            raise self.hang_error(f"{self.name} did not answer {what} within {CONTROL_DEADLINE_S:g} s") from None
 
     def hang_error(self, what: str) -> EngineLate:
         """Make the error of a call that the thread did not run in time."""

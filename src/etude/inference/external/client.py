@@ -129,13 +129,13 @@ class ServerClient(abc.ABC):
             return answer.status, await answer.read()
 
     async def ask(self, path: str, body: object = None, *, what: str, deadline_s: float = CONTROL_S) -> bytes:
-        """Send a POST request and return the body of the response. `what`: the request, for the error message. Raises
+        """Send a POST request and return the body of the response. `what`: completes "did not …" in the error. Raises
         `EngineError`, also when the status is not 200."""
         status, data = await self.post(path, msgspec.json.encode(body), deadline_s=deadline_s)
         if status != 200:
             error = self.dialect.read_error(status, data, engine=self.name)
-            what = f"{self.server} of {self.name} was asked {what}"
-            raise EngineError(what, f"{error.what}: {error.facts}", hint=error.hint)
+            failed = f"{self.server} of {self.name} did not {what}"
+            raise EngineError(failed, f"{error.what}: {error.facts}", hint=error.hint)
         return data
 
     async def get(self, path: str, *, deadline_s: float) -> tuple[int, bytes]:

@@ -44,19 +44,19 @@ class SglangClient(ServerClient):
         self._forgetting: set[asyncio.Task[None]] = set()
 
     async def freeze(self) -> None:
-        await self.ask("/pause_generation", {"mode": "in_place"}, what="to pause")
+        await self.ask("/pause_generation", {"mode": "in_place"}, what="pause")
 
     async def thaw(self) -> None:
-        await self.ask("/continue_generation", {}, what="to go on")
+        await self.ask("/continue_generation", {}, what="resume")
 
     async def label(self, label: str) -> None:
         body = {"new_version": label, "abort_all_requests": False}
-        await self.ask("/update_weight_version", body, what="to label its tokens")
+        await self.ask("/update_weight_version", body, what="label its tokens")
 
     async def load(self, checkpoint: Path) -> None:
         """Load weights from a checkpoint directory during a pause. Running requests keep their KV cache."""
         body = {"model_path": str(checkpoint), "flush_cache": False, "load_format": "auto"}
-        data = await self.ask("/update_weights_from_disk", body, what="to load weights", deadline_s=LOAD_S)
+        data = await self.ask("/update_weights_from_disk", body, what="load weights", deadline_s=LOAD_S)
         if not msgspec.json.decode(data).get("success"):
             raise EngineError(f"SGLang of {self.name} did not load weights", repr(data[:500]), hint="see its log")
 
@@ -77,7 +77,7 @@ class SglangClient(ServerClient):
 
     async def _abort(self, name: str) -> None:
         with contextlib.suppress(EngineError):  # it is gone, and the request with it
-            await self.ask("/abort_request", {"rid": name}, what="to drop a request", deadline_s=FORGET_S)
+            await self.ask("/abort_request", {"rid": name}, what="drop a request", deadline_s=FORGET_S)
 
 
 class SglangProcess(ServerProcess, SglangClient):

@@ -39,13 +39,13 @@ class VllmClient(ServerClient):
         self.gives_routes = gives_routes
 
     async def freeze(self) -> None:
-        await self.ask("/pause?mode=keep&clear_cache=false", what="to pause")
+        await self.ask("/pause?mode=keep&clear_cache=false", what="pause")
 
     async def thaw(self) -> None:
-        await self.ask("/resume", what="to resume")
+        await self.ask("/resume", what="resume")
 
     async def label(self, label: str) -> None:
-        await self.ask("/update_weight_version", {"new_version": label}, what="to label its tokens")
+        await self.ask("/update_weight_version", {"new_version": label}, what="label its tokens")
 
     async def route_source(self, num_moe_layers: int) -> RouteSource:
         """Routes come from the server if it was started so, else from the worker extension."""
@@ -64,7 +64,7 @@ class VllmClient(ServerClient):
     async def call(self, method: str, *args: object, deadline_s: float = CONTROL_S) -> list[Any]:
         """Call a method of the worker extension. Returns the result of each worker. Raises `EngineError`."""
         body = {"method": method, "args": args, "timeout": deadline_s}
-        data = await self.ask("/collective_rpc", body, what=f"for {method}", deadline_s=deadline_s + 1.0)
+        data = await self.ask("/collective_rpc", body, what=f"run {method}", deadline_s=deadline_s + 1.0)
         return list(msgspec.json.decode(data)["results"]) if data else []
 
 
