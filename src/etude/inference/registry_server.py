@@ -105,9 +105,8 @@ class RegistryServer:
             began = time.monotonic()
             self._probe_all()
             roster = self.registry.roster(now=time.monotonic())
-            draining = {
-                n for n, one in roster.items() if n in previous and one.state is previous[n].state is State.DRAINING
-            }
+            both = roster.keys() & previous.keys()
+            draining = {n for n in both if roster[n].state is previous[n].state is State.DRAINING}
             new = {n: one for n, one in roster.items() if n not in previous or previous[n].state is not one.state}
             left = {n: msgspec.structs.replace(previous[n], state=State.LEFT) for n in previous.keys() - roster.keys()}
             previous = self.roster = roster
@@ -151,7 +150,7 @@ class RegistryServer:
         """Start a probe of each engine whose last probe has ended."""
         for name, engine in self.engines.items():
             if name not in self._probes:
-                task = asyncio.create_task(self._probe(name, engine), name=f"how is {name}")
+                task = asyncio.create_task(self._probe(name, engine), name=f"probe {name}")
                 self._probes[name] = task
                 task.add_done_callback(functools.partial(self._probe_done, name))
 

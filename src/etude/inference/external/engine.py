@@ -60,7 +60,7 @@ class _ActiveRequest:
     arrived: float
     unread: int  # tokens of its prompt, until its first token arrives
     outdated: bool = False
-    check_health: asyncio.TimerHandle | None = None
+    next_check: asyncio.TimerHandle | None = None
 
 
 class ExternalEngine:
@@ -87,10 +87,8 @@ class ExternalEngine:
         self._pins = VersionPins(lease_s=config.pin_lease_s)
         self._versions, self.adoption = {0: version}, 0
         self._salt = uuid.uuid4().hex[:8]
-        self._num, self._tokens = (
-            Counter[Traffic](),
-            0,
-        )  # requests by class, and their tokens including those still to sample
+        self._num = Counter[Traffic]()  # requests by class
+        self._tokens = 0  # tokens of these requests, including those still to sample
         self._active = set[_ActiveRequest]()
         self._last_progress = time.monotonic()  # when the latest token arrived or swap ended, monotonic
         self._paused = self._swapping = False
@@ -105,15 +103,15 @@ class ExternalEngine:
         one that every engine needs."""
         await self._label()
         self.routes = await self.client.route_source(self.model.num_moe_layers)
-        prompt, on_tokens = list(range(1, min(8, self.model.vocab_size))), 3
-        trial = await self.generate(_trial(prompt, on_tokens, self.version))
+        prompt, num_tokens = list(range(1, min(8, self.model.vocab_size))), 3
+        trial = await self.generate(_trial(prompt, num_tokens, self.version))
         version, logprobs = await self.verify(prompt)
         if self.routes.available and answers.any_missing(trial.routes):
             self.routes = RouteSource(missing="the trial request returned no routes")
-        if version != self.version or len(logprobs) != len(prompt) - 1 or len(trial.token_ids) != on_tokens:
+        if version != self.version or len(logprobs) != len(prompt) - 1 or len(trial.token_ids) != num_tokens:
             raise EngineError(
                 f"{self.name} lacks a capability that every engine needs",
-                f"{len(trial.token_ids)} tokens of {on_tokens}, {len(logprobs)} log-probabilities, version {version}",
+                f"{len(trial.token_ids)} tokens of {num_tokens}, {len(logprobs)} log-probabilities, version {version}",
                 hint=f"etude engines check {self.client.server.lower()} tests this installation",
             )
         self.counters = Counters()
@@ -126,11 +124,11 @@ class ExternalEngine:
 
     async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
         """See `seams.Streaming`. Closing the generator early cancels the request."""
-        on_tokens: asyncio.Queue[list[int] | None] = asyncio.Queue()  # at most one part per token
-        work = asyncio.ensure_future(self._serve(request, on_tokens.put_nowait))
-        work.add_done_callback(lambda _: on_tokens.put_nowait(None))
+        parts: asyncio.Queue[list[int] | None] = asyncio.Queue()  # at most one part per token
+        work = asyncio.ensure_future(self._serve(request, parts.put_nowait))
+        work.add_done_callback(lambda _: parts.put_nowait(None))
         try:
-            while (ids := await on_tokens.get()) is not None:
+            while (ids := await parts.get()) is not None:
                 yield ids
             yield work.result()
         finally:
@@ -287,11 +285,8 @@ class ExternalEngine:
         self._checks.request(request)
         num_requests = self._num[request.traffic]
         if num_requests >= self.config.max_sequences + self.config.max_waiting:
-            facts, hint = (
-                f"{num_requests} requests of {request.traffic} are here",
-                "ask another engine, or a little later",
-            )
-            raise EngineBusy(f"{self.name} is full", facts, hint=hint)
+            facts = f"it has {num_requests} requests of {request.traffic}"
+            raise EngineBusy(f"{self.name} is full", facts, hint="try another engine, or again later")
         num_tokens = len(request.prompt_ids) + request.sampling.max_tokens
         self._num[request.traffic] += 1
         self._tokens += num_tokens
@@ -321,8 +316,8 @@ class ExternalEngine:
             ) from None
         finally:
             self._active.discard(active)
-            if active.check_health is not None:
-                active.check_health.cancel()
+            if active.next_check is not None:
+                active.next_check.cancel()
             self._num[request.traffic] -= 1
             self._tokens -= num_tokens
             self.counters.requests += done
@@ -340,7 +335,7 @@ class ExternalEngine:
         if now - since >= patience_s:
             active.timeout.reschedule(loop.time())
         else:
-            active.check_health = loop.call_later(since + patience_s - now + HELD_S, self._check_progress, active)
+            active.next_check = loop.call_later(since + patience_s - now + HELD_S, self._check_progress, active)
 
     async def _answer_parts(self, request: CompletionRequest, sent: _SentRequest) -> AsyncGenerator[AnswerPart]:
         """Send a request to the server and yield the parts of its response."""
@@ -353,8 +348,8 @@ class ExternalEngine:
                 async for line in answer.content:
                     if done := dialect.is_end(line):
                         return
-                    if (on_tokens := dialect.read_event(line, engine=self.name)) is not None:
-                        yield on_tokens
+                    if (part := dialect.read_event(line, engine=self.name)) is not None:
+                        yield part
                 raise self._broken("a stream without an end")
         finally:
             if not done:

@@ -151,10 +151,10 @@ def decode_routes(data: str | None, model: ModelConfig, *, count: int) -> Routes
     `ValueError`."""
     if data is None:
         return decode_kept_routes(None, model, start=0, stop=count)
-    sampled = np.frombuffer(base64.b64decode(data), "<i4")
-    if sampled.size != count * model.num_layers * model.top_k:
-        raise ValueError(f"routes of {sampled.size} numbers for {count} positions")
-    shaped = sampled.reshape(count, model.num_layers, model.top_k)
+    values = np.frombuffer(base64.b64decode(data), "<i4")
+    if values.size != count * model.num_layers * model.top_k:
+        raise ValueError(f"routes of {values.size} numbers for {count} positions")
+    shaped = values.reshape(count, model.num_layers, model.top_k)
     return convert_routes(shaped[:, list(model.moe_layers)], model)
 
 

@@ -177,10 +177,10 @@ def decode_routes(data: str | None, model: ModelConfig, *, count: int) -> Routes
     positions. Raises `ValueError`."""
     if data is None:
         return decode_kept_routes(None, model, start=0, stop=count)
-    sampled = np.load(io.BytesIO(base64.b64decode(data)), allow_pickle=False)
-    if sampled.shape != (count, model.num_layers, model.top_k):
-        raise ValueError(f"routes of shape {list(sampled.shape)} for {count} positions")
-    return convert_routes(sampled[:, list(model.moe_layers)], model)
+    values = np.load(io.BytesIO(base64.b64decode(data)), allow_pickle=False)
+    if values.shape != (count, model.num_layers, model.top_k):
+        raise ValueError(f"routes of shape {list(values.shape)} for {count} positions")
+    return convert_routes(values[:, list(model.moe_layers)], model)
 
 
 def _part(answer: _Answer, engine: str) -> AnswerPart:
