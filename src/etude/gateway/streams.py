@@ -25,9 +25,7 @@ class StreamedText:
         self.sent = ""
         self._chat, self._stop = chat, stop
         self._ids: list[int] = []
-        self._context_start = self._decoded_stop = (
-            0  # ids before `_context_start` are context, before `_decoded_stop` they are decoded
-        )
+        self._context_start = self._decoded_stop = 0  # ids before the first are only context, before the second decoded
         self._pending = ""  # decoded text that may be the beginning of a stop text
         self._ended = False  # a call or a stop text has begun
 

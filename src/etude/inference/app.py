@@ -90,7 +90,7 @@ def build_app(
     """
     endpoints = _Endpoints(engine, token, operators)
     generate = endpoints.authenticated(endpoints.generate)
-    app_routes = Starlette(
+    router = Starlette(
         routes=[
             Route(GENERATE, generate, methods=["POST"]),  # only reached by other methods, to refuse them
             Route(STREAM, endpoints.authenticated(endpoints.stream), methods=["POST"]),
@@ -111,7 +111,7 @@ def build_app(
             response = await generate(Request(scope, receive))
             await response(scope, receive, send)
         else:
-            await app_routes(scope, receive, send)
+            await router(scope, receive, send)
 
     return app
 

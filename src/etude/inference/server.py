@@ -251,7 +251,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--degree", type=int, default=numerics.degree, help="ranks up to which exact mode keeps its bits"
     )
-    parser.add_argument("--show-operators", action="store_true", help="to etude parity, when it asks")
+    parser.add_argument(
+        "--show-operators", action="store_true", help="serve every operator's results, for etude parity"
+    )
     return parser
 
 

@@ -92,12 +92,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     flipped_share: float  # share of replayed (token, layer) pairs whose own top-k differs from the recorded experts
     balance_loss: float
     cpu_s: float
-    replayed_share: float = (
-        0.0  # share of tokens whose recorded routes were replayed; the routes of the others are too stale
-    )
-    replaced_share: float = (
-        0.0  # share of recorded experts that were not plausible and were replaced by the live choice
-    )
+    replayed_share: float = 0.0  # share of tokens whose recorded routes were replayed; others are too stale
+    replaced_share: float = 0.0  # share of recorded experts that were replaced by the live choice as not plausible
     live_k3: float | None = None  # k3 of a few tokens without replay; None when nothing was replayed
     live_ratio_max: float | None = None  # max |r - 1| of the same tokens
     cut_share: float = 0.0  # share of the sum of importance weights that the correction removes

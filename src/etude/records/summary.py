@@ -123,9 +123,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     summary: RolloutSummary | None = None  # None: cancelled, quarantined, or the process that ran it died
     reward: Reward | None = None  # composed from the outcome's terms; None unless it was graded
     advantage: float = 0.0  # 0.0: recorded and not trained on
-    masks_stale: bool = (
-        False  # whether tokens older than `max_lag` get no loss: set by the config, or for a lost lineage
-    )
+    masks_stale: bool = False  # whether tokens older than `max_lag` get no loss (by config, or for a lost lineage)
 
 
 class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,9 +21,7 @@ CANARY = "canary"
 class Trust(enum.StrEnum):
     """How far a reward can be trusted. The label is stored with the reward."""
 
-    DATA = (
-        "data-graded"  # plain outputs are compared outside the machine; agent code never runs in the grader's process
-    )
+    DATA = "data-graded"  # plain outputs are compared outside; agent code never runs in the grader's process
     CODE = "code-graded"  # hidden tests import the agent's code; a hidden canary that must fail guards them
 
 
