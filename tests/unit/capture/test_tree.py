@@ -1,4 +1,4 @@
-"""A tree of turns: nothing is tokenised twice, and every turn is who it is."""
+"""Turn trees: nothing is tokenised twice, and equal turns stay separate."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def said(text: str) -> Message:
 
 
 def plain(text: str) -> list[int]:
-    """The tokens of a whole answer."""
+    """The tokens of a complete reply."""
     return [*CHAT.encode(text).tolist(), CHAT.end_id]
 
 
 def odd(text: str) -> list[int]:
-    """The same answer in tokens that the tokeniser would not give."""
+    """The same reply in tokens that the tokeniser would not produce."""
     return [*(int(i) for letter in text for i in CHAT.encode(letter)), CHAT.end_id]
 
 

@@ -33,7 +33,7 @@ def call(name: str, **arguments: str) -> list[int]:
 
 
 class Slow:
-    """A policy that answers when it is let, and says what it has been asked and what was taken back."""
+    """A policy that responds when it is released, and records its requests and cancellations."""
 
     def __init__(self) -> None:
         self.let, self.asked, self.cancelled = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -67,7 +67,7 @@ async def door(
     config: GatewayConfig | None = None,
     chat: ChatFormat = CHAT,
 ) -> AsyncIterator[tuple[openai.AsyncOpenAI, ScriptedEngine, str]]:
-    """A real server and the real client."""
+    """A real server and the real OpenAI client."""
     engine = ScriptedEngine(answers, context_tokens=max(4096, context_tokens))
     config = config or GatewayConfig(port=0)
     app = create_app(
@@ -232,7 +232,7 @@ def test_a_stream_of_a_tool_call_adds_up_to_the_call() -> None:
 
 
 class Live:
-    """A policy that samples what a test puts in, says when it was left, and breaks on an error."""
+    """A policy that streams the tokens that a test puts in, and records when the stream was closed."""
 
     def __init__(self) -> None:
         self.sampled: asyncio.Queue[list[int] | Exception] = asyncio.Queue()
@@ -625,7 +625,7 @@ def test_prompts_are_int32() -> None:
 
 
 class Noting(ChatFormat):
-    """A chat format that notes which conversations it tokenises."""
+    """A chat format that records which conversations it tokenises."""
 
     @classmethod
     def of_the_laptop(cls) -> Noting:

@@ -267,7 +267,7 @@ def test_what_a_stream_says_is_the_answer_and_no_more(ids: list[int], ended: boo
 
 
 class Counting:
-    """A format that counts the tokens it decodes."""
+    """A chat format that counts decoded tokens."""
 
     def __init__(self) -> None:
         self.num_decoded = 0

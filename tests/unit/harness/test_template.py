@@ -1,4 +1,4 @@
-"""Chat templates of outside: what they are given, and that none of them can go on without end."""
+"""Chat templates of checkpoints: the names that they get, and the limits on their work."""
 
 from __future__ import annotations
 

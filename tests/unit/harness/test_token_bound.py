@@ -1,4 +1,4 @@
-"""What a text surely has in tokens is never more than what it has."""
+"""The lower bound of a text's tokens is never too high."""
 
 from __future__ import annotations
 

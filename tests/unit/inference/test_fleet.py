@@ -1,4 +1,4 @@
-"""Many engines behind one call."""
+"""Fleets: choice of engines, retries, and deadlines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .helpers import ask
 
 
 class Member(ScriptedEngine):
-    """An engine that answers [7] without end, and can be told to be gone, busy, or to hang."""
+    """A fake engine that samples only 7, and can be set to be gone, busy, or to hang."""
 
     def __init__(self, name: str, *, step: int = 0) -> None:
         super().__init__(iter(lambda: [7], None), name=name, step=step)
@@ -192,7 +192,7 @@ def test_when_nobody_holds_it_the_first_to_catch_up_serves_it() -> None:
 
 
 class Distant(Member):
-    """One that takes so long to come to a version, or to restart."""
+    """A fake engine that takes a given time to adopt a version, or to restart."""
 
     takes_s = 600.0
 
@@ -324,7 +324,7 @@ def test_a_fleet_is_a_policy() -> None:
 
 
 class StreamingMember(Member):
-    """One that tells [7] and then, if it is told to, breaks."""
+    """A fake engine that streams [7] and then fails if set to."""
 
     breaks = False
 
@@ -467,7 +467,7 @@ def test_a_region_far_away_gets_fewer_sessions_than_one_that_is_near() -> None:
 
 
 def regions(**paces: float) -> tuple[Fleet, dict[str, Member]]:
-    """A member a region. It is known that a request takes so many seconds there, if any are given."""
+    """A fleet with one member per region, with known seconds per request if given."""
     members = {name: Member(name) for name in paces}
     policy = Fleet(members)
     for name, seconds in paces.items():

@@ -1,4 +1,4 @@
-"""An engine at the head of a weight chain."""
+"""Weight sync of the reference engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .helpers import TINY, ask, engine, target
 
 
 class World:
-    """An engine, a writer, and the thing between them, stepped by hand."""
+    """An engine, a writer, and the weight sync between them, stepped by hand."""
 
     def __init__(self, telemetry: Telemetry | None = None) -> None:
         self.store = MemoryStore()

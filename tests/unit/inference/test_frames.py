@@ -1,4 +1,4 @@
-"""A completion while it is sampled, as bytes."""
+"""Frames of a streamed completion."""
 
 from __future__ import annotations
 

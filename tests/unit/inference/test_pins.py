@@ -1,4 +1,4 @@
-"""Which sessions forbid a swap."""
+"""Sessions that pin a version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The registry over HTTP with engines that answer, and an engine's side of it."""
+"""The registry over HTTP with running engines, and its clients."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ WANTED = EngineRequirements(
 
 @dataclass
 class World:
-    """A registry that listens, what it told, and the sessions that its engines are said to have."""
+    """A running registry, its reported changes, and the number of sessions of its engines."""
 
     registrar: RegistryServer
     url: str
@@ -89,7 +89,7 @@ async def world(what: EngineRequirements = WANTED, *, lease_s: float = 1.0) -> A
 
 @asynccontextmanager
 async def served(port: int = 0, token: str = "t", **settings: int) -> AsyncIterator[tuple[ReferenceEngine, str]]:
-    """An engine that answers over HTTP at step 3."""
+    """An engine over HTTP with a version of step 3."""
     async with engine(step=3, **settings) as made:
         app = build_app(made, token=token)
         async with listening(app, bind("127.0.0.1", port), what="an engine", grace_s=0) as url:  # type: ignore[arg-type]
@@ -105,7 +105,7 @@ def run(story: Callable[[], Awaitable[None]]) -> None:
 
 
 class SomethingElse(BaseHTTPRequestHandler):
-    """A web page at every address."""
+    """A server that returns a web page for every path."""
 
     def do_GET(self) -> None:
         self.send_response(200)

@@ -1,4 +1,4 @@
-"""Leases and states: pure, with a clock that the test holds."""
+"""Leases and states of the registry, with a fake clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def join(registry: Registry, name: str = "west", *, now: float = 0.0, standby: b
 
 
 def serving(*names: str, standbys: tuple[str, ...] = ()) -> tuple[Registry, dict[str, str]]:
-    """Members that hold the head."""
+    """Members with the newest version."""
     registry = Registry(lease_s=10.0)
     registry.set_head(version(3))
     leases = {name: join(registry, name, standby=name in standbys) for name in (*names, *standbys)}

@@ -1,4 +1,4 @@
-"""A server's output in which each traceback stands once."""
+"""Repeated tracebacks in a server's output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from etude.inference.external.process import BEGIN, JOINTS, MAX_KNOWN, MAX_LINES
 
 
 def passed(lines: list[str]) -> list[str]:
-    """What is printed of these lines."""
+    """The lines that are printed."""
     repeats = TracebackFilter()
     out = [one for line in lines for one in repeats.line(f"{line}\n")]
     return [line.removesuffix("\n") for line in [*out, *repeats.end()]]

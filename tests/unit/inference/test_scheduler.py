@@ -1,4 +1,4 @@
-"""What the next forward computes."""
+"""The scheduler: plans, priorities and forks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def scheduler(**changes: int) -> Scheduler:
 
 
 def compute(plan: Plan) -> None:
-    """What the runner does to sequences, without a model: every sampled token is a 7."""
+    """A fake runner without a model: every sampled token is 7."""
     for s in plan.decode:
         s.num_computed += 1
     for chunk in plan.chunks:

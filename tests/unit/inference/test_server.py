@@ -1,4 +1,4 @@
-"""An engine as a process: how it starts, what it refuses, and that it never outlives its parent."""
+"""The process of an engine: start, refusals, and exit with its parent."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_it_follows_a_chain_in_a_bucket(argv: list[str], s3: str) -> None:
 
 
 def followers(process: subprocess.Popen[bytes]) -> list[int]:
-    """The children of an engine."""
+    """The child processes of an engine."""
     return [
         int(pid) for tasks in Path(f"/proc/{process.pid}/task").glob("*/children") for pid in tasks.read_text().split()
     ]

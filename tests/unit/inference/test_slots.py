@@ -1,4 +1,4 @@
-"""Who holds which KV slot."""
+"""Assignment of KV slots to sessions."""
 
 from __future__ import annotations
 

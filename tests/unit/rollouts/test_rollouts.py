@@ -52,7 +52,7 @@ def roll(script: Script, runtime: MemoryRuntime | None = None, limits: HarnessCo
 
 
 class Watched(MemoryRuntime):
-    """Keeps the machines it made."""
+    """A runtime that keeps its machines."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The adapter takes a version over to an SGLang: a server on a socket hears what it is told and reads what it loads."""
+"""The adapter loads versions into SGLang: a fake server on a socket records its calls and reads the checkpoints."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SWAP = ["/pause_generation", "/update_weights_from_disk", "/update_weight_versio
 
 
 class Server:
-    """Answers every call; what it is told to load it reads at once, as SGLang does."""
+    """A fake server that responds to every call, and reads a checkpoint when it is loaded, as SGLang does."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, Any]] = []

@@ -1,4 +1,4 @@
-"""What SGLang's answers become. Those in `answers` are a real server's, SGLang 0.5.23 on a CPU."""
+"""Parsing of SGLang's responses. Those in `answers` were recorded from SGLang 0.5.23 on a CPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def recorded(name: str) -> bytes:
 
 
 def changed(**fields: Any) -> bytes:
-    """The recorded answer with other fields in what it says of itself."""
+    """The recorded response with other fields in its meta data."""
     answer = json.loads(recorded("generate.json"))
     answer["meta_info"] |= fields
     return json.dumps(answer).encode()
@@ -49,7 +49,7 @@ def request(**fields: Any) -> CompletionRequest:
 
 
 def whole_answer(body: bytes, *, engine: str) -> AnswerPart:
-    """A recorded whole answer, as the one event of a stream."""
+    """A recorded complete response, as the only event of a stream."""
     part = protocol.read_event(b"data: " + body, engine=engine)
     assert part is not None
     return part

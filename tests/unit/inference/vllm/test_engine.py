@@ -1,4 +1,4 @@
-"""The adapter before a server that answers as vLLM was recorded to, or does not: over a real socket, without vLLM."""
+"""The adapter with a fake vLLM on a real socket, which sends recorded or broken responses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GENERATED, STREAMED = (ANSWERS / "generate.json").read_bytes(), (ANSWERS / "stre
 
 
 class Server:
-    """Answers on a socket: `answer` is what a request for tokens gets, every other one gets {}."""
+    """A fake server on a socket. `answer` handles completion requests; every other request gets {}."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, Any]] = []
@@ -62,7 +62,7 @@ class Server:
             writer.close()
 
     def called(self, number: int) -> dict[str, Any]:
-        """A call to the workers: `method` and `args`."""
+        """A recorded call to the workers: `method` and `args`."""
         calls = [body for path, body in self.asked if path == "/collective_rpc"]
         return {name: calls[number][name] for name in ("method", "args")}
 
@@ -245,7 +245,7 @@ EVENTS = [part + b"\n\n" for part in STREAMED.split(b"\n\n") if part.strip()]
 
 
 def tokens_one_by_one(between: Callable[[int], Awaitable[object]]) -> Callable[[asyncio.StreamWriter], Awaitable[None]]:
-    """A streamed answer; `between(i)` is waited for before its event i."""
+    """A streamed response that awaits `between(i)` before event i."""
 
     async def answer(writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 X\r\ncontent-length: %d\r\n\r\n" % sum(map(len, EVENTS)))
@@ -275,7 +275,7 @@ def test_an_answer_whose_tokens_still_come_outlives_its_deadline_and_one_whose_t
 
 def test_a_long_prompt_is_given_time_to_be_read(tell: Callable[[Story], None]) -> None:
     async def story(engine: ExternalEngine, server: Server) -> None:
-        """Forty tokens: .4 s beyond the deadline of a server that reads a hundred a second."""
+        """Forty prompt tokens extend the deadline by .4 s, at 100 tokens per second."""
         server.answer = tokens_one_by_one(lambda i: asyncio.sleep(0 if i else 0.25))
         assert len((await engine.generate(ask(deadline_s=0.1))).token_ids) == 5
 
@@ -283,7 +283,7 @@ def test_a_long_prompt_is_given_time_to_be_read(tell: Callable[[Story], None]) -
 
 
 def test_requests_that_demand_a_later_version_than_was_swapped_in_end_as_behind(tell: Callable[[Story], None]) -> None:
-    """A learner was lost, and the chain goes on from an older step."""
+    """A learner was lost, and the chain continues from an older step."""
 
     async def story(engine: ExternalEngine, server: Server) -> None:
         async with engine.swapping():

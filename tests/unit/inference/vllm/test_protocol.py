@@ -1,4 +1,5 @@
-"""What vLLM's answers become. Those in `answers` are a real server's, vLLM 0.32 on a CPU, but for the paths in them."""
+"""Parsing of vLLM's responses. Those in `answers` were recorded from vLLM 0.32 on a CPU, except for the paths in
+them."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def recorded(name: str) -> bytes:
 
 
 def changed(**fields: Any) -> bytes:
-    """The recorded answer with other fields in its choice."""
+    """The recorded response with other fields in its choice."""
     answer = json.loads(recorded("generate.json"))
     answer["choices"][0] |= fields
     return json.dumps(answer).encode()
@@ -53,7 +54,7 @@ def request(**fields: Any) -> CompletionRequest:
 
 
 def whole_answer(body: bytes, *, engine: str) -> AnswerPart:
-    """A recorded whole answer, as the one event of a stream."""
+    """A recorded complete response, as the only event of a stream."""
     part = protocol.read_event(b"data: " + body, engine=engine)
     assert part is not None
     return part
