@@ -58,9 +58,9 @@ class RequestChecks:
 
     def ids(self, ids: np.ndarray[Any, Any], *, min_tokens: int, max_tokens: int | None) -> None:
         """Raises `MalformedRequest` unless `ids` is one row of `min_tokens` to `max_tokens` ids of the vocabulary."""
-        whole = ids.ndim == 1 and ids.dtype.kind in "iu" and len(ids) >= min_tokens
+        valid = ids.ndim == 1 and ids.dtype.kind in "iu" and len(ids) >= min_tokens
         if (
-            not whole
+            not valid
             or (max_tokens is not None and len(ids) > max_tokens)
             or ids.min() < 0
             or ids.max() >= self.vocab_size

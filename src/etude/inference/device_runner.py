@@ -173,7 +173,7 @@ class _Decode:
         device = runner.device
         self.runner, self.size = runner, size
         self._spare = runner.kv.num_slots - 1
-        self._whole = torch.from_numpy(self._filling()).to(device)
+        self._inputs = torch.from_numpy(self._padding()).to(device)
         self._draws = torch.ones(3, size, device=device)
         self._starts = torch.arange(size + 1, dtype=torch.int32, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -191,15 +191,15 @@ class _Decode:
         with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
             self._out = self._compute()
 
-    def _filling(self) -> I64:
+    def _padding(self) -> I64:
         """Slots and positions [2, B] of padding rows."""
         return np.repeat(np.array([[self._spare], [0]], np.int64), self.size, 1)
 
     def fill(self, slots: I64, positions: I64, draws_3R: F32) -> None:
         """Copy the inputs of this step's rows, padded to the graph's size with rows of the spare slot."""
-        whole, draws = self._filling(), np.ones((3, self.size), np.float32)
-        whole[:, : len(slots)], draws[:, : len(slots)] = (slots, positions), draws_3R
-        self._whole.copy_(torch.from_numpy(whole))
+        inputs, draws = self._padding(), np.ones((3, self.size), np.float32)
+        inputs[:, : len(slots)], draws[:, : len(slots)] = (slots, positions), draws_3R
+        self._inputs.copy_(torch.from_numpy(inputs))
         self._draws.copy_(torch.from_numpy(draws))
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -210,7 +210,7 @@ class _Decode:
         return self._out
 
     def _compute(self) -> tuple[torch.Tensor, torch.Tensor]:
-        slots, positions = self._whole.unbind()
+        slots, positions = self._inputs.unbind()
         cache = self.runner.kv.decoding(slots, positions, self._starts)
         return self.runner.compute(self.runner.next_tokens[slots], cache, None, _Draws.of(slots, self._draws))
 

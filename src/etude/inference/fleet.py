@@ -43,7 +43,7 @@ from etude.records.completion import Completion, CompletionRequest, Traffic, Ver
 from etude.seams import Engine, stream_or_complete
 
 REST_S = 2.0  # an engine that was gone is skipped for so long
-RETRY_S, SELDOM_S = 0.05, 1.0  # pause between two rounds: at first, and at most
+RETRY_S, MAX_RETRY_S = 0.05, 1.0  # pause between two rounds: at first, and at most
 STAY_FACTOR = 2.0  # a session or group stays while its call takes at most this factor of the time elsewhere
 MAX_TRIAL = 8  # concurrent requests to a member of unknown pace, when the pace of others is known
 PATIENCE_S = 3_600.0  # longest wait for an engine that restarts, has capacity, or adopts a version
@@ -327,7 +327,7 @@ class Fleet:
                 attempt.skipped.clear()
                 await self._pause_between_rounds(min(attempt.left_s, pause_s))
                 attempt.wait_is_over(_now() - began)
-            pause_s = min(2 * pause_s, SELDOM_S)
+            pause_s = min(2 * pause_s, MAX_RETRY_S)
         raise _no_engine_error(attempt)
 
     def _choose(self, attempt: _Attempt) -> _Member | None:

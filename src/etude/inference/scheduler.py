@@ -207,8 +207,8 @@ class Sequence:
 
     def context(self) -> I32:
         """The tokens whose KV is in the slot, in order."""
-        whole = np.concatenate([self.request.prompt_ids, np.array(self.token_ids, np.int32)])
-        return whole[: self.num_computed].astype(np.int32)
+        tokens = np.concatenate([self.request.prompt_ids, np.array(self.token_ids, np.int32)])
+        return tokens[: self.num_computed].astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)

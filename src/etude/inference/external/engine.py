@@ -38,7 +38,7 @@ from etude.seams import EngineInfo
 
 CAPABILITIES = ("adopt", "pause-keep", "spans", "stream", "verify")  # and "routes" when available
 MAX_VERSIONS = 4096  # remembered adoptions; a request must not live through more
-HELD_S = 0.02  # interval at which a swap checks for pinned sessions
+PIN_POLL_S = 0.02  # interval at which a swap checks for pinned sessions
 READ_TOKENS_PER_S = 100.0  # prompt tokens per second of a slow server
 
 
@@ -225,7 +225,7 @@ class ExternalEngine:
         When the block raises, the engine stays frozen, since the weights are then of no version."""
         async with self._scoring:
             while self._pins.held(now=time.monotonic()):  # noqa: ASYNC110 - leases expire by the clock
-                await asyncio.sleep(HELD_S)
+                await asyncio.sleep(PIN_POLL_S)
             self._accepting.clear()
             self._swapping = True
             try:
@@ -328,14 +328,14 @@ class ExternalEngine:
 
     def _check_progress(self, active: _ActiveRequest) -> None:
         """Expire a request without progress; otherwise schedule the next check."""
-        now, patience_s = time.monotonic(), active.request.deadline_s
-        patience_s += sum(one.unread for one in self._active) / READ_TOKENS_PER_S
+        now, timeout_s = time.monotonic(), active.request.deadline_s
+        timeout_s += sum(one.unread for one in self._active) / READ_TOKENS_PER_S
         since = now if self._swapping else max(active.arrived, self._last_progress)
         loop = asyncio.get_running_loop()
-        if now - since >= patience_s:
+        if now - since >= timeout_s:
             active.timeout.reschedule(loop.time())
         else:
-            active.next_check = loop.call_later(since + patience_s - now + HELD_S, self._check_progress, active)
+            active.next_check = loop.call_later(since + timeout_s - now + PIN_POLL_S, self._check_progress, active)
 
     async def _answer_parts(self, request: CompletionRequest, sent: _SentRequest) -> AsyncGenerator[AnswerPart]:
         """Send a request to the server and yield the parts of its response."""

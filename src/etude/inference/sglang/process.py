@@ -24,10 +24,10 @@ from etude.models.config import ModelConfig
 
 MODULE = "sglang.launch_server"
 LOAD_S, FORGET_S = 600.0, 10.0
-KEPT_TOKENS = 7
+RESERVED_TOKENS = 7
 """Tokens of a context that SGLang does not accept as input: it needs more than five left, and one for itself."""
-ON_CPU = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-NO_END = json.dumps({"eos_token_id": None})
+CPU_ARGUMENTS = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+NO_END_TOKEN = json.dumps({"eos_token_id": None})
 """Removes the model's end token, so that a request's stop tokens are the only ones. SGLang's `ignore_eos` would ignore
 those too."""
 
@@ -111,14 +111,15 @@ def start(
     argv = [str(environment.python), "-m", "etude.inference.external.launch", MODULE]
     argv += ["--host", "127.0.0.1", "--port", str(port), "--api-key", key]
     argv += ["--model-path", str(checkpoint), "--skip-tokenizer-init", "--dtype", str(config.dtype)]
-    argv += ["--context-length", str(config.context_tokens + KEPT_TOKENS)]
-    argv += ["--max-running-requests", str(config.max_sequences), "--max-total-tokens", str(kv_tokens + KEPT_TOKENS)]
+    argv += ["--context-length", str(config.context_tokens + RESERVED_TOKENS)]
+    argv += ["--max-running-requests", str(config.max_sequences)]
+    argv += ["--max-total-tokens", str(kv_tokens + RESERVED_TOKENS)]
     argv += ["--chunked-prefill-size", str(config.step_tokens), "--random-seed", "0", "--sleep-on-idle"]
     argv += ["--enable-priority-scheduling", "--priority-scheduling-preemption-threshold", "0"]
     argv += ["--incremental-streaming-output", "--weight-version", "0", "--log-level", "warning"]
-    argv += ["--json-model-override-args", NO_END]
+    argv += ["--json-model-override-args", NO_END_TOKEN]
     argv += ["--enable-return-routed-experts"] if gives_routes else []
-    argv += ["--enable-deterministic-inference"] if device == "cuda" else [*ON_CPU, "--disable-cuda-graph"]
+    argv += ["--enable-deterministic-inference"] if device == "cuda" else [*CPU_ARGUMENTS, "--disable-cuda-graph"]
     argv += arguments
     env = server_environ(folder, threads) | {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     return SglangProcess(argv, env, name=name, port=port, key=key, gives_routes=gives_routes)

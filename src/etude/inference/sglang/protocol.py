@@ -27,7 +27,7 @@ from etude.records.completion import CompletionRequest, Traffic
 from etude.records.wire import Routes
 
 SERVER, GENERATE = "SGLang", "/generate"
-LEAST_TEMPERATURE = 1e-6
+MIN_TEMPERATURE = 1e-6
 """Below this temperature SGLang samples greedily, and returns log-probabilities at temperature 1."""
 T = TypeVar("T")
 
@@ -64,23 +64,23 @@ class _Answer(msgspec.Struct, frozen=True):
     meta_info: _Meta
 
 
-class _Trouble(msgspec.Struct, frozen=True):
+class _ErrorMessage(msgspec.Struct, frozen=True):
     message: str
 
 
-class _Refusal(msgspec.Struct, frozen=True):
-    error: _Trouble | str
+class _ErrorBody(msgspec.Struct, frozen=True):
+    error: _ErrorMessage | str
 
 
 def encode_request(request: CompletionRequest, name: str, *, salt: str, native_routes: bool) -> bytes:
     """The body of a request for a completion. `name`: the request's id in SGLang; `salt`: requests share cached
     prefixes only with others of the same salt. Raises `MalformedRequest`."""
     sampling, prompt = request.sampling, request.prompt_ids
-    if 0.0 < sampling.temperature < LEAST_TEMPERATURE:
+    if 0.0 < sampling.temperature < MIN_TEMPERATURE:
         raise MalformedRequest(
             f"request {request.request_id} asks for temperature {sampling.temperature:g}",
-            f"SGLang samples at {LEAST_TEMPERATURE:g} at least, or greedily at 0",
-            hint=f"ask for 0, or at least {LEAST_TEMPERATURE:g}",
+            f"SGLang samples at {MIN_TEMPERATURE:g} at least, or greedily at 0",
+            hint=f"ask for 0, or at least {MIN_TEMPERATURE:g}",
         )
     params: dict[str, Any] = {
         "max_new_tokens": sampling.max_tokens,
@@ -139,7 +139,7 @@ def read_error(status: int, body: bytes, *, engine: str) -> EngineError:
       hint: its log says why
     """
     try:
-        error = msgspec.json.decode(body, type=_Refusal).error
+        error = msgspec.json.decode(body, type=_ErrorBody).error
         message = error if isinstance(error, str) else error.message
     except ValueError:
         message = repr(body[:200])

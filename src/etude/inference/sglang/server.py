@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) -> None:
     token, listener = read_token(args.host), listen(args.host, args.port)
-    held, named = environment(args.environment, SGLANG), args.checkpoint is not None
+    held, has_checkpoint = environment(args.environment, SGLANG), args.checkpoint is not None
     device = held.require().device
     more = prepare_checkpoint(args, token, folder)
     config, model = config_of(args), read_model_config(args.checkpoint)
@@ -68,7 +68,7 @@ def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) 
         name=args.name,
         model=model,
         config=config,
-        version=initial_version(args.checkpoint) if named else NO_VERSION,
+        version=initial_version(args.checkpoint) if has_checkpoint else NO_VERSION,
         kv_tokens=kv_tokens,
         parity=f"sglang-{SGLANG.version}-{device}-{config.dtype}",
     )

@@ -39,7 +39,7 @@ __all__ = [
     "read_scores",
 ]
 
-LEAST_TEMPERATURE = 0.01
+MIN_TEMPERATURE = 0.01
 """The lowest temperature above 0. At a lower one vLLM samples, and computes log-probabilities, at this temperature."""
 SERVER = "vLLM"
 T = TypeVar("T")
@@ -86,23 +86,23 @@ class _Answer(msgspec.Struct, frozen=True):
     prompt_logprobs: list[dict[str, _Scored] | None] | None = None
 
 
-class _Trouble(msgspec.Struct, frozen=True):
+class _ErrorMessage(msgspec.Struct, frozen=True):
     message: str
 
 
-class _Refusal(msgspec.Struct, frozen=True):
-    error: _Trouble
+class _ErrorBody(msgspec.Struct, frozen=True):
+    error: _ErrorMessage
 
 
 def encode_request(request: CompletionRequest, name: str, *, salt: str, native_routes: bool) -> bytes:
     """The body of a request for a completion. `name`: the request's id in vLLM; `salt`: requests share cached prefixes
     only with others of the same salt. Raises `MalformedRequest`."""
     sampling, prompt = request.sampling, request.prompt_ids
-    if 0.0 < sampling.temperature < LEAST_TEMPERATURE:
+    if 0.0 < sampling.temperature < MIN_TEMPERATURE:
         raise MalformedRequest(
             f"request {request.request_id} asks for temperature {sampling.temperature:g}",
-            f"vLLM samples at {LEAST_TEMPERATURE:g} at least, or greedily at 0",
-            hint=f"ask for 0, or at least {LEAST_TEMPERATURE:g}",
+            f"vLLM samples at {MIN_TEMPERATURE:g} at least, or greedily at 0",
+            hint=f"ask for 0, or at least {MIN_TEMPERATURE:g}",
         )
     params: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
@@ -166,7 +166,7 @@ def read_error(status: int, body: bytes, *, engine: str) -> EngineError:
       hint: its log says why
     """
     try:
-        message = msgspec.json.decode(body, type=_Refusal).error.message
+        message = msgspec.json.decode(body, type=_ErrorBody).error.message
     except ValueError:
         message = repr(body[:200])
     return EngineError(f"vLLM of {engine} answered {status}", message[:500], hint="its log says why")

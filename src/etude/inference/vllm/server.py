@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) -> None:
     token, listener = read_token(args.host), listen(args.host, args.port)
-    held, named = environment(args.environment), args.checkpoint is not None
+    held, has_checkpoint = environment(args.environment), args.checkpoint is not None
     device = held.require().device
     more = prepare_checkpoint(args, token, folder)
     config, model = config_of(args), read_model_config(args.checkpoint)
@@ -72,7 +72,7 @@ def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) 
         name=args.name,
         model=model,
         config=config,
-        version=initial_version(args.checkpoint) if named else NO_VERSION,
+        version=initial_version(args.checkpoint) if has_checkpoint else NO_VERSION,
         kv_tokens=kv_tokens,
         parity=f"vllm-{VLLM.version}-{device}-{config.dtype}",
     )
@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 PREPARE_S, SWAP_S = 600.0, 120.0
-FIRST_LOOK_S, LAST_LOOK_S = 0.01, 0.25  # interval of polling the workers, which delays their steps
+MIN_POLL_S, MAX_POLL_S = 0.01, 0.25  # interval of polling the workers, which delays their steps
 
 
 class VllmWeightSync(ExternalWeightSync):
@@ -142,7 +142,7 @@ class VllmWeightSync(ExternalWeightSync):
         """Have all workers fetch and check the same version. Raises `WeightsError`, `DeadlineExceeded`."""
         call, version = self._call, None
         await call("etude_prepare")
-        end, rest_s = time.monotonic() + PREPARE_S, FIRST_LOOK_S
+        end, rest_s = time.monotonic() + PREPARE_S, MIN_POLL_S
         while time.monotonic() < end:
             states = await call("etude_state")
             trouble = next((one["trouble"] for one in states if one["trouble"]), "")
@@ -160,7 +160,7 @@ class VllmWeightSync(ExternalWeightSync):
                 version = max(found, key=lambda one: one["step"])  # the other workers prepare the newest too
                 await call("etude_prepare", version)
             await asyncio.sleep(rest_s)
-            rest_s = min(LAST_LOOK_S, 1.5 * rest_s)
+            rest_s = min(MAX_POLL_S, 1.5 * rest_s)
         raise DeadlineExceeded(
             f"{self.engine.name} did not fetch the newest version within {PREPARE_S:g} s",
             f"requested: {version or 'the newest'}",
