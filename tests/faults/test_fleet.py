@@ -71,7 +71,7 @@ def test_engines_are_killed_drained_and_late_and_nothing_is_lost(home: Home) -> 
 
 
 @pytest.mark.parametrize(
-    ("given", "said"), [(("--register", "localhost:1"), "is no registry"), ((), "the engine has no weights")]
+    ("given", "said"), [(("--register", "localhost:1"), "is not a registry"), ((), "the engine has no weights")]
 )
 def test_an_engine_that_could_have_no_weights_says_so(given: tuple[str, ...], said: str) -> None:
     argv = [sys.executable, "-m", "etude.inference.server", *given]

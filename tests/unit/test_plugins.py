@@ -520,7 +520,7 @@ class Own:
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ("return 3", "run returned int, and text is wanted"),
+        ("return 3", "run returned int, not str"),
         ("return {}['x']", "run raised KeyError: 'x'"),
         ("await asyncio.sleep(1000)", "run has not returned within"),
     ],
@@ -603,7 +603,7 @@ class Own:
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ("return 3", "run returned int, and AgentRun is wanted"),
+        ("return 3", "run returned int, not AgentRun"),
         ("return {}['x']", "run raised KeyError: 'x'"),
         ("return AgentRun(Trace(()), [], 0.0, None)", "its ending is None and its failure None: one is set"),
         ("raise TimeoutError('mine')", "run raised TimeoutError: mine"),

@@ -322,7 +322,7 @@ class ChatFormat:
 _HINT_TOKENS = (
     "train one with etude, or add etude's special tokens to yours, or name an eos_token in tokenizer_config.json"
 )
-_HINT_FOLDER = "a tokeniser directory holds tokenizer.json and chat_template.jinja"
+_HINT_FOLDER = "a tokeniser directory has tokenizer.json and chat_template.jinja"
 
 
 def stop_ids(folder: Path) -> list[int]:

@@ -136,7 +136,7 @@ async def run_plugin(
         facts = f"run has not returned within {limit_s:g} s, without the time in which it waited for the policy"
         raise PluginError(f"harness {plugin} hangs", facts, hint="give what it waits for a deadline") from error
     if not isinstance(run, AgentRun):
-        raise unusable(Kind.HARNESS, plugin, f"run returned {type(run).__name__}, and AgentRun is wanted")
+        raise unusable(Kind.HARNESS, plugin, f"run returned {type(run).__name__}, not AgentRun")
     if (run.ending is None) == (run.failure is None) or not isinstance(run.ending, Ending | None):
         raise unusable(
             Kind.HARNESS, plugin, f"its ending is {run.ending!r} and its failure {run.failure!r}: one is set"

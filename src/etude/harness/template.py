@@ -137,7 +137,7 @@ def read_template(folder: Path) -> tuple[str, str | None]:
         if isinstance(found, str):
             return found, with_tools if isinstance(with_tools, str) else None
     if not isinstance(found, str):
-        hint = "a tokeniser directory holds tokenizer.json and chat_template.jinja"
+        hint = "a tokeniser directory has tokenizer.json and chat_template.jinja"
         raise ChatError(f"no chat template in {folder}", hint=hint)
     return found, None
 

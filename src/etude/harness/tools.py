@@ -263,7 +263,7 @@ def plugin_tool(plugin: Plugin, tool: ToolLike) -> Tool:
     """Wrap a tool plug-in with a deadline, and with errors that name the plug-in. Raises `PluginRefused`."""
     signature: object = tool.signature
     if not isinstance(signature, Signature):
-        facts = f"it is {type(signature).__name__}, and etude.harness.commands.Signature is wanted"
+        facts = f"it is {type(signature).__name__}, not etude.harness.commands.Signature"
         raise PluginRefused(f"the signature of tool {plugin} cannot be used", facts, hint="make one of its parameters")
 
     async def run(bench: Workbench, **arguments: Any) -> str:
@@ -280,7 +280,7 @@ def plugin_tool(plugin: Plugin, tool: ToolLike) -> Tool:
             with called(Kind.TOOL, plugin, "run"):
                 raise error
         if not isinstance(answer, str):
-            raise unusable(Kind.TOOL, plugin, f"run returned {type(answer).__name__}, and text is wanted")
+            raise unusable(Kind.TOOL, plugin, f"run returned {type(answer).__name__}, not str")
         return answer
 
     return Tool(signature, run)

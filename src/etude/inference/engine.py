@@ -71,7 +71,7 @@ class ReferenceEngine:
             raise EngineError(
                 f"the engine's context is set to {self.config.context_tokens} tokens",
                 f"the model has positions for {model.config.context_tokens}",
-                hint="lower context_tokens (by hand: --context-tokens N), or take a model with a longer context",
+                hint="lower context_tokens (by hand: --context-tokens N), or use a model with a longer context",
             )
         self.counters = Counters()
         self.trouble = ""  # why the latest adoption failed; "" when it did not fail

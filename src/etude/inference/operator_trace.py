@@ -102,6 +102,6 @@ def as_tensor(result: OperatorResult) -> torch.Tensor:
     if kind is None or not sizes or min(sizes) < 1 or math.prod(sizes) * kind.itemsize != len(result.data):
         raise EngineError(
             f"an engine shows {result.name[:80]} as {len(result.data)} bytes of {result.dtype[:20]} {result.shape}",
-            hint="take engine and doctor of one release",
+            hint="use engine and doctor of the same release",
         )
     return torch.frombuffer(bytearray(result.data), dtype=torch.uint8).view(kind).view(result.shape)

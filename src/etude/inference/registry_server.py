@@ -229,7 +229,7 @@ class RegistryServer:
             except EngineError:
                 pass  # the old engine is gone, and this one replaces it
         if taken:
-            raise MalformedRequest(f"there is an engine {join.name!r}", "it responds", hint="take another --name")
+            raise MalformedRequest(f"there is an engine {join.name!r}", "it responds", hint="choose another --name")
 
     async def _renew(self, request: Request) -> RenewalAnswer:
         join = await _read(request, Renewal)
@@ -272,7 +272,7 @@ async def _refuse_wrong_token(join: JoinRequest, engine: HttpEngine) -> None:
     try:
         await engine.adopt(NO_VERSION.step, deadline_s=TOKEN_TIMEOUT_S)
     except Unauthorised as error:
-        what = f"{join.name} does not take the run's token"
+        what = f"{join.name} does not accept the run's token"
         hint = "start the engine with the ETUDE_TOKEN that the run has, and join again"
         raise Unauthorised(what, f"{join.url} says: {error.what}", hint=hint) from None
     except EngineError:

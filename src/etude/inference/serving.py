@@ -196,7 +196,7 @@ def listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         listener.close()
         raise EngineError(
-            f"cannot listen on {host}:{port}", str(error), hint="take another --port, or 0 for a free one"
+            f"cannot listen on {host}:{port}", str(error), hint="choose another --port, or 0 for a free one"
         ) from None
     return listener
 

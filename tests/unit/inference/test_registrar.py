@@ -142,7 +142,7 @@ def test_a_url_of_something_else_is_told_from_a_registry_that_is_away(
     name, *rest = command
     assert main(["fleet", name, web_page, *rest]) == 2
     said = capsys.readouterr().err
-    assert "is no registry: its response is 200: b'<!doctype html><html>'" in said
+    assert "is not a registry: its response is 200: b'<!doctype html><html>'" in said
     assert "hint: " in said
     assert main(["fleet", name, nobody, *rest]) == 1
     assert "no registry" in capsys.readouterr().err
@@ -159,14 +159,14 @@ def test_a_registry_that_is_away_is_waited_for_by_name_and_not_for_ever(nobody: 
 
 
 def test_an_engine_that_joins_something_else_is_told_so(web_page: str) -> None:
-    with pytest.raises(InputError, match="is no registry"):
+    with pytest.raises(InputError, match="is not a registry"):
         fetch_requirements(web_page, None)
 
 
 def test_a_proxy_before_a_registry_that_is_away_is_no_other_thing() -> None:
     with pytest.raises(EngineGone, match="no registry answers"):
         parse_answer("http://home", 502, b"<html>bad gateway", EngineRequirements)
-    with pytest.raises(InputError, match="is no registry"):
+    with pytest.raises(InputError, match="is not a registry"):
         parse_answer("http://home", 404, b"Not Found", EngineRequirements)
     with pytest.raises(Unauthorised):
         parse_answer("http://home", *to_http(Unauthorised("no", hint="a token")), EngineRequirements)
@@ -327,7 +327,7 @@ def test_what_cannot_work_is_refused_when_it_joins() -> None:
 def test_an_engine_with_another_token_than_the_run_is_refused_when_it_joins() -> None:
     async def story() -> None:
         async with world() as home, served(token="another") as (_, url):
-            with pytest.raises(Unauthorised, match="west does not take the run's token") as error:
+            with pytest.raises(Unauthorised, match="west does not accept the run's token") as error:
                 await home.registration("west", url).run()
             assert url in error.value.facts
             assert "ETUDE_TOKEN" in error.value.hint
@@ -399,5 +399,5 @@ def test_what_the_run_wants_is_asked_before_anything_is_loaded() -> None:
 
 def test_an_engine_finds_its_own_address() -> None:
     assert local_address_for("http://127.0.0.1:8790") == "127.0.0.1"
-    with pytest.raises(InputError, match="is no registry"):
+    with pytest.raises(InputError, match="is not a registry"):
         fetch_requirements("127.0.0.1:8790", None)

@@ -126,7 +126,7 @@ class Environment:
             raise EngineError(
                 f"{kind.name} {version} in {self.folder} was not tested",
                 f"this etude works with {kind.name} {kind.version}: {kind.why}",
-                hint=f"etude engines install {kind.key} --folder ANOTHER, and name that one; or take it away first",
+                hint=f"etude engines install {kind.key} --folder ANOTHER, and use that one; or delete this one first",
             )
         return mark
 

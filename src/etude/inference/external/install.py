@@ -99,7 +99,7 @@ def _run(environment: Environment, argv: Sequence[str], what: str, *, report: Re
         output_text = b"".join(last).decode(errors="replace").strip()
         free = shutil.disk_usage(environment.folder).free
         full = f"{free} bytes are free on its disk; " if free < FULL_BYTES else ""
-        hint = f"make room: {AGAIN}" if full else f"the whole log is {log}; {AGAIN}"
+        hint = f"free some space: {AGAIN}" if full else f"the log is {log}; {AGAIN}"
         raise EngineError(f"{what} could not be installed into {environment.folder}", full + output_text, hint=hint)
 
 
@@ -135,7 +135,7 @@ def _refuse_other_installation(environment: Environment, wanted: Mark) -> None:
     held, kind = environment.version, environment.kind
     if environment.mark is not None and (held != kind.version or environment.mark.device != wanted.device):
         raise EngineError(
-            f"{environment.folder} holds {kind.name} {held} for {environment.mark.device}",
+            f"{environment.folder} has {kind.name} {held} for {environment.mark.device}",
             f"requested was {kind.version} for {wanted.device}",
             hint="choose another --folder, or delete that one first",
         )

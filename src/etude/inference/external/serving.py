@@ -183,7 +183,7 @@ def require_routes(engine: ExternalEngine, needed: bool) -> None:
         raise EngineError(
             f"{engine.name} returns no routes, which this run needs",
             engine.routes.missing,
-            hint="set learner.replay_routes = false, or take a reference engine",
+            hint="set learner.replay_routes = false, or use a reference engine",
         )
 
 

@@ -136,14 +136,14 @@ def read_error(status: int, body: bytes, *, engine: str) -> EngineError:
 
     >>> print(read_error(400, b'{"error": {"message": "too long"}}', engine="engine-1"))
     SGLang of engine-1 answered 400: too long
-      hint: its log says why
+      hint: see its log
     """
     try:
         error = msgspec.json.decode(body, type=_ErrorBody).error
         message = error if isinstance(error, str) else error.message
     except ValueError:
         message = repr(body[:200])
-    return EngineError(f"SGLang of {engine} answered {status}", message[:500], hint="its log says why")
+    return EngineError(f"SGLang of {engine} answered {status}", message[:500], hint="see its log")
 
 
 def decode_routes(data: str | None, model: ModelConfig, *, count: int) -> Routes:

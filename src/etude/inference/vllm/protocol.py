@@ -163,13 +163,13 @@ def read_error(status: int, body: bytes, *, engine: str) -> EngineError:
 
     >>> print(read_error(400, b'{"error": {"message": "too long"}}', engine="engine-1"))
     vLLM of engine-1 answered 400: too long
-      hint: its log says why
+      hint: see its log
     """
     try:
         message = msgspec.json.decode(body, type=_ErrorBody).error.message
     except ValueError:
         message = repr(body[:200])
-    return EngineError(f"vLLM of {engine} answered {status}", message[:500], hint="its log says why")
+    return EngineError(f"vLLM of {engine} answered {status}", message[:500], hint="see its log")
 
 
 def decode_routes(data: str | None, model: ModelConfig, *, count: int) -> Routes:
