@@ -109,7 +109,7 @@ def test_a_disk_that_fills_while_installing_is_named_and_leaves_no_environment(
         with pytest.raises(EngineError, match="the environment could not be installed") as caught:
             install(held, "cpu", report=print)
         assert caught.value.facts.startswith("0 bytes are free on its disk; ")
-        assert caught.value.hint.startswith("make room: ")
+        assert caught.value.hint.startswith("free some space: ")
         monkeypatch.setattr(installing, "_steps", lambda *_: [("all of it", ["true"])])
         with pytest.raises(EngineError, match="cannot be written") as caught:  # the mark, which comes last
             install(held, "cpu", report=print)
@@ -129,7 +129,7 @@ def test_a_folder_of_somebody_else_another_device_and_a_second_install_are_refus
     (tmp_path / "mine" / "thesis.tex").touch()
     with pytest.raises(EngineError, match="was not made by etude"):
         install(Environment(tmp_path / "mine"), "cpu", report=print)
-    with pytest.raises(EngineError, match=r"holds vLLM .* for cuda"):
+    with pytest.raises(EngineError, match=r"has vLLM .* for cuda"):
         install(made(tmp_path / "e", VLLM.version, device="cuda"), "cpu", report=print)
     (tmp_path / "busy").mkdir()
     with (tmp_path / "busy" / "install.lock").open("w") as lock:
