@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.parity import chats
 
 from etude.harness import Call, ChatFormat, standard_tools
-from etude.harness.agent import assistant_message
 from etude.harness.checkpoint_chat import CheckpointChatFormat
+from etude.harness.episode import assistant_message
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

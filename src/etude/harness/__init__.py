@@ -9,10 +9,11 @@ A tool call is a command line, which takes few tokens and is easy for a small mo
 'no such tool: edti'
 """
 
-from etude.harness.agent import AgentRun, RequestOptions, run_agent
 from etude.harness.chat import SPECIAL_TOKENS, ChatFormat, Reply, chat_template
 from etude.harness.commands import Call, Signature, read_call
 from etude.harness.config import HarnessConfig
+from etude.harness.episode import AgentRun, Episode, EpisodeEnded, ModelTurn, RequestOptions
+from etude.harness.programs import Harness, run_agent, run_program
 from etude.harness.template import ChatError
 from etude.harness.tools import ToolSet, Workbench, standard_tools
 
@@ -22,7 +23,11 @@ __all__ = [
     "Call",
     "ChatError",
     "ChatFormat",
+    "Episode",
+    "EpisodeEnded",
+    "Harness",
     "HarnessConfig",
+    "ModelTurn",
     "Reply",
     "RequestOptions",
     "Signature",
@@ -31,5 +36,6 @@ __all__ = [
     "chat_template",
     "read_call",
     "run_agent",
+    "run_program",
     "standard_tools",
 ]

@@ -1,7 +1,6 @@
-"""The agent program of a rollout: the built-in loop, or a plug-in of kind "harness".
+"""Agent programs: the built-in loop, or a plug-in of kind "harness".
 
-A plug-in can call `run_agent` with changed arguments (another instruction, a wrapper around the policy), or call the
-policy itself and return its turns. A plug-in has a deadline, and its errors and invalid results name the plug-in.
+A program works on an `Episode`. A plug-in has a deadline, and its errors name the plug-in.
 """
 
 from __future__ import annotations
@@ -9,46 +8,46 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import time
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Coroutine
+from typing import Protocol
 
 from etude.config import Plugin
-from etude.errors import EngineError, EtudeError, MachineError, PluginError
-from etude.harness.agent import AgentRun, RequestOptions, run_agent
-from etude.harness.chat import ChatFormat
-from etude.harness.config import HarnessConfig
-from etude.harness.tools import PLUGIN_GRACE_S, ToolSet
+from etude.errors import ContextFull, EngineError, EtudeError, MachineError, PluginError
+from etude.harness.episode import AgentRun, Episode, EpisodeEnded
+from etude.harness.tools import PLUGIN_GRACE_S
 from etude.plugins import Kind, called, make, unusable
 from etude.records.completion import Completion, CompletionRequest
-from etude.records.rollout import Ending, Trace
-from etude.records.task import Task
-from etude.seams import Machine, Policy
+from etude.records.rollout import Ending
+from etude.seams import Policy
 
 
 class Harness(Protocol):
-    """An agent program. A plug-in of kind "harness" is one; the built-in loop is `run_agent`."""
+    """An agent program. A plug-in of kind "harness" is one; the built-in program is `run_agent`."""
 
-    async def run(
-        self,
-        task: Task,
-        machine: Machine,
-        *,
-        policy: Policy,
-        chat: ChatFormat,
-        tools: ToolSet,
-        limits: HarnessConfig,
-        options: RequestOptions,
-        clock: Callable[[], float],
-    ) -> AgentRun:
-        """Work on a task on its machine, within `limits`, and return the turns and how it ended.
+    async def run(self, episode: Episode) -> None:
+        """Work on the episode until `episode.ending` is set. When a program returns earlier, its work is graded as not
+        submitted.
 
-        `policy`: samples completions. `chat`: messages to tokens and back. `tools`: those of the config. `options`:
-        settings of every request. `clock`: returns seconds. What the agent causes is returned as an `Ending`. Raise
-        `EngineError` and `MachineError`, or return them as `AgentRun.failure`; any other exception is a defect of the
-        plug-in and ends the run. Many rollouts run at the same time on one object. The coroutine is cancelled when its
-        rollout is."""
+        Let `EpisodeEnded`, `ContextFull`, `EngineError` and `MachineError` of the episode pass through; any other
+        exception is a defect of the plug-in and ends the run with `PluginError`. So does a program that takes longer
+        than its tool calls are allowed to, not counting completions. Many episodes run at the same time on one object.
+        The coroutine is cancelled when its rollout is.
+        """
         ...
+
+
+async def run_agent(episode: Episode) -> None:
+    """The built-in program: sample a turn, run its tool call, repeat until the episode ends."""
+    while episode.ending is None:
+        await episode.act(await episode.ask())
+
+
+async def run_program(episode: Episode) -> AgentRun:
+    """Run the agent program of the config (`harness.program`). Raises `ChatError` and `PluginError`."""
+    plugin = episode.limits.program
+    if isinstance(plugin, Plugin):
+        return await run_plugin(plugin, _load_harness(plugin), episode)
+    return await _run_to_end(episode, run_agent(episode))
 
 
 @functools.lru_cache(maxsize=16)
@@ -57,33 +56,43 @@ def _load_harness(plugin: Plugin) -> Harness:
     return harness
 
 
-async def run_program(
-    task: Task,
-    machine: Machine,
-    *,
-    policy: Policy,
-    chat: ChatFormat,
-    tools: ToolSet,
-    limits: HarnessConfig,
-    options: RequestOptions,
-    clock: Callable[[], float] = time.monotonic,
-) -> AgentRun:
-    """Run the agent program of the config (`limits.program`). Arguments as in `Harness.run`. Raises `ChatError` and
-    `PluginError`."""
-    plugin = limits.program
-    if not isinstance(plugin, Plugin):
-        return await run_agent(
-            task, machine, policy=policy, chat=chat, tools=tools, limits=limits, options=options, clock=clock
-        )
-    arguments = {"chat": chat, "tools": tools, "ask": options, "clock": clock}
-    return await run_plugin(
-        plugin, _load_harness(plugin), task, machine, policy=policy, limits=limits, arguments=arguments
-    )
+async def run_plugin(plugin: Plugin, harness: Harness, episode: Episode) -> AgentRun:
+    """Run a harness plug-in. Raises `PluginError`, also when the program takes longer than its tool calls are allowed
+    to; the time in which it waits for the policy does not count."""
+    limit_s = episode.limits.max_turns * episode.limits.tool_deadline_s + PLUGIN_GRACE_S
+
+    async def run() -> None:
+        with called(Kind.HARNESS, plugin, "run"):
+            returned: object = await harness.run(episode)  # type: ignore[func-returns-value]
+        if returned is not None:
+            raise unusable(Kind.HARNESS, plugin, f"run returned {type(returned).__name__}, not None")
+
+    try:
+        async with asyncio.timeout(limit_s) as limit:
+            episode.policy = _DeadlinePausingPolicy(episode.policy, limit, limit_s)
+            return await _run_to_end(episode, run())
+    except (EtudeError, TimeoutError) as error:
+        if not limit.expired():
+            raise
+        facts = f"run has not returned within {limit_s:g} s, without the time in which it waited for the policy"
+        raise PluginError(f"harness {plugin} hangs", facts, hint="give what it waits for a deadline") from error
+
+
+async def _run_to_end(episode: Episode, run: Coroutine[None, None, None]) -> AgentRun:
+    try:
+        await run
+    except ContextFull:
+        episode.ending = episode.ending or Ending.CONTEXT
+    except EpisodeEnded:
+        pass  # its ending is set
+    except (EngineError, MachineError) as error:
+        episode.failure = episode.failure or error
+    return episode.result()
 
 
 class _DeadlinePausingPolicy:
-    """The policy that a plug-in gets. The plug-in's deadline is suspended while it waits for a completion: the policy
-    has its own limit for an engine without progress."""
+    """The policy of a plug-in's episode. The plug-in's deadline is suspended while it waits for a completion: the
+    policy has its own limit for an engine without progress."""
 
     def __init__(self, policy: Policy, limit: asyncio.Timeout, limit_s: float) -> None:
         self._policy, self._limit, self._left_s = policy, limit, limit_s
@@ -106,39 +115,3 @@ class _DeadlinePausingPolicy:
     def _set_deadline(self, when: float | None) -> None:
         with contextlib.suppress(RuntimeError):  # the timeout has expired or ended
             self._limit.reschedule(when)
-
-
-async def run_plugin(
-    plugin: Plugin,
-    harness: Harness,
-    task: Task,
-    machine: Machine,
-    *,
-    policy: Policy,
-    limits: HarnessConfig,
-    arguments: Mapping[str, Any],
-) -> AgentRun:
-    """Run a harness plug-in and check its result. `arguments`: the other arguments of `Harness.run`.
-
-    Raises `PluginError`, also when the run takes longer than its tools are allowed to, not counting the time in which
-    it waits for the policy."""
-    limit_s = limits.max_turns * limits.tool_deadline_s + PLUGIN_GRACE_S
-    try:
-        async with asyncio.timeout(limit_s) as limit:
-            pausing_policy = _DeadlinePausingPolicy(policy, limit, limit_s)
-            with called(Kind.HARNESS, plugin, "run"):
-                run = await harness.run(task, machine, policy=pausing_policy, limits=limits, **arguments)
-    except (EngineError, MachineError) as error:
-        return AgentRun(Trace(()), [], 0.0, None, error)
-    except (EtudeError, TimeoutError) as error:
-        if not limit.expired():
-            raise
-        facts = f"run has not returned within {limit_s:g} s, without the time in which it waited for the policy"
-        raise PluginError(f"harness {plugin} hangs", facts, hint="give what it waits for a deadline") from error
-    if not isinstance(run, AgentRun):
-        raise unusable(Kind.HARNESS, plugin, f"run returned {type(run).__name__}, not AgentRun")
-    if (run.ending is None) == (run.failure is None) or not isinstance(run.ending, Ending | None):
-        raise unusable(
-            Kind.HARNESS, plugin, f"its ending is {run.ending!r} and its failure {run.failure!r}: one is set"
-        )
-    return run

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from etude.errors import WeightsError
-from etude.models.lora import Adapters, base_digest, rounded
-from etude.models.naming import hf_views
+from etude.models.lora import Adapters, base_digest, round_parameters
 from etude.models.transformer import Transformer
+from etude.models.weight_views import hf_views
 from etude.numerics.config import Quantise
 from etude.records.adapter import BASE_CHANNEL, PUBLISHED
 from etude.records.completion import Version
@@ -73,7 +73,7 @@ class AdaptedWeights:
                     f"the engine has {config}",
                     hint="restart the engine, which then starts with the newest version",
                 )
-            rounded(model, dtype)
+            round_parameters(model, dtype)
 
         derived = [Derived(frozenset({PUBLISHED}), check_and_round)]
         derived += [Derived(sources, compute) for sources, compute in adapters.derived]

@@ -4,7 +4,7 @@ Per layer there is one tensor of keys and one of values, ``[S, G, C, A]``: the k
 contiguous. When values are the first numbers of their keys (a compressed cache) both are one tensor, and outputs are
 cut. Decoding rows that need the same window attend together; a chunk of a prompt attends by itself.
 
-The operators (`numerics.exact.windows`) decide the sizes of rows and key windows, so that the bits of a row do not
+The operators (`numerics.exact.attention`) decide the sizes of rows and key windows, so that the bits of a row do not
 depend on its neighbours, on chunking, or on prefix hits. A row sees a window of keys with a mask.
 
 Shapes: N tokens of a step, S slots, G key/value heads, R query heads a key/value head, H = G·R, C positions a slot,
@@ -33,14 +33,14 @@ class KVCache:
 
     def __init__(self, sizes: ModelConfig, operators: Operators, *, num_slots: int, context_tokens: int) -> None:
         self.num_slots, self.length = num_slots, -(-context_tokens // KERNEL_BLOCK) * KERNEL_BLOCK
-        kept, dtype = sizes.kept, operators.held
+        kept, dtype = sizes.cache_layout, operators.storage_dtype
         self.heads, self.group, self.value_width = kept.heads, sizes.num_heads // kept.heads, kept.value_width
         shape = (num_slots, self.heads, self.length)
         self.keys = [_lazy_zeros((*shape, kept.key_width), dtype) for _ in range(sizes.num_layers)]
         self.values = self.keys
         if not kept.shared:
             self.values = [_lazy_zeros((*shape, kept.value_width), dtype) for _ in range(sizes.num_layers)]
-        self.windows = operators.windows(self.heads, kept.key_width)
+        self.windows = operators.key_windows(self.heads, kept.key_width)
         rows = self.windows.padded(self.group)
         self.queries = torch.zeros(num_slots, self.heads, rows, kept.key_width, dtype=dtype)  # scratch of decoding
 

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from etude import __version__
 from etude.environments import prepare, take_exports
 from etude.errors import EngineBehind, EtudeError, MachineError, TaskError
-from etude.harness import AgentRun, ChatFormat, HarnessConfig, RequestOptions, standard_tools
-from etude.harness.programs import run_program
+from etude.harness import AgentRun, ChatFormat, Episode, HarnessConfig, RequestOptions, run_program, standard_tools
 from etude.records.reward import SUBMITTED, Term
 from etude.records.rollout import Boundary, Ending, Invalid, Rollout, RolloutSpec, Trace
 from etude.records.summary import RolloutSummary
@@ -62,7 +61,7 @@ async def run_on_machine(
 ) -> Rollout:
     """Run a rollout on a machine that was forked for it, then close the machine. Otherwise as `run_rollout`."""
     try:
-        run = await run_program(
+        episode = Episode(
             spec.task,
             machine,
             policy=policy,
@@ -72,6 +71,7 @@ async def run_on_machine(
             options=_request_options(spec),
             clock=clock,
         )
+        run = await run_program(episode)
         if isinstance(run.failure, EngineBehind):
             raise run.failure
         if run.failure is not None or run.ending is None:

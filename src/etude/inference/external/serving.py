@@ -27,7 +27,7 @@ from etude.models.config import ModelConfig
 from etude.numerics.config import Mode, Quantise
 from etude.records.adapter import BASE_CHANNEL
 from etude.records.completion import Version
-from etude.scratch import OwnFolder
+from etude.scratch import ScratchDirectory
 from etude.seams import BlobStore
 from etude.stores import open_store
 from etude.telemetry import Telemetry
@@ -59,7 +59,7 @@ def run_process(args: argparse.Namespace, server: str, serving: Callable[[Path, 
     die_with_parent(watch_stdin=args.watch_stdin)
     telemetry = Telemetry(args.telemetry, process=args.name) if args.telemetry else None
     try:
-        with OwnFolder(server) as folder:
+        with ScratchDirectory(server) as folder:
             require_short_path(folder, server)
             serving(folder, telemetry)
     except EtudeError as error:

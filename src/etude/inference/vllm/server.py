@@ -37,7 +37,7 @@ from etude.inference.vllm.process import VllmClient, start
 from etude.records.completion import Version
 from etude.stores import open_store
 from etude.telemetry import Telemetry
-from etude.weights.follow.head import Head
+from etude.weights.follow.head_tracker import HeadTracker
 
 EXTENSION = "etude.inference.vllm.worker.WorkerExtension"
 
@@ -79,7 +79,7 @@ def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) 
     report_settings(telemetry, config, device=device)
     weight_sync = None
     if args.store is not None:
-        head = Head(open_store(args.store, cache=args.cache), "policy", public_key=args.public_key)
+        head = HeadTracker(open_store(args.store, cache=args.cache), "policy", public_key=args.public_key)
         weight_sync = VllmWeightSync(
             engine,
             head,
@@ -113,7 +113,7 @@ class VllmWeightSync(ExternalWeightSync):
     def __init__(
         self,
         engine: ExternalEngine,
-        head: Head,
+        head: HeadTracker,
         place: str,
         *,
         public_key: bytes | None = None,
