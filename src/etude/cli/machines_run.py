@@ -21,7 +21,7 @@ from types import MappingProxyType
 from etude.environments.backends import open_memory_bounded
 from etude.environments.images.store import ImageStore, default_store
 from etude.errors import InputError
-from etude.records.command import Printed, Started
+from etude.records.command import OutputChunk, ProcessStarted
 from etude.seams import Machine, Runtime
 
 _CHUNK = 64 << 10
@@ -113,8 +113,8 @@ async def _passed_on(
 ) -> int | None:
     """Run a command whose output is ours, as is its input where it is `typed`. Its exit code, None at the deadline."""
 
-    def tell(event: Started | Printed) -> None:
-        if isinstance(event, Printed):
+    def tell(event: ProcessStarted | OutputChunk) -> None:
+        if isinstance(event, OutputChunk):
             out = sys.stdout.buffer if event.stream == 1 else sys.stderr.buffer
             out.write(event.data)
             out.flush()
@@ -128,7 +128,7 @@ async def _passed_on(
             output_bytes=0,
             env=env,
             user=user,
-            tell=tell,
+            on_output=tell,
         )
     except ValueError as error:
         raise InputError("no such command can be run", str(error), hint="etude machines run --help") from None

@@ -21,20 +21,20 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
     lost_s: float = 0.0  # of `wall_s`: time that other work on the host took from the command; 0 when not measured
 
 
-class Started(msgspec.Struct, frozen=True):
+class ProcessStarted(msgspec.Struct, frozen=True):
     """Event: the first process of a command has started. `pid`: its process id in the machine."""
 
     pid: int
 
 
-class Printed(msgspec.Struct, frozen=True):
+class OutputChunk(msgspec.Struct, frozen=True):
     """Event: output of a command since the last event, before any truncation."""
 
     stream: int  # 1 stdout, 2 stderr
     data: bytes
 
 
-Tell = Callable[[Started | Printed], None]
+OutputCallback = Callable[[ProcessStarted | OutputChunk], None]
 """Callback for events while a command runs. Called in the event loop; it must not block."""
 
 MAX_COMMAND_BYTES = 1 << 20  # of arguments and environment variables, each counted with 16 bytes more
@@ -48,7 +48,7 @@ class ExecOptions(TypedDict, total=False):
     cwd: str  # below the working directory, or absolute; "" is the working directory
     env: Mapping[str, str]  # added to the machine's own
     user: str  # one of `RuntimeInfo.users`; "" is the image's
-    tell: Tell | None  # called with all output as it comes; stdout and stderr then are separate pipes
+    on_output: OutputCallback | None  # called with all output as it comes; stdout and stderr then are separate pipes
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Command:
     cwd: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
     user: str = ""
-    tell: Tell | None = None
+    on_output: OutputCallback | None = None
 
     @classmethod
     def of(cls, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]) -> Command:
