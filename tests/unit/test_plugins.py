@@ -18,7 +18,7 @@ import torch
 from etude import cli
 from etude.config import Plugin, build, load, plugins_in, to_plain, to_toml, with_digests
 from etude.errors import ConfigError, Exit, PluginError, PluginRefused, RunRefused, TaskError
-from etude.harness import Ask, Call, Episode, HarnessConfig, Workbench, standard_tools
+from etude.harness import Call, Episode, HarnessConfig, RequestOptions, Workbench, standard_tools
 from etude.harness.programs import run_plugin
 from etude.loop.config import RunConfig, check_same_plugins, open_tasks
 from etude.models.config import OWN_FAMILIES
@@ -536,7 +536,7 @@ class Own:
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ("return 3", "run returned int, and text is wanted"),
+        ("return 3", "run returned int, not str"),
         ("return {}['x']", "run raised KeyError: 'x'"),
         ("await asyncio.sleep(1000)", "run has not returned within"),
     ],
@@ -617,14 +617,14 @@ class Own:
 def episode_of(policy: Policy, limits: HarnessConfig, chat: object = None) -> Episode:
     files = {"calc.py": "x = 1\n"}
     task = Task(source="s", split=Split.TRAIN, index=0, family="f", instruction="i", files=files, exports=("calc.py",))
-    machine, options = MemoryMachine({}), Ask(session_id="s", seed=0)
+    machine, options = MemoryMachine({}), RequestOptions(session_id="s", seed=0)
     return Episode(task, machine, policy=policy, chat=chat, tools=standard_tools(), limits=limits, options=options)
 
 
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ("return 3", "run returned int, and None is wanted"),
+        ("return 3", "run returned int, not None"),
         ("return {}['x']", "run raised KeyError: 'x'"),
         ("raise TimeoutError('mine')", "run raised TimeoutError: mine"),
         ("await asyncio.sleep(1000)", "run has not returned within"),

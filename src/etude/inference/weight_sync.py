@@ -1,11 +1,12 @@
-"""Keeps an engine's live weights at the head of the weight chain: a thread that asks for news.
+"""Keeps the live weights of a reference engine at the newest published version: a thread that follows the weight chain.
 
-Fetching, decoding and checking every digest are the chain's, in a process of its own (`weights.FollowerProcess`): a
-thread that decodes holds the interpreter, and the steps wait for it. Here what is proven becomes a `weights.targets`
-swap of the model's own memory, and the engine pauses only to write it.
-After each swap the live memory is compared with what was published, bit for bit; if it differs, or if an update was
-fetched but never written, everything is written anew. Trouble is told (`engine.trouble`, an event) and tried again:
-an engine that cannot follow keeps serving what it holds, and refuses what demands more.
+A separate process fetches, decodes and checks every digest (`weights.FollowerProcess`), since decoding in a thread
+would hold the GIL and delay the steps. Here the checked update is prepared as a swap of the model's own memory; the
+engine pauses only while it is written.
+
+After each swap the live memory is compared bit for bit with what was published. If it differs, or if a fetched update
+was not written, everything is written again. Errors are reported (`engine.trouble` and an event) and retried: an engine
+that cannot update keeps serving its version, and refuses requests that demand a newer one.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import numpy as np
 import torch
 
 from etude.errors import EtudeError, WeightsError
-from etude.inference.engine import ReferenceEngine, Swapped
-from etude.records.adapter import modules
+from etude.inference.engine import ReferenceEngine, SwapResult
+from etude.records.adapter import adapted_modules
 from etude.records.completion import Version
 from etude.telemetry import Telemetry
 from etude.weights import Tensor, Update, content_digest, tensor_digest
@@ -30,34 +31,39 @@ from etude.weights.follow.runtime_map import Derived, Map, named
 from etude.weights.follow.targets import Swap, Target
 from etude.weights.tensors import DTYPES, Codes, DType
 
-TROUBLE_REST_S = 0.5
+RETRY_S = 0.5
 
 
 class Chain(Protocol):
-    """The part of `weights.Follower` and `weights.FollowerProcess` that is used here."""
+    """The methods of `weights.Follower` and `weights.FollowerProcess` that are used here."""
 
     @property
-    def version(self) -> Version | None: ...
+    def version(self) -> Version | None:
+        """The current version; None before the first."""
+        ...
 
-    def advance(self) -> Update | None: ...
+    def advance(self) -> Update | None:
+        """Fetch and check the newest version. Returns what changed, or None when there is nothing new."""
+        ...
 
     @property
-    def tensors(self) -> Mapping[str, Tensor]: ...
+    def tensors(self) -> Mapping[str, Tensor]:
+        """All tensors of the current version, by published name."""
+        ...
 
 
 Live = tuple[Mapping[str, torch.Tensor], Sequence[Derived]]
-"""Live memory under its published names, and what is computed of it."""
+"""Live memory by published name, and what is derived from it."""
 Adapted = Callable[[Mapping[str, Tensor]], Live]
-"""Live memory for an adapter, by its published tensors. Raises `EtudeError` for one that cannot be served."""
+"""Makes the live memory for an adapter from its published tensors. Raises `EtudeError` when it cannot be served."""
 
 
-class Following:
-    """Follows from `start_at_head` to `stop`. `views` are the live weights under their published names;
-    `derived` says what is computed of them, such as what packed ones decode to. `adapted`: what is live instead, where
-    adapters are published.
+class WeightSync:
+    """Updates an engine's weights from `start` or `start_at_head` until `stop`.
 
-    `poll_s`: the rest between two questions to the chain; 0 for one that waits for news itself. On a device what is
-    prepared and compared runs on a stream of its own, beside the steps.
+    `views`: the live weights by published name. `derived`: what is computed from them, such as decoded low-precision
+    weights. `adapted`: makes the live memory when adapters are published. `poll_s`: pause between two polls of the
+    chain; 0 for a chain that waits for news itself. On a GPU, preparation and comparison use a separate CUDA stream.
     """
 
     def __init__(
@@ -78,28 +84,29 @@ class Following:
         devices = {view.device for view in views.values() if view.device.type == "cuda"}
         self._stream = torch.cuda.Stream(devices.pop()) if devices else None  # type: ignore[no-untyped-call]
         self._telemetry = telemetry
-        self.looked = 0.0  # when the chain was last done with; a fetch that lasts is no wait
-        self._written = False  # whether the live weights are what the chain last gave
+        self.checked = 0.0  # when the chain was last polled; a fetch that takes long does not count as waiting
+        self._written = False  # whether the live weights equal the chain's version
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{engine.name}-follow", daemon=True)
 
     def start_at_head(self) -> None:
-        """Adopt what is there, so that the first request finds it, then follow. Trouble is told, not raised."""
+        """Adopt the newest version, so that the first request sees it, then start the thread. Errors are reported, not
+        raised."""
         self._try()
         self.start()
 
     def start(self) -> None:
-        """Follow from now on."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End at the next opportunity. Idempotent."""
+        """Stop the thread. Idempotent."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(5.0)
 
     def step(self) -> Version | None:
-        """Adopt what is new; the version adopted, or None. Raises `EtudeError` when it cannot."""
+        """Adopt the newest version. Returns it, or None when there is nothing new. Raises `EtudeError`."""
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             return self._step()
 
@@ -108,12 +115,12 @@ class Following:
         if self.chain.version is None or (self._written and update is None):
             return None
         written, self._written = self._written, False
-        self._refuse_what_is_no_number(update if written else None)
-        swap = self._changes(update) if written and update is not None else self._everything()
+        self._refuse_non_finite(update if written else None)
+        swap = self._prepare_update(update) if written and update is not None else self._prepare_all()
         swapped = self._swap(swap)
         if swapped is None:
             return None
-        self._heal_if_damaged(swap.version)
+        self._repair_if_damaged(swap.version)
         swap.commit()
         self._written = True
         if self._telemetry is not None:
@@ -129,15 +136,16 @@ class Following:
 
     @property
     def _target(self) -> Target:
-        """What the chain's versions are written to; which of two it is, its first version says."""
+        """The memory that versions are written to: the adapter's when the first version is an adapter, else the
+        model's."""
         if self._target_made is None:
             tensors = self.chain.tensors
-            views, derived = self._adapted(tensors) if self._adapted and modules(tensors) else self._live
+            views, derived = self._adapted(tensors) if self._adapted and adapted_modules(tensors) else self._live
             self._target_made = Target(Map(named(views), derived=derived))
         return self._target_made
 
-    def _refuse_what_is_no_number(self, update: Update | None) -> None:
-        """Raises `WeightsError` where what is to be written, an update or everything, holds NaN or an infinity."""
+    def _refuse_non_finite(self, update: Update | None) -> None:
+        """Raises `WeightsError` when the weights to write (an update, or all for None) contain NaN or Inf."""
         tensors, version = self.chain.tensors, self.chain.version
         coming = {name: tensor.codes for name, tensor in (tensors if update is None else update.replaced).items()}
         if update is not None:
@@ -146,48 +154,48 @@ class Following:
         if bad:
             raise WeightsError(
                 f"{bad[0]} of {version} is not finite",
-                f"NaN or an infinity in {len(bad)} tensors; {self.engine.name} goes on with {self.engine.version}",
+                f"NaN or Inf in {len(bad)} tensors; {self.engine.name} keeps {self.engine.version}",
                 hint="the training that published it has diverged: publish a version from before that",
             )
 
     def _run(self) -> None:
         while not self._stop.wait(self.poll_s):
             if not self._try():
-                self._stop.wait(TROUBLE_REST_S)
+                self._stop.wait(RETRY_S)
 
     def _try(self) -> bool:
         try:
             self.step()
         except EtudeError as error:
             if not self._stop.is_set():
-                self._complain(error)
+                self._report_error(error)
             return False
         finally:
-            self.looked = time.monotonic()
+            self.checked = time.monotonic()
         self.engine.trouble = ""
         return True
 
-    def _complain(self, error: EtudeError) -> None:
-        said = str(error).replace("\n", "; ")
-        if said != self.engine.trouble and self._telemetry is not None:
-            self._telemetry.event("engine.trouble", reason=said)
-        self.engine.trouble = said
+    def _report_error(self, error: EtudeError) -> None:
+        reason = str(error).replace("\n", "; ")
+        if reason != self.engine.trouble and self._telemetry is not None:
+            self._telemetry.event("engine.trouble", reason=reason)
+        self.engine.trouble = reason
 
-    def _changes(self, update: Update) -> Swap:
-        """What an update changed; it can be undone where writing it fails."""
+    def _prepare_update(self, update: Update) -> Swap:
+        """Prepare the changes of an update. The swap can be undone if writing fails."""
         return self._target.prepare(update, self.chain.tensors)
 
-    def _everything(self) -> Swap:
-        """All of the chain's version; what was there is not worth keeping."""
+    def _prepare_all(self) -> Swap:
+        """Prepare all weights of the chain's version. The swap cannot be undone."""
         tensors, version = self.chain.tensors, self.chain.version
         assert version is not None, "the chain gave tensors without a version"
         update = Update(version, changed={}, replaced=tensors, removed=(), fetch_s=0.0, fetched_bytes=0)
         return self._target.prepare(update, tensors, undoable=False)
 
-    def _swap(self, swap: Swap) -> Swapped | None:
-        """Wait as long as sessions pin the old version; None when told to stop meanwhile."""
+    def _swap(self, swap: Swap) -> SwapResult | None:
+        """Swap once no session pins the old version. Returns None when stopped meanwhile."""
         if self._stream is not None:
-            self._stream.synchronize()  # what is to be written is there
+            self._stream.synchronize()  # the prepared data must be complete
         future = self.engine.swap(swap)
         while not self._stop.is_set():
             try:
@@ -197,22 +205,23 @@ class Following:
         future.cancel()
         return None
 
-    def _heal_if_damaged(self, version: Version) -> None:
+    def _repair_if_damaged(self, version: Version) -> None:
         damaged = self._target.differing(self.chain.tensors)
         if not damaged:
             return
-        self._swap(self._everything())
+        self._swap(self._prepare_all())
         if self._target.differing(self.chain.tensors):
             raise WeightsError(
-                f"the live weights of {self.engine.name} do not hold {version}",
-                f"{damaged[0]}, one of {len(damaged)}, differs after writing it whole",
-                hint="restart the engine; if it stays, the memory is bad",
+                f"the live weights of {self.engine.name} are not {version}",
+                f"{damaged[0]}, one of {len(damaged)}, differs after a complete rewrite",
+                hint="restart the engine; if it happens again, the memory is faulty",
             )
 
 
 def is_finite(codes: Codes, kind: DType) -> bool:
-    """Whether no code has an exponent of ones; in f8_e4m3, which has no infinity, nothing but ones."""
-    if kind.exponent_shift is None or kind.parts > 1:  # whole numbers; 4 bits are always a number
+    """Whether codes of a floating-point format contain neither NaN nor Inf: no exponent is all ones (f8_e4m3 has no
+    Inf: no code is all ones)."""
+    if kind.exponent_shift is None or kind.parts > 1:  # integers; 4-bit codes are always finite
         return True
     lowest = 1 if kind.name == "f8_e4m3" else 1 << kind.exponent_shift
     ones = codes.dtype.type((1 << kind.bits - 1) - lowest)
@@ -220,7 +229,7 @@ def is_finite(codes: Codes, kind: DType) -> bool:
 
 
 def initial_version(views: Mapping[str, torch.Tensor]) -> Version:
-    """The name of weights from a checkpoint, not a chain: step 0, no incarnation, digest of the f32 content."""
+    """The version of weights from a checkpoint: step 0, incarnation of zeros, digest of the content as f32."""
     return Version(step=0, incarnation="00000000", digest=content_digest({n: _digest(v) for n, v in views.items()}))
 
 

@@ -1,6 +1,4 @@
-"""A server of another make as a child of its adapter, reached by nobody else. What it prints goes on to the adapter's
-own output.
-"""
+"""Runs an external server as a child process of its adapter. The server's output is copied to the adapter's output."""
 
 from __future__ import annotations
 
@@ -19,23 +17,24 @@ from pathlib import Path
 from typing import Self
 
 from etude.errors import DeadlineExceeded, EngineError
-from etude.inference.foreign.calls import Calls
-from etude.inference.foreign.environment import link_package
-from etude.inference.foreign.launch import ADAPTER
+from etude.inference.external.client import ServerClient
+from etude.inference.external.environment import link_package
+from etude.inference.external.launch import ADAPTER
 from etude.inference.lifetime import when_parent_dies
 
 START_S, STOP_S = 570.0, 5.0
 LAST_LINES = 40
-_ERROR = re.compile(r"\b(?!EngineDead)\w+(?:Error|Exception): .*")  # the cause, not that something else has ended
+_ERROR = re.compile(r"\b(?!EngineDead)\w+(?:Error|Exception): .*")  # the cause, not its consequences
 
 
-class Child(Calls):
-    """A server as a child of this process. As an async context manager it waits until it serves, and ends it."""
+class ServerProcess(ServerClient):
+    """A server as a child process. As an async context manager it waits until the server serves, and ends it on
+    exit."""
 
     process: subprocess.Popen[bytes]
 
-    def begin(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
-        """Start it. Called once."""
+    def launch(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
+        """Start the server process. Called once."""
         self._last: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
         self._errors: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
         self.process = subprocess.Popen(
@@ -51,7 +50,7 @@ class Child(Calls):
 
     async def __aenter__(self) -> Self:
         try:
-            await self.until_well()
+            await self.wait_until_ready()
         except BaseException:
             await self.close()
             raise
@@ -61,7 +60,7 @@ class Child(Calls):
         await self.close()
 
     async def close(self) -> None:
-        """End it, and everything that it started. Idempotent."""
+        """End the server and everything that it started. Idempotent."""
         await self.disconnect()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -73,37 +72,39 @@ class Child(Calls):
 
     @property
     def alive(self) -> bool:
+        """Whether the process runs."""
         return self.process.poll() is None
 
-    async def until_well(self) -> None:
-        """Wait until it serves. Raises `EngineError` when it ends first, by its own last words."""
+    async def wait_until_ready(self) -> None:
+        """Wait until the server serves. Raises `EngineError` with its last output when it exits first,
+        `DeadlineExceeded` after `START_S`."""
         end = time.monotonic() + START_S
         while True:
             if not self.alive:
                 self._reader.join(STOP_S)
                 raise EngineError(
-                    f"{self.make} of {self.name} ended while starting",
-                    self.last_words() or f"exit code {self.process.returncode}, without a word",
-                    hint=f"see the engine's log; etude engines check {self.make.lower()} tries it with a tiny model",
+                    f"{self.server} of {self.name} exited while starting",
+                    self.last_errors() or f"exit code {self.process.returncode}, without output",
+                    hint=f"see the engine's log; etude engines check {self.server.lower()} tests it with a tiny model",
                 )
             with contextlib.suppress(EngineError):
                 if (await self.get("/health", deadline_s=5.0))[0] == 200:
                     return
             if time.monotonic() > end:
                 raise DeadlineExceeded(
-                    f"{self.make} of {self.name} did not serve within {START_S:g} s",
-                    self.last_words(),
-                    hint="see the engine's log; where that goes on the host is too busy",
+                    f"{self.server} of {self.name} did not serve within {START_S:g} s",
+                    self.last_errors(),
+                    hint="see the engine's log; if it shows progress, the host is too busy",
                 )
             await asyncio.sleep(0.1)
 
-    def last_words(self) -> str:
-        """What it said of why it cannot go on: the last errors that it told, or its last lines."""
+    def last_errors(self) -> str:
+        """The last error messages in the server's output, or its last lines."""
         return "; ".join([*dict.fromkeys(self._errors)][-3:] or [line.strip() for line in self._last][-3:])
 
     def _pass_on(self) -> None:
         assert self.process.stdout is not None, "started with a pipe"
-        repeats = Repeats()
+        repeats = TracebackFilter()
         for line in self.process.stdout:
             text = line.decode(errors="replace")
             self._last.append(text)
@@ -115,9 +116,9 @@ class Child(Calls):
         sys.stdout.flush()
 
 
-def environ(folder: Path, threads: int) -> dict[str, str]:
-    """Variables that every server's processes see. Nothing of the adapter's own Python. `folder` is for their temporary
-    files and sockets; whoever made it removes it."""
+def server_environ(folder: Path, threads: int) -> dict[str, str]:
+    """Environment variables for a server's processes, without those of the adapter's Python. `folder`: for temporary
+    files and sockets; the caller removes it."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV", "ETUDE_TOKEN"))}
     return env | {
         ADAPTER: str(os.getpid()),
@@ -126,16 +127,14 @@ def environ(folder: Path, threads: int) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(threads),
-        "TMPDIR": str(folder),  # what they leave there goes with it
+        "TMPDIR": str(folder),  # removed with the folder
     }
 
 
-# -------------------------------------------------------------------------- output in which each traceback stands once
-# A server that fails at every request, or twice a second, would fill the disk with one traceback.
-
+# A server that fails at every request would fill the disk with the same traceback. So repeated tracebacks are left out.
 
 MAX_LINES, MAX_KNOWN = 400, 64
-"""Of a traceback that is compared with others (a longer one passes); of tracebacks that are remembered."""
+"""The longest traceback that is compared with others, in lines, and the number of remembered tracebacks."""
 BEGIN = "Traceback (most recent call last):"
 JOINTS = (
     "During handling of the above exception, another exception occurred:",
@@ -145,11 +144,11 @@ _PREFIX = re.compile(r"^(?:\([^)\n]* pid=\d+\) ?)?(?:[A-Z]+ \d\d-\d\d \d\d:\d\d:
 _VARIES = re.compile(r"0x[0-9a-f]+|[0-9a-f]{8,}(?:-[0-9a-f]{4,})*|\d+")
 
 
-class Repeats:
-    """Lets lines through but for tracebacks that were there before, which it counts. `line` and `end` give the lines to
-    print, each with its line end.
+class TracebackFilter:
+    """Filters repeated tracebacks out of log output and counts them. `line` and `end` yield the lines to print, each
+    with its newline.
 
-    >>> repeats, report = Repeats(), [BEGIN, "  File 'a.py', line 3, in f", "ValueError: request 7"]
+    >>> repeats, report = TracebackFilter(), [BEGIN, "  File 'a.py', line 3, in f", "ValueError: request 7"]
     >>> for _ in range(3):
     ...     for text in report:
     ...         print(*repeats.line(text + "\\n"), sep="", end="")
@@ -161,58 +160,58 @@ class Repeats:
     """
 
     def __init__(self) -> None:
-        self._held: list[str] = []  # of a traceback that has not ended
-        self._known: collections.OrderedDict[tuple[str, ...], str] = collections.OrderedDict()  # with its last line
+        self._lines: list[str] = []  # lines of the current traceback
+        self._known: collections.OrderedDict[tuple[str, ...], str] = collections.OrderedDict()  # last line by traceback
         self._more: collections.Counter[tuple[str, ...]] = collections.Counter()
-        self._is_left_out = False  # whether the lines before this one were
+        self._is_left_out = False  # whether the previous lines were left out
 
     def line(self, text: str) -> Iterator[str]:
-        """What to print once this line has come."""
+        """Add a line of output; yield the lines to print."""
         bare = _PREFIX.sub("", text).rstrip()
-        if bare.endswith(BEGIN):  # where one is held, two processes print at once
-            yield from self._given_up()
-            self._held = [text]
-        elif self._held:
-            self._held.append(text)
-            if len(self._held) > MAX_LINES:
-                yield from self._given_up()
+        if bare.endswith(BEGIN):  # inside another one: two processes print at the same time
+            yield from self._flush()
+            self._lines = [text]
+        elif self._lines:
+            self._lines.append(text)
+            if len(self._lines) > MAX_LINES:
+                yield from self._flush()
             elif bare and not bare[0].isspace():
-                yield from self._ended(bare)
+                yield from self._finish_traceback(bare)
         elif not (self._is_left_out and (not bare or bare in JOINTS)):
             self._is_left_out = False
             yield text
 
     def end(self) -> Iterator[str]:
-        """What is left to print when no more lines come."""
-        yield from self._given_up()
-        yield from (self._told(key) for key in list(self._more))
+        """Yield the remaining lines at the end of the output."""
+        yield from self._flush()
+        yield from (self._flush_count(key) for key in list(self._more))
 
-    def _given_up(self) -> list[str]:
-        held, self._held, self._is_left_out = self._held, [], False
+    def _flush(self) -> list[str]:
+        held, self._lines, self._is_left_out = self._lines, [], False
         return held
 
-    def _ended(self, last: str) -> Iterator[str]:
-        held = self._given_up()
+    def _finish_traceback(self, last: str) -> Iterator[str]:
+        held = self._flush()
         key = (*(_PREFIX.sub("", one) for one in held[1:-1]), _VARIES.sub("#", last))
         if key not in self._known:
             self._known[key] = last
             if len(self._known) > MAX_KNOWN:
                 oldest = next(iter(self._known))
-                yield from [self._told(oldest)] if self._more[oldest] else []
+                yield from [self._flush_count(oldest)] if self._more[oldest] else []
                 del self._known[oldest]
             yield from held
             return
         self._known.move_to_end(key)
         self._more[key] += 1
         self._is_left_out = True
-        if re.fullmatch("10+", str(self._more[key])):  # so that one who reads meanwhile sees that it goes on
-            yield self._line(key)
+        if re.fullmatch("10+", str(self._more[key])):  # so that a reader of the log sees that it continues
+            yield self._count_line(key)
 
-    def _told(self, key: tuple[str, ...]) -> str:
-        said = self._line(key)
+    def _flush_count(self, key: tuple[str, ...]) -> str:
+        text = self._count_line(key)
         del self._more[key]
-        return said
+        return text
 
-    def _line(self, key: tuple[str, ...]) -> str:
+    def _count_line(self, key: tuple[str, ...]) -> str:
         times = "1 more time" if self._more[key] == 1 else f"{self._more[key]} more times"
         return f"(the same traceback {times}: {self._known[key][:200]})\n"

@@ -1,7 +1,8 @@
-"""A text computed as the engine computes it, watched: a prompt in chunks, then one token after another from its cache.
+"""Traces every operator's results for a text, computed as the engine computes it: a prompt in chunks, then token by
+token.
 
-For looking into an engine: results of every operator, put together by position. Allocates keys and values of its own;
-touches no request's. Shapes: T positions.
+For diagnosis: the results of each operator are concatenated by position. It allocates its own KV cache and does not use
+that of requests. Shapes: T positions.
 """
 
 from __future__ import annotations
@@ -19,11 +20,10 @@ from etude.inference.wire import OperatorResult
 from etude.models import Transformer
 
 Results = dict[str, torch.Tensor]
-"""An operator's name → its results, [T, ...], in the order of computing."""
-
+"""Results by operator name, each [T, ...], in the order of computation."""
 
 CHUNK = 16
-"""Positions of a chunk where nobody asks for another: small, so that there are several."""
+"""Default positions per chunk: small, so that a prompt has several chunks."""
 MAX_SHOWN_BYTES = 256 << 20
 
 _WIRE = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.int64: "int64"}
@@ -37,8 +37,8 @@ def engine_results(
     prompt_tokens: int,
     chunk_tokens: int = CHUNK,
 ) -> Results:
-    """Every operator's results for all positions of a text: its first `prompt_tokens` in chunks that end at
-    multiples of `chunk_tokens`, each other by itself."""
+    """Compute a text and return every operator's results for all positions. The first `prompt_tokens` tokens are
+    computed in chunks that end at multiples of `chunk_tokens`, the others one by one."""
     model = model.eval()
     kv = _memory(model, len(token_ids))
     tokens = torch.tensor(list(token_ids)).to(model.embedding.device)
@@ -76,7 +76,7 @@ def _pieces(num_tokens: int, prompt_tokens: int, chunk_tokens: int) -> Iterator[
 
 
 def as_wire(results: Results) -> list[OperatorResult]:
-    """For an engine's answer. Raises `EngineError` where it would be larger than anybody wants."""
+    """Encode results for an engine's response. Raises `EngineError` when they exceed `MAX_SHOWN_BYTES`."""
     num_bytes = sum(tensor.nbytes for tensor in results.values())
     if num_bytes > MAX_SHOWN_BYTES:
         raise EngineError(
@@ -96,12 +96,12 @@ def as_wire(results: Results) -> list[OperatorResult]:
 
 
 def as_tensor(result: OperatorResult) -> torch.Tensor:
-    """The tensor that travelled. Raises `EngineError` for a dtype or a size that does not fit."""
+    """Decode a result to a tensor. Raises `EngineError` for an invalid dtype or size."""
     kinds = {name: dtype for dtype, name in _WIRE.items()}
     kind, sizes = kinds.get(result.dtype), result.shape
     if kind is None or not sizes or min(sizes) < 1 or math.prod(sizes) * kind.itemsize != len(result.data):
         raise EngineError(
             f"an engine shows {result.name[:80]} as {len(result.data)} bytes of {result.dtype[:20]} {result.shape}",
-            hint="take engine and doctor of one release",
+            hint="use engine and doctor of the same release",
         )
     return torch.frombuffer(bytearray(result.data), dtype=torch.uint8).view(kind).view(result.shape)

@@ -1,9 +1,9 @@
-"""A server of another make as a process that dies with its adapter: ``python -m etude.inference.foreign.launch MODULE
+"""Runs an external server as a process that ends with its adapter: ``python -m etude.inference.external.launch MODULE
 ARGUMENTS``.
 
-Runs in the server's environment. Each process that it spawns from here loads this module anew, as `__mp_main__`, and so
-watches the adapter, too: whichever of them is killed, nobody is left behind. ETUDE_ADAPTER in the environment is the
-adapter's process id. Imports nothing of etude and, before it watches, nothing of the server.
+Runs in the server's environment. Each process that the server spawns loads this module again, as `__mp_main__`, and so
+watches the adapter too: whichever process is killed, none is left behind. The environment variable ETUDE_ADAPTER is the
+adapter's process id. Imports nothing of etude, and nothing of the server before the watch has started.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ADAPTER = "ETUDE_ADAPTER"
 
 
 def _end_with(pid: int) -> None:
-    """From now on this process ends when that one does, at once and without ceremony."""
+    """Exit this process immediately when the process `pid` ends."""
     try:
         watched = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -1,7 +1,8 @@
-"""How checkpoints that others trained write a tool call in a completion, and what their tokens for it are.
+"""Tool-call formats of published checkpoints: Hermes/Qwen, DeepSeek and Kimi.
 
-etude's own form is a command line (`commands`). Those here are JSON between tokens of the checkpoint's tokeniser; which
-one it is, the tokeniser says. Knows nothing of templates: how calls of earlier turns are rendered is theirs.
+These formats are JSON between special tokens; the tokeniser's tokens show which format a checkpoint uses. etude's own
+format is a command line (`commands`). The chat template renders the calls of earlier turns; here calls are parsed and
+written in completions.
 """
 
 from __future__ import annotations
@@ -16,44 +17,45 @@ from etude.harness.commands import Call, Signature, unwritable, usage
 
 
 @dataclass(frozen=True)
-class CallForm:
-    """One way of writing calls. `opens` are the tokens that begin one; `found` matches a whole call."""
+class CallFormat:
+    """One format of tool calls. `opening_tokens` begin a call; `pattern` matches a complete one."""
 
     name: str
-    opens: tuple[str, ...]
-    found: re.Pattern[str]
-    form: str  # what is written: of the call's name, its arguments as JSON, and both as JSON
+    opening_tokens: tuple[str, ...]
+    pattern: re.Pattern[str]
+    template: str  # with NAME, ARGUMENTS (JSON) and BOTH (JSON of name and arguments) to be replaced
 
-    def read(self, said: str, signatures: Mapping[str, Signature]) -> tuple[str, Call | str | None]:
-        """What was said before a call, and the call, or what is wrong with it, or None where there is none."""
-        start = min((at for token in self.opens if (at := said.find(token)) >= 0), default=-1)
+    def read(self, text: str, signatures: Mapping[str, Signature]) -> tuple[str, Call | str | None]:
+        """Split a completion into (text before the call, the call). The second element is a `Call`, an error message,
+        or None when there is no call."""
+        start = min((at for token in self.opening_tokens if (at := text.find(token)) >= 0), default=-1)
         if start < 0:
-            return said, None
-        calls = list(self.found.finditer(said, start))
+            return text, None
+        calls = list(self.pattern.finditer(text, start))
         if len(calls) != 1:
-            return said, "one call a turn" if calls else "the call cannot be read"
+            return text, "one call a turn" if calls else "the call cannot be read"
         try:
             parts = calls[0].groupdict()
             both = json.loads(parts["both"]) if "both" in parts else {}
             arguments = both.get("arguments") if "both" in parts else json.loads(parts["arguments"] or "{}")
             name = both.get("name") if "both" in parts else parts["name"].strip()
         except (ValueError, RecursionError, AttributeError):
-            return said, "the call's arguments are no JSON"
-        return said[:start], checked(name, arguments, signatures)
+            return text, "the call's arguments are no JSON"
+        return text[:start], check_call(name, arguments, signatures)
 
     def write(self, name: str, arguments: str) -> str:
-        """A call of `arguments`, JSON."""
+        """Write a call. `arguments`: JSON text."""
         both = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {arguments}}}'
-        return self.form.replace("NAME", name).replace("BOTH", both).replace("ARGUMENTS", arguments)
+        return self.template.replace("NAME", name).replace("BOTH", both).replace("ARGUMENTS", arguments)
 
 
-HERMES = CallForm(
-    "hermes",  # Qwen's too
+HERMES = CallFormat(
+    "hermes",  # also Qwen
     ("<tool_call>",),
     re.compile(r"<tool_call>\s*(?P<both>\{.*?\})\s*</tool_call>", re.DOTALL),
     "<tool_call>\nBOTH\n</tool_call>",
 )
-DEEPSEEK = CallForm(
+DEEPSEEK = CallFormat(
     "deepseek",
     ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
     re.compile(
@@ -64,7 +66,7 @@ DEEPSEEK = CallForm(
     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```"
     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
 )
-KIMI = CallForm(
+KIMI = CallFormat(
     "kimi",
     ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
     re.compile(
@@ -75,17 +77,17 @@ KIMI = CallForm(
     "<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>ARGUMENTS"
     "<|tool_call_end|><|tool_calls_section_end|>",
 )
-NONE = CallForm("none", (), re.compile(r"(?!)"), "BOTH")
-"""Of a checkpoint that was not taught to call."""
+NONE = CallFormat("none", (), re.compile(r"(?!)"), "BOTH")
+"""The format of a checkpoint that was not trained to call tools."""
 
 
-def form_of(tokens: Container[str]) -> CallForm:
-    """The form that a tokeniser's added tokens are for."""
-    return next((form for form in (HERMES, DEEPSEEK, KIMI) if any(t in tokens for t in form.opens)), NONE)
+def call_format_of(tokens: Container[str]) -> CallFormat:
+    """The format whose opening tokens are among a tokeniser's added tokens."""
+    return next((f for f in (HERMES, DEEPSEEK, KIMI) if any(t in tokens for t in f.opening_tokens)), NONE)
 
 
-def checked(name: Any, arguments: Any, signatures: Mapping[str, Signature]) -> Call | str:
-    """A call that a tool can take, or a short text that says what is wrong with it."""
+def check_call(name: Any, arguments: Any, signatures: Mapping[str, Signature]) -> Call | str:
+    """Check a call against the tools' signatures. Returns the `Call`, or a short error message for the model."""
     if not isinstance(name, str) or name not in signatures:
         return f"no such tool: {str(name)[:40].strip().encode(errors='replace').decode()}"
     signature = signatures[name]

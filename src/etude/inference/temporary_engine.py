@@ -1,4 +1,4 @@
-"""An engine of any kind for a while: its process started, its URL read, its end seen to. For checks and tests."""
+"""Runs an engine of any kind for a limited time, for checks and tests."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pathlib import Path
 from etude.errors import EngineError
 from etude.inference.client import HttpEngine
 from etude.inference.config import SERVERS, EngineKind
-from etude.inference.foreign.process import START_S
+from etude.inference.external.process import START_S
 
 POLL_S, STOP_S = 0.1, 20.0
 
 
 @dataclass(frozen=True)
-class Started:
-    """An engine that serves, its process, and where it prints."""
+class TemporaryEngine:
+    """A running engine: its client, its process, and its log file."""
 
     engine: HttpEngine
     process: asyncio.subprocess.Process
@@ -29,11 +29,13 @@ class Started:
 
 
 @contextlib.asynccontextmanager
-async def started(
+async def temporary_engine(
     checkpoint: Path, folder: Path, *arguments: str, kind: EngineKind = EngineKind.VLLM, env: Sequence[str] = ()
-) -> AsyncIterator[Started]:
-    """An engine over a checkpoint while the block runs, with further arguments of its server. `folder` is for its log
-    and ready file; `env`: variables of its environment, "A=b". Raises `EngineError` where it ends first."""
+) -> AsyncIterator[TemporaryEngine]:
+    """Run an engine over a checkpoint while the block runs.
+
+    `folder`: for its log and ready file. `arguments`: further arguments of its server. `env`: environment variables,
+    "A=b". Raises `EngineError` when it exits before it serves, `TimeoutError` when it does not serve in time."""
     ready, log = folder / f"{kind}.ready", folder / f"{kind}.log"
     ready.unlink(missing_ok=True)
     argv = [sys.executable, "-m", SERVERS[kind], "--checkpoint", str(checkpoint)]
@@ -46,11 +48,11 @@ async def started(
         async with asyncio.timeout(START_S):
             while not ready.exists():
                 if process.returncode is not None:
-                    said = log.read_text(errors="replace").rpartition("error: ")[2].strip()
-                    raise EngineError(f"a {kind} engine did not start", said[-1500:], hint=f"the whole log is {log}")
+                    error_text = log.read_text(errors="replace").rpartition("error: ")[2].strip()
+                    raise EngineError(f"a {kind} engine did not start", error_text[-1500:], hint=f"the log is {log}")
                 await asyncio.sleep(POLL_S)
         async with HttpEngine(json.loads(ready.read_text())["url"]) as engine:
-            yield Started(engine, process, log)
+            yield TemporaryEngine(engine, process, log)
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
