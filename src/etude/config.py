@@ -46,6 +46,14 @@ class Plugin:
         return self.path
 
 
+@dataclasses.dataclass(frozen=True)
+class BuiltIn:
+    """Annotates a `Plugin` field: the names of built-in plug-ins, which are given in place of an import path and have
+    settings as others do."""
+
+    names: tuple[str, ...]
+
+
 def named(value: str | Plugin, built_in: Collection[str]) -> str | Plugin:
     """A plug-in for an import path: its first part is not the name of something built in, and it has a dot or names a
     class, which no path or typing error has.
@@ -203,9 +211,13 @@ def _converted(hint: Any, value: Any, place: str, example: str | None = None) ->
     kinds = tuple(kind for kind in kinds if kind is not type(None))
     if Plugin in kinds:
         kinds = tuple(kind for kind in kinds if kind is not Plugin)
-        value = _plugin(kinds, value, place)
+        built_in = next((note.names for note in notes if isinstance(note, BuiltIn)), ())
+        value = _plugin(kinds, value, place, built_in)
         if isinstance(value, Plugin):
             return value
+        if isinstance(value, str) and built_in:
+            hint = f"{nearest(value, built_in)}; or an import path: my_package.module:Name"
+            raise ConfigError(f"{place} = {value!r} is unknown", hint=hint)
         if not kinds:
             facts = f"an import path is wanted, not {_shown(value)}"
             raise ConfigError(place, facts, hint=f'write e.g. {place} = "my_package.module:Name"')
@@ -231,9 +243,9 @@ def _converted(hint: Any, value: Any, place: str, example: str | None = None) ->
     return converted
 
 
-def _plugin(built_in: Sequence[Any], value: Any, place: str) -> Any:
+def _plugin(built_in: Sequence[Any], value: Any, place: str, plugins: Collection[str]) -> Any:
     """A plug-in for a table with `kind`, and for an import path where the built-in ones are an enumeration; any other
-    value as it is. Raises `ConfigError`."""
+    value as it is. `plugins`: names of built-in plug-ins. Raises `ConfigError`."""
     names = [str(name) for kind in built_in if issubclass(kind, enum.Enum) for name in kind]
     if isinstance(value, Mapping):
         settings = dict(value)
@@ -241,12 +253,14 @@ def _plugin(built_in: Sequence[Any], value: Any, place: str) -> Any:
         if not isinstance(kind, str):
             hint = f'write kind = "my_package.module:Name" under [{place}], with its settings'
             raise ConfigError(f"{place}.kind", "the name of a plug-in is wanted", hint=hint)
-        if _IMPORT_PATH.fullmatch(kind) and kind not in names:
+        if kind in plugins or (_IMPORT_PATH.fullmatch(kind) and kind not in names):
             return Plugin(kind, settings)
-        if settings:
+        if settings and not plugins:
             hint = f"only a plug-in has a table of its own: {place} = {kind!r} has its settings beside it"
             raise ConfigError(f"unknown key {f'{place}.{next(iter(settings))}'!r}", hint=hint)
         return kind
+    if isinstance(value, str) and value in plugins:
+        return Plugin(value)
     return named(value, names) if isinstance(value, str) and (names or not built_in) else value
 
 

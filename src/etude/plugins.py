@@ -29,7 +29,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -71,7 +71,7 @@ class KindFacts:
     setting: str  # of the config
     protocol: str
     contract: str  # the contract suite in `etude.testing`
-    built_in: str  # an iterable of the names of what etude has itself; "": nothing
+    built_in: str  # the names of what etude has itself; where it is built as a plug-in, with import paths; "": nothing
 
 
 KINDS = {
@@ -136,7 +136,7 @@ KINDS = {
         setting="trackers",
         protocol="etude.seams:Tracker",
         contract="etude.testing.contracts:TrackerContract",
-        built_in="",
+        built_in="etude.trackers:BUILT_IN",
     ),
 }
 
@@ -159,6 +159,19 @@ def kind_at(place: str) -> Kind:
     """The kind of the plug-in that a setting names: ``learner.policy_loss``, or ``harness.tools[2]``."""
     setting = place.partition("[")[0]
     return next(kind for kind, facts in KINDS.items() if facts.setting == setting)
+
+
+def import_path(kind: Kind, path: str) -> str:
+    """The import path of a plug-in: its own, or that of the built-in plug-in with this name.
+
+    >>> import_path(Kind.TRACKER, "tensorboard"), import_path(Kind.TRACKER, "a.b:C")
+    ('etude.trackers.tensorboard:TensorBoard', 'a.b:C')
+    """
+    if ":" in path or not KINDS[kind].built_in:
+        return path
+    built_in = found(KINDS[kind].built_in)
+    known = built_in.get(path) if isinstance(built_in, Mapping) else None
+    return known if isinstance(known, str) else path
 
 
 @functools.cache
@@ -197,7 +210,7 @@ def make(kind: Kind, plugin: Plugin, *, where: str = "") -> Any:
     """Construct a plug-in with its settings and check that it is of its kind. `where`: the setting that names it.
     Raises `PluginRefused`, `ConfigError` for a setting that its code does not accept, and `PluginError` where its
     source is not the one that the run's record has."""
-    owner, target = f"{kind.noun} {plugin.path}", found(plugin.path)
+    owner, target = f"{kind.noun} {plugin.path}", found(import_path(kind, plugin.path))
     where = where or KINDS[kind].setting
     if not callable(target):
         facts = f"it is {_a(type(target).__name__)}"
@@ -348,8 +361,8 @@ def finite(kind: Kind, plugin: Plugin | str, name: str, value: object) -> float:
 
 def identity(kind: Kind, path: str) -> Identity:
     """Which code a plug-in is, as this process would import it."""
-    found(path)
-    module = sys.modules[path.partition(":")[0]]
+    found(import_path(kind, path))
+    module = sys.modules[import_path(kind, path).partition(":")[0]]
     distribution, version = _distribution(module.__name__.partition(".")[0])
     source = getattr(module, "__file__", None)
     digest = hashlib.sha256(Path(source).read_bytes()).hexdigest() if source and Path(source).is_file() else ""
@@ -366,8 +379,9 @@ def _distribution(package: str) -> tuple[str, str]:
 
 
 def check_all(uses: Sequence[tuple[str, Plugin]], *, deadline_s: float = CHECK_S) -> list[Identity]:
-    """Import and construct the plug-ins of a config in a process of its own; returns which code each is. `uses`: each
-    with the setting that names it (`config.plugins_in`). Raises `PluginRefused`, `ConfigError`."""
+    """Import and construct the plug-ins of a config in a process of its own; returns which code each is, but for
+    built-in ones, which are etude's. `uses`: each with the setting that names it (`config.plugins_in`). Raises
+    `PluginRefused`, `ConfigError`."""
     if not uses:
         return []
     asked = [(place, plugin.path, dict(plugin.settings)) for place, plugin in uses]
@@ -393,7 +407,7 @@ def check_all(uses: Sequence[tuple[str, Plugin]], *, deadline_s: float = CHECK_S
         raise PluginRefused(
             f"{kind_at(place).noun} {plugin.path} cannot be made", facts, hint="mend the module"
         ) from None
-    return identities
+    return [one for one in identities if ":" in one.path]
 
 
 def _ending(code: int) -> str:

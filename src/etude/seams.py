@@ -341,21 +341,22 @@ class ExperienceStore(Protocol):
 
 
 class TrackedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tracker is told of the run when it starts."""
+    """Describes a run to its trackers."""
 
     name: str  # the folder's name
     run_id: str  # unique, and the same when the run is resumed
     folder: str  # the run folder
-    resumed: bool  # whether an earlier session has logged numbers of this run
-    config: Mapping[str, Any]  # the effective settings, as nested plain data
+    resumed: bool  # whether an earlier session has logged metrics of this run
+    config: Mapping[str, Any]  # the effective settings, as nested plain data, without secrets
     facts: Mapping[str, Any]  # versions and the host: `run.json`
 
 
 @runtime_checkable
 class Tracker(Protocol):
-    """A further receiver of a run's numbers, such as TensorBoard or W&B. A plug-in of kind "tracker" is one.
+    """Receives a run's metrics, for example to send them to TensorBoard or W&B. A plug-in of kind "tracker" is one.
 
-    Called in one thread of the conductor, in order. What it raises is reported and never ends the run.
+    It runs in its own process, whose main thread makes all calls, in order. What it raises is reported and never ends
+    the run; after `start` has raised, nothing else is called. A `TrackerWarning` is shown to the user, too.
     """
 
     def start(self, run: TrackedRun) -> None:
@@ -363,10 +364,11 @@ class Tracker(Protocol):
         ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers of a step, by names such as "rl/loss". Steps count from 0 or 1 within the part before the slash; a
-        step that is trained again after a restart comes again."""
+        """Record the metrics of a step, by names such as "rl/loss". Values may be NaN or infinite. Steps count from 0
+        or 1 within the part before the slash; a step that is trained again after a restart is logged again."""
         ...
 
     def finish(self, outcome: str) -> None:
-        """Called last: "finished", "stopped" or "failed". Whatever is buffered is to be written."""
+        """Called last: "finished", "stopped" or "failed". Write whatever is buffered: the process is ended without its
+        exit handlers, and killed after 30 s."""
         ...

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from etude.experience.ledger import Ledger
 
 ROLLOUTS = "rollouts"
-_PLAIN = {"lock", "logs"}
-"""Parts of a run folder that are never read back: the lock, and the output of its processes."""
+_PLAIN = {"lock", "logs", "trackers"}
+"""Parts of a run folder that are never read back: the lock, the output of its processes, and files of trackers."""
 _LEDGER = ("ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm")
 _WRITTEN_IN_PLACE = {"tokenizer": "corpus", "corpus": "corpus", "checkpoints/mid": "mid-training"}
 """Directories that get their checksums last, and the phase that must have ended before they are whole."""
