@@ -101,9 +101,7 @@ class TrackerProcess:
         for thread in self._threads:
             thread.join(max(0.0, kill_end - time.monotonic()))
         if self._num_dropped or self._num_raised > 1:
-            facts = (
-                f"it raised {self._num_raised} times, and {self._num_dropped} calls were dropped since it was behind"
-            )
+            facts = f"its calls raised {self._num_raised} times, and {self._num_dropped} calls were dropped"
             self._report(facts, EVERY_METRIC)
 
     def _send(self) -> None:

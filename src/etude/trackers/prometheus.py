@@ -19,7 +19,7 @@ from etude.seams import TrackedRun
 from etude.trackers.support import load_library, split_name
 
 
-@dataclass
+@dataclass(eq=False)  # a registry needs a hash
 class Prometheus:
     """Serves a run's metrics to Prometheus. `listen`: "HOST:PORT"; port 0 takes a free one, which the log has."""
 
