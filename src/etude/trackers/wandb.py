@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import enum
 import re
+import socket
+import urllib.parse
+import urllib.request
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -86,14 +89,14 @@ class Wandb:
             )
 
         try:
+            if self.mode is Mode.ONLINE:
+                _connect(wandb.setup().settings.base_url, self.start_s)
             self._run = begin(self.mode)
-        except wandb.errors.CommError as error:
+        except (OSError, wandb.errors.CommError) as error:
             wandb.teardown()  # else its service still has the id in use
             self._run = begin(Mode.OFFLINE)
-            text = (
-                f"the W&B server cannot be reached ({error}); recorded offline: wandb sync {folder}/wandb/offline-run-*"
-            )
-            warnings.warn(TrackerWarning(text), stacklevel=1)
+            where = f"recorded offline: wandb sync {folder}/wandb/offline-run-*"
+            warnings.warn(TrackerWarning(f"the W&B server cannot be reached ({error}); {where}"), stacklevel=1)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         steps = {f"{name.partition('/')[0]}/step": step for name in values}
@@ -107,6 +110,15 @@ class Wandb:
         self._run.summary.update({**final_results(self._run_folder), "outcome": outcome})
         self._run.finish(exit_code=EXIT_CODES[outcome])
         load_library("wandb", "wandb").teardown()
+
+
+def _connect(url: str, deadline_s: float) -> None:
+    """Open a connection to a server, which takes a moment; W&B itself retries for `start_s` and tears down slowly. Does
+    nothing where there is a proxy. Raises `OSError`."""
+    if not urllib.request.getproxies():
+        parts = urllib.parse.urlsplit(url)
+        port = parts.port or (80 if parts.scheme == "http" else 443)
+        socket.create_connection((parts.hostname or "", port), timeout=deadline_s).close()
 
 
 def run_key(run_id: str) -> str:

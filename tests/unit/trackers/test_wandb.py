@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import os
+import socket
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,7 +55,7 @@ def history(session: list[object]) -> list[dict[str, object]]:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_continues_the_same_wandb_run_with_an_axis_for_each_part(tmp_path, monkeypatch):
+def test_a_resumed_run_continues_the_same_wandb_run_with_an_axis_for_each_part(tmp_path):
     play_two_sessions(offline, tmp_path)
     first, second = sessions(tmp_path)
     runs = [next(record.run for record in session if record.HasField("run")) for session in (first, second)]
@@ -81,10 +85,29 @@ def test_a_resumed_run_continues_the_same_wandb_run_with_an_axis_for_each_part(t
     assert [next(r.exit.exit_code for r in session if r.HasField("exit")) for session in (first, second)] == [255, 0]
 
 
+@pytest.fixture(params=["no connection", "connections that are closed"])
+def url(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A W&B server that does not work."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def close() -> None:
+            with contextlib.suppress(OSError):  # the server is closed
+                while True:
+                    server.accept()[0].close()
+
+        if request.param == "no connection":
+            server.close()
+        else:
+            threading.Thread(target=close, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1] if server.fileno() >= 0 else 9}"
+        if server.fileno() >= 0:
+            server.shutdown(socket.SHUT_RDWR)
+
+
 @pytest.mark.slow
-def test_a_run_without_a_network_starts_and_ends_at_once_and_is_recorded_offline(tmp_path, monkeypatch):
+def test_a_run_without_a_network_starts_and_ends_at_once_and_is_recorded_offline(tmp_path, monkeypatch, url):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_BASE_URL", url)
     monkeypatch.setattr(tracking, "POLL_S", 0.01)
     run = RunFolder.create(tmp_path / "a", config_toml="", seed=0)
     telemetry = Telemetry(run / "events" / "conductor.jsonl", process="conductor")
@@ -109,7 +132,7 @@ def test_a_run_without_a_network_starts_and_ends_at_once_and_is_recorded_offline
 @pytest.mark.slow
 def test_a_run_that_loses_the_network_ends_at_the_deadline(tmp_path, monkeypatch):
     """A server that takes every connection and never answers; nothing that W&B started is left."""
-    with __import__("socket").create_server(("127.0.0.1", 0)) as server:
+    with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.setattr(tracking, "FINISH_S", 4.0)
