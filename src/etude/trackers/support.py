@@ -19,7 +19,8 @@ _SECRET = (
 )
 _SECRET_NAME = re.compile(rf"{_SECRET}$", re.IGNORECASE)
 _SECRET_IN_TEXT = (
-    re.compile(r"(?<=://)(?P<name>[^/@\s:]*:)[^/@\s]+(?=@)"),  # https://user:password@host
+    re.compile(r"(?P<name>://[^/@\s:]*:)[^/@\s]+(?=@)"),  # postgresql://user:password@host
+    re.compile(r"(?P<name>https?://)[^/@\s:]+(?=@)"),  # https://token@host
     re.compile(rf"(?P<name>{_SECRET}\s*=\s*)[^&\s]+", re.IGNORECASE),  # a DSN, a query of a URL, an option
 )
 

@@ -37,7 +37,7 @@ class TensorBoard:
         self._folder = Path(self.folder).expanduser() / run.run_id if self.folder else own
         self._run_folder = run.folder
         self._files: dict[str, _EventFile] = {}
-        self._top = _EventFile(self._folder)
+        self._top = _EventFile(self._folder, counts_steps=False)
         if self._top.is_first:
             self._top.add(_config_summary(run))
             self._top.add(_hparams_start(run))
@@ -58,9 +58,9 @@ class TensorBoard:
 
 
 class _EventFile:
-    """A new event file in a folder of TensorBoard."""
+    """A new event file in a folder of TensorBoard. `counts_steps`: whether a step there can be trained again."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, counts_steps: bool = True) -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ class _EventFile:
         name = f"events.out.tfevents.{time.time_ns():020d}.{socket.gethostname()}.{os.getpid()}"
         self._writer = RecordWriter((folder / name).open("xb"))
         self._last_steps: dict[str, int] = {}
-        self._must_purge = not self.is_first
+        self._must_purge = counts_steps and not self.is_first
         self._write(file_version="brain.Event:2")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -22,7 +22,7 @@ from etude.run import RunFolder
 from etude.seams import TrackedRun
 from etude.sums import proven_line
 from etude.telemetry import Telemetry
-from etude.trackers.process import TrackerProcess
+from etude.trackers.process import EVERY_METRIC, TrackerProcess
 from etude.trackers.support import numbers, without_secrets
 
 POLL_S, FINISH_S = 1.0, 30.0
@@ -57,7 +57,13 @@ async def tracked(
         print(f"warning: {error}", file=sys.stderr)
 
     metrics = MetricReader(run / "events")
-    processes = [TrackerProcess(plugin, tracked_run, report, logs=run / "logs") for plugin in trackers]
+    processes = []
+    for plugin in trackers:
+        try:
+            processes.append(TrackerProcess(plugin, tracked_run, report, logs=run / "logs"))
+        except OSError as error:  # no memory, a full disk
+            facts = f"its process could not be started: {error}"
+            report(plugin, PluginError(f"tracker {plugin} failed", facts, hint=EVERY_METRIC))
     polling = asyncio.create_task(_poll(metrics, processes), name="trackers")
     outcome = "failed"
     try:

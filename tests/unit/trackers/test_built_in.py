@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from etude import cli
 from etude.config import Plugin, build, load, plugins_in, to_plain, to_toml
 from etude.errors import ConfigError, Exit, PluginRefused
 from etude.loop.config import RunConfig
@@ -69,6 +70,13 @@ def test_a_port_that_is_in_use_is_refused_before_a_run_starts():
     assert check_all(uses) == []  # free again; the code of a built-in tracker is etude's, and not recorded
 
 
+def test_a_built_in_tracker_is_checked_by_its_name(capsys):
+    pytest.importorskip("prometheus_client")
+    assert cli.main(["plugins", "check", "prometheus", "--set", "listen=127.0.0.1:0"]) == Exit.DONE
+    assert "tracker prometheus (etude " in (printed := capsys.readouterr().out)
+    assert "6 of 6 passed" in printed
+
+
 @pytest.mark.parametrize("listen", ["8791", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:70000"])
 def test_an_address_that_is_none_is_refused(listen):
     pytest.importorskip("prometheus_client")
@@ -82,6 +90,7 @@ def test_secrets_of_a_config_are_hidden_and_nothing_else():
         "program": {"kind": "a.b:C", "env": {"OPENAI_API_KEY": "sk-1", "HF_TOKEN": "hf_1", "PATH": "/bin"}},
         "arguments": ["--api-key", "sk-2", "--hf-token=hf_2", "--port", "80"],
         "stores": {"weights": "s3://bucket/prefix", "traces": "az://a/b?sig=1&token=abc", "signing_key": "keys/a"},
+        "repositories": ["https://ghp_1@github.com/a/b", "https://github.com/a/b", "ssh://git@github.com/a"],
         "passwords": ["a"],
         "access_key": "AKIA",
         "turn_tokens": 24,
@@ -92,6 +101,7 @@ def test_secrets_of_a_config_are_hidden_and_nothing_else():
         "program": {"kind": "a.b:C", "env": {"OPENAI_API_KEY": "***", "HF_TOKEN": "***", "PATH": "/bin"}},
         "arguments": ["--api-key", "***", "--hf-token=***", "--port", "80"],
         "stores": {"weights": "s3://bucket/prefix", "traces": "az://a/b?sig=1&token=***", "signing_key": "keys/a"},
+        "repositories": ["https://***@github.com/a/b", "https://github.com/a/b", "ssh://git@github.com/a"],
         "passwords": ["***"],
         "access_key": "***",
         "turn_tokens": 24,

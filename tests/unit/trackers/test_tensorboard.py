@@ -10,16 +10,24 @@ import pytest
 from tests.unit.trackers.tracked_runs import LONG, play_two_sessions, tracked_run
 
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+from tensorboard.backend.event_processing import plugin_event_accumulator as server  # noqa: E402
+from tensorboard.util import tensor_util  # noqa: E402
+
 from etude.trackers.tensorboard import TensorBoard  # noqa: E402
 
 
 def read(folder):
-    found = accumulators.EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
-    return found.Reload()
+    """What TensorBoard's server reads."""
+    return server.EventAccumulator(str(folder), size_guidance={"tensors": 0}).Reload()
 
 
 def scalars(folder, name):
-    return [(event.step, event.value) for event in read(folder).Scalars(name)]
+    """Steps and values, by both of TensorBoard's readers."""
+    found = accumulators.EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload().Scalars(name)
+    points = [(event.step, event.value) for event in found]
+    served = [(event.step, tensor_util.make_ndarray(event.tensor_proto).item()) for event in read(folder).Tensors(name)]
+    assert repr(served) == repr(points)
+    return points
 
 
 def test_a_resumed_run_has_every_step_once_with_its_last_value(tmp_path):

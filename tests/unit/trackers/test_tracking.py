@@ -168,6 +168,15 @@ def test_a_tracker_whose_process_dies_is_reported(tracks):
     assert any("was killed by SIGKILL" in one for one in tracks("def log(self, *_): os.kill(os.getpid(), 9)", work))
 
 
+def test_a_tracker_whose_process_cannot_be_started_is_reported(tracks, monkeypatch):
+    def fails(*_: object, **__: object) -> None:
+        raise OSError("Cannot allocate memory")
+
+    monkeypatch.setattr(subprocess, "Popen", fails)
+    (error,) = tracks("pass", three_steps)
+    assert "its process could not be started: Cannot allocate memory" in error
+
+
 def test_threads_and_exit_handlers_of_a_library_do_not_hold_the_run_up(run, tracks):
     more = """
 import atexit
