@@ -122,7 +122,12 @@ class Played:
 
 
 async def cheats(
-    runtime: Runtime, backend: str, chosen: Sequence[Cheat], at_once: int, within_s: float, journal: Journal[Played]
+    runtime: Runtime,
+    backend: str,
+    chosen: Sequence[Cheat],
+    at_once: int,
+    within_s: float,
+    journal: Journal[Played],
 ) -> dict[str, Any]:
     """What came of these cheats: every verdict counted, those worth reading by name."""
     began = time.perf_counter()

@@ -22,12 +22,12 @@ import torch.nn.functional as F
 
 from etude.config import to_toml
 from etude.experience.packing import paths
+from etude.loop.checkpoints import copy_start_checkpoint
 from etude.loop.config import RunConfig, open_tasks
-from etude.loop.crew import Crew, crew
-from etude.loop.played import Played
 from etude.loop.processes import Supervisor
-from etude.loop.rolling import judge, siblings
-from etude.loop.standalone import take_checkpoint
+from etude.loop.rollout_result import RolloutResult
+from etude.loop.rollout_scheduler import grade_rollout, siblings
+from etude.loop.run_processes import RunProcesses, open_processes
 from etude.loop.usage import Processes
 from etude.models import Packed, Transformer, load_model, save_model
 from etude.records import Graded, Outcome, RolloutSpec, Sample
@@ -78,7 +78,7 @@ class Tuner:
 class Successes:
     """Samples a policy and keeps each different rollout that solved its task."""
 
-    def __init__(self, members: Crew, config: RunConfig, source: TaskSource) -> None:
+    def __init__(self, members: RunProcesses, config: RunConfig, source: TaskSource) -> None:
         self.members, self.config, self.source = members, config, source
         self.cursor, self.sampled = 0, 0
         self.samples: dict[bytes, Sample] = {}
@@ -113,13 +113,13 @@ class Successes:
                     self.samples.setdefault(path.token_ids.tobytes(), sample)
             files.drop(played.summary)
 
-    async def _one(self, spec: RolloutSpec) -> tuple[Played, Outcome]:
+    async def _one(self, spec: RolloutSpec) -> tuple[RolloutResult, Outcome]:
         played = await self.members.rollout(spec, kept=False)
-        return played, await judge(self.members, played)
+        return played, await grade_rollout(self.members, played)
 
 
 def meter(supervisor: Supervisor) -> Spent:
-    """CPU seconds of this process and of the crew since now. The clients' part of the crew is in this process."""
+    """CPU seconds of this process and of the run's processes since now. The clients' part is in this process."""
 
     def total() -> float:
         processes = Processes()
@@ -134,11 +134,11 @@ async def fine_tune(folder: Path, config: RunConfig, recipe: Recipe, *, budget_s
     assert config.start is not None, "fine-tuning begins from a checkpoint"
     torch.set_num_threads(1)
     run = RunFolder.create(folder, config_toml=to_toml(config), seed=config.seed)
-    take_checkpoint(config.start, run)
+    copy_start_checkpoint(config.start, run)
     telemetry = Telemetry(run / "events" / "conductor.jsonl", process="conductor")
     supervisor = Supervisor(telemetry)
     tuner, channel = Tuner(config.start, config.seed), Channel(DirectoryStore(run / "weights"))
-    async with crew(run, config, telemetry, supervisor) as members:
+    async with open_processes(run, config, telemetry, supervisor) as members:
         await members.start_sampling()
         found, spent = Successes(members, config, open_tasks(config)), meter(supervisor)
         share_s, version = budget_s / recipe.rounds / 2, None

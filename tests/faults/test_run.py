@@ -162,7 +162,7 @@ def test_a_checkpoint_that_cannot_be_computed_here_is_refused_before_the_run_beg
     assert "nothing at" in refuse(2, "serve", tmp_path / "nowhere")
     assert "nothing at" in refuse(2, "export", tmp_path / "nowhere", tmp_path / "out")
     (tmp_path / "empty").mkdir()
-    assert "no checkpoint" in refuse(2, "serve", tmp_path / "empty")
+    assert "not a checkpoint" in refuse(2, "serve", tmp_path / "empty")
 
 
 def test_a_task_source_without_tasks_or_with_a_wrong_reference_is_refused(

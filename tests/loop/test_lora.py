@@ -21,8 +21,8 @@ from etude import cli
 from etude.config import build
 from etude.errors import CheckpointError, ConfigError
 from etude.loop.config import RunConfig
-from etude.loop.exporting import export_adapter, export_checkpoint, export_version
-from etude.loop.redoing import redo
+from etude.loop.export import export_adapter, export_checkpoint, export_version
+from etude.loop.replay import replay_step
 from etude.models import ModelConfig, Transformer, load_model, save_model
 from etude.models.adapter_files import read_adapter
 from etude.models.headers import check_rank, hf_shapes
@@ -60,7 +60,7 @@ def done(dense: Game, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 @pytest.mark.timeout(120)
 def test_a_run_of_adapters_on_a_dense_model_is_redone_to_the_bit_from_any_checkpoint(done: RunFolder) -> None:
     for start in ("mid", "step-000002"):
-        assert redo(done, 3, start=Path(start)).equal
+        assert replay_step(done, 3, start=Path(start)).equal
     sizes = [
         sum(o.num_bytes for o in manifest.ways[0].objects)
         for manifest in lineage(DirectoryStore(done / "weights"), "policy")
@@ -90,7 +90,7 @@ def test_what_is_exported_is_what_was_trained_merged_or_alone(
     assert (told["r"], told["peft_type"], "down_proj" in told["target_modules"]) == (2, "LORA", True)
     save_model(load_model(tmp_path / "adapter"), tmp_path / "merged", dtype="bf16")
     assert (tmp_path / "merged" / "model.safetensors").read_bytes() == weights
-    with pytest.raises(CheckpointError, match="is no adapter"):
+    with pytest.raises(CheckpointError, match="is not an adapter"):
         export_adapter(tmp_path / "merged", tmp_path / "none")
     capsys.readouterr()
     assert cli.main(["export", str(done.path), str(tmp_path / "low"), "--adapter", "--quantise", "mxfp8"]) != 0

@@ -43,10 +43,9 @@ class Weights:
 
 
 class Same:
-    async def run(self, task, machine, **how):
-        from etude.harness import run_agent
-
-        return await run_agent(task, machine, **how)
+    async def run(self, episode):
+        while episode.ending is None:
+            await episode.act(await episode.ask())
 
 
 class Breaks:

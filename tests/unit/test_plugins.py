@@ -18,13 +18,14 @@ import torch
 from etude import cli
 from etude.config import Plugin, build, load, plugins_in, to_plain, to_toml, with_digests
 from etude.errors import ConfigError, Exit, PluginError, PluginRefused, RunRefused, TaskError
-from etude.harness import Call, HarnessConfig, Workbench, standard_tools
+from etude.harness import Ask, Call, Episode, HarnessConfig, Workbench, standard_tools
 from etude.harness.programs import run_plugin
-from etude.loop.config import RunConfig, open_tasks, same_plugins
+from etude.loop.config import RunConfig, check_same_plugins, open_tasks
 from etude.plugins import KINDS, Identity, Kind, bounded, check_all, finite, found, identity, kind_at, make
 from etude.records.rollout import Ending
-from etude.records.task import Split
+from etude.records.task import Split, Task
 from etude.run import RunFolder
+from etude.seams import Policy
 from etude.tasks import check, open_source
 from etude.tasks.corpus import plugged_documents
 from etude.tasks.scripts import Demonstrating, WithBaselines
@@ -319,12 +320,12 @@ def test_a_run_is_not_resumed_with_another_version_of_a_plugin_unless_the_user_a
     then = Identity("loss", "my:Gspo", "mine", "1.0", "a" * 64)
     now = msgspec.structs.replace(then, version="1.1", digest="b" * 64)
     run.record_plugins(msgspec.to_builtins([then]))
-    same_plugins(run, [then], accept=False)
+    check_same_plugins(run, [then], accept=False)
     with pytest.raises(RunRefused) as error:
-        same_plugins(run, [now], accept=False)
+        check_same_plugins(run, [now], accept=False)
     assert "now my:Gspo (mine 1.1, source bbbbbbbbbbbb), the run has my:Gspo (mine 1.0" in error.value.facts
     assert "--changed-plugins" in error.value.hint
-    same_plugins(run, [now], accept=True)
+    check_same_plugins(run, [now], accept=True)
     run.record_plugins(msgspec.to_builtins([now]))
     assert RunFolder.open(run.path).plugins() == msgspec.to_builtins([now])
 
@@ -591,21 +592,25 @@ def test_the_guides_class_and_its_settings_are_so(tmp_path, monkeypatch, capsys)
 
 HARNESS = """
 import asyncio
-from etude.harness import AgentRun
-from etude.records.rollout import Trace
 
 class Own:
-    async def run(self, task, machine, **how):
+    async def run(self, episode):
         {body}
 """
+
+
+def episode_of(policy: Policy, limits: HarnessConfig, chat: object = None) -> Episode:
+    files = {"calc.py": "x = 1\n"}
+    task = Task(source="s", split=Split.TRAIN, index=0, family="f", instruction="i", files=files, exports=("calc.py",))
+    machine, options = MemoryMachine({}), Ask(session_id="s", seed=0)
+    return Episode(task, machine, policy=policy, chat=chat, tools=standard_tools(), limits=limits, options=options)
 
 
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ("return 3", "run returned int, and AgentRun is wanted"),
+        ("return 3", "run returned int, and None is wanted"),
         ("return {}['x']", "run raised KeyError: 'x'"),
-        ("return AgentRun(Trace(()), [], 0.0, None)", "its ending is None and its failure None: one is set"),
         ("raise TimeoutError('mine')", "run raised TimeoutError: mine"),
         ("await asyncio.sleep(1000)", "run has not returned within"),
     ],
@@ -615,21 +620,19 @@ def test_what_a_harness_raises_or_returns_is_named_with_whose_it_is(module, monk
     plugin = Plugin(f"{module(HARNESS.replace('{body}', body))}:Own")
     limits = HarnessConfig(max_turns=1, turn_deadline_s=0.2, tool_deadline_s=0.1)
     with pytest.raises(PluginError) as error:
-        asyncio.run(run_plugin(plugin, make(Kind.HARNESS, plugin), None, None, policy=None, limits=limits, how={}))
+        asyncio.run(run_plugin(plugin, make(Kind.HARNESS, plugin), episode_of(SlowPolicy(), limits)))
     assert f"harness {plugin}" in error.value.what
     assert says in error.value.facts
 
 
 SLOW = """
 import asyncio
-from etude.harness import AgentRun
-from etude.records.rollout import Ending, Trace
 
 class Own:
-    async def run(self, task, machine, *, policy, **how):
-        await asyncio.gather(policy.complete(1), policy.complete(2))
+    async def run(self, episode):
+        await asyncio.gather(episode.policy.complete(1), episode.policy.complete(2))
         await asyncio.sleep({after})
-        return AgentRun(Trace(()), [], 0.0, Ending.SUBMITTED)
+        episode.submit()
 """
 
 
@@ -643,7 +646,7 @@ def test_the_deadline_of_a_harness_stands_still_while_it_waits_for_the_policy(mo
     monkeypatch.setattr("etude.harness.programs.PLUGIN_GRACE_S", 0.1)
     plugin = Plugin(f"{module(SLOW.replace('{after}', str(after)))}:Own")
     limits, harness = HarnessConfig(max_turns=1, tool_deadline_s=0.1), make(Kind.HARNESS, plugin)
-    running = run_plugin(plugin, harness, None, None, policy=SlowPolicy(), limits=limits, how={})
+    running = run_plugin(plugin, harness, episode_of(SlowPolicy(), limits))
     if hangs:
         with pytest.raises(PluginError, match="hangs"):
             asyncio.run(running)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from etude.dashboard.words import size
+from etude.dashboard.formatting import size
 from etude.environments.backends import open_bounded
 from etude.environments.images import ImageRecord, ImageStore, build_from_directory, default_store
 from etude.environments.images.building import build_from_dockerfile

@@ -95,8 +95,8 @@ def _checkpoint(path: Path) -> tuple[Path, RunConfig | None]:
     """The checkpoint, and the settings of the run that it is of."""
     place = places.existing(path)
     if (place / "run.json").is_file():
+        from etude.loop.checkpoints import newest_checkpoint
         from etude.loop.config import read_config
-        from etude.loop.exporting import newest_checkpoint
 
         run = places.open_run(place)
         return newest_checkpoint(run), read_config(run)

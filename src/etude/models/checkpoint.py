@@ -150,7 +150,7 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, *, metadata: M
     mode = stat.S_IMODE(path.stat().st_mode)
     save_file({name: t.clone() for name, t in tensors.items()}, path, metadata={"format": "pt", **(metadata or {})})
     path.chmod(mode)  # safetensors makes a file of its own, with 0600, and renames it
-    progress.made()
+    progress.tick()
 
 
 def load_model(
@@ -242,7 +242,7 @@ class Tensors:
 
     def stored(self, name: str) -> torch.Tensor:
         """A tensor in the dtype that the file has."""
-        progress.made()
+        progress.tick()
         tensor: torch.Tensor = self._where[name].get_tensor(name)
         return tensor
 
@@ -254,7 +254,7 @@ class Tensors:
     def rows(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
         """Some rows of a tensor. No others are read, unless the tensor is stored in a packed format."""
         if name in self._where and name + SCALE not in self._found:
-            progress.made()
+            progress.tick()
             some: torch.Tensor = self._where[name].get_slice(name)[start:stop]
             return some
         return self.whole(name, shape)[start:stop]

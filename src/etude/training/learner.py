@@ -192,7 +192,7 @@ class TorchLearner:
             self._balance.count(done.live)
         with torch.no_grad():
             tally.add(rows, done, policy, corrected, log_ratio_R, entropy(logprobs_RV), loss, fresh)
-        progress.made()
+        progress.tick()
 
     def _replay(self) -> Replay | None:
         if not (self.config.replays(self.numerics.mode) and self.model.config.num_moe_layers):

@@ -53,5 +53,5 @@ class Reference:
             per_sample = torch.zeros(len(some), dtype=torch.float64).index_add_(0, rows.sample_R.cpu(), k1_R)
             for sample, total in zip(some, per_sample.tolist(), strict=True):
                 sums[sample.rollout_id] += total
-            progress.made()
+            progress.tick()
         return sums

@@ -12,7 +12,7 @@ from etude import cli
 from etude.config import to_toml
 from etude.errors import RunError
 from etude.loop.config import RunConfig
-from etude.loop.measured import Steps
+from etude.loop.measured_steps import MeasuredSteps
 from etude.models import Transformer
 from etude.models.config import ModelConfig
 from etude.models.lora import Adapters
@@ -505,7 +505,7 @@ def run_of(folder, num_steps: int, **facts: float) -> RunFolder:
 
 
 def test_a_runs_events_tell_the_shape_of_its_rollouts_and_what_a_step_took(tmp_path):
-    found = Steps.read(run_of(tmp_path / "run", 6), RunConfig())
+    found = MeasuredSteps.read(run_of(tmp_path / "run", 6), RunConfig())
     assert (found.num_steps, found.step_s) == (5, 2.0)
     assert found.cpu_s == {"learner": 1.0, "engines": 2.0, "machines": 0.5, "all": 3.5}
     assert (found.shape.context, found.shape.sampled_tokens, found.shape.turns) == (100.0, 30.0, 4.0)
@@ -513,7 +513,7 @@ def test_a_runs_events_tell_the_shape_of_its_rollouts_and_what_a_step_took(tmp_p
 
 
 def test_a_run_that_went_on_for_signal_is_planned_with_the_groups_that_it_took(tmp_path):
-    found = Steps.read(run_of(tmp_path / "run", 6, num_groups=40, no_signal_share=0.8), RunConfig()).shape
+    found = MeasuredSteps.read(run_of(tmp_path / "run", 6, num_groups=40, no_signal_share=0.8), RunConfig()).shape
     assert (found.groups, found.rollouts) == (40.0, 320.0)
     assert found.signal_share == pytest.approx(0.2)
     assert found.context == pytest.approx(6400 / (8 * 8))
@@ -521,7 +521,7 @@ def test_a_run_that_went_on_for_signal_is_planned_with_the_groups_that_it_took(t
 
 def test_a_run_of_two_steps_holds_nothing_to_a_plan(tmp_path):
     with pytest.raises(RunError, match="has 2 steps"):
-        Steps.read(run_of(tmp_path / "run", 2), RunConfig())
+        MeasuredSteps.read(run_of(tmp_path / "run", 2), RunConfig())
 
 
 @pytest.mark.slow
