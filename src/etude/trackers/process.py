@@ -116,7 +116,8 @@ class TrackerProcess:
         assert self._process.stdout is not None, "opened as a pipe"
         with self._process.stdout as pipe:
             for line in pipe:
-                self._take(json.loads(line))
+                if line.endswith(b"\n"):  # else it was killed while it wrote
+                    self._take(json.loads(line))
         code = self._process.wait()
         self._is_gone = True
         with contextlib.suppress(queue.Full):
