@@ -38,9 +38,9 @@ from etude.stores import DirectoryStore
 from etude.telemetry import Telemetry
 from etude.training.config import LiveWeights
 from etude.training.exports import export
+from etude.training.flat_batch import flatten_samples
 from etude.training.optimizer import AdamW
-from etude.training.rows import lay_flat
-from etude.training.schedule import rate
+from etude.training.schedule import lr_multiplier
 from etude.weights import Channel
 
 BATCH_SAMPLES, DECAY_FROM, FINAL, ADOPT_S = 24, 0.6, 0.1, 60.0
@@ -68,11 +68,11 @@ class Tuner:
         began = time.process_time()
         while (share := (time.process_time() - began) / budget_s) < 1:
             chosen = self.rng.choice(len(samples), min(BATCH_SAMPLES, len(samples)), replace=False)
-            rows = lay_flat([samples[int(i)] for i in chosen])
+            rows = flatten_samples([samples[int(i)] for i in chosen])
             logits = self.model.run(rows.tokens_N, Packed(rows.lengths, self.model.operators), None, rows.rows_R).logits
             F.cross_entropy(logits, rows.targets_R).backward()  # type: ignore[no-untyped-call]
             step = int(1000 * share)
-            self.optimizer.step(lr * rate(step, 1000, warmup_steps=0, decay_from=DECAY_FROM, final=FINAL))
+            self.optimizer.step(lr * lr_multiplier(step, 1000, warmup_steps=0, decay_from=DECAY_FROM, final=FINAL))
 
 
 class Successes:

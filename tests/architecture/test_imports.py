@@ -20,11 +20,11 @@ SHARED = {
     "telemetry",
     "config",
     "plugins",
-    "listening",
+    "http_server",
     "progress",
     "scratch",
     "syntax",
-    "sums",
+    "file_checksums",
 }
 ALONE: dict[str, set[str]] = {
     # usable alone, and the siblings that it imports all the same

@@ -28,7 +28,7 @@ from etude.loop.export import export_checkpoint
 from etude.loop.preflight import check_start
 from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
 from etude.models.checkpoint import load_tensors, save_tensors
-from etude.models.parts import Latent, Routing, Scores
+from etude.models.components import Latent, Routing, Scores
 from etude.records import Version
 from etude.run import RunFolder
 from etude.telemetry import Telemetry, read_events
@@ -87,7 +87,7 @@ def test_layers_of_multi_token_prediction_are_named_where_a_checkpoint_comes_in_
     further = {f"model.layers.2.{name}": torch.ones(3, 3) for name in ("eh_proj.weight", "enorm.weight")}
     save_tensors(load_tensors(file) | further, file)
     (start / "SHA256SUMS").unlink()
-    named = "left out, since multi-token prediction is not computed: model.layers.2 (2 tensors)"
+    named = "dropped, since etude does not support multi-token prediction: model.layers.2 (2 tensors)"
     sets = [f"{key}={value}" for key, value in {**SMALL, "start": start}.items()]
     assert cli.main(["run", str(game.config), "--dry-run", *(p for one in sets for p in ("--set", one))]) == 0
     assert named in capsys.readouterr().err

@@ -25,7 +25,7 @@ from etude.loop.export import export_adapter, export_checkpoint, export_version
 from etude.loop.replay import replay_step
 from etude.models import ModelConfig, Transformer, load_model, save_model
 from etude.models.adapter_files import read_adapter
-from etude.models.headers import check_rank, hf_shapes
+from etude.models.headers import check_rank, hf_weight_shapes
 from etude.run import RunFolder
 from etude.stores import DirectoryStore
 from etude.training import LiveWeights, TorchLearner
@@ -127,7 +127,7 @@ def test_an_adapter_merged_by_numpy_is_the_model_that_transformers_computes(tmp_
         ({"learner": {"lora_rank": -1}}, "learner.lora_rank"),
         ({"learner": {"lora_rank": 4, "lora_alpha": 0.0}}, "learner.lora_alpha"),
         ({"learner": {"lora_rank": 4, "lora_on": "router"}}, "lora_on"),
-        ({"learner": {"lora_rank": 4, "balance_bias": 1e-3}}, "adapters leave routers alone"),
+        ({"learner": {"lora_rank": 4, "balance_bias": 1e-3}}, "with LoRA routers do not change"),
         (
             {"learner": {"lora_rank": 4}, "numerics": {"quantise": "mxfp8"}},
             "adapters are merged into unrounded weights",
@@ -141,9 +141,9 @@ def test_knobs_that_make_no_sense_are_refused_by_name(settings: dict[str, object
 
 @pytest.mark.parametrize("sizes", FAMILIES.values(), ids=FAMILIES)
 def test_a_rank_at_which_an_adapter_is_no_smaller_than_its_matrix_is_refused(sizes: ModelConfig) -> None:
-    least = min(math.prod(shape) // sum(shape) for name, shape in hf_shapes(sizes) if "_proj" in name)
+    least = min(math.prod(shape) // sum(shape) for name, shape in hf_weight_shapes(sizes) if "_proj" in name)
     check_rank(sizes, least)
-    with pytest.raises(ConfigError, match=f"an adapter of more than {least} is no smaller"):
+    with pytest.raises(ConfigError, match=f"an adapter of rank above {least} is not smaller"):
         check_rank(sizes, least + 1)
 
 

@@ -236,8 +236,8 @@ CONDITIONAL = {
     "experience.review_share": "loop/rollout_scheduler.py",  # of what is solved without a sign of cheating
     "learner.ratio_cap": "training/config.py",  # of cispo
     "learner.expert_parallel": "training/sharded/mesh.py",  # of several ranks
-    "learner.lora_alpha": "training/trained.py",
-    "learner.lora_on": "training/trained.py",
+    "learner.lora_alpha": "training/trainable.py",
+    "learner.lora_on": "training/trainable.py",
     "parity.patience": "loop/parity.py",  # of an engine that is over its budget
 }
 """Settings that this run has no use for, and the file that reads each where a run has."""

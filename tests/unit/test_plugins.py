@@ -21,6 +21,7 @@ from etude.errors import ConfigError, Exit, PluginError, PluginRefused, RunRefus
 from etude.harness import Ask, Call, Episode, HarnessConfig, Workbench, standard_tools
 from etude.harness.programs import run_plugin
 from etude.loop.config import RunConfig, check_same_plugins, open_tasks
+from etude.models.config import OWN_FAMILIES
 from etude.plugins import KINDS, Identity, Kind, bounded, check_all, finite, found, identity, kind_at, make
 from etude.records.rollout import Ending
 from etude.records.task import Split, Task
@@ -32,7 +33,7 @@ from etude.tasks.scripts import Demonstrating, WithBaselines
 from etude.testing import FakeGrader, MemoryMachine
 from etude.testing.contracts import results, sampled_tokens
 from etude.training.config import CorrectionKind, LearnerConfig, PolicyLossKind
-from etude.training.plugged import Plugged
+from etude.training.learner_plugins import LearnerPlugins
 
 EXAMPLES = {
     "examples.plugins.losses:Gspo": Kind.LOSS,
@@ -44,6 +45,7 @@ EXAMPLES = {
     "examples.plugins.harnesses:Oriented": Kind.HARNESS,
     "examples.plugins.rewards:FewTurns": Kind.REWARD,
     "examples.plugins.credit:ByRank": Kind.CREDIT,
+    "examples.plugins.model_family:AcmeMoe": Kind.MODEL_FAMILY,
 }
 LOSS = """
 from dataclasses import dataclass
@@ -85,6 +87,11 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
     found.cache_clear()
     for name in names:
         sys.modules.pop(name, None)
+
+
+@pytest.fixture(autouse=True)
+def no_family_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(OWN_FAMILIES, "")
 
 
 def refused(kind: Kind, path: str, **settings: object) -> str:
@@ -235,7 +242,7 @@ class Bad(Weighted):
 """
     )
     with pytest.raises(PluginError) as error:
-        Plugged().loss(Plugin(f"{name}:Bad"), sampled_tokens())
+        LearnerPlugins().loss(Plugin(f"{name}:Bad"), sampled_tokens())
     assert f"policy loss {name}:Bad" in error.value.what
     assert says in error.value.facts
     assert "the run can be resumed" in error.value.hint
@@ -243,10 +250,10 @@ class Bad(Weighted):
 
 def test_a_loss_is_not_called_where_there_is_no_token():
     tokens = sampled_tokens(lengths=())
-    done = Plugged().loss(Plugin("nobody:Home"), tokens)
+    done = LearnerPlugins().loss(Plugin("nobody:Home"), tokens)
     done.loss.backward()
     assert float(done.loss.detach()) == 0
-    assert not len(Plugged().corrected(Plugin("nobody:Home"), torch.zeros(0), torch.zeros(0)).weight_R)
+    assert not len(LearnerPlugins().corrected(Plugin("nobody:Home"), torch.zeros(0), torch.zeros(0)).weight_R)
 
 
 def test_a_negative_weight_is_refused(module):
@@ -260,7 +267,7 @@ class Negative:
 """
     )
     with pytest.raises(PluginError, match="cannot be used") as error:
-        Plugged().corrected(Plugin(f"{name}:Negative"), torch.zeros(3), torch.zeros(3, dtype=torch.int64))
+        LearnerPlugins().corrected(Plugin(f"{name}:Negative"), torch.zeros(3), torch.zeros(3, dtype=torch.int64))
     assert "the least of weight_R is -1, below 0" in error.value.facts
 
 
@@ -652,6 +659,41 @@ def test_the_deadline_of_a_harness_stands_still_while_it_waits_for_the_policy(mo
             asyncio.run(running)
     else:
         assert asyncio.run(running).ending is Ending.SUBMITTED
+
+
+FAMILY = """
+from etude.models.families.qwen3_moe import Qwen3Moe
+
+class Forgets(Qwen3Moe):
+    model_type = "forgets_moe"
+    hf_class = "ForgetsForCausalLM"
+
+    def write(self, c):
+        return {**super().write(c), "norm_topk_prob": not c.routing.normalise}
+
+class NotDerived:
+    model_type = "other_moe"
+"""
+
+
+def test_a_model_family_that_breaks_a_promise_fails_the_check(module, capsys):
+    name = module(FAMILY)
+    assert cli.main(["plugins", "check", f"{name}:Forgets"]) == Exit.FAILED
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"model family {name}:Forgets (no installed package, source ")
+    assert "FAILED  sizes are read as they were written: config.json was read as another model" in printed
+    assert cli.main(["plugins", "check", f"{name}:NotDerived", "--kind", "model_family"]) == Exit.BAD_INPUT
+    assert "is not derived from etude.models.config.ModelFamily" in capsys.readouterr().err
+
+
+def test_a_model_family_of_the_config_is_a_plugin_whose_code_is_recorded(module, tmp_path):
+    path = f"{module(FAMILY)}:Forgets"
+    config = build(RunConfig, {"model": {"family": path}})
+    assert list(plugins_in(config)) == [("model.family", Plugin(path))]
+    assert check_all(list(plugins_in(config))) == [identity(Kind.MODEL_FAMILY, path)]
+    assert not list(plugins_in(build(RunConfig, {"model": {"family": "olmoe", "num_kv_heads": 4}})))
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    assert load(tmp_path / "config.toml", RunConfig) == config
 
 
 def test_a_harness_is_named_in_the_config(tmp_path):

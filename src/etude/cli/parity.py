@@ -110,9 +110,9 @@ def _model(asked: Asked, dtype: str, *, packed: bool = False) -> Transformer:
     import torch
 
     from etude.models import load_model
-    from etude.models.packed import PackedWeights
+    from etude.models.packed_weights import PackedWeights
     from etude.numerics import Mode, NumericsConfig, Quantise
-    from etude.numerics.choosing import operators_for
+    from etude.numerics.factory import operators_for
     from etude.numerics.formats import FORMATS
 
     numerics = NumericsConfig(Mode(asked.mode), Quantise(asked.quant))

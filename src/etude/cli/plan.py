@@ -38,7 +38,7 @@ from etude.plan import (
     plan,
 )
 from etude.plan.hardware import MATRIX_BYTES
-from etude.scratch import OwnFolder
+from etude.scratch import ScratchDirectory
 from etude.training.config import LiveWeights, OptimizerKind
 
 CALIBRATE_S = 300.0
@@ -277,7 +277,7 @@ def _training(config: RunConfig) -> Training:
 
 def _calibrated(config: RunConfig) -> Measured:
     """Constants of this machine, measured by a program of its own: it loads torch."""
-    with OwnFolder("plan") as scratch:
+    with ScratchDirectory("plan") as scratch:
         path = scratch / "config.toml"
         path.write_text(to_toml(config))
         print("measuring this machine, some ten seconds", file=sys.stderr)

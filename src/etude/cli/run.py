@@ -20,7 +20,7 @@ from rich.live import Live
 
 from etude.cli.arguments import LOCAL
 from etude.cli.places import RUNS, newest_run, open_run
-from etude.config import leaves, overridden, plugins_in, read, to_toml, with_digests
+from etude.config import Plugin, leaves, overridden, plugins_in, read, to_toml, with_digests
 from etude.dashboard import RunView, plain_line, render, terms_legend
 from etude.dashboard.progress import current_phase
 from etude.errors import ConfigError, DeadlineExceeded, EtudeError, Exit, NothingLearnt, RunError
@@ -29,10 +29,11 @@ from etude.loop.config import RunConfig, check_same_plugins, config_to_resume
 from etude.loop.limits import build_config
 from etude.loop.locations import read_ledger
 from etude.loop.preflight import check_ledger, preflight
+from etude.models.config import own_family_names
 from etude.plugins import check_all
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
-from etude.training.kept import kept_step
+from etude.training.mid_training_progress import resume_step
 
 if TYPE_CHECKING:
     from etude.loop.placement import Placement
@@ -58,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
         check_ledger(folder)
     if args.on != LOCAL:
         _join(args.on, config, RUNS if folder is None else folder.path.parent)
-    plugins = check_all(list(plugins_in(config)))
+    uses = dict.fromkeys([*plugins_in(config), *(("model.family", Plugin(name)) for name in own_family_names())])
+    plugins = check_all(list(uses))
     if folder is not None:
         check_same_plugins(folder, plugins, accept=args.changed_plugins)
     config = with_digests(config, {one.path: one.digest for one in plugins})
@@ -104,7 +106,7 @@ def _goes_on(folder: RunFolder) -> str:
     if phase is None or phase.name != "mid-training" or phase.end is not None or out.is_dir():
         return ""
     every = "a checkpoint each mid_training.checkpoint_every steps"
-    return f" (mid-training goes on from step {kept_step(out)}: {every})"
+    return f" (mid-training goes on from step {resume_step(out)}: {every})"
 
 
 def _new_name(config: Path) -> str:

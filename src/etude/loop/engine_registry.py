@@ -13,9 +13,9 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from etude.errors import ConfigError, DeadlineExceeded, EtudeError
+from etude.http_server import bind, run_http_server
 from etude.inference.membership import Listed, Roster, State, Wanted, environment_token
 from etude.inference.registrar import Registrar
-from etude.listening import bind, listening
 from etude.loop.config import RunConfig
 from etude.loop.locations import weights_location
 from etude.run import RunFolder
@@ -75,7 +75,7 @@ async def open_registry(
             facts, hint = repr(task.exception()), "this is a defect of etude: report it; the run can be resumed"
             failed.set_result(EtudeError("the registry of engines has failed", facts, hint=hint))
 
-    async with listening(registrar.app, bind(host.strip("[]"), int(port)), what="the registry of engines") as url:
+    async with run_http_server(registrar.app, bind(host.strip("[]"), int(port)), name="the registry of engines") as url:
         telemetry.event("fleet.listen", url=url)
         watch = asyncio.create_task(registrar.watch(changed, on_heartbeat), name="watch the fleet")
         watch.add_done_callback(ended)

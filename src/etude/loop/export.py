@@ -11,13 +11,13 @@ from etude.errors import CheckpointError
 from etude.loop.checkpoints import newest_checkpoint
 from etude.loop.locations import weights_store
 from etude.models.adapter_config import ADAPTER_CONFIG, next_base
-from etude.models.adapter_files import merged, read_adapter, write_adapter
-from etude.models.checkpoint import load_model, save_model, whole_directory
-from etude.models.headers import tell_left_out
+from etude.models.adapter_files import merge_adapter, read_adapter, write_adapter
+from etude.models.checkpoint import atomic_directory, load_model, save_model
+from etude.models.headers import report_unused_layers
 from etude.models.lora import Adapters
-from etude.models.naming import hf_views
-from etude.models.packed import stored
+from etude.models.packed_weights import read_stored
 from etude.models.transformer import Transformer
+from etude.models.weight_views import hf_views
 from etude.numerics.config import Quantise
 from etude.records.adapter import PUBLISHED, modules
 from etude.run import RunFolder
@@ -39,7 +39,7 @@ def export_checkpoint(
         run = RunFolder.open(source)
         source, start = newest_checkpoint(run), run / "checkpoints" / "mid"
     model = load_model(source)
-    tell_left_out(start, model.config, log)
+    report_unused_layers(start, model.config, log)
     save_model(model, out, dtype=dtype, quantise=quantise, assets=source)
     return out
 
@@ -60,13 +60,13 @@ def export_version(
     tensors = rebuild(store, inspect.find(store, str(step)))
     start = run / "checkpoints" / "mid"
     model = load_model(start)
-    tell_left_out(start, model.config, log)
+    report_unused_layers(start, model.config, log)
     if modules(tensors):
         _adapted(model, tensors)
     else:
         with torch.no_grad():
             for name, view in hf_views(model).items():
-                view.copy_(stored(name, tuple(view.shape), tensors, lambda part: _values(tensors[part])))
+                view.copy_(read_stored(name, tuple(view.shape), tensors, lambda part: _values(tensors[part])))
     save_model(model, out, dtype=dtype, quantise=quantise, assets=start)
     return out
 
@@ -79,7 +79,7 @@ def export_adapter(source: Path, out: Path) -> Path:
         hint = "export it without --adapter; learner.lora_rank trains adapters"
         raise CheckpointError(f"{source} is not an adapter", f"it has no {ADAPTER_CONFIG}", hint=hint)
     config, tensors = read_adapter(source)
-    with whole_directory(out) as folder:
+    with atomic_directory(out) as folder:
         write_adapter(folder, tensors, config, next_base(source), dtype=next(iter(tensors.values())).dtype)
     return out
 
@@ -91,7 +91,7 @@ def export_version_adapter(run: RunFolder, step: int, out: Path) -> Path:
     if not modules(tensors):
         raise CheckpointError(f"step {step} of {run.path} is not an adapter", hint="export it without --adapter")
     adapters = _adapted(load_model(start), tensors)
-    with whole_directory(out) as folder:
+    with atomic_directory(out) as folder:
         write_adapter(folder, adapters.views, adapters.config, start, dtype=adapters.dtype)
     return out
 
@@ -99,7 +99,7 @@ def export_version_adapter(run: RunFolder, step: int, out: Path) -> Path:
 def _adapted(model: Transformer, tensors: Mapping[str, Tensor]) -> Adapters:
     """Merge a published adapter into its base model; returns the adapter."""
     pairs = {name: _values(tensor) for name, tensor in tensors.items() if name != PUBLISHED}
-    return merged(model, published_config(tensors), pairs, "the published version")
+    return merge_adapter(model, published_config(tensors), pairs, "the published version")
 
 
 _KINDS = {

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Mapping
 
 from etude import progress
 from etude.environments import MachineGrader
-from etude.environments.backends import runtime_of
+from etude.environments.backends import runtime_from_config
 from etude.loop import child
 from etude.loop.config import open_tasks, read_config
 from etude.loop.locations import rollout_files
@@ -82,7 +82,7 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
     """The RPC methods of a grader process."""
     config = read_config(run)
     source = open_tasks(config)
-    runtime = runtime_of(config.machines)
+    runtime = runtime_from_config(config.machines)
     grader = CachingGrader(grader_for(source, MachineGrader(runtime)))
     terms = [_named(i, one) for i, one in enumerate(config.rewards.terms)]
     grading, measuring, files = GradeSlots(GRADES_AT_ONCE), GradeSlots(GRADES_AT_ONCE), rollout_files(run)

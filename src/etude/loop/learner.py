@@ -30,7 +30,7 @@ from etude.loop.config import RunConfig, read_config
 from etude.loop.locations import rollout_files, traces_folder, weights_store
 from etude.loop.parity import Defence, OverBudget
 from etude.loop.rpc import Handler
-from etude.numerics.choosing import operators_for
+from etude.numerics.factory import operators_for
 from etude.numerics.parallel import RankLost
 from etude.records import Batch
 from etude.records.adapter import BASE_CHANNEL
@@ -39,9 +39,9 @@ from etude.records.summary import BatchPlan, BatchRef, RolloutSummary
 from etude.run import RunFolder, host_info
 from etude.telemetry import Telemetry
 from etude.training import TorchLearner
-from etude.training.batches import runs
-from etude.training.group import ONE, Group
-from etude.training.plugged import code_of
+from etude.training.batches import group_by_budget
+from etude.training.learner_plugins import plugin_identities
+from etude.training.process_group import SINGLE_PROCESS, ProcessGroup
 from etude.training.reference import Reference
 from etude.weights import Channel
 from etude.weights.chain.channel import publish_once
@@ -51,7 +51,7 @@ from etude.weights.shards.sharded import ShardedChannel
 
 if TYPE_CHECKING:  # only a learner of several ranks loads them
     from etude.loop.ranks import Leader
-    from etude.training.sharded import Sharded
+    from etude.training.sharded import ShardedProcessGroup
 
 TRACES_HINT = "every rank must have access to the run's traces: its folder, or the bucket of stores.traces"
 K1_TOKENS = 1 << 20  # tokens of rollouts in memory at once when they are compared with the reference
@@ -64,7 +64,7 @@ def make_learner(
     reference: Reference | None,
     *,
     refuse_mismatch: bool = True,
-    group: Group = ONE,
+    group: ProcessGroup = SINGLE_PROCESS,
 ) -> TorchLearner:
     """Create the learner of a run's config, or one rank of it (`group`). Also used by `etude replay`.
     `refuse_mismatch`: raise when sampler and learner probabilities differ beyond the parity budget, provided that the
@@ -83,7 +83,7 @@ def make_learner(
     )
 
 
-def reference_policy(run: RunFolder, config: RunConfig, group: Group = ONE) -> Reference:
+def reference_policy(run: RunFolder, config: RunConfig, group: ProcessGroup = SINGLE_PROCESS) -> Reference:
     """The reference policy for the KL term: the checkpoint with which RL began, computed with the policy's operators.
     It is not sharded: each rank holds all of it."""
     device = group.device(config.learner.device)
@@ -102,7 +102,7 @@ def computed_by(learner: TorchLearner) -> dict[str, str]:
         "chip": str(host_info()["cpu"]),
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
-        **code_of(learner.config),
+        **plugin_identities(learner.config),
     }
 
 
@@ -111,7 +111,7 @@ class LearnerProcess:
     torch thread."""
 
     def __init__(
-        self, run: RunFolder, config: RunConfig, telemetry: Telemetry, *, group: Sharded | None = None
+        self, run: RunFolder, config: RunConfig, telemetry: Telemetry, *, group: ShardedProcessGroup | None = None
     ) -> None:
         self.run, self.config, self.telemetry, self.group = run, config, telemetry, group
         self._learner: TorchLearner | None = None
@@ -129,7 +129,7 @@ class LearnerProcess:
     @functools.cached_property
     def reference(self) -> Reference:
         """The reference policy, loaded when first used."""
-        return reference_policy(self.run, self.config, self.group or ONE)
+        return reference_policy(self.run, self.config, self.group or SINGLE_PROCESS)
 
     def begin(self, checkpoint: str) -> int:
         """Load a checkpoint and return its step. First waits for a publish of this process's earlier learner, since two
@@ -142,9 +142,9 @@ class LearnerProcess:
             Channel(store, signer=signer) if self.group is None else self.group.channel(store, signer=signer)
         )
         reference = self.reference if self.config.learner.kl else None
-        self._learner = make_learner(self.config, self._channel, reference, group=self.group or ONE)
+        self._learner = make_learner(self.config, self._channel, reference, group=self.group or SINGLE_PROCESS)
         self._learner.load(checkpoint)
-        base = self._learner.trained.base()
+        base = self._learner.trainable.base()
         if base is not None:  # for remote engines without a checkpoint
             store = weights_store(self.run)
             if self.group is None:
@@ -216,9 +216,9 @@ class LearnerProcess:
         wall_s = round(time.perf_counter() - offered_at, 4)
         facts = {name: getattr(published, name) for name in published.__struct_fields__}
         self.telemetry.event("weights.publish", **facts, step=published.version.step, wall_s=wall_s)
-        if channel is not None and channel.mended:
-            self.telemetry.event("weights.mend", step=published.version.step, reason=channel.mended)
-            channel.mended = ""
+        if channel is not None and channel.repair_note:
+            self.telemetry.event("weights.mend", step=published.version.step, reason=channel.repair_note)
+            channel.repair_note = ""
         return published
 
     @property
@@ -248,7 +248,7 @@ class LearnerProcess:
         """For each rollout, Σ log π − log π_ref of its sampled tokens against the starting checkpoint, by rollout id.
         Rollouts are read in pieces of `K1_TOKENS` tokens."""
         files, found = rollout_files(self.run), dict[str, float]()
-        for some in runs([one.num_prompt + one.num_sampled for one in rollouts], K1_TOKENS):
+        for some in group_by_budget([one.num_prompt + one.num_sampled for one in rollouts], K1_TOKENS):
             read = map(files.read, rollouts[some])
             found |= self.reference.k1(reference_samples(read, temperature=self.config.rl.temperature))
         return found

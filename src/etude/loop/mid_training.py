@@ -28,7 +28,7 @@ from etude.run import RunFolder
 from etude.tasks.scripts import WithCopyProbe
 from etude.telemetry import Telemetry
 from etude.training import mid_train
-from etude.training.ranks import RankDied
+from etude.training.data_parallel import RankDied
 
 PROBE_TASKS, PROBE_FIRST = 128, 5_000_000
 """Training tasks whose indices are far from those that demonstrations and rollouts use."""

@@ -16,16 +16,16 @@ from functools import partial
 from pathlib import Path
 
 from etude.config import leaves, to_plain
-from etude.environments import MachineGrader, exports_of
-from etude.environments.backends import runtime_of
+from etude.environments import MachineGrader, simulate_exports
+from etude.environments.backends import runtime_from_config
 from etude.environments.images import ImageStore
 from etude.errors import ConfigError, RunError, TaskError
 from etude.experience.database import NoLedger
 from etude.experience.open_database import check_server
 from etude.harness import ChatFormat, standard_tools
+from etude.http_server import bind
 from etude.inference.config import EngineKind
 from etude.inference.foreign.environment import MAKES
-from etude.listening import bind
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.devices import check_devices, check_foreign_device
 from etude.loop.engine_registry import check_listen
@@ -34,7 +34,7 @@ from etude.loop.locations import check_store, has_published, ledger_location, re
 from etude.loop.rpc import MAX_FRAME_BYTES
 from etude.loop.task_images import with_images
 from etude.models.config import ModelConfig
-from etude.models.headers import check_blocks, check_rank, check_weights, tell_left_out
+from etude.models.headers import check_blocks, check_rank, check_weights, report_unused_layers
 from etude.numerics.config import NumericsConfig
 from etude.records.task import Split
 from etude.run import RunFolder
@@ -74,7 +74,7 @@ def preflight(
     if config.start is None:
         check_blocks(config.model, config.numerics.quantise)
         check_rank(config.model, config.learner.lora_rank)
-        config.model.shared(config.numerics.degree)
+        config.model.per_rank(config.numerics.degree)
         check_step(config, config.model, log)
         if config.learner.device.startswith("cuda"):
             log(f"mid-training runs on the CPU; learner.device = {config.learner.device!r} is used by RL only")
@@ -129,10 +129,10 @@ def check_foreign(config: RunConfig, *, adopted: bool) -> None:
     if not kinds or config.start is None or adopted:
         return
     model = start_model_config(config.start)
-    if model.architecture.foreign:
+    if model.architecture.no_external_engines:
         raise ConfigError(
             f"fleet.engines = {list(map(str, config.fleet.engines))}",
-            f"{MAKES[kinds[0]].name} {model.architecture.foreign} (family {model.family})",
+            f"{MAKES[kinds[0]].name} {model.architecture.no_external_engines} (family {model.family})",
             hint="use reference engines for this model",
         )
 
@@ -141,7 +141,7 @@ def check_machines(config: RunConfig) -> None:
     """Check that machines of this config, with its limits, can be created here. Raises `MachineError`, `InputError`."""
 
     async def opened() -> None:
-        await runtime_of(config.machines).close()
+        await runtime_from_config(config.machines).close()
 
     asyncio.run(opened())
 
@@ -151,7 +151,7 @@ async def build_images(config: RunConfig, log: Callable[[str], None]) -> None:
     source = open_source(config.tasks.source, config.tasks.seed)
     if not isinstance(source, HarborSource) or not config.machines.images:
         return
-    runtime = runtime_of(config.machines)
+    runtime = runtime_from_config(config.machines)
     try:
         store = ImageStore(Path(config.machines.images))
         await with_images(source, store, runtime, lambda name: log(f"the image of {name} is ready"))
@@ -233,7 +233,7 @@ def check_start(
     check_weights(checkpoint, model)
     check_blocks(model, numerics.quantise)
     check_rank(model, lora_rank)
-    model.shared(numerics.degree)
+    model.per_rank(numerics.degree)
     if context_tokens > model.context_tokens:
         raise ConfigError(
             f"engine.context_tokens = {context_tokens}",
@@ -241,7 +241,7 @@ def check_start(
             hint="lower it, and harness.context_tokens with it, or start from a model with a longer context",
         )
     ChatFormat.load(checkpoint)
-    tell_left_out(checkpoint, model, log)
+    report_unused_layers(checkpoint, model, log)
     return model
 
 
@@ -279,9 +279,9 @@ def used_splits(config: RunConfig) -> list[Split]:
 
 
 async def _validate(source: TaskSource, config: RunConfig) -> None:
-    runtime = runtime_of(config.machines)
+    runtime = runtime_from_config(config.machines)
     try:
-        grader, export = grader_for(source, MachineGrader(runtime)), partial(exports_of, runtime)
+        grader, export = grader_for(source, MachineGrader(runtime)), partial(simulate_exports, runtime)
         proof = await check(source, grader, used_splits(config)[0], VALIDATED_TASKS, export=export)
     finally:
         await runtime.close()

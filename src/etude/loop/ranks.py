@@ -44,8 +44,8 @@ from etude.loop.rank_hosts import (
 )
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
-from etude.training.sharded import Sharded, join
-from etude.training.sharded.mesh import LOOPBACK, listen, reach
+from etude.training.sharded import ShardedProcessGroup, join
+from etude.training.sharded.mesh import LOOPBACK, connect_store, host_store
 
 if TYPE_CHECKING:
     pass
@@ -168,25 +168,25 @@ class Leader:
     def __init__(self, run: RunFolder, config: RunConfig, telemetry: Telemetry, *, at: str = "", away: int = 0) -> None:
         self._config, self._telemetry, self._secret = config, telemetry, new_secret()
         self._here, self._calls = config.learner.ranks - away, 0
-        self._group: Sharded | None = None
+        self._group: ShardedProcessGroup | None = None
         self._progress: RankProgress | None = None
         host = at or LOOPBACK
         self._listener = RankListener(run.path, host, away, self._secret, self.lost) if away else None
-        self._store = listen(host)
+        self._store = host_store(host)
         self._at = format_address(host, self._store.port)
         for rank in range(1, self._here):
             started = start_rank(run.path, rank, self._at, self._secret, local=rank)
             telemetry.event("process", name=f"learner rank {rank}", state="start", pid=started.pid)
             threading.Thread(target=self._watch, args=(rank, started), daemon=True).start()
 
-    def join(self) -> Sharded:
+    def join(self) -> ShardedProcessGroup:
         """Form the process group; once. Raises `RunError` when ranks do not connect in time."""
         if self._group is None:
             if self._listener is not None:
                 self._wait_for_ranks(self._listener)
             self._store.set(MET, "")
             ranks, limit_s = self._config.learner.ranks, progress_limit_s(self._config)
-            self._progress = RankProgress(reach(self._store.host, self._store.port), 0, ranks, limit_s)
+            self._progress = RankProgress(connect_store(self._store.host, self._store.port), 0, ranks, limit_s)
             self._progress.watch(self.lost)
             self._group = join_group(self._config, store=self._store, rank=0)
         return self._group
@@ -235,9 +235,9 @@ def progress_limit_s(config: RunConfig) -> float:
     return PATIENCE * config.fleet.hung_s
 
 
-def join_group(config: RunConfig, *, store: TCPStore, rank: int) -> Sharded:
+def join_group(config: RunConfig, *, store: TCPStore, rank: int) -> ShardedProcessGroup:
     """Join the process group as this rank."""
-    return Sharded(join(config.learner, store=store, rank=rank, deadline_s=COLLECTIVE_S))
+    return ShardedProcessGroup(join(config.learner, store=store, rank=rank, deadline_s=COLLECTIVE_S))
 
 
 def exit_with_error(error: EtudeError) -> NoReturn:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from etude.environments.grading.signs import Signs, signs_of
+from etude.environments.grading.cheat_detector import CheatIndicators, scan_rollout
 from etude.experience import RolloutFiles
 from etude.harness import ChatFormat
 from etude.records import Rollout, Task
@@ -19,7 +19,7 @@ class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
 
     summary: RolloutSummary
     task: Task
-    signs: Signs = Signs()  # of cheating
+    signs: CheatIndicators = CheatIndicators()  # of cheating
     transcript: str = ""  # of the last path, if requested
 
 
@@ -27,7 +27,7 @@ class RolloutReply(msgspec.Struct, frozen=True, kw_only=True):
     """A `RolloutResult` without its task, as it is sent to the conductor, which has the task."""
 
     summary: RolloutSummary
-    signs: Signs
+    signs: CheatIndicators
     transcript: str
 
     def with_task(self, task: Task) -> RolloutResult:
@@ -46,10 +46,10 @@ def store_rollout(
     """Store a rollout and return its reply. `kept`: the ledger will refer to the file, so it is synced to disk.
     `looks`: look for signs of cheating, except in invalid rollouts. `chat`: the chat format for a transcript; None: no
     transcript. Raises `StoreError`."""
-    stored, signs = files.write(rollout, durable=kept), Signs()
+    stored, signs = files.write(rollout, durable=kept), CheatIndicators()
     if find_signs and rollout.invalid is None:
         calls = [turn.calls for turn in rollout.trace.turns]
-        signs = signs_of(rollout.task, calls=calls, exports=rollout.exports)
+        signs = scan_rollout(rollout.task, calls=calls, exports=rollout.exports)
     leaves = rollout.trace.leaves() if chat is not None else []
     transcript = chat.readable(rollout.trace.path(leaves[-1]).token_ids) if chat is not None and leaves else ""
     return RolloutReply(summary=summary_of(rollout, stored), signs=signs, transcript=transcript)

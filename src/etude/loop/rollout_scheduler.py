@@ -24,7 +24,7 @@ from typing import NamedTuple
 import msgspec
 
 from etude import __version__
-from etude.environments.grading.signs import Signs, Suspicion
+from etude.environments.grading.cheat_detector import CheatIndicator, CheatIndicators
 from etude.errors import DeadlineExceeded, EngineBehind, EtudeError, LedgerError
 from etude.experience import Ledger
 from etude.experience.transitions import State
@@ -134,12 +134,12 @@ def with_host_terms(rollout: RolloutResult, outcome: Outcome, *, signs_checked: 
         return outcome
     terms = [submitted(rollout.summary)]
     if signs_checked:
-        plain = Signs(found=rollout.signs.found).of(outcome)
+        plain = CheatIndicators(found=rollout.signs.found).for_outcome(outcome)
         terms += [_signs(SIGNS, plain), _signs(SIGNS_IF_REWARDED, rollout.signs.if_rewarded)]
     return outcome.with_terms(*terms)
 
 
-def _signs(name: str, found: Sequence[Suspicion]) -> Term:
+def _signs(name: str, found: Sequence[CheatIndicator]) -> Term:
     evidence = str(found[0]) if found else ""
     return Term(name=name, value=float(len(found)), version=__version__, evidence=evidence)
 
@@ -149,9 +149,9 @@ def composed_reward(outcome: Outcome, composition: Composition) -> Reward | Inva
     return outcome if isinstance(outcome, Invalid) else composition.of(outcome)
 
 
-def counted_signs(rollout: RolloutResult, outcome: Outcome, reward: Reward | Invalid) -> list[Suspicion]:
+def counted_signs(rollout: RolloutResult, outcome: Outcome, reward: Reward | Invalid) -> list[CheatIndicator]:
     """The signs of cheating that set a rollout's reward to 0, the most serious first."""
-    return rollout.signs.of(outcome) if isinstance(reward, Reward) and SIGNS in reward.gates else []
+    return rollout.signs.for_outcome(outcome) if isinstance(reward, Reward) and SIGNS in reward.gates else []
 
 
 class _Ended(NamedTuple):
@@ -159,7 +159,7 @@ class _Ended(NamedTuple):
 
     rollout: RolloutSummary
     outcome: Outcome
-    signs: list[Suspicion]
+    signs: list[CheatIndicator]
     counts: asyncio.Future[bool]
 
 
@@ -224,7 +224,7 @@ class RolloutScheduler:
         finally:
             semaphore.release()
 
-    async def _finish(self, rollout: RolloutSummary, outcome: Outcome, signs: list[Suspicion]) -> bool:
+    async def _finish(self, rollout: RolloutSummary, outcome: Outcome, signs: list[CheatIndicator]) -> bool:
         """Store an ended rollout, in one transaction with others that end meanwhile. False when the ledger no longer
         counts it."""
         one = _Ended(rollout, outcome, signs, asyncio.get_running_loop().create_future())
@@ -262,7 +262,7 @@ class RolloutScheduler:
                 one.counts.set_result(counted)
 
     def _log_signs(
-        self, rollout: RolloutSummary, outcome: Outcome, reward: Reward | Invalid, signs: list[Suspicion]
+        self, rollout: RolloutSummary, outcome: Outcome, reward: Reward | Invalid, signs: list[CheatIndicator]
     ) -> None:
         draw = keyed_seed(self.processes.config.seed, "review", rollout.rollout_id) / 2**63
         solved = isinstance(reward, Reward) and reward.value > 0

@@ -27,10 +27,10 @@ from etude.loop.locations import has_published, poll_arguments, weights_location
 from etude.loop.processes import Child, Role, Supervisor
 from etude.loop.run_processes import read_url
 from etude.models.config import ModelConfig
-from etude.models.headers import check_weights, tell_left_out
+from etude.models.headers import check_weights, report_unused_layers
 from etude.numerics.config import NumericsConfig
 from etude.run import RunFolder
-from etude.scratch import OwnFolder
+from etude.scratch import ScratchDirectory
 from etude.stores import open_store
 from etude.telemetry import Telemetry
 from etude.weights.chain.inspect import require_pointer
@@ -56,7 +56,7 @@ async def serve_checkpoint(
     if not (checkpoint / "config.json").is_file():
         raise NoCheckpoint(f"{checkpoint} is not a checkpoint", "no config.json", hint="give a Hugging Face directory")
     model_config, chat = _read_model(checkpoint, log), ChatFormat.load(checkpoint)
-    with OwnFolder("serve") as folder:
+    with ScratchDirectory("serve") as folder:
         telemetry = Telemetry(folder / "events.jsonl", process="serve")
         supervisor = Supervisor(telemetry)
         fleet, engines = Fleet({}), list[HttpEngine]()
@@ -116,7 +116,7 @@ def _read_model(checkpoint: Path, log: Callable[[str], None]) -> ModelConfig:
     except ValueError as error:
         raise CheckpointError(f"{checkpoint}/config.json is damaged", str(error), hint="export it again") from None
     check_weights(checkpoint, config)
-    tell_left_out(checkpoint, config, log)
+    report_unused_layers(checkpoint, config, log)
     return config
 
 

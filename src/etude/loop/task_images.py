@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from etude.environments.images import ImageStore, build_from_dockerfile
-from etude.environments.network.outlets import outlets_of
+from etude.environments.network.build_network import build_network_of
 from etude.errors import InputError, TaskError
 from etude.records.image import Image
 from etude.seams import Runtime
@@ -32,7 +32,7 @@ async def with_images(
     `BadSource`, which names the line."""
     for context in _contexts(source):
         record = await build_from_dockerfile(
-            store, context, runtime=runtime, run_deadline_s=BUILD_S, outlets=outlets_of(store.path)
+            store, context, runtime=runtime, run_deadline_s=BUILD_S, outlets=build_network_of(store.path)
         )
         store.name(_name_of(context), record)
         on_built(context.parent.name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 
-from etude.environments.backends import runtime_of
+from etude.environments.backends import runtime_from_config
 from etude.harness import ChatFormat
 from etude.inference import Assignment, Fleet
 from etude.inference.membership import Roster
@@ -34,7 +34,7 @@ often than a local process hangs, and a repeated request gives the same result."
 async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Handlers:
     """The RPC methods of a worker process."""
     config = read_config(run)
-    runtime = runtime_of(config.machines)
+    runtime = runtime_from_config(config.machines)
     chat = ChatFormat.load(run / "tokenizer")
     stable = config.experience.max_lag == 0
     fleet = Fleet(

@@ -91,9 +91,9 @@ class PolicyLossContract(Contract):
     """What the learner relies on in a policy loss (`etude.training.losses.PolicyLossFunction`)."""
 
     def loss(self, tokens: SampledTokens) -> PolicyLoss:
-        from etude.training.plugged import loss_of
+        from etude.training.learner_plugins import call_loss
 
-        return loss_of(self.name, self.make(), tokens)
+        return call_loss(self.name, self.make(), tokens)
 
     def gradient(self, tokens: SampledTokens) -> torch.Tensor:
         """Of the loss by the learner's log-probabilities, [R]."""
@@ -153,10 +153,10 @@ class CorrectionContract(Contract):
     """What the learner relies on in a correction (`etude.training.corrections.Correction`)."""
 
     def weights(self, tokens: SampledTokens) -> Corrected:
-        from etude.training.plugged import weights_of
+        from etude.training.learner_plugins import call_correction
 
         log_ratio_R = tokens.logprobs_R.detach() - tokens.sampler_logprobs_R
-        return weights_of(self.name, self.make(), log_ratio_R, tokens.sequence_R)
+        return call_correction(self.name, self.make(), log_ratio_R, tokens.sequence_R)
 
     def test_weights_are_finite_and_not_negative(self) -> None:
         for staleness in (-20.0, -0.1, 0.1, 20.0):

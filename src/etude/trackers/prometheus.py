@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from etude.errors import ConfigError
-from etude.listening import bind
+from etude.http_server import bind
 from etude.seams import TrackedRun
 from etude.trackers.support import load_library, split_name
 

@@ -18,9 +18,9 @@ from typing import Any
 
 from etude.config import Plugin
 from etude.errors import PluginError
+from etude.file_checksums import verify_line
 from etude.run import RunFolder
 from etude.seams import TrackedRun
-from etude.sums import proven_line
 from etude.telemetry import Telemetry
 from etude.trackers.process import EVERY_METRIC, TrackerProcess
 from etude.trackers.support import numbers, without_secrets
@@ -127,7 +127,7 @@ def metrics_of(line: bytes) -> tuple[int, dict[str, float]] | None:
     (3, {'rl/loss': 0.5, 'rl/reward/mean': 0.25})
     """
     try:
-        event = json.loads(line) if proven_line(line) is not False else None
+        event = json.loads(line) if verify_line(line) is not False else None
     except ValueError:
         return None
     if not isinstance(event, dict) or event.get("kind") not in PARTS or not isinstance(event.get("step"), int):

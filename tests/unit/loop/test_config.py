@@ -145,7 +145,7 @@ def test_the_budget_of_parity_that_is_held_is_written_down() -> None:
 
 
 def test_a_dense_model_among_settings_of_experts_is_told_what_it_wants() -> None:
-    with pytest.raises(ConfigError, match="it wants num_experts = 0 and top_k = 0"):
+    with pytest.raises(ConfigError, match="needs num_experts = 0 and top_k = 0"):
         build(RunConfig, {"model": {"family": "qwen3", "num_experts": 8}})
 
 

@@ -117,7 +117,7 @@ def test_a_grader_measures_the_runs_own_terms_of_a_stored_rollout(game, tmp_path
     config = load(game.config, RunConfig, [f"rewards.terms=[{', '.join(terms)}]"])
     run_folder = RunFolder.create(tmp_path / "run", config_toml=to_toml(config), seed=0)
     assert read_config(run_folder).rewards == config.rewards
-    monkeypatch.setattr(grader, "runtime_of", lambda _: None)
+    monkeypatch.setattr(grader, "runtime_from_config", lambda _: None)
     rollout = finished(num_turns=1)
     summary = summary_of(rollout, rollout_files(run_folder).write(rollout))
 

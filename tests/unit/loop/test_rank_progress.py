@@ -12,7 +12,7 @@ import pytest
 from etude import progress
 from etude.loop import ranks
 from etude.loop.ranks import RankProgress
-from etude.training.sharded.mesh import LOOPBACK, listen, reach
+from etude.training.sharded.mesh import LOOPBACK, connect_store, host_store
 
 LIMIT_S = 300.0
 
@@ -32,8 +32,8 @@ class Group:
         monkeypatch.setattr(ranks, "time", self.clock)
         monkeypatch.setattr(ranks.progress, "count", lambda: self.counts[self.at])
         monkeypatch.setattr(ranks.progress, "tick", self.made)
-        self.store = listen(LOOPBACK)
-        self.ranks = [RankProgress(reach(LOOPBACK, self.store.port), rank, 2, LIMIT_S) for rank in range(2)]
+        self.store = host_store(LOOPBACK)
+        self.ranks = [RankProgress(connect_store(LOOPBACK, self.store.port), rank, 2, LIMIT_S) for rank in range(2)]
 
     def made(self) -> None:
         self.counts[self.at] += 1

@@ -178,7 +178,7 @@ def test_a_worker_looks_for_signs_in_training_and_in_evaluations(game, tmp_path,
         return play(spec)
 
     monkeypatch.setattr(worker, "run_rollout", played)
-    monkeypatch.setattr(worker, "runtime_of", lambda _: None)
+    monkeypatch.setattr(worker, "runtime_from_config", lambda _: None)
 
     async def main() -> RolloutReply:
         telemetry = Telemetry(tmp_path / "events.jsonl", process="worker-0")
