@@ -414,7 +414,7 @@ class TrackedRun(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str  # unique, and the same when the run is resumed
     folder: str  # the run folder
     resumed: bool  # whether an earlier session has logged metrics of this run
-    config: Mapping[str, Any]  # the effective settings, as nested plain data
+    config: Mapping[str, Any]  # the effective settings, as nested plain data, without secrets
     facts: Mapping[str, Any]  # versions and the host: `run.json`
 
 
@@ -422,7 +422,8 @@ class TrackedRun(msgspec.Struct, frozen=True, kw_only=True):
 class Tracker(Protocol):
     """A receiver of a run's metrics, such as TensorBoard or W&B. A plug-in of kind "tracker" is one.
 
-    All methods are called in order, from one thread of the conductor. An exception is reported and never ends the run.
+    It runs in a separate process, whose main thread makes all calls in order. An exception is reported and never ends
+    the run; after `start` has raised, nothing else is called. A `TrackerWarning` is also shown to the user.
     """
 
     def start(self, run: TrackedRun) -> None:
@@ -430,12 +431,13 @@ class Tracker(Protocol):
         ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record metrics of a step, by names such as "rl/loss".
+        """Record metrics of a step, by names such as "rl/loss". Values may be NaN or infinite.
 
         Steps count from 0 or 1, separately for each prefix before the slash. A step that is trained again after a
         restart is logged again."""
         ...
 
     def finish(self, outcome: str) -> None:
-        """Called last; write everything that is buffered. `outcome`: "finished", "stopped" or "failed"."""
+        """Called last; write everything that is buffered: the process ends without its exit handlers, and is killed
+        after 30 s. `outcome`: "finished", "stopped" or "failed"."""
         ...

@@ -120,7 +120,7 @@ def test_a_config_names_a_plugin_by_its_path_or_with_a_table_of_its_settings(tmp
     ("given", "says"),
     [
         ("pop", "learner.policy_loss = 'pop' is unknown\n  hint: did you mean 'ppo'?"),
-        ({"clip": 1}, "learner.policy_loss.kind: expected the import path of a plug-in"),
+        ({"clip": 1}, "learner.policy_loss.kind: expected the name or the import path of a plug-in"),
         ({"kind": "ppo", "clip_low": 0.1}, "unknown key 'learner.policy_loss.clip_low'"),
         ({"kind": "no path"}, "learner.policy_loss = 'no path' is unknown"),
     ],

@@ -7,12 +7,12 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from etude import __version__
-from etude.config import Plugin, build, leaves, like, load, ranged, to_plain, with_digests
+from etude.config import BuiltIn, Plugin, build, leaves, like, load, ranged, to_plain, with_digests
 from etude.environments.config import MachinesConfig
 from etude.environments.images import ImageStore
 from etude.errors import ConfigError, ConfigUnreadable, RunError, RunRefused, StoreError
@@ -34,6 +34,7 @@ from etude.tasks import open_source
 from etude.tasks.canaries import WithCanaries
 from etude.tasks.config import CorpusConfig, TasksConfig
 from etude.tasks.harbor import HarborSource
+from etude.trackers import BUILT_IN as TRACKERS
 from etude.training.config import LearnerConfig, LiveWeights, MidTrainingConfig
 
 MAX_ENGINES = 64
@@ -159,7 +160,7 @@ class RunConfig:
     stores: StoresConfig = field(default_factory=StoresConfig)
     retention: RetentionConfig = field(default_factory=RetentionConfig)
     evals: EvalsConfig = field(default_factory=EvalsConfig)
-    trackers: tuple[Plugin, ...] = ()  # further receivers of the run's numbers: `seams.Tracker`
+    trackers: tuple[Annotated[Plugin, BuiltIn(tuple(TRACKERS))], ...] = ()  # where metrics go, too: `seams.Tracker`
 
     def __post_init__(self) -> None:
         if self.numerics.mode is Mode.EXACT and self.engine.dtype is not self.learner.dtype:

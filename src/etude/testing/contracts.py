@@ -272,6 +272,12 @@ class TrackerContract(Contract):
             tracker.finish("finished")
         assert values == {"rl/loss": 1.0}, f"log changed its argument: {values}"
 
+    def test_values_may_be_nan_or_infinite_and_names_long(self) -> None:
+        with self.started() as tracker:
+            tracker.log(1, {"rl/loss": float("nan"), "rl/ratio_max": float("inf"), "rl/k3": float("-inf")})
+            tracker.log(1, {f"eval/during/by_family/{'a' * 400} (größer/ä)": 0.5})
+            tracker.finish("finished")
+
 
 class CorpusSourceContract(Contract):
     """Tests what mid-training relies on in a corpus source (`etude.tasks.corpus.CorpusSource`)."""
