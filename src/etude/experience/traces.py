@@ -6,8 +6,8 @@ returned them. A *sample* row is one row of the batch: the path that ends at a t
 Tokens and routes that turns of a group begin with in common are stored once.
 
 The file contains the digest of the batch, so that a reader gets exactly the batch that was trained on, or an error; and
-a digest of all its bytes (`etude.file_checksums`). `record_batch` makes the batch from the rollout files and writes while
-it reads, so that besides the samples only a bounded part of the step is in memory. The format is in
+a digest of all its bytes (`etude.file_checksums`). `record_batch` makes the batch from the rollout files and writes
+while it reads, so that besides the samples only a bounded part of the step is in memory. The format is in
 `docs/formats/traces.md`. Files are read in the caller's thread (`pre_buffer`, `use_threads`): a pyarrow thread that
 still uses a Python file when the interpreter exits would abort the process. This module knows nothing of databases, or
 of how the batch was made.

@@ -1,9 +1,9 @@
 """Compares every file of a run folder that has a checksum with it (`etude fsck`).
 
-Files are recognised by their kind, not by their names (`etude.file_checksums`): directories with SHA256SUMS, Parquet, JSON,
-event logs. The ledger has its own checksums and those of stored rollouts; so has the chain of weights. An unexpected file is
-either verified or listed as not verifiable. It only reads, and may run beside the run: a file that a live run replaces
-or deletes meanwhile is not reported, and a store that changes and looks damaged is read again.
+Files are recognised by their kind, not by their names (`etude.file_checksums`): directories with SHA256SUMS, Parquet,
+JSON, event logs. The ledger has its own checksums and those of stored rollouts; so has the chain of weights. An
+unexpected file is either verified or listed as not verifiable. It only reads, and may run beside the run: a file that a
+live run replaces or deletes meanwhile is not reported, and a store that changes and looks damaged is read again.
 
 This module knows nothing of training: `experience.auditing` checks that no rollout was lost.
 """

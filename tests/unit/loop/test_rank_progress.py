@@ -115,9 +115,9 @@ time.sleep(60)
 RANK = """
 import sys, time
 from etude.loop import ranks
-from etude.training.sharded.mesh import LOOPBACK, reach
+from etude.training.sharded.mesh import LOOPBACK, connect_store
 ranks.REPORT_S = 0.05
-ranks.RankProgress(reach(LOOPBACK, int(sys.argv[1])), 1, 2, 2.0).watch(ranks.exit_with_error)
+ranks.RankProgress(connect_store(LOOPBACK, int(sys.argv[1])), 1, 2, 2.0).watch(ranks.exit_with_error)
 print("watching", flush=True)
 time.sleep(60)
 """
