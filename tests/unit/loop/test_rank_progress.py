@@ -107,8 +107,8 @@ def test_progress_is_the_processs_own_counter() -> None:
 
 HOST = """
 import sys, time
-from etude.training.sharded.mesh import LOOPBACK, listen
-store = listen(LOOPBACK)
+from etude.training.sharded.mesh import LOOPBACK, host_store
+store = host_store(LOOPBACK)
 print(store.port, flush=True)
 time.sleep(60)
 """
