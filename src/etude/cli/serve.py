@@ -72,7 +72,7 @@ def export(args: argparse.Namespace) -> int:
     if args.adapter and args.quantise != "none":
         raise InputError("--adapter and --quantise", "an adapter is not rounded", hint="leave one of them out")
     path, at, step = args.source.rpartition("@")
-    settings = {"dtype": args.dtype, "quantise": Quantise(args.quantise), "said": partial(print, file=sys.stderr)}
+    settings = {"dtype": args.dtype, "quantise": Quantise(args.quantise), "log": partial(print, file=sys.stderr)}
     if at:
         if not step.isdigit():
             raise InputError(

@@ -301,7 +301,12 @@ def test_a_foreign_snapshot_reaches_nothing_but_the_machines_root(store):
         snapshot = await runtime.unpack(ImageState(image, b"", layer).pack())
         with pytest.raises(MachineError, match="is a circular link or a mount"):
             await runtime.fork(snapshot, 1)
-        for bad in (b"", b"x" * 100, ImageState(image, b"", b"")._replace(tree=b"x").pack(), ImageState(image, b"", b"x").pack()):
+        for bad in (
+            b"",
+            b"x" * 100,
+            ImageState(image, b"", b"")._replace(tree=b"x").pack(),
+            ImageState(image, b"", b"x").pack(),
+        ):
             with pytest.raises((ValueError, MachineError)):
                 await runtime.fork(await runtime.unpack(bad), 1)
 
