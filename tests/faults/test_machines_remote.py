@@ -21,7 +21,7 @@ from etude.environments import NamespaceRuntime
 from etude.environments.remote import ClientConfig, Keyring, Quota, RemoteRuntime, create_app, serving
 from etude.environments.remote.sandboxes import SandboxManager
 from etude.errors import MachineError
-from etude.records.command import Printed
+from etude.records.command import OutputChunk
 
 KEY = "e2b_" + "0123456789" * 4
 CLIENT = """
@@ -122,7 +122,7 @@ def test_a_command_whose_connection_breaks_is_heard_to_its_end_and_has_run_once(
         told, cut = [], asyncio.Event()
 
         def tell(event: object) -> None:
-            if isinstance(event, Printed):
+            if isinstance(event, OutputChunk):
                 told.append(event.data)
                 if event.data == b"first\n":
                     relay.cut()
@@ -134,7 +134,7 @@ def test_a_command_whose_connection_breaks_is_heard_to_its_end_and_has_run_once(
                 await asyncio.wait_for(relay.connected.wait(), 20)
             yield b"word\n"
 
-        result = await machine.exec(["sh", "-c", SCRIPT], key="1", deadline_s=30, stdin=given(), tell=tell)
+        result = await machine.exec(["sh", "-c", SCRIPT], key="1", deadline_s=30, stdin=given(), on_output=tell)
         assert (result.exit_code, b"".join(told), result.output) == (0, *[b"first\nsecond word\n"] * 2)
         assert result.truncated is plain  # a stranger's may have lost some: it is said
         assert await machine.read("runs") == b"x\n"
@@ -263,11 +263,11 @@ def test_nothing_is_left_of_a_server_that_was_killed_and_its_machines_are_not_ma
             began = asyncio.Event()
 
             def tell(event: object) -> None:
-                if isinstance(event, Printed):
+                if isinstance(event, OutputChunk):
                     began.set()
 
             running = asyncio.create_task(
-                machine.exec(["sh", "-c", f"echo up; sleep {seconds}; :"], key="1", deadline_s=600, tell=tell)
+                machine.exec(["sh", "-c", f"echo up; sleep {seconds}; :"], key="1", deadline_s=600, on_output=tell)
             )
             await asyncio.wait_for(began.wait(), 30)
             left = await asyncio.to_thread(sleepers, seconds)
@@ -327,7 +327,7 @@ def test_a_server_that_is_told_to_end_lets_machines_finish_and_then_ends_by_itse
             [machine] = await runtime.fork(await runtime.prepare({}), 1)
             began = asyncio.Event()
             running = asyncio.create_task(
-                machine.exec(["sleep", "1"], key="1", deadline_s=60, tell=lambda _: began.set())
+                machine.exec(["sleep", "1"], key="1", deadline_s=60, on_output=lambda _: began.set())
             )
             await asyncio.wait_for(began.wait(), 30)
             server.send_signal(signal.SIGTERM)

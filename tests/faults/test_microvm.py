@@ -22,7 +22,7 @@ from tests.here import opened
 from tests.virtual import microvm
 
 from etude.environments.microvm import MicroVMRuntime
-from etude.records.command import ExecResult, Printed, Started
+from etude.records.command import ExecResult, OutputChunk, ProcessStarted
 from etude.seams import Machine
 
 MIB = 1 << 20
@@ -269,11 +269,11 @@ def test_a_fork_while_a_command_floods_speaks_a_clean_protocol():
         [machine] = await fork(runtime)
         floods = asyncio.Event()
 
-        def tell(event: Started | Printed) -> None:
-            if isinstance(event, Printed):
+        def tell(event: ProcessStarted | OutputChunk) -> None:
+            if isinstance(event, OutputChunk):
                 floods.set()
 
-        flooding = asyncio.create_task(machine.exec(["yes"], key="1", deadline_s=600.0, tell=tell))
+        flooding = asyncio.create_task(machine.exec(["yes"], key="1", deadline_s=600.0, on_output=tell))
         await asyncio.wait_for(floods.wait(), 20)
         for round_ in range(3):
             [child] = await runtime.fork(await machine.snapshot(), 1)
@@ -301,11 +301,11 @@ def test_what_the_host_says_is_heard_however_quiet_the_guest_is() -> None:
                     said += await echoed.get()
                 assert said == b"%d\n" % number
 
-        def tell(event: Started | Printed) -> None:
-            if isinstance(event, Printed):
+        def tell(event: ProcessStarted | OutputChunk) -> None:
+            if isinstance(event, OutputChunk):
                 echoed.put_nowait(event.data)
 
-        result = await shell(machine, "exec cat", "talk", stdin=given(), tell=tell, deadline_s=60.0)
+        result = await shell(machine, "exec cat", "talk", stdin=given(), on_output=tell, deadline_s=60.0)
         assert (result.timed_out, result.output.count(b"\n")) == (False, rounds)
 
     with_runtime(test)

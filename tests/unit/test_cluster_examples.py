@@ -16,7 +16,7 @@ import jsonschema
 import pytest
 import yaml
 
-from etude.cli import _parser
+from etude.cli.commands import build_parser
 from etude.environments.images.dockerfile import parse
 from etude.environments.images.limits import ImageLimits
 from etude.loop.ray_cluster import ROLES
@@ -160,7 +160,7 @@ def test_the_jobs_command_is_one_that_etude_takes() -> None:
     _, _, command = entry[2].partition(" && ")
     name, *words = shlex.split(command)
     assert name == "etude"
-    assert _parser().parse_args(words).on == "ray"
+    assert build_parser().parse_args(words).on == "ray"
 
 
 def test_the_containers_recipe_is_read_as_a_dockerfile_and_copies_what_is_there() -> None:

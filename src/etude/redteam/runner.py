@@ -240,7 +240,7 @@ async def _run_programs(
 async def _run(program: str, machine: Machine, facts: Mapping[str, Any], stage: Stage, tell: Any = None) -> ExecResult:
     module, _, function = program.partition(".")
     command = ["python", "-m", "programs", module, function, json.dumps(dict(facts))]
-    return await machine.exec(command, key=program, deadline_s=stage.program_s, tell=tell)
+    return await machine.exec(command, key=program, deadline_s=stage.program_s, on_output=tell)
 
 
 @contextlib.asynccontextmanager

@@ -11,7 +11,7 @@ from etude.environments.output import OutputBuffer
 from etude.environments.remote import messages as m
 from etude.environments.remote.connect import Code, RpcError
 from etude.environments.remote.machine_client import MachineClient
-from etude.records.command import ExecResult, Printed, Started, Tell
+from etude.records.command import ExecResult, OutputCallback, OutputChunk, ProcessStarted
 from etude.seams import Machine
 
 _NOT_FOUND: Final = ("executable file not found", "no such file or directory")
@@ -21,7 +21,7 @@ _SIGNALS: Final = {"signal: killed": 137, "signal: terminated": 143, "signal: in
 class OutputCollector:
     """Collects the output of a command up to a size limit, and passes each event to a callback."""
 
-    def __init__(self, max_bytes: int, tell: Tell | None, *, began: float) -> None:
+    def __init__(self, max_bytes: int, tell: OutputCallback | None, *, began: float) -> None:
         self._began_at = began  # by time.monotonic
         self._output = OutputBuffer(max_bytes)
         self._tell, self._incomplete, self._began = tell, False, False
@@ -31,7 +31,7 @@ class OutputCollector:
         if event.start is not None and not self._began:
             self._began = True
             if self._tell is not None:
-                self._tell(Started(event.start.pid))
+                self._tell(ProcessStarted(event.start.pid))
         if event.data is not None:
             for stream, data in ((1, event.data.stdout), (2, event.data.stderr)):
                 if data:
@@ -40,7 +40,7 @@ class OutputCollector:
     def add_output(self, stream: int, data: bytes) -> None:
         """Add output of the command. `stream`: 1 for stdout, 2 for stderr."""
         if self._tell is not None:
-            self._tell(Printed(stream, data))
+            self._tell(OutputChunk(stream, data))
         self._output.add(data)
 
     def mark_incomplete(self) -> None:
