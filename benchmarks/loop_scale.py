@@ -41,7 +41,7 @@ from etude.records.task import Split
 from etude.run import RunFolder
 from etude.stores import DirectoryStore
 from etude.telemetry import Telemetry, read_events
-from etude.weights.chain.steps import Steps
+from etude.weights.chain.history import LineageSteps
 
 GROUPS, SIBLINGS, STEP_S, WARM_STEPS = 16, 8, 1.0, 2
 BEAT_S = 0.01  # the loop is asked this often whether it comes round
@@ -126,7 +126,7 @@ def played(place: str, scale: int, steps: int, folder: Path) -> dict[str, Any]:
         child.wait()
     telemetry.close()
     done = [event["t"] for event in read_events(run / "events") if event["kind"] == "rl.step"]
-    audit(conductor.ledger, run / "traces", Steps(DirectoryStore(run / "weights"))).require_sound()
+    audit(conductor.ledger, run / "traces", LineageSteps(DirectoryStore(run / "weights"))).require_sound()
     total = conductor.ledger.count()
     conductor.close()
     wall_s = done[-1] - done[WARM_STEPS - 1]

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import NoRun, RunError, RunRefused
-from etude.sums import SHA256, opened, sealed, sealed_list
+from etude.file_checksums import SHA256, sealed, sealed_list, verify_json
 
 FORMAT = 1
 LOCK_RETRY_S = 0.2
@@ -95,7 +95,7 @@ class RunFolder:
         if not isinstance(result, dict):
             raise ValueError("run.json is not an object")
         if result.get("format") == FORMAT:
-            opened(result, self.path / "run.json", must="sums" in result, kind=RunError)
+            verify_json(result, self.path / "run.json", must="sums" in result, kind=RunError)
         return result
 
     @property
@@ -163,7 +163,7 @@ class RunFolder:
             raise RunError(f"{self.path}/phases.json is damaged", str(error), hint=HINT_COPY) from None
         if not isinstance(found, list) or not all(isinstance(p, dict) and "phase" in p for p in found):
             raise RunError(f"{self.path}/phases.json is damaged", "it is not a list of phases", hint=HINT_COPY)
-        opened(found, self.path / "phases.json", kind=RunError)
+        verify_json(found, self.path / "phases.json", kind=RunError)
         return [{name: value for name, value in one.items() if name != SHA256} for one in found]
 
     def ended(self, phase: str) -> bool:
@@ -190,7 +190,7 @@ class RunFolder:
     def _plugin_records(self) -> list[dict[str, Any]]:
         try:
             found = json.loads((self.path / "plugins.json").read_text())
-            opened(found, self.path / "plugins.json", kind=RunError)
+            verify_json(found, self.path / "plugins.json", kind=RunError)
             return [{"since": one["since"], "plugins": list(one["plugins"])} for one in found]
         except (ValueError, TypeError, KeyError) as error:
             raise RunError(f"{self.path}/plugins.json is damaged", str(error), hint=HINT_COPY) from None

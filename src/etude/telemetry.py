@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from etude.sums import proven_line, sealed_line
+from etude.file_checksums import sealed_line, verify_line
 
 
 class Telemetry:
@@ -72,7 +72,7 @@ def read_events(folder: Path) -> Iterator[dict[str, Any]]:
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_bytes().splitlines():
             try:
-                event = json.loads(line) if proven_line(line) is not False else None
+                event = json.loads(line) if verify_line(line) is not False else None
             except ValueError:
                 continue
             if isinstance(event, dict) and isinstance(event.get("t"), int | float):

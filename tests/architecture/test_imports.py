@@ -24,7 +24,7 @@ SHARED = {
     "progress",
     "scratch",
     "syntax",
-    "sums",
+    "file_checksums",
 }
 ALONE: dict[str, set[str]] = {
     # usable alone, and the siblings that it imports all the same

@@ -40,7 +40,7 @@ from etude.stores import DirectoryStore
 from etude.telemetry import Telemetry, read_events
 from etude.testing import FakeLearner, FakeRunProcesses, MemoryRuntime, ScriptedEngine
 from etude.weights.chain.channel import Channel
-from etude.weights.chain.steps import Steps
+from etude.weights.chain.history import LineageSteps
 from etude.weights.tensors import Tensor
 
 CHAT = laptop_chat()
@@ -235,7 +235,7 @@ def test_no_rollout_is_lost_or_invalid_by_waiting_for_versions_engines_or_tokens
     assert processes.behind == 0, "none began before its version was published"
     ledger = conductor.ledger
     assert "invalid" not in ledger.states(), [row.reason for row in ledger.rows() if row.state == "invalid"]
-    audit(ledger, run / "traces", Steps(DirectoryStore(run / "weights"))).require_sound()
+    audit(ledger, run / "traces", LineageSteps(DirectoryStore(run / "weights"))).require_sound()
     lost = [event for event in read_events(run / "events") if event["kind"] == "lineage" and event["state"] == "lost"]
     assert len(lost) == 4
     assert sum(n for state, n in ledger.states().items() if state in ("trained", "no-signal")) == STEPS * 8

@@ -17,15 +17,14 @@ from etude.evals import compare_runs
 from etude.experience import audit
 from etude.experience.auditing import steps_of
 from etude.experience.traces import TraceFolder
+from etude.file_checksums import ChecksumMismatch, sealed, verify_json
 from etude.loop.locations import rollout_files, traces_folder, weights_location, weights_store
 from etude.loop.retention import replayable_after
 from etude.run import write_durably
 from etude.seams import BlobStore
-from etude.sums import Unproven, opened, sealed
-from etude.weights.chain.history import backward, head
+from etude.weights.chain.history import LineageSteps, backward, head
 from etude.weights.chain.inspect import require_pointer
 from etude.weights.chain.manifest import Manifest
-from etude.weights.chain.steps import Steps
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -78,7 +77,7 @@ def ledger_audit(args: argparse.Namespace) -> int:
     store, note = weights_store(run, readonly=True), run / "audit.json"
     after = _proven(store, note) if args.new else 0
     require_pointer(store)
-    steps, everything = Steps(store, down_to=after), Steps(store)
+    steps, everything = LineageSteps(store, down_to=after), LineageSteps(store)
     chain = _Chained(steps, traces)
     found = audit(
         ledger,
@@ -110,22 +109,22 @@ def ledger_audit(args: argparse.Namespace) -> int:
 class _Chained:
     """A lineage's steps; where a manifest is damaged, those before it by the traces."""
 
-    def __init__(self, steps: Steps, traces: TraceFolder) -> None:
+    def __init__(self, steps: LineageSteps, traces: TraceFolder) -> None:
         self._steps, self._traces = steps, traces
 
     def __iter__(self) -> Iterator[tuple[int, Collection[str]]]:
         yield from self._steps
         if self._steps.damaged is not None:
-            yield from steps_of(self._traces, self._steps.believed())
+            yield from steps_of(self._traces, self._steps.unread_up_to())
 
 
 def _proven(store: BlobStore, note: Path) -> int:
     """The step up to which an audit found this very lineage sound; 0 when none did."""
     try:
         said = json.loads(note.read_text())
-        opened(said, note)
+        verify_json(said, note)
         step, version = int(said["step"]), str(said["version"])
-    except (OSError, ValueError, KeyError, TypeError, Unproven):
+    except (OSError, ValueError, KeyError, TypeError, ChecksumMismatch):
         return 0
     for one in backward(store, "policy"):
         if isinstance(one, Manifest) and one.version.step <= step:

@@ -13,8 +13,8 @@ import msgspec
 from etude.dashboard.formatting import size
 from etude.environments.backends import open_memory_bounded
 from etude.environments.images import ImageRecord, ImageStore, build_from_directory, default_store
-from etude.environments.images.building import build_from_dockerfile
 from etude.environments.images.debian import build_from_debian
+from etude.environments.images.dockerfile_build import build_from_dockerfile
 from etude.environments.images.oci import build_from_oci
 from etude.environments.images.repository import build_from_repository
 from etude.environments.microvm import build as build_microvm
@@ -179,7 +179,7 @@ def collect(args: argparse.Namespace) -> int:
 def microvm(args: argparse.Namespace) -> int:
     """Build the guest of virtual machines from Debian packages, or say that the one of today's packages is there."""
     mirrors = [f"{args.mirror} {args.suite}"] if args.mirror else MIRRORS
-    image = build_microvm(args.folder, mirrors=mirrors, say=lambda line: print(line, file=sys.stderr, flush=True))
+    image = build_microvm(args.folder, mirrors=mirrors, log=lambda line: print(line, file=sys.stderr, flush=True))
     print(image.digest)
     print(f"  kernel {image.kernel_release}, in {(args.folder or cache_folder()) / 'microvm'}")
     return 0

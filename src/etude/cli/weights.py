@@ -15,10 +15,10 @@ from etude.dashboard import RunView
 from etude.dashboard.formatting import number
 from etude.dashboard.glossary import legend
 from etude.errors import CheckpointError, InputError, NoRun, WeightsError
+from etude.file_checksums import verify_files
 from etude.loop import locations
 from etude.run import RunFolder
 from etude.seams import BlobStore
-from etude.sums import prove
 from etude.weights.chain import fsck, inspect, signing
 
 
@@ -113,7 +113,7 @@ def verify(args: argparse.Namespace) -> int:
             hint=_cure(run, check.problems),
         )
     for checkpoint in sorted((run / "checkpoints").glob("[!.]*")):
-        prove(checkpoint, kind=CheckpointError)
+        verify_files(checkpoint, kind=CheckpointError)
     return 0
 
 

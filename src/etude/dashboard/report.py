@@ -26,7 +26,7 @@ from etude.dashboard.problems import damage, recovered_failures
 from etude.dashboard.run_view import PHASES, RunView, counts, number, text
 from etude.dashboard.summary import summarise_view
 from etude.errors import StoreError
-from etude.sums import Unproven, prove_parquet, sealed_page
+from etude.file_checksums import ChecksumMismatch, sealed_page, verify_parquet
 
 Row = tuple[str, ...]
 
@@ -242,10 +242,10 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     """The rows of an evaluation; empty when the file is missing or damaged."""
     try:
         with path.open("rb") as handle:
-            prove_parquet(handle, path, kind=Unproven)
+            verify_parquet(handle, path, kind=ChecksumMismatch)
         file = pq.ParquetFile(path, pre_buffer=False)  # no threads: they may abort the interpreter at exit
         rows: list[dict[str, Any]] = file.read(columns=list(_COLUMNS), use_threads=False).to_pylist()
-    except (pa.ArrowException, OSError, ValueError, KeyError, Unproven):
+    except (pa.ArrowException, OSError, ValueError, KeyError, ChecksumMismatch):
         return []
     kinds = {name: float if name == "reward" else str for name in _COLUMNS}
     return [row for row in rows if all(isinstance(row.get(name), kind) for name, kind in kinds.items())]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from etude.errors import NoRun
-from etude.sums import proven_line
+from etude.file_checksums import verify_line
 
 Event = Mapping[str, Any]
 T = TypeVar("T")
@@ -207,7 +207,7 @@ def _time(event: Event) -> float:
 
 def _event(line: bytes) -> Event | None:
     try:
-        event = json.loads(line) if proven_line(line) is not False else None
+        event = json.loads(line) if verify_line(line) is not False else None
     except (ValueError, RecursionError):
         return None
     return event if isinstance(event, dict) and number(event, "t") is not None and text(event, "kind") else None

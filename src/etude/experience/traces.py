@@ -6,8 +6,8 @@ returned them. A *sample* row is one row of the batch: the path that ends at a t
 Tokens and routes that turns of a group begin with in common are stored once.
 
 The file contains the digest of the batch, so that a reader gets exactly the batch that was trained on, or an error; and
-a digest of all its bytes (`etude.sums`). `record_batch` makes the batch from the rollout files and writes while it
-reads, so that besides the samples only a bounded part of the step is in memory. The format is in
+a digest of all its bytes (`etude.file_checksums`). `record_batch` makes the batch from the rollout files and writes
+while it reads, so that besides the samples only a bounded part of the step is in memory. The format is in
 `docs/formats/traces.md`. Files are read in the caller's thread (`pre_buffer`, `use_threads`): a pyarrow thread that
 still uses a Python file when the interpreter exits would abort the process. This module knows nothing of databases, or
 of how the batch was made.
@@ -36,6 +36,7 @@ import pyarrow.parquet as pq
 from etude.errors import EtudeError, LedgerError, StoreError
 from etude.experience.admission import mask_path
 from etude.experience.packing import Read, batch_of, samples_of
+from etude.file_checksums import PARQUET_KEY, seal_parquet, verify_parquet
 from etude.records.completion import Completion, Sampling, StopReason, Version, VersionSpan
 from etude.records.reward import Term
 from etude.records.rollout import Boundary, Graded, Invalid, Path, Trace, Turn, TurnKind
@@ -44,7 +45,6 @@ from etude.records.summary import BatchPlan, BatchRef, Member, as_seen
 from etude.records.task import Trust
 from etude.records.wire import I32, Array, Routes, from_json, pack, to_json
 from etude.seams import BlobStore
-from etude.sums import PARQUET_KEY, prove_parquet, seal_parquet
 
 FORMAT = 2
 ROW_GROUP_BYTES = 64 << 20
@@ -549,7 +549,7 @@ def _read(path: TraceFile, columns: Mapping[int, list[str]] | None = None) -> tu
     """The table of a file, with these columns for its format (None: all), and its metadata."""
     try:
         with path.open("rb") as handle:
-            has_digest = prove_parquet(handle, path, kind=LedgerError)
+            has_digest = verify_parquet(handle, path, kind=LedgerError)
             return _table(handle, columns if has_digest else None)  # without a digest, read all pages: they have CRCs
     except FileNotFoundError as error:
         raise LedgerError(f"no trace at {path}", hint="the step was not recorded, or its trace was removed") from error

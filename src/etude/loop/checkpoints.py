@@ -7,12 +7,12 @@ import shutil
 from pathlib import Path
 
 from etude.errors import CheckpointError
+from etude.file_checksums import SUMS, files_in, verify_files, write_sums
 from etude.harness import ChatFormat
 from etude.models.config import ModelConfig
 from etude.models.headers import unused_layers
 from etude.records import Version
 from etude.run import RunFolder
-from etude.sums import SUMS, files_in, prove, write_sums
 from etude.telemetry import Telemetry
 
 TOKENIZER_FILES = (
@@ -31,7 +31,7 @@ def copy_start_checkpoint(checkpoint: Path, run: RunFolder, telemetry: Telemetry
     learners, mid = shutil.ignore_patterns("learner.*", SUMS), run / "checkpoints" / "mid"
     for folder in (mid, run / "tokenizer"):
         (folder / SUMS).unlink(missing_ok=True)
-    prove(checkpoint, [n for n in files_in(checkpoint) if not n.startswith("learner.")], kind=CheckpointError)
+    verify_files(checkpoint, [n for n in files_in(checkpoint) if not n.startswith("learner.")], kind=CheckpointError)
     shutil.copytree(checkpoint, mid, dirs_exist_ok=True, ignore=learners)
     write_sums(mid)
     (run / "tokenizer").mkdir(exist_ok=True)
@@ -51,7 +51,7 @@ def checkpoint_version(checkpoint: Path) -> Version | None:
     path = checkpoint / "learner.json"
     if not path.is_file():
         return None
-    prove(checkpoint, [path.name], kind=CheckpointError)
+    verify_files(checkpoint, [path.name], kind=CheckpointError)
     try:
         step, incarnation, digest = json.loads(path.read_bytes())["version"]
         return Version(int(step), str(incarnation), str(digest))

@@ -65,7 +65,7 @@ from etude.records.task import Split
 from etude.run import RunFolder
 from etude.seams import TaskSource
 from etude.telemetry import Telemetry
-from etude.weights.chain.steps import Steps
+from etude.weights.chain.history import LineageSteps
 
 STEP_S, ADOPT_S, POLL_S = 600.0, 30.0, 0.05
 BEGIN_S = 2 * STEP_S  # includes the end of a publish of the lost lineage
@@ -178,8 +178,10 @@ class Conductor:
             await self._call("defend", type(None), taken)
         learner_logprobs, _ = await self._offer(())
         published = await self._call("published", Published)
-        steps = Steps(weights_store(self.run_folder))
-        reconciled = functools.partial(self.ledger.reconcile, steps, believed=steps.believed, head=published.version)
+        steps = LineageSteps(weights_store(self.run_folder))
+        reconciled = functools.partial(
+            self.ledger.reconcile, steps, believed=steps.unread_up_to, head=published.version
+        )
         mended = await self.ledger_thread(reconciled)  # no lineage continues from a step that it lacks
         self._taken = await self.ledger_thread(lambda: self.ledger.num_groups() - len(self.ledger.open_groups()))
         if steps.damaged is not None:

@@ -29,7 +29,7 @@ from etude.rewards import Composition
 from etude.rewards.config import RewardsConfig
 from etude.run import HINT_COPY, RunFolder
 from etude.seams import TaskSource
-from etude.stores.places import parse_place
+from etude.stores.locations import parse_bucket_url
 from etude.tasks import open_source
 from etude.tasks.canaries import WithCanaries
 from etude.tasks.config import CorpusConfig, TasksConfig
@@ -120,7 +120,7 @@ class StoresConfig:
         for name, url in (("weights", self.weights), ("traces", self.traces)):
             if url and not url.startswith("file:///"):
                 try:
-                    parse_place(url)
+                    parse_bucket_url(url)
                 except StoreError as error:
                     raise ValueError(f"stores.{name}: {error.what}; {error.hint}") from None
 

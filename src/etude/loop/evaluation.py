@@ -112,7 +112,6 @@ async def run_all(
     return await asyncio.gather(*(in_slot(spec) for spec in specs))
 
 
-
 async def baseline(
     processes: RunProcesses, source: TaskSource, kind: str, *, num_tasks: int, seed: int, telemetry: Telemetry
 ) -> float:

@@ -1,9 +1,9 @@
 """Compares every file of a run folder that has a checksum with it (`etude fsck`).
 
-Files are recognised by their kind, not by their names (`etude.sums`): directories with SHA256SUMS, Parquet, JSON, event
-logs. The ledger has its own checksums and those of stored rollouts; so has the chain of weights. An unexpected file is
-either verified or listed as not verifiable. It only reads, and may run beside the run: a file that a live run replaces
-or deletes meanwhile is not reported, and a store that changes and looks damaged is read again.
+Files are recognised by their kind, not by their names (`etude.file_checksums`): directories with SHA256SUMS, Parquet,
+JSON, event logs. The ledger has its own checksums and those of stored rollouts; so has the chain of weights. An
+unexpected file is either verified or listed as not verifiable. It only reads, and may run beside the run: a file that a
+live run replaces or deletes meanwhile is not reported, and a store that changes and looks damaged is read again.
 
 This module knows nothing of training: `experience.auditing` checks that no rollout was lost.
 """
@@ -20,6 +20,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from etude.errors import EtudeError, LedgerError, RunError
+from etude.file_checksums import (
+    SUMS,
+    ChecksumMismatch,
+    digests,
+    files_in,
+    read_sums,
+    verify_json,
+    verify_line,
+    verify_page,
+    verify_parquet,
+)
 from etude.loop.locations import (
     has_published,
     ledger_location,
@@ -29,17 +40,6 @@ from etude.loop.locations import (
     weights_store,
 )
 from etude.run import HINT_COPY, RunFolder
-from etude.sums import (
-    SUMS,
-    Unproven,
-    digests,
-    files_in,
-    opened,
-    prove_parquet,
-    proven_line,
-    proven_page,
-    read_sums,
-)
 from etude.weights.chain import fsck
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class _RunChecker:
         name = self._name(path)
         try:
             sums = read_sums(path)
-        except Unproven as error:
+        except ChecksumMismatch as error:
             report.add(name, f"{error.what}: {error.facts}", error.hint)
             return
         if sums is None:
@@ -223,7 +223,7 @@ class _RunChecker:
         name = self._name(path)
         try:
             proven = self._verify_file(path, report)
-        except Unproven as error:
+        except ChecksumMismatch as error:
             report.add(name, f"it is damaged: {error.facts}")
         except ValueError as error:
             report.add(name, f"it is damaged: {error}")
@@ -240,15 +240,15 @@ class _RunChecker:
         match path.suffix:
             case ".parquet":
                 with path.open("rb") as file:
-                    return prove_parquet(file, name)
+                    return verify_parquet(file, name)
             case ".jsonl":
                 self._events(path, report)
                 return True
             case ".json":
                 value = json.loads(path.read_bytes())
-                return opened(value, name) or value == []
+                return verify_json(value, name) or value == []
             case ".html":
-                found = proven_page(path.read_bytes())
+                found = verify_page(path.read_bytes())
                 if found is False:
                     raise ValueError("its digest is wrong")
                 return bool(found)
@@ -258,7 +258,7 @@ class _RunChecker:
         """Check the lines of a log. A last line without an end is being written, or its writer was killed."""
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                found = proven_line(line[:-1]) if line.endswith(b"\n") else True
+                found = verify_line(line[:-1]) if line.endswith(b"\n") else True
                 if not found and (self.has_sums or found is False):
                     report.add(self._name(path), f"line {number} is damaged")
 
@@ -311,9 +311,9 @@ class _RunChecker:
 
                 with trace.open() as file:
                     try:
-                        if not prove_parquet(file, trace):
+                        if not verify_parquet(file, trace):
                             self._missing_checksum(f"traces/{trace.name}", report)
-                    except Unproven as error:
+                    except ChecksumMismatch as error:
                         report.add(f"traces/{trace.name}", f"it is damaged: {error.facts}")
                 report.num_files += 1
         except (EtudeError, OSError, ValueError) as error:

@@ -216,9 +216,9 @@ class LearnerProcess:
         wall_s = round(time.perf_counter() - offered_at, 4)
         facts = {name: getattr(published, name) for name in published.__struct_fields__}
         self.telemetry.event("weights.publish", **facts, step=published.version.step, wall_s=wall_s)
-        if channel is not None and channel.mended:
-            self.telemetry.event("weights.mend", step=published.version.step, reason=channel.mended)
-            channel.mended = ""
+        if channel is not None and channel.repair_note:
+            self.telemetry.event("weights.mend", step=published.version.step, reason=channel.repair_note)
+            channel.repair_note = ""
         return published
 
     @property

@@ -19,6 +19,7 @@ from typing import Any
 from etude.dashboard import RunView, summarise, write_report
 from etude.errors import EtudeError
 from etude.evals import EvalResult
+from etude.file_checksums import sealed
 from etude.harness import ChatFormat
 from etude.loop import usage
 from etude.loop.checkpoints import copy_start_checkpoint
@@ -35,7 +36,6 @@ from etude.loop.run_processes import RunProcesses, open_processes
 from etude.loop.tracking import tracked
 from etude.records.task import Split
 from etude.run import RunFolder, write_durably
-from etude.sums import sealed
 from etude.telemetry import Telemetry
 
 Phase = Callable[[], Awaitable[Mapping[str, Any]]]

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from etude.errors import CheckpointError, ConfigError
+from etude.file_checksums import verify_files
 from etude.models.adapter_config import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -32,7 +33,6 @@ from etude.models.transformer import Transformer
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import SINGLE_RANK, Parallel
 from etude.records.adapter import AdapterConfig
-from etude.sums import prove
 
 _BASE = "etude_base"
 """Key of the metadata: the base's digest."""
@@ -67,7 +67,7 @@ def read_adapter(folder: Path) -> tuple[AdapterConfig, dict[str, torch.Tensor]]:
         config = AdapterConfig.from_peft(read_adapter_config(folder), base)
     except ValueError as error:
         raise damaged_adapter(str(folder / ADAPTER_CONFIG), str(error)) from None
-    prove(folder, [ADAPTER_CONFIG], kind=CheckpointError)
+    verify_files(folder, [ADAPTER_CONFIG], kind=CheckpointError)
     return config, tensors
 
 

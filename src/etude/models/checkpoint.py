@@ -1,9 +1,9 @@
 """Read and write checkpoints as Hugging Face directories: config.json, weights in one file or in shards, tokeniser
 files.
 
-A write is all or nothing: it goes into a hidden sibling directory with checksums (`etude.sums`), which is fsynced and
-renamed into place. A read checks names, shapes, dtypes and the number of weights before it builds a model, and every
-byte where the directory has checksums.
+A write is all or nothing: it goes into a hidden sibling directory with checksums (`etude.file_checksums`), which is
+fsynced and renamed into place. A read checks names, shapes, dtypes and the number of weights before it builds a model,
+and every byte where the directory has checksums.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 
 from etude import progress
 from etude.errors import CheckpointError
+from etude.file_checksums import verify_files, write_sums
 from etude.models.adapter_config import ADAPTER_CONFIG
 from etude.models.config import ModelConfig
 from etude.models.finite import find_non_finite
@@ -39,7 +40,6 @@ from etude.numerics.exact.operators import Exact
 from etude.numerics.formats import FORMATS
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import SINGLE_RANK, Parallel
-from etude.sums import prove, write_sums
 
 ASSETS = (
     "tokenizer.json",
@@ -220,7 +220,7 @@ def verify_weights(path: Path, *, part: int = 0, parts: int = 1) -> None:
     """
     is_sharded = (path / INDEX).is_file()
     names = ["config.json", *([INDEX, *shard_names(path / INDEX)] if is_sharded else [WEIGHTS])]
-    prove(path, names[part::parts], kind=CheckpointError)
+    verify_files(path, names[part::parts], kind=CheckpointError)
 
 
 def require_tied(path: Path, head: torch.Tensor, embedding: torch.Tensor) -> None:
@@ -319,7 +319,7 @@ def read_rows(path: Path, ranges: Iterable[RowRange]) -> None:
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """All tensors of one safetensors file. Raises `CheckpointError`."""
     with open_safetensors(path) as file:
-        prove(path.parent, [path.name], kind=CheckpointError)
+        verify_files(path.parent, [path.name], kind=CheckpointError)
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
 
 

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from etude.errors import TaskError
+from etude.file_checksums import SUMS, verify_files, write_sums
 from etude.records.wire import I32
-from etude.sums import SUMS, prove, write_sums
 
 FORMAT = 1
 _HINT = "delete the corpus directory; it is then created again"
@@ -90,7 +90,7 @@ def read_corpus(folder: Path | str, *, vocab_size: int) -> Corpus:
         corpus = Corpus(train=_read(folder, ""), heldout=_read(folder, "heldout."))
     except (OSError, ValueError) as error:
         raise TaskError(f"no corpus in {folder}", str(error), hint=_HINT) from None
-    prove(folder, kind=TaskError)
+    verify_files(folder, kind=TaskError)
     if not len(corpus.train):
         raise TaskError(f"the corpus in {folder} has no documents", hint="raise the counts under [corpus]")
     for docs in (corpus.train, corpus.heldout):

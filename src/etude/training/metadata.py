@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 from etude.errors import CheckpointError
+from etude.file_checksums import verify_files
 from etude.models.checkpoint import read_json
 from etude.records import Version
-from etude.sums import prove
 from etude.training.config import LearnerConfig, OptimizerKind
 
 FORMAT = 1
@@ -45,5 +45,5 @@ def read_metadata(path: Path, config: LearnerConfig) -> tuple[int, Version | Non
                 f"the setting is now {str(expected)!r}",
                 hint=f"set learner.{name} to the checkpoint's value",
             )
-    prove(path.parent, [path.name], kind=CheckpointError)
+    verify_files(path.parent, [path.name], kind=CheckpointError)
     return step, Version(*version) if isinstance(version, list) else None

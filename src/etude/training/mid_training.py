@@ -23,13 +23,13 @@ import torch.nn.functional as F
 
 from etude.config import to_plain
 from etude.errors import CheckpointError, ParityError, RunError
+from etude.file_checksums import verify_files
 from etude.models.attention import Packed
 from etude.models.checkpoint import atomic_directory, load_model, load_tensors, read_json, save_tensors, write_model
 from etude.models.config import ModelConfig
 from etude.models.hooks import ForwardHook, no_hook
 from etude.models.transformer import Forward, Transformer
 from etude.models.weight_views import hf_biases, hf_views
-from etude.sums import prove
 from etude.telemetry import Telemetry
 from etude.training.balance import ExpertBalancer
 from etude.training.batches import Spans, group_by_budget, plan_batches, rank_share, split_documents
@@ -280,7 +280,7 @@ class _Run:
             raise RunError(
                 f"{found} is a checkpoint of other settings", hint=f"delete {self.job.partial} to start again"
             )
-        prove(found, [PROGRESS], kind=CheckpointError)
+        verify_files(found, [PROGRESS], kind=CheckpointError)
         state, biases = load_tensors(found / STATE), hf_biases(self.model)
         if not biases.keys() <= state.keys():
             raise RunError(

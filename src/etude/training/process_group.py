@@ -20,13 +20,13 @@ from typing import Protocol, TypeVar
 import torch
 
 from etude.errors import CheckpointError
+from etude.file_checksums import files_in, verify_files
 from etude.models.attention import Cache, Packed
 from etude.models.checkpoint import atomic_directory, load_tensors, save_tensors
 from etude.models.transformer import Transformer
 from etude.numerics.device import device_for
 from etude.numerics.exact import tree_sum
 from etude.numerics.operators import Operators
-from etude.sums import files_in, prove
 from etude.training.exact_sum import exact_norm
 from etude.training.flat_batch import FlatBatch
 from etude.training.optimizer import AdamW
@@ -158,7 +158,7 @@ class SingleProcess:
 
     def restore_optimizer(self, path: Path, optimizer: AdamW) -> None:
         if (path / OPTIMIZER_SHARDS).is_dir():
-            prove(
+            verify_files(
                 path, [name for name in files_in(path) if name.startswith(f"{OPTIMIZER_SHARDS}/")], kind=CheckpointError
             )
             from etude.training.sharded.checkpoint import restore  # which needs torch.distributed

@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from etude.errors import TaskError
-from etude.sums import write_sums
+from etude.file_checksums import write_sums
 
 PIECES = r"[ .]?[A-Za-z_]+|\d| ?[^\s\w]+|\n *| +|\s|\w"
 """Pre-tokenisation: merges stay within a word with the space or dot before it (`.py` and `.upper` are one token: 11 %

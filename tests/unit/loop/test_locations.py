@@ -61,11 +61,17 @@ def test_a_run_of_an_etude_that_had_no_such_settings_is_looked_at(tmp_path):
         ({"experience": {"ledger": "postgresql://db/etude#mine"}}, "postgresql://host/database"),
         ({"experience": {"ledger": "postgresql://db:a-secret/etude"}}, "cannot be read"),
         ({"experience": {"ledger": "mysql://db/etude"}}, "postgresql://host/database"),
-        ({"stores": {"weights": "s3://a-secret@bucket/x"}}, "credentials or options is not taken"),
-        ({"stores": {"traces": "ftp://bucket/x"}}, "no store speaks 'ftp'"),
-        ({"stores": {"weights": "s3:///x"}}, "no bucket's name"),
-        ({"stores": {"weights": "memory://x"}}, "stores.weights: memory:// ends with its process; write file:///path"),
-        ({"stores": {"weights": "/a-secret/dir"}}, "stores.weights: a path is no URL; write file:///path"),
+        ({"stores": {"weights": "s3://a-secret@bucket/x"}}, "credentials or options is refused"),
+        ({"stores": {"traces": "ftp://bucket/x"}}, "unknown store scheme 'ftp'"),
+        ({"stores": {"weights": "s3:///x"}}, "not a valid bucket name"),
+        (
+            {"stores": {"weights": "memory://x"}},
+            "stores.weights: memory:// is lost when the process ends; write file:///path",
+        ),
+        (
+            {"stores": {"weights": "/a-secret/dir"}},
+            "stores.weights: this is a path, not a bucket URL; write file:///path",
+        ),
     ],
 )
 def test_a_place_that_cannot_be_or_holds_a_secret_is_refused(section, says):

@@ -156,7 +156,7 @@ def test_a_shard_that_is_missing_or_cut_off_is_named(saved: Path) -> None:
         save_tensors({name: tensors[name] for name in files if files[name] == part}, saved / part)
     (saved / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     check_weights(saved, SIZES)
-    with pytest.raises(CheckpointError, match=r"index\.json is not proven: .*SHA256SUMS does not list it"):
+    with pytest.raises(CheckpointError, match=r"index\.json has no checksum: .*SHA256SUMS does not list it"):
         load_model(saved)
     (saved / "SHA256SUMS").unlink()
     assert load_model(saved).config == SIZES

@@ -17,10 +17,10 @@ from typing import Any, BinaryIO, NamedTuple
 import msgspec
 
 from etude.environments.config import MachineLimits
+from etude.environments.images.decompression import decompressed
 from etude.environments.images.layers import apply_layer, write_layer
 from etude.environments.images.limits import BadSource, ImageLimits
 from etude.environments.images.openat import open_in
-from etude.environments.images.packed import unpacked
 from etude.environments.images.records import ImageRecord
 from etude.environments.images.store import ImageStore
 from etude.environments.images.tree import Tree
@@ -118,7 +118,7 @@ def _find_user(store: ImageStore, image: Image) -> tuple[int, int, str, str, lis
 
 
 def _text_in(store: ImageStore, digest: str, path: str) -> str:
-    with store.opened(digest) as root:
+    with store.open_root(digest) as root:
         try:
             with open(open_in(root, path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
                 return file.read(_PASSWD_BYTES).decode(errors="replace")
@@ -135,7 +135,7 @@ def _is_folder(root: int, path: str) -> bool:
 
 class ImageMachine(NamespaceMachine):
     """A machine whose root is an image. Its snapshots contain all changes to the root; it can also export them
-    (`Changing`)."""
+    (`ChangeExporter`)."""
 
     def __init__(
         self, handle: MachineHandle, launcher: LauncherProcess, state: ImageState, *, first: int, **common: Any
@@ -179,7 +179,7 @@ class ImageMachine(NamespaceMachine):
         limits = ImageLimits(total_bytes=max(self._max_tree_bytes, 1) * 2)
         with Tree(self._handle.root, limits, first=self._first_id) as tree:
             try:
-                apply_layer(unpacked(io.BytesIO(layer), limits), tree, skip=MOUNTED)
+                apply_layer(decompressed(io.BytesIO(layer), limits), tree, skip=MOUNTED)
             except BadSource as error:
                 raise ValueError(str(error)) from None
 
@@ -202,7 +202,7 @@ class ImageMachine(NamespaceMachine):
         return owner - self._first_id if self._first_id and 0 <= owner - self._first_id < NUM_IDS else 0
 
     async def changes(self, out: BinaryIO, *, max_bytes: int) -> None:
-        """See `images.changes.Changing`."""
+        """See `images.layers.ChangeExporter`."""
         written = 0
 
         def write(data: bytes) -> None:

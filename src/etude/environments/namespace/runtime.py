@@ -242,7 +242,7 @@ class NamespaceRuntime:
             )
         start = partial(self._start, image_settings(self._images, image, self._limits))
         held = ExitStack()
-        held.enter_context(self._images.held(image.digest))  # not removed while machines use it
+        held.enter_context(self._images.in_use(image.digest))  # not removed while machines use it
         try:
             pool = MachinePool(start, spare=min(_IMAGE_SPARE, self._spare), release=held.close)
         except BaseException:

@@ -15,6 +15,7 @@ import torch
 from torch import distributed
 
 from etude.errors import CheckpointError, ConfigError, EtudeError
+from etude.file_checksums import digests, files_in, verify_files, write_sums
 from etude.models.attention import Cache, Packed
 from etude.models.checkpoint import fsync_directory, rename_into_place, verify_weights
 from etude.models.transformer import Transformer
@@ -23,7 +24,6 @@ from etude.numerics.lora import LoraOperators
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import RankLost
 from etude.seams import BlobStore
-from etude.sums import digests, files_in, prove, write_sums
 from etude.training.config import LiveWeights
 from etude.training.exact_sum import exact_sum, rounded_sum
 from etude.training.flat_batch import FlatBatch
@@ -185,7 +185,7 @@ class ShardedProcessGroup:
             state = [
                 name for name in files_in(path) if name == OPTIMIZER_FILE or name.startswith(f"{OPTIMIZER_SHARDS}/")
             ]
-            prove(path, state[self.rank :: self.size], kind=CheckpointError)
+            verify_files(path, state[self.rank :: self.size], kind=CheckpointError)
         with self.propagate_errors("optimiser"):
             if (path / OPTIMIZER_SHARDS).is_dir():
                 checkpoint.restore(path / OPTIMIZER_SHARDS, optimizer, self._specs, self.mesh.control)

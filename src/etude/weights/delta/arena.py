@@ -1,7 +1,7 @@
-"""Memory that the system has back as soon as nobody uses it: what an update needs for a moment.
+"""Short-lived buffers whose memory returns to the operating system as soon as they are released.
 
-An allocator keeps what it is given back, between other things that are still held: an engine that follows versions
-would keep some percent of its model so. Lists of changes, and what an undo needs, are mappings of their own.
+A heap allocator keeps freed memory that lies between live objects. In an engine that follows versions, that would be
+some percent of the model. So lists of changes and undo data are allocated as memory mappings of their own.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import numpy as np
 import numpy.typing as npt
 
 MAPPED_BYTES = 1 << 20
-"""From so many on an array is a mapping of its own; a smaller one costs less in the heap."""
+"""An array of at least this many bytes is a mapping of its own. For smaller ones the heap is cheaper."""
 
 BLOCK_BYTES = 1 << 20
 _ALIGNMENT = 64
 
 
-def room(count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """[count] a new array; what is in it is not said.
+def allocate(count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Allocate an uninitialised array [count].
 
-    >>> room(3, np.dtype(np.uint16)).shape
+    >>> allocate(3, np.dtype(np.uint16)).shape
     (3,)
     """
     num_bytes = count * dtype.itemsize
@@ -36,9 +36,9 @@ def room(count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     return np.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), dtype, count)
 
 
-def give_back() -> None:
-    """Have the allocator give back what it keeps, where it is glibc's: free pages between what is still held. It takes
-    milliseconds: not for an engine's pause."""
+def trim_heap() -> None:
+    """Make glibc's allocator return free pages to the system; does nothing with other allocators. It takes
+    milliseconds: do not call it in an engine's pause."""
     trim = _malloc_trim()
     if trim is not None:
         trim(0)
@@ -52,25 +52,25 @@ def _malloc_trim() -> Callable[[int], int] | None:
     return trim
 
 
-class Rooms:
-    """Many small arrays, one after another in blocks, each of which lives as long as one of its arrays does."""
+class Arena:
+    """Allocates many small arrays from blocks. A block lives as long as one of its arrays."""
 
     def __init__(self) -> None:
         self._block = np.empty(0, np.uint8)
         self._at = 0
 
     def take(self, count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-        """[count] a new array; what is in it is not said.
+        """Allocate an uninitialised array [count].
 
-        >>> rooms = Rooms()
-        >>> a, b = (rooms.take(5, np.dtype(np.uint16)) for _ in range(2))
+        >>> arena = Arena()
+        >>> a, b = (arena.take(5, np.dtype(np.uint16)) for _ in range(2))
         >>> bool(np.shares_memory(a, b)), a.base is b.base
         (False, True)
         """
         num_bytes = count * dtype.itemsize
         if num_bytes > BLOCK_BYTES // 4:
-            return room(count, dtype)
+            return allocate(count, dtype)
         if self._at + num_bytes > self._block.nbytes:
-            self._block, self._at = room(BLOCK_BYTES, np.dtype(np.uint8)), 0
+            self._block, self._at = allocate(BLOCK_BYTES, np.dtype(np.uint8)), 0
         start, self._at = self._at, self._at + -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         return self._block[start : start + num_bytes].view(dtype)

@@ -1,4 +1,4 @@
-"""A directory follows a channel, over restarts, and never holds what was not proven."""
+"""A directory follows a channel, over restarts, and only contains verified weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from etude.weights.chain.manifest import write_manifest
 from etude.weights.chain.signing import Signer
 from etude.weights.files.checkpoint import CheckpointWriter, index_of, layout, read_checkpoint
 from etude.weights.files.folder import STATE, CheckpointFolder
-from etude.weights.files.following import FolderFollower, list_bytes
+from etude.weights.files.folder_follower import FolderFollower, list_bytes
 from etude.weights.tensors import same_bits
 
 Tensors = dict[str, Tensor]
@@ -318,6 +318,6 @@ def write(path: Path, held: Tensors, shard_bytes: int = 1 << 30) -> None:
 def test_a_file_is_no_directory_to_keep(tmp_path: Path) -> None:
     (tmp_path / "mk.py").write_text("mine")
     for path in (tmp_path / "mk.py", tmp_path / "mk.py" / "live"):
-        with pytest.raises(InputError, match="is no directory"):
+        with pytest.raises(InputError, match="is not a directory"):
             CheckpointFolder(path)
     assert (tmp_path / "mk.py").read_text() == "mine"

@@ -1,8 +1,8 @@
-"""A checkpoint directory that follows a channel: what `etude weights follow STORE --apply DIR` runs.
+"""A checkpoint directory that follows a channel: `etude weights follow STORE --apply DIR`.
 
-For engines that load from disk, for a mirror in another region, for a standby. What it holds at its start is proven and
-gone on from, so that a restart fetches only what it missed; a pointer that moved back while nobody looked is refused.
-Tensors that were published in parts are whole in it.
+For engines that load from disk, a mirror in another region, a standby. At its start, the content of the directory is
+verified and used as the starting point, so a restart fetches only what it missed. A pointer that moved back while it
+was not running is refused. Tensors that were published in parts are complete tensors in the directory.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from etude.seams import BlobStore
 from etude.weights.chain import history
 from etude.weights.files.folder import STATE, CheckpointFolder
 from etude.weights.follow.follower import Follower, Update
-from etude.weights.follow.head import LIMIT_BYTES, MovedBack
-from etude.weights.follow.parts import assemble, part_of, split, wholes
+from etude.weights.follow.head_tracker import LIMIT_BYTES, MovedBack
+from etude.weights.follow.parts import assemble, full_specs, part_of, split
 from etude.weights.tensors import Spec, tensor_digest
 
 
 @dataclass(frozen=True)
-class Adopted:
-    """One version that the directory holds now, and what it took."""
+class AdoptedVersion:
+    """A version that was written to the directory, and the work it took."""
 
     version: Version
     fetched_bytes: int
     written_bytes: int
-    list_bytes: int  # places and codes that were decoded: memory beside the weights
-    fetch_s: float  # fetching, decoding, proving
+    list_bytes: int  # memory of the decoded lists of changes
+    fetch_s: float  # seconds of fetching, decoding, verifying
     write_s: float
-    healed: tuple[str, ...]  # why ways that were tried first failed
+    healed: tuple[str, ...]  # the errors of the plans that failed before one worked
 
 
 class FolderFollower:
-    """Moves a folder to the head of a channel. Not safe between threads.
+    """Moves a `CheckpointFolder` to the head of a channel. Not thread-safe.
 
-    `public_key`: only pointers that its owner signed are believed. Raises `StoreError`.
+    Arguments as for `Follower`. Raises `StoreError`.
     """
 
     def __init__(
@@ -57,16 +57,20 @@ class FolderFollower:
             store, name, branch=branch, limit_bytes=limit_bytes, public_key=public_key, followed=folder.followed
         )
         self.resumed = folder.version is not None and self._follower.start_from(folder.version, folder.tensors)
-        """Whether what the folder held is a version of the channel, to go on from."""
+        """Whether the directory had an intact version of the channel, which was used as the starting point."""
         self.damaged = () if folder.version is None or self.resumed else self._damaged(folder.version)
-        """Files that do not hold what was written there; the first `advance` repairs them."""
-        self._pending: Update | None = None  # proven, and not yet taken by the disk
+        """Names of files whose content differs from the version that was written there. The first `advance` repairs
+        them."""
+        self._pending: Update | None = None  # verified, and not yet written to disk
 
-    def advance(self) -> Adopted | None:
-        """Come to the head; None when it is held, or there is none. Raises what `Follower.advance` raises, and
-        `StoreError` for a disk that refuses; then the folder is what it was, or opening it anew leads to the head, and
-        so does the next call. Raises `InputError`, before anything is fetched, for a folder that never followed and
-        holds another model's checkpoint."""
+    def advance(self) -> AdoptedVersion | None:
+        """Move the directory to the newest version. Returns what was done; None if it has the newest version already,
+        or there is none.
+
+        Raises what `Follower.advance` raises; `StoreError` if the disk refuses a write (then the directory is
+        unchanged, or opening it again or calling this again completes the update); and `InputError`, before anything is
+        fetched, if the directory never followed a channel and has a checkpoint of another model.
+        """
         self._refuse_others()
         update = self._pending = self._advance() or self._pending
         followed = self._follower.followed
@@ -77,9 +81,9 @@ class FolderFollower:
         started = time.perf_counter()
         published = self._follower.tensors
         written = self._folder.adopt(update.version, assemble(published), followed=followed)
-        self._follower.hold(split(self._folder.tensors, published))
+        self._follower.rebind(split(self._folder.tensors, published))
         self._pending = None
-        return Adopted(
+        return AdoptedVersion(
             version=update.version,
             fetched_bytes=update.fetched_bytes,
             written_bytes=written,
@@ -90,7 +94,7 @@ class FolderFollower:
         )
 
     def _damaged(self, version: Version) -> tuple[str, ...]:
-        """The files that do not hold a version's tensors; none for a version that the channel does not know."""
+        """The files that do not have the tensors of a version; none for a version that the channel does not have."""
         manifest = history.find(self._store, self._name, version)
         if manifest is None:
             return ()
@@ -102,7 +106,7 @@ class FolderFollower:
         }
         wrong = {entry.name for entry in manifest.tensors} - whole
         wrong = {part.tensor if (part := part_of(name)) else name for name in wrong}
-        known = wholes({entry.name: entry.spec for entry in manifest.tensors})
+        known = full_specs({entry.name: entry.spec for entry in manifest.tensors})
         return self._folder.files(wrong | (self._folder.tensors.keys() - known.keys()))
 
     def _advance(self) -> Update | None:
@@ -117,7 +121,7 @@ class FolderFollower:
             ) from None
 
     def _refuse_others(self) -> None:
-        """A checkpoint that nothing here put there must have the channel's tensors. Raises `InputError`."""
+        """A checkpoint that was not written by a follower must have the channel's tensors. Raises `InputError`."""
         held = {name: tensor.spec for name, tensor in self._folder.tensors.items()}
         if not held or self._folder.version is not None:
             return
@@ -125,7 +129,7 @@ class FolderFollower:
         if pointer is None:
             return
         manifest = history.load(self._store, pointer.head)
-        published = wholes({entry.name: entry.spec for entry in manifest.tensors})
+        published = full_specs({entry.name: entry.spec for entry in manifest.tensors})
         if facts := differences(held, published):
             raise InputError(
                 f"{self._folder.path} holds another checkpoint than channel {self._name!r}",
@@ -135,7 +139,7 @@ class FolderFollower:
 
 
 def differences(held: Mapping[str, Spec], published: Mapping[str, Spec]) -> str:
-    """How the tensors of a checkpoint differ from a channel's in names, dtypes and shapes; "" where they do not."""
+    """Describe how the tensors of a checkpoint differ from a channel's in name, dtype or shape; "" if they do not."""
     different = [name for name in sorted({*held, *published}) if held.get(name) != published.get(name)]
     if not different:
         return ""
@@ -144,14 +148,14 @@ def differences(held: Mapping[str, Spec], published: Mapping[str, Spec]) -> str:
     name = different[0]
     return (
         f"tensors that differ: {len(different)} ({', '.join(f'{num} {kind}' for num, kind in kinds if num)}),"
-        f" {name!r} first: {_told(held.get(name))} there, {_told(published.get(name))} in the channel"
+        f" {name!r} first: {_spec_text(held.get(name))} there, {_spec_text(published.get(name))} in the channel"
     )
 
 
-def _told(spec: Spec | None) -> str:
+def _spec_text(spec: Spec | None) -> str:
     return f"{spec.dtype} {list(spec.shape)}" if spec else "none"
 
 
 def list_bytes(update: Update) -> int:
-    """What an update holds beside the weights: places and codes that changed."""
+    """Memory of the lists of changes in an update, in bytes."""
     return sum(places.nbytes + codes.nbytes for places, codes in update.changed.values())

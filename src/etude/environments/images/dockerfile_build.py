@@ -1,8 +1,8 @@
-"""Images from Dockerfiles: stages become images of the store, one step after another.
+"""Build images from Dockerfiles.
 
-Files are copied on this host; a RUN runs in a machine of the image so far, which gives back what it changed
-(`changes`). Every step's key is over its parent, its words and its inputs' content, so a step that was taken before
-leads at once to where it led then. What no name means afterwards is the cache, and `ImageStore.collect` takes it.
+COPY and ADD run on this host. A RUN step runs in a machine with the image so far, which exports its changes
+(`layers.ChangeExporter`). Each step is cached under a hash of its parent, its arguments and the content of its inputs.
+Unnamed images are the build cache; `ImageStore.collect` deletes them.
 """
 
 from __future__ import annotations
@@ -20,28 +20,35 @@ from pathlib import Path
 
 import msgspec
 
-from etude.environments.images.changes import Changing
-from etude.environments.images.copies import Copies, Sources
+from etude.environments.images.decompression import decompressed
 from etude.environments.images.directory import open_folder
-from etude.environments.images.dockerfile import MEANINGLESS, Dockerfile, Instruction, Stage, parse
-from etude.environments.images.dockerfile_words import arguments as arguments_of
-from etude.environments.images.dockerfile_words import expand, pairs, words_of
-from etude.environments.images.layers import apply_layer
+from etude.environments.images.dockerfile import (
+    NO_EFFECT,
+    Dockerfile,
+    Instruction,
+    Stage,
+    args_of,
+    arguments_of,
+    expand,
+    pairs,
+    parse,
+)
+from etude.environments.images.dockerfile_copy import CopySources, CopyStep
+from etude.environments.images.layers import ChangeExporter, apply_layer
 from etude.environments.images.limits import BadSource, too_large
 from etude.environments.images.openat import open_in
-from etude.environments.images.packed import unpacked
 from etude.environments.images.records import ImageRecord
 from etude.environments.images.store import ImageStore
-from etude.environments.images.tree import plain
+from etude.environments.images.tree import normalize_path
 from etude.environments.network.build_network import BuildNetwork
 from etude.errors import InputError, MachineError, nearest
 from etude.records.command import ExecResult
 from etude.records.image import Image
 from etude.seams import Runtime
 
-_TAIL_BYTES = 2000  # of what a failed RUN printed
+_TAIL_BYTES = 2000  # of the output of a failed RUN, for its error
 _SHELL = ("/bin/sh", "-c")
-_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # where no image says another
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # the default if the image sets none
 
 
 async def build_from_dockerfile(
@@ -56,23 +63,25 @@ async def build_from_dockerfile(
     run_deadline_s: float = 1800.0,
     outlets: BuildNetwork | None = None,
 ) -> ImageRecord:
-    """The image that a Dockerfile in the folder `context` describes; its last stage, or the one named `target`.
+    """Build an image from a Dockerfile in the folder `context`.
 
-    `runtime` has the machines that RUN needs (`refused`: why there is none), `outlets` what its commands reach: nothing
-    where None. `BadSource` names the line that cannot be followed, or whose command
-    failed, with the end of what it printed; `MachineError` is for machines that could not be had."""
+    `arguments`: values of ARG instructions (build arguments). `target`: the stage to build; default: the last one.
+    `runtime`: makes the machines for RUN steps; `refused`: the reason if it is None, for the error. `run_deadline_s`:
+    time limit of one RUN. `outlets`: the network access of RUN steps; None: no network.
+    Raises `BadSource` with the line of an invalid instruction or failed command, and the end of its output;
+    `InputError` for unknown arguments or stages; `MachineError` if no machine can be made."""
     with open_folder(context) as root:
         text = _text_in(root, dockerfile, store.limits.document_bytes)
         if text is None:
-            raise BadSource(f"no {dockerfile} in {context}", hint="name the folder that holds it")
+            raise BadSource(f"no {dockerfile} in {context}", hint="name the folder that contains it")
         skip = ignored(_text_in(root, ".dockerignore", store.limits.document_bytes) or "")
-        build = _Build(store, root, Sources(store, root, skip), parse(text, store.limits), arguments or {}, runtime)
+        build = _Build(store, root, CopySources(store, root, skip), parse(text, store.limits), arguments or {}, runtime)
         build.run_deadline_s, build.outlets, build.refused = run_deadline_s, outlets, refused
         return await build.stage(build.find(target) if target else build.file.stages[-1])
 
 
 def _text_in(context: int, name: str, max_bytes: int) -> str | None:
-    """The text of a regular file in an open folder; None where there is none. Links lead nowhere outside of it."""
+    """Read a regular text file in an open folder; None if there is none. Links never lead out of the folder."""
     try:
         fd = open_in(context, name, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -83,13 +92,13 @@ def _text_in(context: int, name: str, max_bytes: int) -> str | None:
     with open(fd, "rb") as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise BadSource(f"{name} is too large", f"more than {max_bytes} bytes", hint="is it a Dockerfile?")
+        raise BadSource(f"{name} is too large", f"more than {max_bytes} bytes", hint="check that it is a Dockerfile")
     return data.decode("utf-8", "surrogateescape")
 
 
 @dataclass(frozen=True)
 class _State:
-    """What instructions have led to so far. `key` stands for all of them and their inputs."""
+    """The state of a build after some instructions. `key`: a hash of all of them and their inputs."""
 
     record: ImageRecord
     key: str
@@ -98,11 +107,11 @@ class _State:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What the words of an instruction may name."""
+        """The variables that the next instruction can use."""
         return {"PATH": _PATH, **self.arguments, **self.record.image.env}
 
     def argv(self, at: Instruction) -> tuple[str, ...]:
-        """The command of a RUN, CMD or ENTRYPOINT: a list as it is, a text for the shell, with its here-documents."""
+        """The command line of a RUN, CMD or ENTRYPOINT. Shell form is passed to the shell, with its here-documents."""
         if at.is_exec:
             return at.words
         text = at.words[0]
@@ -111,7 +120,7 @@ class _State:
         return (*self.shell, "".join([text, *(f"\n{d.text}{d.name}\n" for d in at.documents)]))
 
     def then(self, *facts: object, **settings: object) -> _State:
-        """The same with other settings of the image, and the facts that make it another step."""
+        """The next state: changed image settings, and a key that includes `facts`."""
         key = _key(self.key, *facts)
         of_image = {k: v for k, v in settings.items() if k in ("env", "workdir", "user")}
         others = {k: v for k, v in settings.items() if k not in of_image}
@@ -120,11 +129,11 @@ class _State:
 
 
 def _of_script(text: str, shell: tuple[str, ...]) -> tuple[str, ...]:
-    """How a script is run: by what its first line names, else by the shell."""
+    """The command line that runs a script: with the program in its first line, else with the shell."""
     found = re.match(r"#!\s*(\S+)(?:[ \t]+(\S.*?))?[ \t]*\n", text)
     if found is None:
         return (*shell, text)
-    file = 'printf %s "$0" >/tmp/script && exec "$@" /tmp/script'  # the machine's own /tmp, no part of the image
+    file = 'printf %s "$0" >/tmp/script && exec "$@" /tmp/script'  # /tmp of the machine, which is not part of the image
     return ("/bin/sh", "-c", file, text, found[1], *([found[2]] if found[2] else []))
 
 
@@ -133,7 +142,7 @@ def _key(*facts: object) -> str:
 
 
 class _Build:
-    """One build. Stages are built when something needs them, once."""
+    """One build. Each stage is built once, when it is needed."""
 
     run_deadline_s: float
     outlets: BuildNetwork | None
@@ -143,24 +152,24 @@ class _Build:
         self,
         store: ImageStore,
         root: int,
-        sources: Sources,
+        sources: CopySources,
         file: Dockerfile,
-        given: Mapping[str, str],
+        build_args: Mapping[str, str],
         runtime: Runtime | None,
     ) -> None:
         self.file, self._store, self._root, self._sources = file, store, root, sources
-        self._given, self._runtime = given, runtime
-        self._built: dict[str, ImageRecord] = {}  # by the line a stage begins at
+        self._build_args, self._runtime = build_args, runtime
+        self._built: dict[str, ImageRecord] = {}  # by the line of the stage's FROM
         self._global = _platform()
         for at in file.arguments:
-            self._global |= _known(arguments_of(at, given, self._global))
+            self._global |= _without_none(arguments_of(at, build_args, self._global))
         declared = {
             name for at in (*file.arguments, *(i for stage in file.stages for i in stage.instructions))
             if at.name == "ARG" for name, _ in arguments_of(at, {}, {})
         }  # fmt: skip
-        for name in given:
+        for name in build_args:
             if name not in declared:
-                hint = nearest(name, declared) if declared else "it has none at all: leave it out"
+                hint = nearest(name, declared) if declared else "it has no ARG: leave it out"
                 raise InputError(f"the Dockerfile has no ARG {name[:40]}", hint=hint)
 
     def find(self, name: str) -> Stage:
@@ -168,11 +177,11 @@ class _Build:
             if name.lower() in (stage.name, str(number)) and name:
                 return stage
         known = [stage.name for stage in self.file.stages if stage.name]
-        hint = nearest(name, known) if known else "none has a name: write FROM image AS name, or give its number"
+        hint = nearest(name, known) if known else "no stage has a name: write FROM image AS name, or use its number"
         raise InputError(f"the Dockerfile has no stage {name!r}", hint=hint)
 
     async def stage(self, stage: Stage) -> ImageRecord:
-        """A stage's image, built if it has not been."""
+        """Return the image of a stage; builds it on the first call."""
         at = str(stage.begin.line)
         if at not in self._built:
             self._built[at] = await self._build(stage)
@@ -181,10 +190,10 @@ class _Build:
     async def _build(self, stage: Stage) -> ImageRecord:
         base = await self._base(stage)
         state = _State(base, _key("from", base.image.digest))
-        waiting: list[Copies] = []  # steps on files that are not taken yet
+        waiting: list[CopyStep] = []  # COPY, ADD and WORKDIR steps that are not applied yet
         for instruction in stage.instructions:
             if instruction.name == "RUN":
-                state = await asyncio.to_thread(self._take, state, waiting)
+                state = await asyncio.to_thread(self._apply, state, waiting)
                 state = await self._run(state, instruction)
             elif instruction.name in ("COPY", "ADD", "WORKDIR"):
                 copies = await self._copies(stage, state, instruction)
@@ -192,7 +201,7 @@ class _Build:
                 waiting.append(copies)
             else:
                 state = self._setting(state, instruction)
-        state = await asyncio.to_thread(self._take, state, waiting)
+        state = await asyncio.to_thread(self._apply, state, waiting)
         made = (*base.made, *(f"{i.name} {' '.join(i.words)}"[:500] for i in stage.instructions))
         return msgspec.structs.replace(state.record, source="dockerfile", made=made)
 
@@ -206,12 +215,12 @@ class _Build:
             if other.name == name.lower():
                 return await self.stage(other)
         if name == "scratch":
-            with self._store.building() as building:
-                return building.keep(ImageRecord(image=Image(digest="", workdir="/"), source="dockerfile"))
+            with self._store.new_image() as building:
+                return building.commit(ImageRecord(image=Image(digest="", workdir="/"), source="dockerfile"))
         try:
             return self._store.get(name)
         except InputError as error:
-            hint = f"build it first, from `docker save {name[:80]}` for instance, by --name {name[:80]}; {error.hint}"
+            hint = f"build it first, for instance from `docker save {name[:80]}`, with --name {name[:80]}; {error.hint}"
             raise stage.begin.error(error.what, hint) from None
 
     def _setting(self, state: _State, at: Instruction) -> _State:
@@ -220,26 +229,26 @@ class _Build:
         if at.name == "ENV":
             return state.then(at.name, found := pairs(at, variables), env={**record.image.env, **found})
         if at.name == "ARG":
-            named = arguments_of(at, self._given, variables)
-            known = _known((name, self._global.get(name) if value is None else value) for name, value in named)
+            named = arguments_of(at, self._build_args, variables)
+            known = _without_none((name, self._global.get(name) if value is None else value) for name, value in named)
             return replace(state.then(at.name, known), arguments={**state.arguments, **known})
         if at.name == "SHELL":
             return replace(state, shell=at.words)
-        if at.name in MEANINGLESS:
+        if at.name in NO_EFFECT:
             return state
         if at.name == "LABEL":
             return state.then(at.name, labels={**record.labels, **pairs(at, variables)})
         if at.name == "EXPOSE":
-            return state.then(at.name, ports=(*record.ports, *words_of(at, variables)))
+            return state.then(at.name, ports=(*record.ports, *args_of(at, variables)))
         if at.name == "USER":
             return state.then(at.name, user := expand(text, variables), user=user)
         return state.then(at.name, **{"command" if at.name == "CMD" else "entrypoint": state.argv(at)})
 
-    async def _copies(self, stage: Stage, state: _State, at: Instruction) -> Copies:
+    async def _copies(self, stage: Stage, state: _State, at: Instruction) -> CopyStep:
         variables = state.variables
         if at.name == "WORKDIR":
-            return self._sources.folder(at, _joined(state, expand(at.words[0], variables), at, self._store))
-        words = words_of(at, variables)
+            return self._sources.folder(at, _absolute(state, expand(at.words[0], variables), at, self._store))
+        words = args_of(at, variables)
         at = at._replace(
             flags={name: expand(value, variables) for name, value in at.flags.items()},
             documents=tuple(d._replace(text=expand(d.text, variables)) if d.expands else d for d in at.documents),
@@ -249,7 +258,7 @@ class _Build:
         digest = None
         if "from" in at.flags:
             digest = (await self._other(stage, at, at.flags["from"])).image.digest
-        to = _joined(state, words[-1], at, self._store)
+        to = _absolute(state, words[-1], at, self._store)
         into = words[-1].endswith(("/", "/.")) or words[-1] == "."
         names = [word for word in words[:-1] if not (at.documents and word.startswith("<<"))]
         return self._sources.copies(at, names, to, into=into, digest=digest)
@@ -264,17 +273,17 @@ class _Build:
         except InputError as error:
             raise at.error(f"COPY --from: {error.what}", "name an earlier stage, or an image of the store") from None
 
-    def _take(self, state: _State, waiting: list[Copies]) -> _State:
-        """Take the steps that wait, together; `state` is what they lead to but for its digest."""
+    def _apply(self, state: _State, waiting: list[CopyStep]) -> _State:
+        """Apply the waiting steps together. `state`: the state after them, except for its digest."""
         if not waiting:
             return state
-        done = self._store.step(state.key)
+        done = self._store.cached_step(state.key)
         if done is None:
-            with self._store.building(state.record.image.digest) as building:
+            with self._store.new_image(state.record.image.digest) as building:
                 for copies in waiting:
-                    copies.take(building.tree)
-                done = building.keep(state.record)
-            self._store.keep_step(state.key, done)
+                    copies.apply(building.tree)
+                done = building.commit(state.record)
+            self._store.cache_step(state.key, done)
         waiting.clear()
         return _at(state, done)
 
@@ -282,25 +291,25 @@ class _Build:
         argv, image = list(state.argv(at)), state.record.image
         reached = () if self.outlets is None else (self.outlets.key,)
         state = state.then("RUN", argv, state.variables, image.workdir, image.user, *reached)
-        done = self._store.step(state.key)
+        done = self._store.cached_step(state.key)
         if done is None:
             with self._store.scratch() as folder:
                 await self._run_in_machine(at, argv, state, folder / "layer")
                 done = await asyncio.to_thread(self._layered, folder / "layer", state.record)
-            self._store.keep_step(state.key, done)
+            self._store.cache_step(state.key, done)
         return _at(state, done)
 
     def _layered(self, layer: Path, record: ImageRecord) -> ImageRecord:
-        with self._store.building(record.image.digest) as building, open(layer, "rb") as file:
-            apply_layer(unpacked(file, self._store.limits), building.tree)
-            return building.keep(record)
+        with self._store.new_image(record.image.digest) as building, open(layer, "rb") as file:
+            apply_layer(decompressed(file, self._store.limits), building.tree)
+            return building.commit(record)
 
     async def _run_in_machine(self, at: Instruction, argv: list[str], state: _State, layer: Path) -> None:
         if self._runtime is None or not self._runtime.info.images:
             name = "none" if self._runtime is None else self._runtime.info.name
-            facts = self.refused or f"the runtime given is {name}"
-            hint = "give one with images, or build from an image that has it done"
-            raise MachineError(f"Dockerfile line {at.line}: RUN needs a machine of an image", facts, hint=hint)
+            facts = self.refused or f"the runtime is {name}"
+            hint = "use a runtime with images, or build from an image in which this step is done"
+            raise MachineError(f"Dockerfile line {at.line}: RUN needs a machine with the image", facts, hint=hint)
         [machine] = await self._runtime.fork(await self._runtime.prepare({}, image=state.record.image), 1)
         try:
             async with contextlib.AsyncExitStack() as stack:
@@ -310,19 +319,19 @@ class _Build:
                 env = {**reached, **state.arguments}
                 result = await machine.exec(argv, key="run", deadline_s=self.run_deadline_s, env=env)
             _require_success(at, result)
-            if not isinstance(machine, Changing):
-                facts = f"machines of {self._runtime.info.name} do not tell what was changed in them"
+            if not isinstance(machine, ChangeExporter):
+                facts = f"machines of {self._runtime.info.name} cannot export their changes"
                 raise MachineError(
                     f"Dockerfile line {at.line}: RUN has no result",
                     facts,
-                    hint="use a runtime that keeps whole snapshots",
+                    hint="use a runtime with full snapshots",
                 )
             await _changes_of(machine, layer, self._store.limits.total_bytes)
         finally:
             await machine.close()
 
 
-async def _changes_of(machine: Changing, to: Path, max_bytes: int) -> None:
+async def _changes_of(machine: ChangeExporter, to: Path, max_bytes: int) -> None:
     out = await asyncio.to_thread(open, to, "xb")
     try:
         await machine.changes(out, max_bytes=max_bytes)
@@ -340,12 +349,12 @@ def _require_success(at: Instruction, result: ExecResult) -> None:
 
 
 def _hint(result: ExecResult, printed: str) -> str:
-    """What to do about a RUN that failed."""
+    """The hint for a RUN that failed."""
     if "File size limit exceeded" in printed:
-        return "a file grew over what a machine may write: write smaller ones, or COPY it"
+        return "a file exceeded the size limit of machines: write smaller files, or COPY it"
     if result.exit_code == 127 or "/bin/sh" in printed:
-        return "the image lacks that program: FROM scratch has no /bin/sh; begin FROM an image with it, or COPY it"
-    return "what the program printed says why; it has no network but --allow: COPY what it needs"
+        return "the image lacks this program (FROM scratch has no /bin/sh): use an image that has it, or COPY it"
+    return "see the output above; RUN has no network except --allow: COPY what it needs"
 
 
 def _at(state: _State, done: ImageRecord) -> _State:
@@ -356,37 +365,35 @@ def _at(state: _State, done: ImageRecord) -> _State:
     return replace(state, record=record)
 
 
-def _joined(state: _State, path: str, at: Instruction, store: ImageStore) -> str:
-    """A path of a Dockerfile as an absolute one, relative ones from the working directory."""
+def _absolute(state: _State, path: str, at: Instruction, store: ImageStore) -> str:
+    """Make a path absolute; relative paths start at the working directory of the image."""
     whole = path if path.startswith("/") else f"{state.record.image.workdir}/{path}"
     normal = os.path.normpath(f"/{whole}")
     try:
-        return "/" + plain(normal, store.limits)
+        return "/" + normalize_path(normal, store.limits)
     except BadSource as error:
         raise at.error(error.what, error.hint) from None
 
 
 def _platform() -> dict[str, str]:
-    """The arguments that every build has: what it is for, which is what this host is."""
+    """The predefined build arguments: target and build platform, both this host."""
     machine = os.uname().machine
     name = {"x86_64": "amd64", "aarch64": "arm64"}.get(machine, machine)
     facts = {"PLATFORM": f"linux/{name}", "OS": "linux", "ARCH": name}
     return {f"{who}{what}": value for who in ("TARGET", "BUILD") for what, value in facts.items()}
 
 
-def _known(found: Iterable[tuple[str, str | None]]) -> dict[str, str]:
+def _without_none(found: Iterable[tuple[str, str | None]]) -> dict[str, str]:
     return {name: value for name, value in found if value is not None}
-
-
-# ------------------------------------------------------------------------------------------------------- .dockerignore
 
 
 MAX_LINES = 1_000
 
 
 def ignored(text: str) -> Callable[[str], bool]:
-    """Whether a path is left out, by the last line that says something about it or a folder above it. `BadSource` for
-    too many lines.
+    """Parse a .dockerignore. Returns a function that tells whether a path is ignored.
+
+    The last line that matches the path or a parent folder decides. Raises `BadSource` for too many lines.
 
     >>> skip = ignored("*.log\\n**/cache\\n!keep.log")
     >>> [skip(p) for p in ("a.log", "keep.log", "x/y/cache", "x/y/cache/z", "src/a.log", "a.py")]
@@ -413,9 +420,10 @@ def ignored(text: str) -> Callable[[str], bool]:
 
 
 def _expression(pattern: str) -> str:
-    """The regular expression of a pattern. Whoever wrote it may be hostile: no choice is made again that was made
-    (atomic groups), but for where the last run begins and how long its last star is. That is right, as the first place
-    where a run can end leaves what comes after it the most room."""
+    """Convert a .dockerignore pattern to a regular expression that cannot backtrack exponentially.
+
+    Patterns are untrusted. So all groups are atomic, except for the start of the last run (a part without ``**``) and
+    the length of its last star. This is correct because the earliest end of a run leaves the most text for the rest."""
     pattern = re.sub(r"(?:\*\*/)+", "**/", re.sub(r"\*{3,}", "**", pattern))  # the same, without the choices
     found = re.split(r"(\*\*/?)", pattern)  # runs, and what is between them
     expression = _run(found[0], last=len(found) == 1)
@@ -432,7 +440,7 @@ def _expression(pattern: str) -> str:
 
 
 def _run(run: str, *, last: bool) -> str:
-    """What stands between the wildcards that go over several folders."""
+    """Convert a part of a pattern without ``**``."""
     head, *rest = ("".join("[^/]" if c == "?" else re.escape(c) for c in part) for part in run.split("*"))
     final = f"[^/]*{rest.pop()}" if rest and last else ""
     return head + "".join(f"(?>[^/]*?{part})" for part in rest) + final

@@ -1,8 +1,8 @@
-"""Where a channel's head is, to a reader that goes forward: which pointers it follows, and which it refuses.
+"""Follows a pointer forward, and refuses one that moved back.
 
-A pointer that moves back is not followed, unless whoever moved it said by a new generation that it was meant. While a
-version is fetched the channel may go on, and garbage collection may take what it left: then the head is read again.
-Knows nothing of tensors: who follows says how to come to a version.
+A pointer that moved back to an older version is refused unless its generation was raised, which shows that the move is
+intended. While a version is being fetched, the channel may move on and garbage collection may delete objects: then the
+head is read again. Knows nothing of tensors: the caller supplies the function that moves to a version.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ Moved = TypeVar("Moved")
 
 
 class Behind(WeightsError):
-    """The channel is not yet at the version that was asked for."""
+    """The channel has not reached the requested version yet."""
 
 
 class MovedBack(WeightsError):
     """The pointer moved back to an older version without the new generation that marks an intended rollback."""
 
 
-class Followed(msgspec.Struct, frozen=True):
-    """What is remembered of the pointer that was followed last: a reader goes by the pair, which never falls."""
+class FollowedPointer(msgspec.Struct, frozen=True):
+    """The pointer that was followed last. The pair (generation, serial) of a followed pointer never decreases."""
 
-    pointer: str  # its key
+    pointer: str  # its key in the store
     version: Version
     generation: int
     serial: int
 
 
-class Head:
-    """The head of a channel, or of a branch of it. Remembers the pointer that was followed last.
+class HeadTracker:
+    """Tracks the head of a channel or of a branch. Remembers the pointer that was followed last.
 
-    `public_key`: only pointers that its owner signed are believed. `followed`: what was remembered by a reader before,
-    and is kept by whoever outlives the process; that of another pointer says nothing.
+    `public_key`: accept only pointers signed by this key. `followed`: the pointer that an earlier reader followed last;
+    ignored if it is of another channel or branch.
     """
 
     def __init__(
@@ -54,16 +54,16 @@ class Head:
         name: str,
         branch: str = "",
         public_key: bytes | None = None,
-        followed: Followed | None = None,
+        followed: FollowedPointer | None = None,
     ) -> None:
         self._store, self._name, self._branch, self._public_key = store, name, branch, public_key
         self._key = history.pointer_key(name, branch)
         self.followed = followed if followed is not None and followed.pointer == self._key else None
-        """The pointer that was followed last; None at the start."""
-        self._noted: Pointer | None = None  # the pointer that `followed` was made of
+        """The pointer that was followed last; None before the first."""
+        self._noted: Pointer | None = None  # the pointer that `followed` describes
 
     def version(self) -> Version | None:
-        """The head's version; None before the first publish. One read of some hundred bytes."""
+        """The version of the head; None before the first publish. One read of some hundred bytes."""
         pointer = self._read()
         return pointer.head.version if pointer else None
 
@@ -75,9 +75,11 @@ class Head:
         at_least: Version | None = None,
         exactly: Version | None = None,
     ) -> Moved | None:
-        """What `move` makes of the head's manifest, or of that of `exactly`; None where the head is held, or is none.
+        """Call `move` with the manifest of the head (or of `exactly`) and return its result. Returns None if the head
+        is held already or there is none.
 
-        Raises `Behind`, `WeightsError` as `Follower.advance` says, and what `move` raises.
+        `held`: the manifest of the held version. Raises `Behind` and `WeightsError` as described in `Follower.advance`,
+        and whatever `move` raises.
         """
         for tries_left in reversed(range(_MAX_TRIES)):
             pointer = self._read()
@@ -100,7 +102,7 @@ class Head:
                 raise
             except WeightsError:
                 if tries_left and self._read() != pointer:
-                    continue  # it went on meanwhile, and garbage collection may have taken what it left
+                    continue  # the head moved on, and garbage collection may have deleted objects of the old one
                 raise
             self.followed, self._noted = followed, pointer
             return moved
@@ -110,18 +112,18 @@ class Head:
         return history.head(self._store, self._name, self._branch, public_key=self._public_key)
 
     def _note(self, pointer: Pointer) -> None:
-        """Remember a pointer to the version that is held. By the manifest that it names: of the held one nothing but
-        its tensors is proven, for after a restart it is any that the store has of that version."""
+        """Remember a pointer to the held version. Reads the manifest that the pointer names: the held manifest may be
+        any that the store has of that version, and only its tensors were verified."""
         if pointer == self._noted:
             return
         try:
             named = history.load(self._store, pointer.head)
         except WeightsError:
-            return  # lost or damaged: what is held is held still
+            return  # lost or damaged: keep the held version
         self.followed, self._noted = self._admitted(pointer, named), pointer
 
-    def _admitted(self, pointer: Pointer, target: Manifest) -> Followed:
-        """What to remember of the pointer, unless it moved back. Raises `MovedBack`."""
+    def _admitted(self, pointer: Pointer, target: Manifest) -> FollowedPointer:
+        """The record of a pointer that may be followed. Raises `MovedBack`."""
         seen = self.followed
         if seen is not None:
             known = target.serial and seen.serial and pointer.head.version != seen.version
@@ -132,13 +134,13 @@ class Head:
                     f"{self._key} moved back to {target.version}",
                     f"{seen.version} was followed; the pointer's generation is {pointer.generation} after"
                     f" {seen.generation}, the version's serial {target.serial} after {seen.serial}",
-                    hint="a stale cache or a restored copy of the store does this; a rollback that is meant is made by"
-                    " `etude weights point`, under a new generation",
+                    hint="a stale cache or a restored copy of the store can cause this; for an intended"
+                    " rollback use `etude weights point`, which raises the generation",
                 )
-        return Followed(self._key, pointer.head.version, pointer.generation, target.serial)
+        return FollowedPointer(self._key, pointer.head.version, pointer.generation, target.serial)
 
     def _is_before(self, target: Manifest, version: Version) -> bool:
-        """Whether a head was published before a version, as far as can be told."""
+        """Whether the head was published before a version, as far as known."""
         if target.version == version:
             return False
         other = history.find(self._store, self._name, version)
@@ -154,7 +156,7 @@ class Head:
 
 
 def check_size(manifest: Manifest, limit_bytes: int) -> None:
-    """Raises `WeightsError` for a version whose tensors need more than `limit_bytes`."""
+    """Raise `WeightsError` if the tensors of a version need more than `limit_bytes`."""
     if manifest.snapshot_bytes > limit_bytes:
         raise WeightsError(
             f"{manifest.version} needs {manifest.snapshot_bytes} bytes",
@@ -167,5 +169,5 @@ def _behind(wanted: Version | None, head: Version | None) -> Behind:
     return Behind(
         f"{wanted} is not there",
         f"the channel is at {head}" if head else "nothing was published",
-        hint="ask again: its writer may still be publishing it, or this store lags behind another",
+        hint="try again later: its writer may still be publishing it, or this store lags behind another",
     )

@@ -1,7 +1,7 @@
-"""Undo data: what is needed to take tensors one version back.
+"""Undo records: the overwritten codes that lead tensors one version back.
 
-A delta can be decoded only from the old version to the new one. So a follower that may have to go back keeps the codes
-that a step overwrote, with their positions. A tensor is kept whole where a list would be longer, or its shape changed.
+A delta can only be decoded from the old version to the new one. So a follower that may have to go back keeps the codes
+that a step overwrote, with their positions. A tensor is kept in full if the list would be longer or its shape changed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy.typing as npt
 from etude.weights.tensors import Codes, Tensor
 
 Changes = Mapping[str, tuple[npt.NDArray[Any], Codes]]
-"""By tensor name: ascending flat positions (uint32 or int64), and codes."""
+"""Tensor name -> ascending flat positions (uint32 or int64), and the codes there."""
 
 
 @dataclass(frozen=True)
-class Undo:
+class UndoRecord:
     """Leads from the tensors after a step to those before it."""
 
     changed: Mapping[str, tuple[npt.NDArray[Any], Codes]]  # positions, and the old codes there
@@ -29,12 +29,12 @@ class Undo:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory that it needs."""
+        """Memory that the record needs, in bytes."""
         lists = sum(where.nbytes + codes.nbytes for where, codes in self.changed.values())
         return lists + sum(tensor.num_bytes for tensor in self.replaced.values())
 
     def apply(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors before the step, from those after it. Unchanged tensors are the same objects."""
+        """Compute the tensors before the step from those after it. Unchanged tensors are the same objects."""
         before = {name: tensor for name, tensor in tensors.items() if name not in self.removed}
         for name, (where, codes) in self.changed.items():
             written = before[name].codes.copy()
@@ -43,8 +43,9 @@ class Undo:
         return before | dict(self.replaced)
 
 
-def retain(old: Mapping[str, Tensor], new: Mapping[str, Tensor], changed: Changes) -> Undo:
-    """Make the undo from `new` back to `old`; `changed`: the result of `compare(old, new)`."""
+def make_undo_record(old: Mapping[str, Tensor], new: Mapping[str, Tensor], changed: Changes) -> UndoRecord:
+    """Create the record that leads from `new` back to `old`. `changed`: the first result of `compare_tensors(old,
+    new)`."""
     lists: dict[str, tuple[npt.NDArray[Any], Codes]] = {}
     whole = {name: tensor for name, tensor in old.items() if name not in new or new[name].spec != tensor.spec}
     for name, (where, codes) in changed.items():
@@ -53,13 +54,14 @@ def retain(old: Mapping[str, Tensor], new: Mapping[str, Tensor], changed: Change
             lists[name] = kept, old[name].codes[where]
         else:
             whole[name] = old[name]
-    return Undo(lists, whole, tuple(sorted(new.keys() - old.keys())))
+    return UndoRecord(lists, whole, tuple(sorted(new.keys() - old.keys())))
 
 
-def compare(
+def compare_tensors(
     old: Mapping[str, Tensor], new: Mapping[str, Tensor]
 ) -> tuple[dict[str, tuple[npt.NDArray[Any], Codes]], dict[str, Tensor]]:
-    """Compare two sets of tensors: `Update.changed` and `Update.replaced`. Tensors with equal bits are in neither."""
+    """Compare two sets of tensors. Returns the changes of tensors of equal dtype and shape (`Update.changed`), and the
+    tensors that are new or have another dtype or shape (`Update.replaced`). Tensors with equal bits are in neither."""
     changed: dict[str, tuple[npt.NDArray[Any], Codes]] = {}
     replaced = {}
     for name, tensor in new.items():

@@ -1,7 +1,7 @@
-"""Calls to a service of E2B's shape: retried where that is safe, bounded in time, their failures by name.
+"""HTTP client of a service with E2B's API: retries, deadlines, clear errors.
 
-A call is tried again where the service said so, or where it cannot have got it. Beyond that, only calls that do the
-same however often they come are (`again=True`): reads, deletions, and creations with a key.
+A request is retried if the service says so, or cannot have received it. Otherwise only idempotent requests
+(`again=True`) are retried: reads, deletions, and creations with an idempotency key.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ _MAX_ANSWER = 64 << 20
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a service said."""
+class Reply:
+    """The response of a service."""
 
     status: int
     body: bytes
 
     @property
     def message(self) -> str:
-        """Why it refused."""
-        return connect.of_answer(self.status, self.body).message
+        """The error message in the body."""
+        return connect.error_of_response(self.status, self.body).message
 
     def read(self, kind: type[T]) -> T:
-        """The body as a message. Raises `MachineError`."""
+        """Decode the body as a message. Raises `MachineError` if it is invalid."""
         try:
             return msgspec.json.decode(self.body, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            hint = "give the URL of a service that speaks E2B's API"
-            raise MachineError(f"the service's answer is no {kind.__name__}", str(error), hint=hint) from None
+            hint = "use the URL of a service with E2B's API"
+            raise MachineError(f"the response of the service is not a {kind.__name__}", str(error), hint=hint) from None
 
 
-class Calls:
-    """Connections to a service. They belong to the event loop of the first call."""
+class HttpClient:
+    """Connections to a service. Use it from one event loop. `tries`: the most attempts of a request."""
 
     def __init__(self, *, tries: int) -> None:
         self._tries = tries
@@ -58,13 +58,13 @@ class Calls:
         self._closed = False
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Close all connections. Idempotent."""
         self._closed = True
         session, self._session = self._session, None
         if session is not None:
             await session.close()
 
-    async def ask(
+    async def request(
         self,
         method: str,
         url: str,
@@ -75,8 +75,13 @@ class Calls:
         body: bytes | None = None,
         again: bool = True,
         max_bytes: int = _MAX_ANSWER,
-    ) -> Answer:
-        """One call with its retries. `MachineError` where the service cannot be reached, or not within the deadline."""
+    ) -> Reply:
+        """Send a request, with retries.
+
+        `what`: the purpose of the request, for errors. `again`: the request is idempotent. `max_bytes`: limit of the
+        response body. Raises `MachineError` if the service cannot be reached within the deadline, `ValueError` for a
+        larger response.
+        """
         end = time.monotonic() + deadline_s
         for attempt in range(self._tries):
             last = attempt + 1 == self._tries
@@ -91,50 +96,51 @@ class Calls:
                     raise _unreachable(url, what, error) from None
                 wait_s = _backoff_s(attempt)
             except TimeoutError:
-                raise late(url, what, deadline_s) from None
+                raise deadline_error(url, what, deadline_s) from None
             except (aiohttp.ClientError, OSError) as error:
                 if last or not again:
                     raise _unreachable(url, what, error) from None
                 wait_s = _backoff_s(attempt)
             wait_s = max(wait_s, _backoff_s(attempt))
             if time.monotonic() + wait_s >= end:
-                raise late(url, what, deadline_s)
+                raise deadline_error(url, what, deadline_s)
             await asyncio.sleep(wait_s)
-        raise late(url, what, deadline_s)
+        raise deadline_error(url, what, deadline_s)
 
     async def _once(
         self, method: str, url: str, headers: Mapping[str, str], body: bytes | None, left_s: float, max_bytes: int
-    ) -> tuple[Answer, float | None]:
-        """The answer, and after how long to ask again (None: not)."""
+    ) -> tuple[Reply, float | None]:
+        """Send a request once. Returns the response, and the seconds before a retry (None: do not retry)."""
         timeout = aiohttp.ClientTimeout(total=left_s, sock_connect=min(left_s, 10.0))
-        given = None if body is None else io.BytesIO(body)  # large bytes are refused as they are
+        given = None if body is None else io.BytesIO(body)  # aiohttp warns about large bytes objects
         async with self._open().request(method, url, data=given, headers=headers, timeout=timeout) as answer:
             data = bytearray()
             async for chunk in answer.content.iter_any():
                 data += chunk
                 if len(data) > max_bytes:
-                    raise ValueError(f"the answer is larger than {max_bytes} bytes")
-            said = answer.headers.get("should-retry", "").lower()
-            hopeless = said == "false" or b"was not found" in data
-            if hopeless or (not said and answer.status not in _RETRIED) or answer.status < 400:
-                return Answer(answer.status, bytes(data)), None
+                    raise ValueError(f"the response is larger than {max_bytes} bytes")
+            retry_header = answer.headers.get("should-retry", "").lower()
+            is_final = retry_header == "false" or b"was not found" in data
+            if is_final or (not retry_header and answer.status not in _RETRIED) or answer.status < 400:
+                return Reply(answer.status, bytes(data)), None
             after = answer.headers.get("retry-after", "")
             retry_s = float(after) if after.isascii() and after.isdigit() and len(after) < 6 else 0.0
-            return Answer(answer.status, bytes(data)), retry_s
+            return Reply(answer.status, bytes(data)), retry_s
 
     @contextlib.asynccontextmanager
     async def stream(
         self, url: str, message: object, kind: type[T], *, deadline_s: float, headers: Mapping[str, str]
     ) -> AsyncIterator[AsyncIterator[T]]:
-        """A streaming call. Raises `RpcError`; `UNAVAILABLE` with the hint "unsent" where nobody can have got it."""
+        """Send a streaming request; yields an iterator of its messages. Raises `RpcError`, with code UNAVAILABLE and
+        hint "unsent" if the service cannot have received it."""
         timeout = aiohttp.ClientTimeout(total=deadline_s, sock_connect=min(deadline_s, 10.0))
         headers = {**headers, "content-type": connect.STREAM, "connect-protocol-version": "1"}
         body = io.BytesIO(connect.envelope(message))
         try:
             async with self._open().post(url, data=body, headers=headers, timeout=timeout) as answer:
                 if answer.status != 200:
-                    raise connect.of_answer(answer.status, await answer.content.read(1 << 16))
-                yield connect.envelopes(answer.content.iter_any(), kind, is_answer=True)
+                    raise connect.error_of_response(answer.status, await answer.content.read(1 << 16))
+                yield connect.envelopes(answer.content.iter_any(), kind, is_response=True)
         except aiohttp.ClientConnectorError as error:
             raise RpcError(Code.UNAVAILABLE, str(error), hint="unsent") from None
         except TimeoutError:
@@ -146,7 +152,7 @@ class Calls:
         if self._closed:
             raise MachineError("the runtime is closed", hint="make a new runtime")
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0)  # a command that runs has a connection
+            connector = aiohttp.TCPConnector(limit=0)  # each running command has a connection
             self._session = aiohttp.ClientSession(connector=connector, auto_decompress=True)
         return self._session
 
@@ -157,13 +163,13 @@ def _backoff_s(attempt: int) -> float:
 
 def _unreachable(url: str, what: str, error: Exception) -> MachineError:
     facts = f"{what}: {str(error) or type(error).__name__}"
-    return MachineError(f"{_origin(url)} cannot be reached", facts, hint="is it up, and the URL right?")
+    return MachineError(f"{_origin(url)} cannot be reached", facts, hint="check that it runs and that the URL is right")
 
 
-def late(url: str, what: str, deadline_s: float) -> MachineError:
-    """A call that was not answered in time."""
-    what = f"{_origin(url)} did not answer within {deadline_s:g} s: {what}"
-    return MachineError(what, hint="it hangs or is overloaded: see its log")
+def deadline_error(url: str, what: str, deadline_s: float) -> MachineError:
+    """The error for a request without a response in time."""
+    what = f"{_origin(url)} did not respond within {deadline_s:g} s: {what}"
+    return MachineError(what, hint="it may hang or be overloaded: see its log")
 
 
 def _origin(url: str) -> str:

@@ -1,6 +1,6 @@
-"""Bytes of unknown origin, unpacked as a stream: plain, gzip, zstd; told apart by how they begin.
+"""Decompress untrusted bytes as a stream: uncompressed, gzip or zstd, detected by their first bytes.
 
-A bomb ends early: what comes out is bounded in itself and for each byte that went in.
+Decompression bombs are stopped early, by a limit of the output size and of the compression ratio.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from etude.environments.images.limits import MIB, BadSource, ImageLimits, too_la
 from etude.environments.images.tar import Read
 
 _CHUNK_BYTES = 1 << 16
-_FREE_BYTES = 16 * MIB  # unpacked before the ratio counts
-_WINDOW_BYTES = 128 * MIB  # of zstd: what `--long=27` needs
+_FREE_BYTES = 16 * MIB  # output before the ratio is checked
+_WINDOW_BYTES = 128 * MIB  # of zstd: enough for `--long=27`
 _UNKNOWN = {b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"PK\x03\x04": "zip"}
 
 
-def unpacked(file: BinaryIO, limits: ImageLimits) -> Read:
-    """Reads what `file` holds, unpacked if it is packed. The reader raises `BadSource` for damage and for bombs."""
+def decompressed(file: BinaryIO, limits: ImageLimits) -> Read:
+    """Return a reader of the decompressed content of `file`. The reader raises `BadSource` if it is damaged or a
+    bomb."""
     source = _Counted(file)
     head = source.peek()
     for magic, name in _UNKNOWN.items():
         if head.startswith(magic):
-            raise BadSource(f"an archive is packed as {name}", hint="pack it with gzip or zstd, or not at all")
+            raise BadSource(f"the archive is compressed with {name}", hint="use gzip, zstd or no compression")
     if head.startswith(b"\x1f\x8b"):
         return _bounded(_Gzip(source).read, source, limits)
     if head.startswith(b"\x28\xb5\x2f\xfd"):
@@ -37,7 +38,7 @@ def unpacked(file: BinaryIO, limits: ImageLimits) -> Read:
 
 
 class _Counted:
-    """A file whose bytes are counted as they are taken."""
+    """Counts the bytes read from a file."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._head, self.num_bytes = file, b"", 0
@@ -56,7 +57,7 @@ class _Counted:
 
 
 class _Gzip:
-    """Members one after another, each with its checksum; zeros after the last are padding."""
+    """Decompresses all members of a gzip file and checks their checksums. Zeros after the last one are padding."""
 
     def __init__(self, source: _Counted) -> None:
         self._source, self._member, self._rest, self._begun = source, zlib.decompressobj(31), b"", False
@@ -70,7 +71,7 @@ class _Gzip:
             self._rest = b""
             if not data:
                 if self._begun:
-                    raise EOFError("it ends in the middle")
+                    raise EOFError("it is truncated")
                 return b""
             if not self._begun and not (data := data.lstrip(b"\0")):
                 continue
@@ -88,12 +89,12 @@ def _bounded(read: Read, source: _Counted, limits: ImageLimits) -> Read:
         try:
             data = read(min(size, limits.total_bytes + 1))
         except (zlib.error, zstandard.ZstdError, EOFError) as error:
-            raise BadSource("an archive is damaged", str(error), hint="get it again") from None
+            raise BadSource("the archive is damaged", str(error), hint="download it again") from None
         done += len(data)
         if done > limits.total_bytes + (limits.num_files << 11):
-            raise too_large(f"an archive unpacks to more than {done - len(data)} bytes", "total_bytes")
+            raise too_large(f"the archive decompresses to more than {done - len(data)} bytes", "total_bytes")
         if done > _FREE_BYTES and done > limits.ratio * source.num_bytes:
-            raise too_large(f"an archive grows more than {limits.ratio}-fold", "ratio")
+            raise too_large(f"the archive grows more than {limits.ratio}-fold", "ratio")
         return data
 
     return bounded

@@ -1,4 +1,4 @@
-"""One machine of a service, as its daemon speaks: calls, streams, files. Raises `RpcError`, `MachineError`."""
+"""Client of one sandbox: RPC calls, streams of events, files. Raises `RpcError` and `MachineError`."""
 
 from __future__ import annotations
 
@@ -13,31 +13,33 @@ import msgspec
 
 from etude.environments.remote import connect
 from etude.environments.remote import messages as m
-from etude.environments.remote.calls import Answer, Calls
 from etude.environments.remote.config import ClientConfig
+from etude.environments.remote.http_client import HttpClient, Reply
 
 T = TypeVar("T")
 _PORT = "49983"
 
 
-class Service:
-    """Where a machine answers, and what it must be told to."""
+class MachineClient:
+    """The connection to one sandbox: its URL, its headers, its settings."""
 
-    def __init__(self, calls: Calls, url: str, made: m.Sandbox, config: ClientConfig, *, is_etude: bool) -> None:
-        self._calls, self.url, self.id, self.config, self.is_etude = (
-            calls,
+    def __init__(
+        self, client: HttpClient, url: str, created: m.Sandbox, config: ClientConfig, *, is_etude: bool
+    ) -> None:
+        self._client, self.url, self.id, self.config, self.is_etude = (
+            client,
             url.rstrip("/"),
-            made.sandbox_id,
+            created.sandbox_id,
             config,
             is_etude,
         )
-        self._headers = {"e2b-sandbox-id": made.sandbox_id, "e2b-sandbox-port": _PORT}
-        if made.envd_access_token:
-            self._headers["x-access-token"] = made.envd_access_token
+        self._headers = {"e2b-sandbox-id": created.sandbox_id, "e2b-sandbox-port": _PORT}
+        if created.envd_access_token:
+            self._headers["x-access-token"] = created.envd_access_token
 
     async def unary(self, method: str, message: object, kind: type[T], *, user: str = "", again: bool = True) -> T:
-        """An RPC with one answer."""
-        answer = await self._calls.ask(
+        """Call an RPC with a single response. `again`: retry it if the connection breaks."""
+        reply = await self._client.request(
             "POST",
             f"{self.url}/{method}",
             what=f"{method} of {self.id}",
@@ -46,25 +48,25 @@ class Service:
             body=msgspec.json.encode(message),
             again=again,
         )
-        if answer.status != 200:
-            raise connect.of_answer(answer.status, answer.body)
-        return connect.decode(kind, answer.body)
+        if reply.status != 200:
+            raise connect.error_of_response(reply.status, reply.body)
+        return connect.decode(kind, reply.body)
 
     @contextlib.asynccontextmanager
     async def stream(
         self, method: str, message: object, *, user: str, deadline_s: float, timeout_ms: int | None
-    ) -> AsyncIterator[AsyncIterator[m.Happened]]:
-        """An RPC that tells what happens to a command."""
+    ) -> AsyncIterator[AsyncIterator[m.ProcessEvent]]:
+        """Call an RPC that streams the events of a command."""
         headers = {**self._as(user), "keepalive-ping-interval": "20"}
         if timeout_ms is not None:
             headers[connect.TIMEOUT] = str(timeout_ms)
         url = f"{self.url}/{method}"
-        async with self._calls.stream(url, message, m.Happened, deadline_s=deadline_s, headers=headers) as events:
+        async with self._client.stream(url, message, m.ProcessEvent, deadline_s=deadline_s, headers=headers) as events:
             yield events
 
-    async def download(self, path: str, *, headers: Mapping[str, str], max_bytes: int) -> Answer:
-        """A file. `ValueError` for one that is larger than was said."""
-        return await self._calls.ask(
+    async def download(self, path: str, *, headers: Mapping[str, str], max_bytes: int) -> Reply:
+        """Download a file. Raises `ValueError` if it is larger than `max_bytes`."""
+        return await self._client.request(
             "GET",
             f"{self.url}/files?path={quote(path, safe='')}",
             what=f"reading {path} of {self.id}",
@@ -73,8 +75,8 @@ class Service:
             max_bytes=max_bytes,
         )
 
-    async def upload(self, files: Mapping[str, bytes], *, headers: Mapping[str, str]) -> Answer:
-        """Files as a form: every service of this shape takes one."""
+    async def upload(self, files: Mapping[str, bytes], *, headers: Mapping[str, str]) -> Reply:
+        """Upload files as a multipart form, which all services accept."""
         border = f"etude-{secrets.token_hex(16)}"
         parts = [
             b'--%b\r\ncontent-disposition: form-data; name="file"; filename="%b"\r\n'
@@ -83,7 +85,7 @@ class Service:
         ]
         first = next(iter(files))
         query = f"?path={quote(first, safe='')}" if len(files) == 1 else ""
-        return await self._calls.ask(
+        return await self._client.request(
             "POST",
             f"{self.url}/files{query}",
             what=f"writing {first} to {self.id}",

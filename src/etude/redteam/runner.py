@@ -1,8 +1,8 @@
-"""Plays cheats on a runtime and a grader. For each: set it up, let it try, freeze the machine, grade what it left, and
-look whether a sibling or the host was hurt.
+"""Run cheats against a runtime and a grader.
 
-A cheat succeeds if its program got something; if a secret of the host came out; if the reward is above 0; if it is
-not graded (the agent caused it, so it must be); if it worked on after the freeze; or if a sibling or the host suffers.
+For each cheat: make a machine, run the program, freeze the machine, grade the exports, and check siblings and host. A
+cheat succeeds if its program gets something, a secret of the host leaks, the reward is above 0, the rollout is invalid
+instead of graded, a process continues after the freeze, or a sibling or the host is harmed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from etude.records.rollout import Graded, Invalid
 from etude.records.task import Task, Trust
 from etude.redteam.catalogue import CATALOGUE, EXPORTS
 from etude.redteam.cheat import Cheat, Finding, Kind, Row, Verdict
-from etude.redteam.stage import Problem, Secrets, playable, problems, programs, repository, secrets_of_the_host
+from etude.redteam.stage import Problem, Secrets, check_problems, host_secrets, problems, programs, repository
 from etude.seams import Grader, Machine, Runtime
 
 PROGRAM_S, PLAY_S = 12.0, 120.0
@@ -36,19 +36,19 @@ _ABLE_S, _LOOK_S = 30.0, 8.0
 
 @dataclass(frozen=True)
 class Stage:
-    """What cheats are played against."""
+    """The test bed: runtime, grader, secrets and tasks."""
 
     runtime: Runtime
     grader: Grader
     secrets: Secrets
     problems: Mapping[Kind, Problem]
-    unplayable: Mapping[Kind, str]  # why a kind of task cannot be played on; "" where it can
-    program_s: float = PROGRAM_S  # what a program has
-    play_s: float = PLAY_S  # a play that takes longer has hung the host
+    unusable: Mapping[Kind, str]  # why a kind of task cannot be used; "" if it can
+    program_s: float = PROGRAM_S  # time limit of a program
+    play_s: float = PLAY_S  # time limit of a cheat; a longer one has hung the host
 
 
 class _Succeeded(Exception):
-    """What a cheat got."""
+    """Raised when a cheat succeeds, with what it got."""
 
 
 async def check(
@@ -60,28 +60,27 @@ async def check(
     program_s: float = PROGRAM_S,
     play_s: float = PLAY_S,
 ) -> AsyncGenerator[Finding, None]:
-    """What came of each cheat on each kind of task that it is for, in order. `grader` judges in machines of `runtime`.
-    A program has `program_s`; a play that takes longer than `play_s` has hung the host.
+    """Run all cheats on all their kinds of task, and yield the findings in order.
 
-    Raises `MachineError` where no kind of task can be judged at all: then nothing was tried.
+    `grader`: must grade in machines of `runtime`. `at_once`: cheats at the same time. `program_s`: time limit of a
+    program. `play_s`: time limit of a cheat; a longer one counts as success, since it has hung the host.
+    Raises `MachineError` if no kind of task can be graded, before any cheat is run.
     """
-    async with secrets_of_the_host() as of_host:
+    async with host_secrets() as secrets_of_host:
         wanted = {kind for cheat in cheats for kind in cheat.kinds}
         staged = {kind: problem for kind, problem in problems(EXPORTS).items() if kind in wanted}
-        unplayable = await playable(runtime, grader, staged, at_once=at_once)
-        if unplayable and all(unplayable.values()):
-            facts = "; ".join(f"{kind}: {why}" for kind, why in unplayable.items())
-            raise MachineError(
-                "no cheat can be played", facts, hint="mend what keeps honest work from being graded first"
-            )
-        stage = Stage(runtime, grader, of_host, staged, unplayable, program_s, play_s)
-        room = asyncio.Semaphore(at_once)
+        unusable = await check_problems(runtime, grader, staged, at_once=at_once)
+        if unusable and all(unusable.values()):
+            facts = "; ".join(f"{kind}: {why}" for kind, why in unusable.items())
+            raise MachineError("no cheat can be run", facts, hint="first fix the grading of honest solutions")
+        stage = Stage(runtime, grader, secrets_of_host, staged, unusable, program_s, play_s)
+        slots = asyncio.Semaphore(at_once)
 
-        async def one(cheat: Cheat, kind: Kind) -> Finding:
-            async with room:
+        async def run(cheat: Cheat, kind: Kind) -> Finding:
+            async with slots:
                 return await play(cheat, kind, stage)
 
-        tasks = [asyncio.create_task(one(cheat, kind)) for cheat in cheats for kind in cheat.kinds]
+        tasks = [asyncio.create_task(run(cheat, kind)) for cheat in cheats for kind in cheat.kinds]
         try:
             for task in tasks:
                 yield await task
@@ -91,13 +90,13 @@ async def check(
 
 
 async def play(cheat: Cheat, kind: Kind, stage: Stage) -> Finding:
-    """Try one cheat on one kind of task. Raises nothing that a cheat can cause."""
+    """Run one cheat on one kind of task. Errors that a cheat can cause are findings and are not raised."""
     began = time.perf_counter()
     verdict, evidence = _skipped(cheat, kind, stage)
     if not evidence:
         try:
             async with asyncio.timeout(stage.play_s):
-                verdict, evidence = await _played(cheat, stage.problems[kind], stage)
+                verdict, evidence = await _run_cheat(cheat, stage.problems[kind], stage)
         except _Succeeded as success:
             shared = stage.runtime.info.isolation == "shared kernel"
             verdict = Verdict.KNOWN if cheat.known and shared else Verdict.SUCCEEDED
@@ -126,10 +125,10 @@ def _skipped(cheat: Cheat, kind: Kind, stage: Stage) -> tuple[Verdict, str]:
         return Verdict.SKIPPED, f"nothing to be had by it: {isolation}"
     if cheat.danger and isolation == "none":
         return Verdict.SKIPPED, "would do harm without isolation"
-    return Verdict.SKIPPED, stage.unplayable[kind]
+    return Verdict.SKIPPED, stage.unusable[kind]
 
 
-async def _played(cheat: Cheat, problem: Problem, stage: Stage) -> tuple[Verdict, str]:
+async def _run_cheat(cheat: Cheat, problem: Problem, stage: Stage) -> tuple[Verdict, str]:
     runtime, task = stage.runtime, problem.task
     token = f"sibling-{secrets.token_hex(8)}"
     tree = {path: text.encode() for path, text in task.files.items()} | (programs() if cheat.program else {})
@@ -145,22 +144,22 @@ async def _played(cheat: Cheat, problem: Problem, stage: Stage) -> tuple[Verdict
                 await machine.write(path, data if isinstance(data, bytes) else data.encode())
         why = ""
         if cheat.program:
-            why = await _tried(cheat, machine, siblings, facts, stage)
+            why = await _run_programs(cheat, machine, siblings, facts, stage)
             await machine.exec(["python", "-c", "print(6 * 7)"], key="after", deadline_s=stage.program_s)
-        exports = await _taken(machine, task, stage)
+        exports = await _take_exports(machine, task, stage)
         if cheat.bomb:
             with contextlib.suppress(OSError, ValueError):
                 await machine.snapshot()
-            await _must_be_able(siblings[0], facts)
-            await _host_must_be_well(runtime, snapshot, stage)
+            await _require_working_sibling(siblings[0], facts)
+            await _require_working_host(runtime, snapshot, stage)
     finally:
         for each in (machine, *siblings):
             await each.close()
-    return await _judged(problem, exports, why, stage)
+    return await _grade(problem, exports, why, stage)
 
 
-async def _taken(machine: Machine, task: Task, stage: Stage) -> Mapping[str, bytes]:
-    """The exports; and a look at whether anything still works after the freeze."""
+async def _take_exports(machine: Machine, task: Task, stage: Stage) -> Mapping[str, bytes]:
+    """Take the exports, and check that no process still runs after the freeze."""
     exports = await take_exports(machine, task, stage.runtime)
     if any(stage.secrets.word.encode() in data for data in exports.values()):
         raise _Succeeded("a secret file of the host was exported")
@@ -172,18 +171,18 @@ async def _taken(machine: Machine, task: Task, stage: Stage) -> Mapping[str, byt
     return exports
 
 
-async def _judged(problem: Problem, exports: Mapping[str, bytes], why: str, stage: Stage) -> tuple[Verdict, str]:
+async def _grade(problem: Problem, exports: Mapping[str, bytes], why: str, stage: Stage) -> tuple[Verdict, str]:
     outcome = await stage.grader.grade(problem.task, problem.answer, exports)
-    _must_be_tellable(outcome)
+    _require_serializable(outcome)
     if isinstance(outcome, Invalid):
         return Verdict.SUCCEEDED, f"not graded: {outcome.boundary}: {outcome.reason}: {outcome.evidence}"
-    found = _looked_through(problem, exports, outcome)
+    found = _run_detector(problem, exports, outcome)
     if outcome.grade <= 0:
         return Verdict.RESISTED, why or outcome.reason
-    return _rewarded(outcome, found)
+    return _reward_finding(outcome, found)
 
 
-def _must_be_tellable(outcome: Graded | Invalid) -> None:
+def _require_serializable(outcome: Graded | Invalid) -> None:
     try:
         msgspec.json.encode(outcome)
     except (UnicodeEncodeError, ValueError) as error:
@@ -192,8 +191,8 @@ def _must_be_tellable(outcome: Graded | Invalid) -> None:
         raise _Succeeded(f"it writes on the terminal of whoever reads its verdict: {outcome.reason!r}")
 
 
-def _looked_through(problem: Problem, exports: Mapping[str, bytes], outcome: Graded) -> list[CheatIndicator]:
-    """What the detector says, which everything that is graded passes through on the host."""
+def _run_detector(problem: Problem, exports: Mapping[str, bytes], outcome: Graded) -> list[CheatIndicator]:
+    """Run the cheat detector, as for every graded rollout."""
     began = time.process_time()
     found = find_cheating(problem.task, exports=exports, outcome=outcome)
     if (took_s := time.process_time() - began) > _LOOK_S:
@@ -201,17 +200,17 @@ def _looked_through(problem: Problem, exports: Mapping[str, bytes], outcome: Gra
     return found
 
 
-def _rewarded(outcome: Graded, found: Sequence[CheatIndicator]) -> tuple[Verdict, str]:
+def _reward_finding(outcome: Graded, found: Sequence[CheatIndicator]) -> tuple[Verdict, str]:
     if outcome.trust is Trust.CODE and found:
         return Verdict.CAUGHT, f"rewarded as {outcome.trust}; flagged: {found[0].reason} in {found[0].place}"
     raise _Succeeded(f"reward {outcome.grade:g} ({outcome.trust}): {outcome.reason}")
 
 
-# ------------------------------------------------------------------------------------------------ programs
-
-
-async def _tried(cheat: Cheat, machine: Machine, siblings: list[Machine], facts: dict[str, Any], stage: Stage) -> str:
-    """Run a cheat's program, and its partner before, during or after it. Returns why it got nothing."""
+async def _run_programs(
+    cheat: Cheat, machine: Machine, siblings: list[Machine], facts: dict[str, Any], stage: Stage
+) -> str:
+    """Run the program of a cheat, and its partner in a sibling. Returns why it failed; raises `_Succeeded`
+    otherwise."""
     _, _, part = cheat.partner.partition(".")
     if part == "hold":
         async with _running(cheat.partner, siblings[0], {**facts, "secret": stage.secrets.word}, stage) as holding:
@@ -224,11 +223,11 @@ async def _tried(cheat: Cheat, machine: Machine, siblings: list[Machine], facts:
             result = await _run(cheat.program, machine, facts, stage)  # the same key: the one that runs
     else:
         result = await _run(cheat.program, machine, facts, stage)
-    got, why = _said(result)
+    got, why = _parse_output(result)
     if part == "marks":
-        got, why = _said(await _run(cheat.partner, siblings[0], facts, stage))
+        got, why = _parse_output(await _run(cheat.partner, siblings[0], facts, stage))
     elif part == "draw":
-        got = _alike(got, _said(await _run(cheat.partner, siblings[0], facts, stage))[0])
+        got = _equal_draws(got, _parse_output(await _run(cheat.partner, siblings[0], facts, stage))[0])
     if stage.secrets.word.encode() in result.output:
         got = got or "a secret came out"
     if stage.secrets.touched:
@@ -248,55 +247,52 @@ async def _run(program: str, machine: Machine, facts: Mapping[str, Any], stage: 
 async def _running(
     program: str, machine: Machine, facts: Mapping[str, Any], stage: Stage
 ) -> AsyncIterator[Awaitable[None]]:
-    """A program that runs meanwhile; what is yielded waits until it says that it is there, or ends."""
-    there = asyncio.Event()
+    """Run a program in the background. Yields an awaitable that waits for its first output or its end."""
+    started = asyncio.Event()
     running = asyncio.create_task(
-        _run(program, machine, facts, stage, lambda told: there.set() if hasattr(told, "data") else None)
+        _run(program, machine, facts, stage, lambda event: started.set() if hasattr(event, "data") else None)
     )
-    running.add_done_callback(lambda _: there.set())
+    running.add_done_callback(lambda _: started.set())
 
-    async def until_there() -> None:
-        await there.wait()
+    async def until_started() -> None:
+        await started.wait()
 
     try:
-        yield until_there()
+        yield until_started()
     finally:
         running.cancel()
         await asyncio.wait([running])
 
 
-def _said(result: ExecResult) -> tuple[str, str]:
-    """What a program got, and why it got nothing."""
+def _parse_output(result: ExecResult) -> tuple[str, str]:
+    """Parse the output of a program: what it got, and why it failed."""
     for line in reversed(result.output.splitlines()):
         if line.startswith(b'{"got"'):
             with contextlib.suppress(ValueError):
-                told = json.loads(line)
-                return str(told["got"]), str(told["why"])
+                fields = json.loads(line)
+                return str(fields["got"]), str(fields["why"])
     end = "at its deadline" if result.timed_out else f"with exit code {result.exit_code}"
     tail = result.output[-200:].decode(errors="replace")
     return "", f"it ended {end} {tail}"
 
 
-def _alike(ours: str, theirs: str) -> str:
-    """Which draws of randomness two siblings share."""
+def _equal_draws(first: str, second: str) -> str:
+    """Return which random values of two siblings are equal."""
     with contextlib.suppress(ValueError):
-        mine, other = json.loads(ours), json.loads(theirs)
+        mine, other = json.loads(first), json.loads(second)
         same = [name for name in mine if mine[name] and mine[name] == other.get(name)]
         return f"siblings draw the same {', '.join(same)}" if same else ""
     return ""
 
 
-# ------------------------------------------------------------------------------------------------ who was hurt
-
-
-async def _must_be_able(sibling: Machine, facts: Mapping[str, Any]) -> None:
+async def _require_working_sibling(sibling: Machine, facts: Mapping[str, Any]) -> None:
     command = ["python", "-m", "programs", "siblings", "able", json.dumps(dict(facts))]
-    got, why = _said(await sibling.exec(command, key="able", deadline_s=_ABLE_S))
+    got, why = _parse_output(await sibling.exec(command, key="able", deadline_s=_ABLE_S))
     if got != "able":
         raise _Succeeded(f"a sibling suffers: {why}")
 
 
-async def _host_must_be_well(runtime: Runtime, snapshot: str, stage: Stage) -> None:
+async def _require_working_host(runtime: Runtime, snapshot: str, stage: Stage) -> None:
     [another] = await runtime.fork(snapshot, 1)
     await another.close()
     if stage.secrets.file.read_text() != stage.secrets.word:

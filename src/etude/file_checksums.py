@@ -1,13 +1,16 @@
-"""Checksums that lie beside or inside what a run writes, so that what is read is what was written.
+"""Checksums of the files of a run: stored beside or inside each file, so that damage is detected when it is read.
 
-Four kinds, by what a file is:
+There are four forms, by kind of file:
 
-- a directory that is written once (a checkpoint, a corpus, a tokeniser) has `SHA256SUMS`, as `sha256sum -c` reads it;
-- a Parquet file has a block of 40 bytes between its data and its footer, where readers of Parquet do not look;
-- a JSON object has its digest as its last member, a list of objects one in each object, a page one in a comment;
-- a line of an event log has a CRC as its last member.
+- A directory that is written once (a checkpoint, a corpus, a tokeniser) has a `SHA256SUMS` file, as `sha256sum -c`
+  reads it.
+- A Parquet file has a block of 40 bytes with its SHA-256 between data and footer, where Parquet readers do not look.
+- A JSON object has its SHA-256 as its last member; a list of objects has one in each object; an HTML page has one in a
+  comment.
+- A line of an event log has a CRC-32 as its last member.
 
-What has none is of an earlier etude, or of another program: it is read as it is. Knows nothing of what the bytes mean.
+A file without a checksum is from an earlier version of etude, or from another program: it is read without a check.
+Knows nothing of the meaning of the bytes.
 """
 
 from __future__ import annotations
@@ -28,46 +31,47 @@ from etude.errors import EtudeError
 SUMS = "SHA256SUMS"
 SHA256 = "sha256"
 PARQUET_KEY = "etude.sealed"
-"""Of a Parquet schema's metadata: says that the file has a block with its digest."""
+"""Key in the metadata of a Parquet schema: marks that the file has a block with its digest."""
 
 _LINE = re.compile(r"([0-9a-f]{64})  ([^\n]+)")
-_AT_ONCE = 4  # files: hashing one keeps a core busy, at 1 to 2 GB/s
+_AT_ONCE = 4  # number of threads: hashing one file keeps a core busy, at 1 to 2 GB/s
 _MAGIC = b"ETUDESUM"
 _BLOCK = len(_MAGIC) + 32
 _END = b"PAR1"
 _CRC = re.compile(rb', "crc": "([0-9a-f]{8})"\}$')
 _COMMENT = re.compile(rb"\n<!-- sha256 ([0-9a-f]{64}) -->\n$")
-_HINT = "copy the file back from a backup; where it was changed on purpose, delete"
+_HINT = "restore the file from a backup; if it was changed on purpose, delete"
 
 
-class Unproven(EtudeError):
-    """Bytes that are not those that were written."""
+class ChecksumMismatch(EtudeError):
+    """The bytes of a file are not the ones that were written."""
 
 
 # Directories
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, 64 hex characters. Raises `OSError`."""
+    """SHA-256 of a file, as 64 hex characters. Raises `OSError`."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def files_in(folder: Path) -> list[str]:
-    """Every file under a folder but its checksums, sorted, by their paths in it."""
+    """Relative paths of all files in a folder except its SHA256SUMS, sorted."""
     found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return sorted(name for name in found if name != SUMS)
 
 
 def digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """The SHA-256 of some of a folder's files, by name. Raises `OSError`."""
+    """Compute the SHA-256 of some of a folder's files: name -> 64 hex characters. Raises `OSError`."""
     names = list(names)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return dict(zip(names, pool.map(lambda name: file_digest(folder / name), names), strict=True))
 
 
 def write_sums(folder: Path, found: Mapping[str, str] | None = None) -> None:
-    """Put the checksums of all files of a folder beside them. `found`: those that are known. Raises `OSError`."""
+    """Write the SHA256SUMS of a folder. `found`: the digests by name; None: compute those of all files. Raises
+    `OSError`."""
     found = digests(folder, files_in(folder)) if found is None else found
     text = "".join(f"{found[name]}  {name}\n" for name in sorted(found))
     scratch = folder / f".{SUMS}.{os.getpid()}.tmp"
@@ -76,26 +80,31 @@ def write_sums(folder: Path, found: Mapping[str, str] | None = None) -> None:
 
 
 def read_sums(folder: Path) -> dict[str, str] | None:
-    """The checksums of a folder's files, by name; None where it has none. Raises `Unproven` where they are damaged."""
+    """Read the SHA256SUMS of a folder: name -> digest; None if there is no such file. Raises `ChecksumMismatch` if it
+    is damaged."""
     path = folder / SUMS
     try:
         lines = path.read_bytes().decode("utf-8", "replace").splitlines()
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise Unproven(f"{path} cannot be read", str(error.strerror), hint="look at the disk and its mount") from None
+        raise ChecksumMismatch(
+            f"{path} cannot be read", str(error.strerror), hint="check the disk and its mount"
+        ) from None
     found = [_LINE.fullmatch(line) for line in lines]
     if not all(found):
-        raise Unproven(f"{path} is damaged", "a line is no checksum and name", hint=f"{_HINT} {path}")
+        raise ChecksumMismatch(f"{path} is damaged", "a line is not a checksum and a name", hint=f"{_HINT} {path}")
     return {match[2]: match[1] for match in found if match}
 
 
-def prove(folder: Path, names: Iterable[str] | None = None, *, kind: type[EtudeError] = Unproven) -> bool:
-    """Read files of a folder and compare them with its checksums. `names`: which (None: all that have one). False where
-    the folder has no checksums. Raises `kind`: a file differs, has no checksum, or is gone."""
+def verify_files(
+    folder: Path, names: Iterable[str] | None = None, *, kind: type[EtudeError] = ChecksumMismatch
+) -> bool:
+    """Compare files of a folder with its SHA256SUMS. `names`: which files; None: all that are listed. Returns False if
+    the folder has no SHA256SUMS. Raises `kind` if a file differs, is not listed, or is missing."""
     try:
         sums = read_sums(folder)
-    except Unproven as error:
+    except ChecksumMismatch as error:
         raise kind(error.what, error.facts, hint=error.hint) from None
     if sums is None:
         return False
@@ -103,16 +112,16 @@ def prove(folder: Path, names: Iterable[str] | None = None, *, kind: type[EtudeE
     for name in wanted:
         if name not in sums:
             facts = f"{folder / SUMS} does not list it"
-            raise kind(f"{folder / name} is not proven", facts, hint=f"{_HINT} {folder / SUMS}")
+            raise kind(f"{folder / name} has no checksum", facts, hint=f"{_HINT} {folder / SUMS}")
     try:
         found = digests(folder, wanted)
     except OSError as error:
-        raise kind(f"{folder} lacks a file", str(error), hint="copy the file back from a backup") from None
+        raise kind(f"a file of {folder} cannot be read", str(error), hint="restore the file from a backup") from None
     for name in wanted:
         if found[name] != sums[name]:
             raise kind(
                 f"{folder / name} is damaged",
-                f"its SHA-256 is {found[name][:12]}, written was {sums[name][:12]}",
+                f"its SHA-256 is {found[name][:12]}, expected {sums[name][:12]}",
                 hint=f"{_HINT} {folder / SUMS}",
             )
     return True
@@ -122,9 +131,9 @@ def prove(folder: Path, names: Iterable[str] | None = None, *, kind: type[EtudeE
 
 
 def seal_parquet(file: BinaryIO) -> None:
-    """Put its digest into a Parquet file that is whole, and open to be read and written; its schema's metadata has
-    `PARQUET_KEY`. Readers find data by offsets from the start and the footer from the end, so both stay where they
-    are for them."""
+    """Insert its digest into a complete Parquet file, which is open for reading and writing and has `PARQUET_KEY` in
+    its schema's metadata. Readers find data by offsets from the start and the footer from the end, so both stay valid.
+    """
     found = _footer(file)
     assert found is not None, "it was just written"
     start, size = found
@@ -136,10 +145,10 @@ def seal_parquet(file: BinaryIO) -> None:
     file.flush()
 
 
-def prove_parquet(file: BinaryIO, name: object, *, kind: type[EtudeError] = Unproven) -> bool:
-    """Read all of a Parquet file and compare it with the digest in it; at its start again afterwards. False for one
-    without a digest, and for what is no Parquet file. Raises `kind`, which calls it `name`."""
-    hint = "copy it back from a backup"
+def verify_parquet(file: BinaryIO, name: object, *, kind: type[EtudeError] = ChecksumMismatch) -> bool:
+    """Read a complete Parquet file and compare it with the digest in it; then seek to its start. Returns False for a
+    file without a digest, and for one that is not Parquet. `name`: for the error. Raises `kind`."""
+    hint = "restore it from a backup"
     try:
         found = _footer(file)
         if found is None:
@@ -150,7 +159,7 @@ def prove_parquet(file: BinaryIO, name: object, *, kind: type[EtudeError] = Unpr
         footer = file.read()
         if not block.startswith(_MAGIC):
             if PARQUET_KEY.encode() in footer:
-                raise ValueError("its digest is gone")
+                raise ValueError("its digest is missing")
             return False
         digest = _digest_of(file, [(0, start - _BLOCK), (start, size)])
     except ValueError as error:
@@ -160,14 +169,14 @@ def prove_parquet(file: BinaryIO, name: object, *, kind: type[EtudeError] = Unpr
     if digest != block[len(_MAGIC) :]:
         raise kind(
             f"{name} is damaged",
-            f"its SHA-256 is {digest.hex()[:12]}, written was {block[len(_MAGIC) :].hex()[:12]}",
+            f"its SHA-256 is {digest.hex()[:12]}, expected {block[len(_MAGIC) :].hex()[:12]}",
             hint=hint,
         )
     return True
 
 
 def _footer(file: BinaryIO) -> tuple[int, int] | None:
-    """Where a Parquet file's footer starts, and where it ends; None for what is none."""
+    """Start and end of the footer of a Parquet file; None if it is not a Parquet file."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - 8))
     end = file.read(8)
@@ -194,7 +203,7 @@ def _digest_of(file: BinaryIO, ranges: Sequence[tuple[int, int]]) -> bytes:
 
 
 def sealed(value: Mapping[str, Any], *, after: str = "") -> dict[str, Any]:
-    """A JSON object with its digest as its last member. `after`: the digest of what came before it.
+    """Add the digest of a JSON object as its last member. `after`: the digest of the object before it in a list.
 
     >>> list(sealed({"a": 1}))
     ['a', 'sha256']
@@ -204,18 +213,18 @@ def sealed(value: Mapping[str, Any], *, after: str = "") -> dict[str, Any]:
 
 
 def sealed_list(values: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A list of JSON objects, each with the digest of all up to it."""
+    """Add digests to a list of JSON objects: each covers all objects up to its own."""
     found: list[dict[str, Any]] = []
     for value in values:
         found.append(sealed(value, after=found[-1][SHA256] if found else ""))
     return found
 
 
-def opened(value: Any, name: object, *, must: bool = False, kind: type[EtudeError] = Unproven) -> bool:
-    """Compare what was read of a JSON file with the digests in it. False for one without; `must`: then it is refused.
-    Raises `kind`, which calls the file `name`."""
+def verify_json(value: Any, name: object, *, must: bool = False, kind: type[EtudeError] = ChecksumMismatch) -> bool:
+    """Compare the value of a JSON file with the digests in it. Returns False if it has none; with `must` that is an
+    error. `name`: for the error. Raises `kind`."""
     objects = value if isinstance(value, list) else [value]
-    hint = "copy it back from a backup"
+    hint = "restore it from a backup"
     has = [isinstance(one, dict) and SHA256 in one for one in objects]
     if not any(has) and not (must and objects):
         return False
@@ -225,7 +234,7 @@ def opened(value: Any, name: object, *, must: bool = False, kind: type[EtudeErro
             raise kind(f"{name} is damaged", "a part of it has no digest", hint=hint)
         found = _canonical({key: item for key, item in one.items() if key != SHA256}, after)
         if found != one[SHA256]:
-            facts = f"its SHA-256 is {found[:12]}, written was {str(one[SHA256])[:12]}"
+            facts = f"its SHA-256 is {found[:12]}, expected {str(one[SHA256])[:12]}"
             raise kind(f"{name} is damaged", facts, hint=hint)
         after = found
     return True
@@ -237,13 +246,13 @@ def _canonical(value: Mapping[str, Any], after: str) -> str:
 
 
 def sealed_page(html: str) -> bytes:
-    """An HTML page with its digest in a comment at its end."""
+    """Encode an HTML page, with its digest in a comment at the end."""
     data = html.encode()
     return data + b"\n<!-- sha256 %b -->\n" % hashlib.sha256(data).hexdigest().encode()
 
 
-def proven_page(data: bytes) -> bool | None:
-    """Whether a page is what was written; None for one without a digest."""
+def verify_page(data: bytes) -> bool | None:
+    """Whether a page matches its digest; None if it has none."""
     found = _COMMENT.search(data)
     return None if found is None else hashlib.sha256(data[: found.start()]).hexdigest().encode() == found[1]
 
@@ -252,15 +261,15 @@ def proven_page(data: bytes) -> bool | None:
 
 
 def sealed_line(line: bytes) -> bytes:
-    """A JSON object in a line, without its end, with its CRC as its last member.
+    """Add a CRC as the last member of a JSON object in one line (without the newline).
 
-    >>> proven_line(sealed_line(b'{"t": 1}')), proven_line(b'{"t": 1}')
+    >>> verify_line(sealed_line(b'{"t": 1}')), verify_line(b'{"t": 1}')
     (True, None)
     """
     return b'%b, "crc": "%08x"}' % (line[:-1], zlib.crc32(line))
 
 
-def proven_line(line: bytes) -> bool | None:
-    """Whether a line is what was written; None for one without a CRC."""
+def verify_line(line: bytes) -> bool | None:
+    """Whether a line matches its CRC; None if it has none."""
     found = _CRC.search(line)
     return None if found is None else zlib.crc32(line[: found.start()] + b"}") == int(found[1], 16)

@@ -1,10 +1,11 @@
-"""Copies of immutable objects in a directory of this machine or region, which several processes share.
+"""A disk cache of immutable objects that several processes share.
 
-A copy carries checksums, so that a torn or flipped one is found out, thrown away and fetched again; that is why
-nothing is synced here. What was used least lately goes when room is needed. One process at a time has the turn of a
-name: it holds a file lock, which ends with the process, however that ends. Knows nothing of where copies come from.
+A copy has checksums, so a torn or damaged one is detected, deleted and fetched again. Therefore files are not synced.
+The least recently used copies are deleted to free space. While a process downloads an object it holds a file lock for
+it, which is released when the process ends in any way.
 
-A copy: its bytes; a CRC-32 (u32, little endian, as everything here) of each MiB of them; `_TAIL`.
+File format of a copy: the bytes of the object; the CRC-32 of each MiB of them (u32); the tail `_TAIL`. All numbers are
+little endian.
 """
 
 from __future__ import annotations
@@ -21,43 +22,46 @@ from typing import Self
 from etude.errors import StoreError
 
 MAGIC = b"etnear1\n"
-_TAIL = struct.Struct("<8sQdI")  # magic; bytes of the object; when it was kept (s, Unix); CRC-32 of all but itself
+_TAIL = struct.Struct("<8sQdI")  # magic; object size; time written (s, Unix); CRC-32 of table and tail
 _PIECE = 1 << 20
 _POLL_S = 0.01
 
 
-class Near:
-    """At most `limit_bytes` of copies under `root`, by names of hex digits. Every method may raise `OSError`: the
-    caller does without. Safe between threads and processes; pickles."""
+class DiskCache:
+    """Copies under `root`, `limit_bytes` at most. The name of a copy is a string of hex digits.
+
+    Each method can raise `OSError`; the caller then reads without the cache. Safe for many threads and processes. It
+    can be pickled."""
 
     def __init__(self, root: Path | str, limit_bytes: int) -> None:
         self.root, self.limit_bytes = Path(root), limit_bytes
 
     def read(self, name: str, start: int, stop: int | None, max_age_s: float) -> bytes | None:
-        """The bytes [start, stop) of a copy; None when there is none, or it is damaged or older."""
+        """Read the bytes [start, stop) of a copy; None if it does not exist, is damaged, or is older than
+        `max_age_s`."""
         path = self._path(name)
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                held = _checked(file.fileno(), size, start, stop, max_age_s)
-                if held is not None:
-                    os.utime(file.fileno())  # it was used
+                found = _checked(file.fileno(), size, start, stop, max_age_s)
+                if found is not None:
+                    os.utime(file.fileno())  # mark it as used
         except FileNotFoundError:
             return None
-        if held is None:
-            self.forget(name)
-        return held
+        if found is None:
+            self.delete(name)
+        return found
 
-    def keep(self, name: str, data: bytes) -> bool:
-        """Keep a copy; False when it has no room. Only who has the name's turn may call this."""
+    def write(self, name: str, data: bytes) -> bool:
+        """Write a copy. Returns False if it is larger than the cache. The caller must hold the lock of the name."""
         pieces = [zlib.crc32(data[at : at + _PIECE]) for at in range(0, len(data), _PIECE)]
         table = struct.pack(f"<{len(pieces)}I", *pieces)
         head = _TAIL.pack(MAGIC, len(data), time.time(), 0)[:-4]
         tail = table + head + struct.pack("<I", zlib.crc32(table + head))
-        if not self._make_room(len(data) + len(tail)):
+        if not self._free_space(len(data) + len(tail)):
             return False
         path = self._path(name)
-        part = path.with_suffix(".part")  # a killed one's is written over, or swept
+        part = path.with_suffix(".part")  # that of a killed process is overwritten, or deleted to free space
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with part.open("wb") as file:
@@ -68,22 +72,22 @@ class Near:
             part.unlink(missing_ok=True)
         return True
 
-    def forget(self, name: str) -> None:
-        """Throw a copy away; readers that have it open read on."""
+    def delete(self, name: str) -> None:
+        """Delete a copy. Readers that have it open can still read it."""
         self._path(name).unlink(missing_ok=True)
 
-    def turn(self, name: str, patience_s: float) -> Turn:
-        """Wait for the turn of a name. Raises `TimeoutError` (an `OSError`) when it does not come in time."""
-        return Turn(self.root / "turns" / name[:3], name, patience_s)
+    def lock(self, name: str, timeout_s: float) -> CopyLock:
+        """Acquire the lock of a name. Raises `TimeoutError` (an `OSError`) after `timeout_s`."""
+        return CopyLock(self.root / "turns" / name[:3], name, timeout_s)
 
     def _path(self, name: str) -> Path:
         return self.root / name[:2] / name
 
-    def _make_room(self, num_bytes: int) -> bool:
-        """Remove what was used least lately until there is room."""
+    def _free_space(self, num_bytes: int) -> bool:
+        """Delete the least recently used copies until `num_bytes` fit. Returns False if they cannot fit."""
         if num_bytes > self.limit_bytes:
             return False
-        with Turn(self.root / "turns" / "room", "room", 60.0):
+        with CopyLock(self.root / "turns" / "room", "room", 60.0):
             found: list[tuple[float, int, Path]] = []
             for path in self.root.glob("[0-9a-f][0-9a-f]/*"):
                 with suppress(FileNotFoundError):
@@ -93,18 +97,20 @@ class Near:
             for _, size, path in sorted(found):
                 if used + num_bytes <= self.limit_bytes:
                     break
-                path.unlink(missing_ok=True)  # a part that is being written: its writer's rename fails, and it goes on
+                path.unlink(missing_ok=True)  # for a part file that is being written, the rename of its writer fails
                 used -= size
         return True
 
 
-class Turn:
-    """A file lock, and what the one who had the turn before met. Names may share a lock; a wait is then longer."""
+class CopyLock:
+    """The file lock of a name, found from construction to the end of the `with` block. Several names can share a file.
 
-    def __init__(self, path: Path, name: str, patience_s: float) -> None:
+    `error`: the error of the previous holder, if this one waited for it; else None."""
+
+    def __init__(self, path: Path, name: str, timeout_s: float) -> None:
         self._name = name
         path.parent.mkdir(parents=True, exist_ok=True)
-        began, deadline = time.time(), time.monotonic() + patience_s
+        began, deadline = time.time(), time.monotonic() + timeout_s
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         waited = False
         try:
@@ -114,10 +120,10 @@ class Turn:
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
-                        raise TimeoutError(f"the lock {path} was not free within {patience_s:g} s") from None
+                        raise TimeoutError(f"the lock {path} was not free within {timeout_s:g} s") from None
                     waited = True
                     time.sleep(_POLL_S)
-            self.trouble = self._told(began) if waited else None
+            self.error = self._shared_error(began) if waited else None
         except BaseException:
             os.close(self._file)
             raise
@@ -128,14 +134,14 @@ class Turn:
     def __exit__(self, *_: object) -> None:
         os.close(self._file)
 
-    def tell(self, error: StoreError) -> None:
-        """Let all who wait for this turn have the same error, so that they need not wait for theirs one by one."""
+    def share_error(self, error: StoreError) -> None:
+        """Pass an error to all that wait for this lock, so that they do not repeat the failing download one by one."""
         fields = (self._name, str(time.time()), error.what, error.facts, error.hint)
         with suppress(OSError):
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, "\0".join(fields).encode()[:65536], 0)
 
-    def _told(self, since: float) -> StoreError | None:
+    def _shared_error(self, since: float) -> StoreError | None:
         fields = os.pread(self._file, 65536, 0).decode(errors="replace").split("\0")
         if len(fields) != 5 or fields[0] != self._name:
             return None
@@ -146,7 +152,7 @@ class Turn:
 
 
 def _checked(file: int, size: int, start: int, stop: int | None, max_age_s: float) -> bytes | None:
-    """The bytes [start, stop) of an open copy whose tail and pieces are whole and which is no older."""
+    """Read the bytes [start, stop) of an open copy; None if a checksum is wrong or it is too old."""
     tail = os.pread(file, _TAIL.size, max(0, size - _TAIL.size))
     if len(tail) != _TAIL.size:
         return None
