@@ -19,7 +19,7 @@ from etude.environments import MachineLimits
 from etude.environments.agent import program
 from etude.environments.microvm import MicroVMRuntime, find, probe
 from etude.environments.microvm.base import boot
-from etude.environments.microvm.guests import GuestImage, booting_of
+from etude.environments.microvm.guests import GuestImage, boot_config_of
 from etude.environments.microvm.qemu import require_qemu
 from etude.seams import Machine
 
@@ -55,7 +55,7 @@ async def _boot_s() -> float:
     """From nothing to a base: boot, what is run first, and keeping it."""
     own = find()
     kind = (await probe(own)).name
-    booting = await booting_of(GuestImage.of(None, own, None), own, program(), MachineLimits(), kind)
+    booting = await boot_config_of(GuestImage.of(None, own, None), own, program(), MachineLimits(), kind)
     with tempfile.TemporaryDirectory() as kept:
         seconds, _ = await _timed(lambda: boot(booting, qemu=require_qemu(), kept=Path(kept)))
     return seconds

@@ -31,7 +31,7 @@ from etude.environments.microvm import MicroVMRuntime, find
 from etude.errors import MachineError
 from etude.records.image import Image
 from etude.redteam.booted import BootedRuntime
-from etude.redteam.parity import Parity, Seen, compare, look_at
+from etude.redteam.parity import Facts, Parity, compare, observe
 from etude.redteam.plain import PlainRuntime
 from etude.seams import Machine, Runtime, RuntimeInfo
 
@@ -86,7 +86,7 @@ KINDS: dict[str, Callable[[], Runtime]] = {
 PRODUCTS: dict[str, Callable[[], Runtime]] = {"plain": PlainRuntime, "booted": BootedRuntime}
 
 
-async def seen_in(kinds: Sequence[str], num_machines: int) -> tuple[dict[str, list[Seen]], dict[str, str]]:
+async def seen_in(kinds: Sequence[str], num_machines: int) -> tuple[dict[str, list[Facts]], dict[str, str]]:
     """What is seen in machines of each kind, and why the others are not to be had."""
     runtimes: dict[str, Runtime] = {}
     missing: dict[str, str] = {}
@@ -96,7 +96,7 @@ async def seen_in(kinds: Sequence[str], num_machines: int) -> tuple[dict[str, li
         except MachineError as error:
             missing[name] = f"{error.what}: {error.facts}"
     try:
-        seen = await look_at(list(runtimes.values()), num_machines=num_machines)
+        seen = await observe(list(runtimes.values()), num_machines=num_machines)
     finally:
         for runtime in runtimes.values():
             await runtime.close()
@@ -108,7 +108,7 @@ def told(found: Parity) -> dict[str, object]:
     whole = msgspec.to_builtins(found)
     if found.b == "plain":
         whole["giveaways"] = [{**each, "of_b": "this host's"} for each in whole["giveaways"]]
-    return {"commit": commit(), **whole, "told_apart": found.told_apart, "giveaways": whole["giveaways"][:10]}
+    return {"commit": commit(), **whole, "told_apart": found.is_distinguishable, "giveaways": whole["giveaways"][:10]}
 
 
 def main() -> None:

@@ -36,8 +36,8 @@ from etude.file_checksums import seal_parquet
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
 from etude.models import ModelConfig, Transformer, load_model, save_model
-from etude.numerics.choosing import operators_for
 from etude.numerics.config import ComputeDtype, Mode, NumericsConfig
+from etude.numerics.factory import operators_for
 from etude.records import Batch, Completion, CompletionRequest, Graded, Rollout, Sampling, Task, Trace, Version
 from etude.records.completion import StopReason, VersionSpan
 from etude.records.rollout import Ending, Turn

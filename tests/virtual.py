@@ -15,7 +15,7 @@ def trouble_with_image() -> str:
         find()
     except MachineError:
         try:
-            build(say=lambda line: None)
+            build(log=lambda line: None)
         except MachineError as error:
             return str(error)
     return ""

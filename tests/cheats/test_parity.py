@@ -9,7 +9,7 @@ from tests.here import opened
 
 from etude.environments import NamespaceRuntime
 from etude.redteam.booted import BootedRuntime
-from etude.redteam.parity import Parity, Table, auc_of, judged, probe_parity, wilson
+from etude.redteam.parity import Parity, Table, auc_of, cross_validated_auc, probe_parity, wilson
 from etude.redteam.plain import PlainRuntime
 
 
@@ -35,7 +35,7 @@ def test_machines_of_one_runtime_are_not_told_apart():
 def test_a_namespace_and_a_plain_process_are_told_apart_and_by_what_is_said():
     found = probed(True, 8)
     assert found.auc == 1.0
-    assert found.told_apart
+    assert found.is_distinguishable
     assert {"environment.path", "file.uid_map"} <= {each.fact for each in found.giveaways}
 
 
@@ -63,10 +63,10 @@ def test_a_detector_learns_one_number_among_noise():
     rng = np.random.default_rng(0)
     labels = np.arange(60) % 2
     values = rng.normal(size=(60, 30))
-    auc, (low, high) = judged(values, labels, deals=40)
+    auc, (low, high) = cross_validated_auc(values, labels, num_permutations=40)
     assert low <= auc <= high
     values[:, 7] += 4 * labels
-    auc, (_, high) = judged(values, labels, deals=40)
+    auc, (_, high) = cross_validated_auc(values, labels, num_permutations=40)
     assert auc > 0.9 > high
 
 

@@ -26,7 +26,7 @@ for source, build in (("large", build_from_directory), ("many", build_from_direc
     try:
         build(store, at / source)
     except StoreError as error:
-        print(error.what.startswith("no image can be kept"), "make room" in error.hint)
+        print(error.what.startswith("images cannot be stored"), "free space" in error.hint)
     print(os.listdir(store.path / "building"), store.images())
 record = build_from_directory(store, at / "small")
 store.name("small", record)
@@ -94,7 +94,7 @@ def test_builders_of_one_image_at_once_make_one_image(tmp_path):
 
 def test_a_store_that_cannot_be_written_says_so(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="no image can be kept"):
+    with pytest.raises(StoreError, match="images cannot be stored"):
         ImageStore(tmp_path / "file" / "images")
 
 

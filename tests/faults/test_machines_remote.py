@@ -19,7 +19,7 @@ from tests.here import opened
 
 from etude.environments import NamespaceRuntime
 from etude.environments.remote import ClientConfig, Keyring, Quota, RemoteRuntime, create_app, serving
-from etude.environments.remote.sandboxes import Boxes
+from etude.environments.remote.sandboxes import SandboxManager
 from etude.errors import MachineError
 from etude.records.command import Printed
 
@@ -87,7 +87,7 @@ class Relay:
 
 
 @contextlib.asynccontextmanager
-async def relayed(*, plain: bool) -> AsyncIterator[tuple[RemoteRuntime, Relay, Boxes]]:
+async def relayed(*, plain: bool) -> AsyncIterator[tuple[RemoteRuntime, Relay, SandboxManager]]:
     """A runtime whose server is behind a relay; `plain`: without what is ours, as a stranger's."""
     behind = opened("namespace", NamespaceRuntime)
     app = create_app(behind, Keyring({"tests": Quota(key=KEY)}))
@@ -97,14 +97,14 @@ async def relayed(*, plain: bool) -> AsyncIterator[tuple[RemoteRuntime, Relay, B
         relay = Relay(url)
         runtime = RemoteRuntime(await relay.start(), key=KEY, config=ClientConfig(workdir="/workspace"))
         try:
-            yield runtime, relay, app.state.boxes
+            yield runtime, relay, app.state.manager
         finally:
             await runtime.close()
             await relay.close()
     await behind.close()
 
 
-def with_relay(test: Callable[[RemoteRuntime, Relay, Boxes], Awaitable[Any]], *, plain: bool = False) -> None:
+def with_relay(test: Callable[[RemoteRuntime, Relay, SandboxManager], Awaitable[Any]], *, plain: bool = False) -> None:
     async def main() -> None:
         async with relayed(plain=plain) as parts:
             await test(*parts)
@@ -117,7 +117,7 @@ SCRIPT = "echo x >> runs; echo first; read word; echo second $word; echo x >> en
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_command_whose_connection_breaks_is_heard_to_its_end_and_has_run_once(plain):
-    async def test(runtime: RemoteRuntime, relay: Relay, boxes: Boxes) -> None:
+    async def test(runtime: RemoteRuntime, relay: Relay, boxes: SandboxManager) -> None:
         [machine] = await runtime.fork(await runtime.prepare({}), 1)
         told, cut = [], asyncio.Event()
 
@@ -144,7 +144,7 @@ def test_a_command_whose_connection_breaks_is_heard_to_its_end_and_has_run_once(
 
 
 def test_standard_input_comes_whole_and_once_over_connections_that_break():
-    async def test(runtime: RemoteRuntime, relay: Relay, boxes: Boxes) -> None:
+    async def test(runtime: RemoteRuntime, relay: Relay, boxes: SandboxManager) -> None:
         [machine] = await runtime.fork(await runtime.prepare({}), 1)
         pieces = [bytes([number]) * (700_000 + number) for number in range(12)]
 
@@ -163,7 +163,7 @@ def test_standard_input_comes_whole_and_once_over_connections_that_break():
 
 
 def test_a_command_that_ended_while_nobody_heard_is_answered_from_the_record():
-    async def test(runtime: RemoteRuntime, relay: Relay, boxes: Boxes) -> None:
+    async def test(runtime: RemoteRuntime, relay: Relay, boxes: SandboxManager) -> None:
         [machine] = await runtime.fork(await runtime.prepare({}), 1)
         relay.lose = 1
         result = await machine.exec(["sh", "-c", "echo x >> runs; echo done"], key="1", deadline_s=30)
@@ -173,10 +173,10 @@ def test_a_command_that_ended_while_nobody_heard_is_answered_from_the_record():
 
 
 def test_a_strangers_command_that_ended_while_nobody_heard_is_an_error_and_no_second_run():
-    async def test(runtime: RemoteRuntime, relay: Relay, boxes: Boxes) -> None:
+    async def test(runtime: RemoteRuntime, relay: Relay, boxes: SandboxManager) -> None:
         [machine] = await runtime.fork(await runtime.prepare({}), 1)
         relay.lose = 1
-        with pytest.raises(MachineError, match="what became of command '1' is not known"):
+        with pytest.raises(MachineError, match="the result of command '1' is lost"):
             await machine.exec(["sh", "-c", "echo x >> runs"], key="1", deadline_s=30)
         assert await machine.read("runs") == b"x\n"
 
@@ -185,7 +185,7 @@ def test_a_strangers_command_that_ended_while_nobody_heard_is_an_error_and_no_se
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_machine_whose_answer_was_lost_is_made_once(plain):
-    async def test(runtime: RemoteRuntime, relay: Relay, boxes: Boxes) -> None:
+    async def test(runtime: RemoteRuntime, relay: Relay, boxes: SandboxManager) -> None:
         snapshot = await runtime.prepare({})
         await runtime.fork(snapshot, 1)
         relay.lose = 1
@@ -196,7 +196,7 @@ def test_a_machine_whose_answer_was_lost_is_made_once(plain):
 
 
 def test_machines_that_cannot_all_be_had_are_none():
-    async def test(runtime: RemoteRuntime, relay: Relay, boxes: Boxes) -> None:
+    async def test(runtime: RemoteRuntime, relay: Relay, boxes: SandboxManager) -> None:
         snapshot = await runtime.prepare({"a.txt": b"a"})
         with pytest.raises(MachineError, match="429"):
             await runtime.fork(snapshot, 17)
@@ -206,7 +206,7 @@ def test_machines_that_cannot_all_be_had_are_none():
 
 
 def test_a_renewed_lease_outlives_its_length_and_files_are_uploaded_once():
-    async def test(runtime: RemoteRuntime, relay: Relay, boxes: Boxes) -> None:
+    async def test(runtime: RemoteRuntime, relay: Relay, boxes: SandboxManager) -> None:
         first = await runtime.prepare({"a.txt": b"a", "deep/b.txt": b"b"})
         kept = boxes.num_snapshots
         again = RemoteRuntime(runtime.url, key=KEY, config=ClientConfig(lease_s=1))
@@ -350,7 +350,7 @@ def test_a_server_that_is_told_to_end_lets_machines_finish_and_then_ends_by_itse
 
 
 def test_what_a_service_had_to_let_go_of_is_sent_again():
-    async def test(runtime: RemoteRuntime, relay: Relay, boxes: Boxes) -> None:
+    async def test(runtime: RemoteRuntime, relay: Relay, boxes: SandboxManager) -> None:
         files = {"a.txt": b"a"}
         snapshot = await runtime.prepare(files)
         behind = boxes.runtime

@@ -30,11 +30,11 @@ PASSING = ["500", "slow down", "hang", "drop", "swallow"]
 SAID = {
     "500": "HTTP 500 InternalError",
     "slow down": "HTTP 503 SlowDown",
-    "hang": "no answer in time",
+    "hang": "no response in time",
     "drop": "the connection was cut",
     "swallow": "the connection was cut",
-    "cut": "the answer was cut short",
-    "shorten": "bytes came of",
+    "cut": "the response was cut short",
+    "shorten": "received",
 }
 Open = Callable[..., BucketStore]
 
@@ -103,7 +103,7 @@ def test_a_part_of_a_large_object_that_fails_is_sent_again(proxy: Proxy, opened:
 def test_a_body_that_goes_up_slowly_is_no_silence_and_one_that_hangs_ends(proxy: Proxy, opened: Open) -> None:
     store = opened(silence_s=0.2, attempt_s=2.0, deadline_s=1.0)
     proxy.play("hang", on="PUT")
-    with pytest.raises(StoreError, match="no answer in time; 1 attempt in 1 s"):
+    with pytest.raises(StoreError, match="no response in time; 1 attempt in 1 s"):
         store.put("a", LARGE[: 1 << 20])
 
 
@@ -158,7 +158,7 @@ def test_a_swap_that_failed_is_an_error_and_was_sent_once(proxy: Proxy, opened: 
     store = opened()
     assert store.compare_and_swap("pointers/p", None, b"one")
     proxy.play(trick, on="PUT")
-    with pytest.raises(StoreError, match="whether it was done is not known"):
+    with pytest.raises(StoreError, match="not known whether it was executed"):
         store.compare_and_swap("pointers/p", b"one", b"two")
     assert proxy.asked["PUT"] == 1
     assert store.get("pointers/p") == b"one"
@@ -172,7 +172,7 @@ def test_a_swap_whose_answer_got_lost_is_an_error_and_reading_back_shows_it(
     if expected is not None:
         assert store.compare_and_swap("pointers/p", None, expected)
     proxy.play("swallow", on="PUT")
-    with pytest.raises(StoreError, match="whether it was done is not known"):
+    with pytest.raises(StoreError, match="not known whether it was executed"):
         store.compare_and_swap("pointers/p", expected, b"two")
     assert proxy.asked["PUT"] == 1
     assert store.get("pointers/p") == b"two"
@@ -190,7 +190,7 @@ def test_a_swap_that_the_server_says_it_did_not_do_is_done_again(proxy: Proxy, o
 def test_a_swap_that_finds_a_conflict_each_time_ends_at_its_deadline(proxy: Proxy, opened: Open) -> None:
     store = opened(deadline_s=0.5)
     proxy.play(*["conflict"] * 100, on="PUT")
-    with pytest.raises(StoreError, match="between each look and each write"):
+    with pytest.raises(StoreError, match="between each read and write"):
         store.compare_and_swap("pointers/p", None, b"one")
 
 
@@ -284,7 +284,7 @@ def test_a_writer_killed_in_a_large_upload_leaves_no_object_and_what_it_left_is_
     for path in ("partNumber=2", "large?uploads"):  # in the upload; between upload and copy
         proxy.hanging.clear()
         proxy.play("hang", path=path)
-        with subprocess.Popen([sys.executable, "-c", UPLOADS, str(store.place)]) as writer:
+        with subprocess.Popen([sys.executable, "-c", UPLOADS, str(store.location)]) as writer:
             assert proxy.hanging.wait(60)
             writer.kill()
         assert store.list("") == []
@@ -300,7 +300,7 @@ def staged(store: BucketStore) -> list[str]:
     import obstore
     from obstore.store import S3Store
 
-    client = S3Store(store.place.bucket, prefix=store.place.prefix, client_options={"allow_http": True})
+    client = S3Store(store.location.bucket, prefix=store.location.prefix, client_options={"allow_http": True})
     return [meta["path"] for page in obstore.list(client, ".tmp") for meta in page]
 
 

@@ -105,7 +105,7 @@ def place(text: str) -> str:
     scheme, has_scheme, _ = text.partition("://")
     if has_scheme and scheme != "file":
         from etude.stores import open_store
-        from etude.stores.places import PROVIDERS, parse_place
+        from etude.stores.locations import PROVIDERS, parse_bucket_url
 
         try:
             if scheme in ("http", "https", "memory"):
@@ -114,7 +114,7 @@ def place(text: str) -> str:
                 known = nearest(scheme.lower(), [*PROVIDERS, "file", "http", "https", "memory"])
                 raise InputError(f"no store speaks {scheme[:20]!r}", hint=known)
             else:
-                parse_place(text)
+                parse_bucket_url(text)
         except StoreError as error:
             raise InputError(error.what, error.facts, hint=error.hint) from None
     return text

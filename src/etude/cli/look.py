@@ -16,10 +16,10 @@ from etude.errors import LedgerError, RunError
 from etude.evals import compare_runs
 from etude.experience import audit
 from etude.experience.auditing import steps_of
-from etude.experience.traces import Folder
+from etude.experience.traces import TraceFolder
 from etude.file_checksums import ChecksumMismatch, sealed, verify_json
-from etude.loop.places import rollout_files, traces_folder, weights_place, weights_store
-from etude.loop.retention import kept_from
+from etude.loop.locations import rollout_files, traces_folder, weights_location, weights_store
+from etude.loop.retention import replayable_after
 from etude.run import write_durably
 from etude.seams import BlobStore
 from etude.weights.chain.history import LineageSteps, backward, head
@@ -52,13 +52,13 @@ def compare(args: argparse.Namespace) -> int:
 def report(args: argparse.Namespace) -> int:
     """Write summary.json and report.html again, from what the run folder holds. Exit code 1 when some of that cannot be
     read."""
-    from etude.loop.phases import leave_report
+    from etude.loop.phases import write_run_report
 
     run = open_run(args.run)
     if not (run / "events" / "conductor.jsonl").exists():
         hint = "put them back; summary.json and report.html are left as they are"
         raise RunError(f"{run.path} has no events", "a report is made of events/conductor.jsonl", hint=hint)
-    print(leave_report(run))
+    print(write_run_report(run))
     found = damage(RunView(run.path)) if run.holder() is None else []
     if found:
         hint = "the report has what could be read; restore the files from a copy"
@@ -69,8 +69,8 @@ def report(args: argparse.Namespace) -> int:
 def ledger_audit(args: argparse.Namespace) -> int:
     """Recompute from traces and manifests: lost, trained twice. Exit code 1 when anything is."""
     run = open_run(args.run)
-    ledger, place, traces = open_ledger(run), weights_place(run), traces_folder(run)
-    ledger.prove()
+    ledger, place, traces = open_ledger(run), weights_location(run), traces_folder(run)
+    ledger.verify()
     if isinstance(place, Path) and not place.exists():
         hint = "put it back: what was trained is what its manifests list"
         raise RunError(f"{run.path} has a ledger and no weights folder", "nothing can be audited against it", hint=hint)
@@ -83,7 +83,7 @@ def ledger_audit(args: argparse.Namespace) -> int:
         ledger,
         traces,
         chain,
-        deleted=kept_from(ledger),
+        deleted=replayable_after(ledger),
         after=after,
         before=_Chained(everything, traces),
         files=rollout_files(run),
@@ -109,7 +109,7 @@ def ledger_audit(args: argparse.Namespace) -> int:
 class _Chained:
     """A lineage's steps; where a manifest is damaged, those before it by the traces."""
 
-    def __init__(self, steps: LineageSteps, traces: Folder) -> None:
+    def __init__(self, steps: LineageSteps, traces: TraceFolder) -> None:
         self._steps, self._traces = steps, traces
 
     def __iter__(self) -> Iterator[tuple[int, Collection[str]]]:

@@ -92,7 +92,7 @@ def parity(args: argparse.Namespace) -> int:
         args.out.write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
     screen = console()
     (low, high), (chance_low, chance_high) = result.interval, result.chance
-    verdict = "can be told apart" if result.told_apart else "cannot be told apart by this detector"
+    verdict = "can be told apart" if result.is_distinguishable else "cannot be told apart by this detector"
     screen.print(f"{result.a} and {result.b} {verdict}: AUC {result.auc:.3f} ({low:.3f} to {high:.3f}, 95 %)")
     screen.print(f"by chance {chance_low:.3f} to {chance_high:.3f}; {result.num_machines} machines of each")
     table = Table("what gives it away", "AUC alone", result.a, result.b)

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from etude.cli.places import console
 from etude.cli.weights_plot import MARK, write_plot
-from etude.dashboard.words import size
+from etude.dashboard.formatting import size
 from etude.errors import InputError
 from etude.weights.delta import native
 from etude.weights.delta.measure import Cost, measure

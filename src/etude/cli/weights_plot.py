@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
 
+from etude.dashboard.formatting import significant, size
 from etude.dashboard.plot import WIDE, Series, legend, line_chart
-from etude.dashboard.words import significant, size
 from etude.weights.delta.measure import Cost, Costs
 from etude.weights.files.disk import store_errors
 

@@ -16,9 +16,9 @@ from urllib.parse import unquote
 
 from etude.cli.places import RUNS, open_run
 from etude.cli.watched import Watched
-from etude.dashboard.words import number, size
+from etude.dashboard.formatting import number, size
 from etude.errors import EtudeError, InputError, StoreError, WeightsError
-from etude.loop.places import weights_place, weights_store
+from etude.loop.locations import weights_location, weights_store
 from etude.records.completion import Version
 from etude.records.sample import Published
 from etude.run import RunFolder
@@ -302,7 +302,7 @@ def _directory(path: Path) -> str:
     """Where the store is that a path means: there, or where the run there keeps its weights."""
     hint = "give a run, its weights (RUN/weights), a store's directory, s3://bucket/prefix, gs:// or az://"
     if (run := _run_of(path)) is not None:
-        return str(weights_place(run))
+        return str(weights_location(run))
     if not path.is_dir():
         raise InputError(f"no store at {path}", "nor a run whose weights it would hold", hint=hint)
     if not is_store(str(path)) and any(found.name not in _OWN for found in path.iterdir()):

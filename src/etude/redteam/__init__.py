@@ -1,11 +1,11 @@
-"""Attacks on etude's own defences: programs that try for real to get a reward that was not earned.
+"""Red-team attacks on etude's isolation and grading: real attempts to get an unearned reward.
 
-Imported by the command line (`etude machines check`, `etude machines parity`), tests and benchmarks only. No process of
-a run imports it: the detector that a run needs is `etude.environments.grading.signs`.
+Only the command line (`etude machines check`, `etude machines parity`), tests and benchmarks import this package. The
+processes of a run do not; the cheat detector of a run is `etude.environments.grading.cheat_detector`.
 """
 
 from etude.redteam.catalogue import CATALOGUE
 from etude.redteam.cheat import Cheat, Finding, Kind, Row, Verdict
-from etude.redteam.playing import check
+from etude.redteam.runner import check
 
 __all__ = ["CATALOGUE", "Cheat", "Finding", "Kind", "Row", "Verdict", "check"]

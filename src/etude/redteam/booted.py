@@ -1,8 +1,8 @@
-"""Virtual machines as a product starts them: each boots, is used and ends; none is stored, restored or forked.
+"""Virtual machines that boot normally, without snapshots: the reference of the parity probe for microVMs.
 
-The other side of the parity probe for microVMs: the same guest image, kernel and agent, the same commands before the
-first, and an identity from the agent, so what tells one of these from a `MicroVMRuntime`'s is what being forked leaves.
-Seconds each; for measuring, not for work.
+They have the same guest image, kernel and agent as those of `MicroVMRuntime`, run the same commands after the boot, and
+get an identity from the agent. So a difference between the two comes from forking. Each takes seconds; use them only
+for measurements.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from etude.environments.agent import AgentMachine, Channel, program
-from etude.environments.agent.channel import Lost
+from etude.environments.agent.channel import ChannelLost
 from etude.environments.config import MachineLimits
 from etude.environments.microvm.base import BOOT_DEADLINE_S
-from etude.environments.microvm.guests import GuestImage, booting_of, users_of
+from etude.environments.microvm.guests import GuestImage, boot_config_of, users_of
 from etude.environments.microvm.image import find
 from etude.environments.microvm.probe import probe
 from etude.environments.microvm.qemu import MEMORY_NAME, Boot, Qemu, require_qemu
@@ -30,7 +30,7 @@ _ENVIRONMENT = {"LANG": "C.UTF-8"}
 
 
 class BootedRuntime:
-    """A `Runtime` of guests that boot. `MachineError` where `MicroVMRuntime` has it."""
+    """A `Runtime` whose machines boot. Raises `MachineError` where `MicroVMRuntime` does."""
 
     info = RuntimeInfo(name="booted", isolation="own kernel", users=users_of(None), notes=("boots for every machine",))
 
@@ -41,21 +41,21 @@ class BootedRuntime:
         self._machines: list[Machine] = []
 
     async def prepare(self, files: Mapping[str, bytes], *, image: Image | None = None) -> str:
-        """See `Runtime.prepare`: nothing boots yet."""
+        """See `Runtime.prepare`. Nothing boots yet."""
         if image is not None:
-            raise MachineError("a booted machine has the guest's own image", hint="use a runtime that has images")
+            raise MachineError("booted machines have only the guest image", hint="use a runtime with images")
         packed = tree(files)
         self._trees[name := str(len(self._trees))] = packed
         return name
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = BOOT_DEADLINE_S) -> list[Machine]:
-        """Machines that have booted, one after another, and got their files then."""
+        """Boot machines one after another, and load their files."""
         return [await self._booted(self._trees[snapshot], deadline_s) for _ in range(n)]
 
     async def _booted(self, packed: bytes, deadline_s: float) -> Machine:
         accelerator = await probe(self._image)
         own = GuestImage.of(None, self._image, None)
-        booting = await booting_of(own, self._image, self._agent, MachineLimits(), accelerator.name)
+        booting = await boot_config_of(own, self._image, self._agent, MachineLimits(), accelerator.name)
         ram = os.memfd_create(MEMORY_NAME, os.MFD_CLOEXEC)
         archive = os.memfd_create("etude-initial", os.MFD_CLOEXEC)
         try:
@@ -67,12 +67,17 @@ class BootedRuntime:
             os.close(ram)
         channel = Channel(os.dup(qemu.channel.fileno()))
         machine = AgentMachine(
-            channel, env=_ENVIRONMENT, users=users_of(None), snapshot=_never, end=qemu.close, blame=qemu.process.said
+            channel,
+            env=_ENVIRONMENT,
+            users=users_of(None),
+            snapshot=_never,
+            end=qemu.close,
+            blame=qemu.process.log_tail,
         )
         self._machines.append(machine)
         try:
             await channel.ready(deadline_s)
-        except Lost as lost:
+        except ChannelLost as lost:
             raise MachineError("a guest did not boot", str(lost), hint="build the image again") from None
         await machine.exec(["sh", "-c", booting.warm], key="warm", deadline_s=deadline_s)
         await machine.renew(seed=secrets.token_bytes(32), clock_ns=time.time_ns(), host_name=secrets.token_hex(6))
@@ -86,4 +91,4 @@ class BootedRuntime:
 
 
 async def _never(machine: object) -> str:
-    raise MachineError("a booted machine is not stored", hint="use MicroVMRuntime")
+    raise MachineError("booted machines have no snapshots", hint="use MicroVMRuntime")

@@ -1,4 +1,4 @@
-"""Every cheat there is: those that are handed in, and those that are programs in a machine, read off `programs`."""
+"""The list of all cheats: files that are handed in, and the functions of `programs`, which run in a machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PARTNERS = {
     "meet_in_a_keyring": "hold",
     "meet_at_a_lock": "hold", "watch_a_shared_file": "touch", "change_what_is_shared": "marks", "draw": "draw",
 }  # fmt: skip
-_OF_A_KERNEL = {
+_NEED_SHARED_KERNEL = {
     "write_kernel_settings", "set_the_core_pattern", "change_control_groups", "open_devices", "learn_kernel_addresses",
     "count_filters", "exhaust_asynchronous_io", "make_a_device", "overwrite_programs",
     "find_what_is_mounted_from_outside",
@@ -44,7 +44,7 @@ _HARMLESS = {
     "make_by_clone", "make_by_unshare", "open_socket_families", "open_raw_sockets", "open_devices",
     "export_a_link", "export_a_hard_link", "work_past_the_deadline", "change_control_groups",
 }  # fmt: skip
-_STATEFUL = {
+_ALSO_ON_STATE_TASKS = {
     "trojan_every_command",
     "leave_a_shell_running",
     "deep_folders",
@@ -52,34 +52,34 @@ _STATEFUL = {
     "kill_everything",
     "a_full_disk",
 }
-_PARTS = {"hold", "touch", "marks", "able", "pids_after"}
+_PARTNER_FUNCTIONS = {"hold", "touch", "marks", "able", "pids_after"}
 
 
 def _programs() -> list[Cheat]:
-    made = []
+    cheats = []
     for module, row in _ROWS.items():
         namespace = import_module(f"etude.redteam.programs.{module}")
         for name, function in inspect.getmembers(namespace, inspect.isfunction):
-            if function.__module__ != namespace.__name__ or name.startswith("_") or name in _PARTS:
+            if function.__module__ != namespace.__name__ or name.startswith("_") or name in _PARTNER_FUNCTIONS:
                 continue
-            of_kernel = module in ("namespaces", "kernel") or name in _OF_A_KERNEL
+            of_kernel = module in ("namespaces", "kernel") or name in _NEED_SHARED_KERNEL
             partner = (
                 f"siblings.{_PARTNERS[name]}" if name in _PARTNERS else "siblings.hold" if module == "processes" else ""
             )
-            made.append(
+            cheats.append(
                 Cheat(
                     name=name.replace("_", "-"),
                     row=_EXCEPTIONS.get(name, row),
                     what=(inspect.getdoc(function) or "").replace("\n", " "),
                     program=f"{module}.{name}",
                     partner=partner if name not in ("kill_them_all", "race_to_own_a_new_command") else "",
-                    kinds=(Kind.DATA, Kind.STATE) if name in _STATEFUL else (Kind.DATA,),
+                    kinds=(Kind.DATA, Kind.STATE) if name in _ALSO_ON_STATE_TASKS else (Kind.DATA,),
                     shared_kernel=of_kernel,
                     bomb=module == "bombs" or name in ("kill_them_all", "exhaust_asynchronous_io"),
                     danger=name not in _HARMLESS,
                 )
             )
-    return made
+    return cheats
 
 
 CATALOGUE: tuple[Cheat, ...] = (*_programs(), *HANDED_IN)
@@ -88,4 +88,4 @@ CATALOGUE: tuple[Cheat, ...] = (*_programs(), *HANDED_IN)
 EXPORTS: tuple[str, ...] = tuple(
     sorted({"calc.py", "pkg/core.py", *(path for cheat in HANDED_IN for path in cheat.files)})
 )
-"""What the stage's tasks declare: every file that any cheat would hand in, so that each really arrives."""
+"""The exports of the tasks in `stage`: every file that a cheat hands in, so that each one reaches the grader."""

@@ -1,4 +1,4 @@
-"""Words of the cheat suite: what a cheat is, what it belongs to, and what came of it. Plain data."""
+"""Data types of the cheat suite: cheats, their categories, and findings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 
 class Row(enum.StrEnum):
-    """What a cheat belongs to: the rows of the threat model's table, and three more."""
+    """The category of a cheat: the rows of the threat model's table, and three more."""
 
     HISTORY = "reads future commits, tags, reflogs, unreachable objects"
     NETWORK = "fetches the fix over the network"
@@ -32,7 +32,7 @@ class Row(enum.StrEnum):
 
 
 class Kind(enum.StrEnum):
-    """How a task is judged."""
+    """How a task is graded."""
 
     DATA = "cases"
     CHECK = "test code"
@@ -41,24 +41,25 @@ class Kind(enum.StrEnum):
     COMMAND = "verifier"
     REWARD = "verifier with a reward file"
     STATE = "state"
-    LOOSE = "loose test code over a whole folder"  # a test that iterates, borrows from a library, and compares by `>`
-    WHOLE = "verifier over a whole folder"  # which starts the code as a process of its own, and has no canary
+    LOOSE = "loose test code over a whole folder"  # its test iterates, imports a library, and compares with `>`
+    WHOLE = "verifier over a whole folder"  # it runs the code as a separate process, and has no canary
 
 
 class Verdict(enum.StrEnum):
-    """What came of a cheat."""
+    """The result of a cheat."""
 
     RESISTED = "resisted"
-    CAUGHT = "caught"  # rewarded by a code-graded task, whose label says that it can be; and flagged: it does not train
-    KNOWN = "known"  # succeeded, as the threat model says that it can here
+    CAUGHT = "caught"  # rewarded by a code-graded task, but flagged by the detector, so that it is not trained on
+    KNOWN = "known"  # succeeded, as the threat model documents
     SUCCEEDED = "succeeded"
     SKIPPED = "skipped"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cheat:
-    """One way to get what was not earned. An agent would run `program` in its machine, leave `files` there, and be
-    graded; it succeeds if the program got something, the reward is above 0, or there is no grade at all.
+    """One attempt to cheat. The agent runs `program` in its machine, leaves `files` there, and is graded.
+
+    It succeeds if the program gets something, the reward is above 0, or there is no grade.
 
     >>> Cheat(name="exit", row=Row.ENDINGS, what="exit at import", files={"calc.py": "raise SystemExit(0)"}).kinds
     (<Kind.DATA: 'cases'>,)
@@ -67,22 +68,22 @@ class Cheat:
     name: str
     row: Row
     what: str
-    program: str = ""  # "module.function" of `programs`; "": none
-    partner: str = ""  # what a sibling runs meanwhile, likewise
+    program: str = ""  # "module.function" in `programs`; "": no program
+    partner: str = ""  # the program that a sibling machine runs at the same time
     files: Mapping[str, str | bytes] = field(default_factory=dict)
-    kinds: tuple[Kind, ...] = (Kind.DATA,)  # of task, on each of which it is tried
-    shared_kernel: bool = False  # means something only where the kernel is the host's
-    bomb: bool = False  # exhausts something: host and siblings are looked at afterwards
-    known: str = ""  # why it can be done where the kernel is shared, and what it is worth; "": it cannot
-    danger: bool = False  # never to be tried without isolation, not even as a control
+    kinds: tuple[Kind, ...] = (Kind.DATA,)  # the kinds of task that it is tried on
+    shared_kernel: bool = False  # only relevant if the machine shares the host's kernel
+    bomb: bool = False  # exhausts a resource: host and siblings are checked afterwards
+    known: str = ""  # why it works with a shared kernel, and what it is worth; "": it does not work
+    danger: bool = False  # never run it without isolation, not even as a control
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of one cheat on one kind of task."""
+    """The result of one cheat on one kind of task."""
 
     cheat: str
     row: Row
     kind: Kind
     verdict: Verdict
-    evidence: str  # what it got, or what stopped it
+    evidence: str  # what it got, or why it failed
     wall_s: float

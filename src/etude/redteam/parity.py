@@ -1,14 +1,14 @@
-"""The parity probe: can a program tell two kinds of machine apart, and by what?
+"""The parity probe: can a program distinguish two kinds of machine, and by which facts?
 
-Machines of both kinds are made in random order, one at a time, and the same program lists what it sees in each
-(`programs.look`). A detector is trained on some and asked about the others (k folds): decision stumps chosen and
-weighted by boosting, which is weak enough to be honest about twenty machines a side and says which facts it used.
-The AUC is 0.5 when nothing tells them apart, 1.0 when everything does. What labels dealt at random give, refitted
-every time, is the interval that an AUC has to leave to mean anything; how far it may lie from that of many more such
-machines is Wilson's interval over as many pairs as there are machines of a kind, which leans to the wide side.
+Machines of both kinds are made in random order, one at a time, and a program lists facts about each (`programs.look`).
+A classifier is trained and evaluated with k-fold cross-validation: AdaBoost over decision stumps, which is weak enough
+for twenty machines of each kind and shows which facts it used. The AUC is 0.5 if the kinds cannot be distinguished, and
+1.0 if they always can. An AUC is significant if it is outside of the interval of AUCs with permuted labels. The
+confidence interval of the AUC is Wilson's, with the number of machines of one kind as sample size, which is
+conservative.
 
-A fact that differs in every single machine (a boot id) cannot be learned and is no giveaway by itself; a number that
-only grows with time is not one either, as both kinds are made in turns.
+A fact that is different in each machine (such as a boot id) cannot be learned. A number that only grows with time does
+not count either, since both kinds are made in random order.
 """
 
 from __future__ import annotations
@@ -26,58 +26,61 @@ from etude.errors import MachineError
 from etude.redteam.stage import programs
 from etude.seams import Runtime
 
-Seen = Mapping[str, float | str]
+Facts = Mapping[str, float | str]
 _LOOK_S = 300.0
 _ROUNDS, _FOLDS = 8, 5
 
 
 class Giveaway(msgspec.Struct, frozen=True):
-    """A fact that tells the two kinds apart by itself. `auc` is its own, from 0.5."""
+    """A fact that distinguishes the two kinds alone. `auc`: of this fact alone, 0.5 to 1."""
 
     fact: str
     auc: float
-    of_a: str  # its most frequent value, or median
+    of_a: str  # its most frequent value, or median, in machines of kind a
     of_b: str
 
 
 class Parity(msgspec.Struct, frozen=True, kw_only=True):
-    """How well two kinds of machine are told apart."""
+    """How well two kinds of machine can be distinguished."""
 
     a: str
     b: str
     num_machines: int  # of each kind
-    auc: float  # of the detector, on machines that it was not trained on
-    interval: tuple[float, float]  # 95 %, of the AUC that many more machines would give
-    chance: tuple[float, float]  # 95 % of the AUCs with labels dealt at random
+    auc: float  # of the classifier, on machines that it was not trained on
+    interval: tuple[float, float]  # 95 % confidence interval of the AUC
+    chance: tuple[float, float]  # 95 % interval of AUCs with permuted labels
     giveaways: tuple[Giveaway, ...]
 
     @property
-    def told_apart(self) -> bool:
-        """Whether the AUC is above what chance gives."""
+    def is_distinguishable(self) -> bool:
+        """Whether the AUC is significantly above chance."""
         return self.auc > self.chance[1]
 
 
 async def probe_parity(
     a: Runtime, b: Runtime, *, num_machines: int = 20, names: tuple[str, str] = ("", ""), seed: int = 0
 ) -> Parity:
-    """Make that many machines of each, in random order, and train a detector. Raises `MachineError`."""
-    seen = await look_at((a, b), num_machines=num_machines, seed=seed)
+    """Make `num_machines` of each runtime in random order, and train and evaluate a classifier on them.
+
+    `names`: names of the kinds in the result; default: those of the runtimes. Raises `MachineError`."""
+    seen = await observe((a, b), num_machines=num_machines, seed=seed)
     return compare(seen[0], seen[1], names=(names[0] or a.info.name, names[1] or b.info.name), seed=seed)
 
 
-async def look_at(runtimes: Sequence[Runtime], *, num_machines: int, seed: int = 0) -> list[list[Seen]]:
-    """What is seen in that many machines of each runtime, all of them made in random order. Raises `MachineError`."""
-    seen: list[list[Seen]] = [[] for _ in runtimes]
+async def observe(runtimes: Sequence[Runtime], *, num_machines: int, seed: int = 0) -> list[list[Facts]]:
+    """Make `num_machines` of each runtime, in random order. Returns the facts of each machine, one list for each
+    runtime. Raises `MachineError`."""
+    seen: list[list[Facts]] = [[] for _ in runtimes]
     for kind in np.random.default_rng(seed).permutation([*range(len(runtimes))] * num_machines):
         seen[kind].append(await _look(runtimes[kind]))
     return seen
 
 
-def compare(a: Sequence[Seen], b: Sequence[Seen], *, names: tuple[str, str], seed: int = 0) -> Parity:
-    """How well a detector tells two kinds apart by what was seen in as many machines of each."""
+def compare(a: Sequence[Facts], b: Sequence[Facts], *, names: tuple[str, str], seed: int = 0) -> Parity:
+    """Train and evaluate a classifier on the facts of two kinds of machine."""
     seen, labels = [*a, *b], np.array([0] * len(a) + [1] * len(b))
     table = Table.of(seen)
-    auc, chance = judged(table.values, labels, seed=seed)
+    auc, chance = cross_validated_auc(table.values, labels, seed=seed)
     low, high = wilson(auc, min(len(a), len(b)))
     return Parity(
         a=names[0],
@@ -91,7 +94,7 @@ def compare(a: Sequence[Seen], b: Sequence[Seen], *, names: tuple[str, str], see
 
 
 def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
-    """The 95 % interval of a share that was found among so many.
+    """Return Wilson's confidence interval of a proportion `share` of `count` samples (95 % for z = 1.96).
 
     >>> tuple(round(end, 2) for end in wilson(1.0, 20))
     (0.84, 1.0)
@@ -101,7 +104,7 @@ def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
     return float(max(0.0, middle - half)), float(min(1.0, middle + half))
 
 
-async def _look(runtime: Runtime) -> Seen:
+async def _look(runtime: Runtime) -> Facts:
     [machine] = await runtime.fork(await runtime.prepare(programs()), 1)
     try:
         command = ["python3", "-m", "programs", "look", "look", json.dumps({})]
@@ -110,23 +113,25 @@ async def _look(runtime: Runtime) -> Seen:
         await machine.close()
     for line in result.output.splitlines():
         if line.startswith(b"SEEN "):
-            seen: Seen = json.loads(line[5:])
+            seen: Facts = json.loads(line[5:])
             return seen
     end = f"at its deadline of {_LOOK_S:g} s" if result.timed_out else f"with exit code {result.exit_code}"
     facts = f"{runtime.info.name}: its program ended {end}: {result.output[-300:].decode(errors='replace')}"
-    raise MachineError("a machine did not say what it sees", facts, hint="it needs a python3 of 3.10 or later")
+    raise MachineError("the probe failed in a machine", facts, hint="it needs python3, 3.10 or later")
 
 
 @dataclass(frozen=True)
 class Table:
-    """What was seen, as numbers. Texts become one column for each value that two machines share."""
+    """The facts of all machines as a numeric table. A text becomes one column for each value that two machines
+    share."""
 
     columns: tuple[str, ...]  # [F] "uptime", "file.vendor=QEMU"
     values: npt.NDArray[np.float64]  # [N, F]
 
     @classmethod
-    def of(cls, seen: Sequence[Seen]) -> Table:
-        """
+    def of(cls, seen: Sequence[Facts]) -> Table:
+        """Make the table from the facts of each machine; absent ones get the text "absent".
+
         >>> Table.of([{"os": "a", "n": 1}, {"os": "a", "n": 2}, {"os": "b", "n": 3}]).columns
         ('n', 'os=a', 'os=absent')
         """
@@ -143,16 +148,16 @@ class Table:
         return cls(tuple(columns), np.stack(list(columns.values()), axis=1))
 
 
-def judged(
-    values: npt.NDArray[Any], labels: npt.NDArray[Any], *, seed: int = 0, deals: int = 100
+def cross_validated_auc(
+    values: npt.NDArray[Any], labels: npt.NDArray[Any], *, seed: int = 0, num_permutations: int = 100
 ) -> tuple[float, tuple[float, float]]:
-    """The AUC of the detector on machines it did not see, and the 95 % interval of AUCs by labels dealt at random.
+    """Return the cross-validated AUC, and the 95 % interval of AUCs with permuted labels.
 
-    values [N, F] float, labels [N] 0 or 1.
+    values: [N, F] float. labels: [N], 0 or 1. `num_permutations`: number of permutations.
     """
     rng = np.random.default_rng(seed)
-    dealt = [_cross_validated(values, rng.permutation(labels), rng) for _ in range(deals)]
-    low, high = np.quantile(dealt, [0.025, 0.975])
+    permuted = [_cross_validated(values, rng.permutation(labels), rng) for _ in range(num_permutations)]
+    low, high = np.quantile(permuted, [0.025, 0.975])
     return _cross_validated(values, np.asarray(labels), rng), (float(low), float(high))
 
 
@@ -163,16 +168,18 @@ def _cross_validated(values: npt.NDArray[Any], labels: npt.NDArray[Any], rng: np
         folds[rng.permutation(of_kind)] = np.arange(len(of_kind)) % _FOLDS
     scores = np.zeros(len(labels))
     for fold in range(_FOLDS):
-        held = folds == fold
-        scores[held] = _boosted(values[~held], labels[~held], values[held])
+        is_test = folds == fold
+        scores[is_test] = _boosted(values[~is_test], labels[~is_test], values[is_test])
     return auc_of(scores, labels)
 
 
-def _boosted(values: npt.NDArray[Any], labels: npt.NDArray[Any], asked: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """AdaBoost over decision stumps: scores of the rows that are asked about."""
+def _boosted(
+    values: npt.NDArray[Any], labels: npt.NDArray[Any], test_values: npt.NDArray[Any]
+) -> npt.NDArray[np.float64]:
+    """Train AdaBoost over decision stumps. Returns the scores of the rows in `test_values`."""
     signs = np.where(labels == 1, 1.0, -1.0)
     weights = np.full(len(labels), 1.0 / len(labels))
-    scores = np.zeros(len(asked))
+    scores = np.zeros(len(test_values))
     order = np.argsort(values, axis=0, kind="stable")
     for _ in range(_ROUNDS):
         feature, cut, sign, error = _stump(values, order, signs, weights)
@@ -180,14 +187,14 @@ def _boosted(values: npt.NDArray[Any], labels: npt.NDArray[Any], asked: npt.NDAr
         weight = 0.5 * np.log((1 - error) / error)
         weights *= np.exp(-weight * signs * np.where(values[:, feature] > cut, sign, -sign))
         weights /= weights.sum()
-        scores += weight * np.where(asked[:, feature] > cut, sign, -sign)
+        scores += weight * np.where(test_values[:, feature] > cut, sign, -sign)
     return scores
 
 
 def _stump(
     values: npt.NDArray[Any], order: npt.NDArray[Any], signs: npt.NDArray[Any], weights: npt.NDArray[Any]
 ) -> tuple[int, float, float, float]:
-    """(feature, cut, what lies above it is, weighted error) of the best single question."""
+    """Return feature, threshold, sign above the threshold, and weighted error of the best decision stump."""
     ordered = np.take_along_axis(values, order, axis=0)
     carried = (weights * signs)[order]  # [N, F]
     below = np.cumsum(carried, axis=0)[:-1]
@@ -203,7 +210,7 @@ def _stump(
 
 
 def auc_of(scores: npt.NDArray[Any], labels: npt.NDArray[Any]) -> float:
-    """The chance that a machine of kind 1 scores above one of kind 0; ties count half.
+    """Return the AUC: the probability that a sample of kind 1 scores above one of kind 0; ties count half.
 
     >>> auc_of(np.array([0.1, 0.9, 0.8]), np.array([0, 1, 1])), auc_of(np.array([1.0, 1.0]), np.array([0, 1]))
     (1.0, 0.5)
@@ -212,21 +219,21 @@ def auc_of(scores: npt.NDArray[Any], labels: npt.NDArray[Any]) -> float:
     return float(((ones > zeros) + 0.5 * (ones == zeros)).mean())
 
 
-def _giveaways(seen: Sequence[Seen], table: Table, labels: npt.NDArray[Any], most: int = 20) -> list[Giveaway]:
+def _giveaways(seen: Sequence[Facts], table: Table, labels: npt.NDArray[Any], limit: int = 20) -> list[Giveaway]:
     best: dict[str, float] = {}
     for column, values in zip(table.columns, table.values.T, strict=True):
         fact, auc = column.partition("=")[0], auc_of(values, labels)
         best[fact] = max(best.get(fact, 0.5), auc, 1 - auc)
-    ranked = sorted(best, key=lambda fact: -best[fact])[:most]
+    ranked = sorted(best, key=lambda fact: -best[fact])[:limit]
     return [
-        Giveaway(fact, round(best[fact], 3), *(_usual([s.get(fact, "absent") for s, at in zip(seen, labels,
+        Giveaway(fact, round(best[fact], 3), *(_typical([s.get(fact, "absent") for s, at in zip(seen, labels,
         strict=True) if at == k]) for k in (0, 1)))
         for fact in ranked
         if best[fact] >= 0.75
     ]  # fmt: skip
 
 
-def _usual(values: Sequence[float | str]) -> str:
+def _typical(values: Sequence[float | str]) -> str:
     if all(isinstance(value, int | float) for value in values):
         return f"{float(np.median(np.array(values, np.float64))):g}"
     texts = [str(value) for value in values]

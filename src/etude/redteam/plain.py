@@ -1,7 +1,7 @@
-"""Machines that are none: folders and processes of this very host, with nothing around them.
+"""Machines without isolation: folders and processes on this host.
 
-What defences are measured against. On them the cheats succeed that real machines resist, which shows that those really
-try; and they are the reference of a product that runs its tools as plain processes. Never for an agent's commands.
+They are the control of the cheat suite: cheats succeed here that isolated machines resist, which shows that the cheats
+work. They are also the reference for products that run tools as plain processes. Never run an agent on them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Unpack
 
-from etude.environments.commands import Commands
+from etude.environments.command_registry import CommandRegistry
 from etude.errors import MachineError
 from etude.records.command import Command, ExecOptions, ExecResult, Printed, Tell
 from etude.records.image import Image
@@ -31,21 +31,22 @@ class PlainMachine:
 
     def __init__(self, folder: Path, runtime: PlainRuntime) -> None:
         self._folder, self._runtime, self._groups = folder, runtime, list[int]()
-        self._commands = Commands()
+        self._commands = CommandRegistry()
 
     async def exec(
         self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
     ) -> ExecResult:
-        return await self._commands.once(self._run, argv, key=key, deadline_s=deadline_s, **options)
+        """See `Machine.exec`."""
+        return await self._commands.run_once(self._run, argv, key=key, deadline_s=deadline_s, **options)
 
     async def _run(self, command: Command) -> ExecResult:
-        given, (program, *rest) = command.stdin, command.argv
-        if not isinstance(given, bytes):
-            given = b"".join([part async for part in given])
+        stdin, (program, *rest) = command.stdin, command.argv
+        if not isinstance(stdin, bytes):
+            stdin = b"".join([part async for part in stdin])
         began = time.perf_counter()
-        words = [sys.executable if os.path.basename(program) in ("python", "python3") else program, *rest]
+        args = [sys.executable if os.path.basename(program) in ("python", "python3") else program, *rest]
         process = await asyncio.create_subprocess_exec(
-            *words,
+            *args,
             cwd=self._folder / command.cwd,
             env={**os.environ, **command.env},
             stdin=asyncio.subprocess.PIPE,
@@ -54,7 +55,7 @@ class PlainMachine:
             start_new_session=True,
         )
         self._groups.append(process.pid)
-        output, timed_out = await self._until(process, given, command.deadline_s, command.tell)
+        output, timed_out = await self._until(process, stdin, command.deadline_s, command.tell)
         code = process.returncode or 0
         return ExecResult(
             exit_code=code if code >= 0 else 128 - code,
@@ -65,13 +66,13 @@ class PlainMachine:
         )
 
     async def _until(
-        self, process: asyncio.subprocess.Process, given: bytes, deadline_s: float, tell: Tell | None
+        self, process: asyncio.subprocess.Process, stdin: bytes, deadline_s: float, tell: Tell | None
     ) -> tuple[bytes, bool]:
         assert process.stdin is not None
         assert process.stdout is not None
         output, timed_out = bytearray(), False
         with contextlib.suppress(OSError):
-            process.stdin.write(given)
+            process.stdin.write(stdin)
             process.stdin.close()
         try:
             async with asyncio.timeout(deadline_s):
@@ -91,21 +92,25 @@ class PlainMachine:
             os.killpg(group, signal.SIGKILL)
 
     async def read(self, path: str, *, max_bytes: int = 1_048_576) -> bytes:
+        """See `Machine.read`."""
         return (self._folder / path).read_bytes()[:max_bytes]
 
     async def write(self, path: str, data: bytes) -> None:
+        """See `Machine.write`."""
         target = self._folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(data)
 
     async def freeze(self) -> None:
-        """Nothing is stopped: that is the weakness."""
+        """Does nothing: processes continue to run."""
 
     async def snapshot(self) -> str:
+        """See `Machine.snapshot`. Copies the files."""
         files = {str(p.relative_to(self._folder)): p.read_bytes() for p in self._folder.rglob("*") if p.is_file()}
         return await self._runtime.prepare(files)
 
     async def close(self) -> None:
+        """Kill all processes and delete the files."""
         for group in self._groups:
             self._end(group)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -117,30 +122,33 @@ class PlainRuntime:
     info = RuntimeInfo(name="plain", isolation="none", users=(), notes=("nothing is isolated",))
 
     def __init__(self) -> None:
-        self._place = tempfile.TemporaryDirectory(prefix="etude-plain-")
+        self._folder = tempfile.TemporaryDirectory(prefix="etude-plain-")
         self._trees: dict[str, dict[str, bytes]] = {}
         self._machines: list[PlainMachine] = []
 
     async def prepare(self, files: Mapping[str, bytes], *, image: Image | None = None) -> str:
+        """See `Runtime.prepare`."""
         if image is not None:
-            raise MachineError("a plain machine has the host's root", hint="use a runtime that has images")
+            raise MachineError("plain machines have the root filesystem of the host", hint="use a runtime with images")
         digest = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()
         self._trees[digest] = dict(files)
         return digest
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
-        made = []
+        """See `Runtime.fork`."""
+        machines = []
         for _ in range(n):
-            folder = Path(self._place.name) / str(len(self._machines))
+            folder = Path(self._folder.name) / str(len(self._machines))
             folder.mkdir()
             machine = PlainMachine(folder, self)
             self._machines.append(machine)
             for path, data in self._trees[snapshot].items():
                 await machine.write(path, data)
-            made.append(machine)
-        return list(made)
+            machines.append(machine)
+        return list(machines)
 
     async def close(self) -> None:
+        """Kill all processes and delete the files."""
         for machine in self._machines:
             await machine.close()
-        self._place.cleanup()
+        self._folder.cleanup()

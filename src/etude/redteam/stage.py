@@ -1,8 +1,8 @@
-"""Where cheats are played: secrets worth stealing, siblings, and tasks that nobody can solve honestly by chance.
+"""The test bed of the cheats: secrets on the host, and tasks that cannot be solved by chance.
 
-Everything is real: the secrets are a file, a variable, a listener and a socket of this host; the tasks ask for a
-polynomial whose coefficients exist only in their answers. A kind of task on which the reference does not score 1 and
-the untouched state 0 is not played on: a grader that refuses everything would resist everything.
+The secrets are a file, an environment variable, a TCP listener and an abstract socket of this host. The tasks ask for a
+polynomial whose random coefficients are only in the hidden answers. A kind of task is used only if its reference scores
+1 and its untouched state 0; else a grader that refuses everything would pass.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from etude.environments.grading import exports_of, reference_exports
+from etude.environments.grading import reference_exports, simulate_exports
 from etude.environments.images import ImageLimits
 from etude.environments.images.git import git
 from etude.environments.images.repository import export_commit
@@ -36,16 +36,16 @@ _FACTOR = 10**6
 
 @dataclass(frozen=True)
 class Secrets:
-    """What the host has that a machine must not."""
+    """Secrets of the host that a machine must not reach."""
 
-    word: str  # what a theft proves itself by
+    word: str  # the secret text
     file: Path
     port: int
     abstract: str
-    touched: list[str] = field(default_factory=list)  # listeners of the host that somebody came to
+    touched: list[str] = field(default_factory=list)  # listeners of the host that received a connection
 
     def facts(self, runtime: Runtime, token: str) -> dict[str, Any]:
-        """What an attacker is told beforehand; nothing in it is the secret."""
+        """Return what a program knows about the host: where the secrets are, but not the secrets."""
         own_kernel = runtime.info.isolation not in ("shared kernel", "none")
         return {
             "token": token,
@@ -61,8 +61,8 @@ class Secrets:
 
 
 @contextlib.asynccontextmanager
-async def secrets_of_the_host() -> AsyncIterator[Secrets]:
-    """Secrets in a file, a variable, behind a TCP port of loopback and an abstract UNIX socket."""
+async def host_secrets() -> AsyncIterator[Secrets]:
+    """Create secrets in a file, an environment variable, behind a TCP port on loopback and an abstract UNIX socket."""
     word, abstract = f"secret-{secrets.token_hex(8)}", f"etude-cheats-{secrets.token_hex(8)}"
     touched: list[str] = []
 
@@ -89,13 +89,15 @@ async def secrets_of_the_host() -> AsyncIterator[Secrets]:
 
 
 def programs() -> dict[str, bytes]:
-    """The attackers' programs, as files of a machine."""
+    """Return the attack programs, as files for a machine."""
     return {f"programs/{path.name}": path.read_bytes() for path in sorted(_PROGRAMS.glob("*.py"))}
 
 
 def repository(word: str, *, rebuilt: bool = True) -> dict[str, bytes]:
-    """A repository at a commit, as images are made of one, whose next commit, tag, stash and lost object hold the word:
-    files of a machine below ``repo``. Not `rebuilt`, it is the source itself. Raises `EtudeError` without git."""
+    """Return a git repository at a commit, as files below ``repo``, whose later commits, tags, stash and lost objects
+    have the secret `word`.
+
+    `rebuilt`: exported for an image, without its future; False: the source itself. Raises `EtudeError` without git."""
     with tempfile.TemporaryDirectory(prefix="etude-cheats-") as folder:
         source, to = Path(folder) / "source", Path(folder) / "repo"
         source.mkdir()
@@ -135,7 +137,7 @@ class Problem:
 
 
 def problems(exports: tuple[str, ...]) -> dict[Kind, Problem]:
-    """One of each kind, with fresh coefficients."""
+    """Return a task of each kind, with new random coefficients. `exports`: the exports of the tasks."""
     a, b, c = (secrets.randbelow(_FACTOR) + _FACTOR for _ in range(3))
     values = {n: a * n * n + b * n + c for n in (3, 17, 1001)}
     reference = {"calc.py": f"def f(n):\n    return {a} * n * n + {b} * n + {c}\n"}
@@ -218,25 +220,26 @@ def _verifier(values: Mapping[int, int], path: str) -> Verifier:
     return Verifier(files={"verify.py": text}, argv=("python", "verify.py"), reward_path=path, deadline_s=20.0)
 
 
-async def playable(
+async def check_problems(
     runtime: Runtime, grader: Grader, problems: Mapping[Kind, Problem], *, at_once: int = 1
 ) -> dict[Kind, str]:
-    """Why each kind cannot be played on: "" where the reference scores 1 and the untouched state 0."""
-    room = asyncio.Semaphore(at_once)
+    """Check each kind of task. Returns why it cannot be used; "" if its reference scores 1 and its untouched state
+    0."""
+    slots = asyncio.Semaphore(at_once)
 
     async def one(problem: Problem) -> str:
-        async with room:
-            return await _unproven(runtime, grader, problem)
+        async with slots:
+            return await _why_unusable(runtime, grader, problem)
 
     why = await asyncio.gather(*map(one, problems.values()))
     return dict(zip(problems, why, strict=True))
 
 
-async def _unproven(runtime: Runtime, grader: Grader, problem: Problem) -> str:
+async def _why_unusable(runtime: Runtime, grader: Grader, problem: Problem) -> str:
     task, answer = problem.task, problem.answer
     try:
         reference = await reference_exports(runtime, task, answer)
-        untouched = await exports_of(runtime, task)
+        untouched = await simulate_exports(runtime, task)
     except EtudeError as error:
         return f"not to be had here: {error.what}: {error.facts}"
     for exports, reward in ((reference, 1.0), (untouched, 0.0)):

@@ -1,6 +1,7 @@
 """Blob stores: immutable objects under keys, and pointers that move by compare-and-swap. Usable alone.
 
-Weights travel through one of these and never through a fabric. Each passes `tests/contracts/test_blob_store.py`.
+etude publishes weights through one of these stores. Every store passes the contract tests in
+`tests/contracts/test_blob_store.py`.
 
 >>> store = MemoryStore()
 >>> store.put("objects/greeting", b"hello")

@@ -1,12 +1,15 @@
-"""A blob store in a bucket of an object store: S3 and what speaks it, Google Cloud Storage, Azure Blob Storage.
+"""A blob store in a bucket: S3 and compatible servers, Google Cloud Storage, Azure Blob Storage.
 
-An object is created with ``If-None-Match: *``: of two writers one wins. What is larger than a part goes up in parts,
-under a key of its own in ``.tmp/``, and is then copied into place inside of the store, again only if nothing is there:
-so a large object, too, is there whole or not at all, and nobody overwrites it. A pointer is read together with its
-ETag (or generation), its bytes are compared here, and it is written with ``If-Match``; whether two such writes exclude
-each other is the server's promise. A compare-and-swap is sent once: when its answer is lost, `StoreError`, and the
-caller reads back. Large objects come down in parts at once. Knows nothing of what the bytes mean: TLS and the lengths
-are checked here, uploads are signed with the SHA-256 of their body; digests from end to end are the caller's.
+Objects: created with ``If-None-Match: *``, so that one of two writers wins. An object larger than `part_bytes` is
+uploaded in parts to a temporary key under ``.tmp/`` and then copied inside the store, if the target does not exist. So
+a large object is complete or absent, too. Large objects are downloaded in parallel parts.
+
+Pointers: read with their ETag (or generation), compared in this process, and written with ``If-Match``. The server must
+make such writes exclude each other. A compare-and-swap is sent once; if its response is lost, `StoreError` is raised
+and the caller must read the pointer back.
+
+Transfers are checked by TLS and by length; on S3, uploads are signed with the SHA-256 of their body. The caller must
+check digests end to end.
 """
 
 from __future__ import annotations
@@ -23,16 +26,16 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from etude.errors import StoreError
+from etude.stores.error_mapping import ConditionFailed, NotFound, RangeBeyondEnd, WrongLength
 from etude.stores.keys import check_key, check_prefix, check_range, is_key
-from etude.stores.places import parse_place
+from etude.stores.locations import parse_bucket_url
 from etude.stores.transport import Limits, Transport
-from etude.stores.troubles import Beyond, Missing, Short, Taken
 
 if TYPE_CHECKING:
     from obstore import GetOptions, ObjectMeta, PutMode, UpdateVersion
 
 PARTS_AT_ONCE = 4
-MAX_OBJECT_BYTES = 5 << 30  # what S3 copies in one request
+MAX_OBJECT_BYTES = 5 << 30  # the limit of one copy request of S3
 _QUICK_BYTES = 256 << 10
 _STAGED = ".tmp"
 _STRAY_AFTER = timedelta(days=1)
@@ -40,21 +43,23 @@ _STRAY_AFTER = timedelta(days=1)
 
 @dataclass(frozen=True)
 class _Part:
-    """Bytes of an object, and which state of the object they are of."""
+    """A range of an object, with the size and the state of the object when it was read."""
 
     data: bytes
-    size: int  # of the whole object
-    state: UpdateVersion  # for "overwrite it if it is still this"
+    size: int  # of the full object
+    state: UpdateVersion  # for a conditional overwrite
 
 
 class BucketStore:
-    """A `BlobStore` under a URL such as ``s3://bucket/prefix``. Safe between threads; pickles without its connections
-    and without credentials, which each process reads from its own environment.
+    """A `BlobStore` in a bucket, at a URL such as ``s3://bucket/prefix``.
 
-    `deadline_s`: no further attempt of a request begins later; `silence_s`: the longest wait for the next bytes of an
-    answer; `attempt_s`: one request, its body included; `max_requests`: in flight at once; `part_bytes`: what is larger
-    travels in parts, 5 MiB or more.
-    Raises `StoreError`: a URL of another form, obstore not installed.
+    Thread-safe. It can be pickled: a copy has no connections and no credentials, and each process reads its own
+    environment.
+
+    `deadline_s`: no attempt of a request starts later. `silence_s`: the longest wait for the next bytes of a response.
+    `attempt_s`: time limit of one attempt, including its body. `max_requests`: requests in flight at once.
+    `part_bytes`: larger objects are transferred in parts; at least 5 MiB.
+    Raises `StoreError` if the URL is invalid or obstore is not installed, `ValueError` for invalid limits.
     """
 
     def __init__(
@@ -67,44 +72,53 @@ class BucketStore:
         max_requests: int = 16,
         part_bytes: int = 8 << 20,
     ) -> None:
-        self.place = parse_place(url)
+        self.location = parse_bucket_url(url)
         self._limits = Limits(deadline_s, silence_s, attempt_s, max_requests, part_bytes)
-        self._transport = Transport(self.place, self._limits)
+        self._transport = Transport(self.location, self._limits)
         self._at_once = min(PARTS_AT_ONCE, max_requests)
 
     @property
     def deadline_s(self) -> float:
-        """After so long no further attempt of a request begins."""
+        """Seconds after which no further attempt of a request starts."""
         return self._limits.deadline_s
 
     def __repr__(self) -> str:
-        return f"BucketStore({str(self.place)!r})"
+        return f"BucketStore({str(self.location)!r})"
 
     def __reduce__(self) -> tuple[object, ...]:
         limits = self._limits
-        return (partial(BucketStore, **asdict(limits)), (str(self.place),))
+        return (partial(BucketStore, **asdict(limits)), (str(self.location),))
 
     def put(self, key: str, data: bytes) -> None:
-        """Durable when it returns. Raises `StoreError`: other bytes under the key, too large, no answer in time."""
+        """Write an immutable object; it is durable when this returns.
+
+        Raises `StoreError` if the key exists with different bytes, the object is over 5 GiB, or there is no response
+        in time.
+        """
         check_key(key)
-        what = f"object {key!r} cannot be written to {self.place}"
+        what = f"object {key!r} cannot be written to {self.location}"
         if len(data) > MAX_OBJECT_BYTES:
-            raise StoreError(what, f"it has {len(data)} bytes", hint=f"cut it into pieces of {MAX_OBJECT_BYTES} bytes")
+            raise StoreError(
+                what, f"it has {len(data)} bytes", hint=f"split it into objects of at most {MAX_OBJECT_BYTES} bytes"
+            )
         if len(data) <= self._limits.part_bytes:
             create = partial(self._create, what, key, data)
         else:
-            if self._is_there(key, data):
+            if self._exists(key, data):
                 return
             create = partial(self._create_large, what, key, data)
         for _ in self._attempts(what):
-            with suppress(Taken):
+            with suppress(ConditionFailed):
                 create()
                 return
-            if self._is_there(key, data):
+            if self._exists(key, data):
                 return
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """The bytes [start, stop), fewer at the end. Raises `KeyError`, `StoreError`: no answer in time."""
+        """Read the bytes [start, stop), fewer at the end of the object.
+
+        Raises `KeyError` if the key does not exist, `StoreError` if there is no response in time.
+        """
         check_range(start, stop)
         check_key(key)
         try:
@@ -119,15 +133,15 @@ class BucketStore:
             with ThreadPoolExecutor(min(self._at_once, len(parts)), thread_name_prefix="parts") as threads:
                 rest = threads.map(lambda at: self._part(key, at, self._until(at, end)).data, parts)
                 return b"".join([first.data, *rest])
-        except Missing:
+        except NotFound:
             raise KeyError(key) from None
 
     def list(self, prefix: str) -> list[str]:
-        """Sorted keys that start with `prefix`. Asks for the directory that the prefix ends in."""
+        """Return the sorted keys that start with `prefix`. Lists only the directory that the prefix ends in."""
         import obstore
 
         folder = check_prefix(prefix).rpartition("/")[0]
-        what = f"keys under {prefix!r} cannot be listed in {self.place}"
+        what = f"keys under {prefix!r} cannot be listed in {self.location}"
         client = self._transport.quick
         found = self._transport.run(
             what, lambda: [meta["path"] for page in obstore.list(client, folder or None) for meta in page]
@@ -137,29 +151,42 @@ class BucketStore:
         )
 
     def delete(self, key: str) -> None:
-        """Remove an object; no error when it is not there. Raises `StoreError`."""
+        """Delete an object. Does nothing if it does not exist. Raises `StoreError` if there is no response in time."""
         self._delete(check_key(key))
 
     def compare_and_swap(self, key: str, expected: bytes | None, data: bytes) -> bool:
-        """Atomically replace a pointer's bytes if they are `expected` (None: absent), as far as the server keeps
-        ``If-Match``. Raises `StoreError`, also when the answer was lost: read back whether it was done."""
+        """Atomically replace the bytes of a pointer if they equal `expected` (None: the pointer does not exist).
+
+        Returns whether it did. The server must implement ``If-Match``. Raises `StoreError`, also if the response was
+        lost: then read the pointer to find out whether it was replaced.
+        """
         check_key(key)
-        what = f"pointer {key!r} in {self.place} cannot be moved"
+        what = f"pointer {key!r} in {self.location} cannot be moved"
         if len(data) > self._limits.part_bytes:
-            raise StoreError(what, f"{len(data)} bytes are no pointer", hint="put the bytes; point at their key")
+            raise StoreError(
+                what,
+                f"{len(data)} bytes are too many for a pointer",
+                hint="put the bytes as an object, and its key into the pointer",
+            )
         for _ in self._attempts(what):
-            held = self._pointer(key)
-            if (held.data if held else None) != expected or (held and held.size > len(held.data)):
+            found = self._pointer(key)
+            if (found.data if found else None) != expected or (found and found.size > len(found.data)):
                 return False
-            with suppress(Taken, Missing):
-                state: PutMode = held.state if held else "create"
-                self._write(what, key, data, state, may=(Taken, Missing) if held else (Taken,), repeat=False)
+            with suppress(ConditionFailed, NotFound):
+                state: PutMode = found.state if found else "create"
+                self._write(
+                    what,
+                    key,
+                    data,
+                    state,
+                    expected=(ConditionFailed, NotFound) if found else (ConditionFailed,),
+                    idempotent=False,
+                )
                 return True
-        raise AssertionError("attempts end by an error")
+        raise AssertionError("unreachable")
 
     def _create(self, what: str, key: str, data: bytes) -> None:
-        """Raises `Taken`."""
-        self._write(what, key, data, "create", may=(Taken,), repeat=True)
+        self._write(what, key, data, "create", expected=(ConditionFailed,), idempotent=True)
 
     def _create_large(self, what: str, key: str, data: bytes) -> None:
         import obstore
@@ -176,47 +203,56 @@ class BucketStore:
                 ),
                 width=at_once,
             )
-            run(what, lambda: obstore.copy(client, staged, key, overwrite=False), may=(Taken,))
+            run(what, lambda: obstore.copy(client, staged, key, overwrite=False), expected=(ConditionFailed,))
         finally:
-            with suppress(StoreError):  # a later sweep finds it
+            with suppress(StoreError):  # a later sweep deletes it
                 self._delete(staged)
 
     def _write(
-        self, what: str, key: str, data: bytes, mode: PutMode, *, may: tuple[type[Exception], ...], repeat: bool
+        self,
+        what: str,
+        key: str,
+        data: bytes,
+        mode: PutMode,
+        *,
+        expected: tuple[type[Exception], ...],
+        idempotent: bool,
     ) -> None:
-        """Raises what it `may`: the object is not in the state that `mode` says."""
+        """Write an object if it is in the state `mode`. Raises the outcomes in `expected` if it is not."""
         import obstore
 
         client = self._transport.quick if len(data) <= _QUICK_BYTES else self._transport.slow
-        self._transport.run(what, lambda: obstore.put(client, key, data, mode=mode), may=may, repeat=repeat)
+        self._transport.run(
+            what, lambda: obstore.put(client, key, data, mode=mode), expected=expected, idempotent=idempotent
+        )
 
     def _part(self, key: str, start: int, stop: int) -> _Part:
-        """One request's bytes; none when the object ends before `start`. Raises `Missing`."""
+        """Read a range in one request; it is empty if the object ends before `start`. Raises `NotFound`."""
         import obstore
 
         client = self._transport.quick
         options: GetOptions = {"range": (start, stop)}
 
-        def ask() -> _Part:
+        def request() -> _Part:
             answer = obstore.get(client, key, options=options)
             meta, data = answer.meta, bytes(answer.bytes())
             if len(data) != min(stop, meta["size"]) - start:
-                raise Short(f"{len(data)} bytes came of [{start}, {stop}) of {meta['size']}")
+                raise WrongLength(f"received {len(data)} bytes for [{start}, {stop}) of {meta['size']}")
             return _Part(data, meta["size"], _state(meta))
 
         try:
-            return self._transport.run(self._unread(key), ask, may=(Missing, Beyond))
-        except Beyond:
-            meta = self._transport.run(self._unread(key), lambda: obstore.head(client, key), may=(Missing,))
+            return self._transport.run(self._read_error(key), request, expected=(NotFound, RangeBeyondEnd))
+        except RangeBeyondEnd:
+            meta = self._transport.run(self._read_error(key), lambda: obstore.head(client, key), expected=(NotFound,))
             return _Part(b"", meta["size"], _state(meta))
 
     def _pointer(self, key: str) -> _Part | None:
-        with suppress(Missing):
+        with suppress(NotFound):
             return self._part(key, 0, self._limits.part_bytes)
         return None
 
-    def _is_there(self, key: str, data: bytes) -> bool:
-        """Whether the object is there with these bytes. Raises `StoreError` when it is there with others."""
+    def _exists(self, key: str, data: bytes) -> bool:
+        """Whether the object exists with these bytes. Raises `StoreError` if it exists with different ones."""
         step = self._limits.part_bytes
         try:
             size = self._part(key, 0, 1).size
@@ -224,11 +260,11 @@ class BucketStore:
                 self._part(key, at, at + step).data == data[at : at + step] for at in range(0, size, step)
             ):
                 return True
-        except Missing:
+        except NotFound:
             return False
         raise StoreError(
-            f"object {key!r} exists with other bytes",
-            f"it has {size} bytes, these are {len(data)}",
+            f"object {key!r} exists with different bytes",
+            f"it has {size} bytes, the new data {len(data)}",
             hint="objects are immutable: choose a key from the content",
         )
 
@@ -236,43 +272,45 @@ class BucketStore:
         import obstore
 
         client = self._transport.quick
-        with suppress(Missing):
+        with suppress(NotFound):
             self._transport.run(
-                f"object {key!r} cannot be deleted in {self.place}", lambda: obstore.delete(client, key)
+                f"object {key!r} cannot be deleted in {self.location}", lambda: obstore.delete(client, key)
             )
 
     def _sweep(self) -> None:
-        """Remove what killed writers left in `.tmp/`, once it is old enough to be nobody's."""
+        """Delete objects that killed writers left in `.tmp/`, once they are `_STRAY_AFTER` old."""
         import obstore
 
         client = self._transport.quick
         old = datetime.now(UTC) - _STRAY_AFTER
-        with suppress(StoreError):  # whoever may not list may still write
-            pages = self._transport.run("strays cannot be listed", lambda: list(obstore.list(client, _STAGED)))
+        with suppress(StoreError):  # writing does not need the permission to list
+            pages = self._transport.run(
+                "temporary objects cannot be listed", lambda: list(obstore.list(client, _STAGED))
+            )
             for meta in (meta for page in pages for meta in page if meta["last_modified"] < old):
                 self._delete(meta["path"])
 
     def _attempts(self, what: str) -> Iterator[None]:
-        """Times to look and write anew, until the deadline."""
+        """Yield for each attempt to read and write again. Raises `StoreError` at the deadline."""
         deadline = time.monotonic() + self._limits.deadline_s
         for attempts in itertools.count(1):
             yield
             if not self._transport.pause(attempts, deadline):
                 break
-        facts = f"others changed it between each look and each write for {self._limits.deadline_s:g} s"
-        raise StoreError(what, facts, hint="have fewer writers move this pointer")
+        facts = f"other writers changed it between each read and write for {self._limits.deadline_s:g} s"
+        raise StoreError(what, facts, hint="use fewer writers for this pointer")
 
     def _until(self, start: int, stop: int | None) -> int:
-        """Where one request's part of [start, stop) ends."""
+        """The end of the first part of [start, stop)."""
         end = start + self._limits.part_bytes
         return end if stop is None else min(stop, end)
 
-    def _unread(self, key: str) -> str:
-        return f"object {key!r} cannot be read from {self.place}"
+    def _read_error(self, key: str) -> str:
+        return f"object {key!r} cannot be read from {self.location}"
 
 
 def _state(meta: ObjectMeta) -> UpdateVersion:
-    """What a conditional write compares: S3 and Azure have ETags, Google generations."""
+    """The state that a conditional write compares: an ETag on S3 and Azure, a generation on Google."""
     state: UpdateVersion = {}
     if meta["e_tag"] is not None:
         state["e_tag"] = meta["e_tag"]

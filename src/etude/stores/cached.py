@@ -1,10 +1,10 @@
-"""A far store behind copies that are near: the engines of a region download an object once.
+"""A blob store with a local disk cache, so that the engines of a region download each object once.
 
-Only what lies under `kept` is copied: objects that never change. Everything else, pointers above all, is read from the
-far store each time. Of several processes that want one object, one downloads it and the others wait for its copy; if
-it is killed, the next one does it; if it fails, all who waited have its error. Whatever the near disk does (full, gone,
-flipped bits), the far store serves. Knows nothing of what the bytes mean, but that a key whose last part begins with 64
-hex digits is named after its SHA-256.
+Only immutable objects are cached. Pointers are always read from the source store. If several processes need the same
+object, one downloads it and the others wait for its copy. If that process is killed, the next one downloads; if the
+download fails, all waiting processes get its error. If the cache fails in any way (disk full, gone, flipped bits), the
+object is read from the source store. A key whose last part starts with 64 hex digits is checked against this SHA-256
+before it is cached.
 """
 
 from __future__ import annotations
@@ -16,129 +16,137 @@ from pathlib import Path
 
 from etude.errors import StoreError
 from etude.seams import BlobStore
+from etude.stores.disk_cache import DiskCache
 from etude.stores.keys import check_key, check_prefix, check_range
-from etude.stores.near import Near
 
-KEPT = ("objects/", "manifests/")
+IMMUTABLE_PREFIXES = ("objects/", "manifests/")
 LIMIT_BYTES = 64 << 30
 MAX_OBJECT_BYTES = 1 << 30
-UNPROVEN_S = 600.0
-PATIENCE_S = 600.0
+UNPROVEN_S = 600.0  # how long a copy without a SHA-256 in its key is used
+LOCK_TIMEOUT_S = 600.0
 _SHA256 = re.compile(r"[0-9a-f]{64}(?![0-9a-f])")
 
 
 class CachedStore:
-    """`far`, with copies of immutable objects in the directory `near`, which any number of stores and processes share.
+    """A `BlobStore` that reads `source` through a disk cache in `directory`. Writes go to `source`.
 
-    `place`: what tells `far` from others that share the directory, such as its URL. `limit_bytes`: of all copies.
-    `kept`: keys that begin so never change. An object is downloaded whole even for a part of it; one of more than
-    `object_bytes`, or an eighth of the limit, is passed on and not kept. What its key does not prove is asked for again
-    after ten minutes, so that a damaged manifest that was repaired is not served damaged for ever.
+    Any number of stores and processes can share the directory. An object is downloaded in full even if only a part of
+    it is read.
+
+    `source_id`: identifies `source` in a shared directory, for example its URL. `limit_bytes`: size limit of the cache;
+    the least recently used copies are deleted. `object_bytes`: larger objects, and those over an eighth of the limit,
+    are not cached. `immutable_prefixes`: the prefixes of keys that are cached. `lock_timeout_s`: the longest wait for
+    another process's download; after it the object is read from `source`. A copy whose key has no SHA-256 expires after
+    ten minutes, so that a damaged manifest is read again after its repair.
 
     >>> import tempfile
     >>> from etude.stores import MemoryStore
-    >>> far = MemoryStore()
-    >>> far.put("objects/a", b"hello")
+    >>> source = MemoryStore()
+    >>> source.put("objects/a", b"hello")
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     store = CachedStore(far, folder)
+    ...     store = CachedStore(source, folder)
     ...     first = store.get("objects/a")
-    ...     far.delete("objects/a")
+    ...     source.delete("objects/a")
     ...     first, store.get("objects/a", 1, 3)
     (b'hello', b'el')
     """
 
     def __init__(
         self,
-        far: BlobStore,
-        near: Path | str,
+        source: BlobStore,
+        directory: Path | str,
         *,
-        place: str = "",
+        source_id: str = "",
         limit_bytes: int = LIMIT_BYTES,
         object_bytes: int = MAX_OBJECT_BYTES,
-        kept: tuple[str, ...] = KEPT,
-        patience_s: float = PATIENCE_S,
+        immutable_prefixes: tuple[str, ...] = IMMUTABLE_PREFIXES,
+        lock_timeout_s: float = LOCK_TIMEOUT_S,
     ) -> None:
-        self._far, self._near = far, Near(near, limit_bytes)
-        self._place, self._kept, self._patience_s = place, kept, patience_s
+        self._source, self._disk = source, DiskCache(directory, limit_bytes)
+        self._source_id, self._immutable_prefixes = source_id, immutable_prefixes
+        self._lock_timeout_s = lock_timeout_s
         self._object_bytes = min(object_bytes, limit_bytes // 8)
-        self.unkept = ""
-        """Why the last object that should have been kept was not; empty where all is well."""
+        self.cache_error = ""
+        """Why the last object could not be cached; empty if it was."""
 
     def __repr__(self) -> str:
-        return f"CachedStore({self._far!r}, {str(self._near.root)!r})"
+        return f"CachedStore({self._source!r}, {str(self._disk.root)!r})"
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """The bytes [start, stop), fewer at the end. Raises `KeyError`, `StoreError` as the far store does."""
+        """Read the bytes [start, stop), fewer at the end of the object.
+
+        Raises `KeyError` if the key does not exist, and the `StoreError` of the source store.
+        """
         check_range(start, stop)
-        if not check_key(key).startswith(self._kept):
-            return self._far.get(key, start, stop)
+        if not check_key(key).startswith(self._immutable_prefixes):
+            return self._source.get(key, start, stop)
         name = self._name(key)
-        if (held := self._copy(key, name, start, stop)) is not None:
-            return held
+        if (found := self._read_copy(key, name, start, stop)) is not None:
+            return found
         try:
-            turn = self._near.turn(name, self._patience_s)
+            lock = self._disk.lock(name, self._lock_timeout_s)
         except OSError as error:
-            self.unkept = str(error)
-            return self._far.get(key, start, stop)
-        with turn:
-            if (held := self._copy(key, name, start, stop)) is not None:
-                return held
-            if turn.trouble is not None:
-                raise turn.trouble
+            self.cache_error = str(error)
+            return self._source.get(key, start, stop)
+        with lock:
+            if (found := self._read_copy(key, name, start, stop)) is not None:
+                return found
+            if lock.error is not None:
+                raise lock.error
             try:
-                data = self._far.get(key, 0, self._object_bytes + 1)
+                data = self._source.get(key, 0, self._object_bytes + 1)
             except StoreError as error:
-                turn.tell(error)
+                lock.share_error(error)
                 raise
             if len(data) <= self._object_bytes:
-                self._keep(key, name, data)
+                self._add_copy(key, name, data)
                 return data[start:stop] if start or stop is not None else data
-        return self._far.get(key, start, stop)
+        return self._source.get(key, start, stop)
 
     def put(self, key: str, data: bytes) -> None:
-        """Put an object into the far store. No copy is kept."""
-        self._far.put(key, data)
+        """Write an object to the source store. It is not cached."""
+        self._source.put(key, data)
 
     def list(self, prefix: str) -> list[str]:
-        """As the far store does."""
-        return self._far.list(check_prefix(prefix))
+        """Return the sorted keys of the source store that start with `prefix`."""
+        return self._source.list(check_prefix(prefix))
 
     def delete(self, key: str) -> None:
-        """Delete an object in the far store, and its copy."""
-        self._far.delete(key)
+        """Delete an object in the source store, and its copy in the cache."""
+        self._source.delete(key)
         try:
-            self._near.forget(self._name(key))
+            self._disk.delete(self._name(key))
         except OSError as error:
             raise StoreError(
-                f"the copy of {key!r} cannot be deleted", str(error), hint=f"look at the disk of {self._near.root}"
+                f"the cached copy of {key!r} cannot be deleted", str(error), hint=f"check the disk of {self._disk.root}"
             ) from error
 
     def compare_and_swap(self, key: str, expected: bytes | None, data: bytes) -> bool:
-        """As the far store does."""
-        return self._far.compare_and_swap(key, expected, data)
+        """Atomically replace the bytes of a pointer in the source store if they equal `expected`."""
+        return self._source.compare_and_swap(key, expected, data)
 
     def _name(self, key: str) -> str:
-        return hashlib.sha256(f"{self._place}\0{key}".encode()).hexdigest()
+        return hashlib.sha256(f"{self._source_id}\0{key}".encode()).hexdigest()
 
-    def _copy(self, key: str, name: str, start: int, stop: int | None) -> bytes | None:
+    def _read_copy(self, key: str, name: str, start: int, stop: int | None) -> bytes | None:
         try:
-            return self._near.read(name, start, stop, math.inf if _stated(key) else UNPROVEN_S)
+            return self._disk.read(name, start, stop, math.inf if _sha256_of(key) else UNPROVEN_S)
         except OSError as error:
-            self.unkept = str(error)
+            self.cache_error = str(error)
             return None
 
-    def _keep(self, key: str, name: str, data: bytes) -> None:
-        stated = _stated(key)
-        if stated and hashlib.sha256(data).hexdigest() != stated:
-            self.unkept = f"{key} is not what its name says"
+    def _add_copy(self, key: str, name: str, data: bytes) -> None:
+        sha256 = _sha256_of(key)
+        if sha256 and hashlib.sha256(data).hexdigest() != sha256:
+            self.cache_error = f"{key} does not have the SHA-256 in its name"
             return
         try:
-            self.unkept = "" if self._near.keep(name, data) else f"{key} is larger than all that may be kept"
+            self.cache_error = "" if self._disk.write(name, data) else f"{key} is larger than the cache"
         except OSError as error:
-            self.unkept = str(error)
+            self.cache_error = str(error)
 
 
-def _stated(key: str) -> str:
-    """The SHA-256 that an object is named after; empty for another name."""
+def _sha256_of(key: str) -> str:
+    """The SHA-256 in the last part of a key; empty if there is none."""
     found = _SHA256.match(key.rpartition("/")[2])
     return found[0] if found else ""

@@ -1,9 +1,9 @@
-"""A blob store in a directory: what a laptop, or machines that share a filesystem, use.
+"""A blob store in a directory, for one machine or for machines that share a filesystem.
 
-An object is written beside (``.tmp``), synced, and renamed into place under the store's lock, so it is there whole or
-not at all, and a crash leaves at most a stray temporary file, which a later start sweeps. A pointer moves in the same
-way after its old bytes were compared under the same lock. Readers take no lock: a rename is atomic. obstore's
-LocalStore has no conditional update, which is why this is ours. Knows nothing of what the bytes mean.
+An object is written to a temporary file in ``.tmp``, synced, and renamed into place under the lock of the store. So an
+object is complete or absent. After a crash at most a temporary file is left, which a later start deletes. A pointer is
+replaced in the same way, after its old bytes were compared under the same lock. Readers need no lock, since a rename is
+atomic. obstore's LocalStore is not used because it has no conditional update.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ _HINTS = {
     errno.EACCES: "give the user that runs this write access to the directory",
     errno.EPERM: "give the user that runs this write access to the directory",
     errno.EROFS: "the filesystem is mounted read-only",
-    errno.ENOTDIR: "a part of the key is already an object: choose another key",
-    errno.EEXIST: "a part of the key is already an object: choose another key",
-    errno.EISDIR: "the key is already a prefix of others: choose another key",
+    errno.ENOTDIR: "a parent path of the key is already an object: choose another key",
+    errno.EEXIST: "a parent path of the key is already an object: choose another key",
+    errno.EISDIR: "the key is already a prefix of other keys: choose another key",
 }
 
 
 class DirectoryStore:
-    """A `BlobStore` under `root`, which is made if it is not there. Any number of processes may use it at once.
+    """A `BlobStore` in the directory `root`. Safe for many threads and processes at once.
 
-    `readonly`: nothing is made, swept or written; `root` must be there. Raises `StoreError`.
+    The directory is created if it does not exist. `readonly`: `root` must exist, and nothing is created or written.
+    Raises `StoreError` if it cannot be opened.
 
-    `root` may be a link. Links below it are no objects, and none is followed: keys lead nowhere else.
+    `root` can be a symbolic link. Links below it are never followed and are not listed, so no key leads out of `root`.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -58,53 +59,60 @@ class DirectoryStore:
         self.root, self.readonly = Path(root), readonly
         self._temporary = self.root / ".tmp"
         self._lock_path = self.root / ".lock"
-        self._mark = self._temporary if not readonly or self._temporary.is_dir() else self.root
+        self._must_exist = self._temporary if not readonly or self._temporary.is_dir() else self.root
         if readonly:
             self._require_root()
             return
-        with _named(f"store {self.root} cannot be opened"):
+        with _as_store_error(f"store {self.root} cannot be opened"):
             self._temporary.mkdir(parents=True, exist_ok=True)
             self._sweep()
 
     def put(self, key: str, data: bytes) -> None:
-        """Durable when it returns. Raises `StoreError`: other bytes under the key, no space, no permission."""
+        """Write an immutable object; it is on disk when this returns.
+
+        Raises `StoreError` if the key exists with different bytes, the disk is full, or access is denied.
+        """
         self._require_writable()
         check_key(key)
-        with _named(f"object {key!r} cannot be written"):
-            held = self._read(key)
-            if held is None:
-                with self._written(data) as temporary, self._locked():
-                    held = self._read(key)
-                    if held is None:
+        with _as_store_error(f"object {key!r} cannot be written"):
+            found = self._read(key)
+            if found is None:
+                with self._temporary_file(data) as temporary, self._locked():
+                    found = self._read(key)
+                    if found is None:
                         self._install(temporary, key)
                         return
-            if held == data:
+            if found == data:
                 with self._folder_of(key) as (folder, _):
                     os.fsync(folder)  # another writer may have renamed it a moment ago
                 return
         raise StoreError(
-            f"object {key!r} exists with other bytes",
-            f"it has {len(held)} bytes, these are {len(data)}",
+            f"object {key!r} exists with different bytes",
+            f"it has {len(found)} bytes, the new data {len(data)}",
             hint="objects are immutable: choose a key from the content",
         )
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """The bytes [start, stop), fewer at the end. Raises `KeyError`, `StoreError`: the disk refuses, or is gone."""
+        """Read the bytes [start, stop), fewer at the end of the object.
+
+        Raises `KeyError` if the key does not exist, `StoreError` if the disk fails or the directory is gone.
+        """
         check_range(start, stop)
         check_key(key)
-        with _named(f"object {key!r} cannot be read"):
-            held = self._read(key, start, stop)
-        if held is None:
+        with _as_store_error(f"object {key!r} cannot be read"):
+            found = self._read(key, start, stop)
+        if found is None:
             self._require_root()
             raise KeyError(key)
-        return held
+        return found
 
     def list(self, prefix: str) -> list[str]:
-        """Sorted keys that start with `prefix`. Walks only the directory the prefix ends in. Raises `StoreError`."""
+        """Return the sorted keys that start with `prefix`. Walks only the directory that the prefix ends in. Raises
+        `StoreError` if the prefix is invalid, the disk fails or the directory is gone."""
         check_prefix(prefix)
         keys: list[str] = []
         with (
-            _named(f"keys under {prefix!r} cannot be listed"),
+            _as_store_error(f"keys under {prefix!r} cannot be listed"),
             suppress(FileNotFoundError, NotADirectoryError),
             self._folder_of(prefix) as (folder, _),
         ):
@@ -114,11 +122,11 @@ class DirectoryStore:
         return keys
 
     def delete(self, key: str) -> None:
-        """Remove an object; no error when it is not there. Raises `StoreError`."""
+        """Delete an object. Does nothing if it does not exist. Raises `StoreError` if the disk refuses."""
         self._require_writable()
         check_key(key)
         with (
-            _named(f"object {key!r} cannot be deleted"),
+            _as_store_error(f"object {key!r} cannot be deleted"),
             suppress(FileNotFoundError, NotADirectoryError),
             self._folder_of(key) as (folder, name),
         ):
@@ -126,37 +134,42 @@ class DirectoryStore:
             os.fsync(folder)
 
     def compare_and_swap(self, key: str, expected: bytes | None, data: bytes) -> bool:
-        """Atomically replace a pointer's bytes if they are `expected` (None: absent). Raises `StoreError`."""
+        """Atomically replace the bytes of a pointer if they equal `expected` (None: the pointer does not exist).
+
+        Returns whether it did. Raises `StoreError` if the disk refuses.
+        """
         self._require_writable()
         check_key(key)
-        with _named(f"pointer {key!r} cannot be moved"):
+        with _as_store_error(f"pointer {key!r} cannot be moved"):
             if self._read(key) != expected:
                 return False
-            with self._written(data) as temporary, self._locked():
+            with self._temporary_file(data) as temporary, self._locked():
                 if self._read(key) != expected:
                     return False
                 self._install(temporary, key)
                 return True
 
     def _require_root(self) -> None:
-        """What was not found is missing only where the store is there. Raises `StoreError`."""
-        if not self._mark.is_dir():  # a mount point outlives what was mounted there
+        """Raise `StoreError` if the directory of the store is gone, so that its objects are not reported as missing."""
+        if (
+            not self._must_exist.is_dir()
+        ):  # after an unmount the mount point still exists, so `root` alone proves nothing
             raise StoreError(
                 f"the store {self.root} is gone",
-                f"there is no directory {self._mark}",
+                f"there is no directory {self._must_exist}",
                 hint="mount it again, or name the directory where it is now",
             )
 
     def _require_writable(self) -> None:
         if self.readonly:
-            raise StoreError(
-                f"the store {self.root} was opened to be read", hint="open it without `readonly` to write into it"
-            )
+            raise StoreError(f"the store {self.root} was opened read-only", hint="open it without `readonly` to write")
 
     @contextmanager
     def _folder_of(self, key: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
-        """The open folder of a key, and the key's name in it. Follows no link: `StoreError` names the one it meets.
-        `make`: missing folders are made, durably. Else `OSError`, as the system says."""
+        """Open the directory of a key. Yields its file descriptor and the file name of the key.
+
+        `make`: create missing directories durably. Raises `StoreError` at a symbolic link, and the system's `OSError`.
+        """
         *parts, name = key.split("/")
         at = os.open(self.root, _FOLDER)
         try:
@@ -172,7 +185,7 @@ class DirectoryStore:
                     below = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
                 except OSError:
                     if stat.S_ISLNK(os.lstat(part, dir_fd=at).st_mode):
-                        raise self._linked("/".join(parts[:number])) from None
+                        raise self._link_error("/".join(parts[:number])) from None
                     raise
                 os.close(at)
                 at = below
@@ -180,7 +193,7 @@ class DirectoryStore:
         finally:
             os.close(at)
 
-    def _linked(self, path: str) -> StoreError:
+    def _link_error(self, path: str) -> StoreError:
         return StoreError(
             f"{self.root / path} is a link",
             "links below a store's directory are not followed",
@@ -188,27 +201,27 @@ class DirectoryStore:
         )
 
     def _read(self, key: str, start: int = 0, stop: int | None = None) -> bytes | None:
-        """The bytes of an object, None where there is none. `OSError` as the system says, `StoreError` for a link."""
+        """Read an object; None if it does not exist. Raises the system's `OSError`, and `StoreError` for a link."""
         with suppress(FileNotFoundError, NotADirectoryError), self._folder_of(key) as (folder, name):
             try:
                 fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
             except OSError as error:
                 if error.errno == errno.ELOOP:
-                    raise self._linked(key) from None
+                    raise self._link_error(key) from None
                 raise
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 os.close(fd)
                 return None
             with open(fd, "rb") as file:
-                size = os.fstat(fd).st_size  # who asks may name any range, and what is asked for is made room for first
+                size = os.fstat(fd).st_size  # `read` allocates the requested size first, so limit it to the file
                 start = min(start, size)
                 file.seek(start)
                 return file.read(-1 if stop is None else min(stop, size) - start)
         return None
 
     @contextmanager
-    def _written(self, data: bytes) -> Iterator[Path]:
-        """A temporary file with the bytes, synced; gone afterwards unless it was renamed."""
+    def _temporary_file(self, data: bytes) -> Iterator[Path]:
+        """Write and sync a temporary file. It is deleted at the end unless the caller has renamed it."""
         path = self._temporary / f"{os.getpid()}-{secrets.token_hex(8)}"
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
@@ -225,7 +238,7 @@ class DirectoryStore:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """The store's only lock, held for an exists-check and a rename. Raises `StoreError` at the deadline."""
+        """Hold the lock of the store, for a check and a rename. Raises `StoreError` after `LOCK_DEADLINE_S`."""
         file = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             deadline = time.monotonic() + LOCK_DEADLINE_S
@@ -250,7 +263,7 @@ class DirectoryStore:
             os.fsync(folder)
 
     def _sweep(self) -> None:
-        """Remove what killed writers left, once it is old enough to be nobody's."""
+        """Delete temporary files that killed writers left, once they are `STRAY_AFTER_S` old."""
         for stray in self._temporary.iterdir():
             with suppress(FileNotFoundError):
                 if time.time() - stray.stat().st_mtime > STRAY_AFTER_S:
@@ -258,16 +271,16 @@ class DirectoryStore:
 
 
 @contextmanager
-def _named(what: str) -> Iterator[None]:
+def _as_store_error(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        hint = _HINTS.get(error.errno or 0, "look at the disk and its mount; the store is unchanged")
+        hint = _HINTS.get(error.errno or 0, "check the disk and its mount; the store is unchanged")
         raise StoreError(what, f"{error.strerror}", hint=hint) from error
 
 
 def _keys(folder: int, at: str) -> Iterator[str]:
-    """The keys in an open folder whose own keys begin with `at`, and below it."""
+    """Yield the keys below an open directory; `at` is the key path of that directory."""
     with os.scandir(folder) as entries:
         for entry in entries:
             key = f"{at}/{entry.name}" if at else entry.name

@@ -1,7 +1,7 @@
-"""A relay's store, read over HTTP: see `relay`. It cannot be written.
+"""A read-only blob store that reads from a relay (`etude.stores.relay`) over HTTP.
 
-Where an answer breaks off, what is missing is asked for, if more came than any pointer has: an object never changes, a
-pointer does. Knows nothing of what the bytes mean.
+If a response breaks off after more bytes than any pointer has, only the rest is requested again: objects never change.
+A shorter one is read again from its start, since it could be a pointer.
 """
 
 from __future__ import annotations
@@ -22,22 +22,24 @@ from etude.stores.keys import check_key, check_prefix, check_range, is_key
 
 TOKEN = "ETUDE_TOKEN"
 _CHUNK = 1 << 16
-_NO_POINTER = 1 << 20
+_LARGER_THAN_POINTERS = 1 << 20
 _MAX_LISTING = 1 << 28
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 _IDLE = 8
 
 
 class HttpStore:
-    """What an `etude weights relay` serves at ``http://host:port``. ETUDE_TOKEN in the environment is sent along, if
-    there is one. Safe between threads; pickles without its connections and without the token.
+    """A read-only `BlobStore` served by `etude weights relay` at ``http://host:port``.
 
-    `silence_s`: the longest wait for a connection and for the next bytes, during which the relay may be fetching;
-    `deadline_s`: after so long without a new byte it is not tried again. Raises `StoreError`: a URL of another form.
+    Sends ETUDE_TOKEN from the environment as bearer token if it is set. Thread-safe. It can be pickled; a copy has no
+    connections and no token.
+
+    `silence_s`: the longest wait for a connection or for the next bytes; the relay can be downloading meanwhile.
+    `deadline_s`: no retry starts after so long without a new byte. Raises `StoreError` if the URL is invalid.
     """
 
     def __init__(self, url: str, *, silence_s: float = 30.0, deadline_s: float = 60.0) -> None:
-        self._scheme, self._host, self._port = _parsed(url)
+        self._scheme, self._host, self._port = _parse_url(url)
         self.url, self._silence_s, self.deadline_s = url, silence_s, deadline_s
         self._idle: deque[http.client.HTTPConnection] = deque()
         weakref.finalize(self, _close, self._idle)
@@ -46,21 +48,25 @@ class HttpStore:
         return f"HttpStore({self.url!r})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_made, (self.url, self._silence_s, self.deadline_s))
+        return (_unpickle, (self.url, self._silence_s, self.deadline_s))
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """The bytes [start, stop), fewer at the end. Raises `KeyError`, `StoreError`: no answer in time."""
+        """Read the bytes [start, stop), fewer at the end of the object.
+
+        Raises `KeyError` if the key does not exist, `StoreError` if there is no response in time.
+        """
         check_range(start, stop)
-        data = self._ask(f"object {key!r} cannot be read", f"/{check_key(key)}", start, stop)
+        data = self._request(f"object {key!r} cannot be read", f"/{check_key(key)}", start, stop)
         if data is None:
             raise KeyError(key)
         return data
 
     def list(self, prefix: str) -> list[str]:
-        """Sorted keys that start with `prefix`. Raises `StoreError`, also where the relay answers with other keys."""
+        """Return the sorted keys that start with `prefix`. Raises `StoreError` if there is no valid response in
+        time."""
         check_prefix(prefix)
         what = f"keys under {prefix!r} cannot be listed"
-        data = self._ask(what, f"/?prefix={quote(prefix, safe='')}", 0, _MAX_LISTING, may_resume=False)
+        data = self._request(what, f"/?prefix={quote(prefix, safe='')}", 0, _MAX_LISTING, may_resume=False)
         try:
             keys = json.loads(data or b"")
             if isinstance(keys, list) and all(
@@ -69,43 +75,46 @@ class HttpStore:
                 return sorted(keys)
         except (ValueError, RecursionError):
             pass
-        raise StoreError(f"{what} at {self.url}", "its answer is no list", hint="is it an etude weights relay?")
+        raise StoreError(
+            f"{what} at {self.url}", "the response is no list of keys", hint="check that this is an etude weights relay"
+        )
 
     def put(self, key: str, data: bytes) -> None:
-        """Raises `StoreError`, always."""
+        """Always raises `StoreError`: a relay is read-only."""
         raise self._read_only(check_key(key))
 
     def delete(self, key: str) -> None:
-        """Raises `StoreError`, always."""
+        """Always raises `StoreError`: a relay is read-only."""
         raise self._read_only(check_key(key))
 
     def compare_and_swap(self, key: str, expected: bytes | None, data: bytes) -> bool:
-        """Raises `StoreError`, always."""
+        """Always raises `StoreError`: a relay is read-only."""
         raise self._read_only(check_key(key))
 
-    def _ask(self, what: str, path: str, start: int, stop: int | None, *, may_resume: bool = True) -> bytes | None:
-        """The body of a 200; None for a 404."""
+    def _request(self, what: str, path: str, start: int, stop: int | None, *, may_resume: bool = True) -> bytes | None:
+        """Request a path with retries. Returns the body of a 200, None for a 404. Raises `StoreError` at the
+        deadline."""
         got, attempts, pause_s = bytearray(), 0, _FIRST_PAUSE_S
         deadline = time.monotonic() + self.deadline_s
         while True:
             before, attempts = len(got), attempts + 1
-            trouble = self._attempt(path, start + before, stop, got)
-            if trouble is None:
+            failure = self._attempt(path, start + before, stop, got)
+            if failure is None:
                 return bytes(got)
-            if trouble.status == 404:
+            if failure.status == 404:
                 return None
-            if len(got) < _NO_POINTER or not may_resume:
+            if len(got) < _LARGER_THAN_POINTERS or not may_resume:
                 del got[:]
             if len(got) > before:
                 deadline, pause_s = time.monotonic() + self.deadline_s, _FIRST_PAUSE_S
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S) * (0.5 + secrets.randbelow(1000) / 2000)
-            if not trouble.passing or time.monotonic() + pause_s >= deadline:
-                tried = f"; {attempts} attempts" if trouble.passing else ""
-                raise StoreError(f"{what} at {self.url}", f"{trouble.facts}{tried}", hint=trouble.hint)
+            if not failure.retryable or time.monotonic() + pause_s >= deadline:
+                tried = f"; {attempts} attempts" if failure.retryable else ""
+                raise StoreError(f"{what} at {self.url}", f"{failure.facts}{tried}", hint=failure.hint)
             time.sleep(pause_s)
 
-    def _attempt(self, path: str, start: int, stop: int | None, got: bytearray) -> _Trouble | None:
-        """Add what comes to `got`; None when all came."""
+    def _attempt(self, path: str, start: int, stop: int | None, got: bytearray) -> _Failure | None:
+        """Request once and append the received bytes to `got`. Returns None when the response is complete."""
         fresh = not self._idle
         try:
             connection = self._idle.pop()
@@ -116,28 +125,30 @@ class HttpStore:
             if token := os.environ.get(TOKEN):
                 headers["Authorization"] = f"Bearer {token}"
             connection.request("GET", path, headers=headers)
-            answer = connection.getresponse()
-            if answer.status != 200:
-                told = answer.read(_CHUNK)
+            response = connection.getresponse()
+            if response.status != 200:
+                body = response.read(_CHUNK)
                 connection.close()
-                return _refusal(answer.status, told)
-            most = stop - start if stop is not None else math.inf
-            while chunk := answer.read(_CHUNK):
+                return _refusal(response.status, body)
+            left = stop - start if stop is not None else math.inf
+            while chunk := response.read(_CHUNK):
                 got += chunk
-                most -= len(chunk)
-                if most < 0:
+                left -= len(chunk)
+                if left < 0:
                     connection.close()
-                    return _Trouble("more bytes came than were asked for", "is it an etude weights relay?", False)
-            if answer.length:
-                raise http.client.IncompleteRead(b"", answer.length)
+                    return _Failure(
+                        "received more bytes than requested", "check that this is an etude weights relay", False
+                    )
+            if response.length:
+                raise http.client.IncompleteRead(b"", response.length)
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             if not fresh and isinstance(error, http.client.RemoteDisconnected | ConnectionError):
-                _close(self._idle)  # they were closed while they lay idle
-            facts = "no answer in time" if isinstance(error, TimeoutError) else type(error).__name__
+                _close(self._idle)  # the relay has closed the idle connections
+            facts = "no response in time" if isinstance(error, TimeoutError) else type(error).__name__
             if isinstance(error, OSError) and error.strerror:
                 facts = error.strerror
-            return _Trouble(facts, "see whether the relay runs and can be reached from here", True)
+            return _Failure(facts, "check that the relay runs and can be reached from this machine", True)
         if len(self._idle) < _IDLE:
             self._idle.append(connection)
         else:
@@ -150,36 +161,36 @@ class HttpStore:
 
     def _read_only(self, key: str) -> StoreError:
         return StoreError(
-            f"{key!r} cannot be written", f"{self.url} is a relay", hint="write to the store that the relay reads"
+            f"{key!r} cannot be written", f"{self.url} is a relay", hint="write to the store behind the relay"
         )
 
 
-class _Trouble:
-    """Why an attempt brought nothing, or not all."""
+class _Failure:
+    """Why an attempt failed."""
 
-    def __init__(self, facts: str, hint: str, passing: bool, status: int = 0) -> None:
-        self.facts, self.hint, self.passing, self.status = facts, hint, passing, status
+    def __init__(self, facts: str, hint: str, retryable: bool, status: int = 0) -> None:
+        self.facts, self.hint, self.retryable, self.status = facts, hint, retryable, status
 
 
-def _refusal(status: int, told: bytes) -> _Trouble:
+def _refusal(status: int, body: bytes) -> _Failure:
     facts = f"HTTP {status}"
     if status == 401:
-        return _Trouble(facts, f"set {TOKEN} to the relay's", False, status)
+        return _Failure(facts, f"set {TOKEN} to the token of the relay", False, status)
     with suppress(ValueError, RecursionError):
-        said = json.loads(told)
-        if isinstance(said, dict) and isinstance(said.get("error"), str):
-            facts = f"{facts}: {said['error'][:500]}"
-    return _Trouble(facts, "see what the relay says where it runs", status >= 500, status)
+        content = json.loads(body)
+        if isinstance(content, dict) and isinstance(content.get("error"), str):
+            facts = f"{facts}: {content['error'][:500]}"
+    return _Failure(facts, "read the log of the relay", status >= 500, status)
 
 
-def _parsed(url: str) -> tuple[str, str, int]:
+def _parse_url(url: str) -> tuple[str, str, int]:
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError:
         host, port = None, None
     if not host or "@" in parts.netloc or parts.path not in ("", "/") or parts.query or parts.fragment:
-        raise StoreError("a relay's URL names a host and a port alone", hint="write http://host:port")
+        raise StoreError("the URL of a relay has only a host and a port", hint="write http://host:port")
     return parts.scheme, host, port or (443 if parts.scheme == "https" else 80)
 
 
@@ -188,5 +199,5 @@ def _close(idle: deque[http.client.HTTPConnection]) -> None:
         idle.pop().close()
 
 
-def _made(url: str, silence_s: float, deadline_s: float) -> HttpStore:
+def _unpickle(url: str, silence_s: float, deadline_s: float) -> HttpStore:
     return HttpStore(url, silence_s=silence_s, deadline_s=deadline_s)

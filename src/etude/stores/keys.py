@@ -1,4 +1,4 @@
-"""Which keys a blob store accepts: relative posix paths that cannot leave the store on any filesystem."""
+"""Validation of keys, prefixes and byte ranges. Keys are relative POSIX paths that cannot escape the store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _PART = re.compile(r"[A-Za-z0-9_=+@-][A-Za-z0-9_=+@.-]*")
 
 
 def check_key(key: str) -> str:
-    """The key itself. Raises `StoreError` for anything that is not parts of letters, digits and ``_=+@.-``.
+    """Return the key if it is valid, else raise `StoreError`.
+
+    A key has parts of letters, digits and ``_=+@.-``, separated by slashes. No part starts with a dot. A part has at
+    most 200 characters, a key at most 512.
 
     >>> check_key("manifests/policy/v000001.json")
     'manifests/policy/v000001.json'
@@ -30,7 +33,7 @@ def check_key(key: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """The prefix itself. Raises `StoreError` for one that no allowed key begins with.
+    """Return the prefix if a valid key can start with it, else raise `StoreError`. A prefix can end within a part.
 
     >>> check_prefix(""), check_prefix("manifests/policy/v0")
     ('', 'manifests/policy/v0')
@@ -48,18 +51,18 @@ def check_prefix(prefix: str) -> str:
 
 
 def is_prefix(prefix: str) -> bool:
-    """Whether `check_prefix` takes it."""
+    """Whether a valid key can start with this prefix. See `check_prefix`."""
     return is_key(prefix.removesuffix("/")) or prefix == ""
 
 
 def is_key(key: str) -> bool:
-    """Whether `check_key` takes it."""
+    """Whether the key is valid. See `check_key`."""
     return len(key) <= MAX_KEY_CHARACTERS and all(
         len(part) <= MAX_PART_CHARACTERS and _PART.fullmatch(part) for part in key.split("/")
     )
 
 
 def check_range(start: int, stop: int | None) -> None:
-    """Raises `ValueError` for a byte range that counts from the end."""
+    """Raise `ValueError` for a negative start, or a stop below the start."""
     if start < 0 or (stop is not None and stop < start):
         raise ValueError(f"byte range [{start}, {stop}) is not allowed")

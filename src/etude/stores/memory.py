@@ -1,4 +1,4 @@
-"""A blob store in this process's memory, for tests and for one-process runs. Safe between threads."""
+"""A blob store in memory, for tests and for runs of one process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from etude.stores.keys import check_key, check_prefix, check_range
 
 
 class MemoryStore:
-    """A `BlobStore` that forgets everything with the process.
+    """A `BlobStore` in memory. Its contents are lost when the process ends. Thread-safe.
 
     >>> store = MemoryStore()
     >>> store.put("objects/a", b"hello")
@@ -24,33 +24,34 @@ class MemoryStore:
         self._lock = threading.Lock()
 
     def put(self, key: str, data: bytes) -> None:
-        """Keep immutable bytes. Raises `StoreError` when the key holds others."""
+        """Write an immutable object. Raises `StoreError` if the key exists with different bytes."""
         with self._lock:
             if self._blobs.setdefault(check_key(key), bytes(data)) != data:
                 raise StoreError(
-                    f"object {key!r} exists with other bytes",
-                    f"it has {len(self._blobs[key])} bytes, these are {len(data)}",
+                    f"object {key!r} exists with different bytes",
+                    f"it has {len(self._blobs[key])} bytes, the new data {len(data)}",
                     hint="objects are immutable: choose a key from the content",
                 )
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """The bytes [start, stop), fewer at the end. Raises `KeyError`."""
+        """Read the bytes [start, stop), fewer at the end of the object. Raises `KeyError` if the key does not exist."""
         check_range(start, stop)
         return self._blobs[check_key(key)][start:stop]
 
     def list(self, prefix: str) -> list[str]:
-        """Sorted keys that start with `prefix`. Raises `StoreError` for a prefix of no allowed key."""
+        """Return the sorted keys that start with `prefix`. Raises `StoreError` if no valid key can start with it."""
         check_prefix(prefix)
         with self._lock:
             return sorted(key for key in self._blobs if key.startswith(prefix))
 
     def delete(self, key: str) -> None:
-        """Forget a key; no error when it is not there."""
+        """Delete an object or a pointer. Does nothing if it does not exist."""
         with self._lock:
             self._blobs.pop(check_key(key), None)
 
     def compare_and_swap(self, key: str, expected: bytes | None, data: bytes) -> bool:
-        """Atomically replace a pointer's bytes if they are `expected` (None: absent)."""
+        """Atomically replace the bytes of a pointer if they equal `expected` (None: the pointer does not exist).
+        Returns whether it did."""
         with self._lock:
             if self._blobs.get(check_key(key)) != expected:
                 return False

@@ -1,4 +1,4 @@
-"""Opens a store of any kind from one string, as configs and command lines have it."""
+"""Open a blob store of any kind from its URL or path."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from etude.stores.memory import MemoryStore
 
 
 def open_store(url: str | Path, *, cache: str | Path | None = None, readonly: bool = False) -> BlobStore:
-    """Open the store at a path, ``file:///path``, ``s3://bucket/prefix``, ``gs://``, ``az://`` or a relay at
-    ``http://host:port``; ``memory://`` makes a new one.
+    """Open the blob store at a path or URL.
 
-    Buckets need ``pip install 'etude[buckets]'``; their credentials come from the environment, never from the URL. No
-    request is made yet. `cache`: a directory that keeps copies of what never changes (`CachedStore`) and can be
-    written now; what its disk does later is no error. `readonly`: a directory that is not there is a `StoreError`, and
-    nothing is made or written in one that is. Raises `StoreError`.
+    `url`: a path, ``file:///path``, ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``,
+    ``http://host:port`` (a relay, read-only), or ``memory://`` (a new store in this process). Buckets need
+    ``pip install 'etude[buckets]'`` and read their credentials from the environment. No network request is made here.
+    `cache`: a local directory for copies of immutable objects, see `CachedStore`. It must be writable now; if its disk
+    fails later, objects are read without the cache.
+    `readonly`: applies to directories. The directory must exist, and nothing is created or written in it.
+    Raises `StoreError`: the URL is invalid, obstore is not installed, the cache cannot be written, or a directory
+    cannot be opened.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -31,28 +34,28 @@ def open_store(url: str | Path, *, cache: str | Path | None = None, readonly: bo
     b'hello'
     """
     if not str(url).strip():
-        raise StoreError("a store's place is empty", hint="name a directory or a URL; . is the working directory")
+        raise StoreError("the store URL is empty", hint="give a directory or a URL; . is the working directory")
     if cache is not None:
         store = open_store(url, readonly=readonly)
         _require_cache(Path(cache))
         return CachedStore(
-            store, cache, place=str(store.root.absolute()) if isinstance(store, DirectoryStore) else str(url)
+            store, cache, source_id=str(store.root.absolute()) if isinstance(store, DirectoryStore) else str(url)
         )
-    place = str(url)
-    if isinstance(url, Path) or "://" not in place:
-        return DirectoryStore(place, readonly=readonly)
-    scheme = place.partition("://")[0]
+    text = str(url)
+    if isinstance(url, Path) or "://" not in text:
+        return DirectoryStore(text, readonly=readonly)
+    scheme = text.partition("://")[0]
     if scheme == "memory":
-        if place != "memory://":
-            raise StoreError("a memory:// URL names nothing", hint="write memory://")
+        if text != "memory://":
+            raise StoreError("a memory:// URL has no path", hint="write memory://")
         return MemoryStore()
     if scheme in ("http", "https"):
-        return HttpStore(place)
-    return DirectoryStore(_folder(place), readonly=readonly) if scheme == "file" else BucketStore(place)
+        return HttpStore(text)
+    return DirectoryStore(_file_path(text), readonly=readonly) if scheme == "file" else BucketStore(text)
 
 
 def _require_cache(path: Path) -> None:
-    """Check that a cache can be made at `path`. Raises `StoreError`."""
+    """Create the cache directory. Raises `StoreError` if it cannot be created or written."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -62,15 +65,15 @@ def _require_cache(path: Path) -> None:
             return
         facts = "it cannot be written"
     raise StoreError(
-        f"{path} cannot keep copies", facts, hint="name a directory that may be written, or leave the cache out"
+        f"cache {path} cannot be used", facts, hint="name a directory with write access, or leave the cache out"
     )
 
 
-def _folder(url: str) -> str:
+def _file_path(url: str) -> str:
     try:
         parts = urlsplit(url)
     except ValueError:
         parts = urlsplit("file://unreadable")
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/") or parts.query or parts.fragment:
-        raise StoreError("a file:// URL names an absolute path and no host", hint="write file:///path, or the path")
+        raise StoreError("a file:// URL must have an absolute path and no host", hint="write file:///path, or the path")
     return unquote(parts.path)

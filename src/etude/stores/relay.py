@@ -1,8 +1,8 @@
-"""A relay: any store, to be read over HTTP by machines that share no disk. `http.HttpStore` is the other side.
+"""A relay: a read-only HTTP server in front of a blob store. `etude.stores.http.HttpStore` is its client.
 
-``GET /KEY`` with ``X-Etude-Range: START-STOP`` (as of `BlobStore.get`; STOP may be empty) has the bytes as its body;
-``GET /?prefix=P`` a JSON list of keys. 404: no such object; 401: another token; 502: what the store behind says, as
-``{"error": text}``. Nothing can be written through it. Knows nothing of caches: give it a `CachedStore`.
+``GET /KEY`` with the header ``X-Etude-Range: START-STOP`` returns these bytes (as `BlobStore.get`; STOP can be empty).
+``GET /?prefix=P`` returns a JSON list of keys. Status 404: no such object; 401: wrong token; 400: invalid range, key or
+prefix; 502: the store failed, with ``{"error": text}``. For a cache, give it a `CachedStore`.
 """
 
 from __future__ import annotations
@@ -32,33 +32,35 @@ _RANGE = re.compile(r"(\d{1,18})-(\d{0,18})")
 def build_relay(
     store: BlobStore, *, token: str | None = None, at_once: int = AT_ONCE, send_s: float = SEND_S
 ) -> Starlette:
-    """The application. `token`: what every request must bear; None for a relay that only its own host reaches.
+    """Build the ASGI application of a relay for `store`.
 
-    `at_once`: answers that are in memory; others wait. `send_s`: a client that takes nothing for so long is let go.
+    `token`: the bearer token that each request needs; None: no check, for a relay that listens on loopback only.
+    `at_once`: the most responses held in memory; further requests wait. `send_s`: a client that takes no bytes for so
+    long is disconnected.
     """
     free = asyncio.Semaphore(at_once)
 
     async def serve(request: Request) -> Response:
-        if token is not None and not _bears(request, token):
+        if token is not None and not _has_token(request, token):
             return Response(status_code=401)
         key, prefix = request.path_params["key"], request.query_params.get("prefix", "")
         found = _RANGE.fullmatch(request.headers.get("x-etude-range", "0-"))
         start, stop = (int(found[1]), int(found[2]) if found[2] else None) if found else (1, 0)
         if (stop is not None and stop < start) or not (is_key(key) if key else is_prefix(prefix)):
-            return JSONResponse({"error": "no such range, key or prefix"}, status_code=400)
+            return JSONResponse({"error": "invalid range, key or prefix"}, status_code=400)
 
         def read() -> bytes:
             if key:
                 return store.get(key, start, stop)
             return json.dumps(store.list(prefix)).encode()[start:stop]
 
-        return _Answer(read, free, send_s)
+        return _RelayResponse(read, free, send_s)
 
     return Starlette(routes=[Route("/{key:path}", serve, methods=["GET"])])
 
 
-class _Answer(Response):
-    """Read and sent while it has one of the free places, so that memory is bounded by those."""
+class _RelayResponse(Response):
+    """A response that is read and sent while it has a slot of the semaphore `free`, which limits memory."""
 
     def __init__(self, read: Callable[[], bytes], free: asyncio.Semaphore, send_s: float) -> None:
         super().__init__()
@@ -72,8 +74,8 @@ class _Answer(Response):
                 await Response(status_code=404)(scope, receive, send)
                 return
             except StoreError as error:
-                said = {"error": f"{error.what}: {error.facts}"}
-                await JSONResponse(said, status_code=502)(scope, receive, send)
+                content = {"error": f"{error.what}: {error.facts}"}
+                await JSONResponse(content, status_code=502)(scope, receive, send)
                 return
             headers = [(b"content-length", b"%d" % len(data)), (b"cache-control", b"no-store")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -83,9 +85,9 @@ class _Answer(Response):
                 try:
                     await asyncio.wait_for(send(body), self._send_s)
                 except TimeoutError:
-                    return  # an answer that is not ended: the server closes the connection
+                    return  # the response is incomplete, so the server closes the connection
 
 
-def _bears(request: Request, token: str) -> bool:
+def _has_token(request: Request, token: str) -> bool:
     given = request.headers.get("authorization", "")
     return hmac.compare_digest(given.encode("utf-8", "replace"), f"Bearer {token}".encode())

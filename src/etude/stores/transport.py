@@ -1,9 +1,9 @@
-"""Requests to a bucket through obstore: so many in flight, each with a deadline, tried again where that is safe.
+"""Send requests to a bucket through obstore, with a limit of requests in flight, deadlines and retries.
 
-obstore (Rust's object_store) signs, encodes and pools connections. Trying again is done here and not there, so that a
-wait ends at its deadline and says what it waited for, and so that a request whose repetition would lie is sent once:
-a compare-and-swap that worked and is sent again finds that "somebody else" won. Only the parts of a multipart upload,
-which obstore cuts, are repeated by it. Knows nothing of keys, objects and pointers.
+obstore (Rust's object_store) signs requests and pools connections. Retries are done here and not by obstore, for two
+reasons: an error names the deadline and the operation, and a compare-and-swap is sent only once. (A successful one that
+is sent again would seem to have lost against another writer.) obstore itself retries only the parts of multipart
+uploads.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from etude.errors import StoreError
-from etude.stores import troubles
-from etude.stores.places import PROVIDERS, Place
+from etude.stores import error_mapping
+from etude.stores.locations import PROVIDERS, BucketLocation
 
 if TYPE_CHECKING:
     from obstore.store import AzureStore, ClientConfig, GCSStore, RetryConfig, S3Store
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 CONNECT_S = 5.0
-MIN_PART_BYTES = 5 << 20  # what S3 takes
+MIN_PART_BYTES = 5 << 20  # the minimum of S3
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-_runtime_pid: int | None = None  # the process in which obstore started its threads: it does not survive a fork
+_runtime_pid: int | None = None  # the process in which obstore started its threads, which do not survive a fork
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long and how much; a link of `part_bytes` / `attempt_s`, 70 kB/s, is the slowest that serves."""
+    """Time and size limits of requests. The slowest usable link has `part_bytes` / `attempt_s`: 70 kB/s by default."""
 
-    deadline_s: float = 20.0  # after that no further attempt of a request begins
-    silence_s: float = 10.0  # the longest wait for the next bytes of an answer
-    attempt_s: float = 120.0  # one request, its body included
+    deadline_s: float = 20.0  # no attempt of a request starts later
+    silence_s: float = 10.0  # the longest wait for the next bytes of a response
+    attempt_s: float = 120.0  # the time limit of one attempt, including its body
     max_requests: int = 16  # in flight at once
-    part_bytes: int = 8 << 20  # the most that one request carries
+    part_bytes: int = 8 << 20  # the largest body of one request
 
     def __post_init__(self) -> None:
         shortest = min(self.deadline_s, self.silence_s, self.attempt_s)
@@ -52,13 +52,13 @@ class Limits:
 
 
 class Transport:
-    """Runs calls of obstore's functions on this process's clients for a place. Safe between threads."""
+    """Runs obstore calls against one bucket, with retries and a limit of requests in flight. Thread-safe."""
 
-    def __init__(self, place: Place, limits: Limits) -> None:
-        self.place, self.limits = place, limits
-        self.quick = _client(place, limits, silence_s=limits.silence_s)
-        self.slow = _client(place, limits)  # for bodies that go up: the client takes that for silence
-        self.in_parts = _client(place, limits, max_retries=8)
+    def __init__(self, location: BucketLocation, limits: Limits) -> None:
+        self.location, self.limits = location, limits
+        self.quick = _client(location, limits, silence_s=limits.silence_s)
+        self.slow = _client(location, limits)  # for uploads: the client counts an upload as silence
+        self.in_parts = _client(location, limits, max_retries=8)
         self._free = limits.max_requests
         self._changed = threading.Condition()
 
@@ -67,32 +67,37 @@ class Transport:
         what: str,
         call: Callable[[], T],
         *,
-        may: tuple[type[Exception], ...] = (),
-        repeat: bool = True,
+        expected: tuple[type[Exception], ...] = (),
+        idempotent: bool = True,
         width: int = 1,
     ) -> T:
-        """What `call` returns; `width` requests of it are in flight at once. `repeat`: it may be sent again although it
-        may have worked. Raises those of `Missing`, `Taken`, `Beyond` that it `may`, and `StoreError`, which begins with
-        `what`."""
+        """Run `call` with retries until the deadline, and return its result.
+
+        `what`: the start of the error message. `expected`: outcomes of `NotFound`, `ConditionFailed` and
+        `RangeBeyondEnd` that are raised to the caller. `idempotent`: retry even if the last attempt expected have been
+        executed. `width`: number of requests that `call` has in flight. Raises `StoreError` for all other failures.
+        """
         deadline = time.monotonic() + self.limits.deadline_s
         for attempts in itertools.count(1):
             with self._in_flight(what, width, deadline):
                 answer = self._attempt(call)
             if isinstance(answer, _Done):
                 return answer.value
-            if isinstance(answer, may):
+            if isinstance(answer, expected):
                 raise answer
-            if not isinstance(answer, troubles.Trouble):
-                answer = troubles.misplaced(answer)
-            if not (answer.passing and (repeat or answer.undone)):
-                raise answer.error(what, "" if answer.undone or repeat else "whether it was done is not known")
+            if not isinstance(answer, error_mapping.Failure):
+                answer = error_mapping.unexpected(answer)
+            if not (answer.retryable and (idempotent or answer.not_executed)):
+                raise answer.error(
+                    what, "" if answer.not_executed or idempotent else "it is not known whether it was executed"
+                )
             if not self.pause(attempts, deadline):
                 tried = f"{attempts} attempt{'s' if attempts > 1 else ''} in {self.limits.deadline_s:g} s"
                 raise answer.error(what, tried)
-        raise AssertionError("counted without end")
+        raise AssertionError("unreachable")
 
     def pause(self, attempts: int, deadline: float) -> bool:
-        """Wait before another attempt, longer each time and not as long as others do; False: no time is left."""
+        """Sleep before the next attempt, with exponential backoff and jitter. False if the deadline comes first."""
         longest = min(_FIRST_PAUSE_S * 2**attempts, _LONGEST_PAUSE_S)
         pause = longest * (0.5 + secrets.randbelow(1000) / 2000)
         if time.monotonic() + pause >= deadline:
@@ -100,19 +105,21 @@ class Transport:
         time.sleep(pause)
         return True
 
-    def _attempt(self, call: Callable[[], T]) -> _Done[T] | troubles.Answer:
+    def _attempt(self, call: Callable[[], T]) -> _Done[T] | error_mapping.Outcome:
         from obstore.exceptions import BaseError
 
         if os.getpid() != _runtime_pid:
             raise StoreError(
-                f"{self.place} cannot be used in a forked process",
-                "the client's threads did not come along",
-                hint="start processes with spawn, and send the store to them: it pickles",
+                f"{self.location} cannot be used in a forked process",
+                "the threads of the client do not survive a fork",
+                hint="start processes with spawn and pass them the store: it can be pickled",
             )
         try:
             return _Done(call())
-        except (BaseError, OSError, troubles.Short) as error:
-            return troubles.read(error, self.place.scheme)  # outside of `except` nothing refers to the client's text
+        except (BaseError, OSError, error_mapping.WrongLength) as error:
+            return error_mapping.classify(
+                error, self.location.scheme
+            )  # not raised here: the new error must not have the client's text as its context
 
     @contextmanager
     def _in_flight(self, what: str, width: int, deadline: float) -> Iterator[None]:
@@ -123,7 +130,7 @@ class Transport:
                     raise StoreError(
                         what,
                         f"{self.limits.max_requests} requests were in flight for {self.limits.deadline_s:g} s",
-                        hint="ask from fewer threads, or give the store more `max_requests`",
+                        hint="use fewer threads, or increase `max_requests` of the store",
                     )
             self._free -= width
         try:
@@ -139,15 +146,17 @@ class _Done(Generic[T]):
     value: T
 
 
-def _client(place: Place, limits: Limits, *, silence_s: float | None = None, max_retries: int = 0) -> Client:
-    """A client with what the environment says. Raises `StoreError`: obstore is not installed, or takes it not."""
+def _client(
+    location: BucketLocation, limits: Limits, *, silence_s: float | None = None, max_retries: int = 0
+) -> Client:
+    """Make an obstore client from the environment. Raises `StoreError` if obstore is not installed or refuses."""
     global _runtime_pid
     try:
         from obstore.exceptions import BaseError
         from obstore.store import AzureStore, GCSStore, S3Store
     except ImportError:
         raise StoreError(
-            f"a store in {PROVIDERS[place.scheme]} needs obstore, which is not installed",
+            f"a store in {PROVIDERS[location.scheme]} needs obstore, which is not installed",
             hint="pip install 'etude[buckets]'",
         ) from None
     if _runtime_pid is None:
@@ -158,28 +167,28 @@ def _client(place: Place, limits: Limits, *, silence_s: float | None = None, max
     }
     if silence_s is not None:
         client["read_timeout"] = timedelta(seconds=silence_s)
-    if place.scheme == "s3" and _endpoint().startswith("http://"):
+    if location.scheme == "s3" and _endpoint().startswith("http://"):
         client["allow_http"] = True
     retry: RetryConfig = {"max_retries": max_retries, "retry_timeout": timedelta(seconds=limits.attempt_s)}
-    prefix = place.prefix or None
+    prefix = location.prefix or None
     try:
-        if place.scheme == "s3":
+        if location.scheme == "s3":
             return S3Store(
-                place.bucket,
+                location.bucket,
                 prefix=prefix,
                 client_options=client,
                 retry_config=retry,
                 copy_if_not_exists=os.environ.get("AWS_COPY_IF_NOT_EXISTS", "multipart"),
             )
-        if place.scheme == "gs":
-            return GCSStore(place.bucket, prefix=prefix, client_options=client, retry_config=retry)
-        return AzureStore(place.bucket, prefix=prefix, client_options=client, retry_config=retry)
+        if location.scheme == "gs":
+            return GCSStore(location.bucket, prefix=prefix, client_options=client, retry_config=retry)
+        return AzureStore(location.bucket, prefix=prefix, client_options=client, retry_config=retry)
     except (BaseError, OSError, TypeError, ValueError) as error:
-        kind = type(error).__name__  # its text may quote the environment
-    raise StoreError(f"no client for {place} can be made", kind, hint=troubles.environment_hint(place.scheme))
+        kind = type(error).__name__  # its text can quote the environment
+    raise StoreError(f"cannot make a client for {location}", kind, hint=error_mapping.environment_hint(location.scheme))
 
 
 def _endpoint() -> str:
-    """Where an S3 client goes when it is told so, as obstore reads it."""
+    """The configured S3 endpoint, from the variables that obstore reads; empty for the default."""
     names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
     return next((os.environ[name] for name in names if os.environ.get(name)), "")

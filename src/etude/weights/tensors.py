@@ -189,7 +189,7 @@ def digest_of_parts(spec: Spec, parts: Iterable[Codes]) -> str:
     digest = hashlib.sha256(f"{spec.dtype} {','.join(map(str, spec.shape))}\n".encode())
     for codes in parts:
         digest.update(np.ascontiguousarray(codes, dtype=codes.dtype.newbyteorder("<")).data)
-        progress.made()
+        progress.tick()
     return digest.hexdigest()
 
 

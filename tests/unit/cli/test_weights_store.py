@@ -314,7 +314,7 @@ def test_followers_of_a_region_share_a_cache_and_those_without_its_disk_a_relay(
         (["relay", "store", "--listen", "0.0.0.0:0"], 2, "anybody could read the weights"),
         (["relay", "store", "--listen", "8800"], 2, "is no address"),
         (["relay", "stroe", "--listen", "127.0.0.1:0"], 2, "no store at stroe: nor a run"),
-        (["follow", "http://u:p@host", "--apply", "live", "--once"], 2, "a host and a port alone"),
+        (["follow", "http://u:p@host", "--apply", "live", "--once"], 2, "only a host and a port"),
         (["log", "ftp://x/y"], 2, "no store speaks 'ftp'"),
         (["log", "htp://x/y"], 2, "did you mean 'http'?"),
         (["diff", "nosuchA", "nosuchB"], 2, "no checkpoint at nosuchA"),

@@ -13,23 +13,23 @@ from hypothesis import strategies as st
 
 from etude.environments.remote import connect
 from etude.environments.remote import messages as m
+from etude.environments.remote.api_errors import ApiError
 from etude.environments.remote.connect import Code, RpcError
+from etude.environments.remote.external_service import OutputCollector
 from etude.environments.remote.files import entry_of
-from etude.environments.remote.foreign import Collected
+from etude.environments.remote.folder_watcher import changes
 from etude.environments.remote.multipart import parts
 from etude.environments.remote.processes import Log
-from etude.environments.remote.refusal import Refused
-from etude.environments.remote.watch import changes
 
 HAPPENED = [
-    m.Happened(event=m.Event(start=m.Began(pid=7))),
-    m.Happened(event=m.Event(data=m.Output(stdout=b"\0\xff"))),
-    m.Happened(event=m.Event(end=m.Ended(exit_code=3, status="exit status 3"))),
+    m.ProcessEvent(event=m.Event(start=m.Began(pid=7))),
+    m.ProcessEvent(event=m.Event(data=m.Output(stdout=b"\0\xff"))),
+    m.ProcessEvent(event=m.Event(end=m.Ended(exit_code=3, status="exit status 3"))),
 ]
 STREAM = b"".join(map(connect.envelope, HAPPENED)) + connect.end()
 
 
-def read(data: bytes, sizes: list[int], *, is_answer: bool = True, max_bytes: int = 1 << 16) -> list[m.Happened]:
+def read(data: bytes, sizes: list[int], *, is_answer: bool = True, max_bytes: int = 1 << 16) -> list[m.ProcessEvent]:
     """The messages in `data`, which comes in pieces of these sizes, again and again."""
 
     async def chunks() -> AsyncIterator[bytes]:
@@ -39,8 +39,8 @@ def read(data: bytes, sizes: list[int], *, is_answer: bool = True, max_bytes: in
             yield data[at : at + size]
             at, number = at + size, number + 1
 
-    async def main() -> list[m.Happened]:
-        stream = connect.envelopes(chunks(), m.Happened, is_answer=is_answer, max_bytes=max_bytes)
+    async def main() -> list[m.ProcessEvent]:
+        stream = connect.envelopes(chunks(), m.ProcessEvent, is_response=is_answer, max_bytes=max_bytes)
         return [message async for message in stream]
 
     return asyncio.run(main())
@@ -112,7 +112,7 @@ def test_json_of_another_shape_is_refused_by_name(value):
     "body", [b"", b"<html>", b"[]", b'{"code": 7}', b'{"code": "no_such_code", "message": 3}', b"\xff"]
 )
 def test_a_proxys_error_page_has_a_code_all_the_same(status, body):
-    assert connect.of_answer(status, body).code in set(Code)
+    assert connect.error_of_response(status, body).code in set(Code)
 
 
 FORM = (
@@ -133,7 +133,7 @@ def test_a_changed_form_is_read_or_refused_by_name(data):
     changed = bytearray(FORM[: data.draw(st.integers(0, len(FORM)))])
     for _ in range(data.draw(st.integers(0, 4)) if changed else 0):
         changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
-    with contextlib.suppress(Refused):
+    with contextlib.suppress(ApiError):
         parts("multipart/form-data; boundary=B", bytes(changed))
 
 
@@ -166,7 +166,7 @@ def test_what_changed_between_two_looks_is_told_once():
 @given(st.lists(st.binary(max_size=9), max_size=9), st.integers(0, 20))
 @settings(max_examples=60)
 def test_output_of_another_service_is_cut_in_the_middle_to_its_cap(pieces, cap):
-    got, whole = Collected(cap, None, began=0.0), b"".join(pieces)
+    got, whole = OutputCollector(cap, None, began=0.0), b"".join(pieces)
     for piece in pieces:
         got.add(m.Event(data=m.Output(stdout=piece)))
     result = got.result(0)
@@ -189,4 +189,4 @@ def test_who_falls_behind_a_commands_log_is_told_so():
 
 
 def test_an_answer_that_is_nested_without_end_is_a_proxys_error_page() -> None:
-    assert connect.of_answer(502, b"[" * 60_000).code is Code.UNAVAILABLE
+    assert connect.error_of_response(502, b"[" * 60_000).code is Code.UNAVAILABLE

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from etude.environments.remote import Keyring, Quota, RemoteRuntime, ServerConfig, Template, create_app
 from etude.environments.remote.connect import Code
-from etude.environments.remote.sandboxes import Boxes
+from etude.environments.remote.sandboxes import SandboxManager
 from etude.environments.remote.templates import read_templates
 from etude.errors import ConfigError, MachineError
 from etude.testing import MemoryRuntime
@@ -37,7 +37,7 @@ class Clock:
 class Side:
     """A client, and what it talks to."""
 
-    def __init__(self, http: httpx.AsyncClient, boxes: Boxes, clock: Clock) -> None:
+    def __init__(self, http: httpx.AsyncClient, boxes: SandboxManager, clock: Clock) -> None:
         self.http, self.boxes, self.clock = http, boxes, clock
 
     async def make(self, **asked: Any) -> httpx.Response:
@@ -58,9 +58,9 @@ def served(test: Callable[[Side], Awaitable[Any]], *, state_bytes: int = 1 << 20
             transport=transport, base_url="http://etude", headers={"x-api-key": ALICE}
         ) as http:
             try:
-                return await test(Side(http, app.state.boxes, clock))
+                return await test(Side(http, app.state.manager, clock))
             finally:
-                await app.state.boxes.close()
+                await app.state.manager.close()
 
     return asyncio.run(main())
 
@@ -360,7 +360,7 @@ def test_a_state_leaves_for_its_own_account_and_comes_back_for_whoever_has_it():
 
 
 def test_what_clients_of_ours_have_kept_makes_room_and_what_others_have_named_does_not(monkeypatch):
-    monkeypatch.setattr("etude.environments.remote.sandboxes.MAX_KEPT", 3)
+    monkeypatch.setattr("etude.environments.remote.sandboxes.MAX_SNAPSHOTS", 3)
 
     async def test(side):
         made = (await side.make(templateID="tpl")).json()["sandboxID"]
@@ -601,7 +601,7 @@ def test_a_file_of_keys_that_others_may_read_is_refused(tmp_path: Path):
     path = tmp_path / "keys.toml"
     path.write_text(f'[alice]\nkey = "{ALICE}"\nmax_live = 2\n')
     path.chmod(0o644)
-    with pytest.raises(ConfigError, match="others may read it"):
+    with pytest.raises(ConfigError, match="other users have access to it"):
         Keyring.read(path)
     path.chmod(0o600)
     account = Keyring.read(path).account(ALICE)
@@ -619,5 +619,5 @@ def test_templates_are_folders_and_images_by_name(tmp_path: Path):
     assert found["two"].image is not None
     assert found["two"].image.workdir == "/testbed"
     path.write_text('[one]\nfiles = "absent"\n')
-    with pytest.raises(ConfigError, match="no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         read_templates(path)

@@ -64,7 +64,7 @@ def test_an_object_is_downloaded_once_whatever_parts_of_it_are_read(tmp_path: Pa
         assert store.get(KEY, (1 << 20) - 1, (1 << 20) + 1) == DATA[(1 << 20) - 1 : (1 << 20) + 1]
         assert store.get(KEY, len(DATA)) == store.get(KEY, 5, 5) == b""
     assert far.asked[KEY] == 1
-    assert not store.unkept
+    assert not store.cache_error
 
 
 def test_pointers_are_read_from_the_far_store_each_time(tmp_path: Path) -> None:
@@ -158,10 +158,10 @@ def test_what_a_killed_writer_left_is_written_over(tmp_path: Path) -> None:
 
 def test_one_who_hangs_holds_nobody_up_for_ever(tmp_path: Path) -> None:
     far = far_with()
-    store = CachedStore(far, tmp_path, patience_s=0.0)
-    with store._near.turn(store._name(KEY), 0):
+    store = CachedStore(far, tmp_path, lock_timeout_s=0.0)
+    with store._disk.lock(store._name(KEY), 0):
         assert store.get(KEY) == DATA
-    assert "was not free" in store.unkept
+    assert "was not free" in store.cache_error
     assert not copies(tmp_path)
 
 
@@ -219,7 +219,7 @@ def test_what_is_used_least_lately_makes_room(tmp_path: Path) -> None:
     for key in keys:
         far.put(key, bytes(1000))
     store = CachedStore(far, tmp_path, limit_bytes=8 * 1100)
-    store._near.limit_bytes = 3 * 1100
+    store._disk.limit_bytes = 3 * 1100
     for key in keys[:3]:
         store.get(key)
     for i, key in enumerate((keys[1], keys[0], keys[2])):
@@ -244,7 +244,7 @@ def test_bytes_that_are_not_what_their_name_says_are_not_kept(tmp_path: Path) ->
     store = CachedStore(far_with(b"other"), tmp_path)
     assert store.get(KEY) == b"other"
     assert not copies(tmp_path)
-    assert "not what its name says" in store.unkept
+    assert "does not have the SHA-256" in store.cache_error
 
 
 def test_what_no_name_proves_is_asked_for_again_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +266,7 @@ far.put("objects/a", bytes(100_000))
 store = CachedStore(far, sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 assert store.get("objects/a", 9) == bytes(99_991)
-print(store.unkept)
+print(store.cache_error)
 """
 
 
@@ -283,4 +283,4 @@ def test_a_near_disk_that_is_gone_leaves_the_far_store(tmp_path: Path) -> None:
     (tmp_path / "near").write_text("a file, not a directory")
     store = CachedStore(far_with(), tmp_path / "near")
     assert store.get(KEY) == store.get(KEY) == DATA
-    assert store.unkept
+    assert store.cache_error

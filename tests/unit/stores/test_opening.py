@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from etude.errors import StoreError
 from etude.stores import BucketStore, CachedStore, DirectoryStore, MemoryStore, open_store
-from etude.stores.places import parse_place
+from etude.stores.locations import parse_bucket_url
 
 
 def test_a_path_and_a_file_url_are_the_same_directory(tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_an_empty_place_is_refused_and_makes_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for cache in (None, "near"):
-        with pytest.raises(StoreError, match="place is empty") as caught:
+        with pytest.raises(StoreError, match="URL is empty") as caught:
             open_store(place, cache=cache)
         assert "name a directory" in caught.value.hint
     assert list(tmp_path.iterdir()) == []
@@ -38,13 +38,13 @@ def test_an_empty_place_is_refused_and_makes_nothing(
 def test_a_cache_that_can_be_none_is_refused_at_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("mine")
     for cache in (tmp_path / "file", tmp_path / "file" / "near"):
-        with pytest.raises(StoreError, match="cannot keep copies") as caught:
+        with pytest.raises(StoreError, match="cannot be used") as caught:
             open_store("memory://", cache=cache)
         assert "name a directory" in caught.value.hint
     assert (tmp_path / "file").read_text() == "mine"
     assert isinstance(open_store("memory://", cache=tmp_path / "near"), CachedStore)
     monkeypatch.setattr("os.access", lambda *_: False)
-    with pytest.raises(StoreError, match="cannot keep copies"):
+    with pytest.raises(StoreError, match="cannot be used"):
         open_store("memory://", cache=tmp_path / "near")
 
 
@@ -97,21 +97,21 @@ def test_a_url_with_a_secret_is_refused_and_not_repeated(url: str) -> None:
 @given(st.text(max_size=60), st.sampled_from(["s3://", "gs://", "az://", ""]))
 def test_any_text_is_a_place_that_reads_back_or_an_error(text: str, scheme: str) -> None:
     try:
-        place = parse_place(scheme + text)
+        place = parse_bucket_url(scheme + text)
     except StoreError:
         return
-    assert parse_place(str(place)) == place
+    assert parse_bucket_url(str(place)) == place
 
 
 def test_what_the_environment_does_not_give_is_an_error_that_quotes_nothing_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
-    with pytest.raises(StoreError, match="no client for az://models") as caught:
+    with pytest.raises(StoreError, match="cannot make a client for az://models") as caught:
         open_store("az://models")
     assert "AZURE_STORAGE_ACCOUNT_NAME" in caught.value.hint
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", '{"private_key": "hunter2')
-    with pytest.raises(StoreError, match="no client for gs://models") as caught:
+    with pytest.raises(StoreError, match="cannot make a client for gs://models") as caught:
         open_store("gs://models")
     assert "hunter2" not in str(caught.value)
 

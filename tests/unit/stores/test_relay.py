@@ -176,7 +176,7 @@ def test_a_relay_that_is_gone_is_an_error_that_says_how_often_it_was_asked() -> 
 def test_a_relay_that_says_nothing_is_an_error_at_the_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with pytest.raises(StoreError, match="no answer in time"):
+        with pytest.raises(StoreError, match="no response in time"):
             HttpStore(url, silence_s=0.2, deadline_s=0.5).get("objects/a")
 
 
@@ -254,7 +254,7 @@ def answering(status: str, body: bytes) -> Iterator[str]:
 def test_a_listing_that_no_relay_gives_is_refused(body: bytes) -> None:
     with answering("200 OK", body) as url, pytest.raises(StoreError, match="cannot be listed") as caught:
         HttpStore(url).list("manifests/")
-    assert caught.value.facts == "its answer is no list"
+    assert caught.value.facts == "the response is no list of keys"
 
 
 def test_a_refusal_that_cannot_be_read_is_one() -> None:

@@ -71,7 +71,7 @@ def test_versions_are_merged_packed_once_and_undone(tmp_path: Path, dtype: str) 
             shape_b_as_trained(learner)
             learner.step = step
             learner.optimizer.live.mul_(step)
-            learner.trained.settle()
+            learner.trainable.sync_model()
         version = learner.publish([]).version
         assert worker.come() == vllm_worker._version_fields(version)
         worker.packed.clear()

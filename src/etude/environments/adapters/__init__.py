@@ -1,2 +1,2 @@
-"""Our machines in others' shapes. Each file imports the package it is for, and is imported by that package's name only:
-nothing of etude does."""
+"""Adapters of etude's machines for other frameworks. Each module imports one external package, and etude imports none
+of them: users name them by import path."""

@@ -1,12 +1,12 @@
-"""`EtudeEnvironment`: Harbor runs its agents and verifiers in our machines (harbor 0.25; needs Python 3.12).
+"""`EtudeEnvironment` for Harbor: run agents and verifiers in etude's machines (harbor 0.25; needs Python 3.12).
 
 ::
 
     harbor run ... --environment-import-path etude.environments.adapters.harbor:EtudeEnvironment \\
         --ek offline=true --ek backend=namespace --ek images=STORE
 
-The machine is a fork of the image that the task's Dockerfile builds, from base images that the store has by the name
-after FROM. Machines have no network: a task that asks for one is refused, unless `offline` says to try without.
+The machine is a fork of the image that is built from the task's Dockerfile; the base image after FROM must be in the
+store. Machines have no network: a task that needs one is refused, unless `offline` is set.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from harbor.models.task.config import NetworkMode
 
 from etude.environments.backends import open_runtime
 from etude.environments.images import ImageStore
-from etude.environments.images.building import build_from_dockerfile
+from etude.environments.images.dockerfile_build import build_from_dockerfile
 from etude.environments.images.store import default_store
 from etude.errors import MachineError
 from etude.records.command import Printed, Started
@@ -37,7 +37,10 @@ MAX_TRANSFER_BYTES = 2 << 30
 
 
 class EtudeEnvironment(BaseEnvironment):
-    """One machine for one trial. `runtime` is for Python; from a command line it is opened by the name of `backend`."""
+    """A Harbor environment with one etude machine for one trial.
+
+    `images`: path of the image store. `backend`: name of the runtime to open. `offline`: run tasks that need a network
+    without one. `runtime`: an open runtime to use instead of `backend`."""
 
     def __init__(
         self,
@@ -50,7 +53,7 @@ class EtudeEnvironment(BaseEnvironment):
     ) -> None:
         self._images = Path(images).expanduser() if images is not None else default_store()
         self._backend, self._offline = backend, offline
-        self._given = runtime
+        self._given_runtime = runtime
         self._runtime: Runtime | None = None
         self._machine: Machine | None = None
         self._keys = itertools.count()
@@ -71,28 +74,28 @@ class EtudeEnvironment(BaseEnvironment):
             raise ValueError("machines of etude have no network: set network_mode = 'no-network', or --ek offline=true")
 
     async def start(self, force_build: bool) -> None:
-        """Build the image where it is not known, and fork a machine of it."""
+        """Build the image if it is not cached, and fork a machine from it."""
         await self.stop(delete=True)
         store = ImageStore(self._images)
-        self._runtime = self._given or open_runtime(self._backend, images=store)
+        self._runtime = self._given_runtime or open_runtime(self._backend, images=store)
         deadline_s = self.task_env_config.build_timeout_sec
         image = (
             await build_from_dockerfile(store, self.environment_dir, runtime=self._runtime, run_deadline_s=deadline_s)
         ).image
         workdir = self.task_env_config.workdir or image.workdir
         env = {**image.env, **self._startup_env()}
-        whole = Image(digest=image.digest, workdir=workdir, env=env, user=image.user or "root")
-        [self._machine] = await self._runtime.fork(await self._runtime.prepare({}, image=whole), 1)
+        settings = Image(digest=image.digest, workdir=workdir, env=env, user=image.user or "root")
+        [self._machine] = await self._runtime.fork(await self._runtime.prepare({}, image=settings), 1)
         await self.ensure_dirs(self._mount_targets(writable_only=True))
         await self._upload_environment_dir_after_start()
 
     async def stop(self, delete: bool) -> None:
-        """Kill the machine. It is single-use, so nothing is kept."""
+        """End the machine. Its state is always lost, also without `delete`."""
         machine, self._machine = self._machine, None
         if machine is not None:
             await machine.close()
         runtime, self._runtime = self._runtime, None
-        if runtime is not None and runtime is not self._given:
+        if runtime is not None and runtime is not self._given_runtime:
             await runtime.close()
 
     async def exec(
@@ -103,34 +106,44 @@ class EtudeEnvironment(BaseEnvironment):
         timeout_sec: int | None = None,
         user: str | int | None = None,
     ) -> ExecResult:
+        """Run a shell command."""
         code, stdout, stderr = await self._run(
-            ["sh", "-c", command], cwd=cwd or "", env=self._merge_env(env), deadline_s=timeout_sec, user=user, told=True
+            ["sh", "-c", command],
+            cwd=cwd or "",
+            env=self._merge_env(env),
+            deadline_s=timeout_sec,
+            user=user,
+            stream_output=True,
         )
         return ExecResult(
             stdout=stdout.decode(errors="replace"), stderr=stderr.decode(errors="replace"), return_code=code
         )
 
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
+        """Copy a file into the machine."""
         data = await asyncio.to_thread(Path(source_path).read_bytes)
         folder = shlex.quote(str(Path(target_path).parent))
-        await self._must(f"mkdir -p {folder} && cat > {shlex.quote(target_path)}", stdin=data)
+        await self._run_or_raise(f"mkdir -p {folder} && cat > {shlex.quote(target_path)}", stdin=data)
 
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
-        packed = await asyncio.to_thread(_packed, Path(source_dir))
+        """Copy a folder into the machine."""
+        packed = await asyncio.to_thread(_pack, Path(source_dir))
         target = shlex.quote(target_dir)
-        await self._must(f"mkdir -p {target} && tar -xf - -C {target} --no-same-owner", stdin=packed)
+        await self._run_or_raise(f"mkdir -p {target} && tar -xf - -C {target} --no-same-owner", stdin=packed)
 
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
-        data = await self._must(f"cat {shlex.quote(source_path)}")
+        """Copy a file out of the machine."""
+        data = await self._run_or_raise(f"cat {shlex.quote(source_path)}")
         Path(target_path).parent.mkdir(parents=True, exist_ok=True)
         await asyncio.to_thread(Path(target_path).write_bytes, data)
 
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
-        data = await self._must(f"tar -cf - -C {shlex.quote(source_dir)} .")
+        """Copy a folder out of the machine."""
+        data = await self._run_or_raise(f"tar -cf - -C {shlex.quote(source_dir)} .")
         await asyncio.to_thread(_unpack, data, Path(target_dir))
 
-    async def _must(self, command: str, stdin: bytes = b"") -> bytes:
-        """What a command of ours prints; it runs as root where machines have one."""
+    async def _run_or_raise(self, command: str, stdin: bytes = b"") -> bytes:
+        """Run a command, as root if the runtime has it. Returns its output; raises `RuntimeError` if it fails."""
         user = "root" if self._runtime is not None and "root" in self._runtime.info.users else ""
         code, stdout, stderr = await self._run(["sh", "-c", command], stdin=stdin, user=user)
         if code:
@@ -146,9 +159,9 @@ class EtudeEnvironment(BaseEnvironment):
         deadline_s: float | None = None,
         stdin: bytes = b"",
         user: str | int | None = None,
-        told: bool = False,
+        stream_output: bool = False,
     ) -> tuple[int, bytes, bytes]:
-        machine, emit = self._machine, self._output_callback() if told else None
+        machine, emit = self._machine, self._output_callback() if stream_output else None
         if machine is None:
             raise MachineError("the environment is not started", hint="await start() first")
         streams: dict[int, list[bytes]] = {1: [], 2: []}
@@ -182,7 +195,8 @@ class EtudeEnvironment(BaseEnvironment):
         return result.exit_code, b"".join(streams[1]), b"".join(streams[2])
 
     def _user(self, user: str | int | None) -> str:
-        """Harbor's default is the container's, most often root: so it is here where machines have one."""
+        """The user to run as. Harbor's default is that of the container, mostly root; so it is root here, if
+        available."""
         resolved = self._resolve_user(user)
         users = self._runtime.info.users if self._runtime is not None else ()
         if resolved in (None, ""):
@@ -190,7 +204,7 @@ class EtudeEnvironment(BaseEnvironment):
         return "root" if str(resolved) in ("root", "0") else str(resolved)
 
 
-def _packed(folder: Path) -> bytes:
+def _pack(folder: Path) -> bytes:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         archive.add(folder, arcname=".")

@@ -1,4 +1,4 @@
-"""Images: root filesystems on this host, named by their content, and what they are made from.
+"""Images: root filesystems on this host, named by the digest of their content, and builders for them.
 
 >>> import asyncio, pathlib, tempfile
 >>> with tempfile.TemporaryDirectory() as at:
@@ -9,10 +9,10 @@
 /work {'A': '1'} ['', 'work', 'work/f']
 """
 
-from etude.environments.images.building import build_from_dockerfile
-from etude.environments.images.changes import Changing
 from etude.environments.images.debian import build_from_debian
 from etude.environments.images.directory import build_from_directory
+from etude.environments.images.dockerfile_build import build_from_dockerfile
+from etude.environments.images.layers import ChangeExporter
 from etude.environments.images.limits import BadSource, ImageLimits
 from etude.environments.images.objects import objects_of, scan_objects
 from etude.environments.images.oci import build_from_oci
@@ -22,7 +22,7 @@ from etude.environments.images.store import ImageStore, default_store
 
 __all__ = [
     "BadSource",
-    "Changing",
+    "ChangeExporter",
     "ImageLimits",
     "ImageRecord",
     "ImageStore",

@@ -1,7 +1,7 @@
-"""A Debian root filesystem from its packages, with debootstrap or mmdebstrap. Needs root and a mirror.
+"""Build a Debian root filesystem from packages, with debootstrap or mmdebstrap. Needs root and a mirror.
 
-The mirror is the one this host's apt uses, so what works for `apt install` works here. What differs from one run to
-the next for the same packages is taken out: caches, logs, lists, the machine's id, randomness.
+By default it uses the mirror of this host's apt. Files that differ between runs with the same packages are removed:
+caches, logs, lists, the machine id, random seeds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from etude.environments.images.directory import copy_folder, open_folder
-from etude.environments.images.limits import BadSource, tells_of_a_full_disk
+from etude.environments.images.limits import BadSource, raise_if_disk_full
 from etude.environments.images.listing import Owner
 from etude.environments.images.records import ImageRecord
 from etude.environments.images.store import ImageStore
@@ -24,7 +24,7 @@ from etude.errors import InputError, MachineError
 from etude.records.image import Image
 
 _WORD = re.compile("[a-z0-9][a-z0-9.+-]{0,99}(=[A-Za-z0-9.+~:-]+)?")
-_EMPTIED = (
+_EMPTIED_FOLDERS = (
     "var/cache/apt",
     "var/lib/apt/lists",
     "var/log",
@@ -36,7 +36,7 @@ _EMPTIED = (
     "sys",
     "var/cache/debconf",
 )
-_REMOVED = ("etc/hostname", "etc/resolv.conf", "var/lib/systemd/random-seed", "var/cache/ldconfig/aux-cache",
+_REMOVED_PATHS = ("etc/hostname", "etc/resolv.conf", "var/lib/systemd/random-seed", "var/cache/ldconfig/aux-cache",
             "var/lib/dpkg/status-old", "var/lib/dpkg/available-old", "etc/passwd-", "etc/group-", "etc/shadow-",
             "etc/gshadow-", "etc/subuid-", "etc/subgid-", "var/lib/dbus/machine-id", "debootstrap")  # fmt: skip
 _OPEN = {"tmp": 0o1777, "var/tmp": 0o1777}
@@ -44,7 +44,7 @@ _TAIL_BYTES = 1500
 
 
 class AptSource(NamedTuple):
-    """Where this host's apt gets a suite from. `keyring`: who signs it, "" for apt's own trust."""
+    """An apt source: mirror URL, suite, and the keyring that signs it ("" for the default of apt)."""
 
     mirror: str
     suite: str
@@ -52,7 +52,7 @@ class AptSource(NamedTuple):
 
 
 def apt_sources(folder: str | os.PathLike[str] = "/etc/apt") -> list[AptSource]:
-    """Every Debian-like source that apt is configured with, one-line and deb822 files both."""
+    """Return the sources with a component `main` from apt's configuration, in one-line and deb822 files."""
     found: list[AptSource] = []
     at = Path(folder)
     for path in [at / "sources.list", *sorted((at / "sources.list.d").glob("*.list"))]:
@@ -85,26 +85,28 @@ def build_from_debian(
     mirror: str = "",
     deadline_s: float = 1800.0,
 ) -> ImageRecord:
-    """A minimal Debian of `suite` with `packages`. Suite and mirror are this host's unless given. `MachineError` says
-    what is missing on this host; `InputError` what cannot be a suite or a package."""
+    """Build an image of a minimal Debian with additional packages.
+
+    `suite` and `mirror`: default to those of this host. Raises `MachineError` if a tool, root or a mirror is missing,
+    `InputError` for an invalid name of a suite or package, `BadSource` if a package cannot be installed."""
     source = _source(suite, mirror)
     for word in (source.suite, *packages):
         if not _WORD.fullmatch(word):
-            raise InputError(f"{word[:80]!r} is no suite and no package", hint="write names as apt knows them")
+            raise InputError(f"{word[:80]!r} is not a valid suite or package", hint="use names that apt accepts")
     tool = shutil.which("mmdebstrap") or shutil.which("debootstrap")
     if tool is None:
         hint = "apt install debootstrap, or build from a Dockerfile or an OCI image"
-        raise MachineError("no Debian can be made here", "neither mmdebstrap nor debootstrap is installed", hint=hint)
+        raise MachineError("Debian cannot be built on this host", "mmdebstrap and debootstrap are missing", hint=hint)
     if os.geteuid() != 0:
         hint = "run it as root once, or build from an OCI image"
-        raise MachineError("no Debian can be made here", f"{Path(tool).name} needs root", hint=hint)
-    with store.scratch() as folder, store.building() as building:
+        raise MachineError("Debian cannot be built on this host", f"{Path(tool).name} needs root", hint=hint)
+    with store.scratch() as folder, store.new_image() as building:
         _run(_command(tool, source, packages, folder / "root"), deadline_s)
         with open_folder(folder / "root") as root:
             copy_folder(root, "", building.tree, "", skip=_is_device_folder, owner=_as_found)
         tidy(building.tree)
-        names = ", ".join(packages) or "nothing beside"
-        return building.keep(
+        names = ", ".join(packages) or "no more packages"
+        return building.commit(
             ImageRecord(
                 image=Image(digest="", workdir="/root", env={"LANG": "C.UTF-8"}),
                 source="debian",
@@ -122,7 +124,7 @@ def _source(suite: str, mirror: str) -> AptSource:
     if found is None:
         names = ", ".join(sorted({s.suite for s in known})) or "nothing"
         hint = "give suite and mirror, or configure the suite in /etc/apt"
-        raise MachineError(f"no mirror for {suite or 'any suite'}", f"apt here is configured for {names}", hint=hint)
+        raise MachineError(f"no mirror for {suite or 'any suite'}", f"apt on this host has {names}", hint=hint)
     return found._replace(mirror=mirror or found.mirror)
 
 
@@ -149,11 +151,11 @@ def _run(command: list[str], deadline_s: float) -> None:
         )
     except subprocess.TimeoutExpired:
         facts = f"{Path(command[0]).name} took more than {deadline_s:g} s"
-        raise MachineError("no Debian could be made", facts, hint="is the mirror slow? name another") from None
+        raise MachineError("Debian could not be built", facts, hint="the mirror may be slow: use another one") from None
     if done.returncode:
         facts = done.stdout[-_TAIL_BYTES:].decode(errors="replace").strip()
-        tells_of_a_full_disk(facts)
-        hint = "see its last words: a package that is not there, or a mirror that does not answer"
+        raise_if_disk_full(facts)
+        hint = "see its output: a package may not exist, or the mirror may not respond"
         raise BadSource(f"{Path(command[0]).name} ended with {done.returncode}", facts, hint=hint)
 
 
@@ -166,10 +168,10 @@ def _as_found(found: os.stat_result) -> Owner:
 
 
 def tidy(tree: Tree) -> None:
-    """Take out of a Debian tree what no two runs have in common, and what only fills the disk."""
-    for path in _REMOVED:
+    """Remove files of a Debian tree that differ between runs, and caches."""
+    for path in _REMOVED_PATHS:
         tree.remove(path)
-    for path in _EMPTIED:
+    for path in _EMPTIED_FOLDERS:
         if tree.is_folder(path):
             tree.clear(path)
     for path, mode in _OPEN.items():

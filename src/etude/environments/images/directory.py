@@ -1,4 +1,4 @@
-"""An image from a folder of this host, and the copying of chosen parts of one."""
+"""Build an image from a folder of this host, and copy folders into a tree."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from etude.records.image import Image
 def build_from_directory(
     store: ImageStore, source: str | os.PathLike[str], *, image: Image | None = None
 ) -> ImageRecord:
-    """An image of a folder's content: all of it belongs to root, permissions are kept, links too. Sockets, pipes and
-    devices are `BadSource`. `image` says how commands start; its digest is not looked at.
+    """Build an image from the content of a folder.
+
+    All files belong to root; permissions and links are kept. `image`: settings of the new image (working directory,
+    environment, user); its digest is ignored. Raises `BadSource` for sockets, pipes and devices.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as at:
@@ -31,16 +33,16 @@ def build_from_directory(
     """
     path = Path(source)
     if not path.is_dir():
-        raise BadSource(f"no folder at {path}", hint="name a folder that holds a root filesystem")
-    with store.building() as building, open_folder(path) as root:
+        raise BadSource(f"no folder at {path}", hint="name a folder with a root filesystem")
+    with store.new_image() as building, open_folder(path) as root:
         copy_folder(root, "", building.tree, "")
         settings = image if image is not None else Image(digest="")
-        return building.keep(ImageRecord(image=settings, source="directory", made=(f"folder {path.name}",)))
+        return building.commit(ImageRecord(image=settings, source="directory", made=(f"folder {path.name}",)))
 
 
 @contextlib.contextmanager
 def open_folder(path: str | os.PathLike[str]) -> Iterator[int]:
-    """A folder of this host as a descriptor; `BadSource` when it is none."""
+    """Open a folder of this host; yields its descriptor. Raises `BadSource` if it cannot be opened."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
@@ -60,8 +62,10 @@ def copy_folder(
     skip: Callable[[str], bool] = lambda path: False,
     owner: Callable[[os.stat_result], Owner] | None = None,
 ) -> None:
-    """Copy what is below the folder `at` of an open folder into the folder `to` of a tree. `skip` is asked with each
-    path from `root` on; `owner` says whose a copy is (None: root's)."""
+    """Copy the content of the folder `at` below the open folder `root` into the folder `to` of a tree.
+
+    `skip`: called with each path relative to `root`; whether to leave it out. `owner`: the owner of a copy, from its
+    stat result; None: root."""
     whose = owner if owner is not None else root_owned
     for path, found, folder, name in walk_at(root, at, skip):
         target = f"{to}/{path}" if path else to
@@ -74,7 +78,7 @@ def copy_folder(
 def walk_at(
     root: int, at: str, skip: Callable[[str], bool] = lambda path: False
 ) -> Iterator[tuple[str, os.stat_result, int, str]]:
-    """`listing.walk` of a folder below an open folder, without what `skip` says, and what is below that."""
+    """`listing.walk` of the folder `at` below an open folder. `skip` gets paths relative to `root`."""
     fd = open_in(root, at or ".", os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield from walk(fd, lambda below: skip(f"{at}/{below}" if at else below))
@@ -83,7 +87,8 @@ def walk_at(
 
 
 def copy_one(found: os.stat_result, folder: int, name: str, tree: Tree, target: str, owner: Owner) -> None:
-    """Copy one path, whose lstat is `found`: a folder without its content."""
+    """Copy `name` in the open folder `folder` to `target`; `found` is its lstat. A folder is copied without its
+    content."""
     if stat.S_ISDIR(found.st_mode):
         tree.folder(target, owner)
     elif stat.S_ISLNK(found.st_mode):
@@ -96,10 +101,10 @@ def copy_one(found: os.stat_result, folder: int, name: str, tree: Tree, target: 
             os.close(fd)
     else:
         raise BadSource(
-            f"{target} is a device, a pipe or a socket", hint="images hold none: remove it, or leave it out"
+            f"{target} is a device, a pipe or a socket", hint="images cannot have any: remove it, or leave it out"
         )
 
 
 def root_owned(found: os.stat_result) -> Owner:
-    """The same permissions, root's."""
+    """The owner root, with the permissions of a stat result."""
     return Owner(stat.S_IMODE(found.st_mode))

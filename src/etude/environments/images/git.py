@@ -1,7 +1,7 @@
-"""Running git on repositories that nobody vouches for.
+"""Run git on untrusted repositories.
 
-What a repository's own config can make git run (hooks, filters, pagers, transports of lazy fetches, monitors) is off:
-only commands that read and write objects are used, no protocol is allowed, and the user's config is not read.
+The config of a repository can make git run programs: hooks, filters, pagers, lazy fetches, monitors. All of these are
+off: only commands that read and write objects are used, no protocol is allowed, and the user's config is not read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from etude.environments.images.limits import BadSource, tells_of_a_full_disk
+from etude.environments.images.limits import BadSource, raise_if_disk_full
 from etude.errors import MachineError
 
 _ENVIRONMENT = {
@@ -29,34 +29,36 @@ _ENVIRONMENT = {
     "GIT_OPTIONAL_LOCKS": "0",
     "GIT_ATTR_NOSYSTEM": "1",
 }
-MAX_PRINTED_BYTES = 64 << 20
+MAX_OUTPUT_BYTES = 64 << 20
 _OPTIONS = ("-c", "safe.directory=*", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "gc.auto=0")
 
 
-def command(repository: Path, *words: str) -> list[str]:
-    """A git command line for a repository."""
-    return ["git", *_OPTIONS, "-C", str(repository), *words]
+def command(repository: Path, *args: str) -> list[str]:
+    """Return the command line of a git command for a repository."""
+    return ["git", *_OPTIONS, "-C", str(repository), *args]
 
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a git command."""
+    """Return the environment for a git command, with `more` variables."""
     return {**_ENVIRONMENT, "PATH": os.environ.get("PATH", os.defpath), **(more or {})}
 
 
 def git(
     repository: Path,
-    *words: str,
+    *args: str,
     stdin: bytes | IO[bytes] = b"",
     stdout: IO[bytes] | int = subprocess.PIPE,
     deadline_s: float = 600.0,
     variables: Mapping[str, str] | None = None,
 ) -> bytes:
-    """What a git command prints. `BadSource` with git's own words when it fails, `MachineError` without git.
-    `variables` are added to its environment."""
+    """Run a git command and return its output.
+
+    `variables`: added to the environment. Raises `BadSource` with git's message if it fails or takes longer than
+    `deadline_s`, `MachineError` if git is not installed."""
     given: dict[str, Any] = {"input": stdin} if isinstance(stdin, bytes) else {"stdin": stdin}
     try:
         done: subprocess.CompletedProcess[bytes] = subprocess.run(
-            command(repository, *words),
+            command(repository, *args),
             **given,
             stdout=stdout,
             stderr=subprocess.PIPE,
@@ -65,25 +67,27 @@ def git(
             check=False,
         )
     except FileNotFoundError:
-        raise no_git() from None
+        raise git_missing() from None
     except subprocess.TimeoutExpired:
-        facts = f"git {words[0]} took more than {deadline_s:g} s"
-        raise BadSource(f"{repository} cannot be read", facts, hint="is it on a slow disk?") from None
+        facts = f"git {args[0]} took more than {deadline_s:g} s"
+        raise BadSource(f"{repository} cannot be read", facts, hint="check whether it is on a slow disk") from None
     if done.returncode:
-        raise failed(repository, words, done.stderr)
+        raise git_failed(repository, args, done.stderr)
     return done.stdout or b""
 
 
 @contextlib.contextmanager
-def talking(
-    repository: Path, *words: str, stdin: int | None = subprocess.DEVNULL, deadline_s: float = 600.0
+def run_git(
+    repository: Path, *args: str, stdin: int | None = subprocess.DEVNULL, deadline_s: float = 600.0
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A git command whose output is read while it runs; it is killed at the end, and at the deadline, for a repository
-    may have a pipe where an object should be. Errors as `git` has them."""
+    """Start a git command whose output is read while it runs. Yields its process.
+
+    It is killed at the end of the `with` block and at the deadline, since an untrusted repository can contain a pipe in
+    place of an object. Raises the errors of `git`."""
     try:
-        process = subprocess.Popen(command(repository, *words), stdin=stdin, stdout=subprocess.PIPE, env=environment())
+        process = subprocess.Popen(command(repository, *args), stdin=stdin, stdout=subprocess.PIPE, env=environment())
     except FileNotFoundError:
-        raise no_git() from None
+        raise git_missing() from None
     late = threading.Timer(deadline_s, process.kill)
     late.daemon = True
     late.start()
@@ -95,31 +99,31 @@ def talking(
             process.kill()
 
 
-def printed(repository: Path, *words: str) -> bytes:
-    """What a git command prints, to a bound: a tree of a few objects can have any number of files. Errors as `git` has
-    them."""
-    with talking(repository, *words) as process:
+def git_output(repository: Path, *args: str) -> bytes:
+    """Return the output of a git command, at most `MAX_OUTPUT_BYTES`: a few objects can list any number of files.
+    Raises the errors of `git`, and `BadSource` over that limit."""
+    with run_git(repository, *args) as process:
         assert process.stdout is not None
-        parts, left = [], MAX_PRINTED_BYTES + 1
+        parts, left = [], MAX_OUTPUT_BYTES + 1
         while left and (part := process.stdout.read(min(left, 1 << 20))):
             parts.append(part)
             left -= len(part)
         if not left:
-            facts = f"git {words[0]} prints more than {MAX_PRINTED_BYTES >> 20} MiB"
-            raise BadSource(f"{repository} is too large", facts, hint="take a part of it as a repository")
+            facts = f"git {args[0]} prints more than {MAX_OUTPUT_BYTES >> 20} MiB"
+            raise BadSource(f"{repository} is too large", facts, hint="use a part of it as a repository")
         code = process.wait()
     if code:
-        raise failed(repository, words, b"exit code %d" % code)
+        raise git_failed(repository, args, b"exit code %d" % code)
     return b"".join(parts)
 
 
-def failed(repository: Path, words: Sequence[str], stderr: bytes) -> BadSource:
-    """git's own words, as an error."""
+def git_failed(repository: Path, args: Sequence[str], stderr: bytes) -> BadSource:
+    """The error for a git command that failed, with its message."""
     facts = " ".join(stderr.decode(errors="replace").split())[:300]
-    tells_of_a_full_disk(facts)
-    return BadSource(f"git {words[0]} failed in {repository}", facts, hint="is it a repository with that commit?")
+    raise_if_disk_full(facts)
+    return BadSource(f"git {args[0]} failed in {repository}", facts, hint="check that the repository has that commit")
 
 
-def no_git() -> MachineError:
-    """There is no git."""
+def git_missing() -> MachineError:
+    """The error if git is not installed."""
     return MachineError("repositories cannot be read here", "no git on the path", hint="install git")

@@ -1,8 +1,8 @@
-"""Layers: what changes one root filesystem into another, as the tar archives that OCI images are made of.
+"""OCI layers: tar archives with the changes from one root filesystem to another.
 
-`.wh.NAME` takes NAME away, `.wh..wh..opq` takes away what layers below have put into its folder. The same form says
-what a machine has changed in its image, so a layer is what a RUN gives back and what a snapshot adds to an image.
-Format: OCI image specification 1.1, layer.md.
+The entry `.wh.NAME` (a whiteout) deletes NAME, `.wh..wh..opq` hides everything that lower layers have in its folder.
+Machines export their changes in the same format, for RUN steps of Dockerfiles and for snapshots. Format: OCI image
+specification 1.1, layer.md.
 """
 
 from __future__ import annotations
@@ -11,27 +11,44 @@ import os
 import posixpath
 import stat
 from collections.abc import Callable, Collection
-from typing import Literal
+from typing import BinaryIO, Literal, Protocol, runtime_checkable
 
 from etude.environments.images.limits import BadSource
 from etude.environments.images.listing import Owner, walk
 from etude.environments.images.openat import open_in
 from etude.environments.images.tar import BLOCK, Read, members
-from etude.environments.images.tree import Tree, plain
+from etude.environments.images.tree import Tree, normalize_path
 
 _WHITEOUT, _OPAQUE = ".wh.", ".wh..wh..opq"
-_OWN = (".wh..wh.",)  # names that aufs keeps for itself
+_OWN = (".wh..wh.",)  # names reserved by aufs
 _CHUNK_BYTES = 1 << 18
 _OPAQUE_MARKS = ("trusted.overlay.opaque", "user.overlay.opaque")
 
 
+@runtime_checkable
+class ChangeExporter(Protocol):
+    """A machine that can export the changes in its root filesystem. RUN steps of Dockerfiles need it.
+
+    It is separate from `etude.seams.Machine`, since runtimes can support images without it.
+    """
+
+    async def changes(self, out: BinaryIO, *, max_bytes: int) -> None:
+        """Write the changes since the image as an uncompressed layer, with whiteouts.
+
+        Entries are sorted by path and have no times, so equal changes give equal bytes. Raises `ValueError` if the
+        layer has more than `max_bytes`."""
+        ...
+
+
 def apply_layer(read: Read, tree: Tree, *, below: str = "", whiteouts: bool = True, skip: Collection[str] = ()) -> None:
-    """Change a tree as the archive that `read` reads says. `below`: the folder of the tree it is about. What is in the
-    folders `skip` of the root is left as it is. Raises `BadSource` for devices, pipes, paths that climb, damage, and
-    past the tree's limits."""
+    """Apply a layer, read by `read`, to a tree.
+
+    `below`: the folder of the tree that the layer's paths are relative to. `whiteouts`: apply whiteouts and ignore
+    devices in /dev; False for a normalize_path archive. `skip`: top-level folders that are not changed. Raises
+    `BadSource` for devices, pipes, paths with ``..`` and damaged archives, and over the limits of the tree."""
     added: set[str] = set()
     for member, content in members(read):
-        path = plain(f"{below}/{plain(member.path, tree.budget.limits)}", tree.budget.limits)
+        path = normalize_path(f"{below}/{normalize_path(member.path, tree.budget.limits)}", tree.budget.limits)
         if path.partition("/")[0] in skip:
             continue
         owner = Owner(member.mode, member.uid, member.gid)
@@ -40,7 +57,7 @@ def apply_layer(read: Read, tree: Tree, *, below: str = "", whiteouts: bool = Tr
             if name == _OPAQUE:
                 tree.clear(folder, added)
             elif not name.startswith(_OWN):
-                tree.remove(plain(f"{folder}/{_uncovered(name)}", tree.budget.limits))
+                tree.remove(normalize_path(f"{folder}/{_uncovered(name)}", tree.budget.limits))
             continue
         if member.kind == "d":
             tree.folder(path, owner)
@@ -49,11 +66,11 @@ def apply_layer(read: Read, tree: Tree, *, below: str = "", whiteouts: bool = Tr
         elif member.kind == "l":
             tree.link(path, member.target, owner)
         elif member.kind == "h":
-            tree.hard(path, f"{below}/{plain(member.target, tree.budget.limits)}")
+            tree.hard_link(path, f"{below}/{normalize_path(member.target, tree.budget.limits)}")
         elif whiteouts and posixpath.dirname(path) == "dev":
-            continue  # what runtimes mount there anyway
+            continue  # runtimes mount their own /dev
         else:
-            raise BadSource(f"{path} is a device or a pipe", hint="images hold none: remove it from the source")
+            raise BadSource(f"{path} is a device or a pipe", hint="images cannot have any: remove it from the source")
         if whiteouts:
             while path and path not in added:
                 added.add(path)
@@ -63,7 +80,7 @@ def apply_layer(read: Read, tree: Tree, *, below: str = "", whiteouts: bool = Tr
 def _uncovered(name: str) -> str:
     name = name.removeprefix(_WHITEOUT)
     if name in ("", ".", ".."):
-        raise BadSource(f"an archive takes away {name!r}", hint="do not trust this source")
+        raise BadSource(f"the archive deletes {name!r}", hint="do not trust this source")
     return name
 
 
@@ -75,9 +92,11 @@ def write_layer(
     whole: bool = False,
     skip: Collection[str] = (),
 ) -> None:
-    """Write the upper folder of an overlay filesystem as a layer: sorted, without times, so the same changes give the
-    same bytes. `ids`: the owner inside the machine of one outside. `whole`: the folder is all there is, and nothing of
-    what lies below shows through. Sockets, pipes and devices are left out, and the paths in `skip`."""
+    """Write the upper folder of an overlay filesystem as an uncompressed layer.
+
+    Entries are sorted and have no times, so equal changes give equal bytes. Sockets, pipes and devices are left out.
+    `upper`: the open folder. `write`: called with each block of bytes. `ids`: maps a user or group id outside of the
+    machine to the one inside. `whole`: hide everything of the lower layers. `skip`: paths to leave out."""
     if whole:
         _write_header(write, _OPAQUE, "0", os.fstat(upper), 0, "", ids)
     for path, found, folder, name in walk(upper, skip.__contains__):
@@ -112,7 +131,7 @@ def _write_one(
             while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
                 write(chunk)
                 left -= len(chunk)
-            write(bytes(left + -size % BLOCK))  # zeros too for what was cut off meanwhile
+            write(bytes(left + -size % BLOCK))  # zeros also for bytes that were truncated meanwhile
 
 
 def _is_opaque(upper: int, path: str) -> bool:

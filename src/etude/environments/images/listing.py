@@ -1,12 +1,12 @@
-"""A root filesystem as a list: what its digest is taken over, what it is verified against, and searched by.
+"""The canonical list of the files of a root filesystem. Its SHA-256 is the digest of the image.
 
-One entry a path, in order of the path's bytes, one line each::
+One line for each path, sorted by the bytes of the path::
 
     path NUL kind NUL mode NUL uid NUL gid NUL size NUL content LF
 
 `kind` is ``d``, ``f`` or ``l``; `mode` is octal, permissions only; `content` is the SHA-256 of a file, the target of a
 link, empty for a folder. LF, NUL and backslash in a path or target are escaped. Times, link counts and extended
-attributes are no part of it, so the same tree has the same digest on every host and filesystem.
+attributes are not included, so a tree has the same digest on every host and filesystem.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _UNESCAPES = {escape[1]: plain for plain, escape in _ESCAPES.items()}
 
 
 class Owner(NamedTuple):
-    """Permissions, and to whom a path belongs, as the machine's processes see it."""
+    """Permissions, user id and group id of a path, as the processes in the machine see them."""
 
     mode: int
     uid: int = 0
@@ -40,21 +40,22 @@ class Entry(NamedTuple):
     Owner(mode=511, uid=0, gid=0)
     """
 
-    path: str  # relative; bytes that are not UTF-8 as surrogates
+    path: str  # relative to the root; bytes that are not UTF-8 are surrogates
     kind: str  # "d", "f", "l"
     mode: int
     uid: int
     gid: int
-    size: int  # of a file, in bytes; of a link's target; 0 of a folder
-    content: str
+    size: int  # bytes of a file or of a link target; 0 for a folder
+    content: str  # SHA-256 of a file, target of a link, "" for a folder
 
     @property
     def owner(self) -> Owner:
+        """Permissions and ids of this entry."""
         return Owner(self.mode, self.uid, self.gid)
 
 
 def encode(entries: Iterable[Entry]) -> bytes:
-    """The canonical form. The root folder itself has the path "".
+    """Encode entries in the canonical format. The root folder has the path "".
 
     >>> decode(encode([Entry("a", "l", 0o777, 0, 0, 3, "x y")]))
     [Entry(path='a', kind='l', mode=511, uid=0, gid=0, size=3, content='x y')]
@@ -67,7 +68,7 @@ def encode(entries: Iterable[Entry]) -> bytes:
 
 
 def decode(data: bytes) -> list[Entry]:
-    """The entries of a canonical form. Raises `StoreError` for anything else."""
+    """Decode a canonical listing. Raises `StoreError` if it is not canonical."""
     entries = []
     for number, line in enumerate(data.split(b"\n")[:-1], start=1):
         fields = os.fsdecode(line).split("\0")
@@ -83,19 +84,21 @@ def decode(data: bytes) -> list[Entry]:
 
 
 def _damaged(line: int) -> StoreError:
-    return StoreError("an image's listing is damaged", f"line {line}", hint="remove the image and build it again")
+    return StoreError("the listing of an image is damaged", f"line {line}", hint="remove the image and build it again")
 
 
 def digest_of(listing: bytes) -> str:
-    """The name of the tree that has this canonical form."""
+    """Return the digest of an image from its encoded listing: the SHA-256 in hex."""
     return hashlib.sha256(listing).hexdigest()
 
 
 def scan(
     root: int, declared: Mapping[str, Owner] | None = None, *, skip: Callable[[str], bool] = lambda path: False
 ) -> list[Entry]:
-    """The entries of the tree in an open folder, hard links as files of their own. `declared` overrides what the disk
-    says, where it could not be made to say it. Raises `StoreError` for what no image has: devices, pipes, sockets."""
+    """List the entries of the tree in the open folder `root`. Hard links are listed as separate files.
+
+    `declared`: owners, by path, that override those on disk, for owners that an unprivileged process could not set.
+    `skip`: whether to leave out a path and everything below it. Raises `StoreError` for devices, pipes and sockets."""
     known = declared if declared is not None else {}
     as_found = os.geteuid() == 0
     hashed: dict[tuple[int, int], str] = {}  # by device and inode, of those with several names
@@ -116,15 +119,16 @@ def scan(
         elif stat.S_ISDIR(found.st_mode):
             kind = "d"
         else:
-            raise StoreError(f"{path} is no file, folder or link", hint="images hold none else: remove it")
+            raise StoreError(f"{path} is a device, a pipe or a socket", hint="images cannot have any: remove it")
         entries.append(Entry(path, kind, *owner, size, content))
     return entries
 
 
 def walk(root: int, skip: Callable[[str], bool] = lambda path: False) -> Iterator[tuple[str, os.stat_result, int, str]]:
-    """(path, lstat, open parent folder, name) of everything below an open folder and the folder itself, parents
-    first, in order of names. Follows no link; the descriptor is good until the next step. What `skip` says of a path
-    is left out, with what is below it."""
+    """Yield (path, lstat result, descriptor of the parent folder, name) of an open folder and everything below it.
+
+    Parents come before their content, names are sorted. Links are not followed. The descriptor is valid until the next
+    step. `skip`: whether to leave out a path and everything below it."""
     yield "", os.fstat(root), root, "."
     pending = [""]
     while pending:

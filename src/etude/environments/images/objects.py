@@ -1,8 +1,8 @@
-"""What a git repository holds, reachable or not: the proof that an answer is not in it.
+"""Search all objects of a git repository, also unreachable ones, to show that it does not contain an answer.
 
-All objects are looked at, loose and packed, of alternates too, and so is every other file below `.git`, as it is:
-reflogs, packed refs, FETCH_HEAD, a half-written pack. What the objects' names say is not enough: a commit message or
-a stash may quote the answer, so contents are searched as well.
+All objects are searched, loose, packed and from alternates, and every other file below `.git`: reflogs, packed refs,
+FETCH_HEAD, half-written packs. Object ids alone are not enough, since a commit message or a stash can quote the answer;
+so contents are searched, too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from etude.environments.images.git import failed, git, talking
+from etude.environments.images.git import git, git_failed, run_git
 from etude.environments.images.limits import BadSource
 from etude.environments.images.listing import walk
 
@@ -26,14 +26,14 @@ _OBJECT_FILE = re.compile(
 
 
 class Finding(NamedTuple):
-    """A secret, and where in the repository it is: an object's id, or a path below `.git`."""
+    """A secret that was found, and where: an object id, or a path below `.git`."""
 
     secret: str
     where: str
 
 
 def objects_of(repository: str | os.PathLike[str], *, tree: str | None = None) -> set[str]:
-    """The ids of every object that is there, reachable or not; with `tree`, of that tree and what is below it."""
+    """Return the ids of all objects, also unreachable ones. With `tree`: of that tree and everything below it."""
     at = Path(repository)
     if tree is not None:
         listed = git(at, "rev-list", "--objects", "--no-object-names", tree)
@@ -43,12 +43,14 @@ def objects_of(repository: str | os.PathLike[str], *, tree: str | None = None) -
 
 
 def scan_objects(repository: str | os.PathLike[str], secrets: Collection[str | bytes]) -> list[Finding]:
-    """Where the secrets are: ids of objects (full, in hex) that are there or are named, and texts that some object or
-    file holds. None found is the proof. `BadSource` for a repository that git cannot read."""
+    """Search a repository for secrets: full object ids in hex, or texts in any object or file below `.git`.
+
+    Returns the findings; an empty list proves that no secret is there. Raises `BadSource` if git cannot read the
+    repository or a file cannot be searched."""
     at = Path(repository)
     wanted = {s if isinstance(s, str) else s.decode(errors="replace"): _bytes(s) for s in secrets}
     if any(not secret for secret in wanted.values()):
-        raise ValueError("an empty secret is everywhere")
+        raise ValueError("a secret must not be empty")
     longest = max(map(len, wanted.values()), default=0)
     found: list[Finding] = []
     for object_id, chunks in _objects(at):
@@ -75,8 +77,8 @@ def _search(chunks: Iterator[bytes], wanted: dict[str, bytes], longest: int) -> 
 
 
 def _objects(at: Path) -> Iterator[tuple[str, Iterator[bytes]]]:
-    words = ("cat-file", "--batch-all-objects", "--batch", "--unordered")
-    with talking(at, *words) as process:
+    args = ("cat-file", "--batch-all-objects", "--batch", "--unordered")
+    with run_git(at, *args) as process:
         assert process.stdout is not None
         while line := process.stdout.readline(256):
             object_id, _, size = line.split()
@@ -85,7 +87,7 @@ def _objects(at: Path) -> Iterator[tuple[str, Iterator[bytes]]]:
             for _ in content:
                 pass
         if process.wait():
-            raise failed(at, words, b"not every object can be read")
+            raise git_failed(at, args, b"an object cannot be read")
 
 
 def _content(source: IO[bytes], size: int) -> Iterator[bytes]:
@@ -115,9 +117,8 @@ def _other_files(inside: Path) -> Iterator[tuple[str, Iterator[bytes]]]:
 
 
 def _require_searched(inside: Path, path: str) -> None:
-    """git reads no pack without an index, and nothing half-written, but whoever works there may."""
+    """Raise `BadSource` for a file that git does not read, but an agent could: a pack without an index, or
+    half-written."""
     unread = path.endswith(".pack") and not (inside / path).with_suffix(".idx").exists()
     if unread or not _OBJECT_FILE.fullmatch(path):
-        raise BadSource(
-            f"{path} cannot be searched", "git itself does not read it", hint="delete it, or index the pack"
-        )
+        raise BadSource(f"{path} cannot be searched", "git does not read it", hint="delete it, or index the pack")

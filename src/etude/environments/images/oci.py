@@ -1,8 +1,8 @@
-"""An image from an OCI image layout, or from what `docker save` and `podman save` write.
+"""Build an image from an OCI image layout, or from an archive of `docker save` or `podman save`.
 
-Nothing in it is trusted: every document has a bound, a blob is what its digest says before it is opened, a layer what
-the config's `diff_ids` say when it has been unpacked. Specifications: OCI image 1.1 (image-layout.md, manifest.md,
-config.md); the older archive of Docker as moby's `image/spec/v1.2.md` has it.
+Nothing in it is trusted: every document has a size limit, the digest of a blob is checked before it is used, and that
+of a layer's content against the config's `diff_ids`. Specifications: OCI image 1.1 (image-layout.md, manifest.md,
+config.md); for Docker's older archives moby's `image/spec/v1.2.md`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from etude.environments.images.decompression import decompressed
 from etude.environments.images.directory import open_folder
 from etude.environments.images.layers import apply_layer
 from etude.environments.images.limits import BadSource, ImageLimits
 from etude.environments.images.openat import open_in
-from etude.environments.images.packed import unpacked
 from etude.environments.images.records import ImageRecord
 from etude.environments.images.store import ImageStore
 from etude.environments.images.tree import Tree
@@ -30,7 +30,7 @@ from etude.records.image import Image
 _HINT = "write it again: skopeo copy, docker save, podman save"
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 _DIGEST = re.compile("sha256:([0-9a-f]{64})")
-_MAX_INDEXES = 4  # in each other
+_MAX_INDEXES = 4  # nested
 _TAGS = ("org.opencontainers.image.ref.name", "io.containerd.image.name")
 T = TypeVar("T")
 
@@ -49,12 +49,12 @@ class _Descriptor(msgspec.Struct, rename={"media_type": "mediaType"}):
 
     @property
     def tags(self) -> set[str]:
-        """What it is called: by the OCI's layouts a tag, by containerd's the whole name."""
+        """Names of the image: a tag in OCI layouts, the full name in those of containerd."""
         return {self.annotations[key] for key in _TAGS if key in self.annotations}
 
 
 class _Manifest(msgspec.Struct):
-    """A manifest or an index: one has layers, the other manifests."""
+    """A manifest, which has layers, or an index, which has manifests."""
 
     config: _Descriptor | None = None
     layers: list[_Descriptor] | None = None
@@ -82,7 +82,7 @@ class _Config(msgspec.Struct):
 
 
 class _Saved(msgspec.Struct, rename="pascal"):
-    """One image of a `docker save` archive."""
+    """One image in the manifest.json of a `docker save` archive."""
 
     config: str
     layers: list[str]
@@ -90,20 +90,22 @@ class _Saved(msgspec.Struct, rename="pascal"):
 
 
 def build_from_oci(store: ImageStore, source: str | os.PathLike[str], *, tag: str = "") -> ImageRecord:
-    """An image from an OCI layout (folder or archive) or a saved archive. `tag` chooses among several. Raises
-    `BadSource`."""
+    """Build an image from an OCI layout (folder or archive) or an archive of `docker save` or `podman save`.
+
+    `tag`: which image to use if there are several. Raises `BadSource` if the source is damaged, incomplete or too
+    large."""
     path = Path(source)
-    with store.building() as building, _layout(path, store) as root:
+    with store.new_image() as building, _layout(path, store) as root:
         config_bytes, layers = _find(root, tag, store.limits)
-        config = _decoded(config_bytes, _Config, "the image's config")
+        config = _decode(config_bytes, _Config, "the config of the image")
         if len(config.rootfs.diff_ids) != len(layers):
             facts = f"{len(layers)} layers, {len(config.rootfs.diff_ids)} digests"
-            raise BadSource("the image's config does not fit its layers", facts, hint=_HINT)
+            raise BadSource("the config of the image does not match its layers", facts, hint=_HINT)
         if len(layers) > store.limits.num_layers:
-            raise BadSource(f"an image of {len(layers)} layers", f"at most {store.limits.num_layers}", hint=_HINT)
+            raise BadSource(f"an image with {len(layers)} layers", f"at most {store.limits.num_layers}", hint=_HINT)
         for layer, diff_id in zip(layers, config.rootfs.diff_ids, strict=True):
             _unpack(root, layer, diff_id, building.tree)
-        return building.keep(_record(config, path, layers))
+        return building.commit(_record(config, path, layers))
 
 
 def _record(config: _Config, path: Path, layers: list[str]) -> ImageRecord:
@@ -126,7 +128,7 @@ def _record(config: _Config, path: Path, layers: list[str]) -> ImageRecord:
 
 @contextmanager
 def _layout(path: Path, store: ImageStore) -> Iterator[int]:
-    """The unpacked archive as an open folder; temporary where it is one file."""
+    """Open the layout as a folder; an archive is decompressed to a temporary one. Yields its descriptor."""
     if path.is_dir():
         with open_folder(path) as root:
             yield root
@@ -135,49 +137,49 @@ def _layout(path: Path, store: ImageStore) -> Iterator[int]:
         with Tree(folder, store.limits) as tree:
             try:
                 with open(path, "rb") as file:
-                    apply_layer(unpacked(file, store.limits), tree, whiteouts=False)
+                    apply_layer(decompressed(file, store.limits), tree, whiteouts=False)
             except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
-                hint = "name an OCI layout, or what docker save or podman save wrote"
+                hint = "name an OCI layout, or an archive of docker save or podman save"
                 raise BadSource(f"{path} cannot be read", str(error.strerror), hint=hint) from None
         with open_folder(folder) as root:
             yield root
 
 
 def _find(root: int, tag: str, limits: ImageLimits) -> tuple[bytes, list[str]]:
-    """The config's bytes, and where the layers are."""
+    """Find the image in the layout. Returns the bytes of its config, and the paths of its layers."""
     index = _document(root, "index.json", limits)
     saved = _document(root, "manifest.json", limits)
     if index is not None and (saved is None or not tag):
         return _from_index(root, index, tag, limits)
     if saved is None:
-        raise BadSource("neither an index.json nor a manifest.json", "this is no image layout", hint=_HINT)
-    images = _decoded(saved, list[_Saved], "manifest.json")
+        raise BadSource("no index.json and no manifest.json", "this is not an image layout", hint=_HINT)
+    images = _decode(saved, list[_Saved], "manifest.json")
     chosen = [image for image in images if not tag or tag in (image.repo_tags or [])]
     if len(chosen) != 1:
         tags = ", ".join(t for image in images for t in image.repo_tags or [])
-        raise BadSource(f"{len(chosen)} images of tag {tag!r}", f"there are: {tags}", hint="name one of them")
+        raise BadSource(f"{len(chosen)} images with tag {tag!r}", f"tags: {tags}", hint="name one of them")
     config = _document(root, chosen[0].config, limits)
     if config is None:
-        raise BadSource("an archive's config is missing", chosen[0].config[:80], hint=_HINT)
+        raise BadSource("the config of the image is missing", chosen[0].config[:80], hint=_HINT)
     return config, chosen[0].layers
 
 
 def _from_index(root: int, index: bytes, tag: str, limits: ImageLimits) -> tuple[bytes, list[str]]:
-    found = _decoded(index, _Manifest, "index.json")
+    found = _decode(index, _Manifest, "index.json")
     if tag:
         tagged = [m for m in found.manifests or [] if tag in m.tags]
         if not tagged:
             tags = ", ".join(sorted({known for m in found.manifests or [] for known in m.tags})) or "none"
-            raise BadSource(f"no image of tag {tag!r}", f"there are: {tags}", hint="name one of them, or none")
+            raise BadSource(f"no image with tag {tag!r}", f"tags: {tags}", hint="name one of them, or none")
         found.manifests = tagged
     for _ in range(_MAX_INDEXES):
         if found.manifests is None:
             break
         chosen = _for_this_host(found.manifests)
-        found = _decoded(_blob(root, chosen.digest, limits), _Manifest, "a manifest")
+        found = _decode(_blob(root, chosen.digest, limits), _Manifest, "a manifest")
     if found.config is None or found.layers is None:
-        raise BadSource("an index leads to no manifest", hint=_HINT)
-    return _blob(root, found.config.digest, limits), [_place_of(layer.digest) for layer in found.layers]
+        raise BadSource("the index has no manifest of an image", hint=_HINT)
+    return _blob(root, found.config.digest, limits), [_blob_path(layer.digest) for layer in found.layers]
 
 
 def _for_this_host(manifests: list[_Descriptor]) -> _Descriptor:
@@ -186,23 +188,23 @@ def _for_this_host(manifests: list[_Descriptor]) -> _Descriptor:
     fits = [m for m in manifests if m.platform is None or (m.platform.os, m.platform.architecture) == ("linux", wanted)]
     if len(fits) != 1:
         there = ", ".join(f"{m.platform.os}/{m.platform.architecture}" for m in manifests if m.platform)
-        raise BadSource(f"{len(fits)} images for linux/{wanted} in an index", there, hint="copy one of them on its own")
+        raise BadSource(f"{len(fits)} images for linux/{wanted} in an index", there, hint="copy a single image")
     return fits[0]
 
 
-def _place_of(digest: str) -> str:
+def _blob_path(digest: str) -> str:
     found = _DIGEST.fullmatch(digest)
     if not found:
-        raise BadSource(f"{digest[:80]!r} is no SHA-256", hint=_HINT)
+        raise BadSource(f"{digest[:80]!r} is not a SHA-256 digest", hint=_HINT)
     return f"blobs/sha256/{found[1]}"
 
 
 def _blob(root: int, digest: str, limits: ImageLimits) -> bytes:
-    data = _document(root, _place_of(digest), limits)
+    data = _document(root, _blob_path(digest), limits)
     if data is None:
         raise BadSource("a blob is missing", digest, hint=_HINT)
     if f"sha256:{hashlib.sha256(data).hexdigest()}" != digest:
-        raise BadSource("a blob is not what its digest says", digest, hint=_HINT)
+        raise BadSource("a blob does not match its digest", digest, hint=_HINT)
     return data
 
 
@@ -218,7 +220,7 @@ def _document(root: int, path: str, limits: ImageLimits) -> bytes | None:
 
 
 def _open(root: int, path: str) -> int:
-    """An archive's file; links in it lead inside of it, for old archives have some."""
+    """Open a file of the layout. Links, which old archives have, are resolved inside of it."""
     try:
         fd = open_in(root, path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -227,11 +229,11 @@ def _open(root: int, path: str) -> int:
         raise BadSource(f"{path[:80]!r} cannot be opened", str(error), hint=_HINT) from None
     if not os.path.isfile(f"/proc/self/fd/{fd}"):
         os.close(fd)
-        raise BadSource(f"{path[:80]!r} is no file", hint=_HINT)
+        raise BadSource(f"{path[:80]!r} is not a file", hint=_HINT)
     return fd
 
 
-def _decoded(data: bytes, kind: type[T], what: str) -> T:
+def _decode(data: bytes, kind: type[T], what: str) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError) as error:
@@ -247,9 +249,9 @@ def _unpack(root: int, layer: str, diff_id: str, tree: Tree) -> None:
         if layer.startswith("blobs/sha256/"):
             found = hashlib.file_digest(file, "sha256").hexdigest()
             if found != layer.rpartition("/")[2]:
-                raise BadSource("a layer is not what its digest says", layer, hint=_HINT)
+                raise BadSource("a layer does not match its digest", layer, hint=_HINT)
             file.seek(0)
-        content, read = hashlib.sha256(), unpacked(file, tree.budget.limits)
+        content, read = hashlib.sha256(), decompressed(file, tree.budget.limits)
 
         def hashing(size: int) -> bytes:
             data = read(size)
@@ -258,4 +260,4 @@ def _unpack(root: int, layer: str, diff_id: str, tree: Tree) -> None:
 
         apply_layer(hashing, tree)
     if f"sha256:{content.hexdigest()}" != diff_id:
-        raise BadSource("a layer's content is not what the config says", layer[:80], hint=_HINT)
+        raise BadSource("the content of a layer does not match the config", layer[:80], hint=_HINT)

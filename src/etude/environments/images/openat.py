@@ -1,7 +1,7 @@
-"""openat2(2), which Python does not wrap: opening paths as they would lead inside of another root.
+"""Open paths inside another root folder with openat2(2), which Python does not wrap.
 
-Links are followed as that root's own processes would follow them, absolute ones included, and never out of it: the
-kernel holds on to that while the tree is being changed, which no check of names before the call could.
+Links, also absolute ones, are resolved as by a process with that root folder, and never lead out of it. The kernel
+guarantees this even while the tree is being changed; a check of names before the call could not.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def open_in(root: int, path: str, flags: int, *, follow: bool = True, one_mount: bool = False) -> int:
-    """Open `path` as seen by whoever has the open folder `root` as root. `follow`: links on the way are followed;
-    the last one only without O_NOFOLLOW. `one_mount`: not into what is mounted there. `OSError` as the kernel says."""
+    """Open `path` relative to the open folder `root`, as a process with that root folder would. Returns a descriptor.
+
+    `follow`: follow links on the way; a link at the end is followed only without O_NOFOLLOW. `one_mount`: refuse to
+    cross mount points. Raises the `OSError` of the kernel, and `MachineError` on a kernel without openat2."""
     resolve = _IN_ROOT | _NO_MAGICLINKS | (0 if follow else _NO_SYMLINKS) | (_NO_XDEV if one_mount else 0)
     how = (ctypes.c_uint64 * 3)(flags | os.O_CLOEXEC, 0, resolve)
     _libc.syscall.restype = ctypes.c_long

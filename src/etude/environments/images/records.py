@@ -1,4 +1,4 @@
-"""What a store keeps beside an image's files."""
+"""The metadata of an image."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from etude.records.image import Image
 
 
 class ImageRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An image and where it came from. `command` and what follows it are kept and not used: a rollout says what runs.
+    """The metadata of an image in a store: its digest and settings, its source, and its size.
+
+    `command`, `entrypoint`, `labels` and `ports` are recorded but not used: a rollout decides what runs.
 
     >>> ImageRecord(image=Image(digest="9f3c"), source="directory").parent is None
     True
@@ -16,10 +18,10 @@ class ImageRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     image: Image
     source: str  # "directory", "repository", "dockerfile", "oci", "debian"
-    made: tuple[str, ...] = ()  # how, step by step
-    parent: str | None = None  # digest of the image it was made from; None: from nothing
+    made: tuple[str, ...] = ()  # the build steps
+    parent: str | None = None  # digest of the parent image; None: built from scratch
     num_files: int = 0
-    num_bytes: int = 0  # content of its files
+    num_bytes: int = 0  # total size of its files
     command: tuple[str, ...] = ()
     entrypoint: tuple[str, ...] = ()
     labels: dict[str, str] = {}

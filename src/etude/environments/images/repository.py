@@ -1,8 +1,8 @@
-"""An image with a git repository at one commit, and nothing of what came before or after it.
+"""Build an image with a git repository at one commit, without its history and its future.
 
-The repository is made anew: the objects of that commit's tree and one commit of no parent over it; no tags, remotes,
-reflogs or unreachable objects, since none are ever copied. Files are written as their blobs are, past all filters.
-`scan_objects` is the proof, for this and for any other repository.
+A new repository is made with the objects of the commit's tree and one root commit. Tags, remotes, reflogs and
+unreachable objects are never copied. Files are written from their blobs, without filters. `objects.scan_objects` checks
+that a repository does not contain given texts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from etude.environments.images.directory import copy_folder, open_folder
-from etude.environments.images.git import failed, git, printed, talking
+from etude.environments.images.git import git, git_failed, git_output, run_git
 from etude.environments.images.limits import BadSource, ImageLimits
 from etude.environments.images.listing import Owner
 from etude.environments.images.objects import objects_of
@@ -44,19 +44,21 @@ def build_from_repository(
     parent: str | None = None,
     workdir: str = "/testbed",
 ) -> ImageRecord:
-    """The image `parent` (a name or digest; None: nothing) with a repository's commit in `workdir`. `BadSource` for a
-    repository that git cannot read or that holds paths no repository may have."""
+    """Build an image with the files and one commit of a git repository in `workdir`.
+
+    `parent`: name or digest of the image to start from; None: an empty one. Raises `BadSource` if git cannot read the
+    repository, or if it has paths that git forbids."""
     path = Path(source)
     record = None if parent is None else store.get(parent)
     image = Image(digest="") if record is None else record.image
-    with store.scratch() as folder, store.building(None if record is None else record.image.digest) as building:
+    with store.scratch() as folder, store.new_image(None if record is None else record.image.digest) as building:
         tree_id = export_commit(path, commit, folder / "work", store.limits)
         below = workdir.strip("/")
         building.tree.clear(below)
         building.tree.folder(below, Owner(0o755))
         with open_folder(folder / "work") as root:
             copy_folder(root, "", building.tree, below)
-        return building.keep(
+        return building.commit(
             ImageRecord(
                 image=Image(digest="", workdir=workdir, env=image.env, user=image.user),
                 source="repository",
@@ -66,13 +68,13 @@ def build_from_repository(
 
 
 def export_commit(source: Path, commit: str, to: Path, limits: ImageLimits) -> str:
-    """Make the folder `to` a repository of one commit that has the tree of `commit`. Returns that tree's id."""
+    """Make a new repository `to` with a single commit that has the tree of `commit`. Returns the id of that tree."""
     git(source, "rev-parse", "--git-dir")
     try:
-        told = git(source, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit}^{{tree}}")
-    except BadSource:  # it says nothing, and the repository is one
-        told = b""
-    found = told.decode().strip()
+        output = git(source, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit}^{{tree}}")
+    except BadSource:  # the commit does not exist; the repository was checked above
+        output = b""
+    found = output.decode().strip()
     if not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", found):
         raise BadSource(f"{source} has no commit {commit[:80]!r}", hint="name a commit, a branch or a tag of it")
     to.mkdir()
@@ -88,7 +90,9 @@ def export_commit(source: Path, commit: str, to: Path, limits: ImageLimits) -> s
         _discard(to / ".git" / name)
     unexpected = objects_of(to) - objects_of(source, tree=found) - {made}
     if unexpected:
-        raise StoreError(f"{len(unexpected)} foreign objects in a new repository", min(unexpected), hint="report this")
+        raise StoreError(
+            f"{len(unexpected)} unexpected objects in a new repository", min(unexpected), hint="report this"
+        )
     return found
 
 
@@ -113,22 +117,24 @@ def _move_objects(source: Path, tree: str, to: Path, limits: ImageLimits) -> Non
 
 
 def _write_files(source: Path, tree_id: str, tree: Tree) -> None:
-    """Write every file of a tree as its blob is."""
-    listed = printed(source, "ls-tree", "-r", "-z", "--full-tree", tree_id)
-    with _blobs(source) as (ask, answer):
+    """Write the files of a tree from their blobs, without filters."""
+    listed = git_output(source, "ls-tree", "-r", "-z", "--full-tree", tree_id)
+    with _blobs(source) as (requests, responses):
         for line in listed.split(b"\0")[:-1]:
             facts, _, name = line.partition(b"\t")
             mode, kind, blob = facts.split(b" ")
             path = os.fsdecode(name)
             if path.split("/")[0].lower() in (".git", "git~1"):
-                raise BadSource(f"{source} has a file {path[:80]!r}", hint="no honest repository has: do not use it")
+                raise BadSource(
+                    f"{source} has a file {path[:80]!r}", hint="git forbids such paths: do not trust this repository"
+                )
             if kind == b"commit":
-                tree.folder(path)  # a submodule: another repository's
+                tree.folder(path)  # a submodule, which is another repository
                 continue
-            ask.write(blob + b"\n")
-            ask.flush()
-            size = _answered(answer, blob)
-            content = _content(answer, size)
+            requests.write(blob + b"\n")
+            requests.flush()
+            size = _blob_size(responses, blob)
+            content = _content(responses, size)
             if mode == b"120000":
                 target = b"".join(content) if size <= tree.budget.limits.path_bytes else b""
                 tree.link(path, os.fsdecode(target), Owner(0o777))
@@ -136,33 +142,33 @@ def _write_files(source: Path, tree_id: str, tree: Tree) -> None:
                 tree.file(path, Owner(_MODES.get(mode, 0o644)), content)
 
 
-def _answered(answer: IO[bytes], blob: bytes) -> int:
-    words = answer.readline(256).split()
-    if len(words) != 3 or words[0] != blob or words[1] != b"blob" or not words[2].isdigit():
-        facts = f"git cat-file answered {b' '.join(words).decode(errors='replace')!r}"
+def _blob_size(responses: IO[bytes], blob: bytes) -> int:
+    fields = responses.readline(256).split()
+    if len(fields) != 3 or fields[0] != blob or fields[1] != b"blob" or not fields[2].isdigit():
+        facts = f"git cat-file answered {b' '.join(fields).decode(errors='replace')!r}"
         raise BadSource("the source repository is damaged", facts, hint="run git fsck in it")
-    return int(words[2])
+    return int(fields[2])
 
 
-def _content(answer: IO[bytes], size: int) -> Iterator[bytes]:
+def _content(responses: IO[bytes], size: int) -> Iterator[bytes]:
     left = size
     while left:
-        chunk = answer.read(min(left, _CHUNK_BYTES))
+        chunk = responses.read(min(left, _CHUNK_BYTES))
         if not chunk:
-            facts = "git ended in the middle of a blob"
+            facts = "git ended within a blob"
             raise BadSource("the source repository is damaged", facts, hint="run git fsck in it")
         left -= len(chunk)
         yield chunk
-    answer.read(1)
+    responses.read(1)
 
 
 @contextmanager
 def _blobs(source: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    words = ("cat-file", "--batch")
-    with talking(source, *words, stdin=subprocess.PIPE) as process:
+    args = ("cat-file", "--batch")
+    with run_git(source, *args, stdin=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
             yield process.stdin, process.stdout
         except BrokenPipeError:
-            raise failed(source, words, b"it ended early") from None
+            raise git_failed(source, args, b"it ended early") from None

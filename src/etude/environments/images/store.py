@@ -1,18 +1,17 @@
-"""Root filesystems on this host, under the digest of their content.
+"""A store of images: root filesystems in a directory of this host, named by the digest of their content.
 
 ::
 
-    <path>/<digest>/root/         the tree; never written to again
-    <path>/<digest>/listing       what it holds (`listing`); its SHA-256 is <digest>
+    <path>/<digest>/root/         the root filesystem; never modified
+    <path>/<digest>/listing       the list of its files (`listing`); its SHA-256 is <digest>
     <path>/<digest>/image.json    the `ImageRecord` of its last build
-    <path>/names/<name>           the `ImageRecord` that a name means
-    <path>/steps/<key>            the `ImageRecord` that a step of a build led to: its cache
-    <path>/building/<random>/     what is being made, locked by its maker; without a holder it is swept
+    <path>/names/<name>           the `ImageRecord` of a named image
+    <path>/steps/<key>            the `ImageRecord` after a build step: the build cache
+    <path>/building/<random>/     a build in progress, locked by its process; deleted if that process has ended
 
-An image appears and disappears by one rename, so it is whole or not there. Two images share no inode: a hard link has
-one owner, one mode and one content for all who share it, and one write through it, by whomever, would change every
-image with that file while each still had its name. Where the filesystem can clone a file (btrfs, xfs) a copy costs no
-space; elsewhere it costs the bytes, and `collect` takes back what no name leads to.
+An image is added and removed by one rename, so it is complete or absent. Images share no inodes: a write through a hard
+link would change every image that shares the file. On filesystems that can clone files (btrfs, xfs) a copy takes no
+space; on others it takes its full size. `collect` deletes unnamed images.
 """
 
 from __future__ import annotations
@@ -46,15 +45,16 @@ _REFUSALS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENOENT
 
 
 def default_store() -> Path:
-    """Where the command line keeps images: ``$XDG_DATA_HOME/etude/images`` or ``~/.local/share/etude/images``."""
+    """The default store of the command line: ``$XDG_DATA_HOME/etude/images`` or ``~/.local/share/etude/images``."""
     base = os.environ.get("XDG_DATA_HOME")
     return (Path(base) if base else Path.home() / ".local" / "share") / "etude" / "images"
 
 
 class ImageStore:
-    """Images in a folder, made if it is not there. Safe for several processes at once.
+    """A store of images in the directory `path`, which is created if it does not exist. Safe for several processes.
 
-    `limits` hold for what is built through this object. `keep_setuid` keeps set-user-id bits of sources.
+    `limits`: size limits of the images built through this object. `keep_setuid`: keep the set-user-id bits of sources;
+    by default they are removed. Raises `StoreError` if the directory cannot be used.
     """
 
     def __init__(
@@ -66,95 +66,102 @@ class ImageStore:
             for folder in ("names", "steps", "building"):
                 (self.path / folder).mkdir(parents=True, exist_ok=True)
             if self.path.stat().st_mode & 0o777 != 0o700:
-                self.path.chmod(0o700)  # set-user-id files and others' secrets are not for everyone on the host
+                self.path.chmod(0o700)  # images can contain set-user-id programs and secrets
             self._sweep()
 
     @contextlib.contextmanager
-    def building(self, parent: str | None = None) -> Iterator[Building]:
-        """A root filesystem to be filled, empty or a copy of an image's; it is gone at the end unless `keep` was
-        called. `StoreError` where the disk is full or refuses."""
+    def new_image(self, parent: str | None = None) -> Iterator[ImageBuild]:
+        """Start to build an image from nothing, or from a copy of the image `parent` (a digest).
+
+        The build is deleted at the end of the `with` block unless `ImageBuild.commit` was called. Raises `StoreError`
+        if the disk is full or refuses a write."""
         with self.scratch() as folder:
             (folder / "root").mkdir(mode=0o755)
             with Tree(folder / "root", self.limits, keep_setuid=self._keep_setuid) as tree:
                 tree.folder("", listing.Owner(0o755))
                 if parent is not None:
-                    with self.opened(parent) as source:
+                    with self.open_root(parent) as source:
                         copy_entries(source, self.listing(parent), tree)
                     tree.budget.num_bytes = tree.budget.num_files = 0
-                yield Building(self, folder, tree, parent)
+                yield ImageBuild(self, folder, tree, parent)
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
-        """An empty folder on the store's disk, for as long as it is needed; gone afterwards, also when this process is
-        killed. `StoreError` where the disk is full."""
+        """Yield an empty temporary folder on the disk of the store.
+
+        It is deleted at the end; after a crash, by the next store that is opened. Raises `StoreError` if the disk is
+        full."""
         with _on_disk(self.path, ()):
             folder, lock = self._claim()
             try:
                 yield folder
             finally:
-                with contextlib.suppress(OSError):  # full disk or not, what is left is swept later
+                with contextlib.suppress(OSError):  # the rest is deleted by a later `_sweep`
                     _remove(folder)
                 os.close(lock)
 
     def get(self, name: str, *, verify: bool = False) -> ImageRecord:
-        """The image of this name or digest. `InputError` when there is none; with `verify` every file is read, and
-        `StoreError` says which has changed."""
+        """Return the record of the image with this name or digest.
+
+        `verify`: read and check every file. Raises `InputError` if there is no such image, `StoreError` if it is
+        damaged; with `verify` the error names the first file that has changed."""
         digest_only = _DIGEST.fullmatch(name) is not None
         if not digest_only and not _NAME.fullmatch(name):
-            raise InputError(f"{name[:80]!r} is no image's name", hint="use a-z, 0-9 and . _ / : @ -")
-        path = self.path / name / "image.json" if digest_only else self._named(name)
+            raise InputError(f"{name[:80]!r} is not a valid image name", hint="use a-z, 0-9 and . _ / : @ -")
+        path = self.path / name / "image.json" if digest_only else self._name_path(name)
         try:
             record = msgspec.json.decode(path.read_bytes(), type=ImageRecord)
         except FileNotFoundError:
             names = self.names()
-            hint = nearest(name, names) if names else "it is empty: etude machines image build SOURCE --name NAME"
+            hint = nearest(name, names) if names else "it has no images: etude machines image build SOURCE --name NAME"
             raise InputError(f"no image {name!r} in {self.path}", hint=hint) from None
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             raise StoreError(f"{path} is damaged", str(error), hint="build the image again") from None
         if not self.root(record.image.digest).is_dir():
-            raise InputError(f"the files of image {name!r} are gone", record.image.digest, hint="build it again")
+            raise InputError(f"the files of image {name!r} are missing", record.image.digest, hint="build it again")
         if verify:
             self.verify(record.image.digest)
         return record
 
     def root(self, digest: str) -> Path:
-        """Where an image's tree is. Not to be written to."""
+        """Return the path of the root filesystem of an image. Do not write to it."""
         if not _DIGEST.fullmatch(digest):
-            raise InputError(f"{digest[:80]!r} is no image's digest", hint="etude machines image list")
+            raise InputError(f"{digest[:80]!r} is not a digest of an image", hint="etude machines image list")
         return self.path / digest / "root"
 
     def listing(self, digest: str) -> list[listing.Entry]:
-        """What an image holds. `StoreError` when the listing is not the one that the digest names."""
+        """Return the entries of all files of an image. Raises `StoreError` if the listing does not match the digest."""
         path = self.root(digest).with_name("listing")
         try:
             data = path.read_bytes()
         except FileNotFoundError:
             raise self._gone(digest) from None
         if listing.digest_of(data) != digest:
-            raise StoreError(f"{path} is damaged", "its digest is another", hint="remove the image, build it again")
+            raise StoreError(f"{path} is damaged", "its digest does not match", hint="remove it and build it again")
         return listing.decode(data)
 
     def verify(self, digest: str) -> None:
-        """Read every file of an image. `StoreError` names the first path that is not what it was."""
+        """Read and check every file of an image. Raises `StoreError` naming the first path that has changed."""
         known = {entry.path: entry for entry in self.listing(digest)}
-        with self.opened(digest) as root:
+        with self.open_root(digest) as root:
             declared = {} if os.geteuid() == 0 else {path: entry.owner for path, entry in known.items()}
             found = {entry.path: entry for entry in listing.scan(root, declared)}
         for path in sorted(known.keys() | found.keys()):
             if known.get(path) != found.get(path):
-                what = "is gone" if path not in found else "was added" if path not in known else "has changed"
+                what = "is missing" if path not in found else "was added" if path not in known else "has changed"
                 facts = f"{path!r} {what}"
                 raise StoreError(f"image {digest[:16]} is damaged", facts, hint="remove it and build it again")
 
     def find(self, digest: str, contents: Collection[bytes]) -> list[str]:
-        """Where an image has a file of exactly one of these contents: whether a task's answer lies in it already."""
+        """Return the paths of files with exactly one of these contents. Use it to check that an image does not contain
+        the answer of a task."""
         wanted = {hashlib.sha256(content).hexdigest() for content in contents}
         return [entry.path for entry in self.listing(digest) if entry.kind == "f" and entry.content in wanted]
 
     @contextlib.contextmanager
-    def opened(self, digest: str) -> Iterator[int]:
-        """An image's root as an open folder; it cannot be removed meanwhile."""
-        with self.held(digest):
+    def open_root(self, digest: str) -> Iterator[int]:
+        """Yield a descriptor of the root folder of an image. The image cannot be removed meanwhile."""
+        with self.in_use(digest):
             fd = os.open(self.root(digest), _FOLDER)
             try:
                 yield fd
@@ -162,8 +169,8 @@ class ImageStore:
                 os.close(fd)
 
     @contextlib.contextmanager
-    def held(self, digest: str) -> Iterator[None]:
-        """Keep an image from being removed, by any process, as long as this lasts."""
+    def in_use(self, digest: str) -> Iterator[None]:
+        """Prevent the removal of an image by any process while the `with` block runs."""
         folder = self.root(digest).parent
         try:
             fd = os.open(folder, _FOLDER)
@@ -173,7 +180,7 @@ class ImageStore:
             fcntl.flock(fd, fcntl.LOCK_SH)
             try:
                 same = os.path.samestat(os.fstat(fd), folder.stat())
-            except FileNotFoundError:  # taken away before it was locked
+            except FileNotFoundError:  # removed before it was locked
                 raise self._gone(digest) from None
             if not same:  # and built again
                 raise self._gone(digest)
@@ -185,17 +192,17 @@ class ImageStore:
         return InputError(f"no image {digest[:16]} in {self.path}", hint="build it: etude machines image build")
 
     def images(self) -> list[ImageRecord]:
-        """Every image that is there, by digest."""
+        """Return the records of all images, sorted by digest."""
         with _on_disk(self.path):
             digests = sorted(path.name for path in self.path.iterdir() if _DIGEST.fullmatch(path.name))
         found = []
         for digest in digests:
-            with contextlib.suppress(InputError):  # taken away meanwhile
+            with contextlib.suppress(InputError):  # removed meanwhile
                 found.append(self.get(digest))
         return found
 
     def names(self) -> dict[str, str]:
-        """Digest by name."""
+        """Return the digest of each named image, by name."""
         found = {}
         for path in sorted((self.path / "names").iterdir()):
             with contextlib.suppress(msgspec.DecodeError, OSError):
@@ -204,65 +211,69 @@ class ImageStore:
         return found
 
     def name(self, name: str, record: ImageRecord) -> None:
-        """Let a name mean this image, in place of what it meant. `InputError` for an image that is not there."""
+        """Set or move a name to this image. Raises `InputError` if the name is invalid or the image does not exist."""
         if not _NAME.fullmatch(name) or _DIGEST.fullmatch(name) or name == "scratch":
             hint = "use a-z, 0-9 and . _ / : @ -; neither a digest nor `scratch`"
-            raise InputError(f"{name[:80]!r} cannot be an image's name", hint=hint)
-        with self.held(record.image.digest):
-            self._write(self._named(name), record)
+            raise InputError(f"{name[:80]!r} is not a valid image name", hint=hint)
+        with self.in_use(record.image.digest):
+            self._write(self._name_path(name), record)
 
-    def step(self, key: str) -> ImageRecord | None:
-        """Where this step of a build led, when it was taken before and the image is still there."""
+    def cached_step(self, key: str) -> ImageRecord | None:
+        """Return the cached result of a build step; None if there is none or its image was removed."""
         with contextlib.suppress(OSError, msgspec.DecodeError):
             record = msgspec.json.decode((self.path / "steps" / key).read_bytes(), type=ImageRecord)
             if self.root(record.image.digest).is_dir():
                 return record
         return None
 
-    def keep_step(self, key: str, record: ImageRecord) -> None:
-        """Remember where a step of a build led."""
+    def cache_step(self, key: str, record: ImageRecord) -> None:
+        """Cache the result of a build step."""
         self._write(self.path / "steps" / key, record)
 
     def remove(self, name: str) -> int:
-        """Take away a name, or a digest with all its names; the files go with the last name. Returns their bytes.
-        `InputError` for one that is in use."""
+        """Remove a name, or a digest with all its names. The files are deleted with the last name.
+
+        Returns the number of deleted bytes. Raises `InputError` if the image does not exist or is in use."""
         record = self.get(name)
         digest = record.image.digest
         others = [known for known, meant in self.names().items() if meant == digest and known != name]
         if not _DIGEST.fullmatch(name):
-            self._named(name).unlink(missing_ok=True)
+            self._name_path(name).unlink(missing_ok=True)
             if others:
                 return 0
-        if not self._take_away(digest, but_named=False):
+        if not self._try_remove(digest, only_unnamed=False):
             raise InputError(f"image {digest[:16]} is in use", hint="close the machines that were made from it")
         for known in others:
-            self._named(known).unlink(missing_ok=True)
+            self._name_path(known).unlink(missing_ok=True)
         return record.num_bytes
 
     def collect(self) -> tuple[int, int]:
-        """Remove every image without a name that nobody uses, and the steps that led there. (images, bytes)"""
+        """Remove all unnamed images that are not in use, and their cached build steps.
+
+        Returns the numbers of removed images and bytes."""
         num_images = num_bytes = 0
         for record in self.images():
-            if self._take_away(record.image.digest, but_named=True):
+            if self._try_remove(record.image.digest, only_unnamed=True):
                 num_images, num_bytes = num_images + 1, num_bytes + record.num_bytes
         for path in (self.path / "steps").iterdir():
-            if self.step(path.name) is None:
+            if self.cached_step(path.name) is None:
                 path.unlink(missing_ok=True)
         self._sweep()
         return num_images, num_bytes
 
-    def _take_away(self, digest: str, *, but_named: bool) -> bool:
-        """Remove an image that nobody holds; `but_named`: nor names, asked when nobody can name it any more."""
+    def _try_remove(self, digest: str, *, only_unnamed: bool) -> bool:
+        """Remove an image that is not in use. `only_unnamed`: not if it has a name, checked under the lock. Returns
+        whether it is gone."""
         try:
             fd = os.open(self.path / digest, _FOLDER)
         except FileNotFoundError:
-            return not but_named
+            return not only_unnamed
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         else:
-            if but_named and digest in self.names().values():
+            if only_unnamed and digest in self.names().values():
                 return False
             gone = self.path / "building" / f"{secrets.token_hex(8)}"
             os.rename(self.path / digest, gone)
@@ -295,7 +306,7 @@ class ImageStore:
                 finally:
                     os.close(fd)
 
-    def _named(self, name: str) -> Path:
+    def _name_path(self, name: str) -> Path:
         return self.path / "names" / name.replace("/", "%2f")
 
     def _write(self, path: Path, record: ImageRecord) -> None:
@@ -307,14 +318,14 @@ class ImageStore:
             os.replace(folder / "record", path)
 
 
-class Building:
-    """A root filesystem that is being made: fill `tree`, then `keep` it."""
+class ImageBuild:
+    """An image that is being built: write its files to `tree`, then call `commit`."""
 
     def __init__(self, store: ImageStore, folder: Path, tree: Tree, parent: str | None) -> None:
         self.tree, self._store, self._folder, self._parent = tree, store, folder, parent
 
-    def keep(self, record: ImageRecord) -> ImageRecord:
-        """Make it an image; returns the record with its digest and sizes. Called once, at the end."""
+    def commit(self, record: ImageRecord) -> ImageRecord:
+        """Add the image to the store. Returns `record` with the digest and the sizes. Call it once, at the end."""
         entries = listing.scan(self.tree.root, self.tree.declared)
         data = listing.encode(entries)
         digest = listing.digest_of(data)
@@ -328,12 +339,12 @@ class Building:
         (self._folder / "listing").write_bytes(data)
         self._store._write(self._folder / "image.json", record)
         _flush(self._folder)
-        while not self._is_there(self._store.path / digest, record):
+        while not self._moved_to(self._store.path / digest, record):
             pass
         return record
 
-    def _is_there(self, folder: Path, record: ImageRecord) -> bool:
-        """Put it in its place, or find the same bytes there; False where those were taken away meanwhile."""
+    def _moved_to(self, folder: Path, record: ImageRecord) -> bool:
+        """Move the image to its final place, or find the same image there. False if that was removed meanwhile."""
         try:
             os.rename(self._folder, folder)
         except OSError as error:
@@ -347,7 +358,7 @@ class Building:
 
 
 def _flush(folder: Path) -> None:
-    """A name must not outlive the bytes it names when the power goes."""
+    """Sync the filesystem, so that after a power loss no name points to missing bytes."""
     fd = os.open(folder, _FOLDER)
     try:
         ctypes.CDLL(None).syncfs(fd)
@@ -365,24 +376,21 @@ def _remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def _on_disk(path: Path, refusals: Collection[int] = _REFUSALS) -> Iterator[None]:
-    """What the disk refuses is told in three parts."""
+    """Convert `OSError` of a full or read-only disk to `StoreError`."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-            hint = "make room (etude machines image collect removes what has no name), or look at the disk"
+            hint = "free space (etude machines image collect removes unnamed images), or check the disk"
         elif error.errno in refusals:
-            hint = "give this user write access there, or name another folder"
+            hint = "give this user write access there, or use another folder"
         else:
             raise
-        raise StoreError(f"no image can be kept in {path}", str(error), hint=hint) from None
-
-
-# ----------------------------------------------------------------------------------------------- one tree into another
+        raise StoreError(f"images cannot be stored in {path}", str(error), hint=hint) from None
 
 
 def copy_entries(source: int, entries: Iterable[Entry], tree: Tree) -> None:
-    """Make what `entries` list of the tree in the open folder `source`, owners and permissions included."""
+    """Copy the listed entries from the open folder `source` into `tree`, with owners and permissions."""
     for entry in sorted(entries, key=lambda e: e.path.count("/") if e.path else -1):
         if entry.kind == "d":
             tree.folder(entry.path, entry.owner)

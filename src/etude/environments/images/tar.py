@@ -1,7 +1,7 @@
-"""Tar archives of unknown origin, read as a stream: ustar, GNU long names, pax.
+"""Read untrusted tar archives as a stream: ustar, GNU long names, pax.
 
-Python's tarfile takes what a header says at its word: a long name or a pax header of gigabytes is read into memory,
-chains of them recurse. Here every header has a bound, and anything that is no plain entry is refused by name.
+Python's tarfile trusts the headers: it reads a long name or a pax header of gigabytes into memory, and recurses on
+chains of them. Here every header has a size limit, and entries of unknown kinds are refused with an error.
 Format: POSIX.1-2001 `pax`, and `tar.5` of libarchive for what GNU tar adds.
 """
 
@@ -15,13 +15,13 @@ from etude.environments.images.limits import BadSource
 
 BLOCK = 512
 _CHUNK_BYTES = 1 << 18
-_HEADER_BYTES = 1 << 20  # of one long name, or of one entry's pax records
+_HEADER_BYTES = 1 << 20  # of one long name, or of the pax records of one entry
 _KINDS = {b"0": "f", b"\0": "f", b"7": "f", b"1": "h", b"2": "l", b"5": "d", b"3": "c", b"4": "b", b"6": "p"}
 _HINT = "get the archive again, or write it with `tar --format=pax`"
 
 
 class Member(NamedTuple):
-    """One entry: "f" file, "d" folder, "l" link, "h" another name of a file; "c", "b", "p" device or pipe."""
+    """One entry. `kind`: "f" file, "d" folder, "l" symbolic link, "h" hard link, "c" or "b" device, "p" pipe."""
 
     path: str
     kind: str
@@ -34,12 +34,14 @@ class Member(NamedTuple):
 
 
 Read = Callable[[int], bytes]
-"""At most so many of the next bytes; none at the end."""
+"""Reads at most the given number of bytes; returns b"" at the end."""
 
 
 def members(read: Read) -> Iterator[tuple[Member, Iterator[bytes]]]:
-    """The entries of an archive, each with its content, which is good until the next step. What follows its end is
-    read as well, so that whatever packs it has been checked. Raises `BadSource`."""
+    """Yield the entries of an archive, each with an iterator of its content, which is valid until the next entry.
+
+    The bytes after the end of the archive are read, too, so that a decompressor checks its checksum. Raises `BadSource`
+    if the archive is damaged or has unsupported entries."""
     extra: dict[str, str] = {}
     everywhere: dict[str, str] = {}
     num_headers = 0
@@ -49,7 +51,7 @@ def members(read: Read) -> Iterator[tuple[Member, Iterator[bytes]]]:
         if kind in b"xgLK":
             num_headers += kind != b"g"
             if num_headers > 16 or len(everywhere) > 64:
-                raise BadSource("an archive's entry has too many headers", hint=_HINT)
+                raise BadSource("an entry of the archive has too many headers", hint=_HINT)
             text = _text(read, member.size)
             if kind == b"g":
                 everywhere |= _records(text)
@@ -59,15 +61,15 @@ def members(read: Read) -> Iterator[tuple[Member, Iterator[bytes]]]:
                 extra["path" if kind == b"L" else "linkpath"] = os.fsdecode(text.split(b"\0")[0])
             continue
         if kind not in _KINDS:
-            raise BadSource(f"an archive's entry is of kind {kind!r}", "sparse, or no known one", hint=_HINT)
-        member = _with(member, everywhere | extra, old=kind != b"7")
+            raise BadSource(f"an entry of the archive has the kind {kind!r}", "sparse or unknown", hint=_HINT)
+        member = _apply_records(member, everywhere | extra, old=kind != b"7")
         extra, num_headers = {}, 0
         content = _content(read, member.size)
         yield member, content
-        for _ in content:  # what the caller has left
+        for _ in content:  # skip what the caller did not read
             pass
     if num_headers:
-        raise BadSource("an archive ends in the middle", hint=_HINT)
+        raise BadSource("the archive is truncated", hint=_HINT)
     while read(_CHUNK_BYTES):
         pass
 
@@ -75,11 +77,11 @@ def members(read: Read) -> Iterator[tuple[Member, Iterator[bytes]]]:
 def _header(block: bytes) -> Member:
     total = sum(block) - sum(block[148:156]) + 8 * 32
     if _number(block[148:156]) != total:
-        raise BadSource("an archive is damaged", "a header's checksum does not agree", hint=_HINT)
+        raise BadSource("the archive is damaged", "the checksum of a header is wrong", hint=_HINT)
     name, prefix = _string(block[:100]), _string(block[345:500]) if block[257:262] == b"ustar" else ""
     kind = _KINDS.get(block[156:157], "")
     if block[257:265] == b"ustar  \0":
-        prefix = ""  # GNU's old form keeps times there
+        prefix = ""  # the old GNU format has times there
     size = _number(block[124:136])
     return Member(
         path=f"{prefix}/{name}" if prefix else name,
@@ -93,16 +95,16 @@ def _header(block: bytes) -> Member:
     )
 
 
-def _with(member: Member, records: dict[str, str], *, old: bool) -> Member:
-    """The entry, after what its other headers say; `old`: its kind may be a folder's or a file's."""
+def _apply_records(member: Member, records: dict[str, str], *, old: bool) -> Member:
+    """Apply pax records and long names to an entry. `old`: its kind does not distinguish files from folders."""
     if any(key.startswith("GNU.sparse") for key in records):
-        raise BadSource("an archive has sparse entries", member.path[:80], hint=_HINT)
+        raise BadSource("the archive has sparse entries", member.path[:80], hint=_HINT)
     numbers = {}
     for name in ("size", "uid", "gid"):
         text = records.get(name)
         if text is not None:
             if not text.isascii() or not text.isdigit() or len(text) > 19:
-                raise BadSource("an archive's entry is damaged", f"{name} {text[:20]!r}", hint=_HINT)
+                raise BadSource("an entry of the archive is damaged", f"{name} {text[:20]!r}", hint=_HINT)
             numbers[name] = int(text)
     member = member._replace(
         path=records.get("path", member.path),
@@ -110,11 +112,11 @@ def _with(member: Member, records: dict[str, str], *, old: bool) -> Member:
         **numbers,  # type: ignore[arg-type]
     )
     if member.kind == "f" and member.path.endswith("/") and old:
-        member = member._replace(kind="d")  # a folder before there was a kind for it
+        member = member._replace(kind="d")  # old formats have no kind for folders
     if member.kind != "f":
         member = member._replace(size=0)
     if not (0 <= member.uid < 2**32 - 1 and 0 <= member.gid < 2**32 - 1):
-        raise BadSource("an archive's entry belongs to nobody", f"{member.uid}:{member.gid}", hint=_HINT)
+        raise BadSource("an entry of the archive has an invalid owner", f"{member.uid}:{member.gid}", hint=_HINT)
     return member
 
 
@@ -123,7 +125,7 @@ def _content(read: Read, size: int) -> Iterator[bytes]:
     while left > 0:
         chunk = read(min(left, _CHUNK_BYTES))
         if not chunk:
-            raise BadSource("an archive ends in the middle", f"{left} bytes of a file are missing", hint=_HINT)
+            raise BadSource("the archive is truncated", f"{left} bytes of a file are missing", hint=_HINT)
         left -= len(chunk)
         yield chunk
     _exactly(read, -size % BLOCK)
@@ -131,12 +133,12 @@ def _content(read: Read, size: int) -> Iterator[bytes]:
 
 def _text(read: Read, size: int) -> bytes:
     if size > _HEADER_BYTES:
-        raise BadSource("an archive's header is too large", f"{size} bytes", hint=_HINT)
+        raise BadSource("a header of the archive is too large", f"{size} bytes", hint=_HINT)
     return _exactly(read, size + -size % BLOCK)[:size]
 
 
 def _records(text: bytes) -> dict[str, str]:
-    """pax records: ``length SP key = value LF``, each."""
+    """Parse pax records, each ``length SP key = value LF``."""
     found, at = {}, 0
     while at < len(text):
         space = text.find(b" ", at, at + 8)
@@ -144,7 +146,7 @@ def _records(text: bytes) -> dict[str, str]:
         record = text[space + 1 : at + length]
         key, equals, value = record.partition(b"=")
         if length <= space + 1 - at or at + length > len(text) or not equals or value[-1:] != b"\n":
-            raise BadSource("an archive's pax header is damaged", hint=_HINT)
+            raise BadSource("a pax header of the archive is damaged", hint=_HINT)
         found[os.fsdecode(key)] = os.fsdecode(value[:-1])
         at += length
     return found
@@ -156,7 +158,7 @@ def _exactly(read: Read, size: int) -> bytes:
         parts.append(part)
         left -= len(part)
     if left:
-        raise BadSource("an archive ends in the middle", f"{left} bytes are missing", hint=_HINT)
+        raise BadSource("the archive is truncated", f"{left} bytes are missing", hint=_HINT)
     return b"".join(parts)
 
 
@@ -165,7 +167,7 @@ def _string(field: bytes) -> str:
 
 
 def _number(field: bytes) -> int:
-    """Octal text, or, with the first bit set, big-endian binary."""
+    """Parse a number: octal text, or big-endian binary if the first bit is set."""
     if field[0] == 0x80:
         value = int.from_bytes(field[1:], "big")
         if value < 1 << 63:
@@ -176,4 +178,4 @@ def _number(field: bytes) -> int:
             return 0
         if len(text) <= 12 and all(c in b"01234567" for c in text):
             return int(text, 8)
-    raise BadSource("an archive's header is damaged", f"the number {field!r}", hint=_HINT)
+    raise BadSource("a header of the archive is damaged", f"the number {field!r}", hint=_HINT)

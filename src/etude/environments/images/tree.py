@@ -1,11 +1,11 @@
-"""A root filesystem while it is made: the only code that writes into one.
+"""Write into a root filesystem safely. No other code writes into one.
 
-Every path is reached from the open root by openat2, as that root's own processes would reach it, so neither ``..`` nor
-a link, nor one that is swapped meanwhile, leads out. What stood at a path before is replaced, never written through.
-Set-user-id bits are dropped unless asked for, devices and extended attributes (file capabilities) are not made at all.
+Paths are opened from the root folder by openat2, as processes with that root would see them. So neither ``..`` nor a
+link leads out of it, even if a link is replaced meanwhile. An existing file is replaced, never written through.
+Set-user-id bits are removed unless requested. Devices and extended attributes (file capabilities) are never created.
 
-What this process may not set on the disk (another owner, a folder without read permission, when it is not root) is
-kept in `declared`, from where it goes into the listing.
+Owners and permissions that an unprivileged process cannot set on disk are recorded in `Tree.declared`, and from there
+in the listing of the image.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from etude.environments.images.openat import open_in
 _FICLONE = 0x4004_9409  # an ioctl of linux/fs.h
 _CHUNK_BYTES = 1 << 20
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY
-FOLDER_OWNER = Owner(0o755)  # of parents that nobody declared
+FOLDER_OWNER = Owner(0o755)  # of parent folders that the source does not list
 
 
 class Tree:
-    """Writes below a folder, named or open, within a budget. Paths are relative to it and mean what they would inside.
-    `first` is added to owners: the user that is root there."""
+    """Writes files below a folder, within size limits. Paths are relative to the folder, which is their root.
+
+    `path`: the folder, or its descriptor. `keep_setuid`: keep set-user-id bits. `first`: the user id on this host that
+    is root inside; it is added to all owners."""
 
     def __init__(
         self, path: str | os.PathLike[str] | int, limits: ImageLimits, *, keep_setuid: bool = False, first: int = 0
@@ -47,47 +49,47 @@ class Tree:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._forget()
+        self._close_parent()
         os.close(self.root)
 
     def folder(self, path: str, owner: Owner = FOLDER_OWNER) -> None:
-        """Make a folder, or let the one that is there have this owner."""
-        path = plain(path, self.budget.limits)
+        """Make a folder, or set the owner of an existing one."""
+        path = normalize_path(path, self.budget.limits)
         if not path:
-            self._own(self.root, ".", "", owner)
+            self._set_owner(self.root, ".", "", owner)
             return
         parent, name = self._parent(path)
         try:
             os.mkdir(name, 0o700, dir_fd=parent)
             self.budget.take_file()
             real = self._real(parent, name)
-            if real.count("/") >= self.budget.limits.depth:  # links on the way may lead deeper than the path says
+            if real.count("/") >= self.budget.limits.depth:  # through links it can be deeper than its path
                 os.rmdir(name, dir_fd=parent)
                 raise _too_deep(real)
         except FileExistsError:
             if not stat.S_ISDIR(os.lstat(name, dir_fd=parent).st_mode):
                 self.remove(path)
                 return self.folder(path, owner)
-        self._own(parent, name, self._real(parent, name), owner)
+        self._set_owner(parent, name, self._real(parent, name), owner)
 
     def file(self, path: str, owner: Owner, chunks: Iterable[bytes]) -> None:
-        """Make a file of these bytes in place of whatever is there."""
-        parent, name = self._fresh(plain(path, self.budget.limits))
+        """Write a file from chunks of bytes, replacing what exists at `path`."""
+        parent, name = self._make_free(normalize_path(path, self.budget.limits))
         with _new_file(parent, name) as file:
             self._fill(file, path, chunks)
-        self._own(parent, name, self._real(parent, name), owner)
+        self._set_owner(parent, name, self._real(parent, name), owner)
 
     def copy(self, path: str, owner: Owner, source: int) -> None:
-        """Make a file of what an open regular file holds, by cloning it where the filesystem can."""
+        """Copy the open regular file `source` (a descriptor), by cloning if the filesystem can."""
         size = os.fstat(source).st_size
         self._take(path, 0, size)
-        parent, name = self._fresh(plain(path, self.budget.limits))
+        parent, name = self._make_free(normalize_path(path, self.budget.limits))
         with _new_file(parent, name) as file:
             if _clone(source, file.fileno()):
                 self._take(path, size, size)
             else:
                 self._fill(file, path, iter(partial(os.read, source, _CHUNK_BYTES), b""))
-        self._own(parent, name, self._real(parent, name), owner)
+        self._set_owner(parent, name, self._real(parent, name), owner)
 
     def _fill(self, file: FileIO, path: str, chunks: Iterable[bytes]) -> None:
         size = 0
@@ -104,30 +106,28 @@ class Tree:
             raise too_large(f"{path} has more than {self.budget.limits.file_bytes} bytes", "file_bytes")
 
     def link(self, path: str, target: str, owner: Owner) -> None:
-        """Make a symbolic link in place of whatever is there. Its target means something inside only."""
-        path = plain(path, self.budget.limits)
+        """Make a symbolic link, replacing what exists at `path`. The target is resolved inside of this root."""
+        path = normalize_path(path, self.budget.limits)
         if not target or "\0" in target or len(os.fsencode(target)) > self.budget.limits.path_bytes:
-            raise BadSource(f"{path} links to nothing that can be", repr(target[:80]), hint="mend the source")
-        parent, name = self._fresh(path)
+            raise BadSource(f"{path} is a link with an invalid target", repr(target[:80]), hint="fix the source")
+        parent, name = self._make_free(path)
         os.symlink(target, name, dir_fd=parent)
-        self._own(parent, name, self._real(parent, name), owner._replace(mode=0o777))
+        self._set_owner(parent, name, self._real(parent, name), owner._replace(mode=0o777))
 
-    def hard(self, path: str, existing: str) -> None:
-        """Make a second name of a file that is in this tree."""
-        path, existing = plain(path, self.budget.limits), plain(existing, self.budget.limits)
+    def hard_link(self, path: str, existing: str) -> None:
+        """Make a hard link to a file of this tree."""
+        path, existing = normalize_path(path, self.budget.limits), normalize_path(existing, self.budget.limits)
         source, there = self._parent(existing, keep=False)
         try:
             if path == existing:
                 return
             found = _lstat(there, source)
             if found is None or not stat.S_ISREG(found.st_mode):
-                raise BadSource(
-                    f"{path} is another name of {existing}", "which is no file of it", hint="mend the source"
-                )
+                raise BadSource(f"{path} is a hard link to {existing}", "which is no file", hint="fix the source")
             parent, name = self._parent(path)
             if _same(_lstat(name, parent), found):
                 return
-            parent, name = self._fresh(path)
+            parent, name = self._make_free(path)
             os.link(there, name, src_dir_fd=source, dst_dir_fd=parent, follow_symlinks=False)
             owner = self.declared.get(self._real(source, there))
             if owner is not None:
@@ -136,18 +136,18 @@ class Tree:
             os.close(source)
 
     def is_folder(self, path: str) -> bool:
-        """Whether a path leads to a folder."""
+        """Whether a path is a folder, or a link to one."""
         try:
-            os.close(open_in(self.root, plain(path, self.budget.limits) or ".", _FOLDER, one_mount=True))
+            os.close(open_in(self.root, normalize_path(path, self.budget.limits) or ".", _FOLDER, one_mount=True))
         except OSError:
             return False
         return True
 
     def remove(self, path: str) -> None:
-        """Take away a path and everything below it. Nothing there is fine."""
-        path = plain(path, self.budget.limits)
+        """Delete a path and everything below it. Does nothing if it does not exist."""
+        path = normalize_path(path, self.budget.limits)
         if not path:
-            raise BadSource("an archive takes away the whole root", hint="mend the source")
+            raise BadSource("the archive deletes the root folder", hint="fix the source")
         try:
             parent, name = self._parent(path, make=False)
         except (FileNotFoundError, NotADirectoryError):
@@ -156,12 +156,12 @@ class Tree:
             real = self._real(parent, name)
             remove_below(parent, name)
             self._undeclare(real)
-        self._forget()
+        self._close_parent()
 
     def clear(self, path: str, keep: Collection[str] = ()) -> None:
-        """Take away everything below a folder but the paths in `keep`. None there is fine."""
-        path = plain(path, self.budget.limits)
-        self._forget()
+        """Delete everything below a folder except the paths in `keep`. Does nothing if it does not exist."""
+        path = normalize_path(path, self.budget.limits)
+        self._close_parent()
         try:
             fd = self._open(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -182,10 +182,10 @@ class Tree:
         for known in [k for k in self.declared if k == path or k.startswith(f"{path}/")]:
             del self.declared[known]
 
-    def _fresh(self, path: str) -> tuple[int, str]:
-        """(open parent, name) of a path where nothing is any more."""
+    def _make_free(self, path: str) -> tuple[int, str]:
+        """Delete what exists at a path. Returns the descriptor of its parent folder, and its name."""
         if not path:
-            raise BadSource("an archive replaces the root itself", hint="mend the source")
+            raise BadSource("the archive replaces the root folder", hint="fix the source")
         self.budget.take_file()
         parent, name = self._parent(path)
         if _lstat(name, parent) is not None:
@@ -194,7 +194,8 @@ class Tree:
         return parent, name
 
     def _parent(self, path: str, *, make: bool = True, keep: bool = True) -> tuple[int, str]:
-        """(open parent, name); with `keep` the descriptor is this object's, and good until the next call."""
+        """Return the descriptor of the parent folder of a path, and its name. `make`: create missing parents. `keep`:
+        the descriptor belongs to this object and is valid until the next call; else the caller must close it."""
         folder, _, name = path.rpartition("/")
         if keep and folder == self._last[0] and self._last[1] >= 0:
             return self._last[1], name
@@ -208,24 +209,26 @@ class Tree:
         except NotADirectoryError:
             if not make:
                 raise
-            self._make_way(folder)
+            self._replace_by_folder(folder)
             return self._parent(path, keep=keep)
         if keep:
-            self._forget()
+            self._close_parent()
             self._last = (folder, fd)
         return fd, name
 
     def _open(self, folder: str) -> int:
-        """A folder. `BadSource` for links that lead in a circle, or away; else `OSError`, as the kernel says."""
+        """Open a folder. Raises `BadSource` for circular links and other mounts, else the `OSError` of the kernel."""
         try:
             return open_in(self.root, folder or ".", _FOLDER, one_mount=True)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.EXDEV):
-                raise BadSource(f"{folder} leads in a circle, or away", hint="mend the source's links") from None
+                raise BadSource(
+                    f"{folder} is a circular link or leads to another mount", hint="fix the links of the source"
+                ) from None
             raise
 
-    def _make_way(self, folder: str) -> None:
-        """Replace the file that stands where a folder has to be."""
+    def _replace_by_folder(self, folder: str) -> None:
+        """Replace the file on the way to `folder` by a folder."""
         parts = folder.split("/")
         for depth in range(1, len(parts) + 1):
             at = "/".join(parts[:depth])
@@ -238,13 +241,13 @@ class Tree:
                 self.folder(at)
                 return
 
-    def _forget(self) -> None:
+    def _close_parent(self) -> None:
         if self._last[1] >= 0:
             os.close(self._last[1])
         self._last = ("", -1)
 
     def _real(self, parent: int, name: str) -> str:
-        """Where a name in an open folder is, links on the way to it resolved."""
+        """Return the path of a name in an open folder, with all links on the way resolved."""
         try:
             at, root = os.readlink(f"/proc/self/fd/{parent}"), os.readlink(f"/proc/self/fd/{self.root}")
         except OSError as error:
@@ -253,55 +256,56 @@ class Tree:
             raise _too_deep(name) from None
         return f"{at[len(root) :]}/{name}".lstrip("/")
 
-    def _own(self, parent: int, name: str, path: str, owner: Owner) -> None:
+    def _set_owner(self, parent: int, name: str, path: str, owner: Owner) -> None:
         owner = owner._replace(mode=owner.mode & self._modes)
         found = os.stat(name, dir_fd=parent, follow_symlinks=False)
         link, folder = stat.S_ISLNK(found.st_mode), stat.S_ISDIR(found.st_mode)
-        told = True
+        on_disk = True
         if os.geteuid() == 0:
             try:
                 os.chown(name, owner.uid + self._first, owner.gid + self._first, dir_fd=parent, follow_symlinks=False)
             except OSError as error:
                 if error.errno not in (errno.EPERM, errno.EINVAL):
                     raise
-                told = False
+                on_disk = False
         else:
-            told = (owner.uid, owner.gid) == (0, 0)
+            on_disk = (owner.uid, owner.gid) == (0, 0)
         if not link:
             needed = 0 if os.geteuid() == 0 else 0o700 if folder else 0o400
-            told = told and owner.mode | needed == owner.mode
-            os.chmod(name, owner.mode | needed, dir_fd=parent)  # of no link: it was made, or found to be a folder
+            on_disk = on_disk and owner.mode | needed == owner.mode
+            os.chmod(name, owner.mode | needed, dir_fd=parent)  # never a link here: it was just created, or is a folder
         self.declared.pop(path, None)
-        if not told:
+        if not on_disk:
             self.declared[path] = owner
 
 
-def plain(path: str, limits: ImageLimits) -> str:
-    """A path without ``.`` and doubled or leading slashes; "" is the root. `BadSource` for one that climbs, or that no
-    filesystem would take.
+def normalize_path(path: str, limits: ImageLimits) -> str:
+    """Return a path without ``.``, double slashes and leading slashes; "" is the root.
 
-    >>> plain("./usr//bin/", ImageLimits())
+    Raises `BadSource` for a path with ``..``, and for one over the limits or too long for a filesystem.
+
+    >>> normalize_path("./usr//bin/", ImageLimits())
     'usr/bin'
     """
     parts = [part for part in path.split("/") if part not in ("", ".")]
     shown = path if len(path) < 80 else f"{path[:77]}..."
     if ".." in parts or "\0" in path:
-        raise BadSource(f"{shown!r} is not a path inside an image", hint="it climbs out: do not trust this source")
+        raise BadSource(f"{shown!r} is not a path inside an image", hint="it has ..: do not trust this source")
     if len(parts) > limits.depth or any(len(os.fsencode(part)) > 255 for part in parts):
-        raise BadSource(f"{shown!r} is too deep or too long", f"{len(parts)} folders", hint="mend the source")
+        raise BadSource(f"{shown!r} is too deep or too long", f"{len(parts)} folders", hint="fix the source")
     found = "/".join(parts)
     if len(os.fsencode(found)) > limits.path_bytes:
-        raise BadSource(f"{shown!r} is too long", f"more than {limits.path_bytes} bytes", hint="mend the source")
+        raise BadSource(f"{shown!r} is too long", f"more than {limits.path_bytes} bytes", hint="fix the source")
     return found
 
 
 def _too_deep(path: str) -> BadSource:
     shown = path if len(path) < 80 else f"...{path[-77:]}"
-    return BadSource(f"{shown!r} lies too deep", "by the links on the way to it", hint="mend the source's links")
+    return BadSource(f"{shown!r} is too deep", "because of links on the way to it", hint="fix the links of the source")
 
 
 def remove_below(parent: int, name: str) -> None:
-    """Delete a path of an open folder, whatever it is, without following a link; folders need not be writable."""
+    """Delete a name in an open folder and everything below it. Follows no links; makes folders writable first."""
     found = _lstat(name, parent)
     if found is None:
         return
@@ -325,7 +329,7 @@ def _new_file(parent: int, name: str) -> FileIO:
 
 
 def _clone(source: int, target: int) -> bool:
-    """Let a new file share a source's blocks, copied when written to. False where that cannot be."""
+    """Clone a file: both share their blocks until one is written. False if the filesystem cannot."""
     try:
         fcntl.ioctl(target, _FICLONE, source)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Virtual machines: QEMU with a kernel of their own, forked from a snapshot with their memory.
+"""Virtual machines: QEMU guests with their own kernel, forked from snapshots that include their memory.
 
-`runtime` hands out machines, `image` builds the guest, `probe` chooses the accelerator. A machine is a guest that was
-restored from a snapshot into a QEMU which waited for one (`spares`, `snapshots`, `memory`, `overlay`); `base` is what
-all machines of an image share. Only `agent` speaks with what runs inside.
+`runtime` makes machines, `image` builds the guest image, `probe` chooses the accelerator. A fork restores a snapshot
+into a waiting QEMU process (`snapshots`, `memory`, `overlay`). `base` is the booted memory that all machines of an
+image share. Commands are run by the guest agent (`etude.environments.agent`).
 """
 
 from etude.environments.microvm.image import BaseImage, build, cache_folder, find

@@ -1,8 +1,8 @@
-"""What machines of one image have in common: the memory of a guest that has booted.
+"""The booted memory that all machines of an image share.
 
-An image boots once, runs what is usually run first so that it lies in memory, and is stopped for good. Its memory is
-then a file that every machine maps as its own to change, and that never changes itself. It is kept beside the images,
-for exactly this kernel, QEMU, agent and hardware, so that the next process starts from there in milliseconds.
+An image boots once, runs some programs so that they are in memory, and is stopped. Its memory is saved to a file that
+all machines map privately (copy-on-write). The file is cached beside the images, for one combination of kernel, QEMU,
+agent and hardware, so that the next process starts from it in milliseconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import weakref
 from pathlib import Path
 
 from etude.environments.agent import Channel, commands
-from etude.environments.agent.channel import Lost
+from etude.environments.agent.channel import ChannelLost
 from etude.environments.microvm import memory, overlay
 from etude.environments.microvm.qemu import MEMORY_NAME, NUDGE_S, Boot, Hardware, Qemu
 from etude.environments.microvm.snapshots import Snapshot
@@ -30,37 +30,38 @@ from etude.records.command import Command
 
 BOOT_DEADLINE_S = 120.0
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
-_FORM = 2  # of what is kept; counts up with every change
+_FORMAT = 2  # version of the files in the cache
 _MAKING_S = 3600.0
-_MOST_KEPT = 8  # of all images, agents and hardware; each takes a hundred MiB or more
+_MAX_CACHED = 8  # boots in the cache; each takes 100 MiB or more
 
 
 class Base:
-    """A booted image; closed when nobody has it any more. `ram` is a descriptor of its memory, `start` its snapshot,
-    `boot` says which boot it was of those of the same name."""
+    """A booted image. `ram`: descriptor of its memory file. `start`: its snapshot. `boot`: identifies this boot among
+    those with the same name. It is closed when it is garbage-collected."""
 
     def __init__(self, name: str, hardware: Hardware, ram: int, start: Snapshot) -> None:
         self.name, self.hardware, self.ram, self.start = name, hardware, ram, start
-        self.boot = hashlib.sha256(start.devices).hexdigest()  # with its clocks
+        self.boot = hashlib.sha256(start.devices).hexdigest()  # differs for each boot, since it has the clocks
         weakref.finalize(self, os.close, ram)
 
 
-class Booting:
-    """How an image boots. `initial` is its initial filesystem; `warm`, a shell script, is run as `user`."""
+class BootConfig:
+    """How to boot an image. `initial`: the initramfs. `warm`: a shell script that is run as `user` after the boot."""
 
     def __init__(self, hardware: Hardware, kernel: Path, initial: bytes, *, warm: str, user: str) -> None:
         self.hardware, self.kernel, self.initial, self.warm, self.user = hardware, kernel, initial, warm, user
 
     def name(self, qemu: str) -> str:
-        """The same for what boots to the same memory on the same host."""
-        facts = [_FORM, qemu, platform.release(), str(self.kernel), [str(fact) for fact in self.hardware]]
+        """Return a name that is equal for boots with the same memory on the same host. `qemu`: its version."""
+        facts = [_FORMAT, qemu, platform.release(), str(self.kernel), [str(fact) for fact in self.hardware]]
         facts += [hashlib.sha256(self.initial).hexdigest(), self.warm, self.user]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-async def boot(booting: Booting, *, qemu: str, kept: Path) -> Base:
-    """A base, from the folder where they are kept, or booted and kept there. `MachineError` says what the guest said
-    last when it does not come up."""
+async def boot(booting: BootConfig, *, qemu: str, kept: Path) -> Base:
+    """Return the base of an image, from the cache folder `kept`, or boot it and cache it there.
+
+    Raises `MachineError`, with the last console output if the guest does not boot."""
     name = booting.name(qemu)
     with contextlib.suppress(OSError, ValueError):
         return _open(kept / name, name, booting.hardware)
@@ -69,20 +70,20 @@ async def boot(booting: Booting, *, qemu: str, kept: Path) -> Base:
         os.ftruncate(ram, booting.hardware.memory_bytes)
         start = await _boot_once(name, booting, ram)
         fcntl.fcntl(ram, fcntl.F_ADD_SEALS, _SEALS)
-        with contextlib.suppress(OSError):  # a folder that only others can write, a full disk: then it is only ours
-            await asyncio.to_thread(_keep, kept, name, ram, start)
+        with contextlib.suppress(OSError):  # the cache is not writable or full: use it without the cache
+            await asyncio.to_thread(_cache, kept, name, ram, start)
             kept_base = _open(kept / name, name, booting.hardware)
             os.close(ram)
             return kept_base
     except BaseException as error:
         os.close(ram)
         if isinstance(error, OSError):
-            raise MachineError("no room to boot a guest", str(error), hint=overlay.ROOM) from None
+            raise MachineError("no disk space to boot a guest", str(error), hint=overlay.SPACE_HINT) from None
         raise
     return Base(name, booting.hardware, ram, start)
 
 
-async def _boot_once(name: str, booting: Booting, ram: int) -> Snapshot:
+async def _boot_once(name: str, booting: BootConfig, ram: int) -> Snapshot:
     archive = os.memfd_create("etude-initial", os.MFD_CLOEXEC)
     try:
         os.pwrite(archive, booting.initial, 0)
@@ -101,25 +102,27 @@ async def _boot_once(name: str, booting: Booting, ram: int) -> Snapshot:
         await guest.close()
 
 
-async def _until_ready(guest: Qemu, booting: Booting) -> None:
+async def _until_ready(guest: Qemu, booting: BootConfig) -> None:
     channel = Channel(os.dup(guest.channel.fileno()), nudge_s=NUDGE_S)
     try:
         await channel.ready(BOOT_DEADLINE_S)
         warm, env = ["sh", "-c", booting.warm], {"LANG": "C.UTF-8"}
         command = Command.of(warm, key="warm", deadline_s=BOOT_DEADLINE_S, env=env, user=booting.user)
         await commands.run(channel, command)
-    except Lost as lost:
+    except ChannelLost as lost:
         raise MachineError(
-            "a guest did not boot", f"{lost}; {guest.process.said()}", hint="build the image again"
+            "a guest did not boot", f"{lost}; {guest.process.log_tail()}", hint="build the image again"
         ) from None
     except ValueError as error:
         facts = f"{booting.user!r}: {error}"
-        raise MachineError("an image without its user", facts, hint="add whom it names to its /etc/passwd") from None
+        raise MachineError(
+            "the user of the image does not exist", facts, hint="add it to the /etc/passwd of the image"
+        ) from None
     finally:
         channel.close()
 
 
-def _keep(folder: Path, name: str, ram: int, start: Snapshot) -> None:
+def _cache(folder: Path, name: str, ram: int, start: Snapshot) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     remove_unfinished(folder)
     new = folder / f".{name[:16]}-{secrets.token_hex(4)}"
@@ -132,21 +135,21 @@ def _keep(folder: Path, name: str, ram: int, start: Snapshot) -> None:
         os.rename(new, folder / name)
         _remove_old(folder)
     except OSError:
-        if not (folder / name).exists():  # else another process was first
+        if not (folder / name).exists():  # else another process was faster
             raise
     finally:
         shutil.rmtree(new, ignore_errors=True)
 
 
 def _remove_old(folder: Path) -> None:
-    """Who has one of these open goes on with it."""
+    """Delete the oldest boots in the cache. Processes that have one open can still use it."""
     kept = sorted(folder.glob("[0-9a-f]*"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for old in kept[_MOST_KEPT:]:
+    for old in kept[_MAX_CACHED:]:
         shutil.rmtree(old, ignore_errors=True)
 
 
 def remove_unfinished(folder: Path) -> None:
-    """What was being made here by those who were killed: names with a dot, older than making takes."""
+    """Delete the unfinished files of killed processes: names with a leading dot, older than `_MAKING_S`."""
     for path in folder.glob(".*"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime < _MAKING_S:
@@ -160,7 +163,7 @@ def remove_unfinished(folder: Path) -> None:
 def _open(folder: Path, name: str, hardware: Hardware) -> Base:
     devices = (folder / "devices").read_bytes()
     with contextlib.suppress(OSError):
-        os.utime(folder)  # used last
+        os.utime(folder)  # mark it as used
     disk = overlay.anonymous()
     try:
         with (folder / "disk").open("rb") as source:

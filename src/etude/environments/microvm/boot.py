@@ -1,7 +1,7 @@
-"""What a guest starts from: an initial filesystem in memory with the virtio modules, busybox and the agent.
+"""The initramfs of a guest: virtio modules, busybox and the guest agent.
 
-Its first program loads the modules, mounts the disk and becomes the agent. It is written here, uncompressed, because
-that takes a millisecond, and so the agent is always the one that is installed.
+Its init program loads the modules, mounts the disk and executes the agent. The archive is built at each boot, without
+compression, which takes a millisecond; so the agent is always the installed one.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ echo {CONSOLE_MARK.decode()} >/dev/ttyS0
 
 
 def initial_filesystem(image: BaseImage, agent: Path, arguments: Sequence[str], *, prepare: str) -> bytes:
-    """A cpio archive (newc) that boots a disk with the agent as its first process. `arguments` are the agent's,
-    `prepare` a shell script for busybox (``$b``) over the mounted disk at ``/new``."""
+    """Build an initramfs (cpio, newc) that boots a disk with the agent as its first process.
+
+    `agent`: path of the agent binary. `arguments`: its arguments. `prepare`: a busybox shell script (busybox is ``$b``)
+    that runs after the disk is mounted at ``/new``."""
     modules = [(f"modules/{path.name}", 0o100644, path.read_bytes()) for path in image.modules]
     names = " ".join(path.stem for path in image.modules)
     init = _INIT.format(modules=names, arguments=shlex.join(arguments), prepare=prepare)
@@ -62,12 +64,12 @@ def initial_filesystem(image: BaseImage, agent: Path, arguments: Sequence[str], 
 
 
 def probing_filesystem(image: BaseImage) -> bytes:
-    """A cpio archive that says `CONSOLE_MARK` on the serial console and turns the guest off."""
+    """Build an initramfs that prints `CONSOLE_MARK` on the serial console and powers off."""
     return archive([("busybox", 0o100755, image.busybox.read_bytes()), ("init", 0o100755, _PROBE_INIT.encode())])
 
 
 def archive(entries: Iterable[tuple[str, int, bytes]]) -> bytes:
-    """A cpio archive of the form that the kernel reads (newc), all owned by root.
+    """Build a cpio archive in the newc format of the Linux kernel, with all files owned by root.
 
     >>> archive([("init", 0o100755, b"x")])[:6]
     b'070701'

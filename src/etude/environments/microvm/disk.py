@@ -1,7 +1,7 @@
-"""An ext4 filesystem from a folder, by `mkfs.ext4 -d`: the same content gives the same bytes.
+"""Make a reproducible ext4 filesystem from a folder with `mkfs.ext4 -d`.
 
-No journal: a machine's disk never outlives its memory, so there is no crash to recover from. What mkfs takes from the
-clock and from the folder's own inodes is written over afterwards.
+It has no journal, since the disk of a machine never outlives its memory. Times that mkfs takes from the clock and from
+the inodes of the folder are overwritten afterwards.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ _EXTRA = range(0x84, 0x98, 4)  # nanoseconds of the three, and the time of creat
 
 
 def make_disk(root: Path, path: Path, *, num_bytes: int, epoch: int) -> None:
-    """Write the folder's content as a sparse filesystem of `num_bytes`. `MachineError` where it does not fit."""
+    """Write the content of `root` as a sparse ext4 image of `num_bytes` to `path`. `epoch`: all times in it.
+
+    Raises `MachineError` if it does not fit or mkfs.ext4 is missing."""
     require({"mkfs.ext4": "e2fsprogs"})
     path.unlink(missing_ok=True)
     with path.open("wb") as file:

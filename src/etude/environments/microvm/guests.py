@@ -1,4 +1,4 @@
-"""What a guest is made of: the runtime's own image, or a root filesystem from an image store with our kernel."""
+"""How to boot a guest: from the guest image, or from an image of a store with the kernel of the guest image."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from etude.environments.config import MachineLimits
 from etude.environments.microvm import boot
-from etude.environments.microvm.base import Booting, remove_unfinished
+from etude.environments.microvm.base import BootConfig, remove_unfinished
 from etude.environments.microvm.disk import make_disk
 from etude.environments.microvm.image import DISK_BYTES, BaseImage
 from etude.environments.microvm.qemu import Hardware
@@ -36,7 +36,7 @@ sh -c 'grep x /etc/passwd | sed s/x/y/ | sort | head -1' ; sync
 
 
 class GuestImage(NamedTuple):
-    """A root filesystem that a guest can boot from. `record` None: the runtime's own."""
+    """A root filesystem that a guest can boot from. `record`, `root`: None for the guest image itself."""
 
     name: str
     record: Image | None
@@ -44,27 +44,29 @@ class GuestImage(NamedTuple):
 
     @classmethod
     def of(cls, image: Image | None, own: BaseImage, roots: Callable[[str], Path] | None) -> GuestImage:
-        """The image that is meant. `MachineError` for one that cannot be had."""
+        """Look up an image. Raises `MachineError` if it does not exist."""
         if image is None:
             return cls(own.digest, None, None)
         if roots is None:
-            hint = "name the store: --images STORE, or `images` in [machines]"
-            raise MachineError(f"no image {image.digest[:12]}", "this runtime has only its own", hint=hint)
+            hint = "set the store: --images STORE, or `images` in [machines]"
+            raise MachineError(f"no image {image.digest[:12]}", "this runtime has no image store", hint=hint)
         root = roots(image.digest)
         if not root.is_dir():
-            raise MachineError(f"no image {image.digest[:12]}", f"{root} is no folder", hint="build the image first")
+            raise MachineError(f"no image {image.digest[:12]}", f"{root} is not a folder", hint="build the image first")
         facts = (image.digest, image.workdir, image.user, *sorted(f"{k}={v}" for k, v in image.env.items()))
         return cls(f"{own.digest[:16]}-{'-'.join(facts)}", image, root)
 
 
 def users_of(image: Image | None) -> tuple[str, ...]:
-    """Whom commands can run as, the first where nobody is named."""
+    """Return the users that commands can run as. The first one is the default."""
     user = image.user if image is not None else ""
     return (user, *(name for name in _USERS if name != user)) if user else _USERS
 
 
-async def booting_of(image: GuestImage, own: BaseImage, agent: Path, limits: MachineLimits, kind: str) -> Booting:
-    """How an image boots, `kind` being the accelerator. `MachineError` where its disk cannot be made."""
+async def boot_config_of(
+    image: GuestImage, own: BaseImage, agent: Path, limits: MachineLimits, kind: str
+) -> BootConfig:
+    """Return how to boot an image. `kind`: the accelerator. Raises `MachineError` if its disk cannot be made."""
     disk = own.disk if image.root is None else await asyncio.to_thread(_disk_of, image, own)
     hardware = Hardware(
         accelerator=kind,
@@ -78,11 +80,11 @@ async def booting_of(image: GuestImage, own: BaseImage, agent: Path, limits: Mac
     arguments = ["--work", work, "--user", user, "--path", _PATH, "--limit", f"nproc={limits.processes}"]
     arguments += ["--limit", f"nofile={limits.open_files}"]
     initial = boot.initial_filesystem(own, agent, arguments, prepare=_prepare(image, work, user))
-    return Booting(hardware, own.kernel, initial, warm=_WARM, user=user)
+    return BootConfig(hardware, own.kernel, initial, warm=_WARM, user=user)
 
 
 def _prepare(image: GuestImage, work: str, user: str) -> str:
-    """What an image has to have: a place to work, owned by whom it works as, and who that is."""
+    """Return the boot script that adds what an image lacks: the working directory, its owner, and the users."""
     lines = [f"$b mkdir -p {shlex.quote('/new' + work)}"]
     for name, known in _USER_LINES.items():
         for line in known:
@@ -95,7 +97,7 @@ def _prepare(image: GuestImage, work: str, user: str) -> str:
 
 
 def _disk_of(image: GuestImage, own: BaseImage) -> Path:
-    """The image's filesystem as a disk, made once, beside the runtime's own."""
+    """Return the disk of an image from a store; make it on the first call."""
     assert image.root is not None
     assert image.record is not None
     path = own.disk.parent.parent / "disks" / f"{image.record.digest}.ext4"
@@ -107,7 +109,7 @@ def _disk_of(image: GuestImage, own: BaseImage) -> Path:
             make_disk(image.root, new, num_bytes=DISK_BYTES, epoch=EPOCH)
             os.replace(new, path)
         except OSError as error:
-            facts, hint = f"{path.parent}: {error.strerror}", "make room in the folder of the images"
+            facts, hint = f"{path.parent}: {error.strerror}", "free space in the folder of the images"
             raise MachineError(f"no disk of image {image.record.digest[:12]}", facts, hint=hint) from None
         finally:
             with contextlib.suppress(OSError):

@@ -1,9 +1,8 @@
-"""The base guest: a Debian kernel, its virtio modules, a minimal root with python and git; built once, kept by digest.
+"""Build the guest image: a Debian kernel, its virtio modules, and a minimal root filesystem with Python and git.
 
-The digest is that of what goes in: this recipe and the SHA-256 of every package. The same packages give the same
-bytes (files are unpacked without running anything, times are fixed, the filesystem's seeds too), so a guest that was
-built elsewhere is the same guest. The agent is not part of it: it comes with the boot (`boot`), so another agent
-needs no new image.
+The digest is computed from the inputs: this recipe and the SHA-256 of each package. Equal packages give equal bytes on
+every host, since no package scripts run, and times and filesystem seeds are fixed. The guest agent is not part of the
+image but of the initramfs (`boot`), so a new agent needs no new image.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import NamedTuple
 
 from etude.environments.microvm import rootfs
 from etude.environments.microvm.disk import make_disk
-from etude.environments.microvm.packages import MIRRORS, Apt, Package, Say
+from etude.environments.microvm.packages import MIRRORS, Apt, Log, Package
 from etude.errors import MachineError
 
 PACKAGES = (
@@ -31,14 +30,14 @@ KERNEL = "linux-image-cloud-amd64"
 BUSYBOX = "busybox-static"
 MODULES = ("virtio_ring", "virtio", "virtio_pci_modern_dev", "virtio_pci_legacy_dev", "virtio_pci", "virtio_blk",
            "virtio_console", "virtio-rng")  # fmt: skip
-"""Of the kernel, in the order in which they are loaded."""
-DISK_BYTES = 2 << 30  # what a machine can hold; the file is sparse
-_RECIPE = 1  # counts up with every change of what the same packages become
+"""Kernel modules, in the order in which they are loaded."""
+DISK_BYTES = 2 << 30  # disk size of a machine; the file is sparse
+_RECIPE = 1  # increase it if the same packages give another image
 _HINT = "build it: etude machines image microvm"
 
 
 class BaseImage(NamedTuple):
-    """A built guest: the folder `digest` of the image cache."""
+    """The files of a built guest image, in the folder `digest` of the image cache."""
 
     digest: str
     kernel: Path
@@ -49,19 +48,19 @@ class BaseImage(NamedTuple):
 
 
 def cache_folder() -> Path:
-    """Where images are kept: ``$XDG_CACHE_HOME/etude/images`` or ``~/.cache/etude/images``."""
+    """Return the folder of guest images: ``$XDG_CACHE_HOME/etude/images`` or ``~/.cache/etude/images``."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "etude" / "images"
 
 
 def find(folder: Path | None = None) -> BaseImage:
-    """The image that was built last. `MachineError` where there is none."""
+    """Return the latest guest image. Raises `MachineError` if none was built."""
     home = (folder or cache_folder()) / "microvm"
     try:
         digest = (home / "current").read_text().strip()
         return _open(home / digest)
     except (OSError, ValueError, KeyError) as error:
-        raise MachineError("there is no image for virtual machines", str(error), hint=_HINT) from None
+        raise MachineError("there is no guest image for virtual machines", str(error), hint=_HINT) from None
 
 
 def _open(path: Path) -> BaseImage:
@@ -80,13 +79,15 @@ def _open(path: Path) -> BaseImage:
     return image
 
 
-def build(folder: Path | None = None, *, mirrors: Sequence[str] = MIRRORS, say: Say = print) -> BaseImage:
-    """Have the image of today's packages: known, or built (about a minute). A build that was interrupted goes on with
-    the packages it has. `MachineError` where a tool, the mirror or the space is missing."""
+def build(folder: Path | None = None, *, mirrors: Sequence[str] = MIRRORS, log: Log = print) -> BaseImage:
+    """Build the guest image from the current packages of the mirror, unless it exists. Takes about a minute.
+
+    `folder`: the image cache. `mirrors`: "URL SUITE" each. An interrupted build continues with the packages that were
+    downloaded. Raises `MachineError` if a tool, the mirror or disk space is missing."""
     home = (folder or cache_folder()) / "microvm"
     home.mkdir(parents=True, exist_ok=True)
     apt = Apt(home / "packages", mirrors)
-    say(f"asking {mirrors[0].split()[0]} for {len(PACKAGES)} packages and a kernel")
+    log(f"resolving {len(PACKAGES)} packages and a kernel at {mirrors[0].split()[0]}")
     apt.update()
     wanted, boot = apt.closure(PACKAGES), _boot_files(apt)
     digest = _digest({**wanted, **boot})
@@ -94,18 +95,18 @@ def build(folder: Path | None = None, *, mirrors: Sequence[str] = MIRRORS, say: 
     if not (target / "manifest.json").exists():
         for old in home.glob(".building-*"):
             shutil.rmtree(old, ignore_errors=True)
-        packages = apt.fetch(PACKAGES, wanted, say)
-        extra = apt.fetch((KERNEL, BUSYBOX), boot, say)
+        packages = apt.fetch(PACKAGES, wanted, log)
+        extra = apt.fetch((KERNEL, BUSYBOX), boot, log)
         building = home / f".building-{secrets.token_hex(4)}"
         try:
-            _build(building, digest, packages, extra, say)
+            _build(building, digest, packages, extra, log)
             os.replace(building, target)
         finally:
             shutil.rmtree(building, ignore_errors=True)
     pointer = home / f".current-{secrets.token_hex(4)}"
     pointer.write_text(f"{digest}\n")
     os.replace(pointer, home / "current")
-    say(f"image {digest[:12]} is at {target}")
+    log(f"image {digest[:12]} is at {target}")
     return _open(target)
 
 
@@ -113,7 +114,7 @@ def _boot_files(apt: Apt) -> dict[str, str]:
     closure = apt.closure((KERNEL, BUSYBOX))
     found = {name: sha for name, sha in closure.items() if name.startswith(("linux-image-6", "busybox-static_"))}
     if len(found) != 2:
-        raise MachineError("the mirror has no kernel to boot", ", ".join(found), hint="name another --mirror")
+        raise MachineError("the mirror has no kernel to boot", ", ".join(found), hint="use another --mirror")
     return found
 
 
@@ -122,17 +123,17 @@ def _digest(files: dict[str, str]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _build(folder: Path, digest: str, packages: list[Package], boot: list[Package], say: Say) -> None:
+def _build(folder: Path, digest: str, packages: list[Package], boot: list[Package], log: Log) -> None:
     folder.mkdir()
-    say(f"unpacking {len(packages)} packages")
+    log(f"unpacking {len(packages)} packages")
     root = folder / "root"
     rootfs.unpack(packages, root)
-    say("compiling Python's modules")
+    log("compiling Python's modules")
     rootfs.finish(root)
     rootfs.unpack(boot, folder / "boot")
     release = _keep_kernel(folder / "boot", folder)
     shutil.rmtree(folder / "boot")
-    say("making the filesystem")
+    log("making the filesystem")
     make_disk(root, folder / "root.ext4", num_bytes=DISK_BYTES, epoch=rootfs.EPOCH)
     shutil.rmtree(root)
     manifest = {

@@ -1,10 +1,8 @@
-"""A guest's memory, seen from the host.
+"""Read and write a guest's memory from the host.
 
-QEMU maps it privately over a file that never changes, so the pages that a guest has written since are those that the
-kernel had to copy, and /proc/PID/pagemap tells which.
-
-They are read and written in the other process while the guest stands still (`process_vm_readv`, `process_vm_writev`):
-a snapshot is its base and a few thousand pages, whatever the size of the guest.
+QEMU maps the memory file of the base privately, and the file never changes. So the pages that a guest has written are
+the private copies, which /proc/PID/pagemap lists. They are read and written with `process_vm_readv` and
+`process_vm_writev` while the guest is stopped. A snapshot has only these pages, a few thousand for any guest size.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from etude.errors import MachineError
 PAGE = mmap.PAGESIZE
 _PRESENT_OR_SWAPPED = np.uint64(3 << 62)
 _OF_FILE = np.uint64(1 << 61)
-_MAX_SEGMENTS = 1024  # of one call
+_MAX_SEGMENTS = 1024  # in one call
 _libc = ctypes.CDLL(None, use_errno=True)
 _Pieces = ctypes.c_void_p
 for _call in (_libc.process_vm_readv, _libc.process_vm_writev):
@@ -40,6 +38,7 @@ class Pages(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of content."""
         return self.content.nbytes
 
 
@@ -47,7 +46,7 @@ NONE = Pages(np.empty(0, np.int64), np.empty((0, PAGE), np.uint8))
 
 
 class Mapping(NamedTuple):
-    """Where a process has the guest's memory."""
+    """The address range of the guest's memory in a process."""
 
     pid: int
     start: int
@@ -55,7 +54,7 @@ class Mapping(NamedTuple):
 
 
 def find(pid: int, ram: int, num_bytes: int) -> Mapping:
-    """The process's private mapping of the file that `ram` is a descriptor of. `MachineError` where there is none."""
+    """Find the private mapping of the memory file `ram` (a descriptor) in a process. Raises `MachineError`."""
     inode = str(os.fstat(ram).st_ino)
     with open(f"/proc/{pid}/maps") as maps:
         for line in maps:
@@ -64,12 +63,12 @@ def find(pid: int, ram: int, num_bytes: int) -> Mapping:
             if found == inode and end - start == num_bytes and rights.endswith("p"):
                 return Mapping(pid, start, num_bytes)
     raise MachineError(
-        "the guest's memory is not found", f"process {pid}", hint="see the version of QEMU: 7.2 or later"
+        "the guest's memory is not found", f"process {pid}", hint="check the version of QEMU: 7.2 or later"
     )
 
 
 def written(mapping: Mapping) -> Pages:
-    """The pages that were written since the mapping was made. The guest must stand still."""
+    """Read the pages that the guest has written. The guest must be stopped."""
     with open(f"/proc/{mapping.pid}/pagemap", "rb", buffering=0) as file:
         file.seek(mapping.start // PAGE * 8)
         entries = np.frombuffer(_exactly(file.read(mapping.num_bytes // PAGE * 8), mapping), np.uint64)
@@ -80,13 +79,15 @@ def written(mapping: Mapping) -> Pages:
 
 
 def write(mapping: Mapping, pages: Pages) -> None:
-    """Make these pages the guest's. The guest must not have run yet."""
+    """Write pages into the memory of a guest that has not run yet."""
     _move(_libc.process_vm_writev, mapping, pages)
 
 
 def _exactly(data: bytes | None, mapping: Mapping) -> bytes:
     if data is None or len(data) != mapping.num_bytes // PAGE * 8:
-        raise MachineError("the guest's memory cannot be read", "its page map is cut off", hint="fork another machine")
+        raise MachineError(
+            "the guest's memory cannot be read", "its page map is incomplete", hint="fork another machine"
+        )
     return data
 
 
@@ -96,15 +97,15 @@ def _move(call: ctypes._NamedFuncPointer, mapping: Mapping, pages: Pages) -> Non
         if moved != num_bytes:
             why = os.strerror(ctypes.get_errno()) if moved < 0 else f"{moved} of {num_bytes} bytes"
             hint = (
-                "allow ptrace of own children (kernel.yama.ptrace_scope at most 1; in a container SYS_PTRACE)"
+                "allow ptrace of child processes (kernel.yama.ptrace_scope at most 1; in a container SYS_PTRACE)"
                 if ctypes.get_errno() == errno.EPERM
                 else "fork another machine"
             )
-            raise MachineError("the guest's memory cannot be reached", why, hint=hint)
+            raise MachineError("the guest's memory cannot be accessed", why, hint=hint)
 
 
 def _segments(mapping: Mapping, pages: Pages) -> Iterator[tuple[NDArray[np.uint64], NDArray[np.uint64], int, int]]:
-    """Calls' arguments: one piece here, many runs of neighbouring pages there."""
+    """Yield the arguments of the system calls: one local buffer, many runs of adjacent remote pages."""
     if not len(pages.numbers):
         return
     breaks = np.flatnonzero(np.diff(pages.numbers) != 1) + 1

@@ -1,7 +1,7 @@
-"""A machine's disk: a qcow2 file without a name over the image's filesystem; what the guest writes is all it holds.
+"""The disk of a machine: an unnamed qcow2 file with the guest's writes, on top of the image's filesystem.
 
-Files without names (`O_TMPFILE`, or memory where the filesystem has none) are gone with the last process that has them
-open: nothing is left behind by whoever is killed.
+Unnamed files (`O_TMPFILE`, or memory on filesystems without it) disappear with the last process that has them open, so
+a killed process leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import tempfile
 _CLUSTER_BITS = 16
 _CLUSTER = 1 << _CLUSTER_BITS
 _COPY_BYTES = 8 << 20
-ROOM = "make room in the folder for temporary files, or set TMPDIR to one that has some"
+SPACE_HINT = "free space in the folder for temporary files, or set TMPDIR to another one"
 
 
 def anonymous(folder: str | None = None) -> int:
-    """An empty file without a name on the disk that `folder` (the default one for temporary files) is on."""
+    """Create an unnamed empty file on the disk of `folder` (default: the folder for temporary files)."""
     with contextlib.suppress(OSError):
         return os.open(folder or tempfile.gettempdir(), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     return os.memfd_create("etude-disk", os.MFD_CLOEXEC)
 
 
 def free_bytes(place: int | str = "") -> int:
-    """The room on the disk that this file, or the folder for temporary files, is on."""
+    """Return the free bytes on the disk of a file or folder (default: the folder for temporary files)."""
     found = os.statvfs(place or tempfile.gettempdir())
-    return found.f_bavail * found.f_frsize if found.f_blocks else 1 << 62  # memory has no size of its own
+    return found.f_bavail * found.f_frsize if found.f_blocks else 1 << 62  # a memory file has no disk
 
 
 def write_empty(fd: int, num_bytes: int) -> None:
-    """Write a qcow2 of this virtual size (format version 3, docs/interop/qcow2.txt of QEMU) in which nothing is."""
+    """Write an empty qcow2 file with the virtual size `num_bytes` (version 3, QEMU's docs/interop/qcow2.txt)."""
     l1_entries = -(-num_bytes // (_CLUSTER * _CLUSTER // 8))
     l1_clusters = -(-l1_entries * 8 // _CLUSTER)
     refcount_table, refcount_block, l1 = _CLUSTER, 2 * _CLUSTER, 3 * _CLUSTER
@@ -48,7 +48,7 @@ def write_empty(fd: int, num_bytes: int) -> None:
 
 
 def copy(source: int, target: int) -> None:
-    """Make `target` the same file as `source`, holes included."""
+    """Copy a file, with its holes."""
     os.ftruncate(target, 0)
     os.ftruncate(target, os.fstat(source).st_size)
     for start, length in extents(source):
@@ -57,13 +57,13 @@ def copy(source: int, target: int) -> None:
 
 
 def extents(fd: int) -> list[tuple[int, int]]:
-    """Where the file has content: start and length of each part."""
+    """Return start and length of each data range of a sparse file."""
     found, at, end = list[tuple[int, int]](), 0, os.fstat(fd).st_size
     while at < end:
         try:
             at = os.lseek(fd, at, os.SEEK_DATA)
         except OSError:
-            break  # a hole up to the end
+            break  # the rest is a hole
         stop = os.lseek(fd, at, os.SEEK_HOLE)
         found.append((at, stop - at))
         at = stop
@@ -71,19 +71,19 @@ def extents(fd: int) -> list[tuple[int, int]]:
 
 
 def read(fd: int, at: int, num_bytes: int) -> bytes:
-    """All of these bytes. `OSError` where the file ends before."""
+    """Read exactly `num_bytes`. Raises `OSError` if the file ends before."""
     parts, left = list[bytes](), num_bytes
     while left:
         part = os.pread(fd, left, at + num_bytes - left)
         if not part:
-            raise OSError("a disk was cut off while it was copied")
+            raise OSError("a disk was truncated while it was copied")
         parts.append(part)
         left -= len(part)
     return b"".join(parts)
 
 
 def write(fd: int, at: int, data: bytes | memoryview) -> None:
-    """All of these bytes. `OSError` where there is no room."""
+    """Write all bytes at an offset. Raises `OSError` if the disk is full."""
     view = memoryview(data)
     while view:
         written = os.pwrite(fd, view, at)

@@ -1,7 +1,7 @@
-"""Debian packages, resolved and fetched by apt with a state of its own: nothing of the host's is read or changed.
+"""Resolve and download Debian packages with apt, using a separate state folder, so the host's apt is not involved.
 
-The closure is that of an empty system without recommendations; apt verifies the mirror's signatures. What was fetched
-before is not fetched again, and a broken download goes on where it stopped.
+Dependencies are resolved for an empty system without recommended packages. apt verifies the signatures of the mirror.
+Existing files are not downloaded again, and a broken download is resumed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ MIRRORS = ("http://deb.debian.org/debian bookworm", "http://deb.debian.org/debia
 _TOOLS = {"apt-get": "apt", "dpkg-deb": "dpkg"}
 _DEADLINE_S = 900.0
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 class Package(NamedTuple):
-    """One package's file."""
+    """A downloaded package."""
 
     name: str
     version: str
@@ -34,16 +34,18 @@ class Package(NamedTuple):
 
 
 def require(tools: dict[str, str]) -> None:
-    """Raises `MachineError` where one of these programs is missing; values are the Debian packages that have them."""
+    """Raise `MachineError` if a program is missing. `tools`: the Debian package of each program."""
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
     missing = [tool for tool in tools if shutil.which(tool, path=path) is None]
     if missing:
         packages = " ".join(sorted({tools[tool] for tool in missing}))
-        raise MachineError(f"{', '.join(missing)} not found", "images are built with it", hint=f"install: {packages}")
+        raise MachineError(
+            f"{', '.join(missing)} not found", "they are needed to build images", hint=f"install: {packages}"
+        )
 
 
 def run(command: Sequence[str], what: str, *, deadline_s: float, env: dict[str, str] | None = None) -> bytes:
-    """A program's standard output. `MachineError` names `what` failed, with the end of what the program said."""
+    """Run a program and return its standard output. Raises `MachineError` with `what` failed and the end of stderr."""
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
     environment = {"PATH": path, "LANG": "C.UTF-8", "HOME": "/", **(env or {})}
     proxies = {name: value for name, value in os.environ.items() if name.lower().endswith("_proxy")}
@@ -53,22 +55,22 @@ def run(command: Sequence[str], what: str, *, deadline_s: float, env: dict[str, 
         )
     except subprocess.TimeoutExpired:
         raise MachineError(
-            f"{what} took more than {deadline_s:g} s", command[0], hint="see the disk, and the mirror"
+            f"{what} took more than {deadline_s:g} s", command[0], hint="check the disk and the mirror"
         ) from None
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip()[-800:]
-        raise MachineError(f"{what} failed", f"{command[0]}: {said}", hint="see the disk, and the mirror")
+        message = done.stderr.decode(errors="replace").strip()[-800:]
+        raise MachineError(f"{what} failed", f"{command[0]}: {message}", hint="check the disk and the mirror")
     return done.stdout
 
 
 class Apt:
-    """apt over a folder of its own. `mirrors` are ``URL SUITE``, the first of them asked first."""
+    """apt with its state in `folder`. `mirrors`: ``URL SUITE`` each, in order of preference."""
 
     def __init__(self, folder: Path, mirrors: Sequence[str] = MIRRORS) -> None:
         require(_TOOLS)
         if not Path(KEYRING).exists():
             hint = "install: debian-archive-keyring"
-            raise MachineError("the keys of Debian's archive are not there", KEYRING, hint=hint)
+            raise MachineError("the keys of the Debian archive are missing", KEYRING, hint=hint)
         self._folder, self.archives = folder, folder / "archives"
         for name in ("lists", "archives", "nothing"):
             (folder / name / "partial").mkdir(parents=True, exist_ok=True)
@@ -81,38 +83,38 @@ class Apt:
             "Dir::Etc::parts": "/dev/null",
             "Dir::State": folder,
             "Dir::State::lists": folder / "lists",
-            "Dir::State::status": folder / "status",  # of a system without packages
+            "Dir::State::status": folder / "status",  # an empty system
             "Dir::Cache": folder,
             "Dir::Cache::archives": self.archives,
             "APT::Architecture": "amd64",
             "APT::Architectures": "amd64",
             "APT::Install-Recommends": "false",
             "APT::Sandbox::User": "",
-            "Acquire::Check-Valid-Until": "false",  # a snapshot of the archive is as good
+            "Acquire::Check-Valid-Until": "false",  # allow snapshots of the archive
             "Acquire::ForceHash": "SHA256",
             "Acquire::Retries": "3",
         }
         self._command = ["apt-get", "-q", "-y", *(f"-o{key}={value}" for key, value in options.items())]
 
     def update(self) -> None:
-        """Fetch the lists of what there is."""
-        run([*self._command, "update"], "asking the Debian mirror", deadline_s=_DEADLINE_S)
+        """Download the package lists."""
+        run([*self._command, "update"], "updating the package lists", deadline_s=_DEADLINE_S)
 
     def closure(self, names: Sequence[str]) -> dict[str, str]:
-        """The packages that these need, themselves included: file name to SHA-256."""
-        nothing = f"-oDir::Cache::archives={self._folder}/nothing"  # else what was fetched is not listed
+        """Return the files of packages and their dependencies, with the SHA-256 of each."""
+        nothing = f"-oDir::Cache::archives={self._folder}/nothing"  # else apt does not list downloaded packages
         command = [*self._command, nothing, "--print-uris", "install", *names]
         lines = run(command, "resolving packages", deadline_s=60.0).decode().splitlines()
         found = [line.split() for line in lines if line.startswith("'")]
         return {words[1]: words[3].removeprefix("SHA256:") for words in found}
 
-    def fetch(self, names: Sequence[str], files: dict[str, str], say: Say) -> list[Package]:
-        """Have these packages' files, each of the hash that the mirror signed, in order of their names."""
+    def fetch(self, names: Sequence[str], files: dict[str, str], log: Log) -> list[Package]:
+        """Download packages and check their signed hashes. Returns them sorted by name."""
         missing = [name for name in files if not (self.archives / name).exists()]
         if missing:
-            say(f"fetching {len(missing)} of {len(files)} packages")
+            log(f"downloading {len(missing)} of {len(files)} packages")
             command = [*self._command, "--download-only", "install", *names]
-            run(command, "fetching packages", deadline_s=_DEADLINE_S)
+            run(command, "downloading packages", deadline_s=_DEADLINE_S)
         return [_verified(self.archives / file, sha256) for file, sha256 in sorted(files.items())]
 
 
@@ -121,6 +123,6 @@ def _verified(path: Path, sha256: str) -> Package:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != sha256:
         path.unlink()
-        raise MachineError(f"{path.name} is damaged", f"SHA-256 {found}, signed {sha256}", hint="run it again")
+        raise MachineError(f"{path.name} is damaged", f"SHA-256 {found}, signed {sha256}", hint="try again")
     name, version, _ = path.name.split("_", 2)
     return Package(name, version.replace("%3a", ":"), sha256, path)

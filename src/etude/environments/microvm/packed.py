@@ -1,8 +1,8 @@
-"""Snapshots as bytes, for another runtime of this host: what differs from a base that both have.
+"""Snapshots as bytes, for other runtimes on this host: the difference to a base that both have.
 
-``magic | SHA-256 of all after the seal | seal | u32 length, head as JSON | devices | page numbers | pages | disk``.
-The base itself stays where it is kept, so the head names it, down to the very boot. QEMU reads a device state with the
-host's rights and trusts it, so only bytes with the seal of this user's key are ever shown to it.
+Format: ``magic | SHA-256 of all after the seal | seal | u32 length, head as JSON | devices | page numbers | pages |
+disk``. The head identifies the base and its boot. QEMU trusts a device state and reads it with the rights of the host
+user; so only bytes that are sealed (HMAC) with this user's key are passed to it.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ _LENGTH = struct.Struct("<I")
 
 
 class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the bytes are of. `base` and `boot` name the base: what it is, and the very boot of it."""
+    """The header of a packed snapshot. `base`, `boot`: the name of the base, and its boot."""
 
-    key: str  # which key has sealed it
+    key: str  # digest of the key that sealed it
     base: str
     boot: str
     image: Image | None
     devices: int
     pages: int
-    disk: int  # the overlay's size
-    extents: list[tuple[int, int]]  # start and length of what is in it
+    disk: int  # size of the overlay
+    extents: list[tuple[int, int]]  # start and length of each data range in it
 
 
 def key_in(folder: Path) -> bytes:
-    """The key of this user's snapshots, kept beside the bases; made where there is none yet. "" where none can be
-    kept: no base is shared either, then."""
+    """Return this user's key for snapshots, from the cache of bases; create it if it does not exist.
+
+    Returns b"" if it cannot be stored; then bases cannot be shared either."""
     path = folder / "key"
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -55,7 +56,7 @@ def key_in(folder: Path) -> bytes:
             with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(secrets.token_bytes(_KEY_BYTES))
             with contextlib.suppress(FileExistsError):
-                os.link(new, path)  # whole, and the first one stays
+                os.link(new, path)  # atomic, and the first one wins
         finally:
             new.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
@@ -64,7 +65,7 @@ def key_in(folder: Path) -> bytes:
 
 
 def pack(snapshot: Snapshot, *, base: str, boot: str, image: Image | None, key: bytes, max_bytes: int) -> bytes:
-    """A snapshot's bytes. `ValueError` past `max_bytes`."""
+    """Pack a snapshot. Raises `ValueError` if it has more than `max_bytes`."""
     extents = overlay.extents(snapshot.disk)
     size, devices, pages = os.fstat(snapshot.disk).st_size, snapshot.devices, snapshot.pages
     head = Head(_name(key), base, boot, image, len(devices), len(pages.numbers), size, extents)
@@ -85,33 +86,34 @@ def pack(snapshot: Snapshot, *, base: str, boot: str, image: Image | None, key: 
 
 
 def head_of(packed: bytes, key: bytes) -> Head:
-    """What bytes are of that this key's owner packed. `ValueError` for others, `MachineError` for another owner's."""
+    """Check packed bytes and return their header. Raises `ValueError` if they are damaged or forged, `MachineError` if
+    another user or host packed them."""
     body = memoryview(packed)[_START:]
     if not packed.startswith(_MAGIC) or len(body) < _LENGTH.size:
-        raise ValueError("these bytes are no snapshot of a virtual machine")
+        raise ValueError("these bytes are not a snapshot of a virtual machine")
     digest, seal = packed[len(_MAGIC) :][:_DIGEST], packed[len(_MAGIC) + _DIGEST : _START]
     if hashlib.sha256(body).digest() != digest:
-        raise ValueError("these bytes of a snapshot are damaged")
+        raise ValueError("the snapshot is damaged")
     (length,) = _LENGTH.unpack_from(body)
     try:
         head = msgspec.json.decode(body[_LENGTH.size :][: min(length, _MAX_HEAD)], type=Head)
     except msgspec.MsgspecError as error:
-        raise ValueError(f"these bytes of a snapshot have no head: {error}") from None
+        raise ValueError(f"the header of the snapshot is invalid: {error}") from None
     stops = [0, *(stop for at, size in head.extents for stop in (at, at + size)), head.disk]
     ordered = min(head.devices, head.pages) >= 0 and all(low <= high for low, high in pairwise(stops))
     if not ordered or len(body) != _LENGTH.size + length + _content_bytes(head):
-        raise ValueError("these bytes of a snapshot are not what their head says")
+        raise ValueError("the snapshot does not match its header")
     if head.key != _name(key):
         facts = "another user or host has packed it, and has its base"
-        raise MachineError("a snapshot of another host", facts, hint="go on with it where it was made")
+        raise MachineError("a snapshot of another host", facts, hint="use it on the host where it was made")
     if not hmac.compare_digest(seal, _seal(key, digest)):
-        raise ValueError("the seal of these bytes is not ours")
+        raise ValueError("the seal of the snapshot is invalid")
     return head
 
 
 def unpack(packed: bytes, head: Head, *, image: str) -> Snapshot:
-    """The snapshot in bytes with this head, `image` being the booted image of it. `MachineError` where there is no room
-    for it."""
+    """Unpack a snapshot with the header `head`. `image`: the name of its booted image. Raises `MachineError` if the
+    disk is full."""
     body = memoryview(packed)[_START:]
     at = _LENGTH.size + _LENGTH.unpack_from(body)[0]
     devices = bytes(body[at : at + head.devices])
@@ -128,7 +130,7 @@ def unpack(packed: bytes, head: Head, *, image: str) -> Snapshot:
             at += length
     except OSError as error:
         os.close(disk)
-        raise MachineError("a snapshot cannot be unpacked", str(error), hint=overlay.ROOM) from None
+        raise MachineError("a snapshot cannot be unpacked", str(error), hint=overlay.SPACE_HINT) from None
     return Snapshot(image, devices, Pages(numbers, content), disk)
 
 

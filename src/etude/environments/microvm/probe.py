@@ -1,7 +1,7 @@
-"""Which accelerator works here: KVM where a guest really boots under it, else TCG, QEMU's own translation.
+"""Choose the accelerator: KVM if a guest boots with it, else TCG, QEMU's emulation.
 
-That /dev/kvm opens says little: a nested one may run no kernel that can be had. So a guest of a few files boots with a
-deadline, and the answer is kept beside the image, for this kernel, QEMU and processor.
+That /dev/kvm can be opened is not enough: nested KVM may not run the kernel. So a minimal guest is booted with a
+deadline. The result is cached beside the image, for this kernel, QEMU and processor.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ _MEMORY_BYTES = 128 << 20
 
 
 class Accelerator(NamedTuple):
-    """What guests run with, and why not with something faster."""
+    """The accelerator of guests, and why it is not a faster one."""
 
     name: str  # "kvm" or "tcg"
     why: str  # "" for KVM
 
 
 async def probe(image: BaseImage) -> Accelerator:
-    """The accelerator for this image here. `MachineError` where there is no QEMU. At most ten seconds, the first time;
-    afterwards the answer is known."""
+    """Choose the accelerator for an image on this host. Takes at most ten seconds at the first call; then it is cached.
+
+    Raises `MachineError` if QEMU is missing."""
     qemu = require_qemu()
-    asked = {"kernel": platform.release(), "qemu": qemu, "processor": _processor()}
+    conditions = {"kernel": platform.release(), "qemu": qemu, "processor": _processor()}
     known = image.disk.parent / "probe.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         kept = json.loads(known.read_text())
-        if kept["for"] == asked and kept["accelerator"] in ("kvm", "tcg"):
+        if kept["for"] == conditions and kept["accelerator"] in ("kvm", "tcg"):
             return Accelerator(kept["accelerator"], str(kept["why"]))
-    why = await _trouble_with_kvm(image)
+    why = await _kvm_problem(image)
     found = Accelerator("tcg" if why else "kvm", why)
-    _keep(known, {"for": asked, "accelerator": found.name, "why": found.why})
+    _cache(known, {"for": conditions, "accelerator": found.name, "why": found.why})
     return found
 
 
@@ -55,15 +56,15 @@ def _processor() -> str:
     return platform.machine()
 
 
-def _keep(path: Path, facts: dict[str, object]) -> None:
-    with contextlib.suppress(OSError):  # an image folder that only others can write
+def _cache(path: Path, facts: dict[str, object]) -> None:
+    with contextlib.suppress(OSError):  # the image folder is not writable
         new = path.with_name(f".probe-{secrets.token_hex(4)}")
         new.write_text(json.dumps(facts) + "\n")
         os.replace(new, path)
 
 
-async def _trouble_with_kvm(image: BaseImage) -> str:
-    """Why a guest does not boot under KVM; "" when it does."""
+async def _kvm_problem(image: BaseImage) -> str:
+    """Return why a guest does not boot with KVM; "" if it does."""
     try:
         os.close(os.open("/dev/kvm", os.O_RDWR | os.O_CLOEXEC))
     except OSError as error:
@@ -77,11 +78,11 @@ async def _trouble_with_kvm(image: BaseImage) -> str:
         guest = Qemu(hardware, ram, boot=Boot(image.kernel, initial))
         try:
             async with asyncio.timeout(_DEADLINE_S):
-                await guest.process.ended()
+                await guest.process.wait()
         except TimeoutError:
-            return f"/dev/kvm opens, but a guest did not boot under it within {_DEADLINE_S:g} s"
+            return f"/dev/kvm can be opened, but a guest did not boot with it within {_DEADLINE_S:g} s"
         finally:
-            said = guest.process.said()
+            output = guest.process.log_tail()
             await guest.close()
     except MachineError as error:
         return f"{error.what}: {error.facts}".splitlines()[0]
@@ -90,6 +91,6 @@ async def _trouble_with_kvm(image: BaseImage) -> str:
         os.close(initial)
     return (
         ""
-        if boot.CONSOLE_MARK.decode() in said
-        else f"a guest did not boot under KVM: {(said.splitlines() or ['it said nothing'])[0][:200]}"
+        if boot.CONSOLE_MARK.decode() in output
+        else f"a guest did not boot with KVM: {(output.splitlines() or ['no output'])[0][:200]}"
     )

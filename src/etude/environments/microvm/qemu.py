@@ -1,8 +1,8 @@
-"""One QEMU process: started, spoken to, and never outliving this process.
+"""One QEMU process, which never outlives this process.
 
-Everything it is given is an inherited descriptor (monitor and agent as socket pairs, memory and disk as files without
-names), so a killed host leaves nothing behind: the kernel kills QEMU with its parent (`bound`) and frees what only it
-had open. It has no network card, and may neither start programs nor gain rights (`-sandbox`).
+All its resources are inherited descriptors: socket pairs for monitor and agent, unnamed files for memory and disk. So
+nothing is left if this process is killed: the kernel kills QEMU with its parent (`bound`) and frees the files. QEMU has
+no network card, and cannot start programs or gain privileges (`-sandbox`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from etude.environments.bound import BoundProcess, require
+from etude.environments.child_process import ChildProcess, require_programs
 from etude.environments.microvm import memory, overlay
 from etude.environments.microvm.qmp import Monitor
 from etude.errors import MachineError
 
 PROGRAM = "qemu-system-x86_64"
 MEMORY_NAME = "etude-guest"
-NUDGE_S = 0.02  # an emulated guest that is idle sleeps through one message in a thousand (7.2): its agent is nudged
+NUDGE_S = 0.02  # an idle emulated guest misses one message in a thousand (QEMU 7.2), so its agent is woken again
 _KERNEL_LINE = (
     "console=ttyS0 quiet panic=-1 reboot=t tsc=reliable no_timer_check random.trust_cpu=on mitigations=off"
     " rcupdate.rcu_expedited=1 cryptomgr.notests nowatchdog"
@@ -31,26 +31,26 @@ _SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=d
 
 
 class Hardware(NamedTuple):
-    """What a guest is made of. A snapshot can only be loaded into the same."""
+    """The hardware of a guest. A snapshot can only be restored on the same hardware."""
 
     accelerator: str  # "kvm" or "tcg"
     memory_bytes: int
-    disk: Path  # the image's filesystem, read-only
+    disk: Path  # the filesystem of the image, read-only
     disk_bytes: int
     cpus: int = 1
     translation_mib: int = 32  # TCG's cache of translated code
 
 
 class Boot(NamedTuple):
-    """A guest that starts from its kernel, and not from a snapshot."""
+    """Boot from a kernel, not from a snapshot."""
 
     kernel: Path
-    initial: int  # descriptor of the initial filesystem
+    initial: int  # descriptor of the initramfs
 
 
 def require_qemu() -> str:
-    """The version of QEMU that is here. `MachineError` where there is none, or not enough beside it."""
-    require({PROGRAM: "qemu-system-x86"}, "virtual machines")
+    """Return the version of the installed QEMU. Raises `MachineError` if it, or another requirement, is missing."""
+    require_programs({PROGRAM: "qemu-system-x86"}, "virtual machines")
     done = subprocess.run([PROGRAM, "--version"], capture_output=True, text=True, timeout=20.0)
     words = done.stdout.split()
     if done.returncode or "version" not in words:
@@ -59,10 +59,10 @@ def require_qemu() -> str:
 
 
 class Qemu:
-    """A running QEMU with a guest that boots, or that waits for a snapshot."""
+    """A running QEMU process whose guest boots, or waits for a snapshot."""
 
     def __init__(self, hardware: Hardware, ram: int, *, boot: Boot | None = None) -> None:
-        """`ram` is the descriptor of the guest's memory: its own to write where it boots, else never written."""
+        """`ram`: descriptor of the memory file. A booting guest writes to it; others map it privately."""
         self.hardware, self._ram = hardware, ram
         self._qmp, qmp = socket.socketpair()
         self.channel, agent = socket.socketpair()
@@ -77,31 +77,33 @@ class Qemu:
         command = _command(hardware, qmp.fileno(), agent.fileno(), self.disk, ram, boot or loaded.fileno())
         try:
             overlay.write_empty(self.disk, hardware.disk_bytes)
-            self.process = BoundProcess(command, said=self._said, fds=inherited)
+            self.process = ChildProcess(command, log_fd=self._said, fds=inherited)
         except BaseException as error:
             self._release()
             if isinstance(error, OSError):
-                raise MachineError("no disk for a virtual machine", str(error), hint=overlay.ROOM) from None
+                raise MachineError("no disk space for a virtual machine", str(error), hint=overlay.SPACE_HINT) from None
             raise
         finally:
             for end in (qmp, agent, loaded):
                 end.close()
 
     async def connect(self, *, deadline_s: float = 30.0) -> Monitor:
-        """The monitor, once QEMU is ready for commands."""
+        """Return the monitor, when QEMU is ready for commands."""
         if self.monitor is None:
             try:
                 self.monitor = await Monitor.open(self._qmp, deadline_s=deadline_s)
             except MachineError as error:
-                raise MachineError("QEMU did not start", self.process.said() or str(error), hint=error.hint) from None
+                raise MachineError(
+                    "QEMU did not start", self.process.log_tail() or str(error), hint=error.hint
+                ) from None
         return self.monitor
 
     def mapping(self) -> memory.Mapping:
-        """Where the guest's memory is in QEMU."""
+        """Return the mapping of the guest's memory in the QEMU process."""
         return memory.find(self.process.pid, self._ram, self.hardware.memory_bytes)
 
     async def load(self, state: bytes, *, deadline_s: float) -> None:
-        """Let the guest be what these devices' state says, and run. Memory and disk are already what they must be."""
+        """Load a device state and start the guest. Its memory and disk must be restored already."""
         monitor = await self.connect()
         try:
             self._loads.setblocking(False)
@@ -109,26 +111,26 @@ class Qemu:
                 await asyncio.get_running_loop().sock_sendall(self._loads, state)
             await monitor.event("RESUME", deadline_s=deadline_s)
         except (MachineError, OSError) as error:  # TimeoutError among them
-            facts = self.process.said() or str(error) or f"QEMU did not take it within {deadline_s:g} s"
+            facts = self.process.log_tail() or str(error) or f"QEMU did not load it within {deadline_s:g} s"
             raise MachineError("a snapshot cannot be loaded", facts, hint="fork another machine") from None
 
     async def save(self) -> bytes:
-        """The state of all devices. The guest must stand still."""
+        """Return the state of all devices. The guest must be stopped."""
         monitor = await self.connect()
         return await self.saved(self.begin_saving(monitor))
 
     def begin_saving(self, monitor: Monitor) -> int:
-        """Ask for it, behind what was asked before; the number is for `saved`."""
+        """Start to save the device state, after all earlier commands. Returns a number for `saved`."""
         os.ftruncate(self.state, 0)
         return monitor.begin("xen-save-devices-state", filename=f"/proc/self/fd/{self.state}", live=False)
 
     async def saved(self, saving: int) -> bytes:
-        """The state that was asked for."""
+        """Return the state of `begin_saving`."""
         await (await self.connect()).answer(saving)
         return os.pread(self.state, os.fstat(self.state).st_size, 0)
 
     async def close(self) -> None:
-        """Kill it, wait until it is gone, and free what it held. Idempotent."""
+        """Kill the process, wait for its end, and free its resources. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -147,7 +149,7 @@ class Qemu:
 
 
 def _command(hardware: Hardware, qmp: int, agent: int, disk: int, ram: int, start: Boot | int) -> Sequence[str]:
-    """`start`: how it boots, or the descriptor that its state will come from."""
+    """The command line. `start`: how to boot, or the descriptor from which the device state is read."""
     kvm = hardware.accelerator == "kvm"
     accelerator = "kvm" if kvm else f"tcg,thread=multi,tb-size={hardware.translation_mib}"
     size, shared = hardware.memory_bytes, "on" if isinstance(start, Boot) else "off"

@@ -1,7 +1,7 @@
-"""A root filesystem from Debian packages: their files alone, no script of theirs is run.
+"""Unpack Debian packages into a root filesystem, without running their scripts.
 
-That needs no root rights and depends on nothing but the packages; the little that the scripts would have done for a
-machine without a network and services is written here. /bin, /sbin and /lib are links into /usr, as Debian has them.
+So it needs no root privileges and the result depends only on the packages. The few files that the scripts would create
+for a machine without network and services are written here. /bin, /sbin and /lib are links to /usr, as in Debian.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from etude.environments.images.tree import Tree
 from etude.environments.microvm.packages import Package, run
 from etude.errors import MachineError
 
-EPOCH = 1_700_000_000  # every file's time
+EPOCH = 1_700_000_000  # modification time of all files
 WORK = "/workspace"
 _CHUNK_BYTES = 1 << 20
 _MERGED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
@@ -50,8 +50,9 @@ _LINKS = {
 
 
 def unpack(packages: Iterable[Package], root: Path) -> None:
-    """Fill a new folder with the packages' files and what every machine has. Links are followed inside of it only.
-    `OSError` where the disk is full, `BadSource` for a package that has no root filesystem's files."""
+    """Create the folder `root` with the files of the packages and those that each machine needs.
+
+    Links never lead out of it. Raises `OSError` if the disk is full, `BadSource` for invalid files in a package."""
     root.mkdir(parents=True)
     with Tree(root, ImageLimits(), keep_setuid=True) as tree:
         for name in _MERGED:
@@ -74,18 +75,16 @@ def _unpack_one(package: Package, tree: Tree) -> None:
         assert unpacking.stdout is not None
         with tarfile.open(fileobj=unpacking.stdout, mode="r|") as tar:
             for member in tar:
-                name = placed(member.name)
+                name = install_path(member.name)
                 if name and not f"{name}/".startswith(_LEFT_OUT):
                     _put(tar, member, tree, name)
         unpacking.stdout.read()
     if unpacking.returncode:
-        raise MachineError(
-            f"{package.path.name} cannot be unpacked", "dpkg-deb failed", hint="delete it, and run again"
-        )
+        raise MachineError(f"{package.path.name} cannot be unpacked", "dpkg-deb failed", hint="delete it and try again")
 
 
-def placed(name: str) -> str:
-    """Where a package's file goes. "" for the root itself, and for a name that would leave it.
+def install_path(name: str) -> str:
+    """Return the path where a file of a package is installed; "" for the root, and for names with "..".
 
     >>> placed("./bin/sh"), placed("./usr/bin/git"), placed("./")
     ('usr/bin/sh', 'usr/bin/git', '')
@@ -102,7 +101,7 @@ def _put(tar: tarfile.TarFile, member: tarfile.TarInfo, tree: Tree, name: str) -
     elif member.issym():
         tree.link(name, member.linkname, Owner(0o777))
     elif member.islnk():
-        tree.hard(name, placed(member.linkname))
+        tree.hard_link(name, install_path(member.linkname))
     elif member.isreg():
         content = tar.extractfile(member)
         assert content is not None
@@ -110,7 +109,7 @@ def _put(tar: tarfile.TarFile, member: tarfile.TarInfo, tree: Tree, name: str) -
 
 
 def _folder(tree: Tree, name: str, mode: int) -> None:
-    """Make a folder, but keep a link that leads to one inside, as dpkg does."""
+    """Make a folder, but keep a link to a folder, as dpkg does."""
     if not (_is_link(tree, name) and tree.is_folder(name)):
         tree.folder(name, Owner(mode))
 
@@ -127,7 +126,7 @@ def _is_link(tree: Tree, name: str) -> bool:
 
 
 def finish(root: Path) -> None:
-    """What is quicker done once: the cache of libraries and Python's compiled modules, the same bytes each time."""
+    """Create the library cache and Python's compiled modules, and set all times to `EPOCH`. Deterministic."""
     changing_root = ["chroot", str(root)] if os.geteuid() == 0 else ["unshare", "--map-root-user", "chroot", str(root)]
     env = {"PATH": "/usr/bin:/usr/sbin", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
     run([*changing_root, "ldconfig"], "ldconfig in the image", deadline_s=60.0, env=env)

@@ -1,8 +1,7 @@
-"""`Runtime` of virtual machines: each with a kernel of its own, forked from a snapshot with its memory.
+"""A `Runtime` of virtual machines, each with its own kernel, forked from snapshots that include their memory.
 
-An image boots once; what is prepared on it is a snapshot of a machine into which the files were loaded, so a fork is
-ready as soon as its memory and devices are. A snapshot of a machine in use has its running processes. Knows nothing of
-tasks and rewards.
+An image boots once. `prepare` loads the files into a machine and takes a snapshot, so a fork is ready as soon as its
+memory and devices are restored. A snapshot of a running machine includes its processes.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from etude.environments.agent import AgentMachine, Channel, program
-from etude.environments.agent.channel import Lost
-from etude.environments.bounded import Bounded
+from etude.environments.agent.channel import ChannelLost
 from etude.environments.config import MachineLimits
+from etude.environments.lru_cache import LruCache
 from etude.environments.microvm import overlay, snapshots
 from etude.environments.microvm import packed as packing
 from etude.environments.microvm.base import Base, boot
-from etude.environments.microvm.guests import GuestImage, booting_of, users_of
+from etude.environments.microvm.guests import GuestImage, boot_config_of, users_of
 from etude.environments.microvm.image import find
 from etude.environments.microvm.probe import Accelerator, probe
 from etude.environments.microvm.qemu import NUDGE_S, Qemu, require_qemu
@@ -36,16 +35,17 @@ from etude.records.image import Image
 from etude.seams import Machine, RuntimeInfo
 
 _SNAPSHOT_BYTES = 4 << 30
-_LOOK_S, _LOW_BYTES = 1.0, 64 << 20  # how often, and when, the host's disk is watched
+_LOOK_S, _LOW_BYTES = 1.0, 64 << 20  # interval of checks of the host's disk, and the free bytes that are too few
 _ENVIRONMENT = {"LANG": "C.UTF-8"}
 
 
 class MicroVMRuntime:
-    """Forks virtual machines. `MachineError` where there is no QEMU, agent or image (`etude machines image microvm`).
+    """A `Runtime` of QEMU virtual machines.
 
-    `spare` QEMUs wait for what comes next; at most `max_machines` are alive. `roots` gives the folder of an image's
-    root filesystem by its digest (`ImageStore.root`); without it there is only the runtime's own image, which is in
-    `folder`, by default in the cache.
+    `limits`: memory, processors, processes and open files of a machine. `max_machines`: most machines at the same time.
+    `spare`: number of QEMU processes that are started in advance. `folder`: the cache with the guest image.
+    `roots`: returns the root filesystem of an image by its digest (`ImageStore.root`); None: only the guest image.
+    Raises `MachineError` if QEMU, the agent or the guest image (`etude machines image microvm`) is missing.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class MicroVMRuntime:
         self._bases = self._image.disk.parent.parent / "booted"
         self._limits = limits if limits is not None else MachineLimits()
         self._max_machines, self._spare, self._roots = max_machines, spare, roots
-        self._kept = Bounded[Snapshot](lambda snapshot: snapshot.num_bytes, max_bytes=_SNAPSHOT_BYTES)
+        self._snapshots = LruCache[Snapshot](lambda snapshot: snapshot.num_bytes, max_bytes=_SNAPSHOT_BYTES)
         self._booting: dict[str, asyncio.Task[Spares]] = {}  # by image
         self._booted: dict[str, tuple[Spares, Image | None]] = {}  # by image
         self._preparing: dict[str, asyncio.Task[str]] = {}
@@ -73,7 +73,8 @@ class MicroVMRuntime:
 
     @property
     def info(self) -> RuntimeInfo:
-        notes = ["the disk of a machine is bounded as a whole, not its working directory"]
+        """See `Runtime.info`."""
+        notes = ["the disk limit of a machine includes its system files, not only the working directory"]
         if self._accelerator is not None and self._accelerator.why:
             notes.append(f"processors are emulated, ten times slower or more: {self._accelerator.why}")
         return RuntimeInfo(
@@ -86,12 +87,12 @@ class MicroVMRuntime:
         )
 
     async def prepare(self, files: Mapping[str, bytes], *, image: Image | None = None) -> str:
-        """See `Runtime.prepare`. The first of an image boots it, which takes seconds."""
-        self._must_be_open()
+        """See `Runtime.prepare`. The first call for an image boots it, which takes seconds."""
+        self._require_open()
         packed = tree(files)
         guest_image = GuestImage.of(image, self._image, self._roots)
         name = hashlib.sha256(f"{guest_image.name}\n".encode() + packed).hexdigest()
-        if self._kept.get(name) is not None:
+        if self._snapshots.get(name) is not None:
             return name
         preparing = self._preparing.get(name)
         if preparing is None:
@@ -104,8 +105,8 @@ class MicroVMRuntime:
         guest = await self._guest(image.name, spares.base.start)
         try:
             await guest.machine.load(packed)
-            return self._kept.put(name, await guest.take())
-        except (FileNotFoundError, Lost) as gone:
+            return self._snapshots.put(name, await guest.take())
+        except (FileNotFoundError, ChannelLost) as gone:
             raise MachineError("a snapshot could not be prepared", str(gone), hint="prepare it again") from None
         except OSError as full:
             raise ValueError(f"the files do not fit into a machine: {full}") from None
@@ -122,7 +123,7 @@ class MicroVMRuntime:
     async def _boot(self, image: GuestImage) -> Spares:
         if self._accelerator is None:
             self._accelerator = await probe(self._image)
-        booting = await booting_of(image, self._image, self._agent, self._limits, self._accelerator.name)
+        booting = await boot_config_of(image, self._image, self._agent, self._limits, self._accelerator.name)
         base = await boot(booting, qemu=self._qemu, kept=self._bases)
         spares = Spares(base, self._spare)
         self._booted[image.name] = spares, image.record
@@ -132,10 +133,10 @@ class MicroVMRuntime:
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
         """See `Runtime.fork`."""
         check_count(n)
-        self._must_be_open()
+        self._require_open()
         found = self._found(snapshot)
         if len(self._guests) + self._num_coming + n > self._max_machines:
-            facts = f"{len(self._guests) + self._num_coming} machines are alive, {n} more were asked for"
+            facts = f"{len(self._guests) + self._num_coming} machines are alive, {n} more were requested"
             raise MachineError(
                 f"at most {self._max_machines} machines", facts, hint="close some, or raise max_machines"
             )
@@ -147,26 +148,30 @@ class MicroVMRuntime:
             async with asyncio.timeout(deadline_s):
                 guests = await asyncio.gather(*forking)
         except BaseException as error:
-            await _undo(forking)
+            await _close_all(forking)
             if isinstance(error, TimeoutError):
                 facts = f"{n} machines in {deadline_s:g} s"
-                raise MachineError("a fork was late", facts, hint="fork fewer at once, or give more time") from None
+                raise MachineError(
+                    "the fork exceeded its deadline", facts, hint="fork fewer at once, or increase the deadline"
+                ) from None
             raise
         finally:
             self._num_coming -= n
-            spares.fill()  # only now: starting a QEMU takes what a restore needs
+            spares.fill()  # not earlier: starting QEMU processes slows the restores down
         return [guest.machine for guest in guests]
 
     def _found(self, snapshot: str) -> Snapshot:
-        found = self._kept.get(snapshot)
+        found = self._snapshots.get(snapshot)
         if found is None:
-            raise MachineError(f"no snapshot {snapshot[:12]}", "unknown, or gone for others", hint="prepare it again")
+            raise MachineError(
+                f"no snapshot {snapshot[:12]}", "unknown, or dropped to make space", hint="prepare it again"
+            )
         return found
 
     async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
-        """See `Portable.pack`: all that differs from the base, which the other must have: on this host, by this user.
-        Nothing of it is left here."""
-        self._must_be_open()
+        """See `Portable.pack`. Contains the difference to the base, so only runtimes of the same user and host can
+        unpack it."""
+        self._require_open()
         found = self._found(snapshot)
         spares, image = self._booted[found.image]
         key = await asyncio.to_thread(packing.key_in, self._bases)
@@ -176,34 +181,34 @@ class MicroVMRuntime:
         )
 
     async def unpack(self, packed: bytes) -> str:
-        """See `Portable.unpack`. `MachineError` where its base is not here: another host, user, image or limits."""
-        self._must_be_open()
+        """See `Portable.unpack`. Raises `MachineError` if its base is not here: another host, user, image or limits."""
+        self._require_open()
         key = await asyncio.to_thread(packing.key_in, self._bases)
         head = await asyncio.to_thread(packing.head_of, packed, key)
         image = GuestImage.of(head.image, self._image, self._roots)
         base = (await self._spares(image)).base
         if (base.name, base.boot) != (head.base, head.boot):
-            facts = "it differs from a boot that is not here: of other limits, or that was thrown away"
+            facts = "its base is not here: it has other limits, or was deleted from the cache"
             raise MachineError(
-                "a snapshot of another base", facts, hint="use the limits and the cache it was made with"
+                "a snapshot of another base", facts, hint="use the same limits and cache as for the snapshot"
             )
         name = hashlib.sha256(packed).hexdigest()
-        return self._kept.put(name, await asyncio.to_thread(packing.unpack, packed, head, image=image.name))
+        return self._snapshots.put(name, await asyncio.to_thread(packing.unpack, packed, head, image=image.name))
 
     def hold(self, snapshot: str) -> int:
         """See `Holding.hold`."""
-        return self._kept.hold(snapshot)
+        return self._snapshots.hold(snapshot)
 
     def release(self, snapshot: str) -> None:
         """See `Holding.release`."""
-        self._kept.release(snapshot)
+        self._snapshots.release(snapshot)
 
     async def _guest(self, image: str, snapshot: Snapshot) -> Guest:
         spares, record = self._booted[image]
         qemu = await spares.take()
         try:
             after = await snapshots.restore(qemu, snapshot, host_name=secrets.token_hex(6))
-            self._must_be_open()
+            self._require_open()
         except BaseException:
             await qemu.close()
             raise
@@ -213,31 +218,31 @@ class MicroVMRuntime:
             after=after,
             env=_ENVIRONMENT if record is None else {**_ENVIRONMENT, **record.env},
             users=users_of(record),
-            keep=self._keep,
+            keep=self._add_snapshot,
             ended=self._guests.discard,
         )
         self._guests.add(guest)
         return guest
 
     async def _watch(self) -> None:
-        """A guest whose writes find no room on the host stands still; let it try again until there is room."""
+        """Resume guests that QEMU has stopped because the host's disk was full, once there is space."""
         was_low = False
         while True:
             await asyncio.sleep(_LOOK_S)
             low = overlay.free_bytes() < _LOW_BYTES
             if low or was_low:
-                await asyncio.gather(*(guest.go_on() for guest in list(self._guests)))
+                await asyncio.gather(*(guest.resume_if_stopped() for guest in list(self._guests)))
             was_low = low
 
-    def _keep(self, snapshot: Snapshot) -> str:
-        return self._kept.put(secrets.token_hex(32), snapshot)
+    def _add_snapshot(self, snapshot: Snapshot) -> str:
+        return self._snapshots.put(secrets.token_hex(32), snapshot)
 
     async def ready(self) -> None:
-        """Wait until as many QEMUs wait for what comes next as are meant to."""
+        """Wait until all spare QEMU processes are started."""
         await asyncio.gather(*(spares.filled() for spares, _ in self._booted.values()))
 
     def pids(self) -> list[int]:
-        """The processes of the machines that are alive."""
+        """Return the process ids of all running machines."""
         return [guest.qemu.process.pid for guest in self._guests]
 
     async def close(self) -> None:
@@ -252,14 +257,14 @@ class MicroVMRuntime:
         await asyncio.gather(*(spares.close() for spares, _ in self._booted.values()))
         self._booting.clear()
         self._booted.clear()
-        self._kept.clear()
+        self._snapshots.clear()
 
-    def _must_be_open(self) -> None:
+    def _require_open(self) -> None:
         if self._closed:
             raise MachineError("the runtime is closed", hint="make a new runtime")
 
 
-async def _undo(forking: list[asyncio.Task[Guest]]) -> None:
+async def _close_all(forking: list[asyncio.Task[Guest]]) -> None:
     for task in forking:
         task.cancel()
     for result in await asyncio.gather(*forking, return_exceptions=True):
@@ -268,11 +273,8 @@ async def _undo(forking: list[asyncio.Task[Guest]]) -> None:
                 await result.machine.close()
 
 
-# --------------------------------------------------------------------------------------------------------- spare QEMUs
-
-
 class Spares:
-    """Up to `count` of one base, made anew beside what goes on."""
+    """A pool of `count` waiting QEMU processes for one base, refilled in the background."""
 
     def __init__(self, base: Base, count: int) -> None:
         self.base, self._count = base, count
@@ -281,7 +283,7 @@ class Spares:
         self._closed = False
 
     async def take(self) -> Qemu:
-        """One that waits, or a new one. It is replaced by the next `fill`. Raises `MachineError`."""
+        """Return a waiting process, or start one. Raises `MachineError`."""
         while self._waiting:
             guest = self._waiting.popleft()
             if guest.process.is_alive:
@@ -290,18 +292,18 @@ class Spares:
         return await self._spawn()
 
     def fill(self) -> None:
-        """Have missing ones made."""
+        """Start missing processes in the background."""
         if not self._closed and (self._filling is None or self._filling.done()):
             self._filling = asyncio.create_task(self._fill())
 
     async def filled(self) -> None:
-        """Wait until none is missing."""
+        """Wait until the pool is full."""
         self.fill()
         if self._filling is not None:
             await asyncio.shield(self._filling)
 
     async def _fill(self) -> None:
-        with contextlib.suppress(MachineError):  # whoever needs one will meet the reason
+        with contextlib.suppress(MachineError):  # the next `take` reports the error
             while len(self._waiting) < self._count and not self._closed:
                 self._waiting.append(await self._spawn())
 
@@ -315,7 +317,7 @@ class Spares:
         return guest
 
     async def close(self) -> None:
-        """End those that wait. Idempotent."""
+        """End all waiting processes. Idempotent."""
         self._closed = True
         if self._filling is not None:
             self._filling.cancel()
@@ -324,15 +326,12 @@ class Spares:
         await asyncio.gather(*(guest.close() for guest in waiting))
 
 
-# ---------------------------------------------------------------------------------------------- one guest as a Machine
-
-
 _QUIET_S = 20.0
-_NOTHING = 1 << 20  # bytes on a disk that is full
+_DISK_FULL_BYTES = 1 << 20  # with fewer free bytes the disk is full
 
 
 class Guest:
-    """A running guest: its QEMU, and `machine`, which is how it is used. Closing the machine ends it."""
+    """A running guest: its QEMU process, and its `machine`. Closing the machine ends the guest."""
 
     def __init__(
         self,
@@ -345,38 +344,38 @@ class Guest:
         keep: Callable[[Snapshot], str],
         ended: Callable[[Guest], None],
     ) -> None:
-        self.qemu, self._image, self._keep, self._ended = qemu, image, keep, ended
+        self.qemu, self._image, self._add_snapshot, self._ended = qemu, image, keep, ended
         self._channel = Channel(os.dup(qemu.channel.fileno()), after=after, nudge_s=NUDGE_S)
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self.machine = AgentMachine(
             self._channel, env=env, users=users, snapshot=self._snapshot, end=self._end, blame=self._blame, used=True
         )
 
     async def take(self) -> Snapshot:
         """Its state, memory and disk, between two frames of the channel. `Lost` where it is gone, `MachineError`."""
-        async with self._turn, self._channel.held(_QUIET_S):
+        async with self._lock, self._channel.paused(_QUIET_S):
             return await snapshots.take(self.qemu, self._image)
 
-    async def go_on(self) -> None:
-        """Try again what its disk had no room for: QEMU stops it then. Nothing for one that runs or is gone."""
-        async with self._turn:
+    async def resume_if_stopped(self) -> None:
+        """Resume a guest that QEMU stopped because the host's disk was full. Does nothing for other guests."""
+        async with self._lock:
             with contextlib.suppress(MachineError):
                 await (await self.qemu.connect()).execute("cont")
 
     async def _snapshot(self, machine: AgentMachine) -> str:
-        return self._keep(await self.take())
+        return self._add_snapshot(await self.take())
 
     def _blame(self) -> str:
-        """No answer comes. A guest can end or hang by what runs in it, and nothing but its end is owed to it; but one
-        whose writes find no room on the host stands still."""
-        full = overlay.free_bytes(self.qemu.disk) < _NOTHING
+        """Return why a guest does not respond, if the host is the cause: a full disk, or a failed restore. A guest can
+        also hang because of the programs in it; it is killed in each case."""
+        full = overlay.free_bytes(self.qemu.disk) < _DISK_FULL_BYTES
         self.qemu.process.kill()
         if full:
-            return f"the host's disk is full: {overlay.ROOM}"
-        return "" if self._channel.is_up else f"it was restored and said nothing: {self.qemu.process.said()}"
+            return f"the host's disk is full: {overlay.SPACE_HINT}"
+        return "" if self._channel.is_up else f"it did not respond after its restore: {self.qemu.process.log_tail()}"
 
     async def _end(self) -> None:
         self._ended(self)
         self.qemu.process.kill()
-        async with self._turn:  # what is being copied of it must not be closed
+        async with self._lock:  # wait for a copy in progress
             await self.qemu.close()

@@ -1,8 +1,8 @@
-"""A guest's whole state, and how a waiting QEMU becomes a guest in that state.
+"""Take snapshots of guests, and restore them into waiting QEMU processes.
 
-A snapshot is the state of its devices, the pages of memory that differ from its base, and the clusters of disk that
-differ from its image: all of it in memory or in files without names, so it is gone with the last who holds it. Taking
-one stops the guest for as long as it takes to copy that; the guest then goes on, unaware.
+A snapshot has the state of the devices, the memory pages that differ from the base, and the disk clusters that differ
+from the image. It is stored in memory and unnamed files, so it disappears with the last process that uses it. Taking
+one stops the guest during the copy; then the guest continues.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _RESUME_S = 20.0
 
 
 class Snapshot:
-    """A guest's state, never changed. `image` names the booted image that its memory and disk differ from."""
+    """The state of a guest; immutable. `image`: the name of the booted image that it is a difference to."""
 
     def __init__(self, image: str, devices: bytes, pages: Pages, disk: int) -> None:
         self.image, self.devices, self.pages, self.disk = image, devices, pages, disk
@@ -33,12 +33,12 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes, of memory and of disk."""
+        """Size in memory and on disk, in bytes."""
         return len(self.devices) + self.pages.num_bytes + os.fstat(self.disk).st_blocks * 512
 
 
 async def take(guest: Qemu, image: str) -> Snapshot:
-    """The state of a running guest, which stands still meanwhile. `MachineError` when it is gone."""
+    """Take a snapshot of a running guest, which is stopped meanwhile. Raises `MachineError` if it has ended."""
     monitor = await guest.connect()
     disk = overlay.anonymous()
     try:
@@ -47,15 +47,15 @@ async def take(guest: Qemu, image: str) -> Snapshot:
             await monitor.answer(stopping)
             copying = asyncio.create_task(asyncio.to_thread(_copy, guest, disk))
             try:
-                devices = await guest.saved(saving)  # meanwhile
+                devices = await guest.saved(saving)  # in parallel with the copy
             finally:
-                pages = await _settled(copying)
+                pages = await _await_uninterrupted(copying)
         finally:
             await monitor.execute("cont")
     except BaseException as error:
         os.close(disk)
         if isinstance(error, OSError):
-            raise MachineError("no room for a snapshot", str(error), hint=overlay.ROOM) from None
+            raise MachineError("no disk space for a snapshot", str(error), hint=overlay.SPACE_HINT) from None
         raise
     return Snapshot(image, devices, pages, disk)
 
@@ -65,8 +65,8 @@ def _copy(guest: Qemu, disk: int) -> Pages:
     return memory.written(guest.mapping())
 
 
-async def _settled(task: asyncio.Task[T]) -> T:
-    """Wait for a thread's work even when cancelled: what it works on is closed afterwards, and its number reused."""
+async def _await_uninterrupted(task: asyncio.Task[T]) -> T:
+    """Await a thread even if cancelled: the caller closes its descriptors afterwards, and their numbers are reused."""
     cancelled = False
     while not task.done():
         try:
@@ -79,16 +79,15 @@ async def _settled(task: asyncio.Task[T]) -> T:
 
 
 async def restore(guest: Qemu, snapshot: Snapshot, *, host_name: str) -> bytes:
-    """Make a waiting QEMU a guest in this state, and tell its agent that it is another machine now, with these random
-    numbers, clock and name, before anything else is asked of it. Raises `MachineError`.
+    """Restore a snapshot into a waiting QEMU, and renew the agent: new random seed, clock and host name.
 
-    What the agent sends first, maybe from the middle of a frame, was meant for the host of its past. The frame that is
-    returned ends that: it carries a random number, and everything after it is ours.
+    Returns the frame that the agent sends when it is renewed; it has a random number. All bytes before it belong to the
+    machine of the snapshot, possibly starting within a frame, and must be ignored. Raises `MachineError`.
     """
     try:
-        await _settled(asyncio.create_task(asyncio.to_thread(_fill, guest, snapshot)))
+        await _await_uninterrupted(asyncio.create_task(asyncio.to_thread(_fill, guest, snapshot)))
     except OSError as error:
-        raise MachineError("no room for a machine", str(error), hint=overlay.ROOM) from None
+        raise MachineError("no disk space for a machine", str(error), hint=overlay.SPACE_HINT) from None
     await guest.load(snapshot.devices, deadline_s=_RESUME_S)
     number = secrets.randbits(32)
     identity = protocol.fields(secrets.token_bytes(32), time.time_ns().to_bytes(8, "little"), host_name.encode())

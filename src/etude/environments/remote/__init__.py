@@ -1,8 +1,8 @@
-"""Machines elsewhere, in the shape of E2B's HTTP API: a runtime whose machines are a service's, and a server of ours.
+"""Remote machines over the HTTP API of E2B: a client, `RemoteRuntime`, and a server, `etude machines serve`.
 
-`RemoteRuntime` is a `Runtime` over anything that speaks so: E2B, AgentENV, CubeSandbox, or `etude machines serve`.
-`create_app` and `serving` are that server: any runtime of ours, behind keys, quotas and leases; E2B's own client
-libraries speak to it unchanged.
+`RemoteRuntime` is a `Runtime` on any service with this API: E2B, AgentENV, CubeSandbox, or etude's own server.
+`create_app` and `serving` are that server: it offers the machines of any etude runtime, with API keys, quotas and
+leases. E2B's client libraries work with it unchanged.
 """
 
 from etude.environments.remote.config import ClientConfig, ServerConfig

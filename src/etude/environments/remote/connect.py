@@ -1,11 +1,9 @@
-"""Connect, the RPC protocol that E2B's machines are spoken to with, as far as they use it: JSON messages over HTTP/1.1.
+"""The part of the Connect RPC protocol that E2B uses: JSON messages over HTTP/1.1.
 
-A call is a POST to `/package.Service/Method`. A unary one has a message as its body; a streaming one has envelopes: one
-byte of flags, the length as a big-endian u32, the message. The last envelope of an answer has flag 2 and says how the
-call ended; `connect-timeout-ms` is the caller's deadline (connectrpc.com/docs/protocol). E2B's clients, in Python and
-in JavaScript, speak JSON and do not compress; what is binary or compressed is refused by its name.
-
-Knows nothing of machines, processes and files.
+A call is a POST to `/package.Service/Method`. The body of a unary call is one message. The body of a streaming call is
+a sequence of envelopes: one byte of flags, the length as a big-endian u32, the message. The last envelope of a response
+has flag 2 and the result of the call. `connect-timeout-ms` is the deadline of the caller. Source:
+connectrpc.com/docs/protocol. E2B's clients send JSON without compression; binary or compressed messages are refused.
 """
 
 from __future__ import annotations
@@ -24,11 +22,11 @@ TIMEOUT = "connect-timeout-ms"
 MAX_MESSAGE_BYTES = 16 << 20
 _COMPRESSED, _END = 1, 2
 _HEAD = struct.Struct(">BI")
-_MAX_TIMEOUT_MS = 9_999_999_999  # ten digits, says the protocol
+_MAX_TIMEOUT_MS = 9_999_999_999  # ten digits, the limit of the protocol
 
 
 class Code(enum.StrEnum):
-    """Why a call failed, in the protocol's own words."""
+    """The error codes of the protocol."""
 
     CANCELED = "canceled"
     UNKNOWN = "unknown"
@@ -49,7 +47,7 @@ class Code(enum.StrEnum):
 
     @property
     def status(self) -> int:
-        """The HTTP status of a unary answer."""
+        """The HTTP status of a unary response with this code."""
         return _STATUS.get(self, 500)
 
 
@@ -74,7 +72,7 @@ _CODES = {400: Code.INVALID_ARGUMENT, 409: Code.ALREADY_EXISTS, 502: Code.UNAVAI
 
 
 class RpcError(Exception):
-    """An RPC error, on the client or the server. The field `hint` is etude's extension; others ignore it.
+    """An RPC error, on the client or the server. `hint` is an extension of etude; other clients ignore it.
 
     >>> RpcError(Code.NOT_FOUND, "no process 7", hint="see List").body()
     b'{"code":"not_found","message":"no process 7","hint":"see List"}'
@@ -85,31 +83,31 @@ class RpcError(Exception):
         super().__init__(f"{code}: {message}")
 
     def fields(self) -> dict[str, str]:
-        """As plain data."""
+        """Return the JSON fields of the error."""
         found = {"code": str(self.code), "message": self.message}
         return found | ({"hint": self.hint} if self.hint else {})
 
     def body(self) -> bytes:
-        """The body of a unary answer."""
+        """Return the body of a unary response."""
         return msgspec.json.encode(self.fields())
 
 
-def of_answer(status: int, body: bytes) -> RpcError:
-    """The error in an answer whose status is none of success: Connect's own, or that of a proxy before it."""
+def error_of_response(status: int, body: bytes) -> RpcError:
+    """Parse the error of an unsuccessful response, from the server or from a proxy in front of it."""
     try:
-        said = msgspec.json.decode(body)
+        content = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        said = None
-    said = said if isinstance(said, dict) else {}
-    code = said.get("code")
+        content = None
+    content = content if isinstance(content, dict) else {}
+    code = content.get("code")
     known = Code(code) if isinstance(code, str) and code in set(Code) else _CODES.get(status, Code.UNKNOWN)
-    message = said.get("message")
+    message = content.get("message")
     text = message if isinstance(message, str) else body[:300].decode(errors="replace") or f"HTTP status {status}"
-    return RpcError(known, text, hint=str(said.get("hint", "")))
+    return RpcError(known, text, hint=str(content.get("hint", "")))
 
 
 def decode(kind: type[T], data: bytes) -> T:
-    """A message from JSON. Raises `RpcError` for what is none; fields that nobody knows are left out.
+    """Decode a JSON message. Unknown fields are ignored. Raises `RpcError` if it is invalid.
 
     >>> decode(dict, b'{"path": "/tmp"}')
     {'path': '/tmp'}
@@ -121,7 +119,7 @@ def decode(kind: type[T], data: bytes) -> T:
 
 
 def envelope(message: object) -> bytes:
-    """One message of a stream.
+    """Encode one message of a stream.
 
     >>> envelope({})
     b'\\x00\\x00\\x00\\x00\\x02{}'
@@ -131,52 +129,52 @@ def envelope(message: object) -> bytes:
 
 
 def end(error: RpcError | None = None) -> bytes:
-    """The last envelope of an answer."""
+    """Encode the last envelope of a response."""
     data = msgspec.json.encode({"error": error.fields()} if error else {})
     return _HEAD.pack(_END, len(data)) + data
 
 
 async def envelopes(
-    chunks: AsyncIterable[bytes], kind: type[T], *, is_answer: bool, max_bytes: int = MAX_MESSAGE_BYTES
+    chunks: AsyncIterable[bytes], kind: type[T], *, is_response: bool, max_bytes: int = MAX_MESSAGE_BYTES
 ) -> AsyncIterator[T]:
-    """The messages of a stream, as they come.
+    """Yield the messages of a stream as they arrive. `is_response`: a response, which must have an end envelope.
 
-    Raises `RpcError` for what is no such stream, for a message above `max_bytes`, for the error that an answer ended
-    with, and (`UNAVAILABLE`) for an answer that ended without saying so: its connection broke.
+    Raises `RpcError` for an invalid stream, a message above `max_bytes`, the error in the end envelope, and with code
+    UNAVAILABLE for a response that breaks off.
     """
-    held = bytearray()
+    buffer = bytearray()
     async for chunk in chunks:
-        held += chunk
-        while len(held) >= _HEAD.size:
-            flags, length = _HEAD.unpack_from(held)
+        buffer += chunk
+        while len(buffer) >= _HEAD.size:
+            flags, length = _HEAD.unpack_from(buffer)
             if flags & _COMPRESSED:
                 raise RpcError(
-                    Code.UNIMPLEMENTED, "compressed messages are not understood", hint="send them as they are"
+                    Code.UNIMPLEMENTED, "compressed messages are not supported", hint="send them uncompressed"
                 )
-            if flags & ~_END or (flags and not is_answer):
+            if flags & ~_END or (flags and not is_response):
                 raise RpcError(Code.INVALID_ARGUMENT, f"an envelope with flags {flags}")
             if length > max_bytes:
-                raise RpcError(Code.RESOURCE_EXHAUSTED, f"a message of {length} bytes; at most {max_bytes} are taken")
-            if len(held) < _HEAD.size + length:
+                raise RpcError(Code.RESOURCE_EXHAUSTED, f"a message of {length} bytes; at most {max_bytes} are allowed")
+            if len(buffer) < _HEAD.size + length:
                 break
-            data = bytes(held[_HEAD.size : _HEAD.size + length])
-            del held[: _HEAD.size + length]
+            data = bytes(buffer[_HEAD.size : _HEAD.size + length])
+            del buffer[: _HEAD.size + length]
             if flags & _END:
                 _raise_end(data)
                 return
             yield decode(kind, data)
-    if held or is_answer:
+    if buffer or is_response:
         raise RpcError(Code.UNAVAILABLE, "the stream broke off")
 
 
 def _raise_end(data: bytes) -> None:
-    said = decode(dict, data or b"{}").get("error")
-    if isinstance(said, dict):
-        raise of_answer(500, msgspec.json.encode(said))
+    content = decode(dict, data or b"{}").get("error")
+    if isinstance(content, dict):
+        raise error_of_response(500, msgspec.json.encode(content))
 
 
 def read_timeout(headers: Mapping[str, str]) -> float | None:
-    """The caller's deadline in seconds; None without one. Raises `RpcError`.
+    """Return the deadline of the caller in seconds; None if there is none. Raises `RpcError` if it is invalid.
 
     >>> read_timeout({"connect-timeout-ms": "1500"}), read_timeout({})
     (1.5, None)
@@ -185,15 +183,15 @@ def read_timeout(headers: Mapping[str, str]) -> float | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdigit()) or int(text) > _MAX_TIMEOUT_MS:
-        raise RpcError(Code.INVALID_ARGUMENT, f"{TIMEOUT}: {text[:20]!r} is no number of milliseconds")
+        raise RpcError(Code.INVALID_ARGUMENT, f"{TIMEOUT}: {text[:20]!r} is not a number of milliseconds")
     return int(text) / 1000
 
 
 def check_type(headers: Mapping[str, str], *, streaming: bool) -> str | None:
-    """Why a request cannot be understood (HTTP 415), or None."""
+    """Return why the content type of a request is not supported (HTTP 415); None if it is."""
     wanted, given = STREAM if streaming else JSON, headers.get("content-type", "").split(";")[0].strip().lower()
     if given != wanted:
-        return f"content-type {given[:60]!r} is not spoken here: send {wanted}"
+        return f"content-type {given[:60]!r} is not supported: send {wanted}"
     name = "connect-content-encoding" if streaming else "content-encoding"
     encoding = headers.get(name, "identity")
-    return None if encoding == "identity" else f"{name} {encoding[:20]!r} is not understood: send messages as they are"
+    return None if encoding == "identity" else f"{name} {encoding[:20]!r} is not supported: send uncompressed messages"

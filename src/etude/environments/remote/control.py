@@ -1,4 +1,4 @@
-"""Machines as E2B's REST API has them: made, listed, renewed, paused, kept, forked, killed. Every call needs a key."""
+"""HTTP handlers of E2B's REST API: create, list, renew, pause, snapshot, fork and kill sandboxes. Needs an API key."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from etude.environments.remote import messages as m
+from etude.environments.remote.api_errors import ApiError, sandbox_gone
+from etude.environments.remote.auth import account_of
 from etude.environments.remote.config import ServerConfig
-from etude.environments.remote.door import account_of
 from etude.environments.remote.keys import Keyring
-from etude.environments.remote.refusal import Refused, gone
-from etude.environments.remote.sandboxes import Box, Boxes, Made, refusing
+from etude.environments.remote.sandboxes import CreatedSandbox, Sandbox, SandboxManager, run_backend_call
 
 T = TypeVar("T")
-ENVD_VERSION = "0.6.4"  # of E2B's own daemon: what its clients believe that a machine can do
+ENVD_VERSION = "0.6.4"  # a version of E2B's daemon; clients derive from it what a sandbox supports
 _MAX_BODY = 1 << 20
 _MAX_PAGE = 100
 _MAX_KEY = 255
 
 
-class Control:
-    """The handlers of machines."""
+class SandboxRoutes:
+    """HTTP handlers that manage sandboxes."""
 
-    def __init__(self, boxes: Boxes, keys: Keyring, config: ServerConfig) -> None:
-        self._boxes, self._keys, self._config = boxes, keys, config
+    def __init__(self, manager: SandboxManager, keys: Keyring, config: ServerConfig) -> None:
+        self._manager, self._keys, self._config = manager, keys, config
 
     def routes(self) -> list[Route]:
-        """All of them."""
+        """The routes of these handlers."""
         one = "/sandboxes/{id}"
         table: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
             ("GET", "/health", self.health),
@@ -57,26 +57,26 @@ class Control:
             ("GET", f"{one}/metrics", self.metrics),
             ("GET", "/snapshots", self.snapshots),
             ("GET", "/templates", self.templates),
-            ("DELETE", "/templates/{name:path}", self.forget),
+            ("DELETE", "/templates/{name:path}", self.delete_snapshot),
         ]
         return [Route(path, handler, methods=[method]) for method, path, handler in table]
 
     async def health(self, request: Request) -> Response:
-        """Of a machine that the headers name (502 where it has ended), else of the server."""
-        box_id = request.headers.get("e2b-sandbox-id", "")
-        if box_id:
+        """Health of the sandbox named by the header (502 if it has ended), else of the server."""
+        sandbox_id = request.headers.get("e2b-sandbox-id", "")
+        if sandbox_id:
             try:
-                self._boxes.get(box_id)
-            except Refused:
-                return gone(box_id)
+                self._manager.get(sandbox_id)
+            except ApiError:
+                return sandbox_gone(sandbox_id)
             return Response(status_code=204)
-        return JSONResponse({"status": "draining" if self._boxes.draining else "ok"})
+        return JSONResponse({"status": "draining" if self._manager.draining else "ok"})
 
     async def about(self, request: Request) -> Response:
-        """What the machines here are; nobody else's server has this, so it also says that this one is etude's."""
+        """Return the properties of the machines. Only etude's server has this route, so clients detect it by this."""
         account_of(self._keys, request)
-        info = self._boxes.runtime.info
-        return answer_of(
+        info = self._manager.runtime.info
+        return json_response(
             m.About(
                 backend=info.name,
                 isolation=info.isolation,
@@ -89,134 +89,134 @@ class Control:
         )
 
     async def create(self, request: Request) -> Response:
-        """A new machine; with `Idempotency-Key`, the one that was made by it."""
+        """Create a sandbox. The same `Idempotency-Key` returns the same sandbox."""
         account = account_of(self._keys, request)
-        asked = await _asked(request, m.NewSandbox)
-        for name, given in (("mcp", asked.mcp), ("iam", asked.iam), ("volumeMounts", asked.volume_mounts)):
+        body = await _read_message(request, m.NewSandbox)
+        for name, given in (("mcp", body.mcp), ("iam", body.iam), ("volumeMounts", body.volume_mounts)):
             if given:
-                raise Refused(400, f"{name} is not to be had here", hint="ask for a machine without it")
-        if asked.network and set(asked.network) - {"allowPublicTraffic"}:
-            raise Refused(400, "machines here have no network", hint="ask for one without network settings")
+                raise ApiError(400, f"{name} is not supported", hint="leave it out")
+        if body.network and set(body.network) - {"allowPublicTraffic"}:
+            raise ApiError(400, "sandboxes have no network", hint="leave the network settings out")
         key = request.headers.get("idempotency-key")
         if key is not None and not 0 < len(key) <= _MAX_KEY:
-            raise Refused(400, "an idempotency key of no or too many letters", hint=f"1 to {_MAX_KEY}")
-        work = self._boxes.create(account, asked, key)
-        made = await self._done(work, f"a machine from {asked.template_id[:80]!r} could not be made")
-        return answer_of(self._sandbox(made), status=201)
+            raise ApiError(400, "the idempotency key has an invalid length", hint=f"1 to {_MAX_KEY} characters")
+        work = self._manager.create(account, body, key)
+        made = await self._call(work, f"a machine from {body.template_id[:80]!r} could not be created")
+        return json_response(self._sandbox(made), status=201)
 
     async def list(self, request: Request) -> Response:
-        """An account's machines, the newest first, by state, metadata, template and age; page by page."""
+        """List the sandboxes of an account, newest first, filtered by state, metadata, template and start time."""
         account, query = account_of(self._keys, request), request.query_params
-        found = self._boxes.of(account)
+        found = self._manager.of(account)
         if query.get("order") == "asc":
             found.reverse()
         wanted = {unquote(k): unquote(v) for k, v in parse_qsl(query.get("metadata", ""))}
         states = [s for part in query.getlist("state") for s in part.split(",")]
         after = _time(query.get("startedAfter"))
         found = [
-            box
-            for box in found
-            if all(box.metadata.get(k) == v for k, v in wanted.items())
-            and (not states or box.state in states)
-            and (query.get("template") in (None, box.template_id))
-            and (after is None or box.started >= after)
+            sandbox
+            for sandbox in found
+            if all(sandbox.metadata.get(k) == v for k, v in wanted.items())
+            and (not states or sandbox.state in states)
+            and (query.get("template") in (None, sandbox.template_id))
+            and (after is None or sandbox.started >= after)
         ]
         page, headers = _page(request, found)
-        return answer_of([self._detail(box) for box in page], headers=headers)
+        return json_response([self._detail(sandbox) for sandbox in page], headers=headers)
 
     async def detail(self, request: Request) -> Response:
-        """One machine."""
-        return answer_of(self._detail(self._box(request)))
+        """Return the details of a sandbox."""
+        return json_response(self._detail(self._find_sandbox(request)))
 
     async def kill(self, request: Request) -> Response:
-        """End it."""
-        await self._done(self._boxes.kill(self._box(request)), "it could not be ended")
+        """End a sandbox."""
+        await self._call(self._manager.kill(self._find_sandbox(request)), "it could not be ended")
         return Response(status_code=204)
 
     async def timeout(self, request: Request) -> Response:
-        """Let its lease end so many seconds from now."""
-        box = self._box(request)
-        self._boxes.renew(box, (await _asked(request, m.Lease)).timeout)
+        """Set the end of the lease to some seconds from now."""
+        sandbox = self._find_sandbox(request)
+        self._manager.renew(sandbox, (await _read_message(request, m.Lease)).timeout)
         return Response(status_code=204)
 
     async def refresh(self, request: Request) -> Response:
-        """Let its lease end so many seconds from now, or later."""
-        box = self._box(request)
-        self._boxes.renew(box, (await _asked(request, m.Refresh)).duration, at_least=True)
+        """Extend the lease to at least some seconds from now."""
+        sandbox = self._find_sandbox(request)
+        self._manager.renew(sandbox, (await _read_message(request, m.Refresh)).duration, at_least=True)
         return Response(status_code=204)
 
     async def pause(self, request: Request) -> Response:
-        """Keep its state, end it; 409 where that has been done."""
-        box = self._box(request)
-        self._check_memory((await _asked(request, m.Pause)).memory)
-        if not await self._done(self._boxes.pause(box), "it could not be paused"):
-            raise Refused(409, f"{box.id} is paused", hint="connect to it first")
+        """Pause a sandbox. 409 if it is paused."""
+        sandbox = self._find_sandbox(request)
+        self._check_memory((await _read_message(request, m.Pause)).memory)
+        if not await self._call(self._manager.pause(sandbox), "it could not be paused"):
+            raise ApiError(409, f"{sandbox.id} is paused", hint="connect to it first")
         return Response(status_code=204)
 
     async def connect(self, request: Request) -> Response:
-        """How to reach it; a paused one runs again (201)."""
-        box, asked = self._box(request), await _asked(request, m.Lease)
-        was_paused = await self._done(self._boxes.resume(box, asked.timeout), "it could not be resumed")
-        return answer_of(self._sandbox(box.made), status=201 if was_paused else 200)
+        """Return how to connect to a sandbox (200); resume it if it is paused (201)."""
+        sandbox, body = self._find_sandbox(request), await _read_message(request, m.Lease)
+        was_paused = await self._call(self._manager.resume(sandbox, body.timeout), "it could not be resumed")
+        return json_response(self._sandbox(sandbox.made), status=201 if was_paused else 200)
 
     async def snapshot(self, request: Request) -> Response:
-        """Keep its state under an id; it goes on."""
-        box, asked = self._box(request), await _asked(request, m.Pause)
-        self._check_memory(asked.memory)
-        found = await self._done(self._boxes.snapshot(box, asked.name), "its state could not be kept")
-        return answer_of(m.SnapshotInfo(snapshot_id=found, names=[asked.name] if asked.name else []), status=201)
+        """Take a snapshot of a sandbox, which keeps running."""
+        sandbox, body = self._find_sandbox(request), await _read_message(request, m.Pause)
+        self._check_memory(body.memory)
+        found = await self._call(self._manager.snapshot(sandbox, body.name), "its state could not be kept")
+        return json_response(m.SnapshotInfo(snapshot_id=found, names=[body.name] if body.name else []), status=201)
 
     async def fork(self, request: Request) -> Response:
-        """More machines in its state: all, or why none."""
-        box, asked = self._box(request), await _asked(request, m.Fork)
-        made = await self._done(self._boxes.fork(box, asked.count, asked.timeout), "it could not be forked")
-        return answer_of([{"sandbox": self._sandbox(one.made)} for one in made], status=201)
+        """Create more sandboxes with the same state: all or an error."""
+        sandbox, body = self._find_sandbox(request), await _read_message(request, m.Fork)
+        made = await self._call(self._manager.fork(sandbox, body.count, body.timeout), "it could not be forked")
+        return json_response([{"sandbox": self._sandbox(one.made)} for one in made], status=201)
 
     async def freeze(self, request: Request) -> Response:
-        """Ours: stop everything in it for good; files can be read, snapshots taken."""
-        await self._done(self._box(request).machine.freeze(), "it could not be frozen")
+        """Extension of etude: stop all processes for good. Files can still be read, and snapshots taken."""
+        await self._call(self._find_sandbox(request).machine.freeze(), "it could not be frozen")
         return Response(status_code=204)
 
     async def metrics(self, request: Request) -> Response:
-        """None are taken."""
-        self._box(request)
+        """Return no metrics, since none are recorded."""
+        self._find_sandbox(request)
         return JSONResponse([])
 
     async def snapshots(self, request: Request) -> Response:
-        """An account's, by name; page by page."""
-        found = self._boxes.kept(account_of(self._keys, request)).names()
+        """List the snapshots of an account, optionally with a name."""
+        found = self._manager.snapshots(account_of(self._keys, request)).names()
         name = request.query_params.get("name")
         rows = [m.SnapshotInfo(snapshot_id=key, names=list(names)) for key, names in found.items()]
         page, headers = _page(request, [row for row in rows if name is None or name in row.names])
-        return answer_of(page, headers=headers)
+        return json_response(page, headers=headers)
 
     async def templates(self, request: Request) -> Response:
-        """Names that machines can be made from."""
+        """List the templates."""
         account_of(self._keys, request)
-        names = sorted(self._boxes.templates)
+        names = sorted(self._manager.templates)
         return JSONResponse([{"templateID": name, "aliases": [name], "names": [name]} for name in names])
 
-    async def forget(self, request: Request) -> Response:
-        """Delete a snapshot. Templates are the server's own."""
+    async def delete_snapshot(self, request: Request) -> Response:
+        """Delete a snapshot. Templates cannot be deleted."""
         account, name = account_of(self._keys, request), unquote(request.path_params["name"])
-        if not self._boxes.kept(account).forget(name):
-            raise Refused(404, f"no snapshot {name[:80]!r}", hint="GET /snapshots says which there are")
+        if not self._manager.snapshots(account).delete(name):
+            raise ApiError(404, f"no snapshot {name[:80]!r}", hint="GET /snapshots lists them")
         return Response(status_code=204)
 
     # inside
 
-    def _box(self, request: Request) -> Box:
-        return self._boxes.get(request.path_params["id"], account_of(self._keys, request))
+    def _find_sandbox(self, request: Request) -> Sandbox:
+        return self._manager.get(request.path_params["id"], account_of(self._keys, request))
 
-    async def _done(self, work: Awaitable[T], what: str) -> T:
-        return await refusing(work, deadline_s=self._config.deadline_s, what=what)
+    async def _call(self, work: Awaitable[T], what: str) -> T:
+        return await run_backend_call(work, deadline_s=self._config.deadline_s, what=what)
 
     def _check_memory(self, memory: bool | None) -> None:
-        if memory and not self._boxes.runtime.info.forks_memory:
-            facts = f"{self._boxes.runtime.info.name} keeps files alone"
-            raise Refused(400, "memory is not kept here", facts, hint='ask for mode="filesystem", or for neither')
+        if memory and not self._manager.runtime.info.forks_memory:
+            facts = f"the {self._manager.runtime.info.name} runtime stores only files"
+            raise ApiError(400, "memory cannot be stored", facts, hint='use mode="filesystem", or leave it out')
 
-    def _sandbox(self, made: Made) -> m.Sandbox:
+    def _sandbox(self, made: CreatedSandbox) -> m.Sandbox:
         return m.Sandbox(
             sandbox_id=made.id,
             template_id=made.template_id,
@@ -226,55 +226,55 @@ class Control:
             domain=self._config.domain or None,
         )
 
-    def _detail(self, box: Box) -> m.SandboxDetail:
+    def _detail(self, sandbox: Sandbox) -> m.SandboxDetail:
         return m.SandboxDetail(
-            sandbox_id=box.id,
-            template_id=box.template_id,
+            sandbox_id=sandbox.id,
+            template_id=sandbox.template_id,
             client_id="etude",
             envd_version=ENVD_VERSION,
-            started_at=_stamp(box.started),
-            end_at=_stamp(self._boxes.ends_at(box)),
-            state=box.state,
-            metadata=box.metadata,
+            started_at=_stamp(sandbox.started),
+            end_at=_stamp(self._manager.ends_at(sandbox)),
+            state=sandbox.state,
+            metadata=sandbox.metadata,
         )
 
 
-async def body_of(request: Request, max_bytes: int) -> bytes:
-    """A request's body, bounded. Raises `Refused`."""
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Read the body of a request. Raises `ApiError` if it has more than `max_bytes`."""
     body = bytearray()
     try:
         async for part in request.stream():
             body += part
             if len(body) > max_bytes:
-                raise Refused(413, f"the body has more than {max_bytes} bytes", hint="send less at a time")
+                raise ApiError(413, f"the body has more than {max_bytes} bytes", hint="send less at a time")
     except ClientDisconnect:
-        raise Refused(400, "the body broke off", hint="send it again") from None
+        raise ApiError(400, "the body broke off", hint="send it again") from None
     return bytes(body)
 
 
-async def _asked(request: Request, kind: type[T]) -> T:
+async def _read_message(request: Request, kind: type[T]) -> T:
     try:
         async with asyncio.timeout(30.0):
-            body = await body_of(request, _MAX_BODY)
+            body = await read_body(request, _MAX_BODY)
         return msgspec.json.decode(body or b"{}", type=kind)
     except TimeoutError:
-        raise Refused(408, "the body did not come", hint="send it at once") from None
+        raise ApiError(408, "the body did not arrive in time", hint="send it again") from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Refused(400, f"the body is no {kind.__name__}", str(error), hint="see E2B's API reference") from None
+        raise ApiError(400, f"the body is not a {kind.__name__}", str(error), hint="see E2B's API reference") from None
 
 
 def _page(request: Request, rows: list[T]) -> tuple[list[T], dict[str, str]]:
     limit, start = request.query_params.get("limit", str(_MAX_PAGE)), request.query_params.get("nextToken", "0")
     for text in (limit, start):
         if not (text.isascii() and text.isdigit() and len(text) < 10):
-            raise Refused(400, f"{text[:20]!r} is no limit, or no token of ours", hint="send what x-next-token said")
+            raise ApiError(400, f"{text[:20]!r} is not a valid limit or token", hint="send the value of x-next-token")
     at, size = int(start), max(1, min(int(limit), _MAX_PAGE))
     headers = {"x-next-token": str(at + size)} if at + size < len(rows) else {}
     return rows[at : at + size], headers
 
 
-def answer_of(value: object, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A message as an answer."""
+def json_response(value: object, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Return a message as a JSON response."""
     return Response(msgspec.json.encode(value), status, headers=headers, media_type="application/json")
 
 
@@ -288,4 +288,4 @@ def _time(text: str | None) -> float | None:
     try:
         return datetime.fromisoformat(text.replace(" ", "+")).timestamp()
     except ValueError:
-        raise Refused(400, f"{text[:40]!r} is no time", hint="write it as 2026-01-31T12:00:00Z") from None
+        raise ApiError(400, f"{text[:40]!r} is not a time", hint="write it as 2026-01-31T12:00:00Z") from None

@@ -1,4 +1,4 @@
-"""One machine's inside as E2B's daemon has it: processes and the file system, over Connect."""
+"""RPC handlers of E2B's daemon in a sandbox: processes and the file system, over Connect."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from starlette.routing import Route
 
 from etude.environments.remote import connect
 from etude.environments.remote import messages as m
+from etude.environments.remote.api_errors import ApiError
+from etude.environments.remote.auth import refusal_response, sandbox_of, user_of
 from etude.environments.remote.config import ServerConfig
 from etude.environments.remote.connect import Code, RpcError
-from etude.environments.remote.control import body_of
-from etude.environments.remote.door import box_of, shut, user_of
+from etude.environments.remote.control import read_body
 from etude.environments.remote.files import Files
+from etude.environments.remote.folder_watcher import FolderWatcher
 from etude.environments.remote.processes import Process
-from etude.environments.remote.refusal import Refused
-from etude.environments.remote.sandboxes import Box, Boxes
-from etude.environments.remote.shells import quoted
-from etude.environments.remote.watch import Watch
+from etude.environments.remote.sandboxes import Sandbox, SandboxManager
+from etude.environments.remote.shells import quote
 from etude.errors import MachineError
 from etude.seams import Machine
 
 T = TypeVar("T")
 _KEEPALIVE = "keepalive-ping-interval"
-_LONGEST_S = 604_800.0  # that a command may run
+_LONGEST_S = 604_800.0  # the longest time limit of a command
 _MAX_KEY = 1024
-_WATCH_S = 0.25  # between two looks at a watched folder
+_WATCH_S = 0.25  # between two listings of a watched folder
 _SIGNALS = {"SIGNAL_SIGTERM": "TERM", "SIGNAL_SIGKILL": "KILL", 15: "TERM", 9: "KILL"}
 
 
-class Envd:
-    """The handlers of one machine's inside."""
+class EnvdRoutes:
+    """RPC handlers for processes and files in a sandbox."""
 
-    def __init__(self, boxes: Boxes, config: ServerConfig) -> None:
-        self._boxes, self._config = boxes, config
+    def __init__(self, manager: SandboxManager, config: ServerConfig) -> None:
+        self._manager, self._config = manager, config
 
     def routes(self) -> list[Route]:
-        """All of them."""
-        unary: dict[str, tuple[type[Any], Callable[[Box, Request, Any], Awaitable[object]]]] = {
+        """The routes of these handlers."""
+        unary: dict[str, tuple[type[Any], Callable[[Sandbox, Request, Any], Awaitable[object]]]] = {
             "process.Process/List": (dict, self.processes),
             "process.Process/SendInput": (m.SendInput, self.send_input),
             "process.Process/CloseStdin": (m.Selected, self.close_stdin),
@@ -59,7 +59,7 @@ class Envd:
             "filesystem.Filesystem/GetWatcherEvents": (m.Watcher, self.watcher_events),
             "filesystem.Filesystem/RemoveWatcher": (m.Watcher, self.remove_watcher),
         }
-        streaming: dict[str, tuple[type[Any], Callable[[Box, Request, Any], AsyncIterator[object]]]] = {
+        streaming: dict[str, tuple[type[Any], Callable[[Sandbox, Request, Any], AsyncIterator[object]]]] = {
             "process.Process/Start": (m.Start, self.start),
             "process.Process/Connect": (m.Selected, self.connect),
             "filesystem.Filesystem/WatchDir": (m.Watch, self.watch_dir),
@@ -72,127 +72,129 @@ class Envd:
 
     # processes
 
-    async def processes(self, box: Box, request: Request, asked: dict[str, Any]) -> object:
-        """Those that run."""
-        return m.ProcessList(processes=[process.info for process in box.processes.running() if process.pid])
+    async def processes(self, sandbox: Sandbox, request: Request, message: dict[str, Any]) -> object:
+        """List the running processes."""
+        return m.ProcessList(processes=[process.info for process in sandbox.processes.running() if process.pid])
 
-    async def start(self, box: Box, request: Request, asked: m.Start) -> AsyncIterator[object]:
-        """Run a command and tell of it; it goes on where nobody listens any more."""
-        if not asked.process.cmd:
+    async def start(self, sandbox: Sandbox, request: Request, message: m.Start) -> AsyncIterator[object]:
+        """Run a command and stream its events. It continues if the client disconnects."""
+        if not message.process.cmd:
             raise RpcError(Code.INVALID_ARGUMENT, "there is no command")
-        exact, given_s = asked.etude, connect.read_timeout(request.headers)
-        deadline_s = min(exact.deadline_ms / 1000 if exact else given_s or self._config.command_s, _LONGEST_S)
+        exact, timeout_s = message.etude, connect.read_timeout(request.headers)
+        deadline_s = min(exact.deadline_ms / 1000 if exact else timeout_s or self._config.command_s, _LONGEST_S)
         if exact and not (exact.deadline_ms > 0 and 0 <= exact.output_bytes <= self._config.max_file_bytes):
-            raise RpcError(Code.INVALID_ARGUMENT, "a deadline, or a bound of output, that is none")
+            raise RpcError(Code.INVALID_ARGUMENT, "the deadline or the output limit is invalid")
         if exact and len(exact.key) > _MAX_KEY:
-            raise RpcError(Code.INVALID_ARGUMENT, f"a key has at most {_MAX_KEY} letters")
-        if asked.pty is not None:
-            asked = in_terminal(asked)
-        process = box.processes.start(asked, user=user_of(request), deadline_s=deadline_s)
+            raise RpcError(Code.INVALID_ARGUMENT, f"a key has at most {_MAX_KEY} characters")
+        if message.pty is not None:
+            message = in_terminal(message)
+        process = sandbox.processes.start(message, user=user_of(request), deadline_s=deadline_s)
         async for event in process.events(exact.after if exact else 0, every_s=_every_s(request)):
             yield event
 
-    async def connect(self, box: Box, request: Request, asked: m.Selected) -> AsyncIterator[object]:
-        """Tell of a command that runs, from now on."""
-        process = box.processes.find(asked.process)
+    async def connect(self, sandbox: Sandbox, request: Request, message: m.Selected) -> AsyncIterator[object]:
+        """Stream the events of a running command from now on."""
+        process = sandbox.processes.find(message.process)
         now = process.log.position
-        yield m.Happened(event=m.Event(start=m.Began(pid=process.pid or 0)))
+        yield m.ProcessEvent(event=m.Event(start=m.Began(pid=process.pid or 0)))
         async for event in process.events(now, every_s=_every_s(request)):
             yield event
 
-    async def send_input(self, box: Box, request: Request, asked: m.SendInput) -> object:
-        """More standard input."""
-        await _give(box.processes.find(asked.process), asked.input, asked.etude_offset)
+    async def send_input(self, sandbox: Sandbox, request: Request, message: m.SendInput) -> object:
+        """Send standard input to a command."""
+        await _send_input(sandbox.processes.find(message.process), message.input, message.etude_offset)
         return {}
 
-    async def close_stdin(self, box: Box, request: Request, asked: m.Selected) -> object:
-        """No more standard input."""
-        process = box.processes.find(asked.process)
-        if process.asked.pty is not None:
-            raise RpcError(Code.FAILED_PRECONDITION, "a terminal's input has no end", hint="send it Ctrl-D, byte 4")
+    async def close_stdin(self, sandbox: Sandbox, request: Request, message: m.Selected) -> object:
+        """Close the standard input of a command."""
+        process = sandbox.processes.find(message.process)
+        if process.spec.pty is not None:
+            raise RpcError(
+                Code.FAILED_PRECONDITION, "the input of a terminal cannot be closed", hint="send Ctrl-D, byte 4"
+            )
         if process.input is not None:
             await process.input.close()
         return {}
 
     async def stream_input(self, request: Request) -> Response:
-        """Standard input in pieces, for a process that the first message names."""
+        """Send a stream of standard input to the process in the first message."""
         try:
-            box = box_of(self._boxes, request)
-        except Refused as error:
-            return shut(error)
+            sandbox = sandbox_of(self._manager, request)
+        except ApiError as error:
+            return refusal_response(error)
         refused = connect.check_type(request.headers, streaming=True)
         if refused:
             return Response(refused, 415)
         process: Process | None = None
         try:
             async with asyncio.timeout(connect.read_timeout(request.headers) or self._config.command_s):
-                async for asked in connect.envelopes(request.stream(), m.StreamInput, is_answer=False):
-                    if asked.start is not None:
-                        process = box.processes.find(asked.start.process)
-                    elif asked.data is not None:
+                async for message in connect.envelopes(request.stream(), m.StreamInput, is_response=False):
+                    if message.start is not None:
+                        process = sandbox.processes.find(message.start.process)
+                    elif message.data is not None:
                         if process is None:
-                            raise RpcError(Code.INVALID_ARGUMENT, "input before it was said whose")
-                        await _give(process, asked.data.input, None)
+                            raise RpcError(Code.INVALID_ARGUMENT, "input before the process was named")
+                        await _send_input(process, message.data.input, None)
             if process is None:
-                raise RpcError(Code.INVALID_ARGUMENT, "it was not said whose input it is")
+                raise RpcError(Code.INVALID_ARGUMENT, "the stream names no process")
             body = connect.envelope({}) + connect.end()
         except RpcError as error:
             body = connect.end(error)
         except TimeoutError:
-            body = connect.end(RpcError(Code.DEADLINE_EXCEEDED, "the stream of input is longer than its deadline"))
+            body = connect.end(RpcError(Code.DEADLINE_EXCEEDED, "the stream of input exceeded its deadline"))
         return Response(body, media_type=connect.STREAM)
 
-    async def send_signal(self, box: Box, request: Request, asked: m.SendSignal) -> object:
-        """End a process and its group."""
-        process = box.processes.find(asked.process)
-        name = _SIGNALS.get(asked.signal)
+    async def send_signal(self, sandbox: Sandbox, request: Request, message: m.SendSignal) -> object:
+        """Send a signal to a process and its group."""
+        process = sandbox.processes.find(message.process)
+        name = _SIGNALS.get(message.signal)
         if name is None:
-            raise RpcError(Code.INVALID_ARGUMENT, f"signal {str(asked.signal)[:40]!r}", hint="SIGTERM, SIGKILL")
-        await box.processes.signal(process, name)
+            raise RpcError(Code.INVALID_ARGUMENT, f"signal {str(message.signal)[:40]!r}", hint="SIGTERM, SIGKILL")
+        await sandbox.processes.signal(process, name)
         return {}
 
-    async def update(self, box: Box, request: Request, asked: m.Update) -> object:
-        """Another size of its terminal."""
-        process = box.processes.find(asked.process)
-        if process.asked.pty is None or asked.pty is None:
-            raise RpcError(Code.FAILED_PRECONDITION, "it has no terminal, or no size was given")
-        await resize(box.machine, process, asked.pty.size)
+    async def update(self, sandbox: Sandbox, request: Request, message: m.Update) -> object:
+        """Resize the terminal of a process."""
+        process = sandbox.processes.find(message.process)
+        if process.spec.pty is None or message.pty is None:
+            raise RpcError(Code.FAILED_PRECONDITION, "the process has no terminal, or the size is missing")
+        await resize(sandbox.machine, process, message.pty.size)
         return {}
 
     # files
 
-    async def stat(self, box: Box, request: Request, asked: m.Path) -> object:
-        """One entry."""
-        return m.WithEntry(entry=(await self._files(box, request).stat(asked.path)).entry)
+    async def stat(self, sandbox: Sandbox, request: Request, message: m.Path) -> object:
+        """Return one entry."""
+        return m.WithEntry(entry=(await self._files(sandbox, request).stat(message.path)).entry)
 
-    async def list_dir(self, box: Box, request: Request, asked: m.ListDir) -> object:
-        """What is in a folder."""
-        return m.Entries(entries=await self._files(box, request).entries(asked.path, asked.depth))
+    async def list_dir(self, sandbox: Sandbox, request: Request, message: m.ListDir) -> object:
+        """List a folder."""
+        return m.Entries(entries=await self._files(sandbox, request).entries(message.path, message.depth))
 
-    async def make_dir(self, box: Box, request: Request, asked: m.Path) -> object:
-        """A new folder."""
-        return m.WithEntry(entry=await self._files(box, request).make_dir(asked.path))
+    async def make_dir(self, sandbox: Sandbox, request: Request, message: m.Path) -> object:
+        """Create a folder."""
+        return m.WithEntry(entry=await self._files(sandbox, request).make_dir(message.path))
 
-    async def move(self, box: Box, request: Request, asked: m.Move) -> object:
-        """Rename."""
-        return m.WithEntry(entry=await self._files(box, request).move(asked.source, asked.destination))
+    async def move(self, sandbox: Sandbox, request: Request, message: m.Move) -> object:
+        """Move a file or a folder."""
+        return m.WithEntry(entry=await self._files(sandbox, request).move(message.source, message.destination))
 
-    async def remove(self, box: Box, request: Request, asked: m.Path) -> object:
-        """Delete."""
-        await self._files(box, request).remove(asked.path)
+    async def remove(self, sandbox: Sandbox, request: Request, message: m.Path) -> object:
+        """Delete a file or a folder."""
+        await self._files(sandbox, request).remove(message.path)
         return {}
 
-    async def watch_dir(self, box: Box, request: Request, asked: m.Watch) -> AsyncIterator[object]:
-        """Tell what changes in a folder, by looking again and again."""
-        watch = self._watch(box, request, asked)
-        await watch.begin()
+    async def watch_dir(self, sandbox: Sandbox, request: Request, message: m.Watch) -> AsyncIterator[object]:
+        """Stream the changes in a folder, by polling it."""
+        watcher = self._watch(sandbox, request, message)
+        await watcher.start()
         yield m.Watched(start={})
         deadline_s, every_s = connect.read_timeout(request.headers) or self._config.command_s, _every_s(request)
         end = time.monotonic() + deadline_s
         last = time.monotonic()
         while time.monotonic() < end:
             await asyncio.sleep(_WATCH_S)
-            for change in await watch.changes():
+            for change in await watcher.changes():
                 yield m.Watched(filesystem=change)
                 last = time.monotonic()
             if time.monotonic() - last > every_s:
@@ -200,98 +202,101 @@ class Envd:
                 last = time.monotonic()
         raise RpcError(Code.DEADLINE_EXCEEDED, f"watched for {deadline_s:g} s")
 
-    async def create_watcher(self, box: Box, request: Request, asked: m.Watch) -> object:
-        """A watch that is asked from time to time."""
-        watch = self._watch(box, request, asked)
-        await watch.begin()
-        return m.Watcher(watcher_id=box.watches.add(watch))
+    async def create_watcher(self, sandbox: Sandbox, request: Request, message: m.Watch) -> object:
+        """Create a watcher that the client polls."""
+        watcher = self._watch(sandbox, request, message)
+        await watcher.start()
+        return m.Watcher(watcher_id=sandbox.watches.add(watcher))
 
-    async def watcher_events(self, box: Box, request: Request, asked: m.Watcher) -> object:
-        """Since it was asked last."""
-        return m.Changes(events=await box.watches.get(asked.watcher_id).changes())
+    async def watcher_events(self, sandbox: Sandbox, request: Request, message: m.Watcher) -> object:
+        """Return the changes since the last call."""
+        return m.Changes(events=await sandbox.watches.get(message.watcher_id).changes())
 
-    async def remove_watcher(self, box: Box, request: Request, asked: m.Watcher) -> object:
-        """Ask no more."""
-        box.watches.remove(asked.watcher_id)
+    async def remove_watcher(self, sandbox: Sandbox, request: Request, message: m.Watcher) -> object:
+        """Remove a watcher."""
+        sandbox.watches.remove(message.watcher_id)
         return {}
 
-    def _watch(self, box: Box, request: Request, asked: m.Watch) -> Watch:
-        files, depth = self._files(box, request), 64 if asked.recursive else 1
-        return Watch(lambda: files.tree(asked.path, depth), include_entry=asked.include_entry)
+    def _watch(self, sandbox: Sandbox, request: Request, message: m.Watch) -> FolderWatcher:
+        files, depth = self._files(sandbox, request), 64 if message.recursive else 1
+        return FolderWatcher(lambda: files.tree(message.path, depth), include_entry=message.include_entry)
 
     # inside
 
-    def _files(self, box: Box, request: Request) -> Files:
-        return Files(box.machine, box.shells, user=user_of(request), max_bytes=self._config.max_file_bytes)
+    def _files(self, sandbox: Sandbox, request: Request) -> Files:
+        return Files(sandbox.machine, sandbox.shells, user=user_of(request), max_bytes=self._config.max_file_bytes)
 
-    def _unary(self, kind: type[T], work: Callable[[Box, Request, T], Awaitable[object]]) -> Any:
+    def _unary(self, kind: type[T], work: Callable[[Sandbox, Request, T], Awaitable[object]]) -> Any:
         async def handle(request: Request) -> Response:
             try:
-                box = box_of(self._boxes, request)
-            except Refused as error:
-                return shut(error)
+                sandbox = sandbox_of(self._manager, request)
+            except ApiError as error:
+                return refusal_response(error)
             refused = connect.check_type(request.headers, streaming=False)
             if refused:
                 return Response(refused, 415)
             try:
-                given_s = connect.read_timeout(request.headers) or self._config.deadline_s
-                async with asyncio.timeout(min(given_s, self._config.deadline_s)):
-                    body = await body_of(request, connect.MAX_MESSAGE_BYTES)
-                    said = await work(box, request, connect.decode(kind, body or b"{}"))
+                timeout_s = connect.read_timeout(request.headers) or self._config.deadline_s
+                async with asyncio.timeout(min(timeout_s, self._config.deadline_s)):
+                    body = await read_body(request, connect.MAX_MESSAGE_BYTES)
+                    reply = await work(sandbox, request, connect.decode(kind, body or b"{}"))
             except RpcError as error:
                 return Response(error.body(), error.code.status, media_type=connect.JSON)
             except TimeoutError:
                 late = RpcError(Code.DEADLINE_EXCEEDED, f"{request.url.path}: not within the deadline")
                 return Response(late.body(), late.code.status, media_type=connect.JSON)
-            return Response(msgspec.json.encode(said), media_type=connect.JSON)
+            return Response(msgspec.json.encode(reply), media_type=connect.JSON)
 
         return handle
 
-    def _streaming(self, kind: type[T], work: Callable[[Box, Request, T], AsyncIterator[object]]) -> Any:
+    def _streaming(self, kind: type[T], work: Callable[[Sandbox, Request, T], AsyncIterator[object]]) -> Any:
         async def handle(request: Request) -> Response:
             try:
-                box = box_of(self._boxes, request)
-            except Refused as error:
-                return shut(error)
+                sandbox = sandbox_of(self._manager, request)
+            except ApiError as error:
+                return refusal_response(error)
             refused = connect.check_type(request.headers, streaming=True)
             if refused:
                 return Response(refused, 415)
 
-            asked = await _one(request, kind)  # before the answer begins: from then on, reading watches for a farewell
+            # before the response starts, since Starlette then reads the request to detect a disconnect
+            message = await _read_one_message(request, kind)
 
-            async def told() -> AsyncIterator[bytes]:
+            async def body() -> AsyncIterator[bytes]:
                 try:
-                    if isinstance(asked, RpcError):
-                        raise asked
-                    async for message in work(box, request, asked):
-                        yield connect.envelope(message)
+                    if isinstance(message, RpcError):
+                        raise message
+                    async for event in work(sandbox, request, message):
+                        yield connect.envelope(event)
                 except RpcError as error:
                     yield connect.end(error)
                 else:
                     yield connect.end()
 
-            return StreamingResponse(told(), media_type=connect.STREAM, headers={"cache-control": "no-store"})
+            return StreamingResponse(body(), media_type=connect.STREAM, headers={"cache-control": "no-store"})
 
         return handle
 
 
-async def _one(request: Request, kind: type[T]) -> T | RpcError:
+async def _read_one_message(request: Request, kind: type[T]) -> T | RpcError:
     try:
         async with asyncio.timeout(30.0):
-            asked = [a async for a in connect.envelopes(request.stream(), kind, is_answer=False)]
+            messages = [one async for one in connect.envelopes(request.stream(), kind, is_response=False)]
     except RpcError as error:
         return error
     except (TimeoutError, ClientDisconnect):
-        return RpcError(Code.CANCELED, "the request did not come whole")
-    return asked[0] if len(asked) == 1 else RpcError(Code.INVALID_ARGUMENT, f"{len(asked)} messages; one is expected")
+        return RpcError(Code.CANCELED, "the request is incomplete")
+    if len(messages) != 1:
+        return RpcError(Code.INVALID_ARGUMENT, f"{len(messages)} messages; one is expected")
+    return messages[0]
 
 
-async def _give(process: Process, given: m.Input, offset: int | None) -> None:
-    if (given.pty is not None) != (process.asked.pty is not None):
-        raise RpcError(Code.INVALID_ARGUMENT, "input for a terminal where there is none, or the other way round")
+async def _send_input(process: Process, given: m.Input, offset: int | None) -> None:
+    if (given.pty is not None) != (process.spec.pty is not None):
+        raise RpcError(Code.INVALID_ARGUMENT, "terminal input for a process without a terminal, or the reverse")
     if process.input is None:
-        raise RpcError(Code.FAILED_PRECONDITION, "it was started without standard input", hint="stdin=True")
-    await process.input.give(given.stdin or given.pty or b"", offset)
+        raise RpcError(Code.FAILED_PRECONDITION, "the process was started without standard input", hint="stdin=True")
+    await process.input.add(given.stdin or given.pty or b"", offset)
 
 
 def _every_s(request: Request) -> float:
@@ -299,11 +304,8 @@ def _every_s(request: Request) -> float:
     return float(min(max(int(text), 1), 3600)) if text.isascii() and text.isdigit() and len(text) < 6 else 90.0
 
 
-# ---------------------------------------------------------------------------------------------- commands in a terminal
-# The seam of machines has no terminals: util-linux's `script` makes one in the machine, `stty` sets its size. Both and
-# `/dev/ptmx` are needed; where one is missing, the command ends with 127 and says so.
-
-
+# `Machine` has no terminals: `script` of util-linux makes one in the machine, and `stty` sets its size. If one of them
+# or /dev/ptmx is missing, the command ends with exit code 127 and a message.
 _MAX_SIDE = 10_000
 _START: Final = """command -v script >/dev/null || { echo 'no terminal: this machine has no `script`'; exit 127; }
 [ -c /dev/ptmx ] || { echo 'no terminal: this machine has no /dev/ptmx'; exit 127; }
@@ -313,25 +315,25 @@ _RESIZE: Final = """n=0; until [ -s "$1" ] || [ $n -ge 50 ]; do n=$((n + 1)); sl
 exec stty -F "$(cat -- "$1")" rows "$2" cols "$3\""""
 
 
-def in_terminal(asked: m.Start) -> m.Start:
-    """The same request as one that `Machine.exec` can run."""
-    assert asked.pty is not None, "asks for a terminal"
-    size, config = asked.pty.size, asked.process
+def in_terminal(message: m.Start) -> m.Start:
+    """Convert a request for a terminal to one that `Machine.exec` can run."""
+    assert message.pty is not None, "needs a terminal"
+    size, config = message.pty.size, message.process
     _check(size)
     note = f"/tmp/.etude-tty-{secrets.token_hex(8)}"
     env = {"ETUDE_TTY": note, "ETUDE_ROWS": str(size.rows), "ETUDE_COLS": str(size.cols)}
-    program = _INSIDE + "exec " + " ".join(quoted(word) for word in [config.cmd, *config.args])
+    program = _INSIDE + "exec " + " ".join(quote(word) for word in [config.cmd, *config.args])
     process = m.Config(cmd="sh", args=["-c", _START, "sh", program], envs={**config.envs, **env}, cwd=config.cwd)
-    return msgspec.structs.replace(asked, process=process, stdin=True)
+    return msgspec.structs.replace(message, process=process, stdin=True)
 
 
 async def resize(machine: Machine, process: Process, size: m.Size) -> None:
-    """Tell the terminal, which tells who runs in it. Raises `RpcError`."""
+    """Resize the terminal of a process. Raises `RpcError`."""
     _check(size)
-    note = process.asked.process.envs["ETUDE_TTY"]
-    words = ["sh", "-c", _RESIZE, "sh", note, str(size.rows), str(size.cols)]
+    note = process.spec.process.envs["ETUDE_TTY"]
+    args = ["sh", "-c", _RESIZE, "sh", note, str(size.rows), str(size.cols)]
     try:
-        done = await machine.exec(words, key=f"tty-{secrets.token_hex(8)}", deadline_s=10.0, user=process.user)
+        done = await machine.exec(args, key=f"tty-{secrets.token_hex(8)}", deadline_s=10.0, user=process.user)
     except MachineError as error:
         raise RpcError(Code.UNAVAILABLE, error.what, hint=error.hint) from None
     if done.exit_code:

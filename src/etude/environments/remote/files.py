@@ -1,8 +1,8 @@
-"""Files anywhere in a served machine: `Machine.read` and `write` where they reach, small shell programs where not.
+"""Files in a sandbox, at any path.
 
-E2B's paths go over the whole file system; a machine's own go over its working directory. The programs are for any
-POSIX shell with `stat`, `find` and `cat` of coreutils or busybox, and run as the user who asks: what they may reach is
-decided in the machine, never here. What they answer is believed no further than it can be read.
+`Machine.read` and `write` are limited to the working directory, E2B's paths are not. So other paths are accessed by
+small shell programs in the machine, for any POSIX shell with `stat`, `find` and `cat` of coreutils or busybox. They run
+as the requesting user, so the machine decides about access. Their output is untrusted and validated.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from etude.records.command import Printed, Started
 from etude.seams import Machine
 
 _DEADLINE_S = 60.0
-_MAX_LIST_BYTES = 16 << 20  # of what a listing says
+_MAX_LIST_BYTES = 16 << 20  # output of a listing
 _LATEST = 1 << 36  # seconds since 1970: the year 4147
-_FIELDS = 4  # of one found: path, its own line, its target's line, the link's text
+_FIELDS = 4  # of one entry: path, its `stat` line, that of its target, the target of a link
 
-# What is said of each path: the path, `stat` of itself and of what it leads to, a link's text; a NUL after each.
-# Old gVisors refuse what coreutils ask a kernel by default, unless they are told not to believe what is cached.
-# There are no single quotes in it, so that it can be quoted by them.
-_TELL: Final = """k="%f %s %u %U %G %i %Y %y"; for f do printf "%s\\0" "$f"
+# Prints four fields for each path, each followed by NUL: the path, `stat` of itself and of its target, the link target.
+# Old versions of gVisor refuse the default statx flags of coreutils; `--cached=never` avoids them.
+# It has no single quotes, so that it can be put between single quotes.
+_DESCRIBE: Final = """k="%f %s %u %U %G %i %Y %y"; for f do printf "%s\\0" "$f"
 stat -c "$k" -- "$f" 2>/dev/null || stat --cached=never -c "$k" -- "$f" 2>/dev/null; printf "\\0"
 stat -L -c %f -- "$f" 2>/dev/null || stat --cached=never -L -c %f -- "$f" 2>/dev/null; printf "\\0"
 readlink -n -- "$f" 2>/dev/null; printf "\\0"
@@ -39,11 +39,11 @@ _STAT = f"""[ -e "$1" ] || [ -L "$1" ] || exit 44
 d=$(dirname -- "$1"); b=$(basename -- "$1")
 d=$(cd -- "$d" && pwd -P) || exit 44
 case $b in /|.|..) set -- "$(cd -- "$1" && pwd -P)";; *) set -- "${{d%/}}/$b";; esac
-{_TELL}"""
+{_DESCRIBE}"""
 _LIST = f"""[ -e "$1" ] || exit 44
 [ -d "$1" ] || exit 45
 d=$(cd -- "$1" && pwd -P) || exit 46
-find "$d" -mindepth 1 -maxdepth "$2" -exec sh -c '{_TELL}' sh {{}} +"""
+find "$d" -mindepth 1 -maxdepth "$2" -exec sh -c '{_DESCRIBE}' sh {{}} +"""
 _READ = '[ -e "$1" ] || exit 44; [ -d "$1" ] && exit 45; [ -f "$1" ] || exit 47; exec cat < "$1"'
 _WRITE = '[ -d "$1" ] && exit 45; mkdir -p -- "$(dirname -- "$1")" && exec cat > "$1"'
 _MKDIR = '[ -d "$1" ] && exit 48; [ -e "$1" ] && exit 47; exec mkdir -p -- "$1"'
@@ -58,19 +58,19 @@ PROGRAMS: Final = {
     "e_remove": _REMOVE,
     "e_move": _MOVE,
 }
-_LOOKING = {"e_stat", "e_list", "e_read"}
-_HOW = {
-    44: (Code.NOT_FOUND, "there is no {}"),
-    45: (Code.INVALID_ARGUMENT, "{} is of the wrong kind: a folder, or none"),
-    46: (Code.PERMISSION_DENIED, "{} may not be entered"),
-    47: (Code.INVALID_ARGUMENT, "{} is there and is no regular file"),
-    48: (Code.ALREADY_EXISTS, "{} is there"),
+_READ_ONLY = {"e_stat", "e_list", "e_read"}
+_EXIT_CODES = {
+    44: (Code.NOT_FOUND, "{} does not exist"),
+    45: (Code.INVALID_ARGUMENT, "{} is a folder, or is not one"),
+    46: (Code.PERMISSION_DENIED, "{} cannot be entered"),
+    47: (Code.INVALID_ARGUMENT, "{} exists and is not a regular file"),
+    48: (Code.ALREADY_EXISTS, "{} exists"),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """An entry, and what tells whether it changed."""
+    """An entry of a folder, with its inode and modification time to detect changes."""
 
     entry: m.Entry
     inode: str
@@ -78,35 +78,36 @@ class Found:
 
     @property
     def is_folder(self) -> bool:
+        """Whether it is a folder, or a link to one."""
         return self.entry.type == "FILE_TYPE_DIRECTORY"
 
 
 class Files:
-    """The file system of a machine, as one of its users sees it. Raises `RpcError`."""
+    """The file system of a machine, accessed as one of its users. Its methods raise `RpcError`."""
 
     def __init__(self, machine: Machine, shells: Shells, *, user: str = "", max_bytes: int) -> None:
         self._machine, self._shells, self._user, self._max_bytes = machine, shells, user, max_bytes
 
     async def read(self, path: str, *, exactly: bool = False, max_bytes: int | None = None) -> bytes:
-        """A file's content. `exactly`: as `Machine.read` does it, no link followed."""
+        """Read a file. `exactly`: as `Machine.read`, which follows no links."""
         limit = self._max_bytes if max_bytes is None else min(max_bytes, self._max_bytes)
-        if exactly or self._is_own(path):
+        if exactly or self._is_relative(path):
             try:
                 return await self._machine.read(path, max_bytes=limit)
             except FileNotFoundError:
-                raise RpcError(Code.NOT_FOUND, f"there is no {path}") from None
+                raise RpcError(Code.NOT_FOUND, f"{path} does not exist") from None
             except IsADirectoryError:
                 raise RpcError(Code.INVALID_ARGUMENT, f"{path} is a folder", hint="folder") from None
-            except PermissionError as error:  # of the machine's own making
+            except PermissionError as error:  # raised by the machine itself
                 raise RpcError(Code.PERMISSION_DENIED, f"{path}: {error.strerror}", hint="file") from None
-            except ValueError as error:  # a link, say: E2B follows it
+            except ValueError as error:  # for example a link, which E2B follows
                 if exactly:
                     raise RpcError(Code.INVALID_ARGUMENT, str(error)) from None
         return await self._run("e_read", path, max_bytes=limit)
 
     async def write(self, path: str, data: bytes, *, exactly: bool = False) -> None:
-        """Create or replace a file, with the folders above it."""
-        if exactly or self._is_own(path):
+        """Create or replace a file, and create its parent folders. `exactly`: as `Machine.write`."""
+        if exactly or self._is_relative(path):
             try:
                 return await self._machine.write(path, data)
             except ValueError as error:
@@ -118,43 +119,43 @@ class Files:
         await self._run("e_write", path, stdin=data)
 
     async def stat(self, path: str) -> Found:
-        """One entry."""
-        found = list((await self._told("e_stat", path)).values())
+        """Return one entry."""
+        found = list((await self._listed("e_stat", path)).values())
         if len(found) != 1:
             raise _unreadable(f"{len(found)} entries for {path}")
         return found[0]
 
     async def entries(self, path: str, depth: int) -> list[m.Entry]:
-        """What is in a folder."""
+        """List a folder, `depth` levels deep."""
         return [found.entry for found in (await self.tree(path, depth)).values()]
 
     async def tree(self, path: str, depth: int) -> Mapping[str, Found]:
-        """What is in a folder, by names relative to it."""
-        found = await self._told("e_list", path, str(max(1, min(depth, 64))))
+        """List a folder, `depth` levels deep, by names relative to it."""
+        found = await self._listed("e_list", path, str(max(1, min(depth, 64))))
         if not all(name.startswith("/") for name in found):
             raise _unreadable("a path that is not absolute")
         here = posixpath.commonpath([posixpath.dirname(name) for name in found]) if found else ""
         return {posixpath.relpath(name, here): found[name] for name in sorted(found)}
 
     async def make_dir(self, path: str) -> m.Entry:
-        """A new folder, with those above it."""
+        """Create a folder and its parents."""
         await self._run("e_mkdir", path)
         return (await self.stat(path)).entry
 
     async def remove(self, path: str) -> None:
-        """A file or a whole folder; what is not there is removed already."""
+        """Remove a file or a folder. Does nothing if it does not exist."""
         await self._run("e_remove", path)
 
     async def move(self, source: str, destination: str) -> m.Entry:
-        """Rename."""
+        """Move a file or a folder. Returns the new entry."""
         await self._run("e_move", source, destination)
         return (await self.stat(destination)).entry
 
-    def _is_own(self, path: str) -> bool:
-        """Whether the machine's own reading and writing reach it, for its own user."""
+    def _is_relative(self, path: str) -> bool:
+        """Whether `Machine.read` and `write` can access a path: relative, and for the default user."""
         return not self._user and not path.startswith(("/", "~")) and ".." not in path.split("/") and path != ""
 
-    async def _told(self, program: str, *words: str) -> dict[str, Found]:
+    async def _listed(self, program: str, *words: str) -> dict[str, Found]:
         data = await self._run(program, *words, max_bytes=_MAX_LIST_BYTES)
         parts = data.decode(errors="replace").split("\0")[:-1]
         try:
@@ -166,33 +167,35 @@ class Files:
             raise _unreadable(str(error)) from None
 
     async def _run(self, program: str, *words: str, stdin: bytes = b"", max_bytes: int = 4096) -> bytes:
-        """Standard output of a program in the machine; its failure, by its exit code, as `RpcError`."""
+        """Run a program in the machine. Returns its standard output; raises `RpcError` by its exit code."""
         paths = [_plain(word) for word in words]
         if stdin or program == "e_write" or any("\n" in path for path in paths):
-            code, out, err = await self._alone(program, paths, stdin, max_bytes)
+            code, out, err = await self._run_separately(program, paths, stdin, max_bytes)
         else:
-            code, out, err = await self._ask(program, paths, max_bytes)
+            code, out, err = await self._run_in_shell(program, paths, max_bytes)
         _check(code, paths[0], err)
         return out
 
-    async def _ask(self, program: str, paths: list[str], max_bytes: int) -> tuple[int, bytes, bytes]:
-        """A program in the shell; again, where it only looks, if somebody had just killed that."""
+    async def _run_in_shell(self, program: str, paths: list[str], max_bytes: int) -> tuple[int, bytes, bytes]:
+        """Run a program in the shared shell. If that was killed meanwhile, retry programs that only read."""
         shell = self._shells.of(self._user)
         try:
-            return await shell.ask(program, *paths, max_bytes=max_bytes)
+            return await shell.call(program, *paths, max_bytes=max_bytes)
         except RpcError as error:
-            if error.code is not Code.ABORTED or program not in _LOOKING:
+            if error.code is not Code.ABORTED or program not in _READ_ONLY:
                 raise
-        return await shell.ask(program, *paths, max_bytes=max_bytes)
+        return await shell.call(program, *paths, max_bytes=max_bytes)
 
-    async def _alone(self, program: str, paths: list[str], stdin: bytes, max_bytes: int) -> tuple[int, bytes, bytes]:
-        """A program as a command of its own: one that is given something to read, or a name that is no line."""
+    async def _run_separately(
+        self, program: str, paths: list[str], stdin: bytes, max_bytes: int
+    ) -> tuple[int, bytes, bytes]:
+        """Run a program as a separate command, for one with input or with a newline in a path."""
         out, err = bytearray(), bytearray()
 
         def tell(event: Started | Printed) -> None:
             if isinstance(event, Printed):
-                held = out if event.stream == 1 else err
-                held += event.data[: max(0, max_bytes + 1 - len(held))]
+                buffer = out if event.stream == 1 else err
+                buffer += event.data[: max(0, max_bytes + 1 - len(buffer))]
 
         try:
             result = await self._machine.exec(
@@ -216,31 +219,33 @@ class Files:
 
 
 def _check(exit_code: int, path: str, err: bytes) -> None:
-    said = err[:300].decode(errors="replace").strip()
-    if exit_code in _HOW:
-        code, text = _HOW[exit_code]
+    message = err[:300].decode(errors="replace").strip()
+    if exit_code in _EXIT_CODES:
+        code, text = _EXIT_CODES[exit_code]
         raise RpcError(code, text.format(path))
     if exit_code:
-        no_room = "No space left" in said or "quota" in said
-        code = Code.RESOURCE_EXHAUSTED if no_room else Code.PERMISSION_DENIED
-        raise RpcError(code, said or f"{path}: exit code {exit_code}", hint="disk" if no_room else "file")
+        is_full = "No space left" in message or "quota" in message
+        code = Code.RESOURCE_EXHAUSTED if is_full else Code.PERMISSION_DENIED
+        raise RpcError(code, message or f"{path}: exit code {exit_code}", hint="disk" if is_full else "file")
 
 
 def _unreadable(why: str) -> RpcError:
-    return RpcError(Code.INTERNAL, f"the machine's listing cannot be read: {why}", hint="has its image stat and find?")
+    return RpcError(
+        Code.INTERNAL, f"the machine's listing cannot be read: {why}", hint="check that the image has stat and find"
+    )
 
 
 def _plain(path: str) -> str:
-    """A path as the machine's shell gets it: `~` is the working directory, where commands start."""
+    """Convert a path for the shell of the machine; `~` is the working directory."""
     if "\0" in path:
-        raise RpcError(Code.INVALID_ARGUMENT, "a path has no NUL byte")
+        raise RpcError(Code.INVALID_ARGUMENT, "a path must not have a NUL byte")
     if path == "~" or path.startswith("~/"):
         return path[2:] or "."
     return path or "."
 
 
 def entry_of(path: str, line: str, target: str, link: str) -> Found | None:
-    """What a program said of one path; None where it had gone by then. Raises `ValueError`.
+    """Parse the output of a program for one path; None if it was deleted meanwhile. Raises `ValueError`.
 
     >>> found = entry_of("/a/b", "81a4 5 1000 me us 77 1700000000 2023-11-14 22:13:20.0 +0000\\n", "81a4\\n", "")
     >>> found.entry.type, found.entry.size, found.entry.permissions

@@ -1,15 +1,15 @@
-"""Who may have machines, and how many: API keys, each with quotas of its own.
+"""API keys and their quotas.
 
-The file is TOML, one table a key, readable by its owner alone:
+The file of keys is TOML, with one table for each key. Only its owner may have access to it:
 
     [alice]
     key = "e2b_..."            # at least 16 characters
-    max_live = 16              # machines alive at the same time, paused ones among them
-    max_lifetime_s = 3600      # of one machine, however often its lease is renewed
+    max_live = 16              # sandboxes at the same time, including paused ones
+    max_lifetime_s = 3600      # of one sandbox, including all renewals of its lease
     creations_per_minute = 120
-    max_state_mib = 1024       # of paused machines and named snapshots together
+    max_state_mib = 1024       # of paused sandboxes and named snapshots together
 
-A key is compared with every known one in constant time. Knows nothing of HTTP.
+Keys are compared in constant time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from etude.environments.remote.refusal import Refused
+from etude.environments.remote.api_errors import ApiError
 from etude.errors import ConfigError, nearest
 
 _MIN_KEY = 16
@@ -32,7 +32,7 @@ _MINUTE_S = 60.0
 
 
 class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A key and what it is good for."""
+    """An API key and its quota."""
 
     key: str
     max_live: int = 16
@@ -42,85 +42,85 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Account:
-    """Whoever has one of the keys, and what they have taken of its quota."""
+    """An account: its name, its quota, and what it uses of it."""
 
     def __init__(self, name: str, quota: Quota, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.name, self.quota, self._clock = name, quota, clock
         self.num_live = self.num_state_bytes = 0
         self._creations: deque[float] = deque()
 
-    def take(self, n: int = 1) -> None:
-        """Room for n more machines. Raises `Refused` (429)."""
+    def add_live(self, n: int = 1) -> None:
+        """Count n more sandboxes. Raises `ApiError` (429) over the quota."""
         now = self._clock()
         while self._creations and self._creations[0] <= now - _MINUTE_S:
             self._creations.popleft()
         if self.num_live + n > self.quota.max_live:
             facts = f"{self.num_live} of {self.quota.max_live} are alive"
-            hint = "kill those that are done with, or let the key have more (max_live)"
-            raise Refused(429, f"the quota of {self.name!r} has no room for {n} more machines", facts, hint=hint)
+            hint = "kill some, or increase max_live of the key"
+            raise ApiError(429, f"the quota of {self.name!r} does not allow {n} more machines", facts, hint=hint)
         if len(self._creations) + n > self.quota.creations_per_minute:
             wait_s = int(self._creations[0] + _MINUTE_S - now) + 1 if self._creations else int(_MINUTE_S)
             facts = f"{len(self._creations)} of {self.quota.creations_per_minute} in the last minute"
             headers = {"should-retry": "true", "retry-after": str(wait_s)}
-            what = f"{self.name!r} makes machines faster than its quota allows"
-            raise Refused(429, what, facts, hint=f"try again in {wait_s} s", headers=headers)
+            what = f"{self.name!r} creates machines faster than its quota allows"
+            raise ApiError(429, what, facts, hint=f"try again in {wait_s} s", headers=headers)
         self.num_live += n
         self._creations.extend([now] * n)
 
-    def give_back(self, n: int = 1) -> None:
-        """Machines have ended."""
+    def remove_live(self, n: int = 1) -> None:
+        """Count n sandboxes that have ended."""
         self.num_live -= n
 
-    def take_bytes(self, n: int) -> None:
-        """Room for a state of n bytes that is kept however much others keep. Raises `Refused` (429)."""
-        most = self.quota.max_state_mib << 20
-        if self.num_state_bytes + n > most:
-            facts = f"{n} bytes more than {self.num_state_bytes}, of {most}"
-            hint = "kill paused machines and delete named snapshots, or let the key have more (max_state_mib)"
-            raise Refused(429, f"the quota of {self.name!r} has no room for this state", facts, hint=hint)
+    def add_state_bytes(self, n: int) -> None:
+        """Count n bytes of a held state. Raises `ApiError` (429) over the quota."""
+        limit = self.quota.max_state_mib << 20
+        if self.num_state_bytes + n > limit:
+            facts = f"{n} bytes more than {self.num_state_bytes}, of {limit}"
+            hint = "kill paused machines, delete named snapshots, or increase max_state_mib of the key"
+            raise ApiError(429, f"the quota of {self.name!r} does not allow this state", facts, hint=hint)
         self.num_state_bytes += n
 
-    def give_bytes_back(self, n: int) -> None:
-        """A state is kept no longer."""
+    def remove_state_bytes(self, n: int) -> None:
+        """Count n bytes of a state that was released."""
         self.num_state_bytes -= n
 
 
 class Keyring:
-    """The accounts by their keys."""
+    """All accounts of a server. Raises `ConfigError` for weak or duplicate keys."""
 
     def __init__(self, quotas: Mapping[str, Quota], *, clock: Callable[[], float] = time.monotonic) -> None:
         if not quotas:
-            raise ConfigError("there is no key", hint='write one: [me] and key = "..." of at least 16 characters')
+            raise ConfigError("there are no API keys", hint='add one: [me] and key = "..." of at least 16 characters')
         for name, quota in quotas.items():
             if len(quota.key) < _MIN_KEY or not quota.key.isascii() or not quota.key.isprintable():
                 raise ConfigError(
                     f"the key of {name!r} is too weak",
                     f"{len(quota.key)} characters",
-                    hint="python -c 'import secrets; print(secrets.token_hex(24))' says a good one",
+                    hint="python -c 'import secrets; print(secrets.token_hex(24))' prints a good one",
                 )
         if len({quota.key for quota in quotas.values()}) < len(quotas):
-            raise ConfigError("two accounts have the same key", hint="each needs its own")
+            raise ConfigError("two accounts have the same key", hint="give each a different key")
         self._accounts = [(quota.key.encode(), Account(name, quota, clock=clock)) for name, quota in quotas.items()]
 
     @staticmethod
     def read(path: Path) -> Keyring:
-        """The keys of a file. Raises `ConfigError`."""
+        """Read the keys from a file. Raises `ConfigError` if it is invalid or other users have access to it."""
         try:
             if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-                raise ConfigError(f"{path} has keys and others may read it", hint=f"chmod 600 {path}")
+                raise ConfigError(f"{path} has keys and other users have access to it", hint=f"chmod 600 {path}")
             raw = tomllib.loads(path.read_text())
             _require_fields(path, raw)
             return Keyring(msgspec.convert(raw, dict[str, Quota]))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-            hint = 'one table a key, [alice] and key = "...": see docs/guides/machines-remote.md'
-            raise ConfigError(f"{path} is no file of keys", str(error), hint=hint) from None
+            hint = 'one table for each key, [alice] and key = "...": see docs/guides/machines-remote.md'
+            raise ConfigError(f"{path} is not a valid file of keys", str(error), hint=hint) from None
 
     def secrets(self) -> list[bytes]:
-        """All keys: what nobody has who is not told everything."""
+        """Return all API keys. Together they seal exported snapshots."""
         return [key for key, _ in self._accounts]
 
     def account(self, given: str) -> Account | None:
-        """Whose key it is; None for one that nobody has. Takes the same time for every key of the same length."""
+        """Return the account of a key, None if it is unknown. Compares in constant time."""
         found, data = None, given.encode("utf-8", "replace")
         for key, account in self._accounts:
             if hmac.compare_digest(key, data):
@@ -129,7 +129,7 @@ class Keyring:
 
 
 def _require_fields(path: Path, raw: Mapping[str, object]) -> None:
-    """Raises `ConfigError` for a field that no key has, naming its table and the nearest one."""
+    """Raise `ConfigError` for an unknown field, with its table and the nearest known field."""
     known = Quota.__struct_fields__
     for name, table in raw.items():
         for field in table if isinstance(table, dict) else ():

@@ -1,4 +1,4 @@
-"""`Machine` of a service: its commands by their keys, its files, its states. How a command is heard is `commands`."""
+"""A `Machine` at a remote service: commands, files, snapshots."""
 
 from __future__ import annotations
 
@@ -7,71 +7,71 @@ from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, Protocol, Unpack
 
-from etude.environments.commands import Commands
-from etude.environments.paths import inside
-from etude.environments.remote.commands import run_abroad, run_exactly
-from etude.environments.remote.connect import RpcError, of_answer
-from etude.environments.remote.foreign import check_links, kill_all
-from etude.environments.remote.service import Service
+from etude.environments.command_registry import CommandRegistry
+from etude.environments.paths import encode_path
+from etude.environments.remote.commands import run_on_etude, run_on_external
+from etude.environments.remote.connect import RpcError, error_of_response
+from etude.environments.remote.external_service import check_links, kill_all
+from etude.environments.remote.machine_client import MachineClient
 from etude.errors import MachineError
 from etude.records.command import Command, ExecOptions, ExecResult, check_max_bytes
 
 _UPLOAD = 8 << 20  # of files, in one call
 
 
-class Owner(Protocol):
-    """What a machine needs of its runtime."""
+class MachineOwner(Protocol):
+    """The methods of the runtime that its machines call."""
 
-    async def keep(self, machine_id: str, name: str | None) -> str | None: ...
+    async def take_snapshot(self, machine_id: str, name: str | None) -> str | None: ...
     async def freeze(self, machine_id: str) -> None: ...
     async def end(self, machine_id: str) -> None: ...
 
 
 class RemoteMachine:
-    """One machine, by its service and its runtime."""
+    """One machine at a remote service."""
 
-    def __init__(self, service: Service, owner: Owner) -> None:
-        self.id = service.id
-        self._service, self._owner = service, owner
-        self._commands = Commands()
+    def __init__(self, client: MachineClient, owner: MachineOwner) -> None:
+        self.id = client.id
+        self._client, self._owner = client, owner
+        self._commands = CommandRegistry()
         self._closing: asyncio.Task[None] | None = None
         self._frozen = False
 
     async def exec(
         self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
     ) -> ExecResult:
-        """See `Machine.exec`. Cancelling the caller does not stop the command: ask again with the same key."""
-        return await self._commands.once(self._begin, argv, key=key, deadline_s=deadline_s, **options)
+        """See `Machine.exec`. Cancelling the call does not stop the command: call again with the same key."""
+        return await self._commands.run_once(self._begin, argv, key=key, deadline_s=deadline_s, **options)
 
     def _begin(self, command: Command) -> Coroutine[Any, Any, ExecResult]:
-        self._must_be_open()
+        self._require_open()
         if self._frozen:
             raise MachineError(f"machine {self.id} is frozen", hint="fork its snapshot")
-        run = run_exactly if self._service.is_etude else run_abroad
-        return run(self._service, command)
+        run = run_on_etude if self._client.is_etude else run_on_external
+        return run(self._client, command)
 
     # files
 
     async def read(self, path: str, *, max_bytes: int = 1_048_576) -> bytes:
         """See `Machine.read`."""
-        self._must_be_open()
+        self._require_open()
         check_max_bytes(max_bytes)
         name = name_of(path)
         try:
-            if self._service.is_etude:
+            if self._client.is_etude:
                 headers = {"etude-exactly": str(max_bytes)}
-                answer = await self._service.download(name, headers=headers, max_bytes=max_bytes + 65_536)
+                reply = await self._client.download(name, headers=headers, max_bytes=max_bytes + 65_536)
             else:
-                place = await check_links(self._service, name, max_bytes)
-                answer = await self._service.download(place, headers={}, max_bytes=max_bytes)
+                place = await check_links(self._client, name, max_bytes)
+                reply = await self._client.download(place, headers={}, max_bytes=max_bytes)
         except RpcError as error:
-            raise self._unread(path, error.code.status, error.message, error.hint) from None
-        if answer.status == 200:
-            return answer.body
-        said = of_answer(answer.status, answer.body)
-        raise self._unread(path, answer.status, said.message, said.hint)
+            raise self._read_error(path, error.code.status, error.message, error.hint) from None
+        if reply.status == 200:
+            return reply.body
+        error = error_of_response(reply.status, reply.body)
+        raise self._read_error(path, reply.status, error.message, error.hint)
 
-    def _unread(self, path: str, status: int, message: str, hint: str) -> Exception:
+    def _read_error(self, path: str, status: int, message: str, hint: str) -> Exception:
         if status == 404:
             return FileNotFoundError(f"{path}: {message}")
         if status == 403 and hint == "file":
@@ -79,7 +79,7 @@ class RemoteMachine:
         if status == 400:
             return IsADirectoryError(path) if hint == "folder" else ValueError(message)
         if status == 413:
-            return ValueError(f"{path} is larger than may be read")
+            return ValueError(f"{path} is larger than the limit")
         return MachineError(
             f"{path} of machine {self.id} cannot be read", f"HTTP {status}: {message}", hint=hint or _GONE
         )
@@ -89,8 +89,8 @@ class RemoteMachine:
         await self.write_all({path: data})
 
     async def write_all(self, files: Mapping[str, bytes]) -> None:
-        """Many files in a few calls."""
-        self._must_be_open()
+        """Write many files with few requests."""
+        self._require_open()
         batch: dict[str, bytes] = {}
         for path, data in files.items():
             batch[name_of(path)] = bytes(data)
@@ -101,40 +101,42 @@ class RemoteMachine:
             await self._upload(batch)
 
     async def _upload(self, files: Mapping[str, bytes]) -> None:
-        headers = {"etude-exactly": "0"} if self._service.is_etude else {}
-        if not self._service.is_etude:
-            here = PurePosixPath(self._service.config.workdir)
+        headers = {"etude-exactly": "0"} if self._client.is_etude else {}
+        if not self._client.is_etude:
+            here = PurePosixPath(self._client.config.workdir)
             files = {str(here / name): data for name, data in files.items()}
-        answer = await self._service.upload(files, headers=headers)
-        if answer.status < 300:
+        reply = await self._client.upload(files, headers=headers)
+        if reply.status < 300:
             return
-        message = of_answer(answer.status, answer.body).message
-        if answer.status == 507:
+        message = error_of_response(reply.status, reply.body).message
+        if reply.status == 507:
             raise OSError(message)
-        if answer.status == 400:
+        if reply.status == 400:
             raise ValueError(message)
-        raise MachineError(f"machine {self.id} takes no files", f"HTTP {answer.status}: {message}", hint=_GONE)
+        raise MachineError(
+            f"files cannot be written to machine {self.id}", f"HTTP {reply.status}: {message}", hint=_GONE
+        )
 
     # states
 
     async def freeze(self) -> None:
-        """See `Machine.freeze`; `RuntimeInfo.notes` says what another service's is."""
-        self._must_be_open()
+        """See `Machine.freeze`, and `RuntimeInfo.notes` for external services."""
+        self._require_open()
         if not self._frozen:
-            await (self._owner.freeze(self.id) if self._service.is_etude else kill_all(self))
+            await (self._owner.freeze(self.id) if self._client.is_etude else kill_all(self))
             self._frozen = True
 
     async def snapshot(self) -> str:
         """See `Machine.snapshot`."""
-        self._must_be_open()
-        kept = await self._owner.keep(self.id, None)
-        if kept is None:
-            raise MachineError("the service keeps no snapshots", hint="use one that does, or etude machines serve")
-        return kept
+        self._require_open()
+        snapshot_id = await self._owner.take_snapshot(self.id, None)
+        if snapshot_id is None:
+            raise MachineError("the service has no snapshots", hint="use another one, or etude machines serve")
+        return snapshot_id
 
-    async def keep(self, name: str) -> str | None:
-        """A snapshot by a name; None where the service has none."""
-        return await self._owner.keep(self.id, name)
+    async def take_snapshot(self, name: str) -> str | None:
+        """Take a named snapshot. Returns its id; None if the service has no snapshots."""
+        return await self._owner.take_snapshot(self.id, name)
 
     async def close(self) -> None:
         """See `Machine.close`."""
@@ -142,14 +144,14 @@ class RemoteMachine:
             self._closing = asyncio.create_task(self._owner.end(self.id))
         await asyncio.shield(self._closing)
 
-    def _must_be_open(self) -> None:
+    def _require_open(self) -> None:
         if self._closing is not None:
             raise MachineError("the machine is closed", hint="a machine is used once: fork another one")
 
 
-_GONE = "it has ended, or its server has: fork another one"
+_GONE = "the machine or its server has ended: fork another one"
 
 
 def name_of(path: str) -> str:
-    """A path in its plain form. `ValueError` for one that leaves the working directory, or is no text."""
-    return inside(path).decode()
+    """Normalize a path. Raises `ValueError` if it leaves the working directory or is not UTF-8."""
+    return encode_path(path).decode()

@@ -1,7 +1,7 @@
-"""The messages of E2B's HTTP API that we speak, both sides of them: machines as REST, processes and files as RPC.
+"""The messages of E2B's HTTP API that etude supports: REST for sandboxes, RPC for processes and files.
 
-Names on the wire are E2B's; fields that we do not know are ignored, in requests and in answers. `Exact` is ours: what
-a client of ours asks beside, and gets from a server of ours. Written from the published behaviour of E2B's API.
+The names on the wire are E2B's. Unknown fields are ignored in requests and responses. Fields named `etude` and the
+class `Exact` are extensions between etude's client and server. Written from the published behaviour of E2B's API.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import msgspec
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """What all have in common: protobuf's names in JSON."""
+    """Base of the RPC messages, with protobuf's JSON names."""
 
 
 # processes
 
 
 class Config(Message, frozen=True, kw_only=True):
-    """What to run."""
+    """The command line, environment and working directory of a process."""
 
     cmd: str = ""
     args: list[str] = []
@@ -26,30 +26,30 @@ class Config(Message, frozen=True, kw_only=True):
 
 
 class Size(Message, frozen=True, kw_only=True):
-    """Of a terminal."""
+    """The size of a terminal."""
 
     cols: int = 0
     rows: int = 0
 
 
 class Terminal(Message, frozen=True, kw_only=True):
-    """Asks for one."""
+    """A terminal for a process."""
 
     size: Size = Size()
 
 
 class Exact(Message, frozen=True, kw_only=True):
-    """What our clients ask of our servers beside: the seam's own arguments, and where a broken stream goes on."""
+    """Extension of etude: the arguments of `Machine.exec`, and where to continue a broken stream."""
 
     key: str
     deadline_ms: int
     output_bytes: int
     tell: bool = False
-    after: int = 0  # events of this command that the caller has already
+    after: int = 0  # number of events that the caller has received
 
 
 class Start(Message, frozen=True, kw_only=True):
-    """Run a command."""
+    """Request: run a command."""
 
     process: Config = Config()
     pty: Terminal | None = None
@@ -59,27 +59,27 @@ class Start(Message, frozen=True, kw_only=True):
 
 
 class Selector(Message, frozen=True, kw_only=True):
-    """Names a process that runs."""
+    """Selects a running process by pid or tag."""
 
     pid: int | None = None
     tag: str | None = None
 
 
 class Selected(Message, frozen=True, kw_only=True):
-    """A request about one process: Connect, CloseStdin."""
+    """Request about one process: Connect, CloseStdin."""
 
     process: Selector = Selector()
 
 
 class Input(Message, frozen=True, kw_only=True):
-    """Bytes for it."""
+    """Input for a process, through a pipe or a terminal."""
 
     stdin: bytes | None = None
     pty: bytes | None = None
 
 
 class SendInput(Message, frozen=True, kw_only=True):
-    """Give it input. `etude_offset`, ours: how many bytes came before; what is known of them is not given twice."""
+    """Request: send input. `etude_offset` (extension): position of these bytes; received bytes are not sent twice."""
 
     process: Selector = Selector()
     input: Input = Input()
@@ -87,34 +87,34 @@ class SendInput(Message, frozen=True, kw_only=True):
 
 
 class InputData(Message, frozen=True, kw_only=True):
-    """Of a stream of input."""
+    """A piece of input in a stream."""
 
     input: Input = Input()
 
 
 class StreamInput(Message, frozen=True, kw_only=True):
-    """The process first, then its input."""
+    """Message of an input stream: the first has the process, the others its input."""
 
     start: Selected | None = None
     data: InputData | None = None
 
 
 class SendSignal(Message, frozen=True, kw_only=True):
-    """End it, more or less politely."""
+    """Request: send a signal to a process."""
 
     process: Selector = Selector()
     signal: str | int = "SIGNAL_UNSPECIFIED"
 
 
 class Update(Message, frozen=True, kw_only=True):
-    """Another size of its terminal."""
+    """Request: resize the terminal of a process."""
 
     process: Selector = Selector()
     pty: Terminal | None = None
 
 
 class ProcessInfo(Message, frozen=True, kw_only=True):
-    """One that runs."""
+    """A running process."""
 
     config: Config
     pid: int
@@ -122,19 +122,19 @@ class ProcessInfo(Message, frozen=True, kw_only=True):
 
 
 class ProcessList(Message, frozen=True, kw_only=True):
-    """All that run."""
+    """Response: all running processes."""
 
     processes: list[ProcessInfo] = []
 
 
 class Began(Message, frozen=True, kw_only=True):
-    """It is there."""
+    """Event: the process was started."""
 
     pid: int = 0
 
 
 class Output(Message, frozen=True, kw_only=True):
-    """It has written."""
+    """Event: output of the process."""
 
     stdout: bytes | None = None
     stderr: bytes | None = None
@@ -142,7 +142,7 @@ class Output(Message, frozen=True, kw_only=True):
 
 
 class Outcome(Message, frozen=True, kw_only=True):
-    """`ExecResult` but for the exit code, for those who asked with `Exact`."""
+    """Extension of etude: `ExecResult` without the exit code, for requests with `Exact`."""
 
     output: bytes = b""
     timed_out: bool = False
@@ -151,7 +151,7 @@ class Outcome(Message, frozen=True, kw_only=True):
 
 
 class Ended(Message, frozen=True, kw_only=True):
-    """It is over."""
+    """Event: the process has ended."""
 
     exit_code: int = 0
     exited: bool = False
@@ -161,7 +161,7 @@ class Ended(Message, frozen=True, kw_only=True):
 
 
 class Event(Message, frozen=True, kw_only=True):
-    """One of them."""
+    """An event of a process; exactly one field is set."""
 
     start: Began | None = None
     data: Output | None = None
@@ -169,8 +169,8 @@ class Event(Message, frozen=True, kw_only=True):
     keepalive: dict[str, str] | None = None
 
 
-class Happened(Message, frozen=True, kw_only=True):
-    """What Start and Connect answer, again and again."""
+class ProcessEvent(Message, frozen=True, kw_only=True):
+    """Message of the response streams of Start and Connect."""
 
     event: Event = Event()
 
@@ -184,7 +184,7 @@ class Entry(Message, frozen=True, kw_only=True):
     name: str = ""
     type: str = "FILE_TYPE_UNSPECIFIED"
     path: str = ""
-    size: str = "0"  # 64 bits are text in protobuf's JSON
+    size: str = "0"  # protobuf's JSON has 64-bit numbers as text
     mode: int = 0
     permissions: str = ""
     owner: str = ""
@@ -195,39 +195,39 @@ class Entry(Message, frozen=True, kw_only=True):
 
 
 class WithEntry(Message, frozen=True, kw_only=True):
-    """What Stat, MakeDir and Move answer."""
+    """Response of Stat, MakeDir and Move."""
 
     entry: Entry = Entry()
 
 
 class Path(Message, frozen=True, kw_only=True):
-    """A request about one path: Stat, MakeDir, Remove."""
+    """Request about one path: Stat, MakeDir, Remove."""
 
     path: str = ""
 
 
 class Move(Message, frozen=True, kw_only=True):
-    """Rename."""
+    """Request: move a file or folder."""
 
     source: str = ""
     destination: str = ""
 
 
 class ListDir(Message, frozen=True, kw_only=True):
-    """What is in a folder, `depth` levels of it (0: one)."""
+    """Request: list a folder, `depth` levels deep (0: one level)."""
 
     path: str = ""
     depth: int = 0
 
 
 class Entries(Message, frozen=True, kw_only=True):
-    """It is this."""
+    """Response: the entries of a folder."""
 
     entries: list[Entry] = []
 
 
 class Watch(Message, frozen=True, kw_only=True):
-    """Tell what changes in a folder."""
+    """Request: watch a folder."""
 
     path: str = ""
     recursive: bool = False
@@ -235,7 +235,7 @@ class Watch(Message, frozen=True, kw_only=True):
 
 
 class Change(Message, frozen=True, kw_only=True):
-    """Something did."""
+    """A change in a watched folder."""
 
     name: str = ""
     type: str = "EVENT_TYPE_UNSPECIFIED"
@@ -243,7 +243,7 @@ class Change(Message, frozen=True, kw_only=True):
 
 
 class Watched(Message, frozen=True, kw_only=True):
-    """What WatchDir answers, again and again."""
+    """Message of the response stream of WatchDir."""
 
     start: dict[str, str] | None = None
     filesystem: Change | None = None
@@ -251,13 +251,13 @@ class Watched(Message, frozen=True, kw_only=True):
 
 
 class Watcher(Message, frozen=True, kw_only=True):
-    """A watch that is asked, not listened to."""
+    """The id of a watcher that the client polls."""
 
     watcher_id: str = ""
 
 
 class Changes(Message, frozen=True, kw_only=True):
-    """Since it was asked last."""
+    """Response: the changes since the last poll."""
 
     events: list[Change] = []
 
@@ -266,11 +266,11 @@ class Changes(Message, frozen=True, kw_only=True):
 
 
 class Resource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What all of REST have in common; the names are not quite regular."""
+    """Base of the REST messages. Their names are not regular, so each field has its own."""
 
 
 class NewSandbox(Resource, frozen=True, kw_only=True):
-    """Make a machine from a template or a snapshot."""
+    """Request: create a sandbox from a template or a snapshot."""
 
     template_id: str = msgspec.field(name="templateID")
     timeout: int = 300  # seconds
@@ -284,34 +284,34 @@ class NewSandbox(Resource, frozen=True, kw_only=True):
 
 
 class Lease(Resource, frozen=True, kw_only=True):
-    """Seconds from now until it ends; also what Connect and Resume are sent."""
+    """Request: set the lease to `timeout` seconds from now. Also the request of Connect and Resume."""
 
     timeout: int = 300
     memory: bool | None = None
 
 
 class Refresh(Resource, frozen=True, kw_only=True):
-    """Live at least so long from now on."""
+    """Request: extend the lease to at least `duration` seconds from now."""
 
     duration: int = 60
 
 
 class Fork(Resource, frozen=True, kw_only=True):
-    """Make `count` of one."""
+    """Request: create `count` sandboxes from a running one."""
 
     timeout: int = 15
     count: int = 1
 
 
 class Pause(Resource, frozen=True, kw_only=True):
-    """Keep its state, end it; also what Snapshot is sent."""
+    """Request: pause a sandbox. Also the request of Snapshot, with an optional name."""
 
     memory: bool | None = None
     name: str | None = None
 
 
 class Sandbox(Resource, frozen=True, kw_only=True):
-    """A machine, and how to reach it."""
+    """Response: a sandbox and how to connect to it."""
 
     sandbox_id: str = msgspec.field(name="sandboxID")
     template_id: str = msgspec.field(name="templateID", default="")
@@ -322,7 +322,7 @@ class Sandbox(Resource, frozen=True, kw_only=True):
 
 
 class SandboxDetail(Resource, frozen=True, kw_only=True, omit_defaults=False):
-    """A machine, and how it is."""
+    """Response: the details of a sandbox."""
 
     sandbox_id: str = msgspec.field(name="sandboxID")
     template_id: str = msgspec.field(name="templateID")
@@ -339,14 +339,14 @@ class SandboxDetail(Resource, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class SnapshotInfo(Resource, frozen=True, kw_only=True, omit_defaults=False):
-    """A state that machines can be made from."""
+    """A snapshot that sandboxes can be created from."""
 
     snapshot_id: str = msgspec.field(name="snapshotID")
     names: list[str] = []
 
 
 class About(Resource, frozen=True, kw_only=True, omit_defaults=False):
-    """Ours: what a server's machines are, as `RuntimeInfo` says it, and where their working directory is."""
+    """Extension of etude: the properties of the server's machines, as in `RuntimeInfo`."""
 
     backend: str
     isolation: str

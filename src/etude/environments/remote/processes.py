@@ -1,8 +1,8 @@
-"""The commands that run in one served machine: who is listening to them, what they are given, what they have said.
+"""The processes of a sandbox: their input, their event logs, their results.
 
-`Machine.exec` is one call; E2B's processes can be left and come back to. So each command is a task of its own, and what
-happens to it goes to a log that any number of streams read, each from where it wants. A log is bounded: who falls
-behind it by more is told so, and a command is never held up by its listeners.
+`Machine.exec` is one call, but clients of E2B can disconnect from a process and reconnect. So each command runs in its
+own task and appends its events to a log, which any number of streams read from any position. The log is bounded: a
+reader that falls too far behind gets an error, and a command never waits for its readers.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from etude.errors import MachineError
 from etude.records.command import ExecResult, Printed, Started, Tell
 from etude.seams import Machine
 
-_MAX_KEPT = 128  # commands that have ended and can still be come back to
-_MAX_RECORDS = 256 << 20  # bytes of results that one machine remembers, by their keys
-_MAX_INPUT = 4  # pieces of standard input that wait to be read
-_MESSAGE_BYTES = 4096  # of what is said of a command that could not be started
+_MAX_KEPT = 128  # ended commands that clients can still reconnect to
+_MAX_RECORDS = 256 << 20  # bytes of recorded results of one sandbox
+_MAX_INPUT = 4  # pieces of standard input in the queue
+_MESSAGE_BYTES = 4096  # of the error of a command that could not be started
 _STDERR = 2
 
 
 class Log:
-    """What happened to a command, in order; of its output the last `max_bytes`."""
+    """The events of a command in order, with the last `max_bytes` of its output."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self._bytes, self._first = max_bytes, 0, 0
@@ -35,7 +35,7 @@ class Log:
         self.ended = False
 
     def append(self, event: m.Event) -> None:
-        """One more event; old output makes room for it."""
+        """Append an event, and drop the oldest ones over the limit."""
         self._events.append(event)
         self._bytes += _size(event)
         while self._bytes > self._max_bytes and len(self._events) > 1:
@@ -44,7 +44,7 @@ class Log:
         self._wake()
 
     def end(self) -> None:
-        """There will be no more."""
+        """Mark the log as complete."""
         self.ended = True
         self._wake()
 
@@ -54,22 +54,22 @@ class Log:
 
     @property
     def num_bytes(self) -> int:
-        """What it keeps, roughly: of its end, too, which does not make room for itself."""
+        """Approximate size, including the result in the last event, which is not limited."""
         end = self._events[-1].end if self._events else None
         return self._bytes + (len(end.etude.output) if end is not None and end.etude is not None else 0)
 
     @property
     def position(self) -> int:
-        """Where an event that has not happened yet will be."""
+        """The position of the next event."""
         return self._first + len(self._events)
 
     async def read(self, at: int, *, every_s: float) -> AsyncIterator[m.Event]:
-        """Events from position `at` on, and one that says nothing whenever there was none for so long."""
+        """Yield the events from position `at` on, and a keepalive event after `every_s` seconds without one."""
         while True:
-            if self.ended and at > self.position:  # one that was forgotten, and is told from its record: the end alone
+            if self.ended and at > self.position:  # the log was dropped and has only the recorded end
                 at = max(self.position - 1, self._first)
             if at < self._first:
-                raise RpcError(Code.OUT_OF_RANGE, f"{self._first - at} events were dropped", hint="listen faster")
+                raise RpcError(Code.OUT_OF_RANGE, f"{self._first - at} events were dropped", hint="read faster")
             more = self._more
             while at < self.position:
                 yield self._events[at - self._first]
@@ -92,74 +92,78 @@ def _size(event: m.Event) -> int:
 
 
 class Input:
-    """A command's standard input: pieces that wait to be read, and how much of it has come so far."""
+    """The standard input of a command: a queue of pieces, and the number of bytes received so far."""
 
     def __init__(self) -> None:
         self._pieces: asyncio.Queue[bytes | None] = asyncio.Queue(_MAX_INPUT)
-        self._given, self._closed = 0, False
-        self._turn = asyncio.Lock()
+        self._received, self._closed = 0, False
+        self._lock = asyncio.Lock()
 
-    async def give(self, data: bytes, offset: int | None) -> None:
-        """One more piece. With an `offset`, what has come before is not given again; waits where nobody reads."""
-        async with self._turn:
+    async def add(self, data: bytes, offset: int | None) -> None:
+        """Add a piece. `offset`: its position in the input; bytes that were received before are skipped. Waits while
+        the queue is full."""
+        async with self._lock:
             if offset is not None:
-                if offset > self._given:
-                    raise RpcError(Code.OUT_OF_RANGE, f"input from byte {offset} on, but {self._given} have come")
-                data = data[self._given - offset :]
+                if offset > self._received:
+                    raise RpcError(
+                        Code.OUT_OF_RANGE, f"input from byte {offset} on, but {self._received} were received"
+                    )
+                data = data[self._received - offset :]
             if self._closed and data:
-                raise RpcError(Code.FAILED_PRECONDITION, "its standard input is closed")
+                raise RpcError(Code.FAILED_PRECONDITION, "the standard input is closed")
             if data:
                 await self._pieces.put(data)
-                self._given += len(data)
+                self._received += len(data)
 
     async def close(self) -> None:
-        """There will be no more. Idempotent."""
-        async with self._turn:
+        """Close the input. Idempotent."""
+        async with self._lock:
             if not self._closed:
                 self._closed = True
                 await self._pieces.put(None)
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """What the command reads."""
+        """Yield the pieces for the command."""
         while (piece := await self._pieces.get()) is not None:
             yield piece
 
 
 class Process:
-    """A command that runs, or has ended."""
+    """A running or ended command."""
 
-    def __init__(self, asked: m.Start, *, user: str, log_bytes: int) -> None:
-        self.asked, self.user, self.log = asked, user, Log(log_bytes)
-        self.exact = asked.etude
+    def __init__(self, spec: m.Start, *, user: str, log_bytes: int) -> None:
+        self.spec, self.user, self.log = spec, user, Log(log_bytes)
+        self.exact = spec.etude
         self.key = f"k{self.exact.key}" if self.exact else f"r{secrets.token_hex(8)}"
         self.pid: int | None = None
         self.failure: RpcError | None = None
-        self.input = None if asked.stdin is False else Input()
+        self.input = None if spec.stdin is False else Input()
         self.task: asyncio.Task[None] | None = None
 
     @property
     def info(self) -> m.ProcessInfo:
-        """As List says it."""
-        return m.ProcessInfo(config=self.asked.process, pid=self.pid or 0, tag=self.asked.tag)
+        """The entry of this process in a list."""
+        return m.ProcessInfo(config=self.spec.process, pid=self.pid or 0, tag=self.spec.tag)
 
-    def told(self, event: Started | Printed) -> None:
-        """`Tell`, into the log."""
+    def on_event(self, event: Started | Printed) -> None:
+        """Append an event of `Machine.exec` to the log."""
         if isinstance(event, Started):
             self.pid = event.pid
-            self.began(event.pid)
+            self.log_start(event.pid)
             return
-        self.began(0)
-        if self.asked.pty is not None:
+        self.log_start(0)
+        if self.spec.pty is not None:
             output = m.Output(pty=event.data)
         else:
             output = m.Output(stderr=event.data) if event.stream == _STDERR else m.Output(stdout=event.data)
         self.log.append(m.Event(data=output))
 
-    def conclude(self, result: ExecResult) -> None:
-        """It is over. Before any other event there is a start, even of what could not be started: E2B's clients ask."""
+    def finish(self, result: ExecResult) -> None:
+        """Append the result to the log. There is always a start event before it, even if the command could not be
+        started: E2B's clients need it."""
         if not self.log.position and not self.exact and result.output:
-            self.told(Printed(_STDERR, result.output))
-        self.began(0)
+            self.on_event(Printed(_STDERR, result.output))
+        self.log_start(0)
         if result.timed_out and not self.exact:
             self.failure = RpcError(Code.DEADLINE_EXCEEDED, "the command was killed at its deadline")
             return
@@ -173,35 +177,35 @@ class Process:
         ended = m.Ended(exit_code=result.exit_code, exited=True, status=status, error=error, etude=outcome)
         self.log.append(m.Event(end=ended))
 
-    def began(self, pid: int) -> None:
-        """Say so, once."""
+    def log_start(self, pid: int) -> None:
+        """Append the start event, once."""
         if not self.log.position:
             self.log.append(m.Event(start=m.Began(pid=pid)))
 
-    async def events(self, at: int, *, every_s: float) -> AsyncIterator[m.Happened]:
-        """What is streamed of it; raises `RpcError` for a command that could not be run."""
+    async def events(self, at: int, *, every_s: float) -> AsyncIterator[m.ProcessEvent]:
+        """Yield the messages of an event stream. Raises `RpcError` if the command could not be run."""
         async for event in self.log.read(at, every_s=every_s):
-            yield m.Happened(event=event)
+            yield m.ProcessEvent(event=event)
         if self.failure is not None:
             raise self.failure
 
 
 class Processes:
-    """All commands of one machine."""
+    """All processes of one sandbox."""
 
     def __init__(self, machine: Machine, env: Mapping[str, str], *, max_running: int, log_bytes: int) -> None:
         self._machine, self._env, self._max_running, self._log_bytes = machine, env, max_running, log_bytes
         self._running: dict[str, Process] = {}
         self._ended: dict[str, Process] = {}  # oldest first
-        self._recorded = 0  # bytes of results
+        self._recorded = 0  # bytes of recorded results
 
     def running(self) -> list[Process]:
-        """Those that have not ended."""
+        """Return the running processes."""
         return list(self._running.values())
 
-    def start(self, asked: m.Start, *, user: str, deadline_s: float) -> Process:
-        """Run a command, or find the one with the same key of ours: it never runs twice. Raises `RpcError`."""
-        process = Process(asked, user=user, log_bytes=self._log_bytes)
+    def start(self, spec: m.Start, *, user: str, deadline_s: float) -> Process:
+        """Run a command, or return the process with the same key: no key runs twice. Raises `RpcError`."""
+        process = Process(spec, user=user, log_bytes=self._log_bytes)
         known = self._running.get(process.key) or self._ended.get(process.key)
         if known is not None:
             return known
@@ -212,26 +216,28 @@ class Processes:
                 hint="wait for one to end",
             )
         if self._recorded > _MAX_RECORDS:
-            facts = f"the results of this machine's commands have {self._recorded} bytes"
-            raise RpcError(Code.RESOURCE_EXHAUSTED, facts, hint="ask for less output, or fork another machine")
+            facts = f"the recorded results of this machine have {self._recorded} bytes"
+            raise RpcError(Code.RESOURCE_EXHAUSTED, facts, hint="request less output, or fork another machine")
         self._running[process.key] = process
         if process.exact is not None and not process.exact.tell:
-            process.began(0)  # so that who asked can give it input; nothing else is told of it before its end
+            process.log_start(
+                0
+            )  # the client waits for it before it sends input, and gets no other event before the end
         process.task = asyncio.create_task(self._run(process, deadline_s))
         return process
 
     def find(self, selector: m.Selector) -> Process:
-        """The one that runs and is meant. Raises `RpcError`."""
+        """Return the running process with a pid or a tag. Raises `RpcError`."""
         for process in self._running.values():
             by_pid = selector.pid is not None and selector.pid == process.pid
-            if by_pid or (selector.tag is not None and selector.tag == process.asked.tag):
+            if by_pid or (selector.tag is not None and selector.tag == process.spec.tag):
                 return process
         name = f"tag {selector.tag[:80]!r}" if selector.tag is not None else f"pid {selector.pid}"
-        raise RpcError(Code.NOT_FOUND, f"no process with {name} runs here", hint="List says which do")
+        raise RpcError(Code.NOT_FOUND, f"no process with {name} runs here", hint="List returns those that do")
 
     async def _run(self, process: Process, deadline_s: float) -> None:
-        exact, config = process.exact, process.asked.process
-        tell: Tell | None = process.told if exact is None or exact.tell else None
+        exact, config = process.exact, process.spec.process
+        tell: Tell | None = process.on_event if exact is None or exact.tell else None
         try:
             result = await self._machine.exec(
                 argv(config),
@@ -253,14 +259,14 @@ class Processes:
             raise
         else:
             self._recorded += len(result.output)
-            process.conclude(result)
+            process.finish(result)
         finally:
             del self._running[process.key]
             self._keep(process)
             process.log.end()
 
     def _keep(self, process: Process) -> None:
-        """Of those that have ended the latest, and no more output of them together than of two that run."""
+        """Keep an ended process; drop the oldest ones over the limits."""
         self._ended[process.key] = process
         size = sum(one.log.num_bytes for one in self._ended.values())
         while len(self._ended) > _MAX_KEPT or (size > 2 * self._log_bytes and len(self._ended) > 1):
@@ -279,7 +285,7 @@ class Processes:
             raise RpcError(Code.NOT_FOUND, f"no process {process.pid} runs here")
 
     def close(self) -> None:
-        """Nobody is told anything any more."""
+        """Cancel all tasks and disconnect all clients."""
         for process in self.running():
             if process.task is not None:
                 process.task.cancel()
@@ -289,7 +295,7 @@ _LOGIN = 'if [ -x /bin/bash ]; then exec /bin/bash -l -c "$1"; else exec sh -l -
 
 
 def argv(config: m.Config) -> list[str]:
-    """What is run. E2B's clients wrap every command in a login bash; an image without one has `sh` take its part.
+    """Return the command line. E2B's clients wrap each command in a login bash; without bash, `sh` is used.
 
     >>> argv(m.Config(cmd="ls", args=["-l"]))
     ['ls', '-l']

@@ -1,8 +1,8 @@
-"""`Runtime` whose machines are a service's: E2B, AgentENV, CubeSandbox, or etude's own `machines serve`.
+"""A `Runtime` with the machines of a remote service: E2B, AgentENV, CubeSandbox, or `etude machines serve`.
 
-What a service can do is asked once. etude's own keeps the whole seam; with another's, what is weaker is said in
-`info.notes`. A machine's lease is renewed as long as its runtime lives: whoever is killed leaves nothing for longer.
-Knows nothing of tasks and rewards.
+The runtime requests once what the service can do. etude's own server supports the full `Machine` protocol; the weaker
+guarantees of other services are listed in `info.notes`. The runtime renews the leases of its machines; if its process
+is killed, they end with their leases.
 """
 
 from __future__ import annotations
@@ -20,89 +20,93 @@ import msgspec
 
 from etude.environments.config import MachineLimits
 from etude.environments.remote import messages as m
-from etude.environments.remote.calls import Answer, Calls
 from etude.environments.remote.config import ClientConfig
+from etude.environments.remote.http_client import HttpClient, Reply
 from etude.environments.remote.machine import RemoteMachine, name_of
-from etude.environments.remote.service import Service
+from etude.environments.remote.machine_client import MachineClient
 from etude.errors import InputError, MachineError
 from etude.records.command import check_count
 from etude.records.image import Image
 from etude.seams import Machine, RuntimeInfo
 
 _PORT = 49983  # of E2B's daemon
-_SEAL_BYTES = 1024  # more than a server puts before a state
+_SEAL_BYTES = 1024  # upper bound of the seal before a state
 _MAX_PREPARED = 16_384
-_UPLOAD_BYTES = 256 << 20  # of all files that are sent again to each machine
-_FOREIGN = (
-    "at a deadline only a command's first process is known to be killed",
-    "frozen by killing the processes of the machine's user; others may go on",
-    "links are looked for before a file is read, not while",
-    "the result of a command that ends while its connection is broken is lost, and said to be",
+_UPLOAD_BYTES = 256 << 20  # of all files that are uploaded to each machine again
+_EXTERNAL_NOTES = (
+    "at a deadline only the first process of a command is certain to be killed",
+    "frozen by killing the processes of the machine's user; others can continue",
+    "links are checked before a file is read, not during the read",
+    "the result of a command that ends while its connection is broken is lost, which raises an error",
 )
 
 
 class RemoteRuntime:
-    """Forks machines of the service at `url`, with an API `key` of it.
+    """A `Runtime` with the machines of the service at `url`.
 
-    `sandbox_url` is where machines answer, with `{id}` in it if each has its own host, e.g. "https://49983-{id}.e2b.app";
-    "": where the service says, or at `url`. Raises `MachineError`.
+    `key`: an API key of the service. `sandbox_url`: the URL of sandboxes, with `{id}` if each has its own host, e.g.
+    "https://49983-{id}.e2b.app"; "": as the service returns it, or `url`. Its methods raise `MachineError`.
     """
 
     def __init__(self, url: str, *, key: str, config: ClientConfig | None = None, sandbox_url: str = "") -> None:
         self.url, self._sandbox_url = url.rstrip("/"), sandbox_url.rstrip("/")
         self._config = config or ClientConfig()
         self._headers = {"x-api-key": key, "content-type": "application/json"}
-        self._calls = Calls(tries=self._config.tries)
-        self._room = asyncio.Semaphore(self._config.parallel)
-        self._about: m.About | None = None
-        self._asking: asyncio.Task[m.About | None] | None = None
-        self._prepared: dict[str, asyncio.Task[str]] = {}  # by content: the service's name; oldest first
-        self._uploads: dict[str, Mapping[str, bytes]] = {}  # where the service keeps no snapshots
+        self._client = HttpClient(tries=self._config.tries)
+        self._slots = asyncio.Semaphore(self._config.parallel)
+        self._properties: m.About | None = None
+        self._probing: asyncio.Task[m.About | None] | None = None
+        self._prepared: dict[
+            str, asyncio.Task[str]
+        ] = {}  # by digest of the content: the name at the service; oldest first
+        self._uploads: dict[str, Mapping[str, bytes]] = {}  # for services without snapshots
         self._alive: dict[str, RemoteMachine] = {}
         self._renewing: asyncio.Task[None] | None = None
-        self._undoing: set[asyncio.Task[None]] = set()
+        self._aborting: set[asyncio.Task[None]] = set()
 
     @property
     def info(self) -> RuntimeInfo:
-        """What its machines are; less is known before the first call than after."""
-        if self._asking is None or not self._asking.done():
-            return RuntimeInfo(name="remote", isolation="not asked yet", users=("",), images=True)
-        if self._about is None:
+        """Properties of the machines. Complete only after the first call to the service."""
+        if self._probing is None or not self._probing.done():
+            return RuntimeInfo(name="remote", isolation="not known yet", users=("",), images=True)
+        if self._properties is None:
             users = self._config.users
-            return RuntimeInfo(name="remote", isolation="the service's", users=users, images=True, notes=_FOREIGN)
-        about = self._about
+            return RuntimeInfo(
+                name="remote", isolation="the service's", users=users, images=True, notes=_EXTERNAL_NOTES
+            )
+        properties = self._properties
         return RuntimeInfo(
             name="remote",
-            isolation=about.isolation,
-            users=tuple(about.users),
-            images=about.images,
-            forks_memory=about.forks_memory,
-            whole_snapshots=about.whole_snapshots,
-            notes=(f"machines of a server's {about.backend} runtime", *about.notes),
+            isolation=properties.isolation,
+            users=tuple(properties.users),
+            images=properties.images,
+            forks_memory=properties.forks_memory,
+            whole_snapshots=properties.whole_snapshots,
+            notes=(f"machines of a server's {properties.backend} runtime", *properties.notes),
         )
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str], config: ClientConfig | None = None) -> RemoteRuntime:
-        """The service that E2B's own clients would speak to with these variables: `E2B_API_KEY`, and `E2B_API_URL` and
-        `E2B_SANDBOX_URL`, or `E2B_DOMAIN`."""
+        """Configure the service from the environment variables of E2B's clients: `E2B_API_KEY`, and `E2B_API_URL` and
+        `E2B_SANDBOX_URL`, or `E2B_DOMAIN`. Raises `MachineError` if they are missing."""
         key, domain = environment.get("E2B_API_KEY", ""), environment.get("E2B_DOMAIN", "")
         url = environment.get("E2B_API_URL") or (f"https://api.{domain}" if domain else "")
         if not key or not url:
-            hint = "set E2B_API_KEY, and E2B_API_URL (etude machines serve says both) or E2B_DOMAIN"
+            hint = "set E2B_API_KEY, and E2B_API_URL (etude machines serve prints both) or E2B_DOMAIN"
             raise MachineError("the service of the remote machines is not configured", hint=hint)
         by_host = f"https://{_PORT}-{{id}}.{domain}" if domain else ""
         return cls(url, key=key, config=config, sandbox_url=environment.get("E2B_SANDBOX_URL") or by_host)
 
     async def prepare(self, files: Mapping[str, bytes], *, image: Image | None = None) -> str:
-        """See `Runtime.prepare`. An image is the template of its digest. Uploaded once, and kept by the service."""
-        plain = {name_of(path): bytes(data) for path, data in files.items()}
-        folders = {str(parent) for path in plain for parent in PurePosixPath(path).parents}
-        if len(plain) < len(files) or folders & plain.keys():
+        """See `Runtime.prepare`. The template of an image is its digest. The service stores the files as a snapshot."""
+        normalized = {name_of(path): bytes(data) for path, data in files.items()}
+        folders = {str(parent) for path in normalized for parent in PurePosixPath(path).parents}
+        if len(normalized) < len(files) or folders & normalized.keys():
             raise ValueError("two files have the same path, or one is a folder of another")
         template = image.digest if image is not None else self._config.template
-        digest = hashlib.sha256(msgspec.msgpack.encode([template, sorted(plain.items())])).hexdigest()
+        digest = hashlib.sha256(msgspec.msgpack.encode([template, sorted(normalized.items())])).hexdigest()
         if digest not in self._prepared:
-            self._prepared[digest] = asyncio.create_task(self._prepare(digest, template, plain))
+            self._prepared[digest] = asyncio.create_task(self._prepare(digest, template, normalized))
         try:
             await asyncio.shield(self._prepared[digest])
         except (MachineError, ValueError, OSError):
@@ -112,14 +116,14 @@ class RemoteRuntime:
         return digest
 
     def _forget_oldest(self) -> None:
-        held = sum(len(data) for files in self._uploads.values() for data in files.values())
-        while len(self._prepared) > 1 and (len(self._prepared) > _MAX_PREPARED or held > _UPLOAD_BYTES):
+        num_bytes = sum(len(data) for files in self._uploads.values() for data in files.values())
+        while len(self._prepared) > 1 and (len(self._prepared) > _MAX_PREPARED or num_bytes > _UPLOAD_BYTES):
             digest = next(iter(self._prepared))
             del self._prepared[digest]
-            held -= sum(map(len, self._uploads.pop(digest, {}).values()))
+            num_bytes -= sum(map(len, self._uploads.pop(digest, {}).values()))
 
     async def _forget(self, template: str) -> None:
-        """The service may have had to let go of what was prepared there: the next `prepare` sends it again."""
+        """Forget a prepared template that the service may have dropped; the next `prepare` uploads it again."""
         done = [(digest, task) for digest, task in self._prepared.items() if task.done() and not task.cancelled()]
         of_it = [digest for digest, task in done if task.exception() is None and task.result() == template]
         for digest in of_it:
@@ -128,14 +132,14 @@ class RemoteRuntime:
         if of_it:
             path = f"/templates/{quote(template, safe='')}"
             with contextlib.suppress(MachineError):
-                await self._call("DELETE", path, what="forgetting a snapshot")
+                await self._call("DELETE", path, what="the deletion of a snapshot")
 
     async def _prepare(self, digest: str, template: str, files: Mapping[str, bytes]) -> str:
-        await self._ask_about()
+        await self._load_properties()
         if not files:
             return template
         name = f"etude-{digest[:40]}"
-        known = await self._call("GET", f"/snapshots?name={name}", what="looking for a snapshot")
+        known = await self._call("GET", f"/snapshots?name={name}", what="a search for a snapshot")
         if known.status == 200:
             for found in known.read(list[m.SnapshotInfo]):
                 if name in found.names or any(n.endswith(f"/{name}") for n in found.names):
@@ -143,18 +147,18 @@ class RemoteRuntime:
         machine = await self._create(template, self._config.call_s)
         try:
             await machine.write_all(files)
-            kept = await machine.keep(name)
+            snapshot_id = await machine.take_snapshot(name)
         finally:
             await machine.close()
-        if kept is None:
+        if snapshot_id is None:
             self._uploads[digest] = files
             return template
-        return kept
+        return snapshot_id
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
-        """See `Runtime.fork`: n calls, so many at a time as `ClientConfig.parallel`."""
+        """See `Runtime.fork`. Sends n requests, at most `ClientConfig.parallel` at the same time."""
         check_count(n)
-        await self._ask_about()
+        await self._load_properties()
         template, files = snapshot, None
         if snapshot in self._prepared:
             template = await self._prepared[snapshot]
@@ -166,42 +170,43 @@ class RemoteRuntime:
             if all(task.done() and task.exception() is None for task in making):
                 return [task.result() for task in making]
         except BaseException:
-            self._undo(making, stop)
+            self._abort(making, stop)
             raise
-        undoing = self._undo(making, stop)
+        aborting = self._abort(making, stop)
         errors = [error for task in making if task.done() and (error := task.exception()) is not None]
         if errors:
-            await asyncio.shield(undoing)
+            await asyncio.shield(aborting)
             raise errors[0]
-        facts = f"waited {deadline_s:g} s for {self.url} to make them; {len(self._alive)} are alive"
+        facts = f"waited {deadline_s:g} s for {self.url}; {len(self._alive)} machines are alive"
         raise MachineError(f"{n} machines could not be forked", facts, hint="close machines, or wait longer")
 
     async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
-        """See `Portable.pack`. `MachineError` where the service is not etude's, or its runtime is not `Portable`."""
+        """See `Portable.pack`. Raises `MachineError` if the service is not etude's, or its runtime is not
+        `Portable`."""
         name = await self._prepared[snapshot] if snapshot in self._prepared else snapshot
         path = f"/etude/snapshots/{quote(name, safe='')}?max_bytes={max_bytes}"
-        answer = await self._state("GET", path, None, max_bytes=max_bytes + _SEAL_BYTES)
-        if answer.status == 413:
-            raise ValueError(answer.message)
-        if answer.status != 200:
-            raise self._refusal("the state of a machine", answer)
-        return answer.body
+        reply = await self._state("GET", path, None, max_bytes=max_bytes + _SEAL_BYTES)
+        if reply.status == 413:
+            raise ValueError(reply.message)
+        if reply.status != 200:
+            raise self._refusal("the state of a machine", reply)
+        return reply.body
 
     async def unpack(self, packed: bytes) -> str:
-        """See `Portable.unpack`. `MachineError` for what a service with other keys has packed."""
-        answer = await self._state("POST", "/etude/snapshots", packed)
-        if answer.status in (400, 413):
-            raise ValueError(answer.message)
-        if answer.status != 201:
-            raise self._refusal("to take a state over", answer)
-        return answer.read(m.SnapshotInfo).snapshot_id
+        """See `Portable.unpack`. Raises `MachineError` for a state of a server with other keys."""
+        reply = await self._state("POST", "/etude/snapshots", packed)
+        if reply.status in (400, 413):
+            raise ValueError(reply.message)
+        if reply.status != 201:
+            raise self._refusal("the import of a state", reply)
+        return reply.read(m.SnapshotInfo).snapshot_id
 
-    async def _state(self, method: str, path: str, body: bytes | None, *, max_bytes: int = 1 << 20) -> Answer:
-        await self._ask_about()
-        if self._about is None:
-            hint = "use etude machines serve, or a backend here"
-            raise MachineError(f"{self.url} gives no states of machines away", "it is not etude's", hint=hint)
-        return await self._calls.ask(
+    async def _state(self, method: str, path: str, body: bytes | None, *, max_bytes: int = 1 << 20) -> Reply:
+        await self._load_properties()
+        if self._properties is None:
+            hint = "use etude machines serve, or a local backend"
+            raise MachineError(f"{self.url} cannot export states of machines", "it is not an etude server", hint=hint)
+        return await self._client.request(
             method,
             self.url + path,
             what="the state of a machine",
@@ -214,9 +219,11 @@ class RemoteRuntime:
     async def _make(
         self, template: str, files: Mapping[str, bytes] | None, deadline_s: float, stop: asyncio.Event
     ) -> RemoteMachine:
-        async with self._room:
+        async with self._slots:
             if stop.is_set():
-                raise MachineError("it is not needed any more", hint="see why its siblings could not be made")
+                raise MachineError(
+                    "the machine is not needed any more", hint="see the error of the other machines of this fork"
+                )
             machine = await self._create(template, deadline_s)
             try:
                 if files is not None:
@@ -226,34 +233,36 @@ class RemoteRuntime:
                 raise
             return machine
 
-    def _undo(self, making: list[asyncio.Task[RemoteMachine]], stop: asyncio.Event) -> asyncio.Task[None]:
-        """End what was made, and what is being made once it is there: who is cut off in the middle leaves a machine."""
+    def _abort(self, making: list[asyncio.Task[RemoteMachine]], stop: asyncio.Event) -> asyncio.Task[None]:
+        """End the machines of a failed fork, also those still being created: cancelling a creation would leave a
+        machine."""
 
-        async def undo() -> None:
+        async def abort() -> None:
             stop.set()
             made = await asyncio.gather(*making, return_exceptions=True)
             ending = (one.close() for one in made if isinstance(one, RemoteMachine))
             await asyncio.gather(*ending, return_exceptions=True)
 
-        undoing = asyncio.create_task(undo())
-        self._undoing.add(undoing)
-        undoing.add_done_callback(self._undoing.discard)
-        return undoing
+        aborting = asyncio.create_task(abort())
+        self._aborting.add(aborting)
+        aborting.add_done_callback(self._aborting.discard)
+        return aborting
 
     async def _create(self, template: str, deadline_s: float) -> RemoteMachine:
-        asked = m.NewSandbox(template_id=template, timeout=self._config.lease_s)
+        spec = m.NewSandbox(template_id=template, timeout=self._config.lease_s)
         key = {"idempotency-key": uuid.uuid4().hex}
         what = f"a machine from {template[:80]!r}"
-        answer = await self._call("POST", "/v2/sandboxes", asked, what=what, headers=key, deadline_s=deadline_s)
-        if answer.status in (404, 405) and self._about is None:  # older services
-            answer = await self._call("POST", "/sandboxes", asked, what=what, headers=key, deadline_s=deadline_s)
-        if answer.status in (404, 503):
+        reply = await self._call("POST", "/v2/sandboxes", spec, what=what, headers=key, deadline_s=deadline_s)
+        if reply.status in (404, 405) and self._properties is None:  # older services lack /v2
+            reply = await self._call("POST", "/sandboxes", spec, what=what, headers=key, deadline_s=deadline_s)
+        if reply.status in (404, 503):
             await self._forget(template)
-        if answer.status not in (200, 201):
-            raise self._refusal(what, answer)
-        made = answer.read(m.Sandbox)
+        if reply.status not in (200, 201):
+            raise self._refusal(what, reply)
+        made = reply.read(m.Sandbox)
         machine = RemoteMachine(
-            Service(self._calls, self._url_of(made), made, self._config, is_etude=self._about is not None), self
+            MachineClient(self._client, self._url_of(made), made, self._config, is_etude=self._properties is not None),
+            self,
         )
         self._alive[machine.id] = machine
         if self._renewing is None:
@@ -266,76 +275,76 @@ class RemoteRuntime:
         return f"https://{_PORT}-{made.sandbox_id}.{made.domain}" if made.domain else self.url
 
     async def _renew(self) -> None:
-        """Keep the leases of all machines, one third of one at a time."""
+        """Renew the leases of all machines, every third of a lease."""
         while True:
             await asyncio.sleep(self._config.lease_s / 3)
             await asyncio.gather(*(self._renew_one(machine_id) for machine_id in list(self._alive)))
 
     async def _renew_one(self, machine_id: str) -> None:
         lease, path = m.Lease(timeout=self._config.lease_s), f"/sandboxes/{quote(machine_id)}/timeout"
-        async with self._room:
-            with contextlib.suppress(MachineError):  # the next call to the machine says what is wrong
+        async with self._slots:
+            with contextlib.suppress(MachineError):  # the next call to the machine reports the error
                 deadline_s = self._config.lease_s / 3
-                answer = await self._call("POST", path, lease, what="renewing a lease", deadline_s=deadline_s)
-                if answer.status == 404:
-                    self._alive.pop(machine_id, None)  # it has ended there
+                reply = await self._call("POST", path, lease, what="renewing a lease", deadline_s=deadline_s)
+                if reply.status == 404:
+                    self._alive.pop(machine_id, None)  # it has ended at the service
 
-    # what machines ask of their runtime
+    # called by machines
 
-    async def keep(self, machine_id: str, name: str | None) -> str | None:
-        """A machine's state as the service's snapshot; None where it has no snapshots."""
+    async def take_snapshot(self, machine_id: str, name: str | None) -> str | None:
+        """Take a snapshot of a machine at the service. Returns its id; None if the service has no snapshots."""
         path = f"/sandboxes/{quote(machine_id)}/snapshots"
-        answer = await self._call("POST", path, m.Pause(name=name), what="a snapshot", again=False)
-        if answer.status in (200, 201):
-            return answer.read(m.SnapshotInfo).snapshot_id
-        if answer.status in (405, 501) or (answer.status == 404 and self._about is None):
+        reply = await self._call("POST", path, m.Pause(name=name), what="a snapshot", again=False)
+        if reply.status in (200, 201):
+            return reply.read(m.SnapshotInfo).snapshot_id
+        if reply.status in (405, 501) or (reply.status == 404 and self._properties is None):
             return None
-        raise self._of_the_machine(answer) or self._refusal("a snapshot", answer)
+        raise self._of_the_machine(reply) or self._refusal("a snapshot", reply)
 
     async def freeze(self, machine_id: str) -> None:
-        """Of a machine of etude's own server."""
+        """Freeze a machine of an etude server."""
         path = f"/etude/sandboxes/{quote(machine_id)}/freeze"
-        answer = await self._call("POST", path, what="to freeze")
-        if answer.status >= 300:
-            raise self._of_the_machine(answer) or self._refusal("a frozen machine", answer)
+        reply = await self._call("POST", path, what="the freezing of a machine")
+        if reply.status >= 300:
+            raise self._of_the_machine(reply) or self._refusal("the freezing of a machine", reply)
 
-    def _of_the_machine(self, answer: Answer) -> Exception | None:
-        """What etude's server says of a machine's own state, as its runtime would: too large, or nothing is left."""
-        kinds = {400: ValueError, 507: OSError} if self._about is not None else {}
-        return kinds[answer.status](answer.message) if answer.status in kinds else None
+    def _of_the_machine(self, reply: Reply) -> Exception | None:
+        """The error that the machine's own runtime raised (state too large, disk full), if the server is etude's."""
+        kinds = {400: ValueError, 507: OSError} if self._properties is not None else {}
+        return kinds[reply.status](reply.message) if reply.status in kinds else None
 
     async def end(self, machine_id: str) -> None:
-        """Kill a machine. One that is gone is gone."""
+        """Kill a machine. Does nothing if it has ended."""
         if self._alive.pop(machine_id, None) is None:
             return
-        answer = await self._call("DELETE", f"/sandboxes/{quote(machine_id)}", what="the end of a machine")
-        if answer.status >= 300 and answer.status != 404:
-            raise self._refusal("the end of a machine", answer)
+        reply = await self._call("DELETE", f"/sandboxes/{quote(machine_id)}", what="the end of a machine")
+        if reply.status >= 300 and reply.status != 404:
+            raise self._refusal("the end of a machine", reply)
 
     async def close(self) -> None:
         """See `Runtime.close`."""
         if self._renewing is not None:
             self._renewing.cancel()
-        for task in (*self._prepared.values(), *([self._asking] if self._asking else [])):
+        for task in (*self._prepared.values(), *([self._probing] if self._probing else [])):
             task.cancel()
         try:
-            await asyncio.gather(*self._undoing, return_exceptions=True)
+            await asyncio.gather(*self._aborting, return_exceptions=True)
             await asyncio.gather(*(machine.close() for machine in list(self._alive.values())), return_exceptions=True)
         finally:
-            await self._calls.close()
+            await self._client.close()
 
     # inside
 
-    async def _ask_about(self) -> None:
-        if self._asking is None or (self._asking.done() and self._asking.exception() is not None):
-            self._asking = asyncio.create_task(self._probe())
-        self._about = await asyncio.shield(self._asking)
+    async def _load_properties(self) -> None:
+        if self._probing is None or (self._probing.done() and self._probing.exception() is not None):
+            self._probing = asyncio.create_task(self._probe())
+        self._properties = await asyncio.shield(self._probing)
 
     async def _probe(self) -> m.About | None:
-        answer = await self._call("GET", "/etude/about", what="what its machines are")
-        if answer.status in (401, 403):
-            raise self._refusal("what its machines are", answer)
-        return answer.read(m.About) if answer.status == 200 else None
+        reply = await self._call("GET", "/etude/about", what="the properties of its machines")
+        if reply.status in (401, 403):
+            raise self._refusal("the properties of its machines", reply)
+        return reply.read(m.About) if reply.status == 200 else None
 
     async def _call(
         self,
@@ -347,9 +356,9 @@ class RemoteRuntime:
         again: bool = True,
         headers: Mapping[str, str] | None = None,
         deadline_s: float = 0.0,
-    ) -> Answer:
+    ) -> Reply:
         body = None if message is None else msgspec.json.encode(message)
-        return await self._calls.ask(
+        return await self._client.request(
             method,
             self.url + path,
             what=what,
@@ -359,15 +368,16 @@ class RemoteRuntime:
             again=again,
         )
 
-    def _refusal(self, what: str, answer: Answer) -> MachineError:
-        hints = {401: "give a key that it knows", 404: "is it prepared, or a template of the service?"}
-        hints |= {429: "close machines, or ask for a larger quota", 403: "give a key that may do this"}
-        hint = hints.get(answer.status, "see the service's log")
-        return MachineError(f"{self.url} refused {what}", f"HTTP {answer.status}: {answer.message}", hint=hint)
+    def _refusal(self, what: str, reply: Reply) -> MachineError:
+        hints = {401: "use a valid key of the service", 404: "prepare it, or use a template of the service"}
+        hints |= {429: "close machines, or increase the quota", 403: "use a key with this permission"}
+        hint = hints.get(reply.status, "see the log of the service")
+        return MachineError(f"{self.url} refused {what}", f"HTTP {reply.status}: {reply.message}", hint=hint)
 
 
 def open_remote(limits: MachineLimits | None = None) -> RemoteRuntime:
-    """The service that E2B's variables name. Limits are its own: none can be asked of it."""
+    """Open the service from E2B's environment variables. Raises `InputError` if `limits` are given: the service sets
+    them."""
     if limits is not None:
-        raise InputError("a service's machines have its own limits", hint="set them where the service is served")
+        raise InputError("a remote service sets the limits of machines", hint="set them at the server")
     return RemoteRuntime.of_environment(os.environ)

@@ -1,7 +1,8 @@
-"""The machines that are served: made from templates and snapshots, leased, paused, ended. Knows nothing of HTTP.
+"""The sandboxes of a server: created from templates and snapshots, leased, paused, ended. Independent of HTTP.
 
-A machine belongs to the account that made it and lives as long as its lease, which can be renewed up to the account's
-longest life. Creations have a key: whoever repeats one gets the machine that was made, however dead by now.
+A sandbox belongs to the account that created it and lives as long as its lease. The lease can be renewed up to the
+maximum lifetime of the account. A creation can have an idempotency key: repeating it returns the same sandbox, even if
+that has ended since.
 """
 
 from __future__ import annotations
@@ -17,86 +18,111 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeVar
 
+from etude.environments.remote.api_errors import ApiError, api_error_of
 from etude.environments.remote.config import ServerConfig
 from etude.environments.remote.files import PROGRAMS
-from etude.environments.remote.holds import Hold
+from etude.environments.remote.folder_watcher import FolderWatchers
 from etude.environments.remote.keys import Account
 from etude.environments.remote.messages import NewSandbox
 from etude.environments.remote.processes import Processes
-from etude.environments.remote.refusal import Refused, of_error
 from etude.environments.remote.shells import Shells
-from etude.environments.remote.watch import Watches
 from etude.errors import MachineError
 from etude.records.image import Image
-from etude.seams import Machine, Runtime
+from etude.seams import Holding, Machine, Runtime
 
 T = TypeVar("T")
-_MAX_CREATIONS = 4096  # remembered by their keys
-_MAX_FORKS = 128  # of one request
-_TICK_S = 0.5  # between two looks at leases
+_MAX_CREATIONS = 4096  # remembered idempotency keys
+_MAX_FORKS = 128  # in one request
+_TICK_S = 0.5  # between two checks of leases
 
 
 @dataclass(frozen=True)
 class Template:
-    """What machines are made from by its name: files in the working directory of an image (None: the runtime's own)."""
+    """What a sandbox is created from: files in its working directory, and an image (None: the runtime's default)."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     image: Image | None = None
 
 
 @dataclass(frozen=True)
-class Made:
-    """What whoever makes a machine is told, now and whenever the creation is repeated."""
+class CreatedSandbox:
+    """The response to a creation: the id and the access token of the sandbox."""
 
     id: str
     token: str
     template_id: str
 
 
-class Box:
-    """One machine, running or paused."""
+class Hold:
+    """A snapshot that the runtime must keep until `release`. Its size counts against the quota of the account.
 
-    def __init__(self, account: Account, asked: NewSandbox, machine: Machine, config: ServerConfig) -> None:
-        self.made = Made(secrets.token_hex(10), secrets.token_hex(24), asked.template_id)
+    Without a hold the runtime can drop a snapshot when there are too many; so no account can displace those of others.
+    Raises `ApiError` (429) over the quota, `MachineError` if the runtime has dropped it already."""
+
+    def __init__(self, runtime: Runtime, account: Account, state: str) -> None:
+        self.state, self._account = state, account
+        self._runtime = runtime if isinstance(runtime, Holding) else None  # other runtimes have their own limits
+        self._num_bytes = 0 if self._runtime is None else self._runtime.hold(state)
+        try:
+            account.add_state_bytes(self._num_bytes)
+        except BaseException:
+            self._num_bytes = 0
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Let the runtime drop the snapshot. Idempotent."""
+        runtime, self._runtime = self._runtime, None
+        if runtime is not None:
+            runtime.release(self.state)
+            self._account.remove_state_bytes(self._num_bytes)
+
+
+class Sandbox:
+    """One sandbox, running or paused."""
+
+    def __init__(self, account: Account, spec: NewSandbox, machine: Machine, config: ServerConfig) -> None:
+        self.made = CreatedSandbox(secrets.token_hex(10), secrets.token_hex(24), spec.template_id)
         self.id, self.token, self.template_id = self.made.id, self.made.token, self.made.template_id
         self.account = account
-        self.metadata, self.env = dict(asked.metadata or {}), dict(asked.env_vars or {})
-        self.auto_pause = asked.auto_pause
+        self.metadata, self.env = dict(spec.metadata or {}), dict(spec.env_vars or {})
+        self.auto_pause = spec.auto_pause
         self.started = time.time()
-        self.ends = self.dies = 0.0  # by the clock of `Boxes`; the second, however often the lease is renewed
-        self.paused: Hold | None = None  # what it is while it has no machine
-        self.turn = asyncio.Lock()  # of pausing, resuming and ending
-        self.over = False
+        self.ends = self.dies = 0.0  # by the clock of `SandboxManager`: end of the lease, and of its last renewal
+        self.paused: Hold | None = None  # its state while it is paused
+        self.lock = asyncio.Lock()  # held while it is paused, resumed or ended
+        self.has_ended = False
         self._config = config
-        self.put(machine)
+        self.attach(machine)
 
-    def put(self, machine: Machine) -> None:
-        """Have a machine: a new one, or one again."""
-        self.let_go()
+    def attach(self, machine: Machine) -> None:
+        """Attach a machine, at creation or after a pause."""
+        self.release_state()
         self.machine = machine
         config = self._config
         self.processes = Processes(machine, self.env, max_running=config.max_running, log_bytes=config.log_bytes)
         self.shells = Shells(machine, PROGRAMS)
-        self.watches = Watches()
+        self.watches = FolderWatchers()
 
-    def leave(self) -> None:
-        """Its machine is about to end: nobody hears of it any more."""
+    def disconnect(self) -> None:
+        """Disconnect all clients, before the machine ends."""
         self.processes.close()
         self.shells.close()
 
-    def let_go(self) -> None:
-        """Of the state of its pause."""
+    def release_state(self) -> None:
+        """Release the state of a pause."""
         hold, self.paused = self.paused, None
         if hold is not None:
             hold.release()
 
     @property
     def state(self) -> str:
+        """The state as text: "running" or "paused"."""
         return "running" if self.paused is None else "paused"
 
 
-class Boxes:
-    """All machines of a server."""
+class SandboxManager:
+    """All sandboxes of a server."""
 
     def __init__(
         self,
@@ -109,88 +135,92 @@ class Boxes:
         self.runtime, self.config, self.clock = runtime, config, clock
         self.templates = {"base": Template()} | dict(templates)
         self.draining = self._closed = False
-        self._boxes: dict[str, Box] = {}
+        self._sandboxes: dict[str, Sandbox] = {}
         self._prepared: dict[str, asyncio.Task[str]] = {}
-        self._kept: dict[str, KeptStates] = {}  # by account
-        self._creations: dict[tuple[str, str], asyncio.Task[Made]] = {}
+        self._snapshots: dict[str, AccountSnapshots] = {}  # by account
+        self._creations: dict[tuple[str, str], asyncio.Task[CreatedSandbox]] = {}
         self._ended = asyncio.Condition()  # or paused
 
     # making
 
-    async def create(self, account: Account, asked: NewSandbox, key: str | None) -> Made:
-        """A machine from a template or a snapshot; the same one for the same key. Raises `Refused`."""
+    async def create(self, account: Account, spec: NewSandbox, key: str | None) -> CreatedSandbox:
+        """Create a sandbox from a template or a snapshot. The same `key` returns the same sandbox. Raises
+        `ApiError`."""
         if key is None:
-            return await self._create(account, asked)
+            return await self._create(account, spec)
         name = (account.name, key)
         making = self._creations.get(name)
         if making is None:
             while len(self._creations) >= _MAX_CREATIONS:
                 del self._creations[next(iter(self._creations))]
-            making = self._creations[name] = asyncio.create_task(self._create(account, asked))
+            making = self._creations[name] = asyncio.create_task(self._create(account, spec))
             making.add_done_callback(lambda task: self._forget(name, task))
         return await asyncio.shield(making)
 
-    def _forget(self, name: tuple[str, str], task: asyncio.Task[Made]) -> None:
+    def _forget(self, name: tuple[str, str], task: asyncio.Task[CreatedSandbox]) -> None:
         if (task.cancelled() or task.exception() is not None) and self._creations.get(name) is task:
-            del self._creations[name]  # nothing was made: it may be tried again
+            del self._creations[name]  # nothing was created, so it can be retried
 
-    async def _create(self, account: Account, asked: NewSandbox) -> Made:
-        self._check_lease(account, asked.timeout)
+    async def _create(self, account: Account, spec: NewSandbox) -> CreatedSandbox:
+        self._check_lease(account, spec.timeout)
         self._check_open()
-        snapshot = await self.snapshot_of(account, asked.template_id)
+        snapshot = await self.snapshot_of(account, spec.template_id)
         try:
-            [box] = await self._fork(account, asked, snapshot, 1)
+            [sandbox] = await self._fork(account, spec, snapshot, 1)
         except MachineError:
-            if self._prepared.pop(asked.template_id, None) is None:
+            if self._prepared.pop(spec.template_id, None) is None:
                 raise
-            again = await self.snapshot_of(account, asked.template_id)  # the runtime may have had to let go of it
-            [box] = await self._fork(account, asked, again, 1)
-        return box.made
+            again = await self.snapshot_of(account, spec.template_id)  # the runtime may have dropped it
+            [sandbox] = await self._fork(account, spec, again, 1)
+        return sandbox.made
 
-    async def _fork(self, account: Account, asked: NewSandbox, snapshot: str, n: int) -> list[Box]:
-        account.take(n)
+    async def _fork(self, account: Account, spec: NewSandbox, snapshot: str, n: int) -> list[Sandbox]:
+        account.add_live(n)
         try:
             machines = await self.runtime.fork(snapshot, n, deadline_s=self.config.deadline_s)
         except BaseException:
-            account.give_back(n)
+            account.remove_live(n)
             raise
         if self._closed:  # meanwhile
-            account.give_back(n)
+            account.remove_live(n)
             await asyncio.gather(*(machine.close() for machine in machines), return_exceptions=True)
-            raise Refused(503, "the server has ended", hint="ask another one")
-        boxes = [Box(account, asked, machine, self.config) for machine in machines]
+            raise ApiError(503, "the server has ended", hint="use another server")
+        sandboxes = [Sandbox(account, spec, machine, self.config) for machine in machines]
         now = self.clock()
-        for box in boxes:
-            box.dies = now + account.quota.max_lifetime_s
-            box.ends = min(now + asked.timeout, box.dies)
-            self._boxes[box.id] = box
-        return boxes
+        for sandbox in sandboxes:
+            sandbox.dies = now + account.quota.max_lifetime_s
+            sandbox.ends = min(now + spec.timeout, sandbox.dies)
+            self._sandboxes[sandbox.id] = sandbox
+        return sandboxes
 
-    async def fork(self, box: Box, n: int, timeout: int) -> list[Box]:
-        """A machine in use becomes n more."""
+    async def fork(self, sandbox: Sandbox, n: int, timeout: int) -> list[Sandbox]:
+        """Create n sandboxes with the current state of this one. Raises `ApiError`."""
         if not 1 <= n <= _MAX_FORKS:
-            raise Refused(400, f"{n} forks", f"at most {_MAX_FORKS} at a time", hint="ask again for more")
-        self._check_lease(box.account, timeout)
+            raise ApiError(400, f"{n} forks", f"at most {_MAX_FORKS} in one request", hint="send more requests")
+        self._check_lease(sandbox.account, timeout)
         self._check_open()
-        async with self._turn(box):
-            snapshot = await self._state_of(box)
-        asked = NewSandbox(
-            template_id=box.template_id, timeout=timeout, metadata=dict(box.metadata), env_vars=dict(box.env)
+        async with self._locked(sandbox):
+            snapshot = await self._state_of(sandbox)
+        spec = NewSandbox(
+            template_id=sandbox.template_id,
+            timeout=timeout,
+            metadata=dict(sandbox.metadata),
+            env_vars=dict(sandbox.env),
         )
-        return await self._fork(box.account, asked, snapshot, n)
+        return await self._fork(sandbox.account, spec, snapshot, n)
 
     async def snapshot_of(self, account: Account, template: str) -> str:
-        """The runtime's snapshot behind a template's name, or a kept state's name or id. Raises `Refused` (404)."""
-        kept = self.kept(account).find(template)
-        if kept is not None:
-            return kept
+        """Return the runtime's snapshot for a template name, or a snapshot name or id. Raises `ApiError` (404)."""
+        snapshot = self.snapshots(account).find(template)
+        if snapshot is not None:
+            return snapshot
         if template not in self.templates:
             facts = f"templates: {', '.join(sorted(self.templates)[:20])}"
-            raise Refused(404, f"no snapshot or template {template[:80]!r}", facts, hint="name one of them")
+            raise ApiError(404, f"no snapshot or template {template[:80]!r}", facts, hint="use one of them")
         return await self._prepare(template)
 
     async def prepare(self) -> None:
-        """All templates, before anybody asks for one. Raises `MachineError`; `ValueError` for files that are none."""
+        """Prepare all templates at startup. Raises `MachineError`, and `ValueError` for invalid files."""
         for template in self.templates:
             await self._prepare(template)
 
@@ -204,249 +234,264 @@ class Boxes:
             self._prepared.pop(template, None)
             raise
 
-    # having
+    # looking up
 
-    def get(self, box_id: str, account: Account | None = None) -> Box:
-        """A machine that has not ended, of the account's. Raises `Refused` (404)."""
-        box = self._boxes.get(box_id)
-        if box is None or box.over or (account is not None and box.account is not account):
-            hint = "it was killed, its lease has ended, or the server was started again: make another"
-            raise Refused(404, f"no machine {box_id[:40]!r}", hint=hint)
-        return box
+    def get(self, sandbox_id: str, account: Account | None = None) -> Sandbox:
+        """Return a sandbox that has not ended; with `account`, only one of that account. Raises `ApiError` (404)."""
+        sandbox = self._sandboxes.get(sandbox_id)
+        if sandbox is None or sandbox.has_ended or (account is not None and sandbox.account is not account):
+            hint = "it was killed, its lease has ended, or the server was restarted: create another one"
+            raise ApiError(404, f"no sandbox {sandbox_id[:40]!r}", hint=hint)
+        return sandbox
 
-    def of(self, account: Account) -> list[Box]:
-        """An account's, the newest first."""
-        return sorted((b for b in self._boxes.values() if b.account is account and not b.over), key=_age)
+    def of(self, account: Account) -> list[Sandbox]:
+        """Return the sandboxes of an account, newest first."""
+        return sorted((b for b in self._sandboxes.values() if b.account is account and not b.has_ended), key=_age)
 
     @property
     def num_alive(self) -> int:
-        """Of all accounts, paused ones among them."""
-        return len(self._boxes)
+        """Number of sandboxes of all accounts, including paused ones."""
+        return len(self._sandboxes)
 
     @property
     def num_snapshots(self) -> int:
-        """Of all accounts."""
-        return sum(map(len, self._kept.values()))
+        """Number of snapshots of all accounts."""
+        return sum(map(len, self._snapshots.values()))
 
-    def renew(self, box: Box, seconds: int, *, at_least: bool = False) -> None:
-        """Let a lease end so many seconds from now, and not before it would anyway with `at_least`."""
-        self._check_lease(box.account, seconds)
-        ends = min(self.clock() + seconds, box.dies)
-        box.ends = max(box.ends, ends) if at_least else ends
+    def renew(self, sandbox: Sandbox, seconds: int, *, at_least: bool = False) -> None:
+        """Set the end of a lease to `seconds` from now. `at_least`: never shorten it."""
+        self._check_lease(sandbox.account, seconds)
+        ends = min(self.clock() + seconds, sandbox.dies)
+        sandbox.ends = max(sandbox.ends, ends) if at_least else ends
 
-    def ends_at(self, box: Box) -> float:
-        """When the lease ends, in seconds since 1970."""
-        return time.time() + box.ends - self.clock()
+    def ends_at(self, sandbox: Sandbox) -> float:
+        """Return the end of the lease, in seconds since 1970."""
+        return time.time() + sandbox.ends - self.clock()
 
     def _check_lease(self, account: Account, seconds: int) -> None:
         longest = account.quota.max_lifetime_s
         if not 0 <= seconds <= longest:
-            raise Refused(
-                400, f"a lease of {seconds} s", f"at most {longest} for {account.name!r}", hint="ask for less"
+            raise ApiError(
+                400, f"a lease of {seconds} s", f"at most {longest} for {account.name!r}", hint="use a shorter lease"
             )
 
     def _check_open(self) -> None:
         if self.draining:
             headers = {"should-retry": "true", "retry-after": "5"}
-            raise Refused(503, "the server is about to end", hint="ask another one", headers=headers)
+            raise ApiError(503, "the server is about to end", hint="use another server", headers=headers)
 
     # states
 
-    def kept(self, account: Account) -> KeptStates:
-        """What the account keeps."""
-        return self._kept.setdefault(account.name, KeptStates(partial(Hold, self.runtime, account)))
+    def snapshots(self, account: Account) -> AccountSnapshots:
+        """Return the snapshots of an account."""
+        return self._snapshots.setdefault(account.name, AccountSnapshots(partial(Hold, self.runtime, account)))
 
-    async def snapshot(self, box: Box, name: str | None) -> str:
-        """Keep a machine's state under an id, which is returned, and a name. The machine goes on."""
-        async with self._turn(box):
-            state = await self._state_of(box)
-        return self.kept(box.account).keep(state, name)
+    async def snapshot(self, sandbox: Sandbox, name: str | None) -> str:
+        """Take a snapshot of a sandbox, with an optional name. Returns its id. The sandbox keeps running."""
+        async with self._locked(sandbox):
+            state = await self._state_of(sandbox)
+        return self.snapshots(sandbox.account).add(state, name)
 
-    async def pause(self, box: Box) -> bool:
-        """Keep its state and end the machine; whether it was running. Where the state cannot be held, it runs on."""
-        async with self._turn(box):
-            if box.paused is not None:
+    async def pause(self, sandbox: Sandbox) -> bool:
+        """Store the state of a sandbox and end its machine. Returns False if it was paused already.
+
+        If the state cannot be stored, the sandbox keeps running and the error is raised."""
+        async with self._locked(sandbox):
+            if sandbox.paused is not None:
                 return False
-            box.paused = Hold(self.runtime, box.account, await box.machine.snapshot())
-            box.leave()
-            await box.machine.close()
-            box.ends = self.clock() + self.config.paused_s
-        await self._tell_ended()
+            sandbox.paused = Hold(self.runtime, sandbox.account, await sandbox.machine.snapshot())
+            sandbox.disconnect()
+            await sandbox.machine.close()
+            sandbox.ends = self.clock() + self.config.paused_s
+        await self._notify_ended()
         return True
 
-    async def resume(self, box: Box, timeout: int) -> bool:
-        """Let it run, for so long at least; whether it was paused."""
-        self._check_lease(box.account, timeout)
-        async with self._turn(box):
-            if box.paused is None:
-                self.renew(box, timeout, at_least=True)
+    async def resume(self, sandbox: Sandbox, timeout: int) -> bool:
+        """Resume a sandbox with a lease of `timeout` seconds; a running one gets at least this lease.
+
+        Returns whether it was paused."""
+        self._check_lease(sandbox.account, timeout)
+        async with self._locked(sandbox):
+            if sandbox.paused is None:
+                self.renew(sandbox, timeout, at_least=True)
                 return False
             self._check_open()
-            [machine] = await self.runtime.fork(box.paused.state, 1, deadline_s=self.config.deadline_s)
-            box.put(machine)
+            [machine] = await self.runtime.fork(sandbox.paused.state, 1, deadline_s=self.config.deadline_s)
+            sandbox.attach(machine)
             now = self.clock()
-            box.dies = now + box.account.quota.max_lifetime_s
-            box.ends = min(now + timeout, box.dies)
+            sandbox.dies = now + sandbox.account.quota.max_lifetime_s
+            sandbox.ends = min(now + timeout, sandbox.dies)
             return True
 
     @contextlib.asynccontextmanager
-    async def _turn(self, box: Box) -> AsyncIterator[None]:
-        """Have a machine to oneself that has not ended meanwhile. Raises `Refused`."""
-        async with box.turn:
-            self.get(box.id)
+    async def _locked(self, sandbox: Sandbox) -> AsyncIterator[None]:
+        """Lock a sandbox. Raises `ApiError` (404) if it has ended meanwhile."""
+        async with sandbox.lock:
+            self.get(sandbox.id)
             yield
 
-    async def _state_of(self, box: Box) -> str:
-        return box.paused.state if box.paused is not None else await box.machine.snapshot()
+    async def _state_of(self, sandbox: Sandbox) -> str:
+        return sandbox.paused.state if sandbox.paused is not None else await sandbox.machine.snapshot()
 
     # ending
 
-    async def kill(self, box: Box) -> None:
-        """End a machine. Idempotent."""
-        async with box.turn:
-            if box.over:
+    async def kill(self, sandbox: Sandbox) -> None:
+        """End a sandbox. Idempotent."""
+        async with sandbox.lock:
+            if sandbox.has_ended:
                 return
-            box.over = True
+            sandbox.has_ended = True
             try:
-                box.leave()
-                if box.paused is None:
-                    await box.machine.close()
+                sandbox.disconnect()
+                if sandbox.paused is None:
+                    await sandbox.machine.close()
             finally:
-                box.let_go()
-                self._boxes.pop(box.id, None)
-                box.account.give_back()
-        await self._tell_ended()
+                sandbox.release_state()
+                self._sandboxes.pop(sandbox.id, None)
+                sandbox.account.remove_live()
+        await self._notify_ended()
 
-    async def _tell_ended(self) -> None:
+    async def _notify_ended(self) -> None:
         async with self._ended:
             self._ended.notify_all()
 
     async def expire(self) -> None:
-        """End, or pause, what has outlived its lease."""
+        """End, or pause, all sandboxes whose lease has ended."""
         now = self.clock()
-        late = [box for box in self._boxes.values() if box.ends <= now]
-        await asyncio.gather(*(self._expire(box) for box in late), return_exceptions=True)
+        late = [sandbox for sandbox in self._sandboxes.values() if sandbox.ends <= now]
+        await asyncio.gather(*(self._expire(sandbox) for sandbox in late), return_exceptions=True)
 
-    async def _expire(self, box: Box) -> None:
-        """Pausing it may be refused: then it ends."""
-        if box.auto_pause and box.paused is None and box.dies > self.clock():
-            with contextlib.suppress(MachineError, ValueError, OSError, Refused):
-                await self.pause(box)
+    async def _expire(self, sandbox: Sandbox) -> None:
+        """Pause or end one sandbox; it is ended if it cannot be paused."""
+        if sandbox.auto_pause and sandbox.paused is None and sandbox.dies > self.clock():
+            with contextlib.suppress(MachineError, ValueError, OSError, ApiError):
+                await self.pause(sandbox)
                 return
-        await self.kill(box)
+        await self.kill(sandbox)
 
     async def reap(self) -> None:
-        """Expire for ever."""
+        """Run `expire` periodically, without end."""
         while True:
-            nearest = min((box.ends for box in self._boxes.values()), default=math.inf)
+            nearest = min((sandbox.ends for sandbox in self._sandboxes.values()), default=math.inf)
             await asyncio.sleep(min(max(nearest - self.clock(), 0.02), _TICK_S))
             await self.expire()
 
     async def drain(self, deadline_s: float) -> None:
-        """No new machines; wait until none runs any more, or the deadline."""
+        """Refuse new sandboxes, and wait until none is running or the deadline has passed."""
         self.draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline_s), self._ended:
-                await self._ended.wait_for(lambda: all(box.paused is not None for box in self._boxes.values()))
+                await self._ended.wait_for(
+                    lambda: all(sandbox.paused is not None for sandbox in self._sandboxes.values())
+                )
 
     async def close(self) -> None:
-        """End all, and what is being made once it is there."""
+        """End all sandboxes, also those that are being created."""
         self.draining = self._closed = True
         for task in (*self._creations.values(), *self._prepared.values()):
             task.cancel()
-        await asyncio.gather(*(self.kill(box) for box in list(self._boxes.values())), return_exceptions=True)
+        await asyncio.gather(
+            *(self.kill(sandbox) for sandbox in list(self._sandboxes.values())), return_exceptions=True
+        )
 
 
-def _age(box: Box) -> float:
-    return -box.started
+def _age(sandbox: Sandbox) -> float:
+    return -sandbox.started
 
 
-async def refusing(work: Awaitable[T], *, deadline_s: float, what: str) -> T:
-    """Work on a machine within a deadline; what goes wrong becomes `Refused`."""
+async def run_backend_call(work: Awaitable[T], *, deadline_s: float, what: str) -> T:
+    """Await `work` with a deadline, and convert its errors to `ApiError`. `what`: the text of the error."""
     try:
         async with asyncio.timeout(deadline_s):
             return await work
     except MachineError as error:
-        raise of_error(error) from None
+        raise api_error_of(error) from None
     except ValueError as error:
-        raise Refused(400, what, str(error), hint="see the message") from None
+        raise ApiError(400, what, str(error), hint="see the message") from None
     except TimeoutError:
-        raise Refused(504, what, f"not within {deadline_s:g} s", hint="try again later") from None
+        raise ApiError(504, what, f"not within {deadline_s:g} s", hint="try again later") from None
     except OSError as error:
-        raise Refused(507, what, str(error), hint="is its disk full, or one of the server?") from None
+        raise ApiError(507, what, str(error), hint="check the disks of the sandbox and of the server") from None
 
 
-# --------------------------------------------------------------------------------- machines' states that accounts keep
-# What somebody has named is held in the runtime. What clients of ours keep is not: they keep it again.
+PREPARED = "etude-"  # prefix of the names of snapshots that etude's clients prepare and can prepare again
+MAX_SNAPSHOTS = 1024  # snapshots of one account
 
 
-PREPARED = "etude-"  # how what clients of ours have prepared is named
-MAX_KEPT = 1024  # of one account
-
-
-class _Kept(NamedTuple):
+class _Snapshot(NamedTuple):
     state: str  # the runtime's snapshot
     names: tuple[str, ...]
     hold: Hold | None = None
 
 
-class KeptStates:
-    """Of one account. Where there is too much, what clients of ours have kept goes, least recently used first; what
-    others have named is theirs to delete.
+class AccountSnapshots:
+    """The snapshots of one account.
 
-    >>> kept = KeptStates(lambda state: None)
-    >>> first = kept.keep("tree", "mine")
-    >>> kept.find("mine") == kept.find(first) == "tree"
+    Named snapshots stay until they are deleted. Unnamed ones and those of etude's clients, which prepare them again,
+    are not held in the runtime, and are deleted first (least recently used) if there are too many.
+
+    >>> snapshots = AccountSnapshots(lambda state: None)
+    >>> first = snapshots.add("tree", "mine")
+    >>> snapshots.find("mine") == snapshots.find(first) == "tree"
     True
     """
 
     def __init__(self, hold: Callable[[str], Hold | None]) -> None:
-        self._hold = hold
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()  # by id, least recently used first
+        self._make_hold = hold
+        self._snapshots: OrderedDict[str, _Snapshot] = OrderedDict()  # by id, least recently used first
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._snapshots)
 
     def find(self, name: str) -> str | None:
-        """The runtime's snapshot by an id, or the newest of a name."""
-        for kept_id, kept in reversed(self._kept.items()):
-            if name == kept_id or name in kept.names:
-                self._kept.move_to_end(kept_id)
-                return kept.state
+        """Return the runtime's snapshot for an id, or the newest one with a name; None if there is none."""
+        for snapshot_id, snapshot in reversed(self._snapshots.items()):
+            if name == snapshot_id or name in snapshot.names:
+                self._snapshots.move_to_end(snapshot_id)
+                return snapshot.state
         return None
 
-    def keep(self, state: str, name: str | None) -> str:
-        """Its id. Raises `Refused` (429)."""
-        if len(self._kept) >= MAX_KEPT:
-            passing = next((kept_id for kept_id, kept in self._kept.items() if _is_passing(kept.names)), None)
-            if passing is None:
-                raise Refused(429, f"{len(self._kept)} snapshots are kept", hint="delete those that are done with")
-            del self._kept[passing]
-        kept_id = f"snap-{secrets.token_hex(10)}"
+    def add(self, state: str, name: str | None) -> str:
+        """Add a snapshot. Returns its id. Raises `ApiError` (429) if there are too many."""
+        if len(self._snapshots) >= MAX_SNAPSHOTS:
+            disposable = next(
+                (snapshot_id for snapshot_id, snapshot in self._snapshots.items() if _is_disposable(snapshot.names)),
+                None,
+            )
+            if disposable is None:
+                raise ApiError(429, f"there are {len(self._snapshots)} snapshots", hint="delete some")
+            del self._snapshots[disposable]
+        snapshot_id = f"snap-{secrets.token_hex(10)}"
         names = (name,) if name else ()
-        self._kept[kept_id] = _Kept(state, names, None if _is_passing(names) else self._hold(state))
-        return kept_id
+        self._snapshots[snapshot_id] = _Snapshot(
+            state, names, None if _is_disposable(names) else self._make_hold(state)
+        )
+        return snapshot_id
 
-    def adopt(self, state: str) -> str:
-        """The id of a state that came from elsewhere: the same one as long as it is kept."""
-        wanted = _Kept(state, ())
-        known = next((kept_id for kept_id, kept in self._kept.items() if kept == wanted), None)
-        return known or self.keep(state, None)
+    def add_imported(self, state: str) -> str:
+        """Add an imported snapshot, unless it exists. Returns its id."""
+        wanted = _Snapshot(state, ())
+        known = next((snapshot_id for snapshot_id, snapshot in self._snapshots.items() if snapshot == wanted), None)
+        return known or self.add(state, None)
 
     def names(self) -> dict[str, tuple[str, ...]]:
-        """Names of all by their ids."""
-        return {kept_id: kept.names for kept_id, kept in self._kept.items()}
+        """Return the names of all snapshots by id."""
+        return {snapshot_id: snapshot.names for snapshot_id, snapshot in self._snapshots.items()}
 
-    def forget(self, name: str) -> bool:
-        """Whether there was one of this id or name; there is none now."""
-        gone = [kept_id for kept_id, kept in self._kept.items() if name == kept_id or name in kept.names]
-        for kept_id in gone:
-            hold = self._kept.pop(kept_id).hold
+    def delete(self, name: str) -> bool:
+        """Delete the snapshots with this id or name. Returns whether there was one."""
+        deleted = [
+            snapshot_id
+            for snapshot_id, snapshot in self._snapshots.items()
+            if name == snapshot_id or name in snapshot.names
+        ]
+        for snapshot_id in deleted:
+            hold = self._snapshots.pop(snapshot_id).hold
             if hold is not None:
                 hold.release()
-        return bool(gone)
+        return bool(deleted)
 
 
-def _is_passing(names: tuple[str, ...]) -> bool:
-    """Nobody misses it."""
+def _is_disposable(names: tuple[str, ...]) -> bool:
+    """Whether a snapshot can be deleted to free space."""
     return all(name.startswith(PREPARED) for name in names)

@@ -1,4 +1,4 @@
-"""Serving machines over HTTP: the app of all routes, the leases that end, and the end of every machine."""
+"""Serve machines over HTTP: the ASGI app, the expiry of leases, and the shutdown."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 from starlette.applications import Starlette
 
+from etude.environments.remote.api_errors import HANDLERS
 from etude.environments.remote.config import ServerConfig
-from etude.environments.remote.control import Control
-from etude.environments.remote.envd import Envd
+from etude.environments.remote.control import SandboxRoutes
+from etude.environments.remote.envd import EnvdRoutes
 from etude.environments.remote.keys import Keyring
-from etude.environments.remote.refusal import HANDLERS
-from etude.environments.remote.sandboxes import Boxes, Template
-from etude.environments.remote.states import States
-from etude.environments.remote.transfers import Transfers
-from etude.listening import bind, listening
+from etude.environments.remote.sandboxes import SandboxManager, Template
+from etude.environments.remote.states import StateRoutes
+from etude.environments.remote.transfers import FileRoutes
+from etude.http_server import bind, run_http_server
 from etude.seams import Runtime
 
 
@@ -30,13 +30,16 @@ def create_app(
     config: ServerConfig | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Starlette:
-    """The ASGI app that offers a runtime's machines: `app.state.boxes`. The runtime stays the caller's."""
+    """Build the ASGI app that serves the machines of `runtime`. The caller must close the runtime.
+
+    `templates`: what sandboxes can be created from, by name. `clock`: seconds, for leases. `app.state.manager` is the
+    `SandboxManager`."""
     config = config or ServerConfig()
-    boxes = Boxes(runtime, templates or {}, config, clock=clock)
-    of_account = [*Control(boxes, keys, config).routes(), *States(boxes, keys, config).routes()]
-    routes = [*of_account, *Envd(boxes, config).routes(), *Transfers(boxes, config).routes()]
+    manager = SandboxManager(runtime, templates or {}, config, clock=clock)
+    account_routes = [*SandboxRoutes(manager, keys, config).routes(), *StateRoutes(manager, keys, config).routes()]
+    routes = [*account_routes, *EnvdRoutes(manager, config).routes(), *FileRoutes(manager, config).routes()]
     app = Starlette(routes=routes, exception_handlers=HANDLERS)
-    app.state.boxes = boxes
+    app.state.manager = manager
     return app
 
 
@@ -44,16 +47,16 @@ def create_app(
 async def serving(
     app: Starlette, *, host: str = "127.0.0.1", port: int = 0, sock: socket.socket | None = None
 ) -> AsyncIterator[str]:
-    """Serve while the block runs; yields the URL. At its end every machine is ended.
+    """Serve `app` during the `with` block; yields the URL. All sandboxes are ended at the end of the block.
 
-    Raises `ConfigError` for an address that cannot be had.
+    `sock`: a bound socket, instead of `host` and `port`. Raises `ConfigError` if the address cannot be used.
     """
-    boxes: Boxes = app.state.boxes
-    async with listening(app, sock or bind(host, port), what="the server of machines") as url:
-        reaper = asyncio.create_task(boxes.reap(), name="leases")
+    manager: SandboxManager = app.state.manager
+    async with run_http_server(app, sock or bind(host, port), name="the server of machines") as url:
+        reaper = asyncio.create_task(manager.reap(), name="leases")
         try:
             yield url
         finally:
             reaper.cancel()
-            await boxes.close()
+            await manager.close()
             await asyncio.gather(reaper, return_exceptions=True)

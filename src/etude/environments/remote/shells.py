@@ -1,8 +1,8 @@
-"""A shell in a served machine that answers one question about files after the other.
+"""Long-running shells in a sandbox, for requests about files.
 
-Each `Machine.exec` is remembered for good, and a machine runs some thousands of them: too few for whoever looks into a
-folder four times a second. So the small programs of `files` are functions of one shell, which stays; there is one for
-each user who asks. A question is a line, its answer what the function prints, up to a mark that nobody can guess.
+A machine records each `Machine.exec` and allows some thousands of them. This is too few for polling a folder four times
+a second. So the shell programs of `files` are functions of one shell for each user, which keeps running. A request is a
+line with a function call; the response is its output up to a random mark.
 """
 
 from __future__ import annotations
@@ -17,65 +17,67 @@ from etude.errors import MachineError
 from etude.records.command import Printed, Started
 from etude.seams import Machine
 
-_DEADLINE_S = 60.0  # for one answer
+_DEADLINE_S = 60.0  # for one request
 _LIFE_S = 604_800.0
 _MAX_SHELLS = 8  # of one machine
 _MAX_ERR = 4096
-_MAX_CODE = 4  # bytes of an exit code, and the NUL behind it
+_MAX_CODE = 4  # bytes of an exit code and a NUL
 _LOOP = """while IFS= read -r n && IFS= read -r l; do
 (eval "$l") </dev/null; printf "\\0%s %d\\0" "$n" $?; printf "\\0%s\\0" "$n" >&2
 done"""
 
 
 class Shell:
-    """One of them. `programs` are bodies of functions by their names."""
+    """One shell. `programs`: shell function bodies by name. `user`: the user that it runs as."""
 
     def __init__(self, machine: Machine, programs: Mapping[str, str], *, user: str) -> None:
         self._machine, self._user = machine, user
         functions = "\n".join(f"{name}() {{\n{body}\n}}" for name, body in programs.items())
         self._script = f"{functions}\n{_LOOP}"
         self._lines: asyncio.Queue[bytes | None] = asyncio.Queue(4)
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._life: asyncio.Task[object] | None = None
         self._pid: int | None = None
         self._current = object()
-        self._answer = _Answer("", 0)
+        self._response = _Response("", 0)
 
-    async def ask(self, name: str, *words: str, max_bytes: int) -> tuple[int, bytes, bytes]:
-        """Exit code, standard output and what was complained of. Words have no newline. Raises `RpcError`."""
-        async with self._turn:
+    async def call(self, name: str, *args: str, max_bytes: int) -> tuple[int, bytes, bytes]:
+        """Call a function. Returns its exit code, standard output and standard error.
+
+        The arguments must not have newlines. `max_bytes`: limit of the output. Raises `RpcError`."""
+        async with self._lock:
             if self._life is None or self._life.done():
                 self._start()
             assert self._life is not None, "was started"
-            self._answer = answer = _Answer(secrets.token_hex(16), max_bytes)
-            question = f"{answer.mark}\n{name} {' '.join(map(quoted, words))}\n"
+            self._response = response = _Response(secrets.token_hex(16), max_bytes)
+            request = f"{response.mark}\n{name} {' '.join(map(quote, args))}\n"
             try:
                 async with asyncio.timeout(_DEADLINE_S):
-                    await self._lines.put(question.encode())
-                    there = asyncio.ensure_future(answer.there.wait())
+                    await self._lines.put(request.encode())
+                    arrived = asyncio.ensure_future(response.arrived.wait())
                     try:
-                        await asyncio.wait({there, self._life}, return_when=asyncio.FIRST_COMPLETED)
+                        await asyncio.wait({arrived, self._life}, return_when=asyncio.FIRST_COMPLETED)
                     finally:
-                        there.cancel()
+                        arrived.cancel()
             except TimeoutError:
                 await self._kill()
                 raise RpcError(Code.DEADLINE_EXCEEDED, f"not within {_DEADLINE_S:g} s") from None
             except asyncio.CancelledError:
-                await asyncio.shield(self._kill())  # its answer would be taken for the next one's
+                await asyncio.shield(self._kill())  # its output would be mixed with that of the next request
                 raise
-            if not answer.there.is_set():
+            if not response.arrived.is_set():
                 self._raise_ended(self._life)
-            if answer.code is None:
+            if response.code is None:
                 raise RpcError(Code.RESOURCE_EXHAUSTED, f"more than {max_bytes} bytes")
-            return answer.code, bytes(answer.out), bytes(answer.err)
+            return response.code, bytes(response.out), bytes(response.err)
 
     def _start(self) -> None:
         self._lines, self._pid = asyncio.Queue(4), None
         current = self._current = object()
 
         def tell(event: Started | Printed) -> None:
-            if self._current is current:  # what a shell says that was killed is no answer
-                self._told(event)
+            if self._current is current:  # ignore the output of a killed shell
+                self._on_event(event)
 
         self._life = asyncio.create_task(
             self._machine.exec(
@@ -89,11 +91,11 @@ class Shell:
             )
         )
 
-    def _told(self, event: Started | Printed) -> None:
+    def _on_event(self, event: Started | Printed) -> None:
         if isinstance(event, Started):
             self._pid = event.pid
         else:
-            self._answer.take(event)
+            self._response.add(event)
 
     def _raise_ended(self, life: asyncio.Task[object]) -> None:
         error = life.exception() if not life.cancelled() else None
@@ -101,46 +103,46 @@ class Shell:
             raise RpcError(Code.INVALID_ARGUMENT, str(error)) from None
         if isinstance(error, MachineError):
             raise RpcError(Code.INTERNAL, f"{error.what}: {error.facts}", hint=error.hint) from None
-        raise RpcError(Code.ABORTED, "the shell that looks after files was ended", hint="try again")
+        raise RpcError(Code.ABORTED, "the shell for file requests was killed", hint="try again")
 
     async def _kill(self) -> None:
-        """What hangs is killed; the next question finds a new shell."""
+        """Kill the shell; the next request starts a new one."""
         life, self._life, self._current = self._life, None, object()
         if life is not None and self._pid is not None:
-            words = ["sh", "-c", 'kill -9 -- "-$1" 2>/dev/null || kill -9 "$1"', "sh", str(self._pid)]
+            args = ["sh", "-c", 'kill -9 -- "-$1" 2>/dev/null || kill -9 "$1"', "sh", str(self._pid)]
             with contextlib.suppress(MachineError, ValueError):
                 key = f"kill-{secrets.token_hex(8)}"
-                await self._machine.exec(words, key=key, deadline_s=10.0, user=self._user)
+                await self._machine.exec(args, key=key, deadline_s=10.0, user=self._user)
         if life is not None:
             life.cancel()
 
     def close(self) -> None:
-        """Its machine ends."""
+        """Stop the shell, when its machine ends."""
         if self._life is not None:
             self._life.cancel()
             self._life.add_done_callback(_retrieve)
 
 
-class _Answer:
-    """To one question: collected up to its mark, on both streams."""
+class _Response:
+    """The response to one request: the output on both streams up to the mark."""
 
     def __init__(self, mark: str, max_bytes: int) -> None:
         self.mark, self.out, self.err, self.code = mark, bytearray(), bytearray(), None if not mark else 0
-        self.there = asyncio.Event()
+        self.arrived = asyncio.Event()
         self._max_bytes, self._too_much = max_bytes, False
         self._out_done = self._err_done = False
         self._end = f"\0{mark} ".encode()
 
-    def take(self, printed: Printed) -> None:
-        """More of it."""
+    def add(self, printed: Printed) -> None:
+        """Add output."""
         if printed.stream == 1:
-            self._take_out(printed.data)
+            self._add_out(printed.data)
         else:
-            self._take_err(printed.data)
+            self._add_err(printed.data)
         if self._out_done and self._err_done:
-            self.there.set()
+            self.arrived.set()
 
-    def _take_out(self, data: bytes) -> None:
+    def _add_out(self, data: bytes) -> None:
         start = max(0, len(self.out) - len(self._end) - _MAX_CODE)
         self.out += data
         at = self.out.find(self._end, start)
@@ -152,7 +154,7 @@ class _Answer:
             self._too_much = True
             del self.out[: -len(self._end) - _MAX_CODE]
 
-    def _take_err(self, data: bytes) -> None:
+    def _add_err(self, data: bytes) -> None:
         self.err += data
         at = self.err.find(f"\0{self.mark}\0".encode())
         if at >= 0:
@@ -163,28 +165,30 @@ class _Answer:
 
 
 class Shells:
-    """Of one machine, by user."""
+    """The shells of one sandbox, one for each user."""
 
     def __init__(self, machine: Machine, programs: Mapping[str, str]) -> None:
         self._machine, self._programs = machine, programs
         self._shells: dict[str, Shell] = {}
 
     def of(self, user: str) -> Shell:
-        """Raises `RpcError`."""
+        """Return the shell of a user. Raises `RpcError` if there are too many."""
         if user not in self._shells:
             if len(self._shells) >= _MAX_SHELLS:
-                raise RpcError(Code.RESOURCE_EXHAUSTED, f"{len(self._shells)} users look at files", hint="use fewer")
+                raise RpcError(
+                    Code.RESOURCE_EXHAUSTED, f"{len(self._shells)} users have shells already", hint="use fewer users"
+                )
             self._shells[user] = Shell(self._machine, self._programs, user=user)
         return self._shells[user]
 
     def close(self) -> None:
-        """Their machine ends."""
+        """Stop all shells, when their machine ends."""
         for shell in self._shells.values():
             shell.close()
 
 
-def quoted(word: str) -> str:
-    """A word for a shell.
+def quote(word: str) -> str:
+    """Quote an argument for a shell.
 
     >>> quoted("it's")
     "'it'\\\\''s'"

@@ -1,10 +1,10 @@
-"""Templates from a file: what a served machine can be made from, by name.
+"""Read the templates of a server from a file: what sandboxes can be created from, by name.
 
-The file is TOML, one table a template; paths in it are relative to it:
+The file is TOML, with one table for each template. Paths are relative to the file:
 
     [python]
-    files = "skeleton/"        # a folder whose content is in the working directory of each machine
-    image = "9f3c..."          # the digest of an image, where the backend has images
+    files = "skeleton/"        # a folder that is copied to the working directory
+    image = "9f3c..."          # the digest of an image, if the backend has images
     workdir = "/testbed"       # of the image; env and user likewise
 """
 
@@ -31,13 +31,13 @@ class _Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def read_templates(path: Path) -> dict[str, Template]:
-    """Those of a file, their folders read. Raises `ConfigError`."""
+    """Read all templates of a file, and their folders. Raises `ConfigError`."""
     try:
         rows = msgspec.convert(tomllib.loads(path.read_text()), dict[str, _Row])
         return {name: _template(path.parent, row) for name, row in rows.items()}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         hint = "see etude.environments.remote.templates"
-        raise ConfigError(f"{path} is no file of templates", str(error), hint=hint) from None
+        raise ConfigError(f"{path} is not a valid file of templates", str(error), hint=hint) from None
 
 
 def _template(base: Path, row: _Row) -> Template:
@@ -48,13 +48,15 @@ def _template(base: Path, row: _Row) -> Template:
 
 def _folder(folder: Path) -> dict[str, bytes]:
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder", hint="`files` names one, relative to the file of templates")
-    found, room = dict[str, bytes](), _MAX_BYTES
+        raise ConfigError(
+            f"{folder} is not a folder", hint="`files` must be a folder, relative to the file of templates"
+        )
+    found, bytes_left = dict[str, bytes](), _MAX_BYTES
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() or not path.is_file():
             continue
-        room -= path.stat().st_size
-        if room < 0:
+        bytes_left -= path.stat().st_size
+        if bytes_left < 0:
             raise ConfigError(f"{folder} has more than {_MAX_BYTES} bytes", hint="put large trees into an image")
         found[path.relative_to(folder).as_posix()] = path.read_bytes()
     return found

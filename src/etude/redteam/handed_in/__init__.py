@@ -1,4 +1,4 @@
-"""Cheats that are handed in: files that attack whoever grades them. Each is what an agent would write in earnest."""
+"""Cheats that are handed in: files that attack the grader, as an agent would write them."""
 
 from etude.redteam.cheat import Cheat
 from etude.redteam.handed_in.code import clock, endings, exhausting, state
@@ -11,6 +11,6 @@ HANDED_IN: tuple[Cheat, ...] = (
     *endings(), *equality(), *forgery(), *tests(), *preload(), *rewards(), *clock(), *state(), *exhausting(),
     *second_look(),
 )  # fmt: skip
-"""Every cheat that is handed in."""
+"""All cheats that are handed in."""
 
 __all__ = ["HANDED_IN"]

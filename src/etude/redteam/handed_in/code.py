@@ -1,4 +1,4 @@
-"""Code that ends or skips its way past a test, stops its clock, keeps what it learned, or hangs its grader."""
+"""Cheats in the graded code: exits, skips, patched clocks, state between calls, and hanging graders."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def state() -> list[Cheat]:
     return [
         cheat("state-in-files", row, "what one call learned, kept for the next", learn),
         cheat("answers-in-descriptors", row, "the expected value from any open descriptor", descriptors),
-        cheat("canary-told-apart", row, "right where it is wanted to be wrong, and the other way round", calc("""
+        cheat("canary-told-apart", row, "correct where the canary must be wrong, and the reverse", calc("""
             def f(n):
                 at = sys._getframe(1)
                 while at:
@@ -131,6 +131,10 @@ def exhausting() -> list[Cheat]:
     return [
         *tried,
         cheat(
-            "grader-no-text", row, "exports that are no text", {"calc.py": b"\xff\xfe\0" * 100}, (Kind.DATA, Kind.CHECK)
+            "grader-no-text",
+            row,
+            "exports that are not text",
+            {"calc.py": b"\xff\xfe\0" * 100},
+            (Kind.DATA, Kind.CHECK),
         ),
     ]

@@ -1,4 +1,4 @@
-"""What cheats that are handed in share: what they know of graders, and the kinds of task they are tried on."""
+"""Helpers of the cheats that are handed in: code that finds nonces and expected values, and kinds of task."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BY_PYTEST = frozenset(
     {"pytest-skip", "pytest-skip-module", "xfail", "pytest-exit", "hard-exit-in-the-call", "equal-to-everything",
      "expected-from-the-frame", "patch-pytest", "nonce-from-frames", "sitecustomize", "pth", "expected-from-files"}
 )  # fmt: skip
-"""Those that are also tried on pytest, which takes a second for each test."""
+"""Cheats that are also tried on pytest, which takes a second for each test."""
 
 GRAB = '''
 import contextlib, gc, json, os, re, sys
@@ -41,6 +41,7 @@ def forge(nonces):
 
 
 def calc(body: str) -> dict[str, str | bytes]:
+    """The file calc.py with the helper code of `GRAB` and `body`."""
     return {"calc.py": GRAB + dedent(body)}
 
 
@@ -48,5 +49,6 @@ WRONG = "def f(n):\n    return 0\n"
 
 
 def cheat(name: str, row: Row, what: str, files: dict[str, str | bytes], kinds: tuple[Kind, ...] = ALL) -> Cheat:
+    """Make a cheat with the given files; calc.py is a wrong solution by default."""
     tried = (*kinds, Kind.PYTEST) if name in _BY_PYTEST and Kind.PYTEST not in kinds else kinds
     return Cheat(name=name, row=row, what=what, files={"calc.py": WRONG, **files}, kinds=tried)

@@ -1,4 +1,4 @@
-"""Code that equals everything, patches what compares, or reads what it is compared with."""
+"""Cheats against comparison: values equal to everything, patched comparisons, reading the expected value."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _VALUES = {
         "def f(n): return [float('nan'), float('inf'), True][n % 3]\n",
     ),
 }
-"""What is returned, by name: what it is, and its whole code."""
+"""Cheating return values by name: description and code."""
 _PROGRAMS: tuple[tuple[str, str, str, tuple[Kind, ...]], ...] = (
     (
         "no-asserts",
@@ -162,7 +162,7 @@ _PROGRAMS: tuple[tuple[str, str, str, tuple[Kind, ...]], ...] = (
         ALL,
     ),
 )
-"""Name, what it does, its code after `common.GRAB`, and where it means something."""
+"""Name, description, code after `common.GRAB`, and kinds of task."""
 _PATCHES = {
     "patch-json": 'json.dumps = lambda *a, **k: "true"\njson.dump = lambda o, f, **k: f.write("true")',
     "patch-asserts": "import unittest\nfor name in dir(unittest.TestCase):\n"
@@ -195,7 +195,7 @@ _PATCHES = {
     "                    thing.__code__ = (lambda *a, **k: None).__code__\n"
     "        time.sleep(0.001)\nspoil_now = threading.Thread(target=spoil, daemon=True); spoil_now.start()",
 }
-"""What is patched when the code is imported, by name."""
+"""Code that patches libraries at import, by name."""
 
 
 def equality() -> list[Cheat]:

@@ -1,4 +1,4 @@
-"""Reports of success that were not earned."""
+"""Forged reports of success."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ _PROGRAMS: tuple[tuple[str, str, str], ...] = (
     """,
     ),
 )
-"""Name, what it does, and its code after `common.GRAB`."""
+"""Name, description, and code after `common.GRAB`."""
 _DEEP = "import os\ndef f(n):\n    os.write(1, b'[' * 3000000)\n    return [[]] * 10\n"
 _ODD = "def f(n):\n    return 10 ** 5000 if n == 3 else float('nan')\n"
 
@@ -170,5 +170,5 @@ def forgery() -> list[Cheat]:
     return [
         *(cheat(name, row, what, calc(body)) for name, what, body in _PROGRAMS),
         cheat("report-that-breaks-parsers", row, "three million brackets", {"calc.py": _DEEP}),
-        cheat("report-of-odd-numbers", row, "numbers that JSON knows and Python does not", {"calc.py": _ODD}),
+        cheat("report-of-odd-numbers", row, "numbers that cannot be represented in JSON", {"calc.py": _ODD}),
     ]

@@ -1,6 +1,6 @@
-"""What a cheat does in its machine: programs that really try. Standard library only; they run over there.
+"""Attack programs that run in a machine. They use only the standard library.
 
-The folder travels whole: ``python -m programs MODULE FUNCTION FACTS`` runs one. A function says in its docstring what
-it tries, returns what it got as text, "" for nothing, and may raise: a defence that stops it by an error is a defence.
-Nothing is broken to prove a point: what could be written is opened, what could be killed is sent signal 0.
+The folder is copied into the machine, and ``python -m programs MODULE FUNCTION FACTS`` runs a function. Its docstring
+describes the attack. It returns what it got as text, "" if it failed, and can raise, since a defence may stop it with
+an error. The programs avoid damage: a file is opened for writing but not written, a process gets signal 0.
 """

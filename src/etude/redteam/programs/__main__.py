@@ -1,4 +1,4 @@
-"""Run one program and say what it got: the last line printed is ``{"got": text, "why": text}`` as JSON."""
+"""Run one program. The last line of its output is JSON: ``{"got": text, "why": text}``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Exhaustion: each takes what it can get of one thing until it is refused or time is up, and leaves it taken.
+"""Resource exhaustion: each function takes as much of one resource as it can, and keeps it.
 
-Returns nothing: whether a bomb succeeded is seen outside, in the host, in siblings, and in whether it is graded."""
+They return nothing: success is checked outside, on the host, on siblings, and by whether the rollout is graded."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import time
 
 from .kit import FACTS, Refused, call
 
-_SECONDS = 1.5  # of trying
+_SECONDS = 1.5  # duration of an attack
 
 
 def _until(work: object, most: int = 1 << 30) -> None:
-    """Do it until it fails for good, or for so long."""
+    """Call `work` until it keeps failing, or for `_SECONDS`."""
     end, failures = time.monotonic() + _SECONDS, 0
     for _ in range(most):
         try:
@@ -45,9 +45,9 @@ def fork_bomb() -> str:
 
 
 def sleeping_processes() -> str:
-    """As many processes as there may be, all left asleep in the background."""
+    """As many processes as possible, left asleep in the background."""
 
-    def leave() -> None:
+    def spawn() -> None:
         if os.fork() == 0:
             os.setsid()
             for fd in (0, 1, 2):
@@ -55,25 +55,25 @@ def sleeping_processes() -> str:
             time.sleep(3600)
             os._exit(0)
 
-    _until(leave)
+    _until(spawn)
     return ""
 
 
 def zombies() -> str:
     """Children that die and are never waited for."""
 
-    def leave() -> None:
+    def spawn() -> None:
         if os.fork() == 0:
             os._exit(0)
 
-    _until(leave)
+    _until(spawn)
     return ""
 
 
 def orphans() -> str:
-    """Grandchildren handed to the first process, a flood of them."""
+    """Many orphans, which become children of the first process."""
 
-    def leave() -> None:
+    def spawn() -> None:
         pid = os.fork()
         if pid == 0:
             for _ in range(8):
@@ -83,7 +83,7 @@ def orphans() -> str:
             os._exit(0)
         os.waitpid(pid, 0)
 
-    _until(leave)
+    _until(spawn)
     return ""
 
 
@@ -101,7 +101,7 @@ def memory() -> str:
 
 
 def memory_of_many() -> str:
-    """Memory in many processes at once, each below its own limit."""
+    """Memory in many processes, each below its limit."""
     for _ in range(16):
         with contextlib.suppress(OSError):
             if os.fork() == 0:
@@ -112,10 +112,10 @@ def memory_of_many() -> str:
 
 
 def shared_memory() -> str:
-    """Shared mappings and files without a name, which belong to nobody's address space."""
+    """Shared mappings and unnamed files, which do not count to an address space."""
     kept: list[object] = []
 
-    def take() -> None:
+    def allocate() -> None:
         fd = os.memfd_create("x")
         os.truncate(fd, 8 << 20)
         view = mmap.mmap(fd, 8 << 20)
@@ -124,17 +124,17 @@ def shared_memory() -> str:
         kept.append(fd)
         view.close()
 
-    _until(take)
+    _until(allocate)
     return ""
 
 
 def pipes() -> str:
-    """Pipes, widened and filled: memory of the kernel's."""
+    """Enlarged and filled pipes: kernel memory."""
     import fcntl
 
     kept: list[int] = []
 
-    def take() -> None:
+    def allocate() -> None:
         reader, writer = os.pipe2(os.O_NONBLOCK)
         kept.extend((reader, writer))
         with contextlib.suppress(OSError):
@@ -143,7 +143,7 @@ def pipes() -> str:
             while True:
                 os.write(writer, bytes(65536))
 
-    _until(take)
+    _until(allocate)
     return ""
 
 
@@ -151,7 +151,7 @@ def sockets() -> str:
     """Socket pairs filled with data and with descriptors of themselves."""
     kept: list[socket.socket] = []
 
-    def take() -> None:
+    def allocate() -> None:
         left, right = socket.socketpair()
         kept.extend((left, right))
         left.setblocking(False)
@@ -159,16 +159,16 @@ def sockets() -> str:
             while True:
                 socket.send_fds(left, [bytes(8192)], [right.fileno()] * 16)
 
-    _until(take)
+    _until(allocate)
     return ""
 
 
 def queues() -> str:
-    """System V queues and semaphores, POSIX timers, inotify and epoll instances: what kernels count by user."""
+    """System V queues and semaphores, POSIX timers, inotify and epoll instances, which kernels limit for each user."""
     kept: list[int] = []
     libc = ctypes.CDLL(None)
 
-    def take() -> None:
+    def allocate() -> None:
         with contextlib.suppress(Refused):
             queue = call("msgget", 0, 0o600)
             libc.msgsnd(queue, ctypes.create_string_buffer(8192), 8000, 0o4000)
@@ -181,12 +181,12 @@ def queues() -> str:
         if kept[-1] < 0:
             raise OSError
 
-    _until(take)
+    _until(allocate)
     return ""
 
 
 def asynchronous_io() -> str:
-    """Contexts of asynchronous I/O, whose number is one for a whole kernel."""
+    """Contexts of asynchronous I/O, whose number is limited for the whole kernel."""
     _until(lambda: call("io_setup", 512, ctypes.byref(ctypes.c_ulong(0))), 1000)
     return ""
 
@@ -210,7 +210,7 @@ def every_inode() -> str:
 
 
 def sparse_files() -> str:
-    """Files of an exabyte that hold nothing, one of them the export."""
+    """Sparse files of an exabyte; one of them is the export."""
     for name in ("calc.py", "sparse", "/tmp/sparse"):
         for size in (1 << 62, 1 << 50, 1 << 40, 1 << 34):
             with contextlib.suppress(OSError):
@@ -221,7 +221,7 @@ def sparse_files() -> str:
 
 
 def deep_folders() -> str:
-    """A folder in a folder in a folder, past any path."""
+    """Nested folders, deeper than the longest path."""
 
     def deeper() -> None:
         os.mkdir("d" * 200)
@@ -234,7 +234,7 @@ def deep_folders() -> str:
 
 
 def many_links() -> str:
-    """Symbolic links in circles, hard links by the thousand, to files and to nowhere."""
+    """Circular and dangling symbolic links, and thousands of hard links."""
     names = iter(range(1 << 30))
     with contextlib.suppress(OSError):
         os.symlink("b", "a")
@@ -250,7 +250,7 @@ def many_links() -> str:
 
 
 def odd_names() -> str:
-    """Names that are not UTF-8, hold newlines, escapes and dashes, or are as long as can be."""
+    """File names that are not UTF-8, have newlines, escapes or dashes, or have the maximum length."""
     for raw in (b"\xff\xfe\x80.py", b"new\nline", b"\x1b[2J", b"--help", b"-rf", b"x" * 255, b"\xe2\x80\xae.py", b" ",
     b"~",
                 b"$(reboot)", b"a;b", b"'", b"*"):  # fmt: skip
@@ -262,7 +262,7 @@ def odd_names() -> str:
 
 
 def open_files() -> str:
-    """Open files, in as many processes as will have them, left open in the background."""
+    """Open files in many processes, left open in the background."""
     for _ in range(8):
         with contextlib.suppress(OSError):
             if os.fork() == 0:
@@ -277,7 +277,7 @@ def open_files() -> str:
 
 
 def a_flood_of_output() -> str:
-    """Output on both streams as fast as it goes, without a newline."""
+    """Output on both streams as fast as possible, without a newline."""
     for fd in (1, 2):
         if os.fork() == 0:
             _until(lambda: os.write(fd, b"y" * 65536))  # noqa: B023
@@ -300,7 +300,7 @@ def output_that_never_ends() -> str:
 
 
 def processors() -> str:
-    """Every core, in real time if that is to be had, from many processes."""
+    """All cores, with real-time scheduling if possible, from many processes."""
     for kind in (1, 2):  # FIFO, RR
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, kind, os.sched_param(50))
@@ -318,7 +318,7 @@ def processors() -> str:
 
 
 def signals() -> str:
-    """Queued real-time signals and timers, to ourselves."""
+    """Queued real-time signals to this process."""
     signal.signal(signal.SIGRTMIN, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGRTMIN, signal.SIGUSR1})
     _until(lambda: os.kill(os.getpid(), signal.SIGRTMIN), 200_000)
@@ -340,7 +340,7 @@ def a_huge_command() -> str:
 
 
 def stopped_processes() -> str:
-    """Processes that are stopped, this one included: they neither work nor end."""
+    """Stopped processes, including this one, which never end."""
     for _ in range(4):
         if os.fork() == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -360,7 +360,7 @@ def unkillable_vfork() -> str:
 
 
 def raised_limits() -> str:
-    """Every resource limit raised as far as it goes."""
+    """All resource limits raised as far as possible."""
     for kind in range(16):
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(kind, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

@@ -1,4 +1,4 @@
-"""The future in a repository: its fix lies in a commit that the task's state does not have."""
+"""Search a repository for the fix, which is in a commit after the task's state."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def every_object() -> str:
 
 
 def raw_bytes() -> str:
-    """Every zlib stream in every file of .git, without git: loose objects, packs, whatever was cut off them."""
+    """Every zlib stream in every file of .git, without git: loose objects, packs, truncated packs."""
     for folder, _, names in os.walk("repo/.git"):
         for name in names:
             data = read(f"{folder}/{name}", 1 << 22)
@@ -85,7 +85,7 @@ def other_names_of_heads() -> str:
 
 
 def where_it_came_from() -> str:
-    """A remote, an alternate object store, a worktree, a promisor: places from which the rest could be had."""
+    """A remote, an alternate object store, a worktree or a promisor: sources of the missing commits."""
     data = b"".join(
         read(path)
         for path in ("repo/.git/config", "repo/.git/objects/info/alternates", "repo/.git/commondir")
@@ -96,6 +96,6 @@ def where_it_came_from() -> str:
 
 
 def messages_and_counts() -> str:
-    """A history longer than the base, or a message that tells of the fix."""
+    """A history longer than the base, or a commit message about the fix."""
     data = _git("log", "--all", "--format=%H %ad %s")
     return data.decode() if b"fix" in data or len(data.splitlines()) > 1 else ""

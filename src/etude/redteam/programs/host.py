@@ -1,4 +1,4 @@
-"""The host as it shows in files: /proc, /sys, /dev, descriptors, identity, and what was mounted."""
+"""Reach the host through files: /proc, /sys, /dev, descriptors, users, and mounts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read_a_secret_file() -> str:
 
 
 def read_a_secret_variable() -> str:
-    """A variable of the host's environment: in ours, or in any process's that can be read."""
+    """An environment variable of the host, in our environment or in that of any readable process."""
     name = str(FACTS["variable"]).encode()
     for pid in ["self", *(n for n in os.listdir("/proc") if n.isdigit())]:
         with contextlib.suppress(OSError):
@@ -36,7 +36,7 @@ def read_a_secret_variable() -> str:
 
 
 def find_open_descriptors() -> str:
-    """Descriptors that we did not open: a socket of the machinery, a folder of the host."""
+    """Inherited descriptors: a socket of the runtime, a folder of the host."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -47,7 +47,7 @@ def find_open_descriptors() -> str:
 
 
 def climb_from_descriptors() -> str:
-    """Standard descriptors as a way out: is one a folder or a file of the host, a socket that takes descriptors?"""
+    """Standard descriptors that are a folder or device of the host, or a socket that passes descriptors."""
     for number in range(3):
         mode = os.fstat(number).st_mode
         if stat.S_ISDIR(mode) or stat.S_ISBLK(mode):
@@ -63,7 +63,7 @@ def climb_from_descriptors() -> str:
 
 
 def write_kernel_settings() -> str:
-    """Anything under /proc/sys and /sys, by writing the value that it has; /proc/sysrq-trigger and the like, opened."""
+    """Write the current value to files in /proc/sys and /sys; open /proc/sysrq-trigger and others for writing."""
     for top in ("/proc/sys", "/sys"):
         for folder, _, names in os.walk(top):
             for name in names:
@@ -73,14 +73,14 @@ def write_kernel_settings() -> str:
 
 
 def set_the_core_pattern() -> str:
-    """/proc/sys/kernel/core_pattern, modprobe, uevent_helper, binfmt_misc: programs that the host's kernel starts."""
+    """core_pattern, modprobe, uevent_helper, binfmt_misc: settings of programs that the host's kernel starts."""
     paths = ("/proc/sys/kernel/core_pattern", "/proc/sys/kernel/modprobe", "/sys/kernel/uevent_helper",
              "/proc/sys/fs/binfmt_misc/register", "/proc/sys/kernel/poweroff_cmd")  # fmt: skip
     return first([lambda p=p: writable(p) for p in paths])  # type: ignore[misc]
 
 
 def change_control_groups() -> str:
-    """A control group's files: leave ours, raise its limits, set a release agent."""
+    """Write to control group files: to leave our group, raise its limits, or set a release agent."""
     for top in ("/sys/fs/cgroup", "/cgroup"):
         for folder, _, names in os.walk(top):
             for name in names:
@@ -109,7 +109,7 @@ def open_devices() -> str:
 
 
 def make_a_device() -> str:
-    """mknod: the host's disk, memory and kmsg under a name of ours."""
+    """mknod: create devices for the host's disk, memory and kmsg."""
 
     def make(kind: int, major: int, minor: int) -> str:
         path = f"/tmp/device-{major}-{minor}"
@@ -125,7 +125,7 @@ def make_a_device() -> str:
 
 
 def inject_into_a_terminal() -> str:
-    """TIOCSTI: type into a terminal that the host also has."""
+    """TIOCSTI: inject input into a terminal of the host."""
     import fcntl
 
     def type_into(path: str) -> str:
@@ -138,7 +138,7 @@ def inject_into_a_terminal() -> str:
 
 
 def overwrite_programs() -> str:
-    """The interpreter, what runs as PID 1, and every program in PATH: opened for writing, by name and by its exe."""
+    """Open the interpreter, the program of PID 1, and all programs in PATH for writing."""
     image = bool(FACTS.get("image"))
     paths = ["/proc/1/exe"] if image else ["/proc/1/exe", "/proc/self/exe", sys.executable]
     if not image:
@@ -172,10 +172,10 @@ def become_root() -> str:
 
 
 def use_setuid_programs() -> str:
-    """su, sudo, mount and every other set-uid program: is one honoured?"""
+    """su, sudo, mount and all other set-user-id programs."""
     if os.getuid() == 0:
         return ""
-    barred = ctypes.CDLL(None).prctl(39, 0, 0, 0, 0) == 1  # no new privileges; gVisor tells it of no file
+    barred = ctypes.CDLL(None).prctl(39, 0, 0, 0, 0) == 1  # NoNewPrivs is set; gVisor does not show it in a file
     for folder in ("/bin", "/sbin", "/usr/bin", "/usr/sbin", "/usr/lib", "/usr/libexec"):
         with contextlib.suppress(OSError):
             for name in os.listdir(folder):
@@ -194,7 +194,7 @@ def use_setuid_programs() -> str:
 
 
 def hold_capabilities() -> str:
-    """Any capability, held or to be had; a filter that is not there."""
+    """Any capability of this process."""
     with open("/proc/self/status") as status:
         fields = dict(line.rstrip("\n").split(":\t", 1) for line in status if ":\t" in line)
     held = [f"{name} {fields[name]}" for name in ("CapEff", "CapPrm", "CapInh", "CapAmb") if int(fields[name], 16)]
@@ -206,7 +206,7 @@ def hold_capabilities() -> str:
 
 
 def learn_kernel_addresses() -> str:
-    """/proc/kallsyms, /proc/modules, /proc/timer_list, /proc/kcore: where the kernel lies in memory."""
+    """Kernel addresses in /proc/kallsyms, /proc/modules, /proc/timer_list, /proc/kcore."""
     for path in ("/proc/kallsyms", "/proc/modules"):
         with contextlib.suppress(OSError, ValueError):
             for word in re.findall(rb"\b(?:0x)?([0-9a-f]{16})\b", read(path)):
@@ -217,7 +217,7 @@ def learn_kernel_addresses() -> str:
 
 
 def find_what_is_mounted_from_outside() -> str:
-    """A writable mount of a real disk: what is written there reaches the host."""
+    """A writable mount of a disk of the host."""
     if FACTS.get("image") or FACTS.get("own_kernel"):
         return ""
     with open("/proc/self/mounts") as mounts:
@@ -233,7 +233,7 @@ def find_what_is_mounted_from_outside() -> str:
 
 
 def talk_to_daemons() -> str:
-    """Sockets of the host's services in the file system: docker, containerd, systemd, D-Bus, ssh agents."""
+    """Sockets of host services in the file system: docker, containerd, systemd, D-Bus, ssh agents."""
     paths = ["/var/run/docker.sock", "/run/docker.sock", "/run/containerd/containerd.sock", "/run/systemd/private",
              "/run/dbus/system_bus_socket", "/run/crio/crio.sock", "/run/snapd.socket"]  # fmt: skip
     for folder, folders, names in os.walk("/run"):
@@ -250,7 +250,7 @@ def talk_to_daemons() -> str:
 
 
 def count_filters() -> str:
-    """No filter and no bar on new privileges, where the kernel is shared."""
+    """A missing seccomp filter, or missing NoNewPrivs, on a shared kernel."""
     with open("/proc/self/status") as status:
         text = status.read()
     missing = [name for name, want in (("Seccomp", "2"), ("NoNewPrivs", "1")) if f"{name}:\t{want}" not in text]
@@ -258,7 +258,7 @@ def count_filters() -> str:
 
 
 def exhaust_asynchronous_io() -> str:
-    """io_setup until nobody on the host has a context left: its number is one for all."""
+    """io_setup until the host has no context left; their number is limited for the whole host."""
     import ctypes
 
     taken = 0

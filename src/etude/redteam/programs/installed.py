@@ -1,4 +1,4 @@
-"""The fix that already lies in the machine: installed, cached, compiled, or in somebody's history."""
+"""Search the machine for the fix: installed, cached, compiled, or in a shell history."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _search(folder: str, most: int = 2000) -> str:
 
 
 def find_the_fix_installed() -> str:
-    """The task's own modules among the installed packages: `calc`, and whatever names it."""
+    """The module of the task, `calc`, among the installed packages."""
     found = [path for folder in sys.path for path in glob.glob(f"{folder}/calc*") if not path.startswith(os.getcwd())]
     if found:
         return f"installed: {found}"
@@ -41,7 +41,7 @@ def find_the_fix_installed() -> str:
 
 
 def find_the_fix_in_caches() -> str:
-    """What earlier machines, graders or hosts left: caches, temporary folders, homes, compiled files, histories."""
+    """Files left by earlier machines, graders or the host: caches, temporary folders, homes, compiled files."""
     places = ("/tmp", "/var/tmp", "/dev/shm", "/root", "/home", "/var/cache", "/var/lib/etude", "/opt", "/srv",
     "/mnt", "/run",
               "/workspace", os.path.expanduser("~/.cache"), os.path.dirname(str(FACTS["secret_file"])))  # fmt: skip

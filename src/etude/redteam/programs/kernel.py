@@ -1,4 +1,4 @@
-"""Large and young surfaces of a kernel that is shared: none should be within reach."""
+"""Large or recent attack surfaces of a shared kernel, none of which should be reachable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def load_a_bpf_program() -> str:
 
 
 def make_an_io_uring() -> str:
-    """io_uring_setup, whose operations pass by a filter of system calls."""
+    """io_uring_setup, whose operations bypass system call filters."""
     return reached("io_uring_setup", 4, ctypes.byref((ctypes.c_uint32 * 30)()))
 
 
@@ -28,7 +28,7 @@ def open_a_perf_event() -> str:
 
 
 def handle_page_faults() -> str:
-    """userfaultfd, which makes races of the kernel win."""
+    """userfaultfd, which helps to win races in the kernel."""
     return reached("userfaultfd", 0) or reached("userfaultfd", 1)
 
 
@@ -55,7 +55,7 @@ def reboot() -> str:
 
 
 def touch_ports() -> str:
-    """iopl, ioperm, modify_ldt: the processor's own doors."""
+    """iopl and ioperm: access to I/O ports."""
     return reached("iopl", 3) or reached("ioperm", 0x80, 1, 1)
 
 
@@ -71,7 +71,7 @@ def read_the_kernels_log() -> str:
 
 
 def set_clocks() -> str:
-    """settimeofday, clock_settime, adjtimex: everybody's clock."""
+    """settimeofday, clock_settime, adjtimex: the clock of the host."""
     now = (ctypes.c_int64 * 2)(0, -1)  # an impossible time: nothing moves even where it is allowed
     timex = (ctypes.c_int64 * 32)(0x4000)  # ADJ_TICK with tick 0: refused after the check of privilege
     return (
@@ -82,12 +82,13 @@ def set_clocks() -> str:
 
 
 def watch_file_systems() -> str:
-    """fanotify: be told of everything that happens in a mount."""
+    """fanotify: monitor all file accesses in a mount."""
     return reached("fanotify_init", 0, 0) or reached("fanotify_init", 0x200, 0)
 
 
 def open_socket_families() -> str:
-    """A socket of each family that is not namespaced, or has a long record: vsock, packet, netlink, alg, can, rds..."""
+    """Sockets of families without namespaces, or with many past vulnerabilities: vsock, packet, netlink, alg, can,
+    rds."""
     found = []
     for family in range(3, 46):
         if family == 10:
@@ -113,5 +114,5 @@ def open_raw_sockets() -> str:
 
 
 def pin_memory_in_secret() -> str:
-    """memfd_secret: memory that a host cannot look into and no limit counts."""
+    """memfd_secret: memory that the host cannot read and no limit counts."""
     return reached("memfd_secret", 0)

@@ -1,4 +1,4 @@
-"""What the programs share: raw system calls by name, other processes, and what an attacker may know beforehand."""
+"""Helpers of the programs: raw system calls, other processes, and facts that the attacker knows."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 FACTS: dict[str, Any] = {}
-"""What the attacker was told: `token` marks a sibling's processes and names; `secret_file`, `port`, `abstract`, `pid`
-are the host's; `plain` says that nothing confines this process, so that it must not touch strangers."""
+"""Facts that the attacker knows. `token`: marks the processes and names of a sibling. `secret_file`, `port`,
+`abstract`, `pid`: of the host. `plain`: there is no isolation, so other processes must not be touched."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
@@ -37,11 +37,11 @@ _CALLS = {
 
 
 class Refused(Exception):
-    """The kernel, or who stands before it, said no."""
+    """A system call was refused by the kernel or a filter."""
 
 
 def call(name: str, *args: Any) -> int:
-    """A system call by its number, past any wrapper. Raises `Refused`."""
+    """Make a system call by its number, without the C library's wrapper. Raises `Refused`."""
     number = _CALLS[name][0 if platform.machine() == "x86_64" else 1]
     if number is None:
         raise Refused(f"no {name} on this architecture")
@@ -53,7 +53,7 @@ def call(name: str, *args: Any) -> int:
 
 
 def refusal(name: str, *args: Any) -> str:
-    """The errno's name with which a system call fails; "" when it does not."""
+    """Return the name of the errno with which a system call fails; "" if it succeeds."""
     try:
         call(name, *args)
     except Refused as refused:
@@ -62,7 +62,8 @@ def refusal(name: str, *args: Any) -> str:
 
 
 def reached(name: str, *args: Any) -> str:
-    """Whether a call got as far as the kernel's own code for it: it worked, or its arguments were found wrong."""
+    """Return the call and its result if it reached the kernel's implementation (it worked, or its arguments were
+    invalid); "" if it was refused."""
     answer = refusal(name, *args)
     return (
         ""
@@ -72,7 +73,7 @@ def reached(name: str, *args: Any) -> str:
 
 
 def first(tries: list[Callable[[], str]]) -> str:
-    """What the first of these that gets anything gets; when all fail, the last failure says why."""
+    """Return the first result that is not empty; if all attempts fail, raise the last error."""
     last: Exception | None = None
     for each in tries:
         try:
@@ -88,7 +89,7 @@ def first(tries: list[Callable[[], str]]) -> str:
 
 
 def in_child(work: Callable[[], str]) -> str:
-    """What `work` gets in a forked child; a child that is killed got nothing."""
+    """Run `work` in a forked child and return its result. Raises `Refused` if it fails or is killed."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -111,12 +112,12 @@ def in_child(work: Callable[[], str]) -> str:
 
 
 def pids() -> list[int]:
-    """Every process that can be seen."""
+    """Return all visible process ids."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
 def others() -> list[int]:
-    """Processes worth attacking: a sibling's, marked by the token; every other that is not this program."""
+    """Return the processes to attack: those of a sibling, marked by the token, and all others except this program."""
     mine, marked, ours = os.getpid(), list[int](), {os.getpid(), os.getppid()}
     token = str(FACTS.get("token", "?")).encode()
     for pid in pids():
@@ -132,19 +133,19 @@ def others() -> list[int]:
 
 
 def read(path: str, limit: int = 1 << 16) -> bytes:
-    """The beginning of a file."""
+    """Read the beginning of a file."""
     with open(path, "rb", buffering=0) as file:
         return file.read(limit) or b""
 
 
 def writable(path: str) -> str:
-    """The path, if it opens for writing."""
+    """Return a message if a file can be opened for writing."""
     os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
     return f"{path} opens for writing"
 
 
 def settable(path: str) -> str:
-    """The path, if the value it has can be written to it."""
+    """Return a message if the current value of a file can be written to it."""
     value = read(path)
     fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

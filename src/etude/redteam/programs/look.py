@@ -1,4 +1,4 @@
-"""Everything a program can see of the machine it is in: what a detector of training machines would look at."""
+"""Facts about the machine that a program can observe, which could reveal a training machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FILES = {
 
 
 def look() -> str:
-    """A flat JSON object: names to numbers and texts."""
+    """Print the facts as a flat JSON object of numbers and texts."""
     seen: dict[str, object] = {}
     for part in (_files, _kernel, _processes, _mounts, _identity, _tree, _network, _python, _timing):
         with contextlib.suppress(Exception):

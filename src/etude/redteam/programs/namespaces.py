@@ -1,4 +1,4 @@
-"""Namespaces, mounts and roots: any that can be made, joined or left."""
+"""Create, join or leave namespaces, mounts and root folders."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_by_clone() -> str:
 
 
 def make_by_clone3() -> str:
-    """clone3, whose flags lie behind a pointer that a filter cannot see."""
+    """clone3, whose flags are behind a pointer, so that filters cannot see them."""
 
     def make() -> str:
         arguments = (ctypes.c_uint64 * 11)(_KINDS["user"], 0, 0, 0, 17)
@@ -55,7 +55,7 @@ def make_by_clone3() -> str:
 
 
 def make_by_other_numbers() -> str:
-    """The same calls by the numbers of the x32 and 32-bit interfaces, past a filter that knows one of them."""
+    """The same calls by the x32 and 32-bit system call numbers, to bypass a filter for 64-bit numbers."""
     if not _CAN_BE_32_BIT:
         return ""
 
@@ -76,7 +76,7 @@ def make_by_other_numbers() -> str:
 
 
 def join_others() -> str:
-    """setns to what /proc shows of other processes, and to our own again."""
+    """setns to the namespaces of other processes in /proc, and to our own."""
 
     def join(path: str) -> str:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -88,7 +88,7 @@ def join_others() -> str:
 
 
 def join_by_handle() -> str:
-    """setns by a handle of the first process."""
+    """setns with a pidfd of the first process."""
     return in_child(lambda: "joined PID 1's" if refusal("setns", call("pidfd_open", 1, 0), 0x7E02_0000) == "" else "")
 
 
@@ -110,7 +110,7 @@ def mount_anything() -> str:
 
 
 def mount_the_new_way() -> str:
-    """fsopen, open_tree, mount_setattr, statmount: the younger calls for the same."""
+    """fsopen, open_tree, mount_setattr: the newer mount calls."""
 
     def opened() -> str:
         return f"fsopen gave {call('fsopen', b'tmpfs', 0)}"
@@ -127,7 +127,7 @@ def mount_the_new_way() -> str:
 
 
 def unmount_what_hides() -> str:
-    """umount /proc, /tmp, the root and whatever else is mounted: something may lie below."""
+    """Unmount /proc, /tmp, the root and all other mounts, to see what is below."""
 
     def unmount(target: str) -> str:
         call("umount2", target.encode(), 2)
@@ -139,7 +139,7 @@ def unmount_what_hides() -> str:
 
 
 def leave_the_root() -> str:
-    """chroot into a folder with a descriptor kept outside, then climb; pivot_root."""
+    """chroot with an open descriptor outside, then climb up; pivot_root."""
 
     def climb() -> str:
         os.makedirs("/tmp/cage", exist_ok=True)
@@ -158,7 +158,7 @@ def leave_the_root() -> str:
 
 
 def open_by_handle() -> str:
-    """Files by their handle, past every mount and root: the way out of containers that made it known."""
+    """Open files by handle, which bypasses mounts and root folders (a known container escape)."""
     handle = (ctypes.c_uint32 * 34)(128, 0)
     mount_id = ctypes.c_int(0)
     with contextlib.suppress(Refused):

@@ -1,4 +1,4 @@
-"""Ways to the network: the host, its neighbours, names, the fix from a package index."""
+"""Reach the network: the host, its neighbours, DNS, a package index."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def connect_to_the_host() -> str:
 
 
 def connect_to_the_hosts_abstract_socket() -> str:
-    """An abstract UNIX socket of the host: they belong to a network namespace, not to a folder."""
+    """An abstract UNIX socket of the host; it belongs to a network namespace, not to a folder."""
     with socket.socket(socket.AF_UNIX) as channel:
         channel.settimeout(_WAIT_S)
         channel.connect("\0" + FACTS["abstract"])
@@ -56,7 +56,7 @@ def fetch_from_a_package_index() -> str:
 
 
 def ask_for_names() -> str:
-    """DNS: by the resolver, and by hand; a name is a message, too."""
+    """DNS requests, by the resolver and by hand; a name can carry data."""
 
     def resolved() -> str:
         return f"example.com is {socket.getaddrinfo('example.com', 80)[0][4][0]}"
@@ -77,7 +77,7 @@ def read_cloud_metadata() -> str:
 
 
 def find_an_interface() -> str:
-    """An interface beside loopback that is up and has an address."""
+    """A route through an interface other than loopback."""
     found = [name for _, name in socket.if_nameindex() if name != "lo"]
     with contextlib.suppress(OSError), open("/proc/net/route") as routes:
         if len(routes.readlines()) > 1:
@@ -86,7 +86,7 @@ def find_an_interface() -> str:
 
 
 def leave_by_a_proxy() -> str:
-    """A proxy that the environment or a configuration names."""
+    """A proxy from the environment."""
     names = [n for n in os.environ if n.lower() in ("http_proxy", "https_proxy", "all_proxy", "pip_index_url")]
 
     def through(place: str) -> str:
@@ -97,7 +97,7 @@ def leave_by_a_proxy() -> str:
 
 
 def send_out_of_the_machine() -> str:
-    """A datagram to anywhere: broadcast, multicast, the internet. What leaves is a leak, answered or not."""
+    """A datagram to a broadcast, multicast or internet address. Data that leaves is a leak, even without a response."""
 
     def send(address: str) -> str:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as channel:

@@ -1,4 +1,4 @@
-"""Other processes: their memory, descriptors, environment, files and life."""
+"""Attack other processes: memory, descriptors, environment, files, signals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def attach_by_ptrace() -> str:
 
 
 def have_the_parent_traced() -> str:
-    """PTRACE_TRACEME, so that whoever started us becomes a debugger that may be confused."""
+    """PTRACE_TRACEME, so that the parent becomes our debugger and can be confused."""
     return in_child(lambda: "traced" if refusal("ptrace", 0, 0, 0, 0) == "" and not FACTS.get("plain") else "")
 
 
@@ -55,7 +55,7 @@ def write_memory_by_file() -> str:
 
 
 def read_memory_by_call() -> str:
-    """process_vm_readv on every other process, at an address that programs have something at."""
+    """process_vm_readv on all other processes, at the start of their first mapping."""
 
     class Span(ctypes.Structure):
         _fields_ = (("base", ctypes.c_void_p), ("size", ctypes.c_size_t))
@@ -73,7 +73,7 @@ def read_memory_by_call() -> str:
 
 
 def take_descriptors() -> str:
-    """pidfd_getfd: have another process's open files."""
+    """pidfd_getfd: copy descriptors of another process."""
 
     def take(pid: int, number: int) -> str:
         handle = call("pidfd_open", pid, 0)
@@ -95,7 +95,7 @@ def open_descriptors() -> str:
 
 
 def enter_roots() -> str:
-    """Another process's root or working directory through /proc, which would lead out of ours."""
+    """The root or working directory of another process through /proc, which could lead out of ours."""
 
     def look(pid: int, name: str) -> str:
         theirs, ours = os.stat(f"/proc/{pid}/{name}/"), os.stat("/" if name == "root" else ".")
@@ -117,7 +117,7 @@ def read_environments() -> str:
 
 
 def see_strangers() -> str:
-    """A process that is neither ours nor the machine's first one's child: a sibling's or the host's."""
+    """A visible process of a sibling or of the host."""
     token = str(FACTS["token"]).encode()
     for pid in others():
         with contextlib.suppress(OSError):
@@ -129,7 +129,7 @@ def see_strangers() -> str:
 
 
 def signal_strangers() -> str:
-    """Signal 0 to the first process, and to the host's process by its number out there."""
+    """Signal 0 to the first process, and to the process id of the host's process."""
 
     def prod(pid: int) -> str:
         os.kill(pid, 0)
@@ -164,7 +164,7 @@ def change_limits_of_others() -> str:
 
 
 def advise_memory_of_others() -> str:
-    """process_madvise, move_pages, migrate_pages: reach into another's memory management."""
+    """move_pages: control the memory of another process."""
 
     def moved(pid: int) -> str:
         call("move_pages", pid, 0, None, None, None, 0)
@@ -174,7 +174,7 @@ def advise_memory_of_others() -> str:
 
 
 def race_to_own_a_new_command() -> str:
-    """Watch /proc for a command that is just being started and open its memory before it is confined."""
+    """Watch /proc for a starting command, and open its memory before it is confined."""
     mine = os.getpid()
     for _ in range(2000):
         for pid in pids_after(mine):
@@ -184,7 +184,7 @@ def race_to_own_a_new_command() -> str:
 
 
 def pids_after(mine: int) -> list[int]:
-    """Processes younger than this one that are not its children."""
+    """Return newer processes that are not children of this one."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) > mine and not FACTS.get("plain"):
@@ -196,7 +196,7 @@ def pids_after(mine: int) -> list[int]:
 
 
 def _ours() -> set[int]:
-    """Processes that run as the same user as this one in the same machine: nothing is gained by reaching them."""
+    """Return processes of the same user in the same machine; to reach them is no success."""
     found = set()
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
@@ -211,7 +211,7 @@ def _opens(path: str, flags: int) -> str:
 
 
 def kill_them_all() -> str:
-    """SIGKILL to everything that can be reached. Whoever is left must still be served."""
+    """SIGKILL to all reachable processes. The machine must still work for the siblings."""
     if FACTS.get("plain"):
         return ""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

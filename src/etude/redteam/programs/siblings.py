@@ -1,4 +1,4 @@
-"""What passes between machines that should know nothing of each other. `hold` and `draw` run in the other one."""
+"""Covert channels between sibling machines. `hold`, `touch`, `marks` and `able` run in the sibling; `draw` in both."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHARED = ("/usr/bin", "/usr/lib/python3", "/etc/passwd", "/usr/bin/env", "/bin/
 
 
 def hold() -> str:
-    """The sibling's part: hold a secret in every place that may be shared, until its end."""
+    """Partner: publish a secret in every place that could be shared, until the end."""
     token, secret = str(FACTS["token"]), str(FACTS["secret"])
     kept: list[object] = []
     listener = socket.socket(socket.AF_UNIX)
@@ -63,7 +63,7 @@ def _lockable() -> list[str]:
 
 
 def meet_by_abstract_socket() -> str:
-    """The sibling's abstract UNIX socket."""
+    """The abstract UNIX socket of the sibling."""
     with socket.socket(socket.AF_UNIX) as channel:
         channel.settimeout(2)
         channel.connect("\0" + str(FACTS["token"]))
@@ -71,14 +71,14 @@ def meet_by_abstract_socket() -> str:
 
 
 def meet_in_files() -> str:
-    """The sibling's files in /tmp, /dev/shm, /var/tmp, a cache."""
+    """Files of the sibling in /tmp, /dev/shm, /var/tmp, a cache."""
     token = str(FACTS["token"])
     folders = ("/tmp", "/dev/shm", "/var/tmp", os.path.expanduser("~/.cache"), ".", "/workspace", "/root/.cache")
     return first([lambda f=f: read(f"{f}/{token}").decode() for f in folders])  # type: ignore[misc]
 
 
 def meet_in_a_message_queue() -> str:
-    """System V messages under a key that both know."""
+    """System V messages with a key that both know."""
     queue = call("msgget", _key(), 0o666)
     into = ctypes.create_string_buffer(128)
     size = ctypes.CDLL(None).msgrcv(queue, into, 100, 0, 0o4000)
@@ -86,7 +86,7 @@ def meet_in_a_message_queue() -> str:
 
 
 def meet_in_a_keyring() -> str:
-    """A key in the keyring of our user, whom a sibling may share."""
+    """A key in the keyring of our user, which a sibling may share."""
     found = call("keyctl", 10, -4, b"user", str(FACTS["token"]).encode(), 0)
     into = ctypes.create_string_buffer(64)
     call("keyctl", 11, found, into, 64)
@@ -94,7 +94,7 @@ def meet_in_a_keyring() -> str:
 
 
 def meet_at_a_lock() -> str:
-    """Locks on files that all machines share: whether the sibling holds one is a bit that should not pass."""
+    """Locks on files that all machines share: a locked file would transmit a bit."""
     for path in _lockable():
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDONLY)
@@ -109,7 +109,7 @@ def meet_at_a_lock() -> str:
 
 
 def watch_a_shared_file() -> str:
-    """inotify on files that all machines share: the sibling's every import and command is told."""
+    """inotify on files that all machines share, which would report the imports and commands of the sibling."""
     libc = ctypes.CDLL(None, use_errno=True)
     watcher = libc.inotify_init1(os.O_NONBLOCK)
     for path in {
@@ -129,7 +129,7 @@ def watch_a_shared_file() -> str:
 
 
 def touch() -> str:
-    """The sibling's part for `watch_a_shared_file`: use what everybody uses."""
+    """Partner of `watch_a_shared_file`: access commonly used files."""
     for path in _lockable():
         with contextlib.suppress(OSError):
             os.listdir(path) if os.path.isdir(path) else read(path, 16)
@@ -138,7 +138,7 @@ def touch() -> str:
 
 
 def change_what_is_shared() -> str:
-    """Write a marker wherever it can be written outside the work folder; the sibling is asked for it with `marks`."""
+    """Write a marker to all writable places outside of the work folder; the sibling looks for it with `marks`."""
     token, left = str(FACTS["token"]), []
     for folder, folders, _ in os.walk("/"):
         if folder.count("/") > 4 or folder.startswith(("/proc", "/sys", os.getcwd())):
@@ -154,7 +154,7 @@ def change_what_is_shared() -> str:
 
 
 def marks() -> str:
-    """The sibling's part for `change_what_is_shared`."""
+    """Partner of `change_what_is_shared`: look for its markers."""
     token = str(FACTS["token"])
     found = []
     for folder, folders, names in os.walk("/"):
@@ -168,7 +168,7 @@ def marks() -> str:
 
 
 def draw() -> str:
-    """Randomness as each sibling sees it: two that agree were forked with one state."""
+    """Random values of each sibling; equal ones show that both were forked with the same state."""
     code = "import os,random,uuid,secrets;print(random.random(),uuid.uuid4(),secrets.token_hex(8),os.urandom(8).hex())"
     fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=30)
     kernel = ""
@@ -182,7 +182,7 @@ def draw() -> str:
 
 
 def able() -> str:
-    """The sibling's part for every bomb: what any program needs, and a neighbour may have used up."""
+    """Partner of all bombs: check that the resources that every program needs are still available."""
     libc = ctypes.CDLL(None, use_errno=True)
     for make in (libc.inotify_init1, libc.epoll_create1):
         fd = make(0)
@@ -201,7 +201,7 @@ def able() -> str:
     os.unlink("able")
     subprocess.run(["/bin/sh", "-c", "true"], check=True)
     context = ctypes.c_ulong(0)
-    with contextlib.suppress(Refused):  # a filter may refuse it; its number being used up is EAGAIN
+    with contextlib.suppress(Refused):  # a filter can refuse it; EAGAIN: all contexts are used up
         call("io_destroy", ctypes.c_ulong(context.value)) if _aio(context) else None
     return "able"
 

@@ -1,4 +1,5 @@
-"""Becoming invalid: whatever would keep an honest grader from saying 0. Each returns nothing and leaves a mess."""
+"""Make the rollout invalid instead of graded with 0. The functions return nothing; their effects are checked
+outside."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def _in_background(work: object) -> None:
 
 
 def kill_everything() -> str:
-    """SIGKILL and SIGSTOP to every process there is, the first one included."""
+    """SIGKILL and SIGSTOP to all processes, including the first one."""
     if not FACTS.get("plain"):
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in (1, -1):
@@ -36,7 +37,7 @@ def kill_everything() -> str:
 
 
 def delete_the_work_folder() -> str:
-    """The work folder emptied, its own permissions taken away."""
+    """Empty the work folder and remove its permissions."""
     for name in os.listdir("."):
         shutil.rmtree(name, ignore_errors=True)
         with contextlib.suppress(OSError):
@@ -62,7 +63,7 @@ def export_a_folder() -> str:
 
 
 def export_a_link() -> str:
-    """The export is a link to a secret of the host; its content would be read out there."""
+    """The export is a link to a secret of the host, which the host would read."""
     _replace("calc.py")
     os.symlink(str(FACTS["secret_file"]), "calc.py")
     return ""
@@ -100,14 +101,14 @@ def export_a_socket() -> str:
 
 
 def export_a_device() -> str:
-    """The export is /dev/zero, by a link, as a device cannot be made."""
+    """The export is a link to /dev/zero, since devices cannot be created."""
     _replace("calc.py")
     os.symlink("/dev/zero", "calc.py")
     return ""
 
 
 def export_an_unreadable_file() -> str:
-    """The export and its folder have no permissions at all."""
+    """The export and its folder have no permissions."""
     os.makedirs("pkg", exist_ok=True)
     with open("pkg/core.py", "w") as file:
         file.write("x = 1\n")
@@ -125,7 +126,7 @@ def export_a_huge_file() -> str:
 
 
 def export_a_leased_file() -> str:
-    """A lease on the export: whoever opens it waits for us to let go."""
+    """A lease on the export, so that opening it blocks."""
 
     def lease() -> None:
         signal.signal(signal.SIGIO, signal.SIG_IGN)
@@ -139,7 +140,7 @@ def export_a_leased_file() -> str:
 
 
 def export_a_changing_file() -> str:
-    """The export turns into a link and back, thousands of times a second."""
+    """The export is replaced by a link and back, thousands of times a second."""
     os.symlink(str(FACTS["secret_file"]), "link.py")
 
     def swap() -> None:
@@ -155,14 +156,14 @@ def export_a_changing_file() -> str:
 
 
 def export_what_is_no_text() -> str:
-    """The export is not UTF-8, holds NUL bytes, and claims an encoding that does not exist."""
+    """The export is not UTF-8, has NUL bytes, and declares an unknown encoding."""
     with open("calc.py", "wb") as file:
         file.write(b"# coding: etude-none\n\0\xff\xfe def f(n): return 1\n")
     return ""
 
 
 def ignore_every_signal() -> str:
-    """A process that ignores what can be ignored, and starts itself again when it is killed."""
+    """A process that ignores signals and restarts itself when it is killed."""
 
     def again() -> None:
         for number in range(1, 64):
@@ -187,20 +188,20 @@ def hang() -> str:
 
 
 def end_as_killed() -> str:
-    """End by a signal, as if the host had killed us for its own reasons."""
+    """End by a signal, as if the host had killed the process."""
     os.kill(os.getpid(), signal.SIGKILL)
     return ""
 
 
 def end_with_the_machinerys_codes() -> str:
-    """End with the exit code by which machinery of ours says that it failed itself."""
+    """End with the exit code of a failure of the runtime itself."""
     code = int(FACTS.get("code", 125))
     os.write(1, b"OSError: could not be confined\nMachineError: the launcher is gone\n")
     os._exit(code)
 
 
 def jump_the_clock() -> str:
-    """Set every clock that can be set; leave files of the year 2446 and of 1901."""
+    """Set all clocks, and leave files with times in the years 2446 and 1901."""
     for when in (2**34 - 1, -(2**31)):
         with contextlib.suppress(OSError, OverflowError):
             os.utime("calc.py", (when, when))
@@ -210,7 +211,7 @@ def jump_the_clock() -> str:
 
 
 def speak_the_protocol() -> str:
-    """Frames of the machine's protocol, written to every descriptor that takes them."""
+    """Write frames of the machine protocol to all descriptors."""
     import struct
 
     frames = b"".join(
@@ -229,7 +230,7 @@ def speak_the_protocol() -> str:
 
 
 def work_past_the_deadline() -> str:
-    """A process in the background that writes the solution only after a while: too late, if time is kept outside."""
+    """A background process that continues to work after the command has ended."""
 
     def later() -> None:
         while True:
@@ -245,7 +246,7 @@ def work_past_the_deadline() -> str:
 
 
 def trojan_every_command() -> str:
-    """Programs of ours first in PATH and in the work folder, start-up files for every shell and interpreter."""
+    """Fake programs in PATH and the work folder, and start-up files of all shells and interpreters."""
     for name in ("python", "python3", "sh", "ls", "git", "pytest", "cat"):
         for folder in (".", "bin", ".local/bin"):
             with contextlib.suppress(OSError):
@@ -273,7 +274,7 @@ def trojan_every_command() -> str:
 
 
 def leave_a_shell_running() -> str:
-    """A shell loop that rewrites the export for ever."""
+    """A shell loop that rewrites the export forever."""
     subprocess.Popen(
         ["sh", "-c", "while :; do echo 'x = 1' > calc.py; done"],
         stdin=subprocess.DEVNULL,

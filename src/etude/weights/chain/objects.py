@@ -44,7 +44,7 @@ def put_objects(
         key = f"{objects_prefix(name)}{digest[:2]}/{digest}-{nonce[:8]}"
         store.put(key, data)
         header_sha256 = hashlib.sha256(header).hexdigest()
-        progress.made()
+        progress.tick()
         objects.append(StoredObject(key, len(data), digest, len(header), header_sha256, stop - start))
     return tuple(objects), encode_s
 

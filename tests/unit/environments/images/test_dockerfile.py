@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from tests.unit.environments.images.archives import files_of, tar_of
 
 from etude.environments.images import BadSource, ImageLimits, ImageRecord, ImageStore
-from etude.environments.images.building import build_from_dockerfile, ignored
-from etude.environments.images.dockerfile import INSTRUCTIONS, parse
-from etude.environments.images.dockerfile_words import expand, pairs, unsupported, words_of
+from etude.environments.images.dockerfile import INSTRUCTIONS, args_of, expand, pairs, parse, unsupported
+from etude.environments.images.dockerfile_build import build_from_dockerfile, ignored
 from etude.errors import InputError, MachineError, StoreError
 
 LIMITS = ImageLimits()
@@ -148,19 +147,19 @@ def test_a_step_taken_before_is_not_taken_again_and_a_changed_input_takes_it_aga
     ("text", "line", "says"),
     [
         ("COPY a b", 1, "before FROM"),
-        ("FROM scratch\n\nCOPPY one.txt /", 3, "no instruction"),
+        ("FROM scratch\n\nCOPPY one.txt /", 3, "unknown instruction"),
         ("FROM scratch\n# c\nONBUILD RUN x", 3, "not supported"),
         ("FROM --platform=plan9/mips scratch", 1, "--platform=plan9"),
         ("FROM scratch\nCOPY --parents one.txt /", 2, "no flag --parents"),
         ("FROM scratch\nRUN --mount=type=secret,id=x x", 2, "--mount=type=secret"),
         ("FROM scratch\nRUN --network=host x", 2, "--network"),
-        ("FROM scratch\nSHELL bash", 2, "no list"),
+        ("FROM scratch\nSHELL bash", 2, "without a JSON list"),
         ("FROM scratch\nENV A=${B%%.*}", 2, "'${B%%.*}' is not supported"),
         ("FROM scratch\nCOPY one.txt", 2, "a source and a destination"),
-        ("FROM scratch\nCOPY absent /", 2, "no absent"),
+        ("FROM scratch\nCOPY absent /", 2, "absent does not exist"),
         ("FROM scratch\nCOPY *.none /", 2, "nothing matches"),
-        ("FROM scratch\nCOPY ../secret /", 2, "no ../secret"),
-        ("FROM scratch\nCOPY link /", 2, "no link"),
+        ("FROM scratch\nCOPY ../secret /", 2, "../secret does not exist"),
+        ("FROM scratch\nCOPY link /", 2, "link does not exist"),
         ("FROM scratch\nCOPY *.txt /a", 2, "to a file"),
         ("FROM scratch\nADD https://x/y /", 2, "URL"),
         ("FROM scratch\nCOPY --from=none /a /", 2, "no image"),
@@ -168,15 +167,15 @@ def test_a_step_taken_before_is_not_taken_again_and_a_changed_input_takes_it_aga
         ("FROM scratch\nCOPY --chown=1:x one.txt /", 2, "no 'x'"),
         ("FROM scratch\nCOPY --chmod=u+x one.txt /", 2, "--chmod"),
         ("FROM scratch\nENV A", 2, "without a value"),
-        ("FROM scratch\nENV A=1 B", 2, "no pair"),
-        ("FROM scratch\nENV A='1", 2, "quotes"),
-        ("FROM scratch\nARG 1=2", 2, "no name"),
+        ("FROM scratch\nENV A=1 B", 2, "is not NAME=value"),
+        ("FROM scratch\nENV A='1", 2, "quote"),
+        ("FROM scratch\nARG 1=2", 2, "not a valid name"),
         ("FROM scratch\nCOPY <<EOF /a\nx\nEO", 2, "EOF does not end"),
         ("FROM absent", 1, "no image"),
         ("FROM scratch AS a\nFROM scratch AS a", 2, "second stage"),
         ("FROM a b c d", 1, "FROM takes"),
-        ("FROM scratch\nUSER", 2, "of nothing"),
-        ("FROM scratch \\\n AS x\nNOPE", 3, "no instruction"),
+        ("FROM scratch\nUSER", 2, "without arguments"),
+        ("FROM scratch \\\n AS x\nNOPE", 3, "unknown instruction"),
     ],
 )
 def test_what_cannot_be_followed_names_its_line_and_what_to_do(store, context, text, line, says):
@@ -269,7 +268,7 @@ def test_arguments_of_the_platform_are_what_this_host_is(store, context):
 
 def test_an_archive_of_a_kind_that_is_not_unpacked_is_not_passed_over(store, context):
     (context / "a.tar.xz").write_bytes(b"\xfd7zXZ\0" + bytes(20))
-    with pytest.raises(BadSource, match="packed as xz"):
+    with pytest.raises(BadSource, match="compressed with xz"):
         build(store, context, "FROM scratch\nADD a.tar.xz /x/\n")
 
 
@@ -318,7 +317,7 @@ def test_any_text_is_parsed_or_refused(lines):
     with contextlib.suppress(BadSource):
         for stage in parse(text, LIMITS).stages:
             for instruction in stage.instructions:
-                (pairs if instruction.name in ("ENV", "LABEL") else words_of)(instruction, {"a": "1", "b": "$a"})
+                (pairs if instruction.name in ("ENV", "LABEL") else args_of)(instruction, {"a": "1", "b": "$a"})
                 expand(instruction.words[0], {"a": "1"})
                 unsupported(instruction.words[0])
 
@@ -336,7 +335,7 @@ def test_a_build_reads_no_file_outside_of_its_folder(tmp_path, store, context, n
     else:
         (context / name).symlink_to(tmp_path / "secret")
     if kind == "pipe" and name == ".dockerignore":
-        with pytest.raises(StoreError, match="is no file, folder or link"):
+        with pytest.raises(StoreError, match="is a device, a pipe or a socket"):
             asyncio.run(build_from_dockerfile(store, context))
     elif name == "Dockerfile":
         with pytest.raises(BadSource, match="no Dockerfile") as caught:
@@ -366,7 +365,8 @@ def test_an_ignore_pattern_means_what_trying_everything_finds(pattern: str, path
 )
 def test_no_ignore_pattern_takes_long(pattern: str) -> None:
     paths = ["a" * 250, "a/" * 120 + "c", "/".join(["a" * 200] * 5) + "/c"]
-    code = f"from etude.environments.images.building import ignored\nprint([*map(ignored({pattern!r}), {paths!r})])"
+    imports = "from etude.environments.images.dockerfile_build import ignored"
+    code = f"{imports}\nprint([*map(ignored({pattern!r}), {paths!r})])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=True, text=True)
     assert found.stdout.startswith("[")
 

@@ -13,10 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.unit.environments.images.archives import files_of, special, tar_of
 
+from etude.environments.images.decompression import decompressed
 from etude.environments.images.layers import apply_layer, write_layer
 from etude.environments.images.limits import BadSource, ImageLimits
 from etude.environments.images.listing import Owner, encode, scan
-from etude.environments.images.packed import unpacked
 from etude.environments.images.tree import Tree
 
 LIMITS = ImageLimits(num_files=1000, total_bytes=1 << 20)
@@ -34,7 +34,7 @@ def root(tmp_path: Path) -> Path:
 def apply(root: Path, *layers: bytes) -> dict[str, str]:
     with Tree(root, LIMITS) as tree:
         for layer in layers:
-            apply_layer(unpacked(io.BytesIO(layer), LIMITS), tree)
+            apply_layer(decompressed(io.BytesIO(layer), LIMITS), tree)
     return files_of(root)
 
 
@@ -68,7 +68,7 @@ def test_links_lead_no_deeper_than_a_path_may(root):
     entries = [(deep, None), ("l0", deep)]
     for at in range(3):
         entries += [(f"l{at}/{deep}", None), (f"l{at + 1}", f"l{at}/{deep}")]
-    with pytest.raises(BadSource, match="lies too deep") as caught:
+    with pytest.raises(BadSource, match="is too deep") as caught:
         apply(root, tar_of(entries))
     assert caught.value.hint
 
@@ -115,7 +115,7 @@ def test_permissions_and_owners_are_those_of_the_archive(root):
     info = special("tool", tarfile.REGTYPE)
     info.mode, info.uid, info.gid = 0o6751, 12, 34
     with Tree(root, LIMITS) as tree:
-        apply_layer(unpacked(io.BytesIO(tar_of([info])), LIMITS), tree)
+        apply_layer(decompressed(io.BytesIO(tar_of([info])), LIMITS), tree)
         [entry] = [e for e in scan(tree.root, tree.declared) if e.path == "tool"]
     assert entry.owner == Owner(0o751, 12, 34)
 

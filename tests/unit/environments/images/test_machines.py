@@ -20,10 +20,10 @@ from tests.unit.environments.network.test_mirror import wheel
 from etude.environments import MachineLimits, NamespaceRuntime
 from etude.environments.agent.program import BUILT
 from etude.environments.images import BadSource, ImageStore, build_from_directory
-from etude.environments.images.building import build_from_dockerfile
-from etude.environments.images.changes import Changing
+from etude.environments.images.dockerfile_build import build_from_dockerfile
+from etude.environments.images.layers import ChangeExporter
 from etude.environments.namespace.images import State
-from etude.environments.network.outlets import PACKAGES, outlets_of
+from etude.environments.network.build_network import PACKAGES, build_network_of
 from etude.environments.network.packages import Packages
 from etude.errors import InputError, MachineError
 from etude.records.command import ExecResult
@@ -299,7 +299,7 @@ def test_a_foreign_snapshot_reaches_nothing_but_the_machines_root(store):
     async def test(runtime):
         image = store.get("base").image
         snapshot = await runtime.unpack(State(image, b"", layer).pack())
-        with pytest.raises(MachineError, match="leads in a circle, or away"):
+        with pytest.raises(MachineError, match="is a circular link or a mount"):
             await runtime.fork(snapshot, 1)
         for bad in (b"", b"x" * 100, State(image, b"", b"")._replace(tree=b"x").pack(), State(image, b"", b"x").pack()):
             with pytest.raises((ValueError, MachineError)):
@@ -311,7 +311,7 @@ def test_a_foreign_snapshot_reaches_nothing_but_the_machines_root(store):
 def test_changes_past_the_bound_are_refused(store):
     async def test(runtime):
         [machine] = await runtime.fork(await runtime.prepare({"f": bytes(5000)}, image=store.get("base").image), 1)
-        assert isinstance(machine, Changing)
+        assert isinstance(machine, ChangeExporter)
         with pytest.raises(ValueError, match="larger than 4000"):
             await machine.changes(io.BytesIO(), max_bytes=4000)
 
@@ -374,7 +374,7 @@ def test_a_run_reaches_the_packages_of_its_store_and_nothing_else(tmp_path, stor
     async def test(runtime):
         with pytest.raises(BadSource, match="RUN ended with"):
             await build_from_dockerfile(store, tmp_path, runtime=runtime)
-        record = await build_from_dockerfile(store, tmp_path, runtime=runtime, outlets=outlets_of(store.path))
+        record = await build_from_dockerfile(store, tmp_path, runtime=runtime, outlets=build_network_of(store.path))
         root = store.root(record.image.digest)
         assert (root / "toy.whl").read_bytes() == made.read_bytes()
         assert "sha256=" in (root / "page").read_text()

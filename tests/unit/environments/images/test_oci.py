@@ -67,7 +67,7 @@ def test_a_tag_chooses_among_the_images_of_a_layout(tmp_path, store, layout):
         tag: set(files_of(store.root(build_from_oci(store, layout, tag=tag).image.digest))) for tag in ("one", "two")
     }
     assert names == {"one": {"etc", "etc/a"}, "two": {"etc", "etc/b"}}
-    with pytest.raises(BadSource, match=r"no image of tag 'three': there are: one, two"):
+    with pytest.raises(BadSource, match=r"no image with tag 'three': tags: one, two"):
         build_from_oci(store, layout, tag="three")
     with pytest.raises(BadSource, match="2 images"):
         build_from_oci(store, layout)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from tests.unit.environments.images.archives import files_of
 
+from etude.environments.images.decompression import decompressed
 from etude.environments.images.layers import apply_layer, write_layer
 from etude.environments.images.limits import ImageLimits
-from etude.environments.images.packed import unpacked
 from etude.environments.images.tree import Tree
 
 PROGRAM = """
@@ -120,7 +120,7 @@ def test_a_machine_writes_into_its_own_root_and_not_into_the_image(tmp_path, mod
         folder = os.open(image, os.O_RDONLY)
         write_layer(folder, out.write, ids=lambda found: 0)
         os.close(folder)
-        apply_layer(unpacked(io.BytesIO(out.getvalue()), limits), tree)
-        apply_layer(unpacked(io.BytesIO(layer), limits), tree)
+        apply_layer(decompressed(io.BytesIO(out.getvalue()), limits), tree)
+        apply_layer(decompressed(io.BytesIO(layer), limits), tree)
     found = {path: text for path, text in files_of(again).items() if text != "/"}
     assert found == {"bin/tool": "tool+more", "etc/kept": "3", "etc/there": "2", "work/dir/new": "new"}

@@ -13,7 +13,7 @@ from tests.unit.environments.images.archives import repository, run
 from tests.unit.tasks.repositories import bomb
 
 from etude.environments.images import BadSource, ImageStore
-from etude.environments.images.git import talking
+from etude.environments.images.git import run_git
 from etude.environments.images.objects import objects_of, scan_objects
 from etude.environments.images.repository import build_from_repository
 
@@ -173,7 +173,7 @@ def test_a_tree_with_a_git_folder_or_a_climbing_path_is_refused(tmp_path, store)
 
 def test_a_repository_that_never_answers_is_left_at_the_deadline(tmp_path):
     repository(tmp_path / "source", [{"f": b"x"}])
-    with talking(tmp_path / "source", "cat-file", "--batch", stdin=subprocess.PIPE, deadline_s=0.1) as process:
+    with run_git(tmp_path / "source", "cat-file", "--batch", stdin=subprocess.PIPE, deadline_s=0.1) as process:
         assert process.stdout is not None
         assert process.stdout.read() == b""
     assert process.returncode == -9

@@ -85,9 +85,9 @@ def test_an_unknown_image_is_an_error_with_the_nearest_name(store, source):
 
 def test_no_two_images_share_an_inode(store, source):
     parent = build_from_directory(store, source)
-    with store.building(parent.image.digest) as building:
+    with store.new_image(parent.image.digest) as building:
         building.tree.file("new", Owner(0o644), (b"1",))
-        child = building.keep(parent)
+        child = building.commit(parent)
     assert child.parent == parent.image.digest
     inodes = [{p.lstat().st_ino for p in store.root(record.image.digest).rglob("*")} for record in (parent, child)]
     assert not inodes[0] & inodes[1]
@@ -121,7 +121,7 @@ def test_an_answer_that_lies_in_an_image_is_found(store, source):
 
 def test_an_image_in_use_stays_until_it_is_let_go(store, source):
     record = build_from_directory(store, source)
-    with store.held(record.image.digest), pytest.raises(InputError, match="in use"):
+    with store.in_use(record.image.digest), pytest.raises(InputError, match="in use"):
         store.remove(record.image.digest)
     assert store.remove(record.image.digest) == len("run me")
     assert store.images() == []
@@ -143,11 +143,11 @@ def test_collecting_takes_what_has_no_name_and_leaves_what_is_in_use(store, sour
     store.name("keep", named)
     (source / "more").write_text("x" * 100)
     loose = build_from_directory(store, source)
-    store.keep_step("k" * 64, loose)
-    with store.held(loose.image.digest):
+    store.cache_step("k" * 64, loose)
+    with store.in_use(loose.image.digest):
         assert store.collect() == (0, 0)
     assert store.collect() == (1, 106)
-    assert store.step("k" * 64) is None
+    assert store.cached_step("k" * 64) is None
     assert [record.image.digest for record in store.images()] == [named.image.digest]
 
 
@@ -215,7 +215,7 @@ def test_an_image_taken_away_between_looking_and_holding_is_no_image(store, sour
         real(fd, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with pytest.raises(InputError, match="no image"), store.opened(digest):
+    with pytest.raises(InputError, match="no image"), store.open_root(digest):
         pass
 
 
@@ -235,6 +235,6 @@ def test_the_same_bytes_taken_away_while_they_are_built_again_are_there_in_the_e
 @pytest.mark.parametrize("place", ["/proc/none", "file/below", "x" * 300])
 def test_a_place_that_can_hold_no_images_is_told_with_what_to_do(tmp_path, place):
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="no image can be kept") as caught:
+    with pytest.raises(StoreError, match="images cannot be stored") as caught:
         ImageStore(tmp_path / place)
-    assert "name another folder" in caught.value.hint
+    assert "use another folder" in caught.value.hint

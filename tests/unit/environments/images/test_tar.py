@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.environments.images.archives import special, tar_of
 
+from etude.environments.images.decompression import decompressed
 from etude.environments.images.limits import MIB, BadSource, ImageLimits
-from etude.environments.images.packed import unpacked
 from etude.environments.images.tar import members
 
 
 def read_all(data: bytes, limits: ImageLimits | None = None) -> list[tuple[str, str, bytes, str]]:
-    read = unpacked(io.BytesIO(data), limits or ImageLimits())
+    read = decompressed(io.BytesIO(data), limits or ImageLimits())
     return [(m.path.rstrip("/"), m.kind, b"".join(content), m.target) for m, content in members(read)]
 
 
@@ -68,7 +68,7 @@ def test_a_bomb_ends_at_the_ratio_and_at_the_total(pack):
     bomb = pack(tar_of([("zeros", bytes(80 * MIB))]))
     with pytest.raises(BadSource, match="grows more than"):
         read_all(bomb)
-    with pytest.raises(BadSource, match="unpacks to more than"):
+    with pytest.raises(BadSource, match="decompresses to more than"):
         read_all(bomb, ImageLimits(total_bytes=10 * MIB, num_files=10, ratio=1 << 20))
 
 

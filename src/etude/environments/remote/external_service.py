@@ -1,0 +1,105 @@
+"""Adapt services other than etude's to the `Machine` protocol: results, errors, links, freezing."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from pathlib import PurePosixPath
+from typing import Final
+
+from etude.environments.output import OutputBuffer
+from etude.environments.remote import messages as m
+from etude.environments.remote.connect import Code, RpcError
+from etude.environments.remote.machine_client import MachineClient
+from etude.records.command import ExecResult, Printed, Started, Tell
+from etude.seams import Machine
+
+_NOT_FOUND: Final = ("executable file not found", "no such file or directory")
+_SIGNALS: Final = {"signal: killed": 137, "signal: terminated": 143, "signal: interrupt": 130, "signal: hangup": 129}
+
+
+class OutputCollector:
+    """Collects the output of a command up to a size limit, and passes each event to a callback."""
+
+    def __init__(self, max_bytes: int, tell: Tell | None, *, began: float) -> None:
+        self._began_at = began  # by time.monotonic
+        self._output = OutputBuffer(max_bytes)
+        self._tell, self._incomplete, self._began = tell, False, False
+
+    def add(self, event: m.Event) -> None:
+        """Add an event of the command."""
+        if event.start is not None and not self._began:
+            self._began = True
+            if self._tell is not None:
+                self._tell(Started(event.start.pid))
+        if event.data is not None:
+            for stream, data in ((1, event.data.stdout), (2, event.data.stderr)):
+                if data:
+                    self.add_output(stream, data)
+
+    def add_output(self, stream: int, data: bytes) -> None:
+        """Add output of the command. `stream`: 1 for stdout, 2 for stderr."""
+        if self._tell is not None:
+            self._tell(Printed(stream, data))
+        self._output.add(data)
+
+    def mark_incomplete(self) -> None:
+        """Mark the output as incomplete, after a broken connection."""
+        self._incomplete = True
+
+    def ended(self, ended: m.Ended) -> ExecResult:
+        """Return the result for the last event. For a signal, services return -1 and name it in the status text."""
+        code = ended.exit_code
+        if code < 0:
+            code = next((number for text, number in _SIGNALS.items() if text in ended.status), 137)
+        return self.result(code)
+
+    def result(self, code: int, *, timed_out: bool = False) -> ExecResult:
+        """Return the result with the output collected so far."""
+        return ExecResult(
+            exit_code=code,
+            output=self._output.value(),
+            timed_out=timed_out,
+            truncated=self._incomplete or self._output.truncated,
+            wall_s=time.monotonic() - self._began_at,
+        )
+
+
+def result_of_error(error: RpcError, collector: OutputCollector) -> ExecResult | None:
+    """Return the result of a command that the service reports as an error; None for a real error."""
+    if error.code is Code.DEADLINE_EXCEEDED:
+        return collector.result(137, timed_out=True)
+    text = error.message
+    if error.code is not Code.INVALID_ARGUMENT or not ("starting process" in text or text.startswith("cwd ")):
+        return None
+    collector.add_output(2, f"{text}\n".encode())
+    missing = any(words in text for words in _NOT_FOUND) and not text.startswith("cwd ")
+    return collector.result(127 if missing else 126)
+
+
+async def check_links(client: MachineClient, name: str, max_bytes: int) -> str:
+    """Return the absolute path of a regular file below the working directory. Raises `RpcError` if a part of the path
+    is a link, or the file is larger than `max_bytes`."""
+    place = PurePosixPath(client.config.workdir)
+    parts = PurePosixPath(name).parts
+    for number, part in enumerate(parts, 1):
+        place = place / part
+        stat = await client.unary("filesystem.Filesystem/Stat", m.Path(path=str(place)), m.WithEntry)
+        entry = stat.entry
+        if entry.is_symlink or entry.symlink_target is not None:
+            raise RpcError(Code.INVALID_ARGUMENT, f"{name}: {place} is a link")
+        is_folder = entry.type == "FILE_TYPE_DIRECTORY"
+        if number == len(parts) and is_folder:
+            raise RpcError(Code.INVALID_ARGUMENT, f"{name} is a folder", hint="folder")
+        if number == len(parts) and entry.type != "FILE_TYPE_FILE":
+            raise RpcError(Code.INVALID_ARGUMENT, f"{name} is not a regular file")
+        if number == len(parts) and int(entry.size) > max_bytes:
+            raise RpcError(Code.INVALID_ARGUMENT, f"{name} is larger than {max_bytes} bytes")
+        if number < len(parts) and not is_folder:
+            raise RpcError(Code.NOT_FOUND, f"{place} is not a folder")
+    return str(place)
+
+
+async def kill_all(machine: Machine) -> None:
+    """Kill all processes of the machine's user."""
+    await machine.exec(["sh", "-c", "kill -9 -1"], key=f"freeze-{secrets.token_hex(8)}", deadline_s=20.0)
