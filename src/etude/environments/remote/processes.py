@@ -220,9 +220,8 @@ class Processes:
             raise RpcError(Code.RESOURCE_EXHAUSTED, facts, hint="request less output, or fork another machine")
         self._running[process.key] = process
         if process.exact is not None and not process.exact.tell:
-            process.log_start(
-                0
-            )  # the client waits for it before it sends input, and gets no other event before the end
+            # the client waits for it before it sends input, and gets no other event before the end
+            process.log_start(0)
         process.task = asyncio.create_task(self._run(process, deadline_s))
         return process
 
