@@ -274,10 +274,10 @@ class Processes:
     async def signal(self, process: Process, name: str) -> None:
         """Send TERM or KILL to a process and its group. Raises `RpcError`."""
         program = 'kill -s "$1" -- "-$2" 2>/dev/null || exec kill -s "$1" "$2"'
-        words = ["sh", "-c", program, "sh", name, str(process.pid)]
+        args = ["sh", "-c", program, "sh", name, str(process.pid)]
         try:
             key = f"kill-{secrets.token_hex(8)}"
-            done = await self._machine.exec(words, key=key, deadline_s=10.0, user=process.user)
+            done = await self._machine.exec(args, key=key, deadline_s=10.0, user=process.user)
         except MachineError as error:
             raise RpcError(Code.UNAVAILABLE, error.what, hint=error.hint) from None
         if done.exit_code:
