@@ -173,7 +173,7 @@ def test_the_same_folder_makes_the_same_disk(tmp_path):
 
 
 def test_what_is_missing_is_named_with_what_to_do(tmp_path, monkeypatch):
-    with pytest.raises(MachineError, match="no image") as none:
+    with pytest.raises(MachineError, match="no guest image") as none:
         find(tmp_path)
     assert "etude machines image microvm" in none.value.hint
     with pytest.raises(MachineError, match="no-such-tool") as tool:

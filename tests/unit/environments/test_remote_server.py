@@ -432,7 +432,7 @@ def test_a_server_holds_nothing_of_machines_that_have_ended(monkeypatch):
             await side.http.delete(f"/sandboxes/{box.id}")
         assert (side.boxes.num_alive, box.account.num_live) == (0, 0)
         del box
-        assert held() - before == Counter({"Made": 50})
+        assert held() - before == Counter({"CreatedSandbox": 50})
 
     served(test)
 

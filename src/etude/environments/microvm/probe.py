@@ -82,7 +82,7 @@ async def _kvm_problem(image: BaseImage) -> str:
         except TimeoutError:
             return f"/dev/kvm can be opened, but a guest did not boot with it within {_DEADLINE_S:g} s"
         finally:
-            output = guest.process.output()
+            output = guest.process.said()
             await guest.close()
     except MachineError as error:
         return f"{error.what}: {error.facts}".splitlines()[0]

@@ -68,8 +68,8 @@ class RemoteMachine:
             raise self._read_error(path, error.code.status, error.message, error.hint) from None
         if reply.status == 200:
             return reply.body
-        error = error_of_response(reply.status, reply.body)
-        raise self._read_error(path, reply.status, error.message, error.hint)
+        refusal = error_of_response(reply.status, reply.body)
+        raise self._read_error(path, reply.status, refusal.message, refusal.hint)
 
     def _read_error(self, path: str, status: int, message: str, hint: str) -> Exception:
         if status == 404:

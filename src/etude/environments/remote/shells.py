@@ -190,7 +190,7 @@ class Shells:
 def quote(arg: str) -> str:
     """Quote an argument for a shell.
 
-    >>> quoted("it's")
+    >>> quote("it's")
     "'it'\\\\''s'"
     """
     return "'" + arg.replace("'", "'\\''") + "'"
