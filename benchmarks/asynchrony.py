@@ -40,7 +40,7 @@ from benchmarks.report import RESULTS, report
 from benchmarks.rewards import Rewards
 from benchmarks.runs import LAPTOP, new_folder, rl_cpu_s
 from etude.config import load
-from etude.dashboard.read import RunView
+from etude.dashboard.run_view import RunView
 from etude.dashboard.summary import lag
 from etude.dashboard.utilisation import idle
 from etude.loop.config import RunConfig
@@ -137,7 +137,7 @@ def one(config: RunConfig, setting: str, latency_ms: int, rate: float, limit_s: 
     span, steps = view.phase("rl"), view.by_step("rl.step")
     assert span is not None, "reinforce has begun"
     assert span.end is not None, "and ended"
-    reached = reached_at(view.of("rollout"), rate)
+    reached = reached_at(view.events("rollout"), rate)
     return {
         "setting": setting,
         "latency_ms": latency_ms,

@@ -1,4 +1,4 @@
-"""What it costs to catch up from 16 versions behind: over skips, and over the chain alone.
+"""What it costs to catch up from 16 versions behind: over composed deltas, and over the chain alone.
 
 Weights are random normals (sigma .02) in bf16, moved by AdamW on fp32 masters; gradients are noise with a share of
 `--signal` that stays the same from step to step, so that some weights drift and most wander. A compactor follows the

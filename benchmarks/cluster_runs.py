@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.report import report
 from benchmarks.ways import Row, Rows, against, arguments, by_way, play, pooled, within
-from etude.dashboard.read import RunView
+from etude.dashboard.run_view import RunView
 from etude.evals.parity import budget_of
 
 DEFAULT = "default"
@@ -28,9 +28,9 @@ def engines(run: Path) -> Row:
     """What each engine did and how far its probes were from the learner."""
     view, found = RunView(run), defaultdict[str, Row](dict)
     for name in ("engine-0", "engine-1"):
-        loads = [event for event in view.of("engine.load") if event["process"] == name]
+        loads = [event for event in view.events("engine.load") if event["process"] == name]
         found[name]["tokens"] = sum(event["tokens"] for event in loads)
-        probes = [event for event in view.of("engine.probe") if event["engine"] == name]
+        probes = [event for event in view.events("engine.probe") if event["engine"] == name]
         found[name]["probes"] = len(probes)
         for field in ("k3", "ratio_p99", "ratio_max"):
             found[name][f"{field}_max"] = max((event[field] for event in probes), default=None)

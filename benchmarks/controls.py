@@ -164,7 +164,7 @@ def chosen_of(tried: Mapping[str, Mapping[str, Any]]) -> str:
 def shuffled(run: Measured) -> dict[str, Any]:
     """RL with its advantages permuted within each batch."""
     folder = new_folder("shuffled")
-    instead = {"etude.loop.learning": shuffled_learner.__name__}
+    instead = {"etude.loop.learner": shuffled_learner.__name__}
     heldout = asyncio.run(reinforce(folder, run.config, instead=instead, heldout=True))
     assert heldout is not None, "it was asked for"
     return {"heldout": brief(heldout), "cpu_s": round(sum(rl_cpu_s(folder).values()), 1), "steps": run.config.rl.steps}

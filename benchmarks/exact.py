@@ -31,7 +31,7 @@ from benchmarks.report import RESULTS, commit, report
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
 from etude.models import ModelConfig, Packed, Transformer
-from etude.models.parts import Latent, Routing, Scores
+from etude.models.components import Latent, Routing, Scores
 from etude.numerics.exact.operators import Exact
 from etude.numerics.native import Native
 from etude.numerics.operators import Operators

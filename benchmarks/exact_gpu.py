@@ -219,7 +219,7 @@ def operators(b: Bench, n: int) -> None:
 def decode(b: Bench, count: int) -> None:
     """One token of each of `count` sequences through the layer, at the end of contexts of one length."""
     from etude.numerics.gpu import PagedTokens, Pages
-    from etude.numerics.gpu import Rows as Step
+    from etude.numerics.gpu import SequenceRows as Step
 
     s, page, each = b.shape, b.size.page, b.size.context // b.size.page
     memory = Pages(
@@ -291,7 +291,7 @@ def train(b: Bench) -> None:
 
 def sweep(b: Bench) -> Iterator[dict[str, Any]]:
     """The products in other tiles, for whoever sets `tiles.tiles_of`."""
-    from etude.numerics.gpu.products import multiply
+    from etude.numerics.gpu.matmul import multiply
     from etude.numerics.gpu.routing import Dispatch
     from etude.numerics.gpu.tiles import tiles_of
 

@@ -15,11 +15,11 @@ from etude.inference.runner import Runner
 from etude.inference.scheduler import Scheduler
 from etude.inference.scheduler import Sequence as Running
 from etude.models import ModelConfig, Packed, Transformer
-from etude.models.parallel import share_of
+from etude.models.tensor_parallel import shard_model
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import Parallel, Split
 from etude.records import CompletionRequest
-from etude.training.ranks import Ranks, run_ranks
+from etude.training.data_parallel import RankGroup, run_ranks
 
 Text = tuple[list[int], int]
 """A prompt with what was sampled after it, and the prompt's length."""
@@ -37,7 +37,7 @@ class Case:
 
 def sharp(config: ModelConfig, operators: Operators) -> Transformer:
     """Random weights with predictions so sharp that a wrong number shows."""
-    model = Transformer(config, seed=3, operators=operators).cast(operators.held)
+    model = Transformer(config, seed=3, operators=operators).cast(operators.storage_dtype)
     with torch.no_grad():
         model.embedding.mul_(2)
     return model
@@ -54,7 +54,12 @@ def learned(model: Transformer, texts: Sequence[Text]) -> list[list[float]]:
 
 
 def served(
-    model: Transformer, requests: Sequence[CompletionRequest], ranks: Ranks, *, slots: int = 8, chunk_tokens: int = 64
+    model: Transformer,
+    requests: Sequence[CompletionRequest],
+    ranks: RankGroup,
+    *,
+    slots: int = 8,
+    chunk_tokens: int = 64,
 ) -> list[Running]:
     """The requests, answered, in step with the other ranks."""
     scheduler = Scheduler(num_slots=slots, chunk_tokens=chunk_tokens, step_tokens=256, max_waiting=len(requests))
@@ -65,8 +70,8 @@ def served(
     while True:
         plan = scheduler.plan()
         working = torch.tensor([float(bool(plan))])
-        ranks.add(working)
-        ranks.beat()
+        ranks.all_reduce(working)
+        ranks.heartbeat()
         if not working:
             return running
         for one in runner.step(plan):
@@ -74,12 +79,12 @@ def served(
                 scheduler.finish(one)
 
 
-def _told(ranks: Ranks, cases: list[Case]) -> list[tuple[list[list[float]], list[list[float]]]]:
+def _told(ranks: RankGroup, cases: list[Case]) -> list[tuple[list[list[float]], list[list[float]]]]:
     """Log-probabilities of this rank's texts in each case: its engine's, its learner's."""
     found = []
     for case in cases:
         parallel = Parallel(ranks.size, ranks.rank, case.split)
-        model = share_of(sharp(case.config, case.operators), parallel)
+        model = shard_model(sharp(case.config, case.operators), parallel)
         own = case.requests if parallel.tensor is parallel else case.requests[ranks.rank :: ranks.size]
         done = served(model, own, ranks)
         texts = [([*s.request.prompt_ids.tolist(), *s.token_ids], s.num_prompt) for s in done]

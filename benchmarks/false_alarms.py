@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import report
-from etude.environments.grading.signs import suspicions
+from etude.environments.grading.cheat_detector import find_cheating
 from etude.evals.intervals import wilson
 from etude.harness import standard_tools
 from etude.records import Graded
@@ -68,7 +68,7 @@ def in_demonstrations(count: int, seed: int) -> dict[str, Any]:
         exports = {path: machine.files[path] for path in each.task.exports}
         changed = any(each.task.files[path].encode() != data for path, data in exports.items())
         outcome = Graded.of(float(changed), trust=Trust.DATA, reason="it was changed")
-        found = suspicions(each.task, calls=calls, exports=exports, outcome=outcome)
+        found = find_cheating(each.task, calls=calls, exports=exports, outcome=outcome)
         alarmed += bool(found)
         rules.update({one.rule for one in found})
     return {"flagged": share(alarmed, count), "rules": dict(sorted(rules.items()))}

@@ -76,7 +76,7 @@ def placing(hosts: int, group: int, *, seconds: float = 1.0) -> dict[str, float]
     for i in range(hosts):
         placement.join(f"h{i}", Capacity(cores=96 * 1.15, memory_bytes=768 << 30), 0.0)
     for i in range(1000):
-        placement.holds(f"tree{i}", f"h{i % hosts}", 0.0)
+        placement.add_snapshot(f"tree{i}", f"h{i % hosts}", 0.0)
     full = int(hosts * 1100 / group)
     live: list[int] = []
     num_placed, number, spent, began = 0, 0, 0.0, time.process_time()

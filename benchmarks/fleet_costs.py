@@ -231,7 +231,7 @@ def _with_control(measured: Measured) -> Measured:
 
     return replace(
         measured,
-        place_s=each_s("place", "again", "failed"),
+        place_s=each_s("place", "retry", "failed"),
         started_s=each_s("started"),
         ended_s=each_s("ended"),
         review_s=each_s("review"),

@@ -157,7 +157,7 @@ class _Control:
         capacity = Capacity(cores, 768 << 30, rack=f"rack{int(host.name[4:]) // 12}")
         self.placement.join(host.name, capacity, self.clock.now_s)
         for snapshot in host.snapshots:
-            self.placement.holds(snapshot, host.name, self.clock.now_s, need=self.need)
+            self.placement.add_snapshot(snapshot, host.name, self.clock.now_s, need=self.need)
 
     # messages
 
@@ -251,7 +251,7 @@ class _Control:
 
     def _prepare(self, snapshot: str) -> None:
         """From what it was made of, on one host, as a fleet does when the last copy is lost."""
-        homes = self.placement.homes(1)
+        homes = self.placement.choose_homes(1)
         if homes and snapshot not in self.preparing:
             self.preparing.add(snapshot)
             self.clock.after(2 * (self.upload_s + self.load_s), self._prepared, snapshot, homes[0])
@@ -261,7 +261,7 @@ class _Control:
         host = self.hosts[name]
         if not host.crashed and not host.cut_off:
             host.arrived(snapshot)
-            self.placement.holds(snapshot, name, self.clock.now_s, need=self.need)
+            self.placement.add_snapshot(snapshot, name, self.clock.now_s, need=self.need)
 
     def _order(self, batch: Batch) -> None:
         self.result.num_batches += 1
@@ -352,7 +352,7 @@ class _Control:
             self._room()
 
     def _uncopied(self, host: FakeHost, snapshot: str, batches: Sequence[int]) -> None:
-        self.placement.dropped(snapshot, host.name)
+        self.placement.remove_snapshot(snapshot, host.name)
         for batch_id in batches:
             if self.batches.pop(batch_id, None) is not None:
                 new = self._timed(self.placement.failed, batch_id, self.clock.now_s)
@@ -361,7 +361,7 @@ class _Control:
                     self._order(new)
 
     def _heartbeat(self, host: FakeHost, sent_s: float) -> None:
-        if self.placement.heard(host.name, self.clock.now_s):
+        if self.placement.heartbeat(host.name, self.clock.now_s):
             self._send(host, host.answered, sent_s)
         else:
             self._send(host, self._renew, host)
@@ -377,7 +377,7 @@ class _Control:
         for name in review.hosts:
             for batch_id in [i for i, (batch, _) in self.batches.items() if batch.host == name]:
                 del self.batches[batch_id]
-        again = [self._timed(self.placement.again, batch, self.clock.now_s) for batch in review.lost]
+        again = [self._timed(self.placement.retry, batch, self.clock.now_s) for batch in review.lost]
         for batch in review.lost:
             self.num_ready -= batch.n
             self.down[batch.group] = batch.n
@@ -423,7 +423,7 @@ def simulate(
         for k in range(min(_COPIES, len(hosts))):
             host = hosts[(i + k * (1 + len(hosts) // 2)) % len(hosts)]
             host.snapshots.add(f"tree{i}")
-            control.placement.holds(f"tree{i}", host.name, 0.0, need=control.need)
+            control.placement.add_snapshot(f"tree{i}", host.name, 0.0, need=control.need)
     for number, times in faults.slow:
         hosts[number % len(hosts)].slow = times
     for number, when_s in faults.crashes:

@@ -13,7 +13,7 @@ from benchmarks.fleet_costs import measure
 from benchmarks.fleet_hosts import Measured
 from benchmarks.fleet_model import EVERY_KIND, Faults, Scenario, Simulated, simulate
 from etude.cli.arguments import positive, written
-from etude.dashboard.plot import WIDE, Series, alone, line_chart
+from etude.dashboard.plot import WIDE, Series, line_chart, standalone_svg
 from etude.environments.namespace import NamespaceRuntime
 from etude.seams import Runtime
 
@@ -157,7 +157,7 @@ def plot(results: Mapping[str, Simulated], machines: int) -> str:
         y_format=lambda value: f"{value:,.0f}",
         frame=WIDE,
     )
-    return alone(chart, [(one.label, one.colour) for one in series], x=900, y=150)
+    return standalone_svg(chart, [(one.label, one.colour) for one in series], x=900, y=150)
 
 
 def _curve(result: Simulated) -> list[tuple[float, float]]:

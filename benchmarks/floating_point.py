@@ -31,8 +31,8 @@ from etude.numerics.exact.operators import Exact
 from etude.numerics.native import Native
 from etude.numerics.operators import Operators
 from etude.records import Sample
-from etude.training.routes import Replay
-from etude.training.rows import lay_flat, microbatches
+from etude.training.flat_batch import flatten_samples, microbatches
+from etude.training.routes import RouteReplay
 
 MODES: dict[str, Callable[[torch.dtype], Operators]] = {"native": Native, "exact": Exact}
 PAIRS = [  # what the engine computes in, and the trainer
@@ -76,7 +76,7 @@ def log_ratios(model: Transformer, samples: list[Sample], *, replay: bool) -> tu
     """Trainer minus engine [R], and of each such token the number of layers with another expert [R]."""
     found, flips = [], []
     for some in microbatches(samples, budget_tokens=BUDGET_TOKENS):
-        rows = lay_flat(some, Replay(model.config, step=VERSION.step, max_lag=0))
+        rows = flatten_samples(some, RouteReplay(model.config, step=VERSION.step, max_lag=0))
         packed = Packed(rows.lengths, model.operators)
         done = model.eval().run(rows.tokens_N, packed, rows.routes_NLK if replay else None, rows.rows_R)
         logprobs = model.operators.log_softmax(done.logits).gather(1, rows.targets_R[:, None])[:, 0]

@@ -28,8 +28,8 @@ from etude.inference.device_runner import DeviceRunner, runner_for
 from etude.inference.runner import Runner
 from etude.inference.scheduler import Scheduler, Sequence
 from etude.models import ModelConfig, Transformer
-from etude.numerics.choosing import operators_for
 from etude.numerics.config import Mode, NumericsConfig
+from etude.numerics.factory import operators_for
 from etude.records.completion import CompletionRequest, Sampling
 
 
@@ -158,7 +158,7 @@ def measure(size: Size, on: torch.device, peak: Peaks, *, exact: bool = True) ->
     if exact:
         del model
         one_order = operators_for(NumericsConfig(Mode.EXACT), dtype, device=on)
-        model = random_model(size.sizes, one_order, one_order.held, on)
+        model = random_model(size.sizes, one_order, one_order.storage_dtype, on)
         found["decode_exact"] = [decode(model, batch, size, peak, on) for batch in size.exact_batches]
     return found
 

@@ -93,7 +93,7 @@ class Work:
     @property
     def kept_bytes(self) -> int:
         """Of one token's keys and values, in bfloat16."""
-        kept = self.sizes.kept
+        kept = self.sizes.cache_layout
         return 2 * self.sizes.num_layers * kept.heads * (kept.key_width + kept.value_width)
 
     def critical_batch(self, operations_per_s: float, bytes_per_s: float) -> int:

@@ -23,8 +23,8 @@ from etude.inference.device_runner import runner_for
 from etude.inference.scheduler import Scheduler, Sequence
 from etude.models import ModelConfig, Transformer
 from etude.models.attention import Packed
-from etude.numerics.choosing import operators_for
 from etude.numerics.config import Mode, NumericsConfig
+from etude.numerics.factory import operators_for
 from etude.records.completion import CompletionRequest, Sampling
 from etude.records.wire import Routes
 
@@ -103,7 +103,7 @@ def measure(size: Size, on: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for mode in Mode:
         operators = operators_for(NumericsConfig(mode), torch.bfloat16, device=on)
-        model = random_model(size.sizes, operators, operators.held, on)
+        model = random_model(size.sizes, operators, operators.storage_dtype, on)
         sequences, routes = sampled(model, size)
         engine = torch.tensor([logprob for s in sequences for logprob in s.logprobs], dtype=torch.float32)
         learner, used = learned(model, sequences)

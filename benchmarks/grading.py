@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import report
-from etude.environments import MachineGrader, NamespaceRuntime, exports_of, reference_exports
+from etude.environments import MachineGrader, NamespaceRuntime, reference_exports, simulate_exports
 from etude.records.rollout import Graded
 from etude.records.task import Answer, Case, HiddenTests, Runner, Split, Task, Trust, Verifier
 from etude.tasks import HumanEvalSource
@@ -53,7 +53,9 @@ class Whole:
 
     async def _one(self, task: Task, solved: bool) -> None:
         answer = self._source.answer(task)
-        exports = await (reference_exports(self._runtime, task, answer) if solved else exports_of(self._runtime, task))
+        exports = await (
+            reference_exports(self._runtime, task, answer) if solved else simulate_exports(self._runtime, task)
+        )
         async with self._room:
             began = time.perf_counter()
             outcome = await self._grader.grade(task, answer, exports)

@@ -35,7 +35,7 @@ from typing import Any
 from benchmarks.integrity_tasks import EveryNth, mined
 from benchmarks.machines_server import served
 from benchmarks.report import RESULTS, commit, report
-from etude.environments import MachineGrader, exports_of
+from etude.environments import MachineGrader, simulate_exports
 from etude.environments.backends import BACKENDS, open_runtime
 from etude.environments.remote import RemoteRuntime
 from etude.errors import MachineError, TaskError
@@ -88,7 +88,7 @@ async def references(runtime: Runtime, sources: dict[str, TaskSource], at_once: 
         for split in Split:
             size = source.size(split)
             if size != 0:
-                export = partial(exports_of, runtime)
+                export = partial(simulate_exports, runtime)
                 settings: dict[str, Any] = {
                     "concurrency": at_once,
                     "deadline_s": VERDICT_S,
@@ -122,7 +122,12 @@ class Played:
 
 
 async def cheats(
-    runtime: Runtime, backend: str, chosen: Sequence[Cheat], at_once: int, within_s: float, journal: Journal[Played]
+    runtime: Runtime,
+    backend: str,
+    chosen: Sequence[Cheat],
+    at_once: int,
+    within_s: float,
+    journal: Journal[Played],
 ) -> dict[str, Any]:
     """What came of these cheats: every verdict counted, those worth reading by name."""
     began = time.perf_counter()

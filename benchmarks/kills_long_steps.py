@@ -30,7 +30,7 @@ from benchmarks.runs import summary
 SLOW_LEARNER = """
 import sys
 
-if "etude.loop.learning" in sys.orig_argv:
+if "etude.loop.learner" in sys.orig_argv:
     import time
 
     from etude.training.learner import TorchLearner

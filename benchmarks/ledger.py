@@ -195,7 +195,10 @@ def measured(ledger: Ledger, traces: Path, num_past: int, live: dict[int, list[s
     whole: Lineage = Played(num_past, live)
     for name, work in (
         ("audit", lambda: audit(ledger, traces, whole)),
-        ("audit --new", lambda: audit(ledger, traces, Played(num_past, live, step - 1), after=step - 1, before=whole)),
+        (
+            "audit --new",
+            lambda: audit(ledger, traces, Played(num_past, live, step - 1), after=step - 1, before=whole),
+        ),
         ("reconcile", lambda: ledger.reconcile(whole)),
         ("states", ledger.states),
     ):

@@ -29,19 +29,19 @@ from benchmarks.ledger import memory, place_of
 from benchmarks.loop_scale_parts import A_ROLLOUT_S
 from benchmarks.report import report
 from etude.config import build, to_toml
-from etude.dashboard.plot import WIDE, Series, alone, line_chart
+from etude.dashboard.plot import WIDE, Series, line_chart, standalone_svg
 from etude.experience import audit
+from etude.loop.adjustable_semaphore import Limit
 from etude.loop.conductor import Conductor
 from etude.loop.config import RunConfig
-from etude.loop.crew import Crew, Pool
-from etude.loop.room import Limit
-from etude.loop.wire import Caller
+from etude.loop.rpc import Caller
+from etude.loop.run_processes import Pool, RunProcesses
 from etude.records import Task
 from etude.records.task import Split
 from etude.run import RunFolder
 from etude.stores import DirectoryStore
 from etude.telemetry import Telemetry, read_events
-from etude.weights.chain.steps import Steps
+from etude.weights.chain.history import LineageSteps
 
 GROUPS, SIBLINGS, STEP_S, WARM_STEPS = 16, 8, 1.0, 2
 BEAT_S = 0.01  # the loop is asked this often whether it comes round
@@ -58,8 +58,8 @@ class Tasks:
         return Task(source="s", split=split, index=index, family="f", instruction="i", files={}, exports=())
 
 
-class Called(Crew):
-    """A crew of two workers, which also grade, and a learner: stand-ins in processes of their own, and no engine."""
+class Called(RunProcesses):
+    """Run processes of two workers, which also grade, and a learner: stand-ins in processes of their own."""
 
     def start(self) -> list[subprocess.Popen[bytes]]:
         both = (self.workers, self.graders)
@@ -104,19 +104,19 @@ def played(place: str, scale: int, steps: int, folder: Path) -> dict[str, Any]:
     config = build(RunConfig, raw)
     run = RunFolder.create(folder / "run", config_toml=to_toml(config), seed=0)
     telemetry = Telemetry(run / "events" / "conductor.jsonl", process="conductor")
-    crew = Called(run, config, telemetry, None)  # type: ignore[arg-type]  # nothing is supervised
-    crew.max_running = Limit(config.experience.groups_per_step * config.experience.group_size)
+    processes = Called(run, config, telemetry, None)  # type: ignore[arg-type]  # nothing is supervised
+    processes.max_running = Limit(config.experience.groups_per_step * config.experience.group_size)
     chat = SimpleNamespace(vocab_size=256)
-    conductor = Conductor(run, config, telemetry, crew, Tasks(), chat)  # type: ignore[arg-type]
+    conductor = Conductor(run, config, telemetry, processes, Tasks(), chat)  # type: ignore[arg-type]
 
-    children = crew.start()
+    children = processes.start()
 
     async def reinforced() -> tuple[list[float], float]:
-        await crew.meet()
+        await processes.meet()
         began = time.process_time()
         late = await stalls(conductor.reinforce())
         cpu_s = time.process_time() - began
-        for caller, _ in crew.callers:
+        for caller, _ in processes.callers:
             caller.close()
             await caller.lost.wait()
         return late, cpu_s
@@ -126,7 +126,7 @@ def played(place: str, scale: int, steps: int, folder: Path) -> dict[str, Any]:
         child.wait()
     telemetry.close()
     done = [event["t"] for event in read_events(run / "events") if event["kind"] == "rl.step"]
-    audit(conductor.ledger, run / "traces", Steps(DirectoryStore(run / "weights"))).require_sound()
+    audit(conductor.ledger, run / "traces", LineageSteps(DirectoryStore(run / "weights"))).require_sound()
     total = conductor.ledger.count()
     conductor.close()
     wall_s = done[-1] - done[WARM_STEPS - 1]
@@ -163,7 +163,7 @@ def picture(kinds: dict[str, list[dict[str, Any]]]) -> str:
     ideal = [(r["groups"], rows[0]["rollouts_a_s"] * r["scale"]) for r in rows]
     series.append(Series("in proportion", ideal, len(series) + 1))
     chart = line_chart(series, title="rollouts a second by groups a step", x_label="groups a step", frame=WIDE)
-    return alone(chart, [(one.label, one.colour) for one in series], x=100, y=40)
+    return standalone_svg(chart, [(one.label, one.colour) for one in series], x=100, y=40)
 
 
 def main() -> None:

@@ -19,9 +19,9 @@ from tests.small_rollouts import chain
 
 from etude.experience import record_batch
 from etude.loop.child import Handlers
-from etude.loop.places import rollout_files
-from etude.loop.played import HandedOver, hand_over
-from etude.loop.wire import serve
+from etude.loop.locations import rollout_files
+from etude.loop.rollout_result import RolloutReply, store_rollout
+from etude.loop.rpc import serve
 from etude.records import Batch, Graded, Rollout, RolloutSpec, Task, Version
 from etude.records.rollout import Ending
 from etude.records.sample import Published, StepReport
@@ -62,9 +62,9 @@ def worker(run: RunFolder) -> Handlers:
     """Rollouts, and the grades of all."""
     files = rollout_files(run)
 
-    async def rollout(spec: RolloutSpec, kept: bool) -> HandedOver:
+    async def rollout(spec: RolloutSpec, kept: bool) -> RolloutReply:
         await asyncio.sleep(takes_s(spec))
-        return hand_over(play(spec), files, kept=False)  # not durable: the disk of this machine is not what is measured
+        return store_rollout(play(spec), files, kept=False)  # not durable: this machine's disk is not measured
 
     async def grade(task: Task, summary: RolloutSummary) -> Graded:
         reward = float(random.Random(summary.rollout_id).random() < 0.5)

@@ -21,7 +21,7 @@ import torch
 from benchmarks.report import report
 from benchmarks.runs import ETUDE, LAPTOP, overrides
 from benchmarks.ways import Row, Rows, against, arguments, by_way, play, pooled, within
-from etude.dashboard.read import RunView
+from etude.dashboard.run_view import RunView
 from etude.training import LearnerConfig, TorchLearner
 
 ALL, DENSE = "all weights", "dense, all weights"
@@ -49,7 +49,7 @@ DENSE_MODEL = [
 def weighed(run: Path) -> Row:
     """What versions took: bytes of the median delta, of a snapshot, and of a learner's checkpoint."""
     view = RunView(run)
-    events = view.of("weights.publish")
+    events = view.events("weights.publish")
     return {
         "delta_bytes": round(statistics.median(event["object_bytes"] for event in events[1:])),
         "snapshot_bytes": events[0]["snapshot_bytes"],
@@ -69,7 +69,7 @@ def merging(start: Path, rank: int) -> float:
     took = []
     for _ in range(21):  # the first measures how products are computed
         began = time.process_time()
-        learner.trained.settle()
+        learner.trainable.sync_model()
         took.append(1e3 * (time.process_time() - began))
     return round(statistics.median(took[1:]), 2)
 

@@ -17,7 +17,7 @@ import subprocess
 import uuid
 from pathlib import Path
 
-from etude.environments.namespace.starting import default_python
+from etude.environments.namespace.launcher import default_python
 
 SHELL = ["/bin/sh", "-c", 'echo ready; while IFS= read -r line; do eval "$line"; done']
 _TIMEOUT_S = 30.0

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.report import report
 from etude.environments import MachineGrader, NamespaceRuntime
-from etude.environments.namespace.starting import default_python
+from etude.environments.namespace.launcher import default_python
 from etude.records.task import Answer, Case, Split, Task
 
 CONCURRENT, ROUNDS, IDLE = 8, 3, 64

@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.machine_peers import Bubblewrap, Bundle, Peer
 from benchmarks.report import report
 from etude.environments import NamespaceRuntime
-from etude.environments.namespace.starting import default_python
+from etude.environments.namespace.launcher import default_python
 from etude.seams import Machine
 
 FILES = {"calc.py": b"def f(n):\n    return n + 1\n", "tests.py": b"from calc import f\nassert f(1) == 2\n"}

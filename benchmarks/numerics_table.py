@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.delta_table import markdown
 from benchmarks.report import RESULTS
-from etude.dashboard.plot import WIDE, Series, alone, bar_chart, line_chart
+from etude.dashboard.plot import WIDE, Series, bar_chart, line_chart, standalone_svg
 
 PAGE = Path(__file__).parents[1] / "docs" / "concepts" / "numerics.md"
 FROM, TO = "<!-- results -->\n", "<!-- end -->\n"
@@ -257,7 +257,7 @@ def _histogram(shown: list[Result], bins: Result) -> str:
         y_format="{:.0%}".format,
         frame=WIDE,
     )
-    return alone(chart, [(one.label, one.colour) for one in series], x=880, y=40)
+    return standalone_svg(chart, [(one.label, one.colour) for one in series], x=880, y=40)
 
 
 def _tails(row: Result, bins: Result) -> str:
@@ -279,7 +279,7 @@ def _tails(row: Result, bins: Result) -> str:
         x_format=_power,
         frame=WIDE,
     )
-    return alone(chart, [(one.label, one.colour) for one in series], x=880, y=40)
+    return standalone_svg(chart, [(one.label, one.colour) for one in series], x=880, y=40)
 
 
 def _flips(row: Result) -> str:
@@ -301,7 +301,7 @@ def _flips(row: Result) -> str:
         x_label="mean |log r| of tokens by the number of layers in which they went to another expert",
         frame=WIDE,
     )
-    return alone(chart, [], x=0, y=0)
+    return standalone_svg(chart, [], x=0, y=0)
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from etude.evals.doctor.local import Finding, findings
 from etude.inference.watched import Results, engine_results
 from etude.models import ModelConfig, Transformer
 from etude.numerics import Mode, NumericsConfig
-from etude.numerics.choosing import operators_for
+from etude.numerics.factory import operators_for
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -22,9 +22,9 @@ from torch import nn
 
 from etude.models import ModelConfig, Transformer
 from etude.models.attention import Cache
-from etude.models.parts import Latent, Routing, Scores, Yarn
+from etude.models.components import Latent, Routing, Scores, Yarn
+from etude.models.hooks import ForwardHook
 from etude.models.rope import halves, tables
-from etude.models.watch import Watch
 from etude.numerics.operators import Operators
 
 QWEN = ModelConfig(
@@ -115,7 +115,7 @@ def keeping(change: Callable[[torch.Tensor, Kept], Kept]) -> Callable[[Any], Non
     """A block's fault: what goes to the cache, by positions, is changed."""
 
     def put(block: Any) -> None:
-        def forward(right: Any, x: torch.Tensor, rope: Any, cache: Cache, layer: int, see: Watch) -> Any:
+        def forward(right: Any, x: torch.Tensor, rope: Any, cache: Cache, layer: int, see: ForwardHook) -> Any:
             return right(x, rope, _Wrong(cache, change), layer, see)
 
         calling(block.attention, forward)

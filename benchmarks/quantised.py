@@ -38,13 +38,13 @@ from etude.models import ModelConfig, Transformer, hf_views, load_model, save_mo
 from etude.models.attention import Packed
 from etude.models.checkpoint import load_tensors
 from etude.models.headers import WEIGHTS
-from etude.models.low import is_rounded
-from etude.models.packed import PackedWeights
+from etude.models.packed_weights import PackedWeights
+from etude.models.quantised_storage import is_quantised
 from etude.numerics import Mode, NumericsConfig, Quantise
-from etude.numerics.choosing import operators_for
 from etude.numerics.config import ComputeDtype
+from etude.numerics.factory import operators_for
 from etude.numerics.formats import FORMATS
-from etude.numerics.low import pack
+from etude.numerics.quantisation import pack
 from etude.records import CompletionRequest, Sampling, Version
 
 VERSION = Version(step=0, incarnation="00000000", digest="0" * 64)
@@ -223,7 +223,7 @@ def compressed_tensors_differs(start: Path) -> dict[str, Any] | None:
             library, tensors = BaseCompressor.get_value_from_registry(scheme["format"]), load_tensors(folder / WEIGHTS)
             num = different = 0
             for name, view in hf_views(load_model(folder)).items():
-                if is_rounded(name):
+                if is_quantised(name):
                     stem = name.removesuffix("weight")
                     own = {n.removeprefix(stem): tensor for n, tensor in tensors.items() if n.startswith(stem)}
                     different += int((library.decompress(own, group)["weight"].float() != view).sum())

@@ -26,7 +26,7 @@ from benchmarks.runs import LAPTOP, new_folder
 from etude.config import load
 from etude.loop import ray_cluster
 from etude.loop.config import RunConfig
-from etude.loop.on_ray import OnRay
+from etude.loop.ray_placement import RayPlacement
 from etude.loop.usage import Processes
 
 ALONE = ("evals.every=100000", "rl.checkpoint_every=100000", "experience.curriculum=source")
@@ -48,7 +48,7 @@ def turn(place: str, config: RunConfig) -> dict[str, Any]:
     if place == "ray":
         ray_cluster.connect("ray")
     try:
-        placement = OnRay(folder) if place == "ray" else None
+        placement = RayPlacement(folder) if place == "ray" else None
         asyncio.run(reinforce(folder, config, until=step, placement=placement))
     finally:
         if place == "ray":
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[])
     args = parser.parse_args()
     given = [f"start={args.start.resolve()}", f"rl.steps={args.steps}", *ALONE, *args.set]
-    config = load(LAPTOP, RunConfig, given).settled()
+    config = load(LAPTOP, RunConfig, given).with_parity_budget()
     turns = []
     for i in range(args.rounds):
         for place in PLACES if i % 2 == 0 else reversed(PLACES):

@@ -25,7 +25,7 @@ from etude.errors import EtudeError
 from etude.records.completion import Version
 from etude.stores import open_store
 from etude.weights import Follower, Tensor, content_digest, tensor_digest
-from etude.weights.files.following import list_bytes
+from etude.weights.files.folder_follower import list_bytes
 from etude.weights.follow.runtime_map import Map, named
 from etude.weights.follow.targets import Target
 
@@ -88,7 +88,7 @@ def _advance(follower: Follower, live: Live) -> dict[str, Any] | None:
     gap_s, live_at = time.perf_counter() - prepared, time.time()
     lists = list_bytes(update)
     swap.commit()
-    follower.hold(_seen(live))
+    follower.rebind(_seen(live))
     return {
         "version": str(update.version),
         "live_at": live_at,

@@ -1,4 +1,4 @@
-"""Reinforcement learning from a checkpoint, alone: the real crew and conductor, without the phases around them.
+"""Reinforcement learning from a checkpoint, alone: the real processes and conductor, without the phases around them.
 
 For benchmarks that ask what no config should offer: to stop at a solve rate, or to have another program in some role
 (a worker with late tools, a learner with shuffled credit). What it leaves is a run folder that `RunView` reads. Knows
@@ -16,12 +16,12 @@ from etude.config import to_toml
 from etude.errors import DeadlineExceeded
 from etude.harness import ChatFormat
 from etude.loop import usage
+from etude.loop.checkpoints import copy_start_checkpoint
 from etude.loop.conductor import Conductor
 from etude.loop.config import RunConfig, open_tasks
-from etude.loop.crew import Crew
 from etude.loop.placement import Placement
 from etude.loop.processes import Child, Supervisor
-from etude.loop.standalone import take_checkpoint
+from etude.loop.run_processes import RunProcesses
 from etude.records.task import Split
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
@@ -43,8 +43,8 @@ class Watched(Telemetry):
             self._step(facts)
 
 
-class Recast(Crew):
-    """A crew with other programs in some roles. `instead`: the usual program's module → the other's."""
+class Recast(RunProcesses):
+    """Run processes with other programs in some roles. `instead`: the usual program's module → the other's."""
 
     instead: Mapping[str, str] = {}
 
@@ -67,12 +67,12 @@ async def reinforce(
 
     `instead`: as in `Recast`; `notes`: files of the run folder that tell those programs what to do. `heldout`:
     evaluate the last version on the config's held-out tasks; the facts of that `eval.result`, else None. `placement`:
-    where the crew runs, if not here.
+    where the run's processes run, if not here.
     Raises what the run raises, `DeadlineExceeded` when it takes too long.
     """
     assert config.start is not None, "reinforcement from a checkpoint needs one"
     run = RunFolder.create(folder, config_toml=to_toml(config), seed=config.seed)
-    take_checkpoint(config.start, run)
+    copy_start_checkpoint(config.start, run)
     for name, text in (notes or {}).items():
         (run / name).write_text(text)
     enough = asyncio.Event()
@@ -83,7 +83,7 @@ async def reinforce(
 
     telemetry = Watched(run / "events" / "conductor.jsonl", process="conductor", step=step)
     supervisor = Supervisor(telemetry, placement=placement)
-    watching = asyncio.create_task(usage.watch(supervisor.usage, telemetry), name="usage")
+    watching = asyncio.create_task(usage.log_usage(supervisor.usage, telemetry), name="usage")
     members = Recast(run, config, telemetry, supervisor)
     members.instead = instead or {}
     try:

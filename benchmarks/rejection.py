@@ -22,12 +22,12 @@ import torch.nn.functional as F
 
 from etude.config import to_toml
 from etude.experience.packing import paths
+from etude.loop.checkpoints import copy_start_checkpoint
 from etude.loop.config import RunConfig, open_tasks
-from etude.loop.crew import Crew, crew
-from etude.loop.played import Played
 from etude.loop.processes import Supervisor
-from etude.loop.rolling import judge, siblings
-from etude.loop.standalone import take_checkpoint
+from etude.loop.rollout_result import RolloutResult
+from etude.loop.rollout_scheduler import grade_rollout, siblings
+from etude.loop.run_processes import RunProcesses, open_processes
 from etude.loop.usage import Processes
 from etude.models import Packed, Transformer, load_model, save_model
 from etude.records import Graded, Outcome, RolloutSpec, Sample
@@ -38,9 +38,9 @@ from etude.stores import DirectoryStore
 from etude.telemetry import Telemetry
 from etude.training.config import LiveWeights
 from etude.training.exports import export
+from etude.training.flat_batch import flatten_samples
 from etude.training.optimizer import AdamW
-from etude.training.rows import lay_flat
-from etude.training.schedule import rate
+from etude.training.schedule import lr_multiplier
 from etude.weights import Channel
 
 BATCH_SAMPLES, DECAY_FROM, FINAL, ADOPT_S = 24, 0.6, 0.1, 60.0
@@ -68,17 +68,17 @@ class Tuner:
         began = time.process_time()
         while (share := (time.process_time() - began) / budget_s) < 1:
             chosen = self.rng.choice(len(samples), min(BATCH_SAMPLES, len(samples)), replace=False)
-            rows = lay_flat([samples[int(i)] for i in chosen])
+            rows = flatten_samples([samples[int(i)] for i in chosen])
             logits = self.model.run(rows.tokens_N, Packed(rows.lengths, self.model.operators), None, rows.rows_R).logits
             F.cross_entropy(logits, rows.targets_R).backward()  # type: ignore[no-untyped-call]
             step = int(1000 * share)
-            self.optimizer.step(lr * rate(step, 1000, warmup_steps=0, decay_from=DECAY_FROM, final=FINAL))
+            self.optimizer.step(lr * lr_multiplier(step, 1000, warmup_steps=0, decay_from=DECAY_FROM, final=FINAL))
 
 
 class Successes:
     """Samples a policy and keeps each different rollout that solved its task."""
 
-    def __init__(self, members: Crew, config: RunConfig, source: TaskSource) -> None:
+    def __init__(self, members: RunProcesses, config: RunConfig, source: TaskSource) -> None:
         self.members, self.config, self.source = members, config, source
         self.cursor, self.sampled = 0, 0
         self.samples: dict[bytes, Sample] = {}
@@ -113,13 +113,13 @@ class Successes:
                     self.samples.setdefault(path.token_ids.tobytes(), sample)
             files.drop(played.summary)
 
-    async def _one(self, spec: RolloutSpec) -> tuple[Played, Outcome]:
+    async def _one(self, spec: RolloutSpec) -> tuple[RolloutResult, Outcome]:
         played = await self.members.rollout(spec, kept=False)
-        return played, await judge(self.members, played)
+        return played, await grade_rollout(self.members, played)
 
 
 def meter(supervisor: Supervisor) -> Spent:
-    """CPU seconds of this process and of the crew since now. The clients' part of the crew is in this process."""
+    """CPU seconds of this process and of the run's processes since now. The clients' part is in this process."""
 
     def total() -> float:
         processes = Processes()
@@ -134,11 +134,11 @@ async def fine_tune(folder: Path, config: RunConfig, recipe: Recipe, *, budget_s
     assert config.start is not None, "fine-tuning begins from a checkpoint"
     torch.set_num_threads(1)
     run = RunFolder.create(folder, config_toml=to_toml(config), seed=config.seed)
-    take_checkpoint(config.start, run)
+    copy_start_checkpoint(config.start, run)
     telemetry = Telemetry(run / "events" / "conductor.jsonl", process="conductor")
     supervisor = Supervisor(telemetry)
     tuner, channel = Tuner(config.start, config.seed), Channel(DirectoryStore(run / "weights"))
-    async with crew(run, config, telemetry, supervisor) as members:
+    async with open_processes(run, config, telemetry, supervisor) as members:
         await members.start_sampling()
         found, spent = Successes(members, config, open_tasks(config)), meter(supervisor)
         share_s, version = budget_s / recipe.rounds / 2, None

@@ -47,9 +47,9 @@ from etude.records import Batch, CompletionRequest, Sample, Sampling, Trace, Ver
 from etude.records.rollout import Turn
 from etude.records.wire import Routes, pack
 from etude.training import LearnerConfig, TorchLearner
+from etude.training.flat_batch import FlatBatch, flatten_samples
 from etude.training.losses import k1, k3
-from etude.training.routes import Replay
-from etude.training.rows import Rows, lay_flat
+from etude.training.routes import RouteReplay
 
 VERSION = Version(step=0, incarnation="00000000", digest="0" * 64)
 SAMPLED = 24  # tokens a turn
@@ -135,7 +135,7 @@ def decoded(model: Transformer, samples: Sequence[Sample], routes_NLK: torch.Ten
 
 
 @torch.inference_mode()
-def scored(model: Transformer, rows: Rows, routes_NLK: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def scored(model: Transformer, rows: FlatBatch, routes_NLK: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities of the sampled tokens, [R], by a learner's forward, and its live choice [N, L, K]."""
     done = model.run(rows.tokens_N, Packed(rows.lengths, model.operators), routes_NLK, rows.rows_R)
     return done.logits.float().log_softmax(-1).gather(1, rows.targets_R[:, None])[:, 0], done.live
@@ -162,7 +162,7 @@ def flips(live_NLK: torch.Tensor, routes_NLK: torch.Tensor) -> dict[str, float]:
 def agreement(start: Path, samples: Sequence[Sample]) -> list[dict[str, Any]]:
     """A row for each learner and routing."""
     model = model_at(start, Exact(torch.float32))
-    rows = lay_flat(samples, Replay(model.config, step=0, max_lag=0))
+    rows = flatten_samples(samples, RouteReplay(model.config, step=0, max_lag=0))
     recorded = rows.routes_NLK
     assert recorded is not None
     _, fixed = scored(model, rows, None)
@@ -198,7 +198,7 @@ def over_floor(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 def plausibility(checkpoint: Path, samples: Sequence[Sample]) -> dict[str, Any]:
     """Scores of recorded experts that the live router would not choose, relative to the smallest it would."""
     model = model_at(checkpoint, Exact(torch.float32))
-    rows = lay_flat(samples, Replay(model.config, step=0, max_lag=0))
+    rows = flatten_samples(samples, RouteReplay(model.config, step=0, max_lag=0))
     recorded = rows.routes_NLK
     assert recorded is not None
     seen: list[torch.Tensor] = []
@@ -208,7 +208,7 @@ def plausibility(checkpoint: Path, samples: Sequence[Sample]) -> dict[str, Any]:
             seen.append(tensor)
         return tensor
 
-    done = model.run(rows.tokens_N, Packed(rows.lengths, model.operators), recorded, rows.rows_R, watch=watch)
+    done = model.run(rows.tokens_N, Packed(rows.lengths, model.operators), recorded, rows.rows_R, hook=watch)
     gaps = []
     for layer, scores in enumerate(seen):
         probs = scores.softmax(-1)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from etude.run import host_facts
+from etude.run import host_info
 
 HOME = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
@@ -26,7 +26,7 @@ def report(name: str, numbers: Mapping[str, Any]) -> None:
         "command": " ".join([f"python -m benchmarks.{name}", *map(_placeless, sys.argv[1:])]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "host": host_facts(),
+        "host": host_info(),
         **numbers,
     }
     text = json.dumps(result, indent=2)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from etude.dashboard.read import RunView
+from etude.dashboard.run_view import RunView
 from etude.dashboard.utilisation import lanes
 from etude.evals.intervals import Interval, difference
 

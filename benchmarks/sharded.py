@@ -25,7 +25,7 @@ from benchmarks.sharded_ranks import Job, Trained, alone, batches, together
 from etude.numerics.config import ComputeDtype, Mode, NumericsConfig
 from etude.training import LearnerConfig
 from etude.training.config import LiveWeights, OptimizerKind
-from etude.training.ranks import run_ranks
+from etude.training.data_parallel import run_ranks
 
 LENGTHS = [90, 160, 48, 120, 70, 110]
 EXACT, NATIVE = NumericsConfig(), NumericsConfig(mode=Mode.NATIVE)

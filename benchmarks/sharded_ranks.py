@@ -10,14 +10,14 @@ import torch
 
 from etude.models import ModelConfig, load_model
 from etude.models.attention import Packed
-from etude.numerics.choosing import operators_for
 from etude.numerics.config import NumericsConfig
+from etude.numerics.factory import operators_for
 from etude.records import Batch, Sample
 from etude.records.rollout import Path as TokenPath
 from etude.stores import DirectoryStore
 from etude.training import LearnerConfig, TorchLearner
-from etude.training.ranks import Ranks
-from etude.training.sharded import Sharded, join
+from etude.training.data_parallel import RankGroup
+from etude.training.sharded import ShardedProcessGroup, join
 from etude.weights import Channel
 
 
@@ -118,13 +118,13 @@ def alone(job: Job) -> Trained:
     return steps(TorchLearner(job.config, channel=channel, numerics=job.numerics, refuse_mismatch=False), job)
 
 
-def together(ranks: Ranks, jobs: list[Job]) -> list[Trained]:
+def together(ranks: RankGroup, jobs: list[Job]) -> list[Trained]:
     """One rank of each job's."""
     found = []
     for job in jobs:
-        group = Sharded(join(job.config, deadline_s=60.0))
+        group = ShardedProcessGroup(join(job.config, deadline_s=60.0))
         channel = group.channel(DirectoryStore(job.store)) if job.publish else None
         learner = TorchLearner(job.config, channel=channel, numerics=job.numerics, refuse_mismatch=False, group=group)
         found.append(steps(learner, job))
-        ranks.beat()
+        ranks.heartbeat()
     return found

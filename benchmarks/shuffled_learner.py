@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from etude.loop import child, learning
+from etude.loop import child, learner
 from etude.records import Batch, Sample
 from etude.records.sample import StepReport
 from etude.training import TorchLearner
@@ -31,5 +31,5 @@ class ShuffledLearner(TorchLearner):
 
 
 if __name__ == "__main__":
-    learning.TorchLearner = ShuffledLearner  # type: ignore[misc]  # in this process, which is the learner
-    child.main(learning.handlers, "ranks-at", "ranks-away")
+    learner.TorchLearner = ShuffledLearner  # type: ignore[misc]  # in this process, which is the learner
+    child.main(learner.handlers, "ranks-at", "ranks-away")

@@ -26,7 +26,7 @@ from benchmarks.reinforcing import reinforce
 from benchmarks.report import report
 from benchmarks.runs import LAPTOP, ahead, brief, new_folder, rl_cpu_s
 from etude.config import load
-from etude.dashboard.read import RunView
+from etude.dashboard.run_view import RunView
 from etude.evals.intervals import wilson
 from etude.loop.config import RunConfig
 

@@ -40,7 +40,7 @@ import torch
 
 from benchmarks import weights_stall
 from benchmarks.report import report
-from etude.dashboard.read import RunView
+from etude.dashboard.run_view import RunView
 from etude.dashboard.summary import quantile
 from etude.errors import EngineError, EtudeError
 from etude.inference import HttpEngine
@@ -236,7 +236,7 @@ def measure(checkpoint: Path, folder: Path, case: Case, *, num_swaps: int, busy:
         asyncio.run(load(url, vocab_size, case, publish(store, pointers, case.every_s, seen), seen))
         shares = {name: round(s - before[name], 2) for name, s in cpu_s(engine.pid).items()}
         sharing = {"wall_s": round(time.perf_counter() - began, 2), "cpu_s": shares, **memory(engine.pid)}
-    adopted = [event for event in RunView(folder).of("engine.adopt") if event["step"] > 0]
+    adopted = [event for event in RunView(folder).events("engine.adopt") if event["step"] > 0]
     return {
         "changed_share": round(changed_share, 5),
         **numbers(seen, adopted),

@@ -32,18 +32,18 @@ import torch
 
 from benchmarks.report import report
 from etude.experience import Finished, Group, plan_batch, read_trace, record_batch
+from etude.file_checksums import seal_parquet
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
 from etude.models import ModelConfig, Transformer, load_model, save_model
-from etude.numerics.choosing import operators_for
 from etude.numerics.config import ComputeDtype, Mode, NumericsConfig
+from etude.numerics.factory import operators_for
 from etude.records import Batch, Completion, CompletionRequest, Graded, Rollout, Sampling, Task, Trace, Version
 from etude.records.completion import StopReason, VersionSpan
 from etude.records.rollout import Ending, Turn
 from etude.records.summary import Stored, summary_of
 from etude.records.task import Split, Trust
 from etude.records.wire import F32, I32, Routes, pack
-from etude.sums import seal_parquet
 
 VERSION = Version(step=1, incarnation="00000000", digest="0" * 64)
 SIBLINGS, PREFIX, TURNS = 8, 4096, 4

@@ -45,7 +45,7 @@ from benchmarks.report import report
 from benchmarks.rewards import Rewards, first_reached
 from benchmarks.runs import LAPTOP, brief, evaluate, new_folder, rl_cpu_s
 from etude.config import load, to_toml
-from etude.dashboard.read import RunView
+from etude.dashboard.run_view import RunView
 from etude.loop.config import RunConfig
 
 ONE_CORE = ['fleet.engines=["reference"]', "engine.max_sequences=176"]

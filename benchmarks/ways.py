@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.report import report
 from benchmarks.runs import ETUDE, LAPTOP, ahead, brief, overrides, rl_cpu_s, summary
-from etude.dashboard.read import RunView
+from etude.dashboard.run_view import RunView
 from etude.evals.intervals import wilson
 
 Row = dict[str, Any]
@@ -82,7 +82,7 @@ def learned(name: str, config: Path, settings: Sequence[str]) -> Row:
         raise SystemExit(f"{' '.join(argv)} ended with exit code {done.returncode}; see {folder}/logs")
     facts, view = summary(folder), RunView(folder)
     during = [{"step": event["step"], **brief(event)} for event in view.evaluations_during()]
-    rewards = [{"step": event["step"], "reward": round(event["reward_mean"], 4)} for event in view.of("rl.step")]
+    rewards = [{"step": event["step"], "reward": round(event["reward_mean"], 4)} for event in view.events("rl.step")]
     return {
         "before": brief(facts["heldout"]["before"]),
         "during": during,

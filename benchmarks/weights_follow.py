@@ -7,7 +7,7 @@ two layouts, since what is kept for each tensor does not depend on its size:
     named      each copy has names of its own, as if the model had more layers: 143 KB a tensor, smaller than in any
                model that is served
 
-A writer publishes them to a directory, a compactor adds skips. Then an engine-like process, live
+A writer publishes them to a directory, a compactor adds composed deltas. Then an engine-like process, live
 weights and no more, follows version by version, each publish being the move of the pointer:
 
     process    by a `FollowerProcess`: a child decodes and proves, and hands over an image
@@ -77,7 +77,7 @@ LAYOUTS: dict[str, Layout] = {"stacked": stacked_copies, "named": named_copies}
 
 
 def publish(root: Path, versions: Iterator[dict[str, Tensor]]) -> tuple[list[bytes], float]:
-    """Every version and its skips, durable; the pointer to each, and the share that changes in a step."""
+    """Every version and its composed deltas, durable; the pointer to each, and the share that changes in a step."""
     store = DirectoryStore(root)
     channel, compactor, parent = Channel(store, CHANNEL), Compactor(store, CHANNEL), None
     pointers, shares = [], []
@@ -138,9 +138,9 @@ def _update(
     lists, undo = swap.list_bytes, swap.undo_bytes
     swap.commit()
     if isinstance(follower, LiveFollower):
-        follower.adopted(update)
+        follower.mark_adopted(update)
     if live is not None and isinstance(follower, Follower):
-        follower.hold({n: Tensor(t.dtype, t.shape, live[n].reshape(-1)) for n, t in follower.tensors.items()})
+        follower.rebind({n: Tensor(t.dtype, t.shape, live[n].reshape(-1)) for n, t in follower.tensors.items()})
     return {
         "advance_s": advanced - started,
         "prepare_s": prepared - advanced,

@@ -12,7 +12,7 @@ import socket
 import sys
 
 from etude.errors import WeightsError
-from etude.loop.wire import serve
+from etude.loop.rpc import serve
 from etude.records import Version
 
 cancelled = asyncio.Event()

@@ -14,14 +14,14 @@ import numpy as np
 from etude.config import load, to_toml
 from etude.experience import Ledger, RolloutFiles, audit
 from etude.harness import ChatFormat
-from etude.loop import learning
+from etude.loop import learner
+from etude.loop.checkpoints import copy_start_checkpoint
 from etude.loop.conductor import Conductor
 from etude.loop.config import RunConfig, open_tasks
-from etude.loop.crew import Crew
-from etude.loop.played import Played, hand_over
 from etude.loop.processes import Supervisor
-from etude.loop.standalone import take_checkpoint
-from etude.loop.wire import MAX_FRAME_BYTES, Caller, serve
+from etude.loop.rollout_result import RolloutResult, store_rollout
+from etude.loop.rpc import MAX_FRAME_BYTES, Caller, serve
+from etude.loop.run_processes import RunProcesses
 from etude.records import Completion, Graded, Rollout, RolloutSpec, Sampling, Trace, Version, VersionSpan
 from etude.records.completion import StopReason
 from etude.records.rollout import Ending, Turn
@@ -34,11 +34,11 @@ from etude.weights import lineage
 PROMPT, SAMPLED = 4, 6
 
 
-class Players(Crew):
-    """A crew without engines that makes its rollouts up; every other one is right."""
+class Players(RunProcesses):
+    """Run processes without engines that makes its rollouts up; every other one is right."""
 
-    async def rollout(self, spec: RolloutSpec, *, kept: bool = True) -> Played:
-        return hand_over(self.made(spec), self.files, kept=kept).of(spec.task)
+    async def rollout(self, spec: RolloutSpec, *, kept: bool = True) -> RolloutResult:
+        return store_rollout(self.made(spec), self.files, kept=kept).with_task(spec.task)
 
     sampled = SAMPLED
 
@@ -69,7 +69,7 @@ class Players(Crew):
             tool_s=0.0,
         )
 
-    async def grade(self, rollout: Played) -> Graded:
+    async def grade(self, rollout: RolloutResult) -> Graded:
         reward = float(int(rollout.summary.rollout_id[-1]) % 2)
         return Graded.of(reward, {"tests": reward}, trust=Trust.DATA, reason="as its number says")
 
@@ -82,7 +82,7 @@ class PlayedRun:
         """A new run folder, from the game's checkpoint."""
         config = load(game.config, RunConfig, sets)
         folder = RunFolder.create(path, config_toml=to_toml(config), seed=1)
-        take_checkpoint(game.start, folder)
+        copy_start_checkpoint(game.start, folder)
         return cls(folder, config)
 
     def __init__(
@@ -101,7 +101,7 @@ class PlayedRun:
     async def conductor(self) -> AsyncIterator[Conductor]:
         ours, theirs = socket.socketpair()
         told = Telemetry(self.folder / "events" / "learner.jsonl", process="learner")
-        known = await learning.handlers(self.folder, "learner", told)
+        known = await learner.handlers(self.folder, "learner", told)
         server = asyncio.create_task(
             serve(
                 theirs,
@@ -146,7 +146,7 @@ class PlayedRun:
 
     def assert_sound(self, steps: int) -> None:
         """Every step is in the lineage once, and nothing was lost, trained twice or left holding a slot."""
-        ledger = Ledger.reading(self.folder / "ledger.sqlite")
+        ledger = Ledger.open_readonly(self.folder / "ledger.sqlite")
         manifests = lineage(DirectoryStore(self.folder / "weights"), "policy")
         chain = [(manifest.version.step, manifest.rollout_ids) for manifest in manifests]
         found = audit(ledger, self.folder / "traces", chain, files=RolloutFiles(self.folder / "rollouts"))

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from etude.environments.bound import bound
+from etude.environments.child_process import die_with_parent
 
 START_S = 30.0
 
@@ -51,7 +51,7 @@ class PostgresServer:
             f"--pwfile={folder / 'password'}",
             "--locale=C",
         ]
-        subprocess.run([*self._as, *bound(argv)], check=True, capture_output=True, timeout=120)
+        subprocess.run([*self._as, *die_with_parent(argv)], check=True, capture_output=True, timeout=120)
         self.start()
 
     @property
@@ -76,7 +76,7 @@ class PostgresServer:
         settings |= {"shared_buffers": "32MB", "max_connections": 30, "fsync": "on" if self._fsync else "off"}
         argv = [str(self._bin / "postgres"), "-D", str(self.folder / "data")]
         argv += [f"--{name}={value}" for name, value in settings.items()]
-        argv = [*self._as, *bound(argv, by="QUIT")]
+        argv = [*self._as, *die_with_parent(argv, by="QUIT")]
         until = time.monotonic() + START_S
         with (self.folder / "log").open("ab") as log:
             while True:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from etude.environments import NamespaceRuntime
 from etude.environments.remote import ClientConfig, Keyring, Quota, RemoteRuntime, create_app, serving
-from etude.listening import bind
+from etude.http_server import bind
 from etude.records.image import Image
 from etude.seams import Machine, Runtime
 

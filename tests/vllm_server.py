@@ -22,7 +22,7 @@ from etude.inference.foreign.serving import initial_version, read_model
 from etude.inference.vllm.process import Vllm, start
 from etude.inference.vllm.server import EXTENSION, VllmFollowing
 from etude.seams import BlobStore
-from etude.weights.follow.head import Head
+from etude.weights.follow.head_tracker import HeadTracker
 
 NONE: Mapping[str, str] = MappingProxyType({})
 
@@ -78,7 +78,7 @@ async def following(
         kv_tokens=config.max_sequences * config.context_tokens,
         parity="vllm",
     )
-    follower = VllmFollowing(engine, Head(store, "policy"), str(place), poll_s=0.01)
+    follower = VllmFollowing(engine, HeadTracker(store, "policy"), str(place), poll_s=0.01)
     try:
         await vllm.until_well()
         await engine.thaw()

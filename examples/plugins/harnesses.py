@@ -1,13 +1,8 @@
 """Harnesses: agent programs. This one shows the model the repository before its first turn."""
 
 from dataclasses import dataclass
-from typing import Any
 
-import msgspec
-
-from etude.harness import AgentRun, run_agent
-from etude.records.task import Task
-from etude.seams import Machine
+from etude.harness import Episode, run_agent
 
 
 @dataclass(frozen=True)
@@ -16,10 +11,10 @@ class Oriented:
 
     lines: int = 2  # of each file
 
-    async def run(self, task: Task, machine: Machine, **how: Any) -> AgentRun:
-        parts = [task.instruction]
-        for path in sorted(task.files):
-            text = (await machine.read(path)).decode(errors="replace")
+    async def run(self, episode: Episode) -> None:
+        parts = [episode.task.instruction]
+        for path in sorted(episode.task.files):
+            text = (await episode.machine.read(path)).decode(errors="replace")
             parts.append("\n".join([path, *text.splitlines()[: self.lines]]))
-        shown = msgspec.structs.replace(task, instruction="\n\n".join(parts))
-        return await run_agent(shown, machine, **how)
+        episode.messages[0]["content"] = "\n\n".join(parts)
+        await run_agent(episode)

@@ -1,11 +1,11 @@
-//! The C ABI. A caller describes its memory truthfully: addresses, sizes, and tiles that refer to pieces there are.
-//! Everything else is checked. No panic crosses the border.
+//! The C ABI. A caller must describe its memory truthfully: addresses, sizes, and tiles that refer to existing pieces.
+//! Everything else is checked. No panic crosses the boundary.
 
 use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::bits::Refused;
-use crate::checksum::{self, Part, RawSummed};
+use crate::checksum::{self, ChecksumRequest, Part};
 use crate::decode::{Decoder, Found, InPlace, Listed, num_changes};
 use crate::encode::Encoder;
 use crate::kind::{Code, Kind, MAX_CLASSES};
@@ -15,7 +15,7 @@ use crate::scatter::{self, RawScatter};
 use crate::threads;
 use crate::tile::{MAX_ELEMENTS, Piece, num_elements};
 
-/// Changes whenever a signature or a structure here does.
+/// Must be raised whenever a signature or a structure in this file changes.
 pub const ABI_VERSION: u32 = 4;
 
 #[repr(C)]
@@ -28,8 +28,8 @@ pub struct RawKind {
     pub width: u32,
 }
 
-/// Rows of codes. `stride` counts elements. In a list of changes the first code is at the place `first`, and each row
-/// `step` places behind the one before.
+/// Rows of codes. `stride` counts elements. In a list of changes, the first code has the position `first`, and each row
+/// starts `step` positions after the one before.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct RawPiece {
@@ -52,7 +52,7 @@ pub struct RawTile {
     pub unused: u16,
 }
 
-/// What is asked: the pieces and tiles, the dtype, how many threads, and which instructions at most.
+/// The arguments of a call: the pieces and tiles, the dtype, the maximum number of threads, and the instruction level.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct Request {
@@ -65,7 +65,7 @@ pub struct Request {
     pub num_tiles: u64,
 }
 
-/// A tile's bytes.
+/// The bytes of one tile.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct RawPayload {
@@ -73,7 +73,7 @@ pub struct RawPayload {
     pub num_bytes: u64,
 }
 
-/// The first tile that was refused, and why: ASCII, ended by a zero.
+/// The first tile that was refused, and the reason: ASCII, ending with a zero byte.
 #[repr(C)]
 pub struct Refusal {
     pub tile: u64,
@@ -91,10 +91,10 @@ struct Checked<T> {
 
 unsafe impl<T> Sync for Checked<T> {}
 
-const BAD_REQUEST: Refused = "the request is not one";
+const BAD_REQUEST: Refused = "the request is invalid";
 const FAILED: Refused = "the decoder failed";
 
-/// Done, or the first tile that was refused and why.
+/// Success, or the first tile that was refused and the reason.
 type Outcome = Result<(), (u64, Refused)>;
 
 unsafe fn checked<T: Code>(request: &Request) -> Result<Checked<T>, Refused> {
@@ -133,7 +133,7 @@ fn piece<T>(raw: &RawPiece) -> Piece<T> {
     }
 }
 
-/// An empty one may have any address.
+/// A slice of `count` items. An empty one may have any address.
 unsafe fn slice<'a, T>(at: *const T, count: u64) -> &'a [T] {
     if count == 0 { &[] } else { unsafe { std::slice::from_raw_parts(at, count as usize) } }
 }
@@ -158,17 +158,17 @@ pub extern "C" fn etude_abi_version() -> u32 {
     ABI_VERSION
 }
 
-/// The best level this machine has: 0 portable, 1 AVX2, 2 AVX-512.
+/// The best instruction level of this machine: 0 portable, 1 AVX2, 2 AVX-512.
 #[unsafe(no_mangle)]
 pub extern "C" fn etude_best_level() -> u32 {
     Level::best() as u32
 }
 
-/// Encode every tile. `num_bytes` gets the sizes, one a tile; the result is to be taken with `etude_encoded_take`.
-/// Null: the request was not one.
+/// Encode every tile. Writes the size of each tile to `num_bytes`. The result must be passed to `etude_encoded_take`.
+/// Returns null for an invalid request.
 ///
 /// # Safety
-/// The request describes memory that is readable, `old` and `new` both; `num_bytes` has an entry for each tile.
+/// The request describes readable memory, `old` and `new`; `num_bytes` has one entry per tile.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn etude_encode(request: *const Request, num_bytes: *mut u64) -> *mut EncodedTiles {
     unsafe fn run<T: Code>(request: &Request) -> Option<Vec<Vec<u8>>> {
@@ -191,10 +191,10 @@ pub unsafe extern "C" fn etude_encode(request: *const Request, num_bytes: *mut u
     })
 }
 
-/// Copy what was encoded, tile after tile, and free it.
+/// Copy the encoded tiles to `out`, one after another, and free them.
 ///
 /// # Safety
-/// `tiles` comes from `etude_encode` and was not taken; the buffer has the sum of the sizes told there.
+/// `tiles` comes from `etude_encode` and was not taken before; `out` has room for the sum of the sizes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn etude_encoded_take(tiles: *mut EncodedTiles, mut out: *mut u8) {
     let EncodedTiles(tiles) = *unsafe { Box::from_raw(tiles) };
@@ -203,11 +203,11 @@ pub unsafe extern "C" fn etude_encoded_take(tiles: *mut EncodedTiles, mut out: *
     }
 }
 
-/// How many codes each tile changes, into `counts`, as its bytes tell it: `etude_list` lists so many. 0:
-/// done; 1: refused, as `refusal` says.
+/// Write the number of codes that each tile changes, according to its bytes, to `counts`: `etude_list` lists that many.
+/// Returns 0 on success; 1 if a tile was refused, as described in `refusal`.
 ///
 /// # Safety
-/// The request's `old` memory is readable, the payloads too; there is a payload and a count for each tile.
+/// The request's `old` memory and the payloads are readable; there is one payload and one count per tile.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn etude_count(
     request: *const Request,
@@ -228,32 +228,33 @@ pub unsafe extern "C" fn etude_count(
         let request = &*request;
         by_width!(request.kind.width, run(request, payloads, counts), else Err((0, BAD_REQUEST)))
     });
-    unsafe { told(outcome, refusal) }
+    unsafe { status(outcome, refusal) }
 }
 
-/// Where lists go: those of all tiles one after another.
+/// Output of `etude_list`: the lists of all tiles, one after another.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct RawLists {
-    /// Changes of each tile, by `etude_count`.
+    /// Number of changes of each tile, from `etude_count`.
     pub counts: *const u64,
-    /// The sum of them of places, and of codes of the request's width.
+    /// Room for the sum of `counts`: positions, and codes of the width of the request.
     pub places: *mut u32,
     pub codes: *mut c_void,
-    /// What becomes of each piece of the request; zeros before.
+    /// The result for each piece of the request; must be zeroed.
     pub found: *mut Found,
-    /// 1: with what pieces add to their tensors' checksums; then `first` and `step` of a piece count in its tensor.
+    /// 1: also compute what each piece adds to the checksum of its tensor; then `first` and `step` of a piece are
+    /// relative to its tensor.
     pub summed: u64,
 }
 
 unsafe impl Sync for RawLists {}
 
-/// Decode every tile to lists: of each piece the places that change, rising, and the new codes there. 0: done; 1:
-/// refused, as `refusal` says, and what lies in the lists is of no use.
+/// Decode every tile to lists: for each piece the positions that change, ascending, and the new codes there. Returns 0
+/// on success; 1 if a tile was refused, as described in `refusal`: then the lists are undefined.
 ///
 /// # Safety
-/// The request's `old` memory is readable, the payloads too, one for each tile; the lists have the room that they state;
-/// no two tiles have a piece in common.
+/// The request's `old` memory and the payloads (one per tile) are readable; the lists have the stated room; no two
+/// tiles share a piece.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn etude_list(
     request: *const Request,
@@ -297,15 +298,15 @@ pub unsafe extern "C" fn etude_list(
         let (request, lists) = (&*request, &*lists);
         by_width!(request.kind.width, run(request, payloads, lists), else Err((0, BAD_REQUEST)))
     });
-    unsafe { told(outcome, refusal) }
+    unsafe { status(outcome, refusal) }
 }
 
-/// Decode every tile into the pieces' `new` memory, which may be the old one. 0: done. 1: refused, as `refusal` says;
-/// what lies in `new` is then neither old nor new.
+/// Decode every tile into the `new` memory of the pieces, which may be the old one. Returns 0 on success; 1 if a tile
+/// was refused, as described in `refusal`: then `new` is partly written.
 ///
 /// # Safety
-/// The request's `old` memory is readable and its `new` memory writable, and holds a copy of the old codes; no two
-/// pieces overlap; the payloads are readable, one for each tile.
+/// The request's `old` memory is readable, and its `new` memory is writable and contains the old codes; no two pieces
+/// overlap; the payloads (one per tile) are readable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn etude_apply(
     request: *const Request,
@@ -329,14 +330,14 @@ pub unsafe extern "C" fn etude_apply(
         let request = &*request;
         by_width!(request.kind.width, run(request, payloads), else Err((0, BAD_REQUEST)))
     });
-    unsafe { told(outcome, refusal) }
+    unsafe { status(outcome, refusal) }
 }
 
-/// Elements, and changed ones, by exponent of the old code, in every `stride`th block of 64; a last, shorter block
-/// counts where the stride is 1. 1: the arguments make no sense.
+/// Count elements, and changed elements, by the exponent of the old code, in every `stride`-th block of 64; a last,
+/// shorter block counts only if the stride is 1. Returns 1 for invalid arguments.
 ///
 /// # Safety
-/// `old` and `new` have `count` codes; the two tables have 256 entries, and are added to.
+/// `old` and `new` have `count` codes; the two tables have 256 entries, to which the counts are added.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn etude_sample(
     kind: *const RawKind,
@@ -356,7 +357,7 @@ pub unsafe extern "C" fn etude_sample(
     ) -> [[i64; 256]; 2] {
         let (old, new) = unsafe { (slice::<T>(old.cast(), count), slice::<T>(new.cast(), count)) };
         let whole = if stride > 1 { old.len() / 64 * 64 } else { old.len() };
-        // neighbours mostly share an exponent: two tables, so that one count need not wait for the one before
+        // neighbours mostly share an exponent: two tables, so that consecutive counts do not depend on each other
         let mut tables = [[[0u32; 256]; 2]; 2];
         let ahead = 64 * 16 * stride as usize;
         // by number: to step through pairs of chunks is to go through all of them
@@ -384,7 +385,7 @@ pub unsafe extern "C" fn etude_sample(
     0
 }
 
-/// How many codes differ: the plain scan of both snapshots that encoding is measured against.
+/// Count the codes that differ: the plain scan of both snapshots that benchmarks compare encoding with.
 ///
 /// # Safety
 /// `old` and `new` have `count` codes of `width` bytes.
@@ -396,8 +397,8 @@ pub unsafe extern "C" fn etude_count_changed(old: *const c_void, new: *const c_v
     unsafe { by_width!(width, run(old, new, count), else 0) }
 }
 
-/// Write codes to places of live memory, in so many threads at most. 0: done; 1: a place was outside, or there is no such
-/// width.
+/// Write codes to positions of live memory, with at most `threads` threads. Returns 0 on success; 1 if a position is
+/// out of range or a width is invalid.
 ///
 /// # Safety
 /// As `scatter::scatter`.
@@ -406,14 +407,14 @@ pub unsafe extern "C" fn etude_scatter(rows: *const RawScatter, num_rows: u64, t
     shielded(1, || unsafe { !scatter::scatter(slice(rows, num_rows), threads as usize) as u32 })
 }
 
-/// The checksum of codes as they are (the first two of `sums`) and as they will be. 0: done; 1: the arguments make no
-/// sense.
+/// Compute the checksum sums of codes before (the first two of `sums`) and after a change. Returns 0 on success; 1 for
+/// invalid arguments.
 ///
 /// # Safety
 /// As `checksum::summed`; `sums` has four entries.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn etude_checksum(asked: *const RawSummed, sums: *mut u64) -> u32 {
-    let found = shielded(Err("it failed"), || unsafe { checksum::summed(&*asked) });
+pub unsafe extern "C" fn etude_checksum(request: *const ChecksumRequest, sums: *mut u64) -> u32 {
+    let found = shielded(Err("the checksum failed"), || unsafe { checksum::summed(&*request) });
     let Ok(found) = found else { return 1 };
     for (i, &sum) in found.old.iter().chain(&found.new).enumerate() {
         unsafe { *sums.add(i) = sum };
@@ -421,7 +422,7 @@ pub unsafe extern "C" fn etude_checksum(asked: *const RawSummed, sums: *mut u64)
     0
 }
 
-/// Have codes ready soon that lie far from each other. Any address will do.
+/// Prefetch codes. Any address is allowed.
 fn fetch<T>(codes: *const T, count: usize) {
     #[cfg(target_arch = "x86_64")]
     for at in (0..count * size_of::<T>()).step_by(64) {
@@ -442,7 +443,7 @@ impl Payloads<'_> {
     }
 }
 
-/// Where the next one goes.
+/// Copy a slice. Returns the address after the copy.
 unsafe fn copy_to<T: Copy>(from: &[T], to: *mut T) -> *mut T {
     unsafe {
         std::ptr::copy_nonoverlapping(from.as_ptr(), to, from.len());
@@ -457,14 +458,14 @@ unsafe fn refuse(refusal: *mut Refusal, (tile, why): (u64, Refused)) {
     unsafe { *refusal = Refusal { tile, why: text } };
 }
 
-/// 0, or 1 and why.
-unsafe fn told(outcome: Outcome, refusal: *mut Refusal) -> u32 {
+/// Convert an outcome to a return code: 0, or 1 with the reason in `refusal`.
+unsafe fn status(outcome: Outcome, refusal: *mut Refusal) -> u32 {
     let Err(why) = outcome else { return 0 };
     unsafe { refuse(refusal, why) };
     1
 }
 
-/// What becomes of a tile's pieces.
+/// The results of a tile's pieces.
 unsafe fn of_tile<'a>(found: *mut Found, tile: &RawTile) -> &'a mut [Found] {
     if tile.num_pieces == 0 {
         return &mut [];

@@ -1,14 +1,14 @@
-//! Planes of bits, Rice numbers and LEB128: what a tile is written in.
+//! The primitives of a coded tile: planes of bits, Rice codes, and LEB128.
 
-/// Why bytes are refused. The text says what is wrong with them.
+/// The reason why bytes are refused.
 pub type Refused = &'static str;
 
-/// The longest run of zeros in a unary plane; what would be longer is an escape.
+/// Maximum run of zeros in a unary plane. Larger quotients are stored as escapes.
 pub const CAP: u32 = 24;
-/// The largest Rice parameter, and the largest number of raw low bits.
+/// Maximum Rice parameter, and maximum number of low bits.
 pub const MAX_LOW: u32 = 31;
 
-/// The Rice parameter for gaps between `listed` of `universe` items, or for numbers of that mean.
+/// The Rice parameter for gaps between `listed` of `universe` items, or for numbers with that mean.
 pub fn rice(universe: u64, listed: u64) -> u32 {
     let mut low = 0;
     while low < MAX_LOW && listed > 0 && (listed << (low + 1)) * 181 <= universe * 128 {
@@ -17,7 +17,7 @@ pub fn rice(universe: u64, listed: u64) -> u32 {
     low
 }
 
-/// Appends bits, lowest first. Room is made in advance, so that a `put` is a few instructions without a branch.
+/// Appends bits, lowest first. Space is reserved in advance, so a `put` is a few instructions without a branch.
 #[derive(Default)]
 pub struct BitWriter {
     bytes: Vec<u8>,
@@ -32,8 +32,8 @@ impl BitWriter {
         (self.used, self.held, self.count) = (0, 0, 0);
     }
 
-    /// Writes up to `bits` bits more by `write`, which gets the end of the plane as a value of its own: what it
-    /// changes there stays in registers.
+    /// Append up to `bits` bits by calling `write` with the end of the plane as a separate value, so that it stays in
+    /// registers.
     #[inline(always)]
     pub fn extend(&mut self, bits: u64, write: impl FnOnce(&mut End)) {
         let needed = self.used + (bits / 8) as usize + 16;
@@ -52,7 +52,7 @@ impl BitWriter {
         8 * self.used as u64 + self.count as u64
     }
 
-    /// The plane's bytes, appended to `out`; padding bits are 0.
+    /// Append the plane's bytes to `out`. Padding bits are 0.
     pub fn finish_into(&self, out: &mut Vec<u8>) {
         out.extend_from_slice(&self.bytes[..self.used]);
         if self.count > 0 {
@@ -61,7 +61,7 @@ impl BitWriter {
     }
 }
 
-/// Where a plane of bits goes on.
+/// The end of a plane that is being written.
 pub struct End {
     at: *mut u8,
     held: u64,
@@ -69,10 +69,10 @@ pub struct End {
 }
 
 impl End {
-    /// At most 56 bits.
+    /// Append `width` bits (at most 56).
     ///
     /// # Safety
-    /// There is room for them: `BitWriter::extend` was told of them.
+    /// Space was reserved for them by `BitWriter::extend`.
     #[inline(always)]
     pub unsafe fn put(&mut self, value: u64, width: u32) {
         debug_assert!(width <= 56);
@@ -94,7 +94,7 @@ pub fn put_varint(out: &mut Vec<u8>, mut value: u64) {
     out.push(value as u8);
 }
 
-/// Takes from the front of a slice.
+/// Takes fields from the front of a slice.
 pub struct Bytes<'a>(pub &'a [u8]);
 
 impl<'a> Bytes<'a> {
@@ -113,7 +113,7 @@ impl<'a> Bytes<'a> {
         Ok(taken)
     }
 
-    /// At most `limit`.
+    /// Decode an LEB128 integer of at most `limit`.
     pub fn varint(&mut self, limit: u64) -> Result<u64, Refused> {
         let mut value = 0u64;
         for shift in (0..63).step_by(7) {
@@ -131,7 +131,7 @@ impl<'a> Bytes<'a> {
         if low <= MAX_LOW { Ok(low) } else { Err("too many low bits") }
     }
 
-    /// The bytes of a plane of `bits` bits.
+    /// Take the bytes of a plane of `bits` bits.
     pub fn plane(&mut self, bits: u64) -> Result<&'a [u8], Refused> {
         if bits > 8 * self.0.len() as u64 {
             return Err("a plane is longer than its tile");
@@ -140,14 +140,14 @@ impl<'a> Bytes<'a> {
     }
 }
 
-/// A plane of bits: `bits` of them from `start`, followed by at least `PADDING` readable bytes.
+/// A plane of `bits` bits at `start`, followed by at least `PADDING` readable bytes.
 #[derive(Clone, Copy)]
 pub struct Plane {
     start: *const u8,
     bits: u64,
 }
 
-/// Readable bytes that must lie behind every plane.
+/// Number of readable bytes required after every plane.
 pub const PADDING: usize = 16;
 
 impl Plane {
@@ -158,7 +158,7 @@ impl Plane {
         Self { start: bytes.as_ptr(), bits }
     }
 
-    /// 57 bits and more from bit `at` on, which is at most the plane's length.
+    /// At least 57 bits starting at bit `at`, which is at most the length of the plane.
     #[inline(always)]
     fn word(self, at: u64) -> u64 {
         debug_assert!(at <= self.bits);
@@ -166,7 +166,7 @@ impl Plane {
     }
 }
 
-/// Reads fixed widths of bits from a plane that was checked to hold as many as are read.
+/// Reads fixed-width numbers from a plane. The caller has checked that the plane is long enough.
 pub struct LowBits {
     plane: Plane,
     at: u64,
@@ -177,7 +177,7 @@ impl LowBits {
         Self { plane, at: 0 }
     }
 
-    /// `width` ≤ 32 bits.
+    /// Read `width` bits (at most 32).
     #[inline(always)]
     pub fn take(&mut self, width: u32) -> u32 {
         let value = self.plane.word(self.at) >> (self.at & 7) & ((1u64 << width) - 1);
@@ -203,7 +203,7 @@ impl Unary {
         unary
     }
 
-    /// The 64 bits from `base` on, without those behind the plane.
+    /// The 64 bits from `base` on, without those after the plane.
     #[inline(always)]
     fn load(&self) -> u64 {
         let left = self.plane.bits - self.base;
@@ -211,7 +211,7 @@ impl Unary {
         if left >= 64 { word } else { word & ((1 << left) - 1) }
     }
 
-    /// `count` quotients into `out`, each ≤ `CAP`.
+    /// Append `count` quotients, each at most `CAP`, to `out`.
     #[inline(always)]
     pub fn take(&mut self, count: usize, out: &mut Vec<u32>) -> Result<(), Refused> {
         out.clear();
@@ -247,7 +247,7 @@ impl Unary {
         if longest > CAP as u64 { Err("a run of zeros is too long") } else { Ok(()) }
     }
 
-    /// Refuses where anything but the last number's one ends the plane.
+    /// Refuse the plane unless it ends with the one-bit of the last number.
     pub fn end(&self) -> Result<(), Refused> {
         if self.next == self.plane.bits { Ok(()) } else { Err("more numbers than expected") }
     }

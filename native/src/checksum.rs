@@ -1,8 +1,9 @@
-//! The checksum of a tensor's codes: two sums modulo 2^64 that show accidents, and that follow changes.
+//! The checksum of a tensor's codes: two sums modulo 2^64 that detect accidental damage and can be updated from a list
+//! of changes.
 //!
-//! `docs/formats/checksum.md` defines it. It is linear in the data, so what a list of changes adds to it is known from
-//! the list and the old codes alone, and pieces of a tensor may be summed by any thread. It is no proof against an
-//! adversary, who could choose other data with the same sums.
+//! `docs/formats/checksum.md` defines it. It is linear in the data. So the effect of a list of changes follows from the
+//! list and the old codes, and parts of a tensor can be summed by any thread. It does not protect against an adversary,
+//! who can construct data with the same sums.
 
 use std::ffi::c_void;
 
@@ -11,10 +12,10 @@ use crate::level;
 use crate::scan::Level;
 use crate::threads;
 
-/// Words of 64 bits in a block.
+/// 64-bit words in a block.
 pub const WORDS: usize = 1024;
 pub const BLOCK_BYTES: usize = 8 * WORDS;
-/// How far the keys of the second sum lie behind those of the first, in 64-bit words.
+/// Offset of the second sum's keys from those of the first, in 64-bit words.
 const SHIFT: usize = 8;
 /// Blocks that a thread sums at a time.
 const BATCH: usize = 64;
@@ -22,11 +23,11 @@ const BATCH: usize = 64;
 const WORD_SEED: u64 = 0x6574_7564_6520_7731;
 const BLOCK_SEED: u64 = 0x6574_7564_6520_6232;
 
-/// What `etude_checksum` is asked: `num_bytes` from `start`, and what becomes of them: `other`, bytes of the same
-/// number, or `count` codes of `width` bytes at rising `places`, or nothing where both are null.
+/// The arguments of `etude_checksum`: `num_bytes` from `start`, and their change: `other` (as many bytes), or `count`
+/// codes of `width` bytes at ascending `places`, or none if both are null.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub struct RawSummed {
+pub struct ChecksumRequest {
     pub start: *const u8,
     pub num_bytes: u64,
     pub other: *const u8,
@@ -40,9 +41,9 @@ pub struct RawSummed {
     pub level: u32,
 }
 
-unsafe impl Sync for RawSummed {}
+unsafe impl Sync for ChecksumRequest {}
 
-/// Both sums, of the bytes as they are and as they will be.
+/// The two sums of the bytes before and after the change.
 #[repr(C)]
 #[derive(Clone, Copy, Default, PartialEq, Debug)]
 pub struct Sums {
@@ -51,7 +52,7 @@ pub struct Sums {
 }
 
 impl Sums {
-    /// Add a block of this number: its old bytes have the sums `old`, and its changes add `more`.
+    /// Add block `number`: its old bytes have the sums `old`, and its changes add `more`.
     #[inline(always)]
     pub fn add_block(&mut self, number: u64, old: [u64; 2], more: [u64; 2]) {
         for i in 0..2 {
@@ -72,7 +73,7 @@ pub fn sum(a: [u64; 2], b: [u64; 2]) -> [u64; 2] {
     [a[0].wrapping_add(b[0]), a[1].wrapping_add(b[1])]
 }
 
-/// Keys of the low halves of words, and of the high ones; at the start of cache lines, as they are read by lines.
+/// Keys of the low and of the high halves of words, aligned to cache lines.
 #[repr(align(64))]
 struct Keys([[u64; WORDS + SHIFT]; 2]);
 
@@ -97,7 +98,7 @@ const fn mixed(seed: u64, i: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// What half a word adds: `half` 0 is its low 32 bits, 1 its high ones.
+/// The contribution of half a word: `half` 0 is its low 32 bits, 1 its high ones.
 #[inline(always)]
 fn of_half(value: u64, word: usize, half: usize) -> [u64; 2] {
     let keys = &KEYS.0[half & 1];
@@ -110,10 +111,10 @@ fn of_word(value: u64, word: usize) -> [u64; 2] {
     sum(of_half(value & u32::MAX as u64, word, 0), of_half(value >> 32, word, 1))
 }
 
-/// The sums of `count` words from the one of number `first` of a block on; `words` points at it, aligned or not.
+/// The sums of `count` words of a block, starting with word `first`; `words` points to it and may be unaligned.
 ///
 /// # Safety
-/// They are readable, and end with the block or before.
+/// The words are readable and do not exceed the block.
 pub unsafe fn of_words(words: *const u64, first: usize, count: usize) -> [u64; 2] {
     (0..count).fold([0; 2], |sums, i| {
         let word = u64::from_le_bytes(unsafe { words.add(i).cast::<[u8; 8]>().read() });
@@ -126,7 +127,7 @@ pub mod x86 {
     use super::{KEYS, SHIFT, WORDS, sum};
     use std::arch::x86_64::*;
 
-    /// The same, eight words at a time.
+    /// Like `of_words`, eight words at a time.
     ///
     /// # Safety
     /// As `of_words`; the processor has AVX-512F and AVX-512DQ.
@@ -138,7 +139,7 @@ pub mod x86 {
             _mm512_maskz_loadu_epi64(some, from.wrapping_add(i).cast())
         };
         let keys = |i: usize, some: __mmask8| [load(KEYS.0[0].as_ptr(), i, some), load(KEYS.0[1].as_ptr(), i, some)];
-        // the keys of the second sum are those that the first one has for the next eight words
+        // the keys of the second sum equal those of the first sum for the next eight words
         let (mut now, mut sums) = (keys(first, 0xFF), [_mm512_setzero_si512(); 4]);
         let mut add = |i: usize, some: __mmask8| {
             let (word, next) = (load(words, i, some), keys(first + i + SHIFT, some));
@@ -160,7 +161,7 @@ pub mod x86 {
         [total(sums[0], sums[1]), total(sums[2], sums[3])]
     }
 
-    /// The same, four words at a time: a product modulo 2^64 is two of 32 bits by 32.
+    /// Like `of_words`, four words at a time: a product modulo 2^64 is computed from two 32-bit products.
     ///
     /// # Safety
     /// As `of_words`; the processor has AVX2.
@@ -168,7 +169,7 @@ pub mod x86 {
     pub unsafe fn of_words_256(words: *const u64, first: usize, count: usize) -> [u64; 2] {
         debug_assert!(first + count <= WORDS);
         let at = |from: *const u64, i: usize| unsafe { _mm256_loadu_si256(from.add(i).cast()) };
-        // of each sum what goes to the low end, and what goes 32 bits higher
+        // for each sum: the part added at the low end, and the part added 32 bits higher
         let mut sums = [[_mm256_setzero_si256(); 2]; 2];
         let whole = count - count % 4;
         for i in (0..whole).step_by(4) {
@@ -192,11 +193,11 @@ pub mod x86 {
     }
 }
 
-/// The sums of the bytes `from` to `upto` of a block; `start` points at the first of them. `words` sums the whole words
-/// among them, as `of_words` does.
+/// The sums of the bytes `from` to `upto` of a block; `start` points to the first of them. `words` sums the complete
+/// words among them, like `of_words`.
 ///
 /// # Safety
-/// They are readable; `from <= upto <= BLOCK_BYTES`.
+/// The bytes are readable; `from <= upto <= BLOCK_BYTES`.
 #[inline(always)]
 pub unsafe fn of_bytes(
     start: *const u8,
@@ -218,7 +219,7 @@ pub unsafe fn of_bytes(
     sums
 }
 
-/// A code of a changed element, as the words of 32 bits that it is part of see it.
+/// A code as a part of 32-bit words.
 pub trait Part: Copy {
     fn bits(self) -> u64;
 }
@@ -239,7 +240,7 @@ part!(u16);
 part!(u32);
 part!(u64);
 
-/// What the change of the code at a byte of a block adds to the block's sums.
+/// The amount that a changed code adds to its block's sums. `byte`: its offset in the block.
 #[inline(always)]
 pub fn of_change<T: Part>(byte: usize, before: T, after: T) -> [u64; 2] {
     let (word, before, after) = (byte / 8, before.bits(), after.bits());
@@ -250,37 +251,37 @@ pub fn of_change<T: Part>(byte: usize, before: T, after: T) -> [u64; 2] {
     sum(of_half(low, word, 0), of_half((after >> 32).wrapping_sub(before >> 32), word, 1))
 }
 
-/// Sums over all blocks. Refused where a place lies outside, or places do not rise.
+/// Compute the sums over all blocks. Refused if a position is out of range or positions do not ascend.
 ///
 /// # Safety
-/// What `asked` describes is readable, and `places` and `codes` have `count` items.
-pub unsafe fn summed(asked: &RawSummed) -> Result<Sums, Refused> {
-    let level = Level::of(asked.level).ok_or("no level")?;
+/// Everything that `request` describes is readable; `places` and `codes` have `count` items.
+pub unsafe fn summed(request: &ChecksumRequest) -> Result<Sums, Refused> {
+    let level = Level::of(request.level).ok_or("no level")?;
     unsafe {
-        match asked.width {
-            1 => over::<u8>(asked, level),
-            2 => over::<u16>(asked, level),
-            4 => over::<u32>(asked, level),
-            8 => over::<u64>(asked, level),
+        match request.width {
+            1 => over::<u8>(request, level),
+            2 => over::<u16>(request, level),
+            4 => over::<u32>(request, level),
+            8 => over::<u64>(request, level),
             _ => Err("no width"),
         }
     }
 }
 
-unsafe fn over<T: Part + Sync>(asked: &RawSummed, level: Level) -> Result<Sums, Refused> {
-    let count = if asked.places.is_null() { 0 } else { asked.count as usize };
+unsafe fn over<T: Part + Sync>(request: &ChecksumRequest, level: Level) -> Result<Sums, Refused> {
+    let count = if request.places.is_null() { 0 } else { request.count as usize };
     let (places, codes): (&[u32], &[T]) = if count == 0 {
         (&[], &[])
     } else {
         unsafe {
-            (std::slice::from_raw_parts(asked.places, count), std::slice::from_raw_parts(asked.codes.cast(), count))
+            (std::slice::from_raw_parts(request.places, count), std::slice::from_raw_parts(request.codes.cast(), count))
         }
     };
-    let blocks = (asked.num_bytes as usize).div_ceil(BLOCK_BYTES);
+    let blocks = (request.num_bytes as usize).div_ceil(BLOCK_BYTES);
     let per_block = BLOCK_BYTES / size_of::<T>();
-    let elements = asked.num_bytes as usize / size_of::<T>();
+    let elements = request.num_bytes as usize / size_of::<T>();
     let parts = threads::over(
-        asked.threads as usize,
+        request.threads as usize,
         blocks.div_ceil(BATCH),
         || (),
         |(), batch| {
@@ -288,10 +289,10 @@ unsafe fn over<T: Part + Sync>(asked: &RawSummed, level: Level) -> Result<Sums, 
             let first = batch * BATCH;
             let mut next = places.partition_point(|&place| (place as usize) < first * per_block);
             for block in first..blocks.min(first + BATCH) {
-                let old = unsafe { sums_at(level, asked.start, block, asked.num_bytes) };
+                let old = unsafe { sums_at(level, request.start, block, request.num_bytes) };
                 let mut more = [0; 2];
-                if !asked.other.is_null() {
-                    let new = unsafe { sums_at(level, asked.other, block, asked.num_bytes) };
+                if !request.other.is_null() {
+                    let new = unsafe { sums_at(level, request.other, block, request.num_bytes) };
                     more = [new[0].wrapping_sub(old[0]), new[1].wrapping_sub(old[1])];
                 } else if next < count {
                     let end = elements.min((block + 1) * per_block);
@@ -300,12 +301,12 @@ unsafe fn over<T: Part + Sync>(asked: &RawSummed, level: Level) -> Result<Sums, 
                             return Err("places do not rise");
                         }
                         let at = places[next] as usize;
-                        let before = unsafe { *asked.start.cast::<T>().add(at) };
+                        let before = unsafe { *request.start.cast::<T>().add(at) };
                         more = sum(more, of_change(at % per_block * size_of::<T>(), before, codes[next]));
                         next += 1;
                     }
                 }
-                sums.add_block(asked.first_block.wrapping_add(block as u64), old, more);
+                sums.add_block(request.first_block.wrapping_add(block as u64), old, more);
             }
             Ok((sums, next))
         },
@@ -323,7 +324,7 @@ unsafe fn over<T: Part + Sync>(asked: &RawSummed, level: Level) -> Result<Sums, 
     Ok(all)
 }
 
-/// The sums of the block of this number from `start`; what lies behind the last byte counts as zeros.
+/// The sums of block `block` of the memory at `start`; bytes after the end count as zeros.
 unsafe fn sums_at(level: Level, start: *const u8, block: usize, num_bytes: u64) -> [u64; 2] {
     let from = unsafe { start.add(block * BLOCK_BYTES) };
     let left = num_bytes as usize - block * BLOCK_BYTES;

@@ -1,4 +1,4 @@
-//! A tile's bytes and its old codes to the new ones.
+//! Decodes a tile: from its bytes and its old codes to the new codes.
 
 use std::ptr::null;
 
@@ -10,39 +10,41 @@ use crate::tile::{
     CODED, Escapes, INVERTED, NumbersIn, Piece, RAW, Run, Span, complement, num_elements, scan_classes, spans, windows,
 };
 
-/// Where the new codes go.
+/// Receives the new codes.
 pub trait Sink<T> {
-    /// Whether every window of a tile is opened, also where nothing changes.
+    /// Whether every window of a tile must be opened, even if nothing changes in it.
     const ALL: bool;
     type Pen: Pen<T>;
 
-    /// So many more codes will change. Refused where there is no room for them.
+    /// Announce `count` more changes. Refused if there is no room for them.
     fn expect(&mut self, count: usize) -> Result<(), Refused>;
 
-    /// What is put from here on lies in this window.
+    /// Start a window: the following changes belong to it.
     ///
     /// # Safety
     /// Its old codes are readable, and the machine has the instructions of `S`.
     unsafe fn open<S: Scan>(&mut self, window: &Run<T>);
 
-    /// What puts changes of the window. It is given back, with the number of changes, before the next one is taken.
+    /// Create the value that writes the changes of a window. It must be returned by `take`, with the number of changes,
+    /// before the next one is created.
     fn pen(&self) -> Self::Pen;
     fn take(&mut self, pen: Self::Pen, count: usize);
 
-    /// The tile has no more changes. Refused where fewer came than are wanted.
+    /// Finish the tile. Refused if there were fewer changes than expected.
     fn close(&mut self) -> Result<(), Refused>;
 }
 
-/// Puts changes. A value of its own: what it holds stays in registers.
+/// Writes changes. A separate value, so that its fields stay in registers.
 pub trait Pen<T> {
-    /// The change of this number, from 0 on, in any order: the code at a place of the window, and what it becomes.
+    /// Write change `number` (from 0, in any order): the code at position `at` of the window changes from `old` to
+    /// `new`.
     ///
     /// # Safety
-    /// It was expected, and for `InPlace` the window's new memory is writable.
+    /// The change was announced; for `InPlace`, the new memory of the window is writable.
     unsafe fn put(&mut self, number: usize, at: usize, old: T, new: T);
 }
 
-/// Writes into the pieces' new memory at once. What is refused half-way leaves it half-written.
+/// Writes directly into the new memory of the pieces. If the tile is refused, the memory is partly written.
 pub struct InPlace<T>(*mut T);
 
 impl<T> Default for InPlace<T> {
@@ -112,7 +114,7 @@ impl<T> Pen<T> for () {
     unsafe fn put(&mut self, _: usize, _: usize, _: T, _: T) {}
 }
 
-/// What becomes of a piece: how many of its codes change, and what it adds to the checksum of its tensor.
+/// The result for one piece: the number of its changed codes, and what it adds to the checksum of its tensor.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 pub struct Found {
@@ -120,8 +122,8 @@ pub struct Found {
     pub sums: Sums,
 }
 
-/// Lists of places and of the new codes there, in memory of the caller's. `SUMMED`: with what each piece adds to the
-/// checksum of its tensor, in which `Piece::first` is then its first code: codes are summed while they are near.
+/// Lists positions and new codes in memory of the caller. `SUMMED`: also compute what each piece adds to the checksum
+/// of its tensor (`Piece::first` is then relative to the tensor), while its codes are in the cache.
 pub struct Listed<'a, T, const SUMMED: bool> {
     places: *mut u32,
     codes: *mut T,
@@ -131,7 +133,7 @@ pub struct Listed<'a, T, const SUMMED: bool> {
     window: Opened,
 }
 
-/// The window that a list is at.
+/// The current window of a list.
 #[derive(Clone, Copy, Default)]
 struct Opened {
     piece: usize,
@@ -147,7 +149,7 @@ struct Opened {
     more: [u64; 2],
 }
 
-/// Where the changes of a window are listed.
+/// Lists the changes of one window.
 pub struct Lines<T, const SUMMED: bool> {
     places: *mut u32,
     codes: *mut T,
@@ -158,7 +160,7 @@ pub struct Lines<T, const SUMMED: bool> {
 
 impl<'a, T, const SUMMED: bool> Listed<'a, T, SUMMED> {
     /// # Safety
-    /// Both lists have room for so many changes, and `found` is of the tile's pieces.
+    /// Both lists have room for `room` changes, and `found` belongs to the pieces of the tile.
     pub unsafe fn new(places: *mut u32, codes: *mut T, room: usize, found: &'a mut [Found]) -> Self {
         Self { places, codes, room, found, window: Opened::default() }
     }
@@ -228,10 +230,10 @@ impl<T: Code + Part, const SUMMED: bool> Pen<T> for Lines<T, SUMMED> {
     }
 }
 
-/// How many codes change, as a tile's bytes tell it: a coded tile by its headers alone.
+/// The number of codes that a tile changes, according to its bytes; for a coded tile, only its headers are read.
 ///
 /// # Safety
-/// The pieces' old memory is readable.
+/// The old memory of the pieces is readable.
 pub unsafe fn num_changes<T: Code>(classes: Classes, pieces: &[Piece<T>], coded: &[u8]) -> Result<usize, Refused> {
     let mut counted = Counted::default();
     match coded.split_first() {
@@ -241,7 +243,7 @@ pub unsafe fn num_changes<T: Code>(classes: Classes, pieces: &[Piece<T>], coded:
             for _ in 0..classes.count {
                 counted.0 += header(&mut bytes, &mut left)?.changed;
             }
-            bytes.plane(counted.0 as u64)?; // each has a sign, at least
+            bytes.plane(counted.0 as u64)?; // each has at least a sign
         }
         Some((&RAW, rest)) => unsafe { place_raw::<T, Portable, Counted>(classes.kind, pieces, rest, &mut counted)? },
         _ => return Err(UNKNOWN_MODE),
@@ -249,7 +251,7 @@ pub unsafe fn num_changes<T: Code>(classes: Classes, pieces: &[Piece<T>], coded:
     Ok(counted.0)
 }
 
-/// One class's changes as the bytes tell them.
+/// The changes of one class, as decoded.
 #[derive(Default)]
 struct Changes {
     header: Header,
@@ -286,7 +288,7 @@ impl Header {
     }
 }
 
-/// How far a class's lists were used.
+/// How much of a class's lists has been used.
 #[derive(Clone, Copy)]
 struct Used {
     listed: *const u32,
@@ -294,7 +296,7 @@ struct Used {
     steps_end: *const Step,
 }
 
-/// Working memory of one thread.
+/// The working memory of one thread.
 pub struct Decoder {
     chunk: Box<Chunk>,
     places: Box<Places>,
@@ -313,10 +315,10 @@ pub struct Decoder {
 
 const TOO_LONG: Refused = "a step is longer than the scale";
 const UNKNOWN_MODE: Refused = "a tile of an unknown mode";
-const PAST_THE_END: Refused = "a position lies past the end";
-/// So many changes before it is used a code is fetched: each lies in another cache line.
+const PAST_THE_END: Refused = "a position is past the end";
+/// A code is prefetched this many changes before it is used: each is in another cache line.
 const AHEAD_CHANGES: usize = 48;
-/// Of a unary plane.
+/// Maximum length of a unary plane, in bits.
 const MAX_BITS: u64 = 1 << 40;
 
 impl Default for Decoder {
@@ -408,7 +410,7 @@ impl Decoder {
         let gaps_low = total(|h| h.listed() as u64 * h.low as u64);
         let exceptions_low = total(|h| h.exceptions_listed() as u64 * h.exceptions_low() as u64);
         let sizes_low = total(|h| h.exceptions as u64 * h.size_low as u64);
-        // behind `bytes` lies the padding
+        // the padding follows `bytes`
         let (mut signs, mut gaps, mut exceptions, mut sizes) = unsafe {
             (
                 LowBits::new(Plane::new(bytes.plane(num_signs)?, num_signs)),
@@ -468,7 +470,7 @@ impl Decoder {
         }
     }
 
-    /// One class and its list of changed positions: no other code is looked at.
+    /// A tile of one class with a list of changed positions: no other code is read.
     #[inline(always)]
     unsafe fn place_one<T: Code, S: Scan, K: Sink<T>>(
         &mut self,
@@ -502,7 +504,7 @@ impl Decoder {
         if next == listed.len() { Ok(()) } else { Err(PAST_THE_END) }
     }
 
-    /// The changed elements of the chunk's blocks, from the listed ranks, into `chunk.changed`.
+    /// Mark the changed elements of the blocks of a chunk in `chunk.changed`, from the listed ranks.
     #[inline(always)]
     unsafe fn mark<S: Scan>(&mut self, blocks: usize) {
         let Self { chunk, used, inverted, next, .. } = self;
@@ -522,7 +524,7 @@ impl Decoder {
             while next[c] < ends[c] {
                 let block = block_of(ranks, c, next[c]);
                 changed[block] ^= unsafe { S::nth_bit(masks[block][c], next[c] - ranks[block][c]) };
-                // behind the last one lies a sentinel, beyond all ends
+                // a sentinel follows the last one, beyond all ends
                 unsafe {
                     used.listed = used.listed.add(1);
                     next[c] = *used.listed;
@@ -531,7 +533,7 @@ impl Decoder {
         }
     }
 
-    /// The marked elements, each moved by its class's next step. `at`: where in its window the span begins.
+    /// Move each marked element by the next step of its class. `at`: the position of the span in its window.
     #[inline(always)]
     unsafe fn place<T: Code, S: Scan, K: Sink<T>>(
         &mut self,
@@ -558,10 +560,10 @@ impl Decoder {
         Ok(())
     }
 
-    /// Whether everything that the bytes told was used.
+    /// Check that all decoded changes were used.
     fn end(&self, classes: Classes) -> Result<(), Refused> {
         let mut all = self.classes[..classes.count as usize].iter().zip(&self.used);
-        // a sentinel is listed behind the last one
+        // a sentinel follows the last one
         if all.all(|(c, used)| used.listed == &c.listed[c.listed.len() - 1] && used.step == used.steps_end) {
             Ok(())
         } else {
@@ -570,7 +572,7 @@ impl Decoder {
     }
 }
 
-/// Opens every window of a tile in which nothing changes, for a sink that sees them all.
+/// Open every window of a tile in which nothing changes, for a sink that needs them all.
 ///
 /// # Safety
 /// As `Decoder::decode`.
@@ -581,8 +583,8 @@ unsafe fn see_all<T: Code, S: Scan, K: Sink<T>>(pieces: &[Piece<T>], sink: &mut 
     }
 }
 
-/// Have the codes ready soon that lie a block of the checksum behind a span's: the next window is summed before
-/// anything else is done with it, and would wait for them.
+/// Prefetch the codes one checksum block after a span: the next window is summed first, and would otherwise wait for
+/// them.
 #[inline(always)]
 fn fetch_next_block<T: Code, S: Scan>(span: &Span<T>) {
     let next = span.old.cast::<u8>().wrapping_add(BLOCK_BYTES);
@@ -591,7 +593,7 @@ fn fetch_next_block<T: Code, S: Scan>(span: &Span<T>) {
     }
 }
 
-/// All codes of the tile as they are.
+/// All codes of a raw tile.
 ///
 /// # Safety
 /// As `Decoder::decode`.
@@ -634,8 +636,8 @@ fn bits(mut set: u32) -> impl Iterator<Item = usize> {
     })
 }
 
-/// The block of a chunk that holds a rank of class `c`: the last one that begins at or below it. By halves: compared with
-/// all of them at once, they would be gathered, which takes longer.
+/// The block of a chunk that contains a rank of class `c`: the last one that starts at or below it. By bisection: a
+/// comparison with all of them at once would gather them, which takes longer.
 #[inline(always)]
 fn block_of(ranks: &[[u32; MAX_CLASSES]; CHUNK + 1], c: usize, rank: u32) -> usize {
     let mut block = 0;
@@ -645,7 +647,7 @@ fn block_of(ranks: &[[u32; MAX_CLASSES]; CHUNK + 1], c: usize, rank: u32) -> usi
     block
 }
 
-/// `left`: elements of the tile that no class before has claimed as changed.
+/// Parse a class header. `left`: elements of the tile that no class before has marked as changed.
 fn header(bytes: &mut Bytes, left: &mut u64) -> Result<Header, Refused> {
     let mut header = Header { changed: bytes.varint(*left)? as usize, ..Header::default() };
     *left -= header.changed as u64;
@@ -669,7 +671,7 @@ fn header(bytes: &mut Bytes, left: &mut u64) -> Result<Header, Refused> {
     Ok(header)
 }
 
-/// Gaps to the rising items below `limit` that they lie between.
+/// Convert gaps to ascending items below `limit`.
 #[inline(always)]
 fn from_gaps(numbers: &mut [u32], limit: u64) -> Result<(), Refused> {
     let mut next = 0u64;

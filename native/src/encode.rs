@@ -1,4 +1,4 @@
-//! Two snapshots of a tile to its bytes.
+//! Encodes a tile from its two snapshots.
 
 use crate::bits::{BitWriter, CAP, MAX_LOW, put_varint, rice};
 use crate::kind::{Code, Kind, MAX_CLASSES, Step};
@@ -12,7 +12,7 @@ const SIZES_TRIED: usize = 1024;
 /// What an escape costs: the longest run of zeros, and 32 bits.
 const ESCAPE_BITS: u32 = CAP + 32;
 
-/// A changed element as it is found: its codes wait for their step until a whole class can be done at once.
+/// A changed element as it is found. Its step is computed later, for a complete class at once.
 #[derive(Clone, Copy)]
 struct Change<T> {
     rank: u32,
@@ -34,7 +34,7 @@ impl<T> Default for Changes<T> {
     }
 }
 
-/// Where the classes' next changes are written. A value of its own, so that it stays in registers and near caches.
+/// Where the next changes of the classes are written. A separate value, so that it stays in registers and near caches.
 struct Tops<T> {
     tops: [*mut Change<T>; MAX_CLASSES],
     /// Changes for which there is room in every class.
@@ -53,7 +53,7 @@ impl<T> Tops<T> {
         }
     }
 
-    /// Room for a chunk's changes.
+    /// Reserve room for the changes of a chunk.
     #[inline(always)]
     unsafe fn make_room(&mut self, all: &mut [Changes<T>; MAX_CLASSES]) {
         if self.room < CHUNK * BLOCK {
@@ -63,7 +63,7 @@ impl<T> Tops<T> {
 
     #[cold]
     unsafe fn grow(&mut self, all: &mut [Changes<T>; MAX_CLASSES]) {
-        unsafe { self.settle(all) };
+        unsafe { self.store_lengths(all) };
         self.room = usize::MAX;
         for (Changes { listed, .. }, top) in all.iter_mut().zip(&mut self.tops) {
             listed.reserve(4 * CHUNK * BLOCK);
@@ -72,11 +72,11 @@ impl<T> Tops<T> {
         }
     }
 
-    /// Tell the classes what was pushed.
+    /// Write the number of pushed changes back to the classes.
     ///
     /// # Safety
     /// The tops are of these classes, or empty.
-    unsafe fn settle(&self, all: &mut [Changes<T>; MAX_CLASSES]) {
+    unsafe fn store_lengths(&self, all: &mut [Changes<T>; MAX_CLASSES]) {
         for (changes, top) in all.iter_mut().zip(&self.tops).filter(|(_, top)| !top.is_null()) {
             unsafe { changes.listed.set_len(top.offset_from(changes.listed.as_ptr()) as usize) };
         }
@@ -89,7 +89,7 @@ impl<T> Default for Tops<T> {
     }
 }
 
-/// Working memory of one thread.
+/// The working memory of one thread.
 pub struct Encoder<T> {
     chunk: Box<Chunk>,
     places: Box<Places>,
@@ -125,7 +125,7 @@ impl<T> Default for Encoder<T> {
 }
 
 impl<T: Code> Encoder<T> {
-    /// The coded tile; nothing where nothing changed.
+    /// Encode the tile; empty if nothing changed.
     ///
     /// # Safety
     /// The pieces are readable, and the machine has the instructions of `S`.
@@ -180,13 +180,13 @@ impl<T: Code> Encoder<T> {
                 chunk.ranks[0] = chunk.ranks[span.blocks];
             }
         }
-        unsafe { tops.settle(all) };
+        unsafe { tops.store_lengths(all) };
         for (changes, &count) in all.iter_mut().zip(&chunk.ranks[0]) {
             changes.count = count;
         }
     }
 
-    /// One class: a rank is a position, and nothing but the comparison has to be scanned.
+    /// Collect the changes of a tile of one class: a rank is a position, so only the comparison is needed.
     #[inline(always)]
     unsafe fn collect_one<S: Scan>(&mut self, pieces: &[Piece<T>]) {
         let Self { chunk, places, classes: all, .. } = self;
@@ -207,7 +207,7 @@ impl<T: Code> Encoder<T> {
                 tops.room -= num_changed;
             }
         }
-        unsafe { tops.settle(all) };
+        unsafe { tops.store_lengths(all) };
         all[0].count = num_elements(pieces) as u32;
     }
 
@@ -262,7 +262,7 @@ impl<T: Code> Encoder<T> {
         let list = if inverted { complement(listed, steps.len() as u32, others) } else { &*listed };
         put_gaps(&mut self.exceptions, list, rice(steps.len() as u64, list.len() as u64), scratch);
         for place in &mut *listed {
-            *place = steps[*place as usize].less() - 1; // from here on the size less 2
+            *place = steps[*place as usize].less() - 1; // from here on: the size minus 2
         }
         let low = sizes_low(&listed[..listed.len().min(SIZES_TRIED)]);
         coded.push(low as u8);
@@ -270,7 +270,7 @@ impl<T: Code> Encoder<T> {
     }
 }
 
-/// The gaps between rising items; `scratch` is room for them.
+/// Encode the gaps between ascending items; `scratch` is a reusable buffer.
 #[inline(always)]
 fn put_gaps(numbers: &mut NumbersOut, list: &[u32], low: u32, scratch: &mut Vec<u32>) {
     scratch.clear();
@@ -289,7 +289,7 @@ fn put_signs(signs: &mut BitWriter, steps: &[Step]) {
     });
 }
 
-/// The places of the steps of 2 and more, into `out`; without a branch, for one is rare but not foreseen.
+/// Append the positions of steps of 2 and more to `out`. Branch-free, since they are rare but unpredictable.
 #[inline(always)]
 fn choose_long(steps: &[Step], out: &mut Vec<u32>) {
     out.clear();
@@ -303,7 +303,8 @@ fn choose_long(steps: &[Step], out: &mut Vec<u32>) {
     unsafe { out.set_len(count) };
 }
 
-/// The mean tells the parameter; from there down as long as the code gets shorter, for a heavy tail misleads the mean.
+/// The Rice parameter of step sizes: start from the mean and decrease as long as the code gets shorter, since a heavy
+/// tail raises the mean.
 fn sizes_low(sizes: &[u32]) -> u32 {
     let (count, sum) = (sizes.len() as u64, sizes.iter().map(|&size| size as u64).sum::<u64>());
     let mut low = (0..MAX_LOW).take_while(|&low| (2 * count) << (low + 1) <= 2 * sum + count).count() as u32;

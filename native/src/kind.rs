@@ -1,6 +1,6 @@
-//! How a code's bits are laid out, and the monotone order in which steps are counted.
+//! The bit layout of a code, and the monotone order in which steps are counted.
 
-/// Most classes that a tile may have.
+/// Maximum number of classes of a tile.
 pub const MAX_CLASSES: usize = 16;
 
 /// A dtype: `bits` of sign, exponent and mantissa, or an unsigned integer where there is no exponent.
@@ -49,13 +49,13 @@ code!(u16);
 code!(u32);
 
 impl Kind {
-    /// From what a caller says: None for a layout that no code can have.
+    /// Create from values of a caller; None for an invalid layout.
     pub fn new(bits: u32, shift: u32, exponent_mask: u32) -> Option<Self> {
         let fits = matches!(bits, 4 | 8 | 16 | 32) && shift < bits && exponent_mask < 256;
         fits.then_some(Self { bits, shift, exponent_mask })
     }
 
-    /// From a code to one that fills 32 bits from the top: its arithmetic needs no masks.
+    /// Number of unused bits if a code is shifted to the top of 32 bits, where arithmetic needs no masks.
     #[inline(always)]
     fn unused(self) -> u32 {
         32 - self.bits
@@ -70,14 +70,15 @@ impl Kind {
         code >> self.shift & self.exponent_mask
     }
 
-    /// 0 is the top octave: `high` and what lies above it.
+    /// The class of a code; 0 is the top octave: `high` and everything above.
     #[inline(always)]
     pub fn class(self, code: u32, high: u8, classes: u8) -> usize {
         let below = (high as u32).saturating_sub(self.exponent(code));
         below.min(classes as u32 - 1) as usize
     }
 
-    /// What turns a code at the top of 32 bits into its place in the order; `negative`: all ones for a set sign bit.
+    /// The bits to flip to convert a code at the top of 32 bits to monotone order. `negative`: all ones for a set sign
+    /// bit.
     #[inline(always)]
     fn flips(self, negative: u32) -> u32 {
         if self.exponent_mask == 0 { 0 } else { negative << self.unused() | 1 << 31 }
@@ -94,7 +95,7 @@ impl Kind {
         (ordered ^ self.flips(!(ordered as i32 >> 31) as u32)) >> self.unused()
     }
 
-    /// The shorter way from `old` to `new`.
+    /// The step from `old` to `new`, the shorter way around the scale.
     #[inline(always)]
     pub fn step(self, old: u32, new: u32) -> Step {
         let up = self.in_order(new).wrapping_sub(self.in_order(old)) as i32;
@@ -104,7 +105,7 @@ impl Kind {
 
     #[inline(always)]
     pub fn moved(self, old: u32, step: Step) -> u32 {
-        // where the sign stays the code itself moves, of a negative number the other way
+        // if the sign does not change, the code itself moves; in the opposite direction if it is negative
         let top = 1 << (self.bits - 1);
         let up = (old & top == 0) != step.down();
         let size = step.less() + 1;
@@ -120,13 +121,13 @@ impl Kind {
         self.in_code(self.in_order(old).wrapping_add((size as i32 ^ down).wrapping_sub(down) as u32))
     }
 
-    /// The largest step size less 1.
+    /// The maximum step size minus 1.
     pub fn max_less(self) -> u32 {
         (1 << (self.bits - 1)) - 1
     }
 }
 
-/// A change of 1 to 2^31 units in the last place, and its direction, in one word.
+/// A change by 1 to 2^31 units in the last place, with its direction, in one word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Step(u32);
 
@@ -136,7 +137,7 @@ impl Step {
         Step(less << 1 | down as u32)
     }
 
-    /// Size less 1.
+    /// The size minus 1.
     #[inline(always)]
     pub fn less(self) -> u32 {
         self.0 >> 1

@@ -1,4 +1,4 @@
-//! The generic code compiled once for each level of instructions, and the choice between them.
+//! Compiles the generic code once per instruction level, and dispatches to it.
 
 use crate::bits::Refused;
 use crate::decode::{Decoder, Sink};
@@ -117,7 +117,7 @@ pub unsafe fn count_changed<T: Code>(level: Level, old: &[T], new: &[T]) -> u64 
     }
 }
 
-/// What `checksum::of_words` gives.
+/// Dispatches `checksum::of_words`.
 ///
 /// # Safety
 /// As there; the machine has the level.

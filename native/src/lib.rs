@@ -1,8 +1,8 @@
-//! Delta kernels of etude: two snapshots of weights to the bytes between them, and back, at memory speed.
+//! Delta kernels of etude: encode the difference of two snapshots of weights, and apply it, at memory speed.
 //!
-//! `docs/formats/delta.md` is the format; the numpy path in `etude.weights` gives the same bytes, slowly. Bytes to
-//! decode may be anything: they are refused or understood, with memory in proportion to the tile. What is trusted is
-//! the caller's description of its own memory. Std only; the C ABI is in `abi`.
+//! `docs/formats/delta.md` defines the format; the numpy kernels in `etude.weights` produce the same bytes, more
+//! slowly. Bytes to decode are untrusted: they are decoded or refused, with memory in proportion to the tile. The
+//! caller's description of its own memory is trusted. Std only; the C ABI is in `abi`.
 
 pub mod abi;
 pub mod bits;

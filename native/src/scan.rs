@@ -1,17 +1,17 @@
-//! The pass over the codes themselves: which of 64 elements changed, and which are of which class.
+//! The pass over the codes themselves: which of 64 elements changed, and their classes.
 //!
-//! A class index has four bits; the four bit planes of 64 elements give every class's mask, and its population count
-//! moves that class's rank on. One portable body, compiled for the machine's baseline and again for AVX2; AVX-512 has
-//! its own. All three give the same masks.
+//! A class index has four bits. The four bit planes of 64 elements give the mask of every class, and its population
+//! count advances the rank of that class. One portable implementation is compiled for the baseline and for AVX2;
+//! AVX-512 has its own. All three produce the same masks.
 
 use crate::checksum;
 use crate::kind::{Code, Kind, MAX_CLASSES};
 
 pub const BLOCK: usize = 64;
-/// Blocks that are looked at together: their masks stay in the nearest cache.
+/// Blocks that are processed together: their masks stay in the L1 cache.
 pub const CHUNK: usize = 8;
 
-/// How the elements of a tile fall into classes.
+/// How the elements of a tile are divided into classes.
 #[derive(Clone, Copy)]
 pub struct Classes {
     pub kind: Kind,
@@ -19,7 +19,7 @@ pub struct Classes {
     pub count: u8,
 }
 
-/// What is known of the blocks of a chunk.
+/// The scan results for the blocks of a chunk.
 #[repr(align(64))]
 pub struct Chunk {
     /// Elements of each class in each block.
@@ -36,7 +36,7 @@ impl Chunk {
     }
 }
 
-/// Which instructions to use. Each is at least as fast as the one before where the machine has it.
+/// The instruction level to use. Each is at least as fast as the one before, on machines that have it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Level {
     Portable = 0,
@@ -45,7 +45,7 @@ pub enum Level {
 }
 
 impl Level {
-    /// The best this machine has.
+    /// The best level of this machine.
     pub fn best() -> Self {
         #[cfg(target_arch = "x86_64")]
         {
@@ -69,57 +69,57 @@ impl Level {
     }
 }
 
-/// The pass over full blocks at one level of instructions.
+/// The pass over full blocks, at one instruction level.
 ///
 /// # Safety
-/// The machine has the level's instructions; `old` and `new` point at `count` * 64 readable codes.
+/// The machine has the instructions of the level; `old` and `new` point to `count` * 64 readable codes.
 pub trait Scan {
     /// Fill `chunk.changed[..count]`.
     ///
     /// # Safety
-    /// As the trait says.
+    /// As for the trait.
     unsafe fn changes<T: Code>(old: *const T, new: *const T, count: usize, chunk: &mut Chunk);
 
-    /// Fill `chunk.masks[..count]` and `chunk.ranks[1..=count]`, going on from `chunk.ranks[0]`.
+    /// Fill `chunk.masks[..count]` and `chunk.ranks[1..=count]`, continuing from `chunk.ranks[0]`.
     ///
     /// # Safety
-    /// As the trait says.
+    /// As for the trait.
     unsafe fn classes<T: Code>(old: *const T, count: usize, classes: Classes, chunk: &mut Chunk);
 
-    /// The places of the set bits of `masks`, in order, into `places`; how many there are. What lies behind them in
-    /// `places` may be overwritten.
+    /// Write the positions of the set bits of `masks`, in order, to `places`; returns their number. Entries after them
+    /// may be overwritten.
     ///
     /// # Safety
-    /// As the trait says.
+    /// As for the trait.
     unsafe fn places(masks: &[u64], places: &mut Places) -> usize;
 
-    /// The `n`th set bit of a mask, alone; 0 where there is none.
+    /// The `n`th set bit of a mask, isolated; 0 if there is none.
     ///
     /// # Safety
-    /// As the trait says.
+    /// As for the trait.
     unsafe fn nth_bit(mask: u64, n: u32) -> u64;
 
-    /// Bit `c`: `numbers[c]` is below `limits[c]`.
+    /// Bit `c` of the result: whether `numbers[c]` is below `limits[c]`.
     ///
     /// # Safety
-    /// As the trait says.
+    /// As for the trait.
     #[inline(always)]
     unsafe fn below(numbers: &[u32; MAX_CLASSES], limits: &[u32; MAX_CLASSES]) -> u32 {
         let all = numbers.iter().zip(limits).enumerate();
         all.fold(0, |set, (c, (number, limit))| set | ((number < limit) as u32) << c)
     }
 
-    /// What `checksum::of_words` gives.
+    /// The result of `checksum::of_words`.
     ///
     /// # Safety
-    /// As there, and as the trait says.
+    /// As for `checksum::of_words`, and as for the trait.
     unsafe fn sums(words: *const u64, first: usize, count: usize) -> [u64; 2];
 
-    /// Have the cache line of an address ready soon. Any address will do.
+    /// Prefetch the cache line of an address. Any address is allowed.
     fn fetch<T>(_: *const T) {}
 }
 
-/// Room for the places of a chunk, and for what a whole vector writes behind the last one.
+/// Room for the positions of a chunk, and for what a vector store writes after the last one.
 pub type Places = [u16; CHUNK * BLOCK + BLOCK];
 
 #[inline(always)]

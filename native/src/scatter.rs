@@ -1,16 +1,17 @@
-//! Codes to places in live memory. An engine is paused for it: there it is one thread, as another gains little where
-//! memory is the limit, and on a busy machine the pause would wait for its turn.
+//! Writes codes to positions in live memory. The engine is paused for it. By default it uses one thread: memory
+//! bandwidth is the limit, and on a busy machine the pause would wait for the other threads to be scheduled.
 
 use std::ffi::c_void;
 
 use crate::threads;
 
-/// How far ahead of a write its line of memory is asked for: places rise, yet lie too far apart to be guessed.
+/// Distance, in writes, at which memory is prefetched: positions ascend, but are too far apart for the hardware
+/// prefetcher.
 const AHEAD: usize = 24;
-/// Changes that a thread writes at a time, where there are several.
+/// Changes that a thread writes at a time, if there are several threads.
 const PART: usize = 1 << 14;
 
-/// `count` codes of `width` bytes (1, 2, 4 or 8) that go to `places` of memory that is `len` codes long.
+/// `count` codes of `width` bytes (1, 2, 4 or 8) to write to `places` of memory of `len` codes.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct RawScatter {
@@ -24,10 +25,11 @@ pub struct RawScatter {
 
 unsafe impl Sync for RawScatter {}
 
-/// Whether every place was inside; at one that is not, writing ends.
+/// Write all rows. Returns whether every position was in range; writing stops at one that is not.
 ///
 /// # Safety
-/// Each row describes memory that is there, aligned to its width; with several threads no two rows write to one memory.
+/// Each row describes existing memory, aligned to its width; with several threads, no two rows refer to the same
+/// memory.
 pub unsafe fn scatter(rows: &[RawScatter], threads: usize) -> bool {
     if threads < 2 {
         return rows.iter().all(|row| unsafe { scatter_one(row) });
@@ -87,7 +89,7 @@ unsafe fn write<T: Copy>(row: &RawScatter) -> bool {
     true
 }
 
-/// Have a line of memory ready soon. Any address will do.
+/// Prefetch a cache line. Any address is allowed.
 #[inline(always)]
 fn fetch<T>(at: *mut T) {
     #[cfg(target_arch = "x86_64")]

@@ -1,8 +1,9 @@
-//! Tiles over threads: each takes the next one until there is none.
+//! Distributes tiles over threads: each thread takes the next tile until there is none.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// `work(state, i)` for each `i` below `count`, in order of `i`. Every thread makes its own state.
+/// Call `work(state, i)` for each `i` below `count`; the results are in order of `i`. Every thread creates its own
+/// state with `make`.
 pub fn over<S, R: Send>(
     threads: usize,
     count: usize,

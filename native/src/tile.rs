@@ -1,19 +1,19 @@
-//! A tile: which codes it covers, and the parts of its encoding that both directions share.
+//! A tile: the codes that it covers, and the parts of its encoding that encoder and decoder share.
 
 use crate::bits::{BitWriter, Bytes, CAP, End, LowBits, Plane, Refused, Unary};
 use crate::checksum::BLOCK_BYTES;
 use crate::kind::Code;
 use crate::scan::{BLOCK, CHUNK, Classes, Scan};
 
-/// Most elements of a tile.
+/// Maximum number of elements of a tile.
 pub const MAX_ELEMENTS: u64 = 1 << 23;
-/// First byte of a coded tile, and of one that holds the new codes as they are.
+/// The first byte of a coded tile, and of a raw tile (which contains the new codes unchanged).
 pub const CODED: u8 = 1;
 pub const RAW: u8 = 2;
 pub const INVERTED: u8 = 1 << 5;
 
-/// Rows of codes: `old` is read, `new` is read by the encoder and written by `apply`, which may be given the same
-/// memory for both.
+/// Rows of codes. `old` is read. `new` is read by the encoder and written by `apply`, where both may be the same
+/// memory.
 #[derive(Clone, Copy)]
 pub struct Piece<T> {
     pub old: *const T,
@@ -22,12 +22,13 @@ pub struct Piece<T> {
     pub cols: usize,
     /// Elements from one row to the next.
     pub stride: usize,
-    /// The place of the first code in a list of changes, and how many places later a row begins than the one before.
+    /// Position of the first code in a list of changes, and distance of one row from the next there.
     pub first: usize,
     pub step: usize,
 }
 
-/// Neighbouring codes of a tile: `count` of them, the first at `position` in the tile and at the place `first`.
+/// Consecutive codes of a tile: `count` of them, the first at `position` in the tile and at position `first` in a list
+/// of changes.
 #[derive(Clone, Copy)]
 pub struct Run<T> {
     pub old: *const T,
@@ -40,7 +41,7 @@ pub struct Run<T> {
 }
 
 impl<T> Run<T> {
-    /// Without its first codes.
+    /// The run without its first `count` codes.
     fn after(self, count: usize) -> Self {
         Self {
             old: self.old.wrapping_add(count),
@@ -59,15 +60,15 @@ pub struct Span<T> {
     pub new: *mut T,
     pub blocks: usize,
     pub position: usize,
-    /// Elements of the last block; 0: it is full.
+    /// Number of elements of the last block; 0 if it is full.
     pub rest: usize,
 }
 
 impl<T: Code> Span<T> {
-    /// The old and the new code at a place of the span.
+    /// The old and the new code at a position of the span.
     ///
     /// # Safety
-    /// Both are readable there.
+    /// Both are readable.
     #[inline(always)]
     pub unsafe fn codes_at(&self, place: u16) -> (T, T) {
         let at = place as usize;
@@ -79,7 +80,7 @@ pub fn num_elements<T>(pieces: &[Piece<T>]) -> u64 {
     pieces.iter().map(|p| p.rows as u64 * p.cols as u64).sum()
 }
 
-/// The runs of a tile in order. Rows that touch are one run.
+/// The runs of a tile, in order. Adjacent rows form one run.
 pub fn runs<T: Code>(pieces: &[Piece<T>]) -> impl Iterator<Item = Run<T>> {
     let mut position = 0;
     pieces
@@ -104,7 +105,7 @@ pub fn runs<T: Code>(pieces: &[Piece<T>]) -> impl Iterator<Item = Run<T>> {
         })
 }
 
-/// The same, cut at places where a block of the checksum ends.
+/// The runs, cut at the block boundaries of the checksum.
 pub fn windows<T: Code>(pieces: &[Piece<T>]) -> impl Iterator<Item = Run<T>> {
     let most = BLOCK_BYTES / T::BYTES;
     runs(pieces).flat_map(move |mut left| {
@@ -117,7 +118,7 @@ pub fn windows<T: Code>(pieces: &[Piece<T>]) -> impl Iterator<Item = Run<T>> {
     })
 }
 
-/// A run in spans of at most a chunk.
+/// Split a run into spans of at most one chunk.
 #[inline(always)]
 pub fn spans<T: Code>(mut run: Run<T>) -> impl Iterator<Item = Span<T>> {
     std::iter::from_fn(move || {
@@ -130,7 +131,7 @@ pub fn spans<T: Code>(mut run: Run<T>) -> impl Iterator<Item = Span<T>> {
     })
 }
 
-/// The classes of a span's elements, into `chunk.masks` and `chunk.ranks`.
+/// Compute the classes of a span's elements, in `chunk.masks` and `chunk.ranks`.
 ///
 /// # Safety
 /// As `Scan`; the span is readable.
@@ -147,7 +148,7 @@ pub unsafe fn scan_classes<T: Code, S: Scan>(span: &Span<T>, classes: Classes, c
     }
 }
 
-/// The changed elements of a span, into `chunk.changed`.
+/// Compute the changed elements of a span, in `chunk.changed`.
 ///
 /// # Safety
 /// As `Scan`; the span is readable.
@@ -166,7 +167,7 @@ unsafe fn padded<T: Code>(codes: *const T, count: usize) -> [T; BLOCK] {
     block
 }
 
-/// Rice numbers on their way out.
+/// Rice-coded numbers that are being written.
 #[derive(Default)]
 pub struct NumbersOut {
     pub unary: BitWriter,
@@ -181,7 +182,7 @@ impl NumbersOut {
         self.escapes.clear();
     }
 
-    /// Append numbers, by eights: one `put` for the quotients of eight where they are short, and few for their low bits.
+    /// Append numbers in groups of eight: one `put` for eight short quotients, and few for their low bits.
     #[inline(always)]
     pub fn extend(&mut self, numbers: &[u32], low: u32) {
         let Self { unary, low: lows, escapes } = self;
@@ -219,7 +220,7 @@ impl NumbersOut {
     }
 }
 
-/// So many zeros, and a one; an escape where they would be `CAP` or more.
+/// Append a quotient in unary: zeros, then a one; as an escape if it is at least `CAP`.
 ///
 /// # Safety
 /// As `End::put`.
@@ -232,7 +233,7 @@ unsafe fn put_one(unary: &mut End, quotient: u32, escapes: &mut Vec<u32>) {
     unsafe { unary.put(1 << zeros, zeros + 1) };
 }
 
-/// Quotients whose sum is below `CAP`: together they need less than 32 bits.
+/// Append eight quotients whose sum is below `CAP`: together they need less than 32 bits.
 ///
 /// # Safety
 /// As `End::put`.
@@ -244,24 +245,24 @@ unsafe fn put_eight(unary: &mut End, quotients: [u32; 8]) {
     unsafe { unary.put(word, width) };
 }
 
-/// Rice numbers on their way in; escapes come from the tile's one list.
+/// Rice-coded numbers that are being read. All share the escapes of the tile.
 pub struct NumbersIn {
     unary: Unary,
     low: LowBits,
 }
 
 impl NumbersIn {
-    /// Takes both planes: the unary one of `bits` bits, the low one of `low_bits`.
+    /// Take both planes: the unary one of `bits` bits, and the low one of `low_bits`.
     ///
     /// # Safety
-    /// As `Plane::new`, for the bytes as a whole.
+    /// As for `Plane::new`, for the complete bytes.
     pub unsafe fn take(bytes: &mut Bytes, bits: u64, low_bits: u64) -> Result<Self, Refused> {
         let unary = unsafe { Plane::new(bytes.plane(bits)?, bits) };
         let low = unsafe { Plane::new(bytes.plane(low_bits)?, low_bits) };
         Ok(Self { unary: Unary::new(unary), low: LowBits::new(low) })
     }
 
-    /// The next `count` numbers, into `out`. The low plane was checked to hold their bits.
+    /// Decode the next `count` numbers into `out`. The caller has checked that the low plane is long enough.
     #[inline(always)]
     pub fn next(&mut self, count: usize, low: u32, escapes: &mut Escapes, out: &mut Vec<u32>) -> Result<(), Refused> {
         self.unary.take(count, out)?;
@@ -283,7 +284,7 @@ impl NumbersIn {
     }
 }
 
-/// The tile's escapes, in the order of its planes.
+/// The escapes of a tile, in the order of its planes.
 pub struct Escapes<'a>(pub &'a [u8]);
 
 impl Escapes<'_> {
@@ -295,7 +296,7 @@ impl Escapes<'_> {
     }
 }
 
-/// What is below `count` and not in the rising `list`.
+/// The numbers below `count` that are not in the ascending `list`.
 pub fn complement<'a>(list: &[u32], count: u32, out: &'a mut Vec<u32>) -> &'a [u32] {
     out.clear();
     let mut next = 0;

@@ -302,7 +302,8 @@ def _shown(value: Any) -> str:
 
 
 def plugins_in(config: Any, where: str = "") -> Iterator[tuple[str, Plugin]]:
-    """The plug-ins that a config names, each with its place: ``("learner.policy_loss", Plugin(...))``."""
+    """The plug-ins that a config names, each with its place: ``("learner.policy_loss", Plugin(...))``. A string whose
+    field has the metadata ``plugin`` is one where it is an import path."""
     if isinstance(config, Plugin):
         yield where, config
     elif isinstance(config, tuple):
@@ -310,7 +311,10 @@ def plugins_in(config: Any, where: str = "") -> Iterator[tuple[str, Plugin]]:
             yield from plugins_in(one, f"{where}[{i}]")
     elif dataclasses.is_dataclass(config) and not isinstance(config, type):
         for field in dataclasses.fields(config):
-            yield from plugins_in(getattr(config, field.name), f"{where}.{field.name}" if where else field.name)
+            value = getattr(config, field.name)
+            if field.metadata.get("plugin") and _IMPORT_PATH.fullmatch(value):
+                value = Plugin(value)
+            yield from plugins_in(value, f"{where}.{field.name}" if where else field.name)
 
 
 def with_digests(config: T, digests: Mapping[str, str]) -> T:

@@ -56,6 +56,7 @@ class Kind(enum.StrEnum):
     HARNESS = "harness"
     REWARD = "reward"
     CREDIT = "credit"
+    MODEL_FAMILY = "model_family"
 
     @property
     def noun(self) -> str:
@@ -69,7 +70,7 @@ class KindFacts:
 
     noun: str
     setting: str  # of the config
-    protocol: str
+    protocol: str  # or a class to derive from
     contract: str  # the contract suite in `etude.testing`
     built_in: str  # an iterable of the names of what etude has itself; "": nothing
 
@@ -137,6 +138,13 @@ KINDS = {
         protocol="etude.seams:Tracker",
         contract="etude.testing.contracts:TrackerContract",
         built_in="",
+    ),
+    Kind.MODEL_FAMILY: KindFacts(
+        noun="model family",
+        setting="model.family",
+        protocol="etude.models.config:ModelFamily",
+        contract="etude.testing.model_family:ModelFamilyContract",
+        built_in="etude.models.config:FAMILY_NAMES",
     ),
 }
 
@@ -220,7 +228,15 @@ def make(kind: Kind, plugin: Plugin, *, where: str = "") -> Any:
 
 
 def lacking(protocol: type, made: object) -> list[str]:
-    """What an object lacks of a protocol: each member that is missing, or is not called as the protocol calls it."""
+    """What an object lacks of a protocol: each member that is missing, or is not called as the protocol calls it. Where
+    `protocol` is a plain class, the object must be derived from it and set the attributes that the class only declares.
+    """
+    if not getattr(protocol, "_is_protocol", False):
+        if not isinstance(made, protocol):
+            return [
+                f"it is {_a(type(made).__name__)}, which is not derived from {protocol.__module__}.{protocol.__name__}"
+            ]
+        return [f"it has no attribute {name}" for name in inspect.get_annotations(protocol) if not hasattr(made, name)]
     problems = []
     for name, wanted in _members(protocol).items():
         has = getattr(made, name, None)

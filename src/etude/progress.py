@@ -1,7 +1,7 @@
-"""A counter of progress in this process: long work counts it up, and code that waits for the work reads it.
+"""A progress counter of this process. Long work increments it; code that waits for the work reads it.
 
-A deadline on a whole piece of work is a guess about its size; a deadline on the time without progress is not. There is
-one counter per process: work in any of its threads counts.
+A deadline on a whole task has to guess how large the task is. A deadline on the time without progress does not. There
+is one counter per process, shared by all threads.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ _ticks = itertools.count(1)
 _last = 0
 
 
-def made() -> None:
-    """Count one part of the current work as done: a row of a batch, a tensor, a file. Cheap; may be called from any
-    thread."""
+def tick() -> None:
+    """Count one unit of work as done: a row of a batch, a tensor, a file. Cheap and thread-safe."""
     global _last
     _last = next(_ticks)
 
 
 def count() -> int:
-    """How often `made` was called; greater than before means that something got on.
+    """The number of `tick` calls so far. A larger value than before means that work has progressed.
 
     >>> before = count()
-    >>> made()
+    >>> tick()
     >>> count() > before
     True
     """

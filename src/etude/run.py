@@ -1,7 +1,8 @@
-"""The run folder: where everything of a run lies, who holds it, which phases have ended. See docs/formats/run.md.
+"""The run folder: paths, the lock that gives a run to one process, and the phases that have ended. The format is in
+docs/formats/run.md.
 
-One process at a time holds a run (a lock that the kernel drops when the holder dies). Knows nothing of what the
-phases do.
+One process at a time holds a run. The lock is a kernel lock, so it is released when its process dies. This module knows
+nothing of what the phases do.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import NoRun, RunError, RunRefused
-from etude.sums import SHA256, opened, sealed, sealed_list
+from etude.file_checksums import SHA256, sealed, sealed_list, verify_json
 
 FORMAT = 1
-LOOK_S = 0.2
+LOCK_RETRY_S = 0.2
 HINT_COPY = "restore the file from a copy, or start a new run"
 
 
 class RunFolder:
-    """Paths and small durable facts of one run.
+    """Paths and durable metadata of one run.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -45,10 +46,12 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, *, config_toml: str, seed: int, given: Iterable[str] = ()) -> RunFolder:
-        """A new run folder. `given`: which settings its user named; the others of `config_toml` were defaults. Raises
-        `NoRun` when there is something already."""
+        """Create a run folder. `config_toml`: the effective config, stored as config.toml. `given`: names of the
+        settings that the user set; all others are defaults. Raises `NoRun` when the path exists and is not empty."""
         if path.exists() and any(path.iterdir()):
-            raise NoRun(f"{path} exists", "a run is never overwritten", hint="give --resume to go on, or another name")
+            raise NoRun(
+                f"{path} exists", "a run is never overwritten", hint="resume it with --resume, or choose another name"
+            )
         path.mkdir(parents=True, exist_ok=True)
         write_durably(path / "config.toml", config_toml.encode())
         identity = {
@@ -59,7 +62,7 @@ class RunFolder:
             "seed": seed,
             "given": sorted(given),
             "config_digest": hashlib.sha256(config_toml.encode()).hexdigest(),
-            "host": host_facts(),
+            "host": host_info(),
             "sums": 1,
         }
         write_durably(path / "run.json", json.dumps(sealed(identity), indent=2).encode())
@@ -67,12 +70,15 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """An existing run folder. Raises `NoRun` when it is none, `RunRefused` when it is of another format."""
+        """Open an existing run folder. Raises `NoRun` when the path is not a run, `RunError` when run.json is damaged,
+        and `RunRefused` when the run has another format."""
         run = cls(path)
         try:
             identity = run.identity()
         except OSError:
-            raise NoRun(f"{path} is not a run", "it has no run.json", hint="see runs/ for what there is") from None
+            raise NoRun(
+                f"{path} is not a run", "it has no run.json", hint="runs of this directory are in runs/"
+            ) from None
         except ValueError as error:
             raise RunError(f"{path}/run.json is damaged", str(error), hint=HINT_COPY) from None
         if identity.get("format") != FORMAT:
@@ -84,22 +90,22 @@ class RunFolder:
         return run
 
     def identity(self) -> dict[str, Any]:
-        """The content of run.json."""
+        """Read run.json."""
         result = json.loads((self.path / "run.json").read_text())
         if not isinstance(result, dict):
             raise ValueError("run.json is not an object")
         if result.get("format") == FORMAT:
-            opened(result, self.path / "run.json", must="sums" in result, kind=RunError)
+            verify_json(result, self.path / "run.json", must="sums" in result, kind=RunError)
         return result
 
     @property
     def has_sums(self) -> bool:
-        """Whether every file that is proven has a checksum; those of an earlier etude's runs have none. Raises
-        `RunError`."""
+        """Whether the run writes checksums. Runs of earlier versions have none. Raises `RunError`."""
         return "sums" in self.identity()
 
     def setting(self, name: str) -> str:
-        """A setting of config.toml by its dotted name, of whatever etude wrote it; "" when it says nothing of it."""
+        """Read one setting of config.toml by its dotted name; "" when it is not set. Works with the config of any etude
+        version. Raises `RunError` when the file is damaged."""
         try:
             found: Any = tomllib.loads((self.path / "config.toml").read_text())
         except FileNotFoundError:
@@ -111,9 +117,10 @@ class RunFolder:
         return str(found)
 
     def lock(self) -> None:
-        """Hold the run until this process ends. Raises `RunRefused` when another process does."""
+        """Lock the run for this process until it ends or calls `unlock`. Raises `RunRefused` when another process holds
+        it."""
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        if not _locked(fd):
+        if not _try_lock(fd):
             holder = os.read(fd, 32).decode(errors="replace").strip() or "another process"
             os.close(fd)
             raise RunRefused(
@@ -124,15 +131,15 @@ class RunFolder:
         self._lock = fd
 
     def unlock(self) -> None:
-        """Let go of the run before this process ends. Idempotent."""
+        """Release the lock. Idempotent."""
         held, self._lock = self._lock, None
         if held is not None:
             os.close(held)
 
     def holder(self) -> int | None:
-        """The pid of the process that holds the run now, if any."""
+        """The pid of the process that holds the run; None when nobody does."""
         try:
-            fd = os.open(self.path / "lock", os.O_RDONLY | os.O_CLOEXEC)  # a run may be looked at where none is written
+            fd = os.open(self.path / "lock", os.O_RDONLY | os.O_CLOEXEC)  # read-only: works on a read-only mount
         except FileNotFoundError:
             return None
         try:
@@ -146,7 +153,8 @@ class RunFolder:
             os.close(fd)
 
     def phases(self) -> list[dict[str, Any]]:
-        """Phases that have ended: ``{"phase", "wall_s", "facts"}``."""
+        """The phases that have ended, as ``{"phase", "wall_s", "facts"}``. Raises `RunError` when phases.json is
+        damaged."""
         try:
             found = json.loads((self.path / "phases.json").read_text())
         except FileNotFoundError:
@@ -154,24 +162,26 @@ class RunFolder:
         except ValueError as error:
             raise RunError(f"{self.path}/phases.json is damaged", str(error), hint=HINT_COPY) from None
         if not isinstance(found, list) or not all(isinstance(p, dict) and "phase" in p for p in found):
-            raise RunError(f"{self.path}/phases.json is damaged", "it is no list of phases", hint=HINT_COPY)
-        opened(found, self.path / "phases.json", kind=RunError)
+            raise RunError(f"{self.path}/phases.json is damaged", "it is not a list of phases", hint=HINT_COPY)
+        verify_json(found, self.path / "phases.json", kind=RunError)
         return [{name: value for name, value in one.items() if name != SHA256} for one in found]
 
     def ended(self, phase: str) -> bool:
+        """Whether this phase has ended."""
         return any(p["phase"] == phase for p in self.phases())
 
     def end_phase(self, phase: str, *, wall_s: float, facts: Mapping[str, Any] | None = None) -> None:
-        """Record, durably, that a phase is over and need not be done again."""
+        """Record durably that a phase has ended, so that a resumed run skips it."""
         done = [*self.phases(), {"phase": phase, "wall_s": round(wall_s, 3), "facts": dict(facts or {})}]
         write_durably(self.path / "phases.json", json.dumps(sealed_list(done), indent=2).encode())
 
     def plugins(self) -> list[dict[str, str]]:
-        """Which code the run's plug-ins are now (`etude.plugins.Identity`). Raises `RunError`."""
+        """The identities of the code of the run's plug-ins (`etude.plugins.Identity`, as dicts), from the newest
+        record. Raises `RunError`."""
         return self._plugin_records()[-1]["plugins"] if (self.path / "plugins.json").exists() else []
 
     def record_plugins(self, plugins: list[dict[str, str]]) -> None:
-        """Record, durably, which code the run's plug-ins are from now on. The records before it are kept."""
+        """Append a durable record of the plug-ins' code, which is valid from now on. Earlier records are kept."""
         records = self._plugin_records() if (self.path / "plugins.json").exists() else []
         since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         records.append({"since": since, "plugins": plugins})
@@ -180,7 +190,7 @@ class RunFolder:
     def _plugin_records(self) -> list[dict[str, Any]]:
         try:
             found = json.loads((self.path / "plugins.json").read_text())
-            opened(found, self.path / "plugins.json", kind=RunError)
+            verify_json(found, self.path / "plugins.json", kind=RunError)
             return [{"since": one["since"], "plugins": list(one["plugins"])} for one in found]
         except (ValueError, TypeError, KeyError) as error:
             raise RunError(f"{self.path}/plugins.json is damaged", str(error), hint=HINT_COPY) from None
@@ -189,9 +199,10 @@ class RunFolder:
         return self.path / name
 
 
-def _locked(fd: int) -> bool:
-    """Lock a file for this process; False when another holds it. One that only looks lets go within microseconds."""
-    end = time.monotonic() + LOOK_S
+def _try_lock(fd: int) -> bool:
+    """Lock a file for this process; False when another process holds it. `holder` takes the lock for microseconds, so a
+    failed attempt is repeated for `LOCK_RETRY_S`."""
+    end = time.monotonic() + LOCK_RETRY_S
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -203,7 +214,8 @@ def _locked(fd: int) -> bool:
 
 
 def write_durably(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Replace a file's content: after a crash it holds the old bytes or the new, never half. `mode`: of a new file."""
+    """Replace the content of a file atomically: after a crash it has either the old or the new content. The data is
+    synced to disk before this returns. `mode`: permissions of a new file. Raises `RunError`."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(scratch, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
@@ -223,8 +235,8 @@ def write_durably(path: Path, data: bytes, *, mode: int = 0o666) -> None:
         os.close(folder)
 
 
-def host_facts() -> dict[str, Any]:
-    """Facts of the host, to be recorded beside measured numbers."""
+def host_info() -> dict[str, Any]:
+    """CPU, memory, kernel and library versions of this host, stored beside measured numbers."""
     cpu = "unknown"
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):

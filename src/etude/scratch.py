@@ -1,5 +1,8 @@
-"""A folder among the temporary files that is removed even when its owner was killed: its lock says that the owner
-lives, and whoever makes the next one of that name removes those without an owner."""
+"""Temporary directories that are removed even after their owner was killed.
+
+The owner holds a file lock on its directory. Whoever creates the next directory of the same name removes those whose
+lock is free.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ import tempfile
 from pathlib import Path
 
 
-class OwnFolder:
-    """An empty folder at `path`, until `close` or the end of the block. `name` says what it is for. Raises `OSError`
-    where none can be made.
+class ScratchDirectory:
+    """An empty temporary directory at `path`, until `close` or the end of the block. `name` says what it is for. Raises
+    `OSError` if it cannot be created.
 
-    >>> with OwnFolder("example") as path:
+    >>> with ScratchDirectory("example") as path:
     ...     path.name.startswith("etude-example."), list(path.iterdir())
     (True, [])
     >>> path.exists()
@@ -29,7 +32,7 @@ class OwnFolder:
         while True:
             self._folder = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
             self.path = Path(self._folder.name)
-            with contextlib.suppress(FileNotFoundError):  # somebody took it for one without an owner
+            with contextlib.suppress(FileNotFoundError):  # another process removed it before it was locked
                 self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
                 if self.path.exists():
@@ -44,7 +47,7 @@ class OwnFolder:
         self.close()
 
     def close(self) -> None:
-        """Remove it, with all that is in it. Once."""
+        """Remove the directory with its content. Call it once."""
         self._folder.cleanup()
         os.close(self._lock)
 

@@ -1,9 +1,9 @@
-"""Writes events: one append-only JSON-lines file per process. Readers merge the files by the events' times.
+"""Writes telemetry events: one append-only JSON-lines file per process. Readers merge the files by time.
 
-`Telemetry.event` writes a line; `Telemetry.span` writes one with its duration and CPU seconds. There is no global
-state: code that writes events gets a `Telemetry` as an argument. After the start, writing never raises: on a full disk
-events are lost (and counted), and the run goes on. Knows nothing of the meaning of events; `docs/formats/run.md` has
-it.
+`Telemetry.event` writes a line; `Telemetry.span` writes a line with the duration and CPU time of a block. There is no
+global state: code that writes events gets a `Telemetry` as an argument. After the file was opened, writing never
+raises: on a full disk events are dropped and counted, and the run continues. The kinds of events are in
+`docs/formats/run.md`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from etude.sums import proven_line, sealed_line
+from etude.file_checksums import sealed_line, verify_line
 
 
 class Telemetry:
-    """Writes ``{"t": unix seconds, "process": name, "kind": kind, ...}`` lines.
+    """Writes ``{"t": unix seconds, "process": name, "kind": kind, ...}`` lines to `path`. `dropped` is the number of
+    events that could not be written.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -39,7 +40,7 @@ class Telemetry:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def event(self, kind: str, **facts: Any) -> None:
-        """Write one event as one line, in one write, so that the lines of several writers never mix."""
+        """Write one event as one line, in a single write call, so that lines of several writers never mix."""
         line = json.dumps({"t": round(time.time(), 4), "process": self.process, "kind": kind, **facts}, default=str)
         try:
             os.write(self._file, sealed_line(line.encode()) + b"\n")
@@ -48,7 +49,7 @@ class Telemetry:
 
     @contextmanager
     def span(self, kind: str, **facts: Any) -> Iterator[dict[str, Any]]:
-        """An event with `wall_s` and `cpu_s` of the block; the block may add facts to the dict it is handed."""
+        """Write an event with `wall_s` and `cpu_s` of the block. The block may add fields to the dict that it gets."""
         wall, cpu = time.perf_counter(), time.process_time()
         try:
             yield facts
@@ -65,12 +66,13 @@ class Telemetry:
 
 
 def read_events(folder: Path) -> Iterator[dict[str, Any]]:
-    """Every event under a folder, in order of time. A torn last line (a killed writer) is skipped."""
+    """Read all events of a folder, sorted by time. Lines that cannot be read, such as the last line of a killed writer,
+    are skipped."""
     events = []
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_bytes().splitlines():
             try:
-                event = json.loads(line) if proven_line(line) is not False else None
+                event = json.loads(line) if verify_line(line) is not False else None
             except ValueError:
                 continue
             if isinstance(event, dict) and isinstance(event.get("t"), int | float):

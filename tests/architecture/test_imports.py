@@ -20,11 +20,11 @@ SHARED = {
     "telemetry",
     "config",
     "plugins",
-    "listening",
+    "http_server",
     "progress",
     "scratch",
     "syntax",
-    "sums",
+    "file_checksums",
 }
 ALONE: dict[str, set[str]] = {
     # usable alone, and the siblings that it imports all the same
@@ -61,7 +61,7 @@ def test_importing_a_folder_that_agents_conductors_and_readers_use_loads_no_torc
     assert "torch" not in loaded_after(f"import etude.{folder}")
 
 
-@pytest.mark.parametrize("module", ["conductor", "worker", "grading", "phases", "config", "serving"])
+@pytest.mark.parametrize("module", ["conductor", "worker", "grader", "phases", "config", "serving"])
 def test_only_learners_and_engines_load_torch_and_only_a_run_on_a_cluster_loads_ray(module):
     assert not {"torch", "ray"} & loaded_after(f"import etude.loop.{module}")
 
@@ -87,7 +87,7 @@ def test_attacks_are_imported_by_the_command_line_only():
     assert importers <= {"redteam", "cli"}
 
 
-@pytest.mark.parametrize("module", ["conductor", "worker", "grading", "phases"])
+@pytest.mark.parametrize("module", ["conductor", "worker", "grader", "phases"])
 def test_no_process_of_a_run_loads_an_attack(module):
     loaded = loaded_after(f"import etude.loop.{module}")
     assert not [name for name in loaded if name.startswith("etude.redteam")]

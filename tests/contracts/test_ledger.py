@@ -14,7 +14,8 @@ from tests.small_rollouts import Kit, finishing, read
 
 from etude.errors import LedgerError
 from etude.experience import Finished, Ledger, Window, make_batch, plan_batch
-from etude.experience.database import NoLedger, open_database
+from etude.experience.database import NoLedger
+from etude.experience.open_database import open_database
 from etude.experience.transitions import HOLDING, MOVES, TERMINAL, State
 from etude.records.summary import BatchRef
 from etude.records.wire import unpack
@@ -295,7 +296,7 @@ def test_pruning_keeps_what_a_restart_may_need(ledger, kit, finish_group):
     assert ledger.prune(1) == 4  # a spec and a record of each
     assert ledger.get("g000001.0", "finished") is None
     assert ledger.get("g000002.0", "finished") is not None
-    with pytest.raises(LedgerError, match="has no spec left"):
+    with pytest.raises(LedgerError, match="has no spec"):
         ledger.spec("g000001.0")
 
 
@@ -333,7 +334,7 @@ def test_another_capacity_is_another_run(ledger, place):
 
 def test_a_reader_sees_what_the_writer_committed(ledger, place, kit):
     ledger.admit(kit.spec("g000000.0"))
-    reader = Ledger.reading(place)
+    reader = Ledger.open_readonly(place)
     assert reader.states() == {"admitted": 1}
     ledger.move("g000000.0", "running")
     assert reader.states() == {"running": 1}
@@ -345,7 +346,7 @@ def test_a_reader_sees_what_the_writer_committed(ledger, place, kit):
 def test_a_slot_that_went_astray_stops_the_next_commit_of_any_writer(ledger, kit, place):
     ledger.admit(kit.spec("g000000.0"))
     ledger.close()
-    other = open_database(place, said=print)
+    other = open_database(place, log=print)
     other.execute("UPDATE slots SET rollout_id = NULL")
     other.close()
     reopened = Ledger(place, capacity=8)
@@ -358,7 +359,7 @@ def test_a_slot_that_went_astray_stops_the_next_commit_of_any_writer(ledger, kit
 def test_reading_where_there_is_none_is_an_error_and_makes_none(place):
     for _ in range(2):
         with pytest.raises(NoLedger):
-            Ledger.reading(place)
+            Ledger.open_readonly(place)
 
 
 def test_a_ledger_of_another_format_is_refused(ledger, place):
@@ -367,12 +368,12 @@ def test_a_ledger_of_another_format_is_refused(ledger, place):
     with pytest.raises(LedgerError, match="format 99"):
         Ledger(place, capacity=8)
     with pytest.raises(LedgerError, match="format 99"):
-        Ledger.reading(place)
+        Ledger.open_readonly(place)
 
 
 def test_a_sound_ledger_is_proven(ledger, finish_group):
     finish_group("g000000", [1.0, None])
-    ledger.prove()
+    ledger.verify()
 
 
 def test_work_that_fails_for_a_reason_of_its_own_is_undone_and_the_next_goes_through(ledger, kit):
@@ -433,11 +434,13 @@ def test_what_the_next_step_waits_for_starts_whatever_version_it_was_admitted_fo
     steps = [5, 5, 5, 6]
     ledger.admit(*[msgspec.structs.replace(Kit.spec(f"g00000{i}.0"), min_step=step) for i, step in enumerate(steps)])
     assert ledger.start(8, published=3) == []
-    assert ledger.start(8, published=3, demand=lambda place: window.demand(place, batched_step=5)) == []
-    started = ledger.start(8, published=3, demand=lambda place: window.demand(place, batched_step=4))
+    assert ledger.start(8, published=3, required_step=lambda place: window.required_step(place, batched_step=5)) == []
+    started = ledger.start(8, published=3, required_step=lambda place: window.required_step(place, batched_step=4))
     assert [(spec.group_id, spec.min_step) for spec in started] == [("g000000", 3), ("g000001", 3)]
-    assert ledger.start(8, published=3, demand=lambda place: window.demand(place, batched_step=4)) == []
-    started = ledger.start(8, published=3, demand=lambda place: window.demand(place, batched_step=4, size=3))
+    assert ledger.start(8, published=3, required_step=lambda place: window.required_step(place, batched_step=4)) == []
+    started = ledger.start(
+        8, published=3, required_step=lambda place: window.required_step(place, batched_step=4, size=3)
+    )
     assert [(spec.group_id, spec.min_step) for spec in started] == [("g000002", 3)]
     assert [spec.min_step for spec in ledger.start(8, published=6)] == [6]
 
@@ -453,7 +456,7 @@ def test_a_lost_step_whose_records_were_dropped_leaves_nothing_to_train_and_says
     assert (mended.gone, mended.freed, mended.trained) == (2, 2, 0)
     assert ledger.states() == {"quarantined": 2, "graded": 2, "invalid": 2}
     assert ledger.open_groups() == ["g000002"], "no batch takes the others"
-    assert ledger.row("g000001.0").reason == "its record was dropped, and its step lost later"
+    assert ledger.row("g000001.0").reason == "its record was deleted, and its step was lost later"
     assert ledger.slots() == (2, 8)
     again = batch_of(ledger, "g000002", step=1)
     ledger.batch(again)
@@ -477,7 +480,7 @@ def test_a_step_may_have_more_rollouts_than_a_statement_takes_values(place: Path
         for first in range(0, many, 500):
             ledger.finish_all([(kit.summary(i), kit.graded(float(n % 2))) for n, i in enumerate(ids[first:][:500])])
         names = ledger.open_groups()
-        assert ledger.ready_groups(names) == ledger.with_signal(names) == set(names)
+        assert ledger.ready_groups(names) == ledger.groups_with_signal(names) == set(names)
         batch = BatchRef(
             batch_id="b", step=1, rollout_ids=tuple(ids), sampled=frozenset(ids), num_trained=1, num_masked=0, digest=""
         )
@@ -485,4 +488,4 @@ def test_a_step_may_have_more_rollouts_than_a_statement_takes_values(place: Path
         ledger.commit(ids, kit.version(1))
         assert ledger.states() == {"trained": many}
         assert ledger.reconcile([]).freed == many
-        assert ledger.batched_again(ids) == set()
+        assert ledger.batched_repeatedly(ids) == set()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.models.config import OWN_FAMILIES, ModelFamily, family_names, family_of
+from etude.models.config import FAMILY_NAMES, OWN_FAMILIES, ModelFamily, family_of
 from etude.testing.model_family import ModelFamilyContract, unknown_to_transformers
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +20,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> str:
     return EXAMPLE
 
 
-@pytest.fixture(params=[*family_names(), EXAMPLE])
+@pytest.fixture(params=[*FAMILY_NAMES, EXAMPLE])
 def family(request: pytest.FixtureRequest, example: str) -> ModelFamily:
     return family_of(request.param)
 
@@ -35,8 +35,8 @@ class TestModelFamily(ModelFamilyContract):
 
 
 def test_every_architecture_of_etude_is_compared_with_transformers() -> None:
-    compared = {one.hf_class for one in map(family_of, family_names()) if not unknown_to_transformers(one)}
-    assert compared == {family_of(name).hf_class for name in family_names()}
+    compared = {one.hf_class for one in map(family_of, FAMILY_NAMES) if not unknown_to_transformers(one)}
+    assert compared == {family_of(name).hf_class for name in FAMILY_NAMES}
 
 
 def test_the_guides_family_is_the_examples() -> None:

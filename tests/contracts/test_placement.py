@@ -20,9 +20,9 @@ import pytest
 
 from etude import __version__
 from etude.errors import ConfigError, DeadlineExceeded, EtudeError, RunError, WeightsError
-from etude.loop.placement import ADDRESS, Here, NoRoom, Placement, Program
+from etude.loop.placement import ADDRESS, LocalPlacement, NoCapacity, Placement, Program
 from etude.loop.processes import Child, Role, Supervisor
-from etude.loop.wire import Failed, Lost
+from etude.loop.rpc import CallFailed, ProcessLost
 from etude.records import Version
 from etude.telemetry import Telemetry
 
@@ -36,18 +36,18 @@ Open = Callable[[Path], Placement]
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
     """A way to open a placement, whose components are gone when it is closed."""
     if request.param == "here":
-        yield lambda run: Here()
+        yield lambda run: LocalPlacement()
         return
-    from etude.loop import on_ray, ray_cluster
+    from etude.loop import ray_cluster, ray_placement
 
     with pytest.MonkeyPatch.context() as patched:
         patched.delenv("RAY_ADDRESS", raising=False)
-        patched.setattr(ray_cluster, "ROOM_HERE", 1.0)  # one of each role
+        patched.setattr(ray_cluster, "LOCAL_CAPACITY", 1.0)  # one of each role
         ray_cluster.connect("ray")
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("ETUDE_TOKEN", "of this test")  # else one is made, and left to all that comes later
         try:
-            yield on_ray.OnRay
+            yield ray_placement.RayPlacement
         finally:
             ray_cluster.disconnect()
 
@@ -132,7 +132,7 @@ def test_calls_carry_records_and_errors_as_what_was_raised(place: Open, tmp_path
             assert [version.step for version in answers] == list(range(3, 23))
             with pytest.raises(WeightsError, match="hint: fetch the anchor"):
                 await placed.call("refuse", type(None))
-            with pytest.raises(Failed, match="KeyError: 'oops'"):
+            with pytest.raises(CallFailed, match="KeyError: 'oops'"):
                 await placed.call("fail", type(None))
             with pytest.raises(DeadlineExceeded, match="worker-0 did not answer hang"):
                 await placed.call("hang", type(None), deadline_s=0.05)
@@ -162,7 +162,7 @@ def test_a_component_has_its_address_environment_niceness_and_log(place: Open, t
             assert used["worker-0"]["cpu_s"] > 0
             assert used["worker-0"]["pss_bytes"] > 1 << 20
             assert used["conductor"]["cpu_s"] > 0
-            with pytest.raises(Lost):
+            with pytest.raises(ProcessLost):
                 await placed.call("end", type(None), 3)
             await placed.until_up(2)
         assert "asked to end with 3" in (tmp_path / "logs" / "worker-0.log").read_text()
@@ -177,7 +177,7 @@ def test_a_killed_component_fails_its_calls_and_comes_back(place: Open, tmp_path
             pid, _ = await placed.call("pids", tuple[int, int])
             assert pid == placed.child.pid
             os.kill(pid, signal.SIGKILL)
-            with pytest.raises(Lost):
+            with pytest.raises(ProcessLost):
                 await pending
             await placed.until_up(2)
             assert (await placed.call("pids", tuple[int, int]))[0] != pid
@@ -287,15 +287,15 @@ def test_who_finds_no_room_waits_and_takes_the_room_that_becomes_free(place: Ope
 def test_a_role_that_no_node_has_room_for_ends_the_wait_by_name(
     place: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from etude.loop import on_ray
+    from etude.loop import ray_placement
 
     async def main() -> None:
         async with Placed(place, tmp_path / "one"):  # another run has it
-            monkeypatch.setattr(on_ray, "PLACED_S", 0.0)
-            monkeypatch.setattr(on_ray, "ROOM_S", 0.0)
+            monkeypatch.setattr(ray_placement, "PLACED_S", 0.0)
+            monkeypatch.setattr(ray_placement, "CAPACITY_S", 0.0)
             late = Placed(place, tmp_path / "late")
             try:
-                with pytest.raises(NoRoom, match=r"no node has room for worker-0: .*worker 1") as caught:
+                with pytest.raises(NoCapacity, match=r"no node has free resources for worker-0: .*worker 1") as caught:
                     await late.__aenter__()
                 assert """ray start --address=... --resources='{"worker": 1}'""" in caught.value.hint
             finally:
@@ -325,7 +325,7 @@ def test_what_is_not_called_ends_with_its_conductors_connection(place: Open, tmp
 def test_a_node_that_does_not_see_the_run_folder_takes_no_part_and_is_named(
     place: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from etude.loop import on_ray, ray_cluster
+    from etude.loop import ray_cluster, ray_placement
 
     elsewhere, told = tmp_path / "elsewhere", list[str]()
 
@@ -338,8 +338,8 @@ def test_a_node_that_does_not_see_the_run_folder_takes_no_part_and_is_named(
             with pytest.raises(RunError, match="the node of the learner cannot take part") as caught:
                 await placement.start(Program("learner", ["-c", ""], tmp_path / "log"), waits)
             assert f"it does not see {elsewhere}" in caught.value.facts
-            monkeypatch.setattr(on_ray, "ROOM_S", 0.0)
-            with pytest.raises(NoRoom) as none:
+            monkeypatch.setattr(ray_placement, "CAPACITY_S", 0.0)
+            with pytest.raises(NoCapacity) as none:
                 await placement.start(Program("worker-0", ["-c", ""], tmp_path / "log"), waits)
             assert f"it does not see {elsewhere}" in none.value.facts
         finally:
@@ -347,9 +347,9 @@ def test_a_node_that_does_not_see_the_run_folder_takes_no_part_and_is_named(
 
     asyncio.run(main())
     assert any(f"it does not see {elsewhere}" in why for why in told)
-    assert ray_cluster._lacking({str(tmp_path): None}, __version__) == ""
+    assert ray_cluster._missing_on_node({str(tmp_path): None}, __version__) == ""
     with pytest.raises(ConfigError, match="1 of 1 nodes cannot take part") as refused:
-        ray_cluster._each(("worker",), 60.0, ray_cluster._lacking, {str(elsewhere): None}, __version__)
+        ray_cluster._check_nodes(("worker",), 60.0, ray_cluster._missing_on_node, {str(elsewhere): None}, __version__)
     assert f"does not see {elsewhere}" in refused.value.facts
     assert "mount one file system on every node" in refused.value.hint
 

@@ -13,7 +13,7 @@ from tests.here import why_not
 from tests.remote_server import PlainRuntime, ServedRuntime
 from tests.virtual import microvm
 
-from etude.environments import MachineGrader, exports_of, reference_exports, take_exports
+from etude.environments import MachineGrader, reference_exports, simulate_exports, take_exports
 from etude.environments.burst import Capacity, FleetHost, FleetRuntime
 from etude.environments.grading import exports
 from etude.errors import MachineError
@@ -132,7 +132,7 @@ def test_a_state_that_is_too_large_or_none_is_refused_by_kind(name):
 def test_a_machines_state_is_judged_in_a_fork_of_the_frozen_one(name):
     async def test(runtime: Runtime) -> Any:
         solved = await reference_exports(runtime, TASK, ANSWER)
-        untouched = await exports_of(runtime, TASK)
+        untouched = await simulate_exports(runtime, TASK)
         grader = MachineGrader(runtime)
         return [*solved], [(await grader.grade(TASK, ANSWER, each)).grade for each in (solved, untouched)]
 
@@ -202,16 +202,16 @@ def test_a_running_service_is_judged_in_forks_that_hold_its_memory_and_reaches_n
         return [(outcome.grade, outcome.reason) for outcome in outcomes]
 
     assert running(test, microvm, needs="microvm") == [
-        (1.0, "the verifier says 1"),
-        (0.0, "the verifier says 0"),
-        (0.0, "there is no state of the machine: nothing was left of it"),
+        (1.0, "the verifier gives 1"),
+        (0.0, "the verifier gives 0"),
+        (0.0, "the machine's state is missing: the machine was gone"),
     ]
 
 
 def test_where_snapshots_hold_no_processes_no_rollout_begins_and_no_grade_is_given():
     async def test(runtime: Runtime) -> Any:
-        with pytest.raises(MachineError, match="files and no processes"):
-            await exports_of(runtime, SERVING)
+        with pytest.raises(MachineError, match="files but no processes"):
+            await simulate_exports(runtime, SERVING)
         packed = await runtime.pack(await runtime.prepare({}), max_bytes=PACKED_BYTES)  # type: ignore[attr-defined]
         return await MachineGrader(runtime).grade(SERVING, SERVES, {STATE: packed})
 

@@ -62,8 +62,8 @@ class Bad:
     [
         (Score(value=float("nan")), "gave nan"),
         (Score(value=float("inf")), "gave inf"),
-        (Score(value="much"), "no Score of a number"),  # type: ignore[arg-type]
-        (0.5, "no Score of a number"),
+        (Score(value="much"), "did not return a Score with a number"),  # type: ignore[arg-type]
+        (0.5, "did not return a Score with a number"),
         (ZeroDivisionError("no tokens"), "ZeroDivisionError: no tokens"),
         (TimeoutError("its own"), "TimeoutError: its own"),
         (EtudeError("the disk is full", hint="free it"), "the disk is full"),
@@ -83,7 +83,7 @@ def test_a_term_that_fails_is_named_with_the_rollout(value: Any, facts: str) -> 
 
 
 def test_a_term_that_hangs_is_named_at_its_deadline() -> None:
-    with pytest.raises(EtudeError, match=r"reward term 'bad'.*did not end"):
+    with pytest.raises(EtudeError, match=r"reward term 'bad'.*exceeded its deadline"):
         asyncio.run(measure([NamedTerm("bad", Bad(None))], finished(num_turns=1), SOLVED, deadline_s=0.01))
 
 

@@ -24,13 +24,13 @@ from etude.evals.rows import EvalRow, read_rows, write_rows
 from etude.experience import Ledger
 from etude.experience.traces import read_index, read_rollout, read_trace
 from etude.harness import ChatFormat
-from etude.loop.config import must_be_unchanged, read_config
-from etude.loop.exporting import export_checkpoint
-from etude.loop.learning import make_learner
-from etude.loop.phases import leave_report
+from etude.loop.checkpoints import copy_start_checkpoint
+from etude.loop.config import check_config_unchanged, read_config
+from etude.loop.export import export_checkpoint
+from etude.loop.fsck import FsckReport, checks_of
+from etude.loop.learner import make_learner
+from etude.loop.phases import write_run_report
 from etude.loop.preflight import check_ledger
-from etude.loop.proving import Proof, steps_of
-from etude.loop.standalone import take_checkpoint
 from etude.models import load_model
 from etude.run import RunFolder
 from etude.training.corpus import read_corpus, write_corpus
@@ -40,9 +40,9 @@ pytestmark = pytest.mark.timeout(300)
 FLIPS = 4  # in each file
 
 
-def prove(path: Path) -> Proof:
-    proof = Proof()
-    for step in steps_of(path):
+def prove(path: Path) -> FsckReport:
+    proof = FsckReport()
+    for step in checks_of(path):
         step(proof)
     return proof
 
@@ -52,7 +52,7 @@ def sound(game: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four steps and all that it leaves."""
     this = PlayedRun.create(tmp_path_factory.mktemp("runs") / "r", game, "rl.checkpoint_every=2", "evals.every=50")
     folder = this.folder
-    take_checkpoint(game.start, folder)
+    copy_start_checkpoint(game.start, folder)
     write_corpus(folder / "corpus", [np.arange(9, dtype=np.int32)])
 
     async def play() -> None:
@@ -66,7 +66,7 @@ def sound(game: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_rows(folder / "evals" / "before.parquet", [EvalRow(**dict.fromkeys(names, "graded"), **numbers)])
     for phase in ("corpus", "mid-training", "rl"):
         folder.end_phase(phase, wall_s=1.0)
-    leave_report(folder)
+    write_run_report(folder)
     assert main(["ledger", "audit", str(folder.path)]) == 0
     return folder.path
 
@@ -117,7 +117,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "evals/before.parquet": lambda run: read_rows(run / "evals/before.parquet"),
     "run.json": lambda run: RunFolder.open(run),
     "phases.json": lambda run: RunFolder(run).phases(),
-    "config.toml": lambda run: must_be_unchanged(RunFolder(run)),
+    "config.toml": lambda run: check_config_unchanged(RunFolder(run)),
     "summary.json": lambda run: None,  # written for people
     "report.html": lambda run: None,
     "audit.json": lambda run: None,  # believed nowhere without its digest
@@ -214,7 +214,7 @@ def test_a_row_of_the_ledger_that_is_gone_is_found(copy: Path) -> None:
         connection.commit()
     (problem,) = prove(copy).problems
     assert "row 2 of rollouts is not what was written" in problem.what
-    assert "row 3 of transitions is gone" in problem.what
+    assert "row 3 of transitions is missing" in problem.what
 
 
 def test_a_flipped_bit_in_the_ledgers_log_does_not_drop_what_was_committed_behind_it(tmp_path: Path) -> None:
@@ -229,25 +229,25 @@ def test_a_flipped_bit_in_the_ledgers_log_does_not_drop_what_was_committed_behin
     for path in (tmp_path / "ledger.sqlite", log):
         shutil.copy(path, killed / path.name)  # as a kill leaves them
     ledger.close()
-    reading = Ledger.reading(killed / "ledger.sqlite")
-    reading.prove()
+    reading = Ledger.open_readonly(killed / "ledger.sqlite")
+    reading.verify()
     reading.close()
     flip(killed / log.name, made + 5000, 3)
-    reading = Ledger.reading(killed / "ledger.sqlite")
-    with contextlib.closing(reading), pytest.raises(EtudeError, match=r"frames lie behind"):
-        reading.prove()
+    reading = Ledger.open_readonly(killed / "ledger.sqlite")
+    with contextlib.closing(reading), pytest.raises(EtudeError, match=r"more frames"):
+        reading.verify()
 
 
 def test_a_line_of_the_events_is_found_and_left_out(copy: Path) -> None:
     path = copy / "events" / "conductor.jsonl"
-    number = len(RunView(copy).of("rl.step"))
+    number = len(RunView(copy).events("rl.step"))
     lines = path.read_bytes().splitlines(keepends=True)
     at = next(i for i, line in enumerate(lines) if b"rl.step" in line)
     lines[at] = lines[at].replace(b'"reward_mean": 0', b'"reward_mean": 1', 1)
     path.write_bytes(b"".join(lines))
     (problem,) = prove(copy).problems
     assert str(problem).startswith(f"events/conductor.jsonl: line {at + 1} is damaged\n  hint: ")
-    assert len(RunView(copy).of("rl.step")) == number - 1
+    assert len(RunView(copy).events("rl.step")) == number - 1
 
 
 def test_a_sound_run_has_no_problem_and_is_left_as_it_was(sound: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -288,14 +288,14 @@ def test_a_run_of_an_earlier_etude_has_notices_and_no_problem(copy: Path) -> Non
     proof = prove(copy)
     assert not proof.problems
     assert {one.place for one in proof.notices} >= {STEP, "tokenizer", "corpus", "checkpoints/mid"}
-    ledger = Ledger(copy / "ledger.sqlite", capacity=Ledger.reading(copy / "ledger.sqlite")._capacity)
-    ledger.prove()  # from now on its rows have sums
+    ledger = Ledger(copy / "ledger.sqlite", capacity=Ledger.open_readonly(copy / "ledger.sqlite")._capacity)
+    ledger.verify()  # from now on its rows have sums
     ledger.close()
 
 
 def test_a_proof_beside_a_run_that_goes_on_finds_nothing(game: Any, tmp_path: Path) -> None:
     this = PlayedRun.create(tmp_path / "r", game, "rl.checkpoint_every=1", "rl.steps=6", "evals.every=50")
-    ended, proofs = threading.Event(), list[Proof]()
+    ended, proofs = threading.Event(), list[FsckReport]()
 
     def look() -> None:
         while not ended.is_set():

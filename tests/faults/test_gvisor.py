@@ -141,9 +141,9 @@ def test_an_image_is_never_written_to_and_its_machines_share_nothing(tmp_path):
             one, other = await runtime.fork(await runtime.prepare({"new": b"file\n"}, image=image), 2)
             script = "cat version new; echo $STAGE; id -un; echo more > version; cat version"
             said = await one.exec(["sh", "-c", script], key="1", deadline_s=30)
-            with pytest.raises(MachineError, match="not whole"):
+            with pytest.raises(MachineError, match="incomplete"):
                 await runtime.pack(await one.snapshot(), max_bytes=1 << 20)
-            with pytest.raises(MachineError, match="working directory alone"):
+            with pytest.raises(MachineError, match="only the working directory"):
                 await prepare(runtime, migrate)
             return said.output, await other.read("version")
         finally:

@@ -22,9 +22,9 @@ from tests.small_disk import fill, small_disk
 from tests.small_rollouts import Kit
 
 from etude.errors import LedgerError, StoreError
-from etude.experience import Ledger, audit, server_session
+from etude.experience import Ledger, audit, postgres_session
 from etude.experience import postgres as postgres_module
-from etude.experience.database import check_server
+from etude.experience.open_database import check_server
 
 
 class Between:
@@ -97,7 +97,7 @@ def test_a_transaction_whose_commit_got_no_answer_is_found_out_and_done_once(pos
     said: list[str] = []
     calls = 0
     with between(postgres, tmp_path) as (relay, place):
-        ledger = Ledger(place, capacity=8, said=said.append)
+        ledger = Ledger(place, capacity=8, log=said.append)
 
         def work() -> None:
             nonlocal calls
@@ -119,7 +119,7 @@ def test_a_transaction_whose_commit_got_no_answer_is_found_out_and_done_once(pos
 
 def test_a_server_that_is_killed_and_comes_back_costs_a_wait(postgres, place, kit):
     said: list[str] = []
-    ledger = Ledger(place, capacity=8, said=said.append)
+    ledger = Ledger(place, capacity=8, log=said.append)
     for number in range(3):
         ledger.admit(kit.spec(f"g{number:06d}.0"))
         postgres.kill()
@@ -164,7 +164,7 @@ def test_a_second_conductor_is_refused_by_name_until_the_first_is_gone(place, ki
         with pytest.raises(LedgerError, match="written by another conductor") as caught:
             Ledger(place, capacity=8)
         assert f":{first.pid}," in caught.value.facts
-        assert Ledger.reading(place).slots() == (0, 8)
+        assert Ledger.open_readonly(place).slots() == (0, 8)
         os.kill(first.pid, signal.SIGKILL)
     second = Ledger(place, capacity=8)
     second.admit(kit.spec("g000000.0"))
@@ -193,7 +193,7 @@ def test_confirmed_transactions_that_a_server_lost_end_the_run(postgres, place, 
         other.execute(f"UPDATE {schema}.meta SET value = '\"an older one\"' WHERE key = 'commit'".encode())
     postgres.kill()
     postgres.start()
-    with pytest.raises(LedgerError, match="not what it was before") as caught:
+    with pytest.raises(LedgerError, match="has changed since the connection broke") as caught:
         ledger.states()
     assert "resume" in caught.value.hint
     ledger.close()
@@ -214,10 +214,10 @@ def test_a_server_that_stays_away_is_an_error_in_time_and_one_that_returns_goes_
 
 def test_a_session_that_hangs_is_given_up_and_ended_and_the_work_done_once(place, kit, monkeypatch):
     said: list[str] = []
-    ledger = Ledger(place, capacity=8, said=said.append)
+    ledger = Ledger(place, capacity=8, log=said.append)
     backend = ledger._db.session.connection.info.backend_pid
-    monkeypatch.setattr(server_session, "ANSWER_S", 0.0)
-    monkeypatch.setattr(server_session, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(postgres_session, "ANSWER_S", 0.0)
+    monkeypatch.setattr(postgres_session, "PATIENCE_S", 0.5)
     os.kill(backend, signal.SIGSTOP)
     threading.Timer(2.0, os.kill, (backend, signal.SIGCONT)).start()
     ledger.admit(kit.spec("g000000.0"))
@@ -333,10 +333,8 @@ def test_what_keeps_a_run_from_its_server_is_told_before_it_begins(postgres, pla
         nobody = url.replace(str(postgres.port), str(free.getsockname()[1] ^ 1))
     check_server(url)
     refused(lambda: check_server(nobody), "does not answer", "start it")
-    refused(
-        lambda: check_server(guest), "no right to make a run's schema", "GRANT CREATE ON DATABASE postgres TO guest"
-    )
-    refused(lambda: Ledger(f"{guest}#a-run", capacity=1), "no right to what a ledger needs", "GRANT CREATE")
-    refused(lambda: check_server(url.replace("/postgres", "/elsewhere")), "lets nobody in", "PGPASSWORD")
+    refused(lambda: check_server(guest), "may not create schemas", "GRANT CREATE ON DATABASE postgres TO guest")
+    refused(lambda: Ledger(f"{guest}#a-run", capacity=1), "lacks permissions", "GRANT CREATE")
+    refused(lambda: check_server(url.replace("/postgres", "/elsewhere")), "rejected the login", "PGPASSWORD")
     monkeypatch.setenv("PGPASSWORD", "not it")
-    refused(lambda: check_server(url), "lets nobody in", "PGPASSWORD")
+    refused(lambda: check_server(url), "rejected the login", "PGPASSWORD")

@@ -25,12 +25,12 @@ from etude.errors import EngineBehind
 from etude.experience import audit, record_batch
 from etude.harness import HarnessConfig
 from etude.inference import EngineGone, Fleet
+from etude.loop.adjustable_semaphore import Limit
 from etude.loop.conductor import Conductor
 from etude.loop.config import RunConfig
-from etude.loop.places import rollout_files
-from etude.loop.played import Played, hand_over
-from etude.loop.room import Limit
-from etude.loop.wire import Lost
+from etude.loop.locations import rollout_files
+from etude.loop.rollout_result import RolloutResult, store_rollout
+from etude.loop.rpc import ProcessLost
 from etude.records import Completion, CompletionRequest, Rollout, RolloutSpec, Task, Version
 from etude.records.sample import Published
 from etude.records.task import Split
@@ -38,9 +38,9 @@ from etude.rollouts import run_rollout
 from etude.run import RunFolder
 from etude.stores import DirectoryStore
 from etude.telemetry import Telemetry, read_events
-from etude.testing import FakeCrew, FakeLearner, MemoryRuntime, ScriptedEngine
+from etude.testing import FakeLearner, FakeRunProcesses, MemoryRuntime, ScriptedEngine
 from etude.weights.chain.channel import Channel
-from etude.weights.chain.steps import Steps
+from etude.weights.chain.history import LineageSteps
 from etude.weights.tensors import Tensor
 
 CHAT = laptop_chat()
@@ -105,7 +105,7 @@ class MortalLearner:
         if method == "forward_backward":
             await self._compute()
         if self.lost.is_set():
-            raise Lost("the learner is gone", hint="another comes")
+            raise ProcessLost("the learner is gone", hint="another comes")
         match method:
             case "begin" if (Path(args[0]) / "learner.json").exists():
                 self.made.load(args[0])
@@ -132,7 +132,7 @@ class MortalLearner:
             self.lost.set()
 
 
-class SlowCrew(FakeCrew):
+class SlowProcesses(FakeRunProcesses):
     """Real rollouts on slow engines, which follow what is published."""
 
     def __init__(self, config: RunConfig, run: RunFolder, dies: Collection[int]) -> None:
@@ -143,13 +143,13 @@ class SlowCrew(FakeCrew):
         self.fleet, self.runtime, self._at_work = Fleet({e.name: e for e in self.slow}), MemoryRuntime(), set[Any]()
         self._channel, self._versions = Channel(DirectoryStore(run / "weights")), dict[int, Version]()
         self._dies, self.behind, self.run, self.files = set(dies), 0, run, rollout_files(run)
-        self.engines, self.far, self.learners = dict[str, Any](), (), SimpleNamespace(pick=self._pick)
+        self.engines, self.remote, self.learners = dict[str, Any](), (), SimpleNamespace(pick=self._pick)
         self._learner: MortalLearner | None = None
 
-    def wants_parity(self, learner_class: str) -> None:
+    def require_parity(self, learner_class: str) -> None:
         """Of nobody."""
 
-    async def some_engine(self) -> None:
+    async def wait_for_engine(self) -> None:
         """Nobody is waited for."""
 
     async def _pick(self, *, deadline_s: float) -> MortalLearner:
@@ -164,7 +164,7 @@ class SlowCrew(FakeCrew):
         self._versions[step] = done.version
         return done
 
-    def head(self, version: Version) -> None:
+    def set_head(self, version: Version) -> None:
         for engine in self.slow:
             self.do(engine.follow(version))
 
@@ -176,7 +176,7 @@ class SlowCrew(FakeCrew):
     def _never(self, spec: RolloutSpec) -> Rollout:
         raise AssertionError(spec)
 
-    async def rollout(self, spec: RolloutSpec, *, kept: bool = True) -> Played:
+    async def rollout(self, spec: RolloutSpec, *, kept: bool = True) -> RolloutResult:
         published = max(self._versions) if self._learner is None else self._learner.made.step
         self.behind += spec.min_step > published
         played = await run_rollout(
@@ -187,7 +187,7 @@ class SlowCrew(FakeCrew):
             harness=LIMITS,
             clock=asyncio.get_running_loop().time,
         )
-        return hand_over(played, self.files, kept=kept).of(spec.task)
+        return store_rollout(played, self.files, kept=kept).with_task(spec.task)
 
 
 class Tasks:
@@ -216,26 +216,26 @@ def test_no_rollout_is_lost_or_invalid_by_waiting_for_versions_engines_or_tokens
 ) -> None:
     run = RunFolder.create(tmp_path / "run", config_toml=to_toml(config), seed=0)
 
-    async def story() -> tuple[Conductor, SlowCrew, float]:
+    async def story() -> tuple[Conductor, SlowProcesses, float]:
         telemetry = Telemetry(run / "events" / "conductor.jsonl", process="conductor")
-        crew, loop = SlowCrew(config, run, dies={2, 3, 5, 6}), asyncio.get_running_loop()
+        processes, loop = SlowProcesses(config, run, dies={2, 3, 5, 6}), asyncio.get_running_loop()
         if engines_die:
             for i in range(6):
-                dying = functools.partial(lambda engine: crew.do(engine.restart()), crew.slow[i % 2])
+                dying = functools.partial(lambda engine: processes.do(engine.restart()), processes.slow[i % 2])
                 loop.call_later(1500.0 * (i + 1), dying)
-        conductor = Conductor(run, config, telemetry, crew, Tasks(), CHAT)  # type: ignore[arg-type]
+        conductor = Conductor(run, config, telemetry, processes, Tasks(), CHAT)  # type: ignore[arg-type]
         await conductor.reinforce()
         telemetry.close()
-        return conductor, crew, loop.time()
+        return conductor, processes, loop.time()
 
-    conductor, crew, took_s = run_at_once(story())
+    conductor, processes, took_s = run_at_once(story())
     assert conductor.step == STEPS
     assert took_s > STEPS * STEP_S, "steps of ten minutes"
     assert 40 * TOKEN_S > DEADLINE_S, "a completion takes longer than it may be silent"
-    assert crew.behind == 0, "none began before its version was published"
+    assert processes.behind == 0, "none began before its version was published"
     ledger = conductor.ledger
     assert "invalid" not in ledger.states(), [row.reason for row in ledger.rows() if row.state == "invalid"]
-    audit(ledger, run / "traces", Steps(DirectoryStore(run / "weights"))).require_sound()
+    audit(ledger, run / "traces", LineageSteps(DirectoryStore(run / "weights"))).require_sound()
     lost = [event for event in read_events(run / "events") if event["kind"] == "lineage" and event["state"] == "lost"]
     assert len(lost) == 4
     assert sum(n for state, n in ledger.states().items() if state in ("trained", "no-signal")) == STEPS * 8

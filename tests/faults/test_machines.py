@@ -708,7 +708,7 @@ def _runs(pid: int) -> bool:
 def test_a_dead_launcher_is_evidence_and_the_next_fork_starts_another(victim):
     async def test(runtime):
         launcher = runtime._pool.launcher
-        if victim == "template" and not launcher.facts["agent"]:
+        if victim == "template" and not launcher.info["agent"]:
             pytest.skip("no agent was built")
         snapshot = await runtime.prepare({"a": b"1"})
         [machine] = await runtime.fork(snapshot, 1)
@@ -740,7 +740,7 @@ def test_closing_a_runtime_leaves_nothing():
 def test_a_machine_killed_from_outside_counts_as_a_killed_command_not_as_an_error():
     async def test(runtime):
         [machine] = await runtime.fork(await runtime.prepare({}), 1)
-        signal.pidfd_send_signal(machine._made.init, signal.SIGKILL)
+        signal.pidfd_send_signal(machine._handle.init, signal.SIGKILL)
         result = await machine.exec(["true"], key="1", deadline_s=20)
         with pytest.raises(FileNotFoundError, match="gone"):
             await machine.read("x")
@@ -754,7 +754,7 @@ def test_more_machines_than_there_is_room_for_wait_until_others_are_closed_or_th
         runtime = opened("namespace", lambda: NamespaceRuntime(max_machines=2, spare=1))
         snapshot = await runtime.prepare({})
         first, second = await runtime.fork(snapshot, 2)
-        with pytest.raises(MachineError, match="room"):
+        with pytest.raises(MachineError, match="free slots"):
             await runtime.fork(snapshot, 1, deadline_s=0.1)
         waiting = asyncio.create_task(runtime.fork(snapshot, 1))
         await first.close()
@@ -787,7 +787,7 @@ def test_without_user_namespaces_the_error_names_the_alternatives():
         pytest.skip("no unshare(1)")
     if "user namespace" not in done.stderr:
         pytest.skip(done.stderr[-300:])
-    assert "MachineError: machines cannot be made here: making a user namespace" in done.stderr
+    assert "MachineError: machines cannot be created here: making a user namespace" in done.stderr
     for way in ("sysctl", "CAP_SYS_ADMIN", "container", "remote backend"):
         assert way in done.stderr
 

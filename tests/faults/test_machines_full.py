@@ -51,7 +51,7 @@ async def main():
             try:
                 await attempt()
             except MachineError as error:
-                assert error.what and error.facts and "room" in error.hint, error
+                assert error.what and error.facts and ("room" in error.hint or "space" in error.hint), error
                 told += 1
         emptied()
         [other] = await runtime.fork(await machine.snapshot(), 1)

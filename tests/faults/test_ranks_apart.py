@@ -28,7 +28,7 @@ RANK = """
 import os, pickle, sys
 import torch
 from benchmarks import sharded_ranks
-from etude.training.ranks import Alone
+from etude.training.data_parallel import Alone
 
 torch.set_num_threads(1)
 told = sharded_ranks.together(Alone(), pickle.load(open("jobs", "rb")))

@@ -18,7 +18,7 @@ from etude.loop.config import RunConfig
 from etude.config import build
 from etude.inference.config import EngineKind
 from etude.loop import ray_cluster
-from etude.loop.on_ray import OnRay
+from etude.loop.ray_placement import RayPlacement
 from etude.loop.placement import Program
 
 folder = Path(sys.argv[1])
@@ -26,7 +26,7 @@ ray.init("local", num_cpus=2, num_gpus=8, resources={"engine": 8.0, "worker": 1.
          log_to_driver=False)
 
 async def seen(name, devices):
-    there, log = OnRay(folder), folder / f"{name}.log"
+    there, log = RayPlacement(folder), folder / f"{name}.log"
     code = "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'))"
     process = await there.start(Program(name, ["-c", code], log, devices=devices), lambda reason: asyncio.sleep(0))
     await process.wait()
@@ -40,7 +40,7 @@ def config(*arguments):
 four = config("--tensor-parallel-size=4")
 print(len(asyncio.run(seen("engine-0", four.devices_of(EngineKind.VLLM))).split(",")))
 print(len(asyncio.run(seen("engine-1", 1)).split(",")))
-print(ray_cluster.room("engine"), ray_cluster.room("engine", 1), ray_cluster.room("engine", 4))
+print(ray_cluster.capacity("engine"), ray_cluster.capacity("engine", 1), ray_cluster.capacity("engine", 4))
 print("GPU 8" in ray_cluster.offers())
 try:
     ray_cluster._enough_gpus(config("-tp", "16"))

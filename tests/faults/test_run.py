@@ -108,8 +108,8 @@ def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         ("harness.tools=['ls']", "no rollout could submit"),
         ("harness.context_tokens=4096", "does not fit"),
         ("engine.context_tokens=512", "positions for 128"),
-        ("learner.expert_parallel=2", "do not fill a mesh"),
-        ("learner.context_parallel=3", "do not fill a mesh"),
+        ("learner.expert_parallel=2", "is not a multiple of expert_parallel"),
+        ("learner.context_parallel=3", "is not a multiple of context_parallel"),
         ("start=/nowhere", "no config.json there"),
         ("rl=3", "a section is wanted"),
         ("nonsense", "--set rl.steps=10"),
@@ -162,7 +162,7 @@ def test_a_checkpoint_that_cannot_be_computed_here_is_refused_before_the_run_beg
     assert "nothing at" in refuse(2, "serve", tmp_path / "nowhere")
     assert "nothing at" in refuse(2, "export", tmp_path / "nowhere", tmp_path / "out")
     (tmp_path / "empty").mkdir()
-    assert "no checkpoint" in refuse(2, "serve", tmp_path / "empty")
+    assert "not a checkpoint" in refuse(2, "serve", tmp_path / "empty")
 
 
 def test_a_task_source_without_tasks_or_with_a_wrong_reference_is_refused(

@@ -63,7 +63,7 @@ def test_a_rank_that_is_stopped_is_named_and_the_run_goes_on_from_its_last_commi
     assert running.end() == 0, running.said
     running.assert_sound()
     lost = [event for event in told(running, "learner") if event["state"] == "lost"]
-    assert "learner rank 1 reports nothing" in lost[0]["reason"]
+    assert "learner rank 1 is silent" in lost[0]["reason"]
     assert [e["state"] for e in running.events("lineage")].count("lost") == 1
 
 

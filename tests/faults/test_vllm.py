@@ -136,10 +136,10 @@ def test_published_adapters_are_merged_into_the_live_weights_of_a_real_vllm(tmp_
     async def story(vllm: Vllm) -> None:
         for step in range(2):
             learner.step = step
-            for name, view in learner.trained.views().items():
+            for name, view in learner.trainable.views().items():
                 if name.endswith(B):
                     view.normal_(0.0, 0.02 * (step + 1), generator=torch.Generator().manual_seed(len(name)))
-            learner.trained.settle()
+            learner.trainable.sync_model()
             version, right = learner.publish([]).version, learner.probe(TEXT)
             assert not budget_of("float32").holds(compare(before, right)), "it is another model"
             async with (

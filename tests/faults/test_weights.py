@@ -159,7 +159,7 @@ def test_a_damaged_pointer_is_replaced_by_the_next_publish_of_a_new_writer_or_of
             store.compare_and_swap(pointer_key("policy"), None, data)
         published = successor.publish(policy_at(step), step=step, parent=versions[-1], rollout_ids=[str(step)])
         versions.append(published.version)
-        assert "pointer" in successor.mended
+        assert "pointer" in successor.repair_note
         follower.advance()
         assert follower.version == published.version
         assert holds(follower, step)
@@ -216,7 +216,7 @@ def test_a_pointer_without_a_writer_is_repaired_to_what_was_surely_committed_and
         store.delete("pointers/policy")
         if data is not None:
             store.compare_and_swap("pointers/policy", None, data)
-        assert repair(store, told=told) == versions[newest]
+        assert repair(store, published=told) == versions[newest]
         pointer = head(store, "policy")
         assert pointer is not None
         assert (pointer.head, pointer.generation) == (read_pointer(good).head, 1)
@@ -442,7 +442,7 @@ store, at = DirectoryStore(sys.argv[1]), sys.argv[2]
 def die(done):
     if done == at:
         os.kill(os.getpid(), signal.SIGKILL)
-parent = Follower(store).pointer()
+parent = Follower(store).head_version()
 step = parent.step + 1
 Channel(store).publish(shared.policy_at(step), step=step, parent=parent, rollout_ids=[], after=die)
 """
@@ -510,7 +510,7 @@ def test_a_commit_whose_answer_got_lost_is_found_by_its_nonce() -> None:
     first = writer.publish(policy_at(0), step=0, parent=None, rollout_ids=[]).version
     store.broken = True
     second = writer.publish(policy_at(1), step=1, parent=first, rollout_ids=[]).version
-    assert Follower(store).pointer() == second
+    assert Follower(store).head_version() == second
 
 
 def test_a_commit_that_did_not_happen_is_the_stores_error_and_may_be_repeated() -> None:
@@ -520,10 +520,10 @@ def test_a_commit_that_did_not_happen_is_the_stores_error_and_may_be_repeated() 
     store.broken = True
     with pytest.raises(StoreError, match="do not survive a fork"):
         writer.publish(policy_at(1), step=1, parent=first, rollout_ids=[])
-    assert Follower(store).pointer() == first
+    assert Follower(store).head_version() == first
     store.broken = False
     second = writer.publish(policy_at(1), step=1, parent=first, rollout_ids=[]).version
-    assert Follower(store).pointer() == second
+    assert Follower(store).head_version() == second
 
 
 class Silent(MemoryStore):
@@ -579,7 +579,7 @@ from etude.errors import StoreError
 from etude.stores import DirectoryStore
 from etude.weights import Channel, Follower
 store = DirectoryStore(sys.argv[1])
-parent = Follower(store).pointer()
+parent = Follower(store).head_version()
 resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))
 try:
     Channel(store).publish(shared.policy_at(2), step=2, parent=parent, rollout_ids=[])

@@ -73,7 +73,7 @@ def served(
 
 
 def model(sizes: ModelConfig, operators: Operators) -> Transformer:
-    return Transformer(sizes, seed=0, operators=operators).cast(operators.held).to(DEVICE).eval()
+    return Transformer(sizes, seed=0, operators=operators).cast(operators.storage_dtype).to(DEVICE).eval()
 
 
 @torch.no_grad()
@@ -127,7 +127,7 @@ def test_an_engines_operators_are_shown_as_training_computes_them() -> None:
     held = model(FAMILIES["qwen3-moe"], ExactGpu(torch.bfloat16))
     ids, seen = list(range(7)), dict[str, torch.Tensor]()
     with torch.no_grad():
-        held.run(torch.tensor(ids).to(DEVICE), watch=lambda name, t: seen.setdefault(name, t.clone()))
+        held.run(torch.tensor(ids).to(DEVICE), hook=lambda name, t: seen.setdefault(name, t.clone()))
     shown = engine_results(held, ids, prompt_tokens=5, chunk_tokens=4)
     assert shown.keys() == seen.keys()
     assert all(torch.equal(shown[name], seen[name]) for name in seen)

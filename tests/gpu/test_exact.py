@@ -25,16 +25,16 @@ from etude.numerics.gpu import (
     PagedTokens,
     Pages,
     Router,
-    Rows,
+    SequenceRows,
     attend_packed,
     choose,
-    join,
+    join_partial_sums,
     linear,
     mix,
 )
-from etude.numerics.gpu.attention import Paged, Queries, attend
-from etude.numerics.gpu.products import multiply, weight_gradient
-from etude.numerics.gpu.rows import log_softmax, rms_norm, rotate
+from etude.numerics.gpu.attention import PagedKeys, Queries, attend
+from etude.numerics.gpu.matmul import multiply, weight_gradient
+from etude.numerics.gpu.row_ops import log_softmax, rms_norm, rotate
 from etude.numerics.gpu.tiles import Tiles, tiles_of
 
 GPU = torch.cuda.is_available()
@@ -101,12 +101,12 @@ def test_schedules_and_tensor_parallel_shards_of_a_product_have_its_bits(dtype: 
     for degree in (2, 4):
         shares = zip(x.chunk(degree, 1), weight.chunk(degree, 1), strict=True)
         parts = [multiply(a, w, tiles.shard(degree), dtype=torch.float32) for a, w in shares]
-        assert torch.equal(join(torch.stack(parts), dtype), whole)
+        assert torch.equal(join_partial_sums(torch.stack(parts), dtype), whole)
         columns = [multiply(x, w, tiles) for w in weight[:28].chunk(degree)]
         assert torch.equal(torch.cat(columns, 1), whole[:, :28])
     with pytest.raises(ValueError, match="no tree"):
-        join(torch.zeros(3, 2, 2), dtype)
-    with pytest.raises(ValueError, match="cannot be shared by 4 ranks"):
+        join_partial_sums(torch.zeros(3, 2, 2), dtype)
+    with pytest.raises(ValueError, match="cannot be divided among 4 ranks"):
         tiles_of(8, 30, 2, degree=4)
 
 
@@ -202,7 +202,7 @@ def test_the_operators_that_a_model_asks_for_are_those_of_torch_on_any_rows() ->
     cold = ops.log_softmax(scores, torch.full((33, 1), 0.5, device=DEVICE))
     close(cold, (scores.double() / 0.5).log_softmax(-1), torch.float32)
     q, k, v = (drawn(heads, 7, 16) for heads in (2, 1, 1))
-    o = ops.causal()(q, k, v).transpose(0, 1)
+    o = ops.causal_attention()(q, k, v).transpose(0, 1)
     close(o, plain_attention(*(t.transpose(0, 1).double() for t in (q, k, v)), [7]), torch.float32)
 
 
@@ -291,7 +291,7 @@ def test_attention_is_right_and_a_row_has_the_same_bits_decoded_in_chunks_and_pa
     cuts = [[0, 5], [0, 17, lengths[1] - 1, lengths[1]], [0, 1, lengths[2]]]
     while any(len(cut) > 1 for cut in cuts):  # a step: the next chunk of each sequence that has one
         turn = [i for i, cut in enumerate(cuts) if len(cut) > 1]
-        rows = [Rows(cuts[i][0], cuts[i][1] - cuts[i].pop(0), own[i]) for i in turn]
+        rows = [SequenceRows(cuts[i][0], cuts[i][1] - cuts[i].pop(0), own[i]) for i in turn]
         flat = torch.cat(
             [torch.arange(r.count) + sum(lengths[:i]) + r.start for i, r in zip(turn, rows, strict=True)]
         ).to(DEVICE)
@@ -303,7 +303,7 @@ def test_long_contexts_have_the_same_bits_however_their_spans_are_scheduled() ->
     q, k, v = (drawn(length, heads, 16, dtype=dtype, seed=i) for i, heads in enumerate((2, 1, 1)))
     packed = PackedTokens([length], DEVICE).attend(0, q, k, v)
     close(packed, plain_attention(q.double(), k.double(), v.double(), [length]), dtype)
-    slot = Paged(
+    slot = PagedKeys(
         k.transpose(0, 1)[None], v.transpose(0, 1)[None], torch.zeros(1, 1, dtype=torch.int32, device=DEVICE), length
     )
     for first, count in ((1099, 1), (3, 1), (1020, 8)):

@@ -17,7 +17,7 @@ from tests.unit.models.families import FAMILIES
 
 from etude.models import Transformer
 from etude.models.attention import Packed
-from etude.numerics.gpu import ExactGpu, PackedTokens, PagedTokens, Pages, Rows
+from etude.numerics.gpu import ExactGpu, PackedTokens, PagedTokens, Pages, SequenceRows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -31,7 +31,7 @@ def test_a_model_decodes_to_the_bits_it_is_trained_with(family: str) -> None:
     trained = model.run(tokens, PackedTokens(lengths, DEVICE)).logits.detach()
     one_by_one = Packed(lengths, model.operators, device=DEVICE)
     assert torch.equal(model.run(tokens, one_by_one).logits, trained)
-    kept = sizes.kept
+    kept = sizes.cache_layout
     pages = Pages(
         num_layers=2, num_pages=8, page=4, heads=kept.heads, key_width=kept.key_width, value_width=kept.value_width,
         shared=kept.shared, dtype=dtype, device=DEVICE,
@@ -40,7 +40,7 @@ def test_a_model_decodes_to_the_bits_it_is_trained_with(family: str) -> None:
     own = ((1, 3, 0), (2, 5))
     with torch.no_grad():
         for step in steps:
-            rows = [Rows(first, stop - first, own[i]) for i, first, stop in step]
+            rows = [SequenceRows(first, stop - first, own[i]) for i, first, stop in step]
             at = torch.cat([torch.arange(first, stop) + 11 * i for i, first, stop in step]).to(DEVICE)
             assert torch.equal(model.run(tokens[at], PagedTokens(pages, rows)).logits, trained[at])
 
@@ -57,7 +57,7 @@ def test_the_benchmark_finds_no_differing_bit_on_a_small_layer() -> None:
 COMPILED = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from etude.numerics.gpu.programs import attention, products, rows
+from etude.numerics.gpu.kernels import attention, matmul, row_ops
 
 DENSE = dict(x_in=1, w_in=1, OUT=2048, IN=2048, LEAVES=2, SPLIT=False, GROUPS=0, LANES=1, GATHER=False, BAND=8)
 HEADS = dict(LANES=8, PAGE=64, SHARE=8, SHARED=False, SPAN=1024, SPREAD=False)
@@ -66,11 +66,11 @@ WHOLE = dict(ROWS=128, OUTS=128, INS=64)
 GRAD = dict(OUT=1536, IN=2048, GROUPED=True, GATHER=True, ROWS=64, OUTS=128, INS=128)
 NORM = dict(WIDTH=128, WEIGHTED=False, ROWS=16, BLOCK=128)
 for program, kind, constants, options in (
-    (products.product, "bf16", DENSE | WHOLE, dict(num_warps=8, num_stages=3)),
-    (products.product, "fp32", DENSE | dict(ROWS=64, OUTS=64, INS=16), dict(num_warps=4, num_stages=2)),
-    (products.weight_gradient, "bf16", GRAD, dict(num_warps=8, num_stages=3)),
+    (matmul.product, "bf16", DENSE | WHOLE, dict(num_warps=8, num_stages=3)),
+    (matmul.product, "fp32", DENSE | dict(ROWS=64, OUTS=64, INS=16), dict(num_warps=4, num_stages=2)),
+    (matmul.weight_gradient, "bf16", GRAD, dict(num_warps=8, num_stages=3)),
     (attention.attend, "bf16", HEADS | dict(ROWS=64, KEYS=64), dict(num_warps=4, enable_fp_fusion=False)),
-    (rows.rms_norm, "bf16", NORM, dict(enable_fp_fusion=False)),
+    (row_ops.rms_norm, "bf16", NORM, dict(enable_fp_fusion=False)),
 ):
     names = program.arg_names
     pointers = {n: "*" + kind for n in ("x", "w", "y", "q", "k", "v", "o", "dy")} | {"dw": "*fp32", "weight": "*fp32"}

@@ -16,15 +16,15 @@ from etude.models import ModelConfig, Transformer
 from etude.models.attention import Packed
 from etude.models.experts import Choice
 from etude.models.experts import mix as on_the_host
-from etude.numerics import mixtures, varlen
-from etude.numerics.gpu import rows as programs
+from etude.numerics import grouped_experts, varlen_attention
+from etude.numerics.gpu import row_ops
 from etude.numerics.native import Native
 from etude.numerics.operators import Operators
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
 BF16 = torch.bfloat16
-TRITON = mixtures.RowWork(programs.gated, programs.gated_gradient, programs.combine)
+TRITON = grouped_experts.RowOps(row_ops.gated, row_ops.gated_gradient, row_ops.combine)
 on_a_gpu = pytest.mark.skipif(not GPU, reason="no GPU here: the vendor's kernels need one")
 SMALL = ModelConfig(
     vocab_size=512, hidden_size=256, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=64, expert_size=128,
@@ -41,7 +41,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1.2e-2
     assert error < tolerance, f"relative error {error:.1e}"
 
 
-def mixed(work: mixtures.RowWork | None, tokens: int, width: int, experts: int, inner: int) -> list[torch.Tensor]:
+def mixed(work: grouped_experts.RowOps | None, tokens: int, width: int, experts: int, inner: int) -> list[torch.Tensor]:
     """A layer's experts, all gradients: by a way of devices, or (None) on the host in float64. Expert 1 has no row."""
     scores = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     scores[:, 1] = -1.0
@@ -57,13 +57,13 @@ def mixed(work: mixtures.RowWork | None, tokens: int, width: int, experts: int, 
     if work is None:
         y = on_the_host(x, Choice(gates, experts_NK, experts_NK, None), up, down, Native(torch.float64))
     else:
-        y = mixtures.mix(x, gates, experts_NK, up, down, work)
+        y = grouped_experts.mix(x, gates, experts_NK, up, down, work)
     slope = drawn(tokens, width, seed=6).to(y.dtype)
     return [y.detach(), *torch.autograd.grad(y, given, slope)]
 
 
-@pytest.mark.parametrize("work", [mixtures.TORCH, TRITON], ids=["torch", "triton"])
-def test_a_layers_experts_are_right_forward_and_back(work: mixtures.RowWork) -> None:
+@pytest.mark.parametrize("work", [grouped_experts.TORCH_ROW_OPS, TRITON], ids=["torch", "triton"])
+def test_a_layers_experts_are_right_forward_and_back(work: grouped_experts.RowOps) -> None:
     sizes = (999, 512, 16, 256) if GPU else (7, 16, 4, 8)
     for found, expected in zip(mixed(work, *sizes), mixed(None, *sizes), strict=True):
         close(found, expected)
@@ -71,10 +71,12 @@ def test_a_layers_experts_are_right_forward_and_back(work: mixtures.RowWork) -> 
 
 @on_a_gpu
 def test_experts_take_the_device_s_way_and_few_rows_do_too() -> None:
-    assert mixtures.row_work(DEVICE).gated is programs.gated
+    assert grouped_experts.row_ops_for(DEVICE).gated is row_ops.gated
     for tokens in (1, 3, 130):
         for found, expected in zip(
-            mixed(mixtures.row_work(DEVICE), tokens, 256, 8, 128), mixed(None, tokens, 256, 8, 128), strict=True
+            mixed(grouped_experts.row_ops_for(DEVICE), tokens, 256, 8, 128),
+            mixed(None, tokens, 256, 8, 128),
+            strict=True,
         ):
             close(found, expected)
 
@@ -91,7 +93,7 @@ def test_packed_attention_in_one_kernel_is_attention_sequence_by_sequence(key_wi
     ]
     parts = [part.requires_grad_() for part in parts]
     slope = drawn(total, heads, value_width, seed=4)
-    one = operators.packed(lengths, DEVICE)(*parts)
+    one = operators.packed_attention(lengths, DEVICE)(*parts)
     each = Operators.packed(operators, lengths, DEVICE)(*parts)
     close(one, each)
     for found, expected in zip(
@@ -107,11 +109,11 @@ def test_slots_in_any_order_are_attended_up_to_what_they_hold() -> None:
     asked = [(3, 1, 200), (0, 1, 1), (4, 64, 130), (1, 3, 255)]  # slot, rows, keys that the last row sees
     counts = [rows for _, rows, _ in asked]
     q = drawn(sum(counts), heads, width, seed=3)
-    starts = varlen.starts(counts, DEVICE)
+    starts = varlen_attention.starts(counts, DEVICE)
     starts_k = torch.tensor([slot * room for slot, _, _ in asked] + [0], dtype=torch.int32).to(DEVICE)
     used = torch.tensor([stop for _, _, stop in asked], dtype=torch.int32).to(DEVICE)
     flat = (keys.flatten(0, 1), values.flatten(0, 1))
-    o = varlen.attend(q, *flat, starts, starts_k, max(counts), room, used_k=used)
+    o = varlen_attention.attend(q, *flat, starts, starts_k, max(counts), room, used_k=used)
     for (slot, rows, stop), (first, last) in zip(asked, itertools.pairwise(starts.tolist()), strict=True):
         k, v = (t[slot, :stop].repeat_interleave(heads // key_heads, 1).transpose(0, 1) for t in (keys, values))
         hidden = torch.arange(stop, device=DEVICE) > torch.arange(stop - rows, stop, device=DEVICE)[:, None]

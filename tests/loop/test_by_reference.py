@@ -20,9 +20,9 @@ from etude.errors import LedgerError
 from etude.experience import Ledger, read_trace
 from etude.experience.traces import trace_path
 from etude.loop.conductor import UNREAD, Conductor
-from etude.loop.places import rollout_files
-from etude.loop.played import Played
-from etude.loop.redoing import redo
+from etude.loop.locations import rollout_files
+from etude.loop.replay import replay_step
+from etude.loop.rollout_result import RolloutResult
 from etude.records.summary import summary_of
 from etude.records.wire import pack
 from etude.telemetry import read_events
@@ -33,15 +33,15 @@ SETS = ("evals.every=50", "rl.steps=2", "rl.checkpoint_every=2", "experience.max
 
 
 class Wide(Players):
-    """A crew whose rollouts are long."""
+    """Run processes whose rollouts are long."""
 
     sampled = 110
 
 
 class Damaging(Players):
-    """A crew whose disk damages the first rollout of each group of step 1, once it was graded."""
+    """Run processes whose disk damages the first rollout of each group of step 1, once it was graded."""
 
-    async def grade(self, rollout: Played) -> Any:
+    async def grade(self, rollout: RolloutResult) -> Any:
         graded = await super().grade(rollout)
         summary = rollout.summary
         if summary.group_id == "g000000" and summary.rollout_id.endswith(".0"):
@@ -53,9 +53,9 @@ class Damaging(Players):
 
 
 class Gone(Damaging):
-    """A crew whose disk is gone once step 1 is to be trained."""
+    """Run processes whose disk is gone once step 1 is to be trained."""
 
-    async def grade(self, rollout: Played) -> Any:
+    async def grade(self, rollout: RolloutResult) -> Any:
         graded = await super().grade(rollout)
         self.files.drop(rollout.summary)
         return graded
@@ -80,7 +80,7 @@ def test_a_step_larger_than_a_frame_is_trained_and_redone_to_the_bit(game: Any, 
     run.assert_sound(2)
     batch = read_trace(trace_path(run.folder / "traces", 2)).batch
     assert len(pack(batch)) > 2 * FRAME
-    assert redo(run.folder, 2, start=Path("mid")).equal
+    assert replay_step(run.folder, 2, start=Path("mid")).equal
 
 
 def test_the_files_of_a_step_stay_until_two_checkpoints_lie_behind_it(game: Any, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_the_files_of_a_step_stay_until_two_checkpoints_lie_behind_it(game: Any,
 
     async def watched(conductor: Conductor) -> None:
         await checkpoint(conductor)
-        stored = {int(name[1:7]) for name in conductor.crew.files.names()}
+        stored = {int(name[1:7]) for name in conductor.processes.files.names()}
         kept.append({group for group in stored if group < conductor.step * groups})
 
     with pytest.MonkeyPatch.context() as patched:
@@ -103,7 +103,7 @@ def test_the_files_of_a_step_stay_until_two_checkpoints_lie_behind_it(game: Any,
 def test_rollouts_are_compared_with_the_reference_piece_by_piece_and_come_out_the_same(
     game: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from etude.loop import learning  # torch
+    from etude.loop import learner  # torch
     from etude.telemetry import Telemetry
 
     run = made(game, tmp_path / "r", Players)
@@ -111,7 +111,7 @@ def test_rollouts_are_compared_with_the_reference_piece_by_piece_and_come_out_th
     rollouts = [Players.made(Players, replace(spec, rollout_id=f"g.{i}", seed=i)) for i in range(6)]  # type: ignore[arg-type]
     summaries = [summary_of(rollout, rollout_files(run.folder).write(rollout)) for rollout in rollouts]
     with contextlib.closing(Telemetry(run.folder / "events" / "other.jsonl", process="other")) as telemetry:
-        rank = learning.Learning(run.folder, run.config, telemetry)
+        rank = learner.LearnerProcess(run.folder, run.config, telemetry)
         whole, pieces, compare = rank.k1(summaries), list[int](), rank.reference.k1
 
         def counted(samples: Any) -> dict[str, float]:
@@ -119,7 +119,7 @@ def test_rollouts_are_compared_with_the_reference_piece_by_piece_and_come_out_th
             return compare(samples)
 
         monkeypatch.setattr(rank.reference, "k1", counted)
-        monkeypatch.setattr(learning, "K1_TOKENS", 2 * (PROMPT + SAMPLED))
+        monkeypatch.setattr(learner, "K1_TOKENS", 2 * (PROMPT + SAMPLED))
         found = rank.k1(summaries)
     assert pieces == [2] * (len(summaries) // 2)
     assert found.keys() == {summary.rollout_id for summary in summaries}
@@ -130,7 +130,7 @@ def test_a_stored_rollout_that_was_damaged_is_set_aside_and_the_step_goes_on(gam
     run = made(game, tmp_path / "r", Damaging)
     reinforced(run)
     run.assert_sound(2)
-    ledger = Ledger.reading(run.folder / "ledger.sqlite")
+    ledger = Ledger.open_readonly(run.folder / "ledger.sqlite")
     row = ledger.row("g000000.0")
     ledger.close()
     assert (row.state, row.reason) == ("quarantined", UNREAD)
@@ -143,21 +143,21 @@ def test_a_run_whose_stored_rollouts_are_all_gone_ends_by_name_and_loses_none(ga
     with pytest.raises(LedgerError, match=r"the stored rollout g00000\d\.\d cannot be read") as caught:
         reinforced(run)
     assert "copy its file back" in caught.value.hint
-    ledger = Ledger.reading(run.folder / "ledger.sqlite")
+    ledger = Ledger.open_readonly(run.folder / "ledger.sqlite")
     assert "quarantined" not in ledger.states()
     ledger.close()
 
 
 @pytest.mark.parametrize("change", [lambda path: path.unlink(), lambda path: path.write_bytes(b"PAR1")])
 def test_a_rank_that_cannot_read_a_step_names_it(game: Any, tmp_path: Path, change: Callable[[Path], None]) -> None:
-    from etude.loop.learning import Learning  # torch
+    from etude.loop.learner import LearnerProcess  # torch
     from etude.telemetry import Telemetry
 
     run = made(game, tmp_path / "r", Players)
     reinforced(run)
     with contextlib.closing(Telemetry(run.folder / "events" / "other.jsonl", process="other")) as telemetry:
-        rank = Learning(run.folder, run.config, telemetry)
-        with pytest.raises(LedgerError, match="the trace of step 2 holds another batch"):
+        rank = LearnerProcess(run.folder, run.config, telemetry)
+        with pytest.raises(LedgerError, match="the trace of step 2 has another batch"):
             rank._read(2, "0" * 64)
         change(run.folder / "traces" / "batch-000002.parquet")
         with pytest.raises(LedgerError):

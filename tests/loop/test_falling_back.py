@@ -20,9 +20,9 @@ from etude.experience.traces import read_trace, trace_path
 from etude.harness import ChatFormat
 from etude.loop.conductor import Conductor
 from etude.loop.config import RunConfig, open_tasks
-from etude.loop.crew import crew
-from etude.loop.phases import leave_report
+from etude.loop.phases import write_run_report
 from etude.loop.processes import Supervisor
+from etude.loop.run_processes import open_processes
 from etude.numerics.config import ComputeDtype, Mode, NumericsConfig
 from etude.run import RunFolder
 from etude.telemetry import Telemetry, read_events
@@ -36,7 +36,7 @@ async def session(folder: RunFolder, config: RunConfig, mode: Mode, dtype: Compu
     telemetry = Telemetry(folder / "events" / "conductor.jsonl", process="conductor")
     supervisor = Supervisor(telemetry, hung_s=config.fleet.hung_s)
     theirs = replace(config, numerics=NumericsConfig(mode), engine=replace(config.engine, dtype=dtype))
-    async with crew(folder, theirs, telemetry, supervisor) as members:
+    async with open_processes(folder, theirs, telemetry, supervisor) as members:
         await asyncio.gather(members.start_learner(), members.start_sampling())
         shorter = replace(config, rl=replace(config.rl, steps=until))
         chat = ChatFormat.load(folder / "tokenizer")
@@ -72,7 +72,7 @@ def test_a_run_falls_back_to_replay_then_to_truncated_weights_says_so_and_ends(g
     assert settings == [{}, {"replay_routes": True}, {"replay_routes": True, "correction": "truncated"}]
     assert (run.folder / "checkpoints" / "final").is_dir()
     run.assert_sound(steps=4)
-    leave_report(run.folder)
+    write_run_report(run.folder)
     said = f"The run fell back to replay at step {first['step']}, to truncated at step 3."
     assert said in (run.folder / "report.html").read_text()
 

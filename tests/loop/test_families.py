@@ -12,6 +12,7 @@ import openai
 import pytest
 import torch
 from tests.conftest import Cli, Game
+from tests.loop.spread import SPREAD
 from tests.parity import chats
 
 from etude import cli
@@ -21,13 +22,13 @@ from etude.gateway import GatewayConfig, create_app, serving
 from etude.harness import ChatFormat
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
+from etude.loop.checkpoints import copy_start_checkpoint
 from etude.loop.config import RunConfig
-from etude.loop.exporting import export_checkpoint
+from etude.loop.export import export_checkpoint
 from etude.loop.preflight import check_start
-from etude.loop.standalone import take_checkpoint
 from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
 from etude.models.checkpoint import load_tensors, save_tensors
-from etude.models.parts import Latent, Routing, Scores
+from etude.models.components import Latent, Routing, Scores
 from etude.records import Version
 from etude.run import RunFolder
 from etude.telemetry import Telemetry, read_events
@@ -69,7 +70,7 @@ def test_a_run_takes_it_and_exports_it(checkpoint: Path, tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="positions for 2048"):
         check_start(checkpoint, context_tokens=2049)
     run = RunFolder.create(tmp_path / "run", config_toml=to_toml(RunConfig()), seed=0)
-    take_checkpoint(checkpoint, run)
+    copy_start_checkpoint(checkpoint, run)
     ours, again = ChatFormat.load(checkpoint), ChatFormat.load(run / "tokenizer")
     assert again.stop_token_ids == ours.stop_token_ids
     assert again.first(TALK).tolist() == ours.first(TALK).tolist()
@@ -86,13 +87,13 @@ def test_layers_of_multi_token_prediction_are_named_where_a_checkpoint_comes_in_
     further = {f"model.layers.2.{name}": torch.ones(3, 3) for name in ("eh_proj.weight", "enorm.weight")}
     save_tensors(load_tensors(file) | further, file)
     (start / "SHA256SUMS").unlink()
-    named = "left out, since multi-token prediction is not computed: model.layers.2 (2 tensors)"
+    named = "dropped, since etude does not support multi-token prediction: model.layers.2 (2 tensors)"
     sets = [f"{key}={value}" for key, value in {**SMALL, "start": start}.items()]
     assert cli.main(["run", str(game.config), "--dry-run", *(p for one in sets for p in ("--set", one))]) == 0
     assert named in capsys.readouterr().err
     run = RunFolder.create(tmp_path / "run", config_toml=to_toml(RunConfig()), seed=0)
     telemetry = Telemetry(run / "events" / "conductor.jsonl", process="conductor")
-    take_checkpoint(start, run, telemetry)
+    copy_start_checkpoint(start, run, telemetry)
     telemetry.close()
     assert [e["layers"] for e in read_events(run / "events")] == [{"model.layers.2": 2}]
     save_model(load_model(start), run / "checkpoints" / "final", dtype="bf16", assets=start)  # as a learner leaves it
@@ -131,6 +132,8 @@ def test_a_run_from_it_goes_to_its_end_and_is_served(
 ) -> None:
     etude = cli_in(tmp_path)
     settings = [f"{key}={value}" for key, value in {**SMALL, "start": checkpoint}.items()]
+    settings.append('rewards.terms=[{name = "spread", weight = 0.1, kind = "spread:Spread"}]')
+    (tmp_path / "spread.py").write_text(SPREAD)
     ran = etude("run", game.config, "--name", "deepseek", *(part for one in settings for part in ("--set", one)))
     assert ran.returncode == 0, ran.stdout + ran.stderr
     exported = etude("export", "runs/deepseek", "out")

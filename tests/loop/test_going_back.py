@@ -14,12 +14,12 @@ import pytest
 from tests.played_run import PlayedRun, Players
 
 from etude.dashboard import RunView
-from etude.dashboard.troubles import troubles
+from etude.dashboard.problems import recovered_failures
 from etude.experience import Ledger
 from etude.loop.conductor import Conductor
-from etude.loop.played import Played
-from etude.loop.proving import Found, Proof, steps_of
-from etude.loop.wire import Lost
+from etude.loop.fsck import Finding, FsckReport, checks_of
+from etude.loop.rollout_result import RolloutResult
+from etude.loop.rpc import ProcessLost
 from etude.records import RolloutSpec
 from etude.stores import DirectoryStore
 from etude.telemetry import read_events
@@ -38,9 +38,9 @@ BEFORE = 3 * EVERY  # steps until the run is cut off
 
 
 class Stops(Players):
-    """A crew whose rollouts behind those of the first steps never end."""
+    """Run processes whose rollouts behind those of the first steps never end."""
 
-    async def rollout(self, spec: RolloutSpec, *, kept: bool = True) -> Played:
+    async def rollout(self, spec: RolloutSpec, *, kept: bool = True) -> RolloutResult:
         if int(spec.group_id[1:]) >= BEFORE * GROUPS:
             await asyncio.Event().wait()
         return await super().rollout(spec, kept=kept)
@@ -88,10 +88,10 @@ def without(run: PlayedRun, *steps: int) -> PlayedRun:
     return PlayedRun(run.folder, run.config)
 
 
-def proven(run: PlayedRun) -> tuple[list[Found], list[Found]]:
+def proven(run: PlayedRun) -> tuple[list[Finding], list[Finding]]:
     """Problems and notices that `etude fsck` finds in stored rollouts."""
-    proof = Proof()
-    for step in steps_of(run.folder.path):
+    proof = FsckReport()
+    for step in checks_of(run.folder.path):
         step(proof)
     problems, notices = ([one for one in all_ if "rollouts" in one.place] for all_ in (proof.problems, proof.notices))
     return problems, notices
@@ -136,13 +136,13 @@ def test_from_an_older_one_lost_records_are_told_of_and_no_step_takes_them(game:
     run.assert_sound(8)
     begun = [event for event in read_events(run.folder / "events") if event["kind"] == "lineage"][-1]
     assert (begun["step"], begun["gone"], begun["freed"]) == (EVERY, EVERY * GROUPS * SIZE, EVERY * GROUPS * SIZE)
-    said = dict(troubles(RunView(run.folder.path)))
-    assert said["a rollout of a lost step had no record any more, and is not trained again"] == begun["gone"]
-    ledger = Ledger.reading(run.folder / "ledger.sqlite")
+    said = dict(recovered_failures(RunView(run.folder.path)))
+    assert said["a rollout of a lost step has no record, and is not trained again"] == begun["gone"]
+    ledger = Ledger.open_readonly(run.folder / "ledger.sqlite")
     gone = [row for row in ledger.rows() if row.state == "quarantined"]
     ledger.close()
     assert {row.group_id for row in gone} == {f"g{n:06d}" for n in range(EVERY * GROUPS, 2 * EVERY * GROUPS)}
-    assert {row.reason for row in gone} == {"its record was dropped, and its step lost later"}
+    assert {row.reason for row in gone} == {"its record was deleted, and its step was lost later"}
     steps = [event for event in read_events(run.folder / "events") if event["kind"] == "rl.step"]
     assert all(event["no_signal_share"] == 0 for event in steps), "each step was made of groups with a signal"
     assert all(int(lag) <= 1 or event["masked_share"] for event in steps for lag in event["token_lag"])
@@ -158,7 +158,7 @@ def test_an_evaluation_that_was_cut_off_is_made_when_the_run_goes_on(
     async def cut_off_once(conductor: Conductor, *what: Any) -> Any:
         steps.append(conductor.step)
         if len(steps) == 1:
-            raise Lost("the learner is gone", hint="another comes")
+            raise ProcessLost("the learner is gone", hint="another comes")
         return await evaluate(conductor, *what)
 
     monkeypatch.setattr(Conductor, "evaluate", cut_off_once)

@@ -15,10 +15,10 @@ from etude.environments.images import ImageStore, build_from_directory
 from etude.errors import TaskError
 from etude.harness import SPECIAL_TOKENS, chat_template
 from etude.loop.config import RunConfig, open_tasks
-from etude.loop.crew import crew
-from etude.loop.evaluating import baseline
+from etude.loop.evaluation import baseline
 from etude.loop.preflight import preflight
 from etude.loop.processes import Supervisor
+from etude.loop.run_processes import open_processes
 from etude.records.image import Image
 from etude.records.task import Split
 from etude.run import RunFolder
@@ -64,7 +64,7 @@ def test_a_run_builds_the_images_of_its_tasks_and_its_processes_work_on_them(tmp
     with pytest.raises(TaskError, match=r"the image of .*hello is not built"):
         open_tasks(config)
     said: list[str] = []
-    preflight(config, said=said.append)
+    preflight(config, log=said.append)
     assert said == ["the image of hello is there"]
     task = open_tasks(config).task(Split.HELDOUT, 0)
     assert task.image is not None
@@ -78,8 +78,8 @@ def test_a_run_builds_the_images_of_its_tasks_and_its_processes_work_on_them(tmp
 
     async def rates() -> list[float]:
         telemetry = Telemetry(run / "events" / "conductor.jsonl", process="conductor")
-        async with crew(run, config, telemetry, Supervisor(telemetry)) as members:
-            await members.start_judged()
+        async with open_processes(run, config, telemetry, Supervisor(telemetry)) as members:
+            await members.start_workers_and_graders()
             source = open_tasks(config)
             settings = {"num_tasks": 1, "seed": 0}
             kinds = ("oracle", "random")

@@ -21,11 +21,11 @@ from etude import cli
 from etude.config import build
 from etude.errors import CheckpointError, ConfigError
 from etude.loop.config import RunConfig
-from etude.loop.exporting import export_adapter, export_checkpoint, export_version
-from etude.loop.redoing import redo
+from etude.loop.export import export_adapter, export_checkpoint, export_version
+from etude.loop.replay import replay_step
 from etude.models import ModelConfig, Transformer, load_model, save_model
 from etude.models.adapter_files import read_adapter
-from etude.models.headers import check_rank, hf_shapes
+from etude.models.headers import check_rank, hf_weight_shapes
 from etude.run import RunFolder
 from etude.stores import DirectoryStore
 from etude.training import LiveWeights, TorchLearner
@@ -60,7 +60,7 @@ def done(dense: Game, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 @pytest.mark.timeout(120)
 def test_a_run_of_adapters_on_a_dense_model_is_redone_to_the_bit_from_any_checkpoint(done: RunFolder) -> None:
     for start in ("mid", "step-000002"):
-        assert redo(done, 3, start=Path(start)).equal
+        assert replay_step(done, 3, start=Path(start)).equal
     sizes = [
         sum(o.num_bytes for o in manifest.ways[0].objects)
         for manifest in lineage(DirectoryStore(done / "weights"), "policy")
@@ -90,7 +90,7 @@ def test_what_is_exported_is_what_was_trained_merged_or_alone(
     assert (told["r"], told["peft_type"], "down_proj" in told["target_modules"]) == (2, "LORA", True)
     save_model(load_model(tmp_path / "adapter"), tmp_path / "merged", dtype="bf16")
     assert (tmp_path / "merged" / "model.safetensors").read_bytes() == weights
-    with pytest.raises(CheckpointError, match="is no adapter"):
+    with pytest.raises(CheckpointError, match="is not an adapter"):
         export_adapter(tmp_path / "merged", tmp_path / "none")
     capsys.readouterr()
     assert cli.main(["export", str(done.path), str(tmp_path / "low"), "--adapter", "--quantise", "mxfp8"]) != 0
@@ -127,7 +127,7 @@ def test_an_adapter_merged_by_numpy_is_the_model_that_transformers_computes(tmp_
         ({"learner": {"lora_rank": -1}}, "learner.lora_rank"),
         ({"learner": {"lora_rank": 4, "lora_alpha": 0.0}}, "learner.lora_alpha"),
         ({"learner": {"lora_rank": 4, "lora_on": "router"}}, "lora_on"),
-        ({"learner": {"lora_rank": 4, "balance_bias": 1e-3}}, "adapters leave routers alone"),
+        ({"learner": {"lora_rank": 4, "balance_bias": 1e-3}}, "with LoRA routers do not change"),
         (
             {"learner": {"lora_rank": 4}, "numerics": {"quantise": "mxfp8"}},
             "adapters are merged into unrounded weights",
@@ -141,9 +141,9 @@ def test_knobs_that_make_no_sense_are_refused_by_name(settings: dict[str, object
 
 @pytest.mark.parametrize("sizes", FAMILIES.values(), ids=FAMILIES)
 def test_a_rank_at_which_an_adapter_is_no_smaller_than_its_matrix_is_refused(sizes: ModelConfig) -> None:
-    least = min(math.prod(shape) // sum(shape) for name, shape in hf_shapes(sizes) if "_proj" in name)
+    least = min(math.prod(shape) // sum(shape) for name, shape in hf_weight_shapes(sizes) if "_proj" in name)
     check_rank(sizes, least)
-    with pytest.raises(ConfigError, match=f"an adapter of more than {least} is no smaller"):
+    with pytest.raises(ConfigError, match=f"an adapter of rank above {least} is not smaller"):
         check_rank(sizes, least + 1)
 
 

@@ -25,7 +25,7 @@ from etude.training import LearnerConfig, TorchLearner
 
 
 class Poisoned(Players):
-    """A crew whose engines compute no numbers any more from step 3 on."""
+    """Run processes whose engines compute no numbers any more from step 3 on."""
 
     def made(self, spec: RolloutSpec) -> Rollout:
         rollout = super().made(spec)
@@ -46,7 +46,7 @@ def test_the_learners_process_names_what_is_no_number_and_the_run_ends_with_its_
     async def main() -> NotFinite:
         telemetry = Telemetry(folder / "events" / "conductor.jsonl", process="conductor")
         players = Poisoned(folder, config, telemetry, Supervisor(telemetry))
-        argv = ["-m", "etude.loop.learning", "--run", str(folder.path), "--name", "learner"]
+        argv = ["-m", "etude.loop.learner", "--run", str(folder.path), "--name", "learner"]
         learner = Child("learner", argv, logs=folder / "logs", telemetry=telemetry)
         await learner.start(with_socket=True)
         assert learner.caller is not None

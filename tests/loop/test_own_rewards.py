@@ -15,9 +15,9 @@ from tests.played_run import PlayedRun, Players
 
 from etude.errors import PluginError
 from etude.experience import read_trace
-from etude.experience.credit import credited
+from etude.experience.credit import assign_credit
 from etude.experience.traces import trace_path
-from etude.loop.played import Played
+from etude.loop.rollout_result import RolloutResult
 from etude.records import Graded, Rollout
 from etude.records.reward import Score
 from etude.rewards import NamedTerm, measure
@@ -54,7 +54,7 @@ class Place:
 
 def players(term: Place) -> type[Players]:
     class Measuring(Players):
-        async def measure(self, rollout: Played, graded: Graded) -> Graded:
+        async def measure(self, rollout: RolloutResult, graded: Graded) -> Graded:
             return await measure([NamedTerm("place", term)], self.files.read(rollout.summary), graded)
 
     return Measuring
@@ -84,7 +84,7 @@ def test_terms_and_scheme_of_the_users_own_are_trained_on_recorded_and_computed_
         for members in groups.values():
             graded = [one.outcome for one in members if isinstance(one.outcome, Graded)]
             assert [one.values["place"] for one in graded] == [0.0, 1.0, 2.0, 3.0]
-            again = credited(graded, run.config.composition, ByRank())
+            again = assign_credit(graded, run.config.composition, ByRank())
             assert [reward.value for reward, _ in again] == [0.0, 1.25, 0.5, 1.75], "the grade is the number's parity"
             advantages = [advantage for _, advantage in again]
             assert advantages == [-1.0, 1 / 3, -1 / 3, 1.0]

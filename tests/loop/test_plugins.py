@@ -43,10 +43,17 @@ class Weights:
 
 
 class Same:
-    async def run(self, task, machine, **how):
-        from etude.harness import run_agent
+    async def run(self, episode):
+        while episode.ending is None:
+            await episode.act(await episode.ask())
 
-        return await run_agent(task, machine, **how)
+
+from etude.models.families.qwen3_moe import Qwen3Moe
+
+class Family(Qwen3Moe):
+    model_type = "mine_moe"
+    hf_class = "MineForCausalLM"
+    renamed = {".mlp.": ".moe."}
 
 
 class Breaks:
@@ -76,6 +83,8 @@ PARTS = (
     'trackers=["mine:Breaks", "examples.plugins.trackers:Csv"]',
     "--set",
     "harness.program=mine:Same",
+    "--set",
+    "model.family=mine:Family",
     "--set",
     "harness.context_tokens=112",
     "--set",
@@ -114,7 +123,7 @@ def test_a_run_trains_with_a_users_parts_and_goes_on_after_one_has_failed(game, 
     assert {name.partition("/")[0] for name, _, _ in rows} == {"rl", "eval"}
     assert [step for name, step, _ in rows if name == "rl/loss"] == ["1", "2"]
     records = json.loads((run / "plugins.json").read_text())
-    paths = [f"mine:{name}" for name in ("Loss", "Weights", "Same", "Breaks")]
+    paths = [f"mine:{name}" for name in ("Loss", "Weights", "Same", "Family", "Breaks")]
     paths += [f"examples.plugins.{name}" for name in ("tools:Grep", "trackers:Csv")]
     assert [sorted(one["path"] for one in record["plugins"]) for record in records] == [sorted(paths)] * 2
     assert here("replay", run, "2").returncode == Exit.DONE

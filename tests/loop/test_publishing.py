@@ -16,7 +16,7 @@ from tests.played_run import PlayedRun
 
 from etude.errors import StoreError
 from etude.experience import Ledger
-from etude.loop import learning
+from etude.loop import learner
 from etude.loop.conductor import Conductor
 from etude.stores import DirectoryStore
 from etude.telemetry import read_events
@@ -41,7 +41,7 @@ class Held(DirectoryStore):
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> type[Held]:
     """The learner's store holds version 1 back until it is opened."""
-    monkeypatch.setattr(learning, "weights_store", lambda run: Held(run / "weights"))
+    monkeypatch.setattr(learner, "weights_store", lambda run: Held(run / "weights"))
     monkeypatch.setattr(Held, "opened", threading.Event())
     monkeypatch.setattr(Held, "full", False)
     return Held
@@ -132,7 +132,7 @@ def test_nothing_runs_beside_a_publish_of_a_synchronous_run(run: Callable[..., P
         ]
         assert work == [*each[4:], *each, *each]
         this.assert_sound(2)
-        ledger = Ledger.reading(this.folder / "ledger.sqlite")
+        ledger = Ledger.open_readonly(this.folder / "ledger.sqlite")
         assert [version.step for version in ledger.versions()] == [0, 1, 2], "by which lost lineages are known"
         ledger.close()
 

@@ -21,10 +21,10 @@ from tests.played_run import PlayedRun
 from etude import cli
 from etude.errors import CheckpointError, EtudeError, InputError, LedgerError, RunError, RunRefused, WeightsError
 from etude.experience import Finished, Ledger, read_trace
-from etude.experience.looking import FINISHED
+from etude.experience.ledger import FINISHED
 from etude.experience.traces import SCHEMA, batch_digest, trace_path
-from etude.loop.redoing import redo
-from etude.loop.retention import keep_within, kept_from
+from etude.loop.replay import replay_step
+from etude.loop.retention import delete_oldest, replayable_after
 from etude.records import Graded
 from etude.records.wire import pack, unpack
 from etude.run import RunFolder
@@ -80,7 +80,7 @@ def flip_the_sign(row: dict[str, Any], facts: dict[str, Any]) -> None:
 
 
 def test_every_step_is_redone_to_the_bit_from_any_checkpoint_before_it(done: RunFolder) -> None:
-    whole = redo(done, STEPS, start=Path("mid"))
+    whole = replay_step(done, STEPS, start=Path("mid"))
     assert [one.step for one in whole.steps] == [1, 2, 3, 4, 5]
     assert all(one.equal and one.num_samples for one in whole.steps)
     assert len({one.found for one in whole.steps}) == STEPS, "every step changed the weights"
@@ -88,7 +88,7 @@ def test_every_step_is_redone_to_the_bit_from_any_checkpoint_before_it(done: Run
     for one in whole.steps:
         assert {"loss", "ratio_max", "k3", "grad_norm", "lr"} <= set(one.numbers)
         assert all(recorded == redone for recorded, redone in one.numbers.values()), one.numbers
-    nearest = redo(done, STEPS)
+    nearest = replay_step(done, STEPS)
     assert (nearest.start.name, len(nearest.steps)) == ("step-000004", 1)
     assert nearest.last == whole.last
 
@@ -115,12 +115,12 @@ def test_a_changed_record_is_told_by_its_digest(copied: RunFolder) -> None:
     path = trace_path(copied / "traces", 2)
     rewrite(path, flip_the_sign, sealed=False)
     with pytest.raises(LedgerError, match=r"its digest is .*, recorded was"):
-        redo(copied, 2)
+        replay_step(copied, 2)
     data = bytearray(path.read_bytes())
     data[len(data) // 3] ^= 1
     path.write_bytes(data)
     with pytest.raises(LedgerError, match="not a sound trace"):
-        redo(copied, 2)
+        replay_step(copied, 2)
 
 
 def test_another_torch_or_chip_is_told_and_the_step_is_redone_all_the_same(
@@ -130,7 +130,7 @@ def test_another_torch_or_chip_is_told_and_the_step_is_redone_all_the_same(
         facts["computed_by"]["torch"] = "1.13.1"
 
     rewrite(trace_path(copied / "traces", 1), elsewhere, sealed=True)
-    assert redo(copied, 1).computed_by.keys() == {"torch"}
+    assert replay_step(copied, 1).computed_by.keys() == {"torch"}
     assert cli.main(["replay", str(copied.path), "1"]) == 0
     said = capsys.readouterr().out
     assert "torch: the run had 1.13.1, here is" in said
@@ -180,7 +180,7 @@ def test_a_step_that_was_trained_twice_is_the_one_of_the_current_lineage_with_th
     of_three = {m.version.digest for _, m in stored(store, "policy") if m.version.step == 3}
     assert len(of_three) == 2
     [current] = {m.version.digest for m in lineage(store, "policy") if m.version.step == 3}
-    found = redo(run.folder, 5, start=Path("mid"))
+    found = replay_step(run.folder, 5, start=Path("mid"))
     assert [one.step for one in found.steps if not one.equal] == []
     assert found.steps[2].found == current
 
@@ -190,12 +190,12 @@ def test_the_oldest_stretches_are_deleted_to_keep_within_the_budget_and_are_miss
 ) -> None:
     ledger = Ledger(copied / "ledger.sqlite", capacity=12)
     traces = copied / "traces"
-    assert keep_within(copied, ledger, traces, disk_gb=1.0) == 0
-    assert (kept_from(ledger), len(list((copied / "traces").iterdir()))) == (0, STEPS)
+    assert delete_oldest(copied, ledger, traces, disk_gb=1.0) == 0
+    assert (replayable_after(ledger), len(list((copied / "traces").iterdir()))) == (0, STEPS)
     (copied / "checkpoints" / ".step-000001.gone").mkdir()  # by one that was killed
-    assert keep_within(copied, ledger, traces, disk_gb=0.0) > 0
-    assert keep_within(copied, ledger, traces, disk_gb=0.0) == 0
-    assert kept_from(ledger) == 4
+    assert delete_oldest(copied, ledger, traces, disk_gb=0.0) > 0
+    assert delete_oldest(copied, ledger, traces, disk_gb=0.0) == 0
+    assert replayable_after(ledger) == 4
     ledger.close()
     assert sorted(path.name for path in (copied / "checkpoints").iterdir())[-3:] == [
         "mid",
@@ -203,15 +203,15 @@ def test_the_oldest_stretches_are_deleted_to_keep_within_the_budget_and_are_miss
         "step-000005",
     ]
     assert [path.name for path in (copied / "traces").iterdir()] == ["batch-000005.parquet"]
-    assert redo(copied, 5).equal
+    assert replay_step(copied, 5).equal
     with pytest.raises(RunError, match=r"batch of step 1 was deleted to keep within retention.disk_gb") as caught:
-        redo(copied, 3)
-    assert "redo one after 4" in caught.value.hint
+        replay_step(copied, 3)
+    assert "replay a step after 4" in caught.value.hint
     assert cli.main(["ledger", "audit", str(copied.path)]) == 0
     assert "by 5 steps" in capsys.readouterr().out
     trace_path(copied / "traces", 5).unlink()
-    with pytest.raises(LedgerError, match="batch of step 5 is gone"):
-        redo(copied, 5)
+    with pytest.raises(LedgerError, match="batch of step 5 is missing"):
+        replay_step(copied, 5)
     assert cli.main(["ledger", "audit", str(copied.path)]) == 1, "nobody deleted that one on purpose"
 
 
@@ -227,7 +227,7 @@ def test_a_run_keeps_within_its_budget_by_itself_and_says_so(game: Any, tmp_path
     assert [(event["step"], event["kept_from"]) for event in told] == [(2, 1), (3, 2)]
     assert all(event["freed_bytes"] > 0 for event in told)
     assert [path.name for path in (run.folder / "traces").iterdir()] == ["batch-000003.parquet"]
-    assert redo(run.folder, 3).equal
+    assert replay_step(run.folder, 3).equal
 
 
 def without_checkpoints(run: RunFolder) -> None:
@@ -265,15 +265,15 @@ def without_a_manifest(run: RunFolder) -> None:
     [
         (None, 0, None, InputError, "has no step 0: its current lineage has steps 1 to 5"),
         (None, 6, None, InputError, "has no step 6"),
-        (None, 3, "step-000004", InputError, "does not lead to step 3: it holds step 4\n.*one of mid, step-000002$"),
-        (None, 3, "final", InputError, "does not lead to step 3: it holds step 5"),
+        (None, 3, "step-000004", InputError, "is not before step 3: it is of step 4\n.*one of mid, step-000002$"),
+        (None, 3, "final", InputError, "is not before step 3: it is of step 5"),
         (None, 3, "step-000099", CheckpointError, "no checkpoint at .*step-000099\n.*one of mid, step-000002$"),
         (without_checkpoints, 3, None, CheckpointError, "no checkpoint at .*mid"),
-        (with_other_weights, 3, None, CheckpointError, "does not hold what step 2 published"),
+        (with_other_weights, 3, None, CheckpointError, "does not have the weights that step 2 published"),
         (with_half_a_checkpoint, 3, None, CheckpointError, "is damaged.*\n.*--from one of mid$"),
         (with_other_settings, 3, None, RunRefused, "config.toml was changed"),
-        (with_a_batch_of_another_step, 3, None, LedgerError, "not of the step that the current weights"),
-        (without_a_manifest, 2, None, WeightsError, "what step 2 published is not known any more"),
+        (with_a_batch_of_another_step, 3, None, LedgerError, "not of the step in the lineage"),
+        (without_a_manifest, 2, None, WeightsError, "the version of step 2 is no longer known"),
     ],
 )
 def test_what_is_not_there_or_damaged_is_named(
@@ -287,7 +287,7 @@ def test_what_is_not_there_or_damaged_is_named(
     if damage is not None:
         damage(copied)
     with pytest.raises(kind, match=f"(?s){what}"):
-        redo(copied, step, start=Path(start) if start else None)
+        replay_step(copied, step, start=Path(start) if start else None)
 
 
 def test_a_step_that_is_not_there_is_refused_without_torch(done: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -295,7 +295,7 @@ def test_a_step_that_is_not_there_is_refused_without_torch(done: RunFolder, caps
     for words, code, what in (
         (["999"], 2, "has no step 999"),
         (["3", "--from", "no"], 1, "no checkpoint at"),
-        (["3", "--from", "step-000004"], 2, "does not lead to step 3"),
+        (["3", "--from", "step-000004"], 2, "is not before step 3"),
     ):
         words = [sys.executable, "-c", program, "replay", str(done.path), *words]
         ended = subprocess.run(words, check=True, capture_output=True, text=True)

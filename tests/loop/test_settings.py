@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.loop.spread import SPREAD
 
 import etude
 from etude.config import load
@@ -127,6 +129,11 @@ dtype = "bfloat16"
 device = "cpu"
 recompute = true
 
+[[rewards.terms]]
+name = "spread"
+weight = 0.1
+kind = "spread:Spread"
+
 [rl]
 steps = 2
 temperature = 0.9
@@ -147,7 +154,7 @@ WATCH = """
 import dataclasses, json, os, sys
 
 made, seen = dataclasses.dataclass, set()
-CHECKS = {"__post_init__", "_engines_must_compute_so", "_weights_must_fit", "_ranks_must_share"}
+CHECKS = {"__post_init__", "_check_engine_numerics", "_check_engine_dtype", "_check_ranks"}
 DEFAULTS = {"_parser", "add_arguments"}  # of arguments that may be given
 
 
@@ -190,6 +197,8 @@ dataclasses.dataclass = dataclass
 
 Seen = dict[tuple[str, str], dict[str, set[str]]]
 """(class of the section, field) → process → the values that it read."""
+DIGEST = "digest='[0-9a-f]+'"
+"""The digest of a plug-in's code: the run adds it to the settings."""
 NAMES = {"MachineLimits": "MachinesConfig"}
 
 
@@ -197,6 +206,7 @@ NAMES = {"MachineLimits": "MachinesConfig"}
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("settings") / "all.toml"
     path.write_text(SETTINGS)
+    (path.parent / "spread.py").write_text(SPREAD)
     return path
 
 
@@ -212,22 +222,22 @@ def seen(config: Path, tmp_path_factory: pytest.TempPathFactory, cli_in: Callabl
     found: Seen = defaultdict(lambda: defaultdict(set))
     for file in out.iterdir():
         for process, section, field, value in map(json.loads, file.read_text().splitlines()):
-            found[NAMES.get(section, section), field][process].add(value)
+            found[NAMES.get(section, section), field][process].add(re.sub(DIGEST, "digest=''", value))
     return found
 
 
 CONDITIONAL = {
-    "vllm.environment": "loop/crew.py",
+    "vllm.environment": "loop/run_processes.py",
     "vllm.kv_tokens": "inference/config.py",
-    "vllm.arguments": "loop/crew.py",
-    "sglang.environment": "loop/crew.py",
+    "vllm.arguments": "loop/run_processes.py",
+    "sglang.environment": "loop/run_processes.py",
     "sglang.kv_tokens": "inference/config.py",
-    "sglang.arguments": "loop/crew.py",
-    "experience.review_share": "loop/rolling.py",  # of what is solved without a sign of cheating
+    "sglang.arguments": "loop/run_processes.py",
+    "experience.review_share": "loop/rollout_scheduler.py",  # of what is solved without a sign of cheating
     "learner.ratio_cap": "training/config.py",  # of cispo
     "learner.expert_parallel": "training/sharded/mesh.py",  # of several ranks
-    "learner.lora_alpha": "training/trained.py",
-    "learner.lora_on": "training/trained.py",
+    "learner.lora_alpha": "training/trainable.py",
+    "learner.lora_on": "training/trainable.py",
     "parity.patience": "loop/parity.py",  # of an engine that is over its budget
 }
 """Settings that this run has no use for, and the file that reads each where a run has."""

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from tests.played_run import PlayedRun, Players
 
 from etude.experience import Ledger
-from etude.loop.played import Played
-from etude.loop.redoing import redo
+from etude.loop.replay import replay_step
+from etude.loop.rollout_result import RolloutResult
 from etude.records import Graded, Rollout, RolloutSpec
 from etude.stores import DirectoryStore
 from etude.telemetry import read_events
@@ -27,7 +27,7 @@ GROUPS, SIZE, STEPS = 4, 4, 3
 class Some(Players):
     """Of every four groups, the first has a signal; the others are solved by every member."""
 
-    async def grade(self, rollout: Played) -> Graded:
+    async def grade(self, rollout: RolloutResult) -> Graded:
         graded = await super().grade(rollout)
         return graded if int(rollout.summary.group_id[1:]) % 4 == 0 else Graded.of(1.0, trust=graded.trust, reason="")
 
@@ -56,9 +56,9 @@ def played(this: PlayedRun) -> dict[str, Any]:
 
     asyncio.run(main())
     this.assert_sound(STEPS)
-    replay = redo(this.folder, STEPS)
+    replay = replay_step(this.folder, STEPS)
     assert [one.equal for one in replay.steps] == [True] * STEPS, "what is recorded is what was trained, to the bit"
-    ledger = Ledger.reading(this.folder / "ledger.sqlite")
+    ledger = Ledger.open_readonly(this.folder / "ledger.sqlite")
     states, slots = ledger.states(), ledger.slots()
     ledger.close()
     steps = [e for e in read_events(this.folder / "events") if e["kind"] == "rl.step"]
@@ -101,7 +101,7 @@ def test_where_no_group_has_a_signal_a_step_ends_at_four_times_its_groups_and_mo
     run: Callable[..., PlayedRun],
 ) -> None:
     class Nobody(Players):
-        async def grade(self, rollout: Played) -> Graded:
+        async def grade(self, rollout: RolloutResult) -> Graded:
             return Graded.of(0.0, trust=(await super().grade(rollout)).trust, reason="")
 
     found = played(run("r", "experience.max_lag=0", players=Nobody))

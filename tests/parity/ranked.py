@@ -16,11 +16,11 @@ from tests.parity.same_bits import asked, learned, prompts, sharp
 from torch import distributed
 
 from etude.models import ModelConfig, Transformer, hf_views
-from etude.models.parallel import share_of
+from etude.models.tensor_parallel import shard_model
 from etude.numerics.native import Native
 from etude.numerics.operators import Operators
-from etude.numerics.parallel import ALONE, Parallel, RankLost, Split
-from etude.training.ranks import Alone, Ranks
+from etude.numerics.parallel import SINGLE_RANK, Parallel, RankLost, Split
+from etude.training.data_parallel import RankGroup, SingleProcess
 
 LENGTHS, NUM = (3, 33, 17, 50), 4
 Said = list[tuple[list[int], list[float]]]
@@ -54,31 +54,31 @@ def gradients(model: Transformer) -> dict[str, np.ndarray]:
     return {name: view.numpy() for name, view in hf_views(model).items()}
 
 
-def told(case: Case, ranks: Ranks) -> Told:
+def told(case: Case, ranks: RankGroup) -> Told:
     """What this rank says of its texts: of all in tensor-parallel ranks, of half of them in expert-parallel ones."""
-    parallel = Parallel(ranks.size, ranks.rank, case.split, deadline_s=30.0) if ranks.size > 1 else ALONE
+    parallel = Parallel(ranks.size, ranks.rank, case.split, deadline_s=30.0) if ranks.size > 1 else SINGLE_RANK
     whole = sharp(case.config, case.operators)
     half = len(LENGTHS) // 2
     numbers = range(len(LENGTHS)) if parallel.tensor is parallel else range(half * ranks.rank, half * (ranks.rank + 1))
     given = prompts(case.config, LENGTHS)
     requests = [asked(n, given[n], tokens=NUM) for n in numbers]
-    done = served(share_of(whole, parallel), requests, ranks, slots=4, chunk_tokens=16)
+    done = served(shard_model(whole, parallel), requests, ranks, slots=4, chunk_tokens=16)
     engine = [(one.token_ids, one.logprobs) for one in done]
     texts = [[*given[n].tolist(), *ids] for n, (ids, _) in zip(numbers, engine, strict=True)]
     runs = []
     for _ in range(2):
-        model = share_of(whole, parallel)
+        model = shard_model(whole, parallel)
         runs.append((learned(model, texts), gradients(model)))
     (scores, first), (_, again) = runs
     return Told(engine, scores, first, all(np.array_equal(first[name], again[name]) for name in first))
 
 
-def everything(ranks: Ranks, cases: dict[str, Case]) -> dict[str, Told]:
+def everything(ranks: RankGroup, cases: dict[str, Case]) -> dict[str, Told]:
     return {name: told(case, ranks) for name, case in cases.items()}
 
 
 def alone(case: Case) -> Told:
-    return told(case, Alone())
+    return told(case, SingleProcess())
 
 
 def lose(rank: int, folder: Path) -> None:
@@ -87,7 +87,7 @@ def lose(rank: int, folder: Path) -> None:
     distributed.init_process_group("gloo", **where)
     groups = [distributed.new_group(), distributed.new_group()]
     patient = Parallel(2, rank, group=groups[1], deadline_s=40.0)
-    patient.added(torch.ones(1), "first parts")
+    patient.all_reduce(torch.ones(1), "first parts")
     if rank == 1:
         while not (folder / "said").exists():
             time.sleep(0.02)
@@ -95,7 +95,7 @@ def lose(rank: int, folder: Path) -> None:
     for parallel, what in (Parallel(2, rank, group=groups[0], deadline_s=0.5), "attention.out"), (patient, "mlp.down"):
         begin = time.monotonic()
         try:
-            parallel.summed(Native(), torch.ones(1), what)
+            parallel.sum_over_ranks(Native(), torch.ones(1), what)
         except RankLost as error:
             with (folder / "said").open("a") as said:
                 said.write(f"{time.monotonic() - begin < 30} {error}\n")

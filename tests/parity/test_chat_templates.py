@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.parity import chats
 
 from etude.harness import Call, ChatFormat, standard_tools
-from etude.harness.agent import assistant_message
+from etude.harness.episode import assistant_message
 from etude.harness.imported import ImportedFormat
 
 with warnings.catch_warnings():

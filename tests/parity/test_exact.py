@@ -15,8 +15,8 @@ from tests.parity.same_bits import VERSION, asked, learned, prompts, said, sampl
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
 from etude.models import ModelConfig
-from etude.models.parts import Latent, Routing, Scores
-from etude.numerics.exact import products
+from etude.models.components import Latent, Routing, Scores
+from etude.numerics.exact import matmul
 from etude.numerics.exact.operators import Exact
 from etude.numerics.native import Native
 from etude.records import Completion
@@ -125,7 +125,7 @@ def test_native_operators_differ_which_shows_that_these_tests_can_fail() -> None
 
 
 def test_rows_below_the_measured_count_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "padded", lambda n: n)
+    monkeypatch.setattr(matmul, "padded_rows", lambda n: n)
     model = sharp(QWEN, Exact())
     requests = [asked(i, prompt, tokens=6) for i, prompt in enumerate(prompts(QWEN, LENGTHS))]
     assert said(sampled(model, requests, together=False)) != said(sampled(model, requests))

@@ -21,9 +21,9 @@ from etude.inference.engine import ReferenceEngine
 from etude.inference.follow import Following
 from etude.inference.membership import NO_VERSION
 from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
-from etude.models.parts import Latent
+from etude.models.components import Latent
 from etude.numerics import ComputeDtype, Mode, NumericsConfig, Quantise
-from etude.numerics.choosing import operators_for
+from etude.numerics.factory import operators_for
 from etude.records import Batch, Sample, Version
 from etude.records.adapter import BASE_CHANNEL, B, names
 from etude.stores import MemoryStore
@@ -112,7 +112,7 @@ def test_an_engine_without_a_checkpoint_takes_the_base_from_the_store(tmp_path: 
         async with engine:
             with pytest.raises(WeightsError, match="channel 'base' has no version"):
                 await asyncio.to_thread(following.step)
-            base = learner.trained.base()
+            base = learner.trainable.base()
             assert base is not None
             for _ in range(2):
                 publish_once(store, BASE_CHANNEL, base)
@@ -162,8 +162,8 @@ def test_gradients_are_those_of_the_merged_matrices_by_the_chain_rule(
     pairs, mine = gradients(low), low.optimizer.live.untyped_storage()
     scale = LORA.lora_alpha / LORA.lora_rank
     for name, dw in gradients(full).items():
-        if names(name)[0] in low.trained.views():
-            a, b = (low.trained.views()[one] for one in names(name))
+        if names(name)[0] in low.trainable.views():
+            a, b = (low.trainable.views()[one] for one in names(name))
             assert a.untyped_storage().data_ptr() == mine.data_ptr()
             down, up = (pairs[one] for one in names(name))
             for found, expected in ((down, scale * b.T @ dw), (up, scale * dw @ a.T)):
@@ -173,12 +173,12 @@ def test_gradients_are_those_of_the_merged_matrices_by_the_chain_rule(
 
 def shape_b_as_trained(learner: TorchLearner) -> None:
     """Give B numbers, so that A has a gradient."""
-    held = learner.trained
+    held = learner.trainable
     for name, view in held.views().items():
         if name.endswith(B):
             drawn = torch.empty(view.shape).normal_(0.0, 0.05, generator=torch.Generator().manual_seed(len(name)))
             view.copy_(drawn.bfloat16())
-    held.settle()
+    held.merge()
 
 
 async def sampled(learner: TorchLearner) -> list[Sample]:
@@ -190,7 +190,7 @@ async def sampled(learner: TorchLearner) -> list[Sample]:
 def gradients(learner: TorchLearner) -> dict[str, torch.Tensor]:
     """What one forward and backward left, by the names of what trains."""
     grad = learner.optimizer.grad
-    views = {n: v for n, v in learner.trained.views().items() if not n.endswith("e_score_correction_bias")}
+    views = {n: v for n, v in learner.trainable.views().items() if not n.endswith("e_score_correction_bias")}
     starts = {name: view.storage_offset() for name, view in views.items()}
     return {name: grad[starts[name] : starts[name] + view.numel()].view(view.shape) for name, view in views.items()}
 
@@ -289,7 +289,7 @@ def test_an_adapter_never_meets_another_base(tmp_path: Path) -> None:
 
     async def story() -> None:
         async with engine:
-            with pytest.raises(CheckpointError, match="an adapter of the base") as refused:
+            with pytest.raises(CheckpointError, match="the adapter belongs to the base") as refused:
                 await asyncio.to_thread(following.step)
             assert "hint: give the checkpoint that it was trained on" in str(refused.value)
             assert engine.version == START != published.version, "it goes on with what it holds"
@@ -300,7 +300,7 @@ def test_an_adapter_never_meets_another_base(tmp_path: Path) -> None:
     shutil.rmtree(start)
     other.rename(start)
     for load in (lambda: load_model(tmp_path / "step-1"), lambda: learner.load(tmp_path / "step-1")):
-        with pytest.raises(CheckpointError, match="an adapter of the base"):
+        with pytest.raises(CheckpointError, match="the adapter belongs to the base"):
             load()
 
 

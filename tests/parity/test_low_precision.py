@@ -16,9 +16,9 @@ from etude.inference.follow import Following
 from etude.inference.server import live_weights
 from etude.models import ModelConfig, Transformer, load_model, save_model
 from etude.models.checkpoint import load_tensors
-from etude.models.parts import Latent, Routing, Scores
+from etude.models.components import Latent, Routing, Scores
 from etude.numerics import NumericsConfig, Quantise
-from etude.numerics.choosing import operators_for
+from etude.numerics.factory import operators_for
 from etude.records import Batch, CompletionRequest, Sample, Sampling, Trace, Version
 from etude.records.rollout import Turn
 from etude.stores import MemoryStore

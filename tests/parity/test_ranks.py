@@ -16,16 +16,16 @@ from tests.parity.test_exact import DEEPSEEK, QWEN
 
 from etude.errors import ConfigError
 from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
-from etude.models.parallel import cut, share
-from etude.numerics.choosing import operators_for
+from etude.models.tensor_parallel import shard_dimension, shard_tensor
 from etude.numerics.config import NumericsConfig, Quantise
 from etude.numerics.exact.operators import Exact
+from etude.numerics.factory import operators_for
 from etude.numerics.formats import FORMATS
-from etude.numerics.low import Quantised
 from etude.numerics.native import Native
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import Parallel, Split
-from etude.training.ranks import run_ranks
+from etude.numerics.quantisation import QuantisedOperators
+from etude.training.data_parallel import run_ranks
 
 LATENTS = replace(DEEPSEEK, num_heads=4, num_kv_heads=4)
 assert LATENTS.latent is not None
@@ -74,7 +74,7 @@ def test_gradients_of_two_ranks_are_those_of_one_and_the_same_again(
     limit = 3e-6 if "float32" in name else 3e-2  # of the largest: activations' gradients are rounded to the dtype
     for tensor, whole in one.gradients.items():
         if CASES[name].split is Split.TENSOR:
-            wanted = [share(tensor, torch.from_numpy(whole), Parallel(2, rank)).numpy() for rank in range(2)]
+            wanted = [shard_tensor(tensor, torch.from_numpy(whole), Parallel(2, rank)).numpy() for rank in range(2)]
             found = [rank.gradients[tensor] for rank in two]
         else:
             wanted, found = [whole], [sum(rank.gradients[tensor] for rank in two if tensor in rank.gradients)]
@@ -112,8 +112,8 @@ def test_a_rank_that_does_not_answer_is_an_error_in_the_other_that_names_the_wai
             rank.kill()
             rank.join()
     hung, _, died, _ = (tmp_path / "said").read_text().splitlines()
-    assert hung.startswith("True rank 0 of 2 waited for the others' attention.out: for at most 0.5 s")
-    assert died.startswith("True rank 0 of 2 waited for the others' mlp.down")
+    assert hung.startswith("True rank 0 of 2 timed out waiting for the other ranks: attention.out: within 0.5 s")
+    assert died.startswith("True rank 0 of 2 timed out waiting for the other ranks: mlp.down")
 
 
 @pytest.mark.parametrize("config", [QWEN, LATENTS, WHOLE_QUERIES])
@@ -127,10 +127,10 @@ def test_what_is_saved_whole_is_read_by_any_number_of_ranks(config: ModelConfig,
         model = load_model(tmp_path / "whole", operators=whole.operators, parallel=parallel)
         assert model.parity == whole.parity
         for name, view in hf_views(model).items():
-            assert torch.equal(view, share(name, tensors[name], parallel))
+            assert torch.equal(view, shard_tensor(name, tensors[name], parallel))
             found.setdefault(name, []).append(view)
     for name, parts in found.items():
-        dimension = cut(name, Parallel(2, 0, split))
+        dimension = shard_dimension(name, Parallel(2, 0, split))
         assert torch.equal(parts[0] if dimension is None else torch.cat(parts, dimension), tensors[name])
     assert found.keys() == tensors.keys()
 
@@ -138,11 +138,11 @@ def test_what_is_saved_whole_is_read_by_any_number_of_ranks(config: ModelConfig,
 @pytest.mark.parametrize(
     ("changed", "degree", "split", "hint"),
     [
-        ({"num_kv_heads": 1}, 2, Split.TENSOR, "num_kv_heads = 1 cannot be cut so"),
-        ({"expert_size": 21}, 2, Split.TENSOR, "expert_size = 21 cannot be cut so"),
-        ({}, 3, Split.TENSOR, "take 1, 2, 4, ... tensor-parallel ranks"),
+        ({"num_kv_heads": 1}, 2, Split.TENSOR, "num_kv_heads = 1 cannot be divided by 2"),
+        ({"expert_size": 21}, 2, Split.TENSOR, "expert_size = 21 cannot be divided by 2"),
+        ({}, 3, Split.TENSOR, "use 1, 2, 4, ... tensor-parallel ranks"),
         ({}, 4, Split.TENSOR, "set numerics.degree = 4"),
-        ({}, 4, Split.EXPERT, "a number of ranks that divides the experts"),
+        ({}, 4, Split.EXPERT, "a number of ranks that divides the number of experts"),
     ],
 )
 def test_a_model_that_ranks_cannot_share_is_refused_with_a_hint(
@@ -166,7 +166,7 @@ def test_a_scale_of_whole_rows_cannot_be_shared_and_one_of_blocks_can() -> None:
     with pytest.raises(ValueError, match="degree = 3"):
         NumericsConfig(degree=3)
     with pytest.raises(ConfigError, match=r"numerics\.degree = 1"):
-        Quantised(Exact(degree=2), FORMATS[Quantise.NVFP4])
+        QuantisedOperators(Exact(degree=2), FORMATS[Quantise.NVFP4])
     operators = operators_for(NumericsConfig(quantise=Quantise.MXFP8, degree=2), torch.bfloat16)
     x, weight = torch.randn(2, 70, 128, generator=torch.Generator().manual_seed(0)).unbind()
     x = x.bfloat16()

@@ -21,8 +21,8 @@ from etude.weights.delta.bound import bound_bytes
 from etude.weights.delta.choices import Mode
 from etude.weights.delta.codec import Changes, changes, decode, encode
 from etude.weights.delta.layout import read_header
-from etude.weights.delta.steps import from_order, step_from, steps_between, to_order
 from etude.weights.delta.streams import Reader, gaps, low_bits, runs, unary, varint
+from etude.weights.delta.ulp_steps import from_order, step_from, steps_between, to_order
 from etude.weights.tensors import DTYPES, from_items, same_bits, to_items
 
 NAMES = st.sampled_from(sorted(DTYPES))

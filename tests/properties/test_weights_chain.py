@@ -21,7 +21,7 @@ from etude.weights.chain.compactor import Compactor
 from etude.weights.chain.garbage import collect
 from etude.weights.chain.history import head, load, pointers
 from etude.weights.chain.inspect import verify
-from etude.weights.chain.plans import reach, rebuild
+from etude.weights.chain.plans import fetch_version, rebuild
 from etude.weights.tensors import same_bits
 
 KEEP_S = 100.0
@@ -151,7 +151,7 @@ class World:
             rebuild(self.store, load(self.store, pointer.head))
         self.looked = [(then, target) for then, target in self.looked if then >= self.now - KEEP_S]
         for _, target in self.looked:
-            made = reach(self.store, target).tensors
+            made = fetch_version(self.store, target).tensors
             assert all(same_bits(made[name], t) for name, t in self.truth[target.version].items())
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from etude.environments.commands import Commands
+from etude.environments.command_registry import CommandRegistry
 from etude.records.command import Command, ExecResult
 
 DONE = ExecResult(exit_code=0, output=b"", timed_out=False, truncated=False, wall_s=0.0)
@@ -60,7 +60,7 @@ def test_a_misspelt_option_is_an_error():
 
 def test_a_command_outlives_who_asked_for_it_and_is_found_by_its_key():
     async def main():
-        commands, go, begun, times = Commands(), asyncio.Event(), asyncio.Event(), []
+        commands, go, begun, times = CommandRegistry(), asyncio.Event(), asyncio.Event(), []
 
         async def run(command):
             times.append(1)
@@ -68,13 +68,13 @@ def test_a_command_outlives_who_asked_for_it_and_is_found_by_its_key():
             await go.wait()
             return DONE
 
-        first = asyncio.create_task(commands.once(run, ["true"], key="a", deadline_s=1))
+        first = asyncio.create_task(commands.run_once(run, ["true"], key="a", deadline_s=1))
         await begun.wait()
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
         go.set()
-        assert await commands.once(run, ["true"], key="a", deadline_s=1) is DONE
+        assert await commands.run_once(run, ["true"], key="a", deadline_s=1) is DONE
         assert len(times) == 1
 
     asyncio.run(main())
@@ -82,7 +82,7 @@ def test_a_command_outlives_who_asked_for_it_and_is_found_by_its_key():
 
 def test_a_command_that_could_not_begin_leaves_its_key_free_and_one_that_failed_does_not():
     async def main():
-        commands = Commands()
+        commands = CommandRegistry()
 
         def refused(command):
             raise ValueError("no")
@@ -94,11 +94,11 @@ def test_a_command_that_could_not_begin_leaves_its_key_free_and_one_that_failed_
             return DONE
 
         with pytest.raises(ValueError, match="no"):
-            await commands.once(refused, ["true"], key="a", deadline_s=1)
+            await commands.run_once(refused, ["true"], key="a", deadline_s=1)
         assert not commands
-        assert await commands.once(run, ["true"], key="a", deadline_s=1) is DONE
+        assert await commands.run_once(run, ["true"], key="a", deadline_s=1) is DONE
         for again in (failing, run):
             with pytest.raises(OSError, match="gone"):
-                await commands.once(again, ["true"], key="b", deadline_s=1)
+                await commands.run_once(again, ["true"], key="b", deadline_s=1)
 
     asyncio.run(main())

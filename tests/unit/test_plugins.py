@@ -18,20 +18,22 @@ import torch
 from etude import cli
 from etude.config import Plugin, build, load, plugins_in, to_plain, to_toml, with_digests
 from etude.errors import ConfigError, Exit, PluginError, PluginRefused, RunRefused, TaskError
-from etude.harness import Call, HarnessConfig, Workbench, standard_tools
+from etude.harness import Ask, Call, Episode, HarnessConfig, Workbench, standard_tools
 from etude.harness.programs import run_plugin
-from etude.loop.config import RunConfig, open_tasks, same_plugins
+from etude.loop.config import RunConfig, check_same_plugins, open_tasks
+from etude.models.config import OWN_FAMILIES
 from etude.plugins import KINDS, Identity, Kind, bounded, check_all, finite, found, identity, kind_at, make
 from etude.records.rollout import Ending
-from etude.records.task import Split
+from etude.records.task import Split, Task
 from etude.run import RunFolder
+from etude.seams import Policy
 from etude.tasks import check, open_source
 from etude.tasks.corpus import plugged_documents
 from etude.tasks.scripts import Demonstrating, WithBaselines
 from etude.testing import FakeGrader, MemoryMachine
 from etude.testing.contracts import results, sampled_tokens
 from etude.training.config import CorrectionKind, LearnerConfig, PolicyLossKind
-from etude.training.plugged import Plugged
+from etude.training.learner_plugins import LearnerPlugins
 
 EXAMPLES = {
     "examples.plugins.losses:Gspo": Kind.LOSS,
@@ -43,6 +45,7 @@ EXAMPLES = {
     "examples.plugins.harnesses:Oriented": Kind.HARNESS,
     "examples.plugins.rewards:FewTurns": Kind.REWARD,
     "examples.plugins.credit:ByRank": Kind.CREDIT,
+    "examples.plugins.model_family:AcmeMoe": Kind.MODEL_FAMILY,
 }
 LOSS = """
 from dataclasses import dataclass
@@ -84,6 +87,11 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
     found.cache_clear()
     for name in names:
         sys.modules.pop(name, None)
+
+
+@pytest.fixture(autouse=True)
+def no_family_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(OWN_FAMILIES, "")
 
 
 def refused(kind: Kind, path: str, **settings: object) -> str:
@@ -234,7 +242,7 @@ class Bad(Weighted):
 """
     )
     with pytest.raises(PluginError) as error:
-        Plugged().loss(Plugin(f"{name}:Bad"), sampled_tokens())
+        LearnerPlugins().loss(Plugin(f"{name}:Bad"), sampled_tokens())
     assert f"policy loss {name}:Bad" in error.value.what
     assert says in error.value.facts
     assert "the run can be resumed" in error.value.hint
@@ -242,10 +250,10 @@ class Bad(Weighted):
 
 def test_a_loss_is_not_called_where_there_is_no_token():
     tokens = sampled_tokens(lengths=())
-    done = Plugged().loss(Plugin("nobody:Home"), tokens)
+    done = LearnerPlugins().loss(Plugin("nobody:Home"), tokens)
     done.loss.backward()
     assert float(done.loss.detach()) == 0
-    assert not len(Plugged().corrected(Plugin("nobody:Home"), torch.zeros(0), torch.zeros(0)).weight_R)
+    assert not len(LearnerPlugins().corrected(Plugin("nobody:Home"), torch.zeros(0), torch.zeros(0)).weight_R)
 
 
 def test_a_negative_weight_is_refused(module):
@@ -259,7 +267,7 @@ class Negative:
 """
     )
     with pytest.raises(PluginError, match="cannot be used") as error:
-        Plugged().corrected(Plugin(f"{name}:Negative"), torch.zeros(3), torch.zeros(3, dtype=torch.int64))
+        LearnerPlugins().corrected(Plugin(f"{name}:Negative"), torch.zeros(3), torch.zeros(3, dtype=torch.int64))
     assert "the least of weight_R is -1, below 0" in error.value.facts
 
 
@@ -319,12 +327,12 @@ def test_a_run_is_not_resumed_with_another_version_of_a_plugin_unless_the_user_a
     then = Identity("loss", "my:Gspo", "mine", "1.0", "a" * 64)
     now = msgspec.structs.replace(then, version="1.1", digest="b" * 64)
     run.record_plugins(msgspec.to_builtins([then]))
-    same_plugins(run, [then], accept=False)
+    check_same_plugins(run, [then], accept=False)
     with pytest.raises(RunRefused) as error:
-        same_plugins(run, [now], accept=False)
+        check_same_plugins(run, [now], accept=False)
     assert "now my:Gspo (mine 1.1, source bbbbbbbbbbbb), the run has my:Gspo (mine 1.0" in error.value.facts
     assert "--changed-plugins" in error.value.hint
-    same_plugins(run, [now], accept=True)
+    check_same_plugins(run, [now], accept=True)
     run.record_plugins(msgspec.to_builtins([now]))
     assert RunFolder.open(run.path).plugins() == msgspec.to_builtins([now])
 
@@ -591,21 +599,25 @@ def test_the_guides_class_and_its_settings_are_so(tmp_path, monkeypatch, capsys)
 
 HARNESS = """
 import asyncio
-from etude.harness import AgentRun
-from etude.records.rollout import Trace
 
 class Own:
-    async def run(self, task, machine, **how):
+    async def run(self, episode):
         {body}
 """
+
+
+def episode_of(policy: Policy, limits: HarnessConfig, chat: object = None) -> Episode:
+    files = {"calc.py": "x = 1\n"}
+    task = Task(source="s", split=Split.TRAIN, index=0, family="f", instruction="i", files=files, exports=("calc.py",))
+    machine, options = MemoryMachine({}), Ask(session_id="s", seed=0)
+    return Episode(task, machine, policy=policy, chat=chat, tools=standard_tools(), limits=limits, options=options)
 
 
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ("return 3", "run returned int, and AgentRun is wanted"),
+        ("return 3", "run returned int, and None is wanted"),
         ("return {}['x']", "run raised KeyError: 'x'"),
-        ("return AgentRun(Trace(()), [], 0.0, None)", "its ending is None and its failure None: one is set"),
         ("raise TimeoutError('mine')", "run raised TimeoutError: mine"),
         ("await asyncio.sleep(1000)", "run has not returned within"),
     ],
@@ -615,21 +627,19 @@ def test_what_a_harness_raises_or_returns_is_named_with_whose_it_is(module, monk
     plugin = Plugin(f"{module(HARNESS.replace('{body}', body))}:Own")
     limits = HarnessConfig(max_turns=1, turn_deadline_s=0.2, tool_deadline_s=0.1)
     with pytest.raises(PluginError) as error:
-        asyncio.run(run_plugin(plugin, make(Kind.HARNESS, plugin), None, None, policy=None, limits=limits, how={}))
+        asyncio.run(run_plugin(plugin, make(Kind.HARNESS, plugin), episode_of(SlowPolicy(), limits)))
     assert f"harness {plugin}" in error.value.what
     assert says in error.value.facts
 
 
 SLOW = """
 import asyncio
-from etude.harness import AgentRun
-from etude.records.rollout import Ending, Trace
 
 class Own:
-    async def run(self, task, machine, *, policy, **how):
-        await asyncio.gather(policy.complete(1), policy.complete(2))
+    async def run(self, episode):
+        await asyncio.gather(episode.policy.complete(1), episode.policy.complete(2))
         await asyncio.sleep({after})
-        return AgentRun(Trace(()), [], 0.0, Ending.SUBMITTED)
+        episode.submit()
 """
 
 
@@ -643,12 +653,47 @@ def test_the_deadline_of_a_harness_stands_still_while_it_waits_for_the_policy(mo
     monkeypatch.setattr("etude.harness.programs.PLUGIN_GRACE_S", 0.1)
     plugin = Plugin(f"{module(SLOW.replace('{after}', str(after)))}:Own")
     limits, harness = HarnessConfig(max_turns=1, tool_deadline_s=0.1), make(Kind.HARNESS, plugin)
-    running = run_plugin(plugin, harness, None, None, policy=SlowPolicy(), limits=limits, how={})
+    running = run_plugin(plugin, harness, episode_of(SlowPolicy(), limits))
     if hangs:
         with pytest.raises(PluginError, match="hangs"):
             asyncio.run(running)
     else:
         assert asyncio.run(running).ending is Ending.SUBMITTED
+
+
+FAMILY = """
+from etude.models.families.qwen3_moe import Qwen3Moe
+
+class Forgets(Qwen3Moe):
+    model_type = "forgets_moe"
+    hf_class = "ForgetsForCausalLM"
+
+    def write(self, c):
+        return {**super().write(c), "norm_topk_prob": not c.routing.normalise}
+
+class NotDerived:
+    model_type = "other_moe"
+"""
+
+
+def test_a_model_family_that_breaks_a_promise_fails_the_check(module, capsys):
+    name = module(FAMILY)
+    assert cli.main(["plugins", "check", f"{name}:Forgets"]) == Exit.FAILED
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"model family {name}:Forgets (no installed package, source ")
+    assert "FAILED  sizes are read as they were written: config.json was read as another model" in printed
+    assert cli.main(["plugins", "check", f"{name}:NotDerived", "--kind", "model_family"]) == Exit.BAD_INPUT
+    assert "is not derived from etude.models.config.ModelFamily" in capsys.readouterr().err
+
+
+def test_a_model_family_of_the_config_is_a_plugin_whose_code_is_recorded(module, tmp_path):
+    path = f"{module(FAMILY)}:Forgets"
+    config = build(RunConfig, {"model": {"family": path}})
+    assert list(plugins_in(config)) == [("model.family", Plugin(path))]
+    assert check_all(list(plugins_in(config))) == [identity(Kind.MODEL_FAMILY, path)]
+    assert not list(plugins_in(build(RunConfig, {"model": {"family": "olmoe", "num_kv_heads": 4}})))
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    assert load(tmp_path / "config.toml", RunConfig) == config
 
 
 def test_a_harness_is_named_in_the_config(tmp_path):

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from etude.scratch import OwnFolder
+from etude.scratch import ScratchDirectory
 
 OWNER = """
 import sys
-from etude.scratch import OwnFolder
-own = OwnFolder("test")
+from etude.scratch import ScratchDirectory
+own = ScratchDirectory("test")
 (own.path / "a" ).mkdir()
 (own.path / "a" / "file").write_text("x")
 print(own.path, flush=True)
@@ -31,13 +31,13 @@ def test_a_folder_of_an_owner_that_was_killed_is_removed_by_the_next_and_one_in_
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         theirs = Path(owner.stdout.readline().strip())
-        with OwnFolder("test") as mine, OwnFolder("other") as another:
+        with ScratchDirectory("test") as mine, ScratchDirectory("other") as another:
             assert sorted(tmp_path.iterdir()) == sorted([theirs, mine, another])
             owner.kill()
             owner.wait()
-            with OwnFolder("other"):
+            with ScratchDirectory("other"):
                 assert theirs.exists(), "it has another name"
-            with OwnFolder("test") as next_one:
+            with ScratchDirectory("test") as next_one:
                 assert not theirs.exists()
                 assert mine.exists()
                 assert list(next_one.iterdir()) == []

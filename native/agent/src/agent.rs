@@ -1,7 +1,7 @@
-//! The loop: one thread that waits for the host, for pipes, for children and for deadlines, and never for anything else.
+//! The main loop: one thread that waits for the host, pipes, children and deadlines, and never blocks on anything else.
 //!
-//! Everything is bounded: commands, transfers, bytes that wait. Where the host takes nothing, nothing is taken from
-//! commands either, which then wait in their own pipes.
+//! Commands, transfers and queued bytes are all bounded. If the host does not read, the agent stops reading from
+//! commands too, and their output waits in their pipes.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -22,7 +22,7 @@ use crate::transfers::Transfers;
 use crate::{processes, users};
 
 const MAX_COMMANDS: usize = 256;
-const MAX_LEFT_PIPES: usize = 256; // that background processes hold; they are emptied so that nobody waits
+const MAX_LEFT_PIPES: usize = 256; // pipes held open by background processes; they are drained so that nobody blocks
 const MAX_FREEZES: usize = 16;
 const CHUNK: usize = 64 << 10;
 const HOST_LOOK: Duration = Duration::from_millis(10);
@@ -39,11 +39,11 @@ pub struct Agent {
     left: VecDeque<Pipe>,
     identity: Identity,
     frozen: bool,
-    freezing: Vec<u32>, // who waits for it
+    freezing: Vec<u32>, // ids of the requests that wait for the freeze
     buffer: Vec<u8>,
 }
 
-/// What a descriptor that is waited for belongs to.
+/// What a polled descriptor belongs to.
 #[derive(Clone, Copy)]
 enum Of {
     Link,
@@ -70,7 +70,7 @@ impl Agent {
         })
     }
 
-    /// Serve until the channel ends; then kill everything.
+    /// Serve requests until the channel ends; then kill everything.
     pub fn serve(&mut self) -> Result<(), Malformed> {
         let result = self.serve_host();
         for _ in 0..LAST_KILLS {
@@ -172,11 +172,11 @@ impl Agent {
     }
 
     fn reap(&mut self) {
-        let mut told = [0; 1024];
-        while self.children.read(&mut told).is_ok_and(|length| length == told.len()) {}
+        let mut events = [0; 1024];
+        while self.children.read(&mut events).is_ok_and(|length| length == events.len()) {}
         while let Some((pid, status)) = sys::reap() {
             let Some(at) = self.commands.iter().position(|command| command.pid == pid) else { continue };
-            match self.spawner.trouble_of(pid).filter(|_| !self.commands[at].muted) {
+            match self.spawner.start_error_of(pid).filter(|_| !self.commands[at].muted) {
                 None => self.commands[at].ended(status),
                 Some((number, step)) => {
                     let command = self.commands.swap_remove(at);
@@ -236,7 +236,7 @@ impl Agent {
         } else if self.commands.len() >= MAX_COMMANDS {
             self.refuse(id, sys::EAGAIN, "too many commands run");
         } else if let Some(user) = self.user(&run.user) {
-            self.identity.settle();
+            self.identity.prepare();
             match Command::start(id, run, &user, &mut self.spawner) {
                 Ok(command) => {
                     if run.flags & APART != 0 {
@@ -252,14 +252,14 @@ impl Agent {
         Ok(())
     }
 
-    fn user(&self, asked: &[u8]) -> Option<users::User> {
-        let name = if asked.is_empty() { self.user.as_bytes() } else { asked };
+    fn user(&self, requested: &[u8]) -> Option<users::User> {
+        let name = if requested.is_empty() { self.user.as_bytes() } else { requested };
         if name.is_empty() { users::find(sys::user_id().to_string().as_bytes()) } else { users::find(name) }
     }
 
-    /// A machine whose tools have used up its processes or memory answers as a shell would.
+    /// Report a command that could not be started: like a shell, if the machine is out of processes or memory.
     fn answer_unstartable(&mut self, id: u32, error: &io::Error) {
-        let line = format!("cannot start a process: {}\n", sys::words(error));
+        let line = format!("cannot start a process: {}\n", sys::error_text(error));
         let out = &mut self.link.outbox;
         out.put(b'o', id, &[&[0], line.as_bytes()]);
         out.put(b'x', id, &[&126_i32.to_le_bytes(), &[0], &(line.len() as u64).to_le_bytes()]);
@@ -269,7 +269,7 @@ impl Agent {
         self.link.outbox.put(b'e', id, &[&(number as u32).to_le_bytes(), why.as_bytes()]);
     }
 
-    /// What is to be done without anybody asking.
+    /// Periodic work that needs no request.
     fn tend(&mut self) {
         let now = Instant::now();
         for command in &mut self.commands {
@@ -289,7 +289,7 @@ impl Agent {
         }
     }
 
-    /// What was under way for a host that is gone.
+    /// Drop the requests of a host that disconnected.
     fn forget_host(&mut self) {
         for command in &mut self.commands {
             command.muted = true;

@@ -1,4 +1,4 @@
-//! One command that runs: its first process, its pipes, its deadline.
+//! One running command: its first process, its pipes, its deadline.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -14,7 +14,7 @@ use crate::spawn::{Spawner, Streams};
 use crate::sys;
 use crate::users::User;
 
-/// What the host may send of standard input before it hears that some was taken.
+/// Bytes of standard input that the host may send before the agent reports that some were consumed.
 pub const INPUT_WINDOW: usize = 256 << 10;
 const AT_DEADLINE: u8 = 1;
 
@@ -23,16 +23,16 @@ pub struct Command {
     pub pid: i32,
     pub pipes: Vec<Pipe>,
     pub input: Option<Input>,
-    pub muted: bool, // its host is gone: it runs on, and nobody is told
+    pub muted: bool, // its host disconnected: it continues, and its result is not sent
     kept: Kept,
     deadline: Instant,
-    mark: u64,          // of all that it started
-    hunt: Option<Hunt>, // everything that it started is being killed
+    mark: u64,          // the mark of all its descendants
+    hunt: Option<Hunt>, // set while its descendants are being killed
     late: bool,
-    status: Option<i32>, // of its first process, once that has ended
+    status: Option<i32>, // of its first process, after that ended
 }
 
-/// Standard input on its way to a command.
+/// Standard input that waits to be written to a command.
 pub struct Input {
     pub pipe: PipeWriter,
     pub waiting: VecDeque<u8>,
@@ -40,7 +40,7 @@ pub struct Input {
 }
 
 impl Command {
-    /// Start it. Errors are the kernel's, for want of something.
+    /// Start the command. Errors are those of the kernel, for lack of resources.
     pub fn start(id: u32, run: &Run, user: &User, spawner: &mut Spawner) -> io::Result<Self> {
         let ours = |reader: io::PipeReader| -> io::Result<File> {
             sys::set_blocking(reader.as_fd(), false)?;
@@ -70,7 +70,7 @@ impl Command {
         Ok(Self { id, pid, pipes, input, muted: false, kept, deadline, mark, hunt: None, late: false, status: None })
     }
 
-    /// When it is to be looked at again, if nothing happens.
+    /// The time of the next `tend`, if nothing happens before.
     pub fn due(&self, now: Instant) -> Option<Instant> {
         match (&self.hunt, self.status) {
             (Some(_), _) => Some(now + Duration::from_millis(1)),
@@ -79,7 +79,7 @@ impl Command {
         }
     }
 
-    /// Kill what it started, if it is late or somebody asked; a step at a time.
+    /// Continue to kill what the command started, if it is late or a kill was requested; one step per call.
     pub fn tend(&mut self, now: Instant) {
         if self.hunt.is_none() && self.status.is_none() && now >= self.deadline {
             self.late = true;
@@ -88,11 +88,11 @@ impl Command {
         let root_is_there = self.status.is_none();
         if self.hunt.as_mut().is_some_and(|hunt| hunt.step(root_is_there)) && !root_is_there {
             self.hunt = None;
-            self.pipes.iter_mut().for_each(Pipe::settle);
+            self.pipes.iter_mut().for_each(Pipe::limit_to_current);
         }
     }
 
-    /// Begin to kill it and everything below it.
+    /// Start to kill the command and all of its descendants.
     pub fn kill(&mut self) {
         if self.hunt.is_none() && self.status.is_none() {
             let mut hunt = Hunt::new(self.pid, self.mark);
@@ -101,16 +101,16 @@ impl Command {
         }
     }
 
-    /// Its first process has ended.
+    /// Record that its first process has ended.
     pub fn ended(&mut self, status: i32) {
         self.status = Some(status);
         self.input = None;
         if self.hunt.is_none() {
-            self.pipes.iter_mut().for_each(Pipe::settle);
+            self.pipes.iter_mut().for_each(Pipe::limit_to_current);
         }
     }
 
-    /// Take a piece from each pipe that has some and is asked for.
+    /// Read a piece from pipe `which`.
     pub fn take_output(&mut self, which: usize, buffer: &mut [u8], out: &mut Outbox) {
         let pipe = &mut self.pipes[which];
         let length = pipe.take(buffer);
@@ -119,12 +119,12 @@ impl Command {
         }
     }
 
-    /// Whether all is over that it is answered for.
+    /// Whether the command has ended and all of its output was read.
     pub fn is_over(&self) -> bool {
         self.status.is_some() && self.hunt.is_none() && self.pipes.iter().all(Pipe::is_done)
     }
 
-    /// The answer; and the pipes that background processes still hold.
+    /// Send the result. Returns the pipes that background processes still hold open.
     pub fn finish(mut self, out: &mut Outbox) -> impl Iterator<Item = Pipe> + use<> {
         if !self.muted {
             self.kept.finish(self.id, out);
@@ -135,7 +135,7 @@ impl Command {
         self.pipes.into_iter().filter(|pipe| !pipe.closed).map(|pipe| Pipe { left: None, ..pipe })
     }
 
-    /// More standard input; empty: the end of it.
+    /// Add standard input; empty data means its end.
     pub fn feed(&mut self, data: &[u8], out: &mut Outbox) -> Result<(), Malformed> {
         match &mut self.input {
             Some(input) if data.is_empty() => input.last = true,
@@ -150,7 +150,7 @@ impl Command {
         Ok(())
     }
 
-    /// Give the command what it takes of its standard input.
+    /// Write waiting standard input to the command, as much as it accepts.
     pub fn pass_input(&mut self, out: &mut Outbox) {
         let Some(input) = &mut self.input else { return };
         let mut took = 0;

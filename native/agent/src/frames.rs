@@ -1,17 +1,18 @@
-//! Frames: `u32 length | u8 kind | u32 id | body`, little endian. Bytes in become frames, frames become bytes out.
+//! Frames: `u32 length | u8 kind | u32 id | body`, little-endian. Converts received bytes to frames, and frames to
+//! bytes.
 //!
-//! Both buffers are bounded: a frame that is too long ends the channel, and who produces output first asks for room.
+//! Both buffers are bounded: a frame that is too long ends the channel, and producers of output check for space first.
 
 use std::io::{self, Read, Write};
 
-/// Of kind, id and body together.
+/// Maximum length of kind, id and body together.
 pub const MAX_FRAME: usize = (1 << 20) + (64 << 10);
 const HEAD: usize = 5; // kind and id
 const READ_BYTES: usize = 64 << 10;
-const ROOMY: usize = 256 << 10; // bytes that wait to be sent, beyond which nothing more is taken from commands and files
-const FULL: usize = 1 << 20; // beyond which no further request is read
+const ROOMY: usize = 256 << 10; // queued bytes above which nothing is read from commands and files
+const FULL: usize = 1 << 20; // queued bytes above which no request is read
 
-/// A message of the host.
+/// A message from the host.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Frame {
     pub kind: u8,
@@ -19,11 +20,11 @@ pub struct Frame {
     pub body: Vec<u8>,
 }
 
-/// The host broke the protocol; there is no way to go on.
+/// The host violated the protocol; the channel must be closed.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Malformed(pub &'static str);
 
-/// Bytes from the host that are no whole frame yet.
+/// Received bytes that are not a complete frame yet.
 #[derive(Default)]
 pub struct Inbox {
     bytes: Vec<u8>,
@@ -31,7 +32,7 @@ pub struct Inbox {
 }
 
 impl Inbox {
-    /// Take what is there, one piece. `Ok(0)` at the end of the channel; `WouldBlock` where nothing is there.
+    /// Read one piece. `Ok(0)` at the end of the channel; `WouldBlock` if there is nothing to read.
     pub fn fill(&mut self, from: &mut impl Read) -> io::Result<usize> {
         self.bytes.drain(..self.start);
         self.start = 0;
@@ -45,7 +46,7 @@ impl Inbox {
         took
     }
 
-    /// The next whole frame.
+    /// The next complete frame.
     pub fn next_frame(&mut self) -> Result<Option<Frame>, Malformed> {
         let waiting = &self.bytes[self.start..];
         let Some((length, rest)) = waiting.split_first_chunk::<4>() else { return Ok(None) };
@@ -62,13 +63,13 @@ impl Inbox {
         Ok(Some(frame))
     }
 
-    /// For tests, and for what was read elsewhere.
+    /// Add bytes that were read elsewhere, for instance in tests.
     pub fn push(&mut self, bytes: &[u8]) {
         self.bytes.extend_from_slice(bytes);
     }
 }
 
-/// Frames on their way to the host.
+/// Frames that wait to be sent to the host.
 #[derive(Default)]
 pub struct Outbox {
     bytes: Vec<u8>,
@@ -76,7 +77,7 @@ pub struct Outbox {
 }
 
 impl Outbox {
-    /// Append a frame whose body is `parts`, one after another.
+    /// Append a frame whose body is the concatenation of `parts`.
     pub fn put(&mut self, kind: u8, id: u32, parts: &[&[u8]]) {
         let length = HEAD + parts.iter().map(|part| part.len()).sum::<usize>();
         self.bytes.extend_from_slice(&(length as u32).to_le_bytes());
@@ -95,17 +96,17 @@ impl Outbox {
         self.len() == 0
     }
 
-    /// Whether more output may be taken from a command or a file.
+    /// Whether more output may be read from commands and files.
     pub fn has_room(&self) -> bool {
         self.len() < ROOMY
     }
 
-    /// Whether requests must wait until the host has taken answers.
+    /// Whether requests must wait until the host has read responses.
     pub fn is_full(&self) -> bool {
         self.len() >= FULL
     }
 
-    /// Send what the channel takes. `Ok` also when it takes nothing now.
+    /// Send as much as the channel accepts. `Ok` also if it accepts nothing now.
     pub fn flush(&mut self, to: &mut impl Write) -> io::Result<()> {
         while !self.is_empty() {
             match to.write(&self.bytes[self.start..]) {

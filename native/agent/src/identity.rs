@@ -1,4 +1,4 @@
-//! Being another machine: its own random numbers, time and name. What is empty stays as it is.
+//! Changes the identity of a machine: its random numbers, time and name. Empty values are left unchanged.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -12,17 +12,17 @@ const MOST_PROCESSES: u64 = 256;
 const MOST_BEFORE_S: u64 = 600;
 const MOST_HELD: u64 = 1 << 20;
 
-/// Who a machine is, and what can be seen of its past: all forks of one boot would else be as old to the hundredth of a
-/// second, count their processes from the same number, and have as much memory left to the page.
+/// The identity of a machine and its visible history. Without changes, all forks of one boot would have the same uptime
+/// to the hundredth of a second, the same next process id, and the same free memory.
 #[derive(Default)]
 pub struct Identity {
-    is_new: bool,  // nothing has been started since
-    before_s: u64, // that the machine says it has been up before it was
-    held: Vec<u8>, // memory for nothing
+    is_new: bool,  // nothing was started since the last `renew`
+    before_s: u64, // seconds that were added to the uptime
+    held: Vec<u8>, // memory that is only used to be used
 }
 
 impl Identity {
-    /// Change what was given. The step that failed, and why.
+    /// Apply the given changes. On error: the step that failed, and why.
     pub fn renew(
         &mut self,
         seed: &[u8],
@@ -32,7 +32,7 @@ impl Identity {
         if !seed.is_empty() {
             reseed(seed).map_err(|error| ("reseeding the random pool", error))?;
             if std::process::id() == 1 {
-                number_machine();
+                renew_machine_id();
                 self.is_new = true;
             }
         }
@@ -45,16 +45,16 @@ impl Identity {
         Ok(())
     }
 
-    /// Before anything is started: a new machine gets a past of its own.
-    pub fn settle(&mut self) {
+    /// Before the first command: give a new machine a history of its own.
+    pub fn prepare(&mut self) {
         if std::mem::take(&mut self.is_new) {
-            let _ = self.have_past(); // an older kernel has but the one
+            let _ = self.randomize_history(); // older kernels do not support it
         }
     }
 
-    /// Some processes more have been, some memory is used, and it has been up for longer: never for less, and not where
-    /// anything runs that has seen since when.
-    fn have_past(&mut self) -> io::Result<()> {
+    /// Advance the process ids, use some memory, and increase the uptime: never decrease it, and only if no running
+    /// process has seen it.
+    fn randomize_history(&mut self) -> io::Result<()> {
         let mut pool = File::open(POOL)?;
         let mut below = |most: u64| -> io::Result<u64> {
             let mut drawn = [0; 8];
@@ -79,8 +79,8 @@ fn reseed(seed: &[u8]) -> io::Result<()> {
     sys::reseed(&File::options().write(true).open(POOL)?, seed)
 }
 
-/// A new number for the machine, where it has one that can be written: the name of a file that only tools ask for.
-fn number_machine() {
+/// Write a new machine id, if the machine has a writable one.
+fn renew_machine_id() {
     let fresh = fs::read_to_string("/proc/sys/kernel/random/uuid").map(|uuid| uuid.replace('-', ""));
     if let (Ok(number), true) = (fresh, fs::exists(MACHINE_ID).unwrap_or(false)) {
         let _ = fs::write(MACHINE_ID, number); // a read-only root keeps its own

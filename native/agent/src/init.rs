@@ -1,5 +1,5 @@
-//! What a first process of a virtual machine has to do before anything else: the kernel's file systems,
-//! and the loopback, over which the machine's own programs reach each other.
+//! Setup that the first process of a virtual machine must do before anything else: mount the kernel's file systems, and
+//! bring up the loopback interface.
 
 use std::ffi::CStr;
 use std::fs;
@@ -23,16 +23,16 @@ const LINKS: [(&str, &str); 4] = [
     ("/proc/self/fd/1", "/dev/stdout"),
     ("/proc/self/fd/2", "/dev/stderr"),
 ];
-const EBUSY: i32 = 16; // already there
+const EBUSY: i32 = 16; // already mounted
 
-/// Bring the loopback up, with its address. A kernel without one has none.
+/// Bring up the loopback interface with its address. Does nothing on a kernel without one.
 pub fn loopback() {
     if let Ok(socket) = UdpSocket::bind(("0.0.0.0", 0)) {
         let _ = sys::bring_up_loopback(&socket);
     }
 }
 
-/// Mount what is missing. The first step that fails is named.
+/// Mount what is missing. On error: the first step that failed.
 pub fn mount_all() -> Result<(), (String, io::Error)> {
     for (from, to, kind, flags, data) in MOUNTS {
         let place = to.to_string_lossy();

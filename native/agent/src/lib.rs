@@ -1,9 +1,10 @@
-//! The machine agent: the first process of a machine, which runs commands and moves files for the host.
+//! The machine agent: the first process of a machine. It runs commands and transfers files for the host.
 //!
-//! The protocol is in docs/formats/agent.md. One thread, no crates, no state but what is under way. Tools that run in
-//! the machine are hostile: they have no way to the channel (every descriptor is closed on exec, the agent's memory and
-//! `/proc` entry are closed to them), cannot signal it where it is PID 1, and cannot make it hold more than its bounds.
-//! Knows nothing of tasks, of snapshots, and of what isolates the machine.
+//! docs/formats/agent.md defines the protocol. One thread, no dependencies, no state except for running commands and
+//! transfers. Programs that run in the machine are untrusted: they cannot reach the channel to the host (every
+//! descriptor is closed on exec, and the agent's memory and `/proc` entry are not accessible to them), cannot signal
+//! the agent if it is PID 1, and cannot make it exceed its memory bounds. Knows nothing of tasks, snapshots, or the
+//! isolation of the machine.
 
 pub mod agent;
 pub mod command;

@@ -1,7 +1,7 @@
-//! The way to the host: an inherited socket, a pair of pipes, or a virtio-serial port.
+//! The channel to the host: an inherited socket, a pair of pipes, or a virtio-serial port.
 //!
-//! A socket or pipe that ends is the end of the host, and so of the machine. A port outlives its host's connections: a
-//! virtual machine that was restored meets another one. What was under way for the last one is then nobody's.
+//! The end of a socket or pipe means the end of the host, and so of the machine. A port survives the connections of its
+//! host: a restored virtual machine gets a new host. Requests of the previous host are then dropped.
 
 use std::fs::File;
 use std::io;
@@ -17,11 +17,11 @@ use crate::sys::{self, POLLERR, POLLHUP, POLLIN, POLLOUT, Poll};
 const VERSION: u32 = 1;
 const PORT_APPEARS: Duration = Duration::from_secs(30);
 
-/// How the channel is.
+/// The state of the channel.
 #[derive(Debug, PartialEq, Eq, Clone, Copy)]
 pub enum State {
     Up,
-    Changed, // another host is there, or the last one has left
+    Changed, // a new host connected, or the last one disconnected
     Ended,
 }
 
@@ -69,7 +69,7 @@ impl Link {
         self.connected
     }
 
-    /// What to wait for.
+    /// The descriptors to poll.
     pub fn wanted(&self) -> Vec<Poll> {
         if !self.connected {
             return Vec::new();
@@ -85,7 +85,7 @@ impl Link {
         wanted
     }
 
-    /// Send what can be sent, and, where `found` says that there is something, take it.
+    /// Send what can be sent, and receive if the poll result `found` says so.
     pub fn move_bytes(&mut self, found: i16) -> State {
         if !self.connected {
             return self.look_for_host();
@@ -132,7 +132,7 @@ fn copy(fd: i32) -> io::Result<File> {
     Ok(sys::copy_above_standard(fd)?.into())
 }
 
-/// A port's device may come after its driver.
+/// Open a port. Its device may appear after its driver.
 fn open_port(path: &str) -> io::Result<File> {
     let until = Instant::now() + PORT_APPEARS;
     loop {

@@ -11,17 +11,18 @@ use etude_agent::link::Link;
 use etude_agent::options::{self, Channel, Options, USAGE};
 use etude_agent::{init, namespaces, sys, template};
 
-/// What a kernel short of memory is told of machines made by a template, before anything of its host's. Written with
-/// `CAP_SYS_RESOURCE`, nothing in them can have less; commands begin with more.
+/// The minimum OOM score of all processes in machines made from a template, so that the kernel kills them before
+/// processes of the host. Written with `CAP_SYS_RESOURCE`, so nothing in the machine can lower it; commands start with
+/// a higher one.
 const LEAST_SCORE: &str = "900";
 const MOST_FILTER: usize = 8 * 4096; // bytes; the kernel takes as many instructions
 
 fn main() -> ExitCode {
-    let words = options::words();
-    if words == ["--check"] {
-        return ExitCode::SUCCESS; // it can be run here
+    let arguments = options::arguments();
+    if arguments == ["--check"] {
+        return ExitCode::SUCCESS; // this machine can run it
     }
-    let options = match options::parse(words) {
+    let options = match options::parse(arguments) {
         Ok(options) => options,
         Err(wrong) => {
             eprintln!("etude-agent: {wrong}\n{USAGE}");
@@ -75,7 +76,7 @@ fn serve(options: &Options) -> Result<(), String> {
     agent.serve().map_err(|wrong| format!("the host broke the protocol: {}", wrong.0))
 }
 
-/// The filter of calls in a file that was inherited.
+/// Read the system call filter from an inherited file.
 fn filter_in(fd: i32) -> io::Result<Vec<u8>> {
     let mut filter = vec![0; MOST_FILTER];
     let length = File::from(sys::take_over(fd)?).read_at(&mut filter, 0)?;
@@ -83,7 +84,8 @@ fn filter_in(fd: i32) -> io::Result<Vec<u8>> {
     Ok(filter)
 }
 
-/// Commands must not get at what this process was started with. Standard error stays, for the agent's own last words.
+/// Close standard streams, so that commands cannot access those of this process. Standard error stays open for the
+/// agent's last messages.
 fn leave_standard_streams() -> io::Result<()> {
     let nothing = File::options().read(true).write(true).open("/dev/null")?;
     for fd in [0, 1] {

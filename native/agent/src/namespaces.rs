@@ -1,8 +1,9 @@
-//! Entering a machine that is made of namespaces, as its first process.
+//! Enters a machine made of namespaces, as its first process.
 //!
-//! This process was cloned into the machine's namespaces with its maker's privileges; here it gives them up for good:
-//! control groups first, then `/proc` of the new PID namespace, then the user namespace, whose ids are all that it can
-//! be afterwards. What it may still do there is be the machine's users, and end what they run.
+//! This process was cloned into the machine's namespaces with the privileges of its creator. Here it drops them
+//! permanently: first control groups, then `/proc` of the new PID namespace, then the user namespace, after which it
+//! can only become the ids of that namespace. It keeps the capabilities to switch to the machine's users and to kill
+//! their processes.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -11,10 +12,10 @@ use std::os::fd::OwnedFd;
 use crate::sys;
 use crate::template::Given;
 
-/// CHOWN, KILL, SETGID, SETUID: what the agent itself uses.
+/// CHOWN, KILL, SETGID, SETUID: the capabilities that the agent itself uses.
 const USED: u64 = 1 | 1 << 5 | 1 << 6 | 1 << 7;
 
-/// Enter, as the user `id` of the machine. The channel to the host, or the step that failed.
+/// Enter as user `id` of the machine. Returns the channel to the host, or the step that failed.
 pub fn enter(given: Given, id: u32, root_capabilities: u64) -> Result<OwnedFd, (&'static str, io::Error)> {
     let at = |step: &'static str| move |error: io::Error| (step, error);
     for group in given.groups {

@@ -1,4 +1,4 @@
-//! The command line, read once. The machine's maker writes it, never its tools.
+//! The command line. The creator of the machine writes it, never a program in the machine.
 
 use crate::sys;
 
@@ -14,7 +14,7 @@ pub enum Channel {
     Stdio,
 }
 
-/// Descriptors of a template (`template`): where machines are asked for, and the process that makes their namespaces.
+/// Descriptors of a template (`template`): the socket for requests, and the process that creates namespaces.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Template {
     pub requests: i32,
@@ -37,7 +37,7 @@ pub struct Options {
 }
 
 impl Options {
-    /// The descriptors that this process was started with, and wants.
+    /// The inherited descriptors that this process needs.
     pub fn descriptors(&self) -> Vec<i32> {
         let channel = if let Channel::Fd(fd) = self.channel { Some(fd) } else { None };
         let template = self.template.iter().flat_map(|template| [&template.requests, &template.maker]);
@@ -49,17 +49,17 @@ pub const USAGE: &str =
     "usage: etude-agent --check | (--fd N | --port DEVICE | --stdio | --template N N ID) [--work FOLDER] [--user NAME]
     [--path PATH] [--limit NAME=VALUE]... [--root-capabilities HEX] [--cpus N] [--filter-fd N] [--init]";
 
-/// The words to parse: those of the command line, or, where it has none, of the variable `AGENT`, which other users of
+/// The arguments to parse: those of the command line, or, if it has none, of the variable `AGENT`, which other users of
 /// the machine cannot read.
-pub fn words() -> Vec<String> {
+pub fn arguments() -> Vec<String> {
     let given: Vec<String> = std::env::args().skip(1).collect();
     let kept = if given.is_empty() { std::env::var("AGENT").unwrap_or_default() } else { String::new() };
     given.into_iter().chain(kept.lines().map(String::from)).collect()
 }
 
-/// What was asked for, or what is wrong with it.
-pub fn parse(words: impl IntoIterator<Item = String>) -> Result<Options, String> {
-    let mut words = words.into_iter();
+/// Parse the arguments. On error: what is wrong.
+pub fn parse(arguments: impl IntoIterator<Item = String>) -> Result<Options, String> {
+    let mut arguments = arguments.into_iter();
     let mut channel = None;
     let mut options = Options {
         channel: Channel::Stdio,
@@ -73,8 +73,8 @@ pub fn parse(words: impl IntoIterator<Item = String>) -> Result<Options, String>
         init: false,
         template: None,
     };
-    while let Some(word) = words.next() {
-        let mut value = || words.next().ok_or(format!("{word} wants a value"));
+    while let Some(word) = arguments.next() {
+        let mut value = || arguments.next().ok_or(format!("{word} wants a value"));
         match word.as_str() {
             "--fd" => channel = Some(Channel::Fd(number(&value()?)?)),
             "--port" => channel = Some(Channel::Port(value()?)),

@@ -1,4 +1,4 @@
-//! What a command prints: taken from its pipes as there is room, sent at once or held back to a bound.
+//! The output of a command: read from its pipes when there is space, and sent at once or kept up to a bound.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -9,9 +9,9 @@ use crate::requests::{APART, Run, WHOLE};
 use crate::sys;
 
 const CHUNK: usize = 64 << 10;
-const MOST_HELD: usize = 256 << 10; // of one command's last half; the host asks for everything where it wants more
+const MOST_HELD: usize = 256 << 10; // bytes of one command's last half; for more, the host requests streaming
 
-/// A pipe's reading end. `left`: how much is still taken from it, once its command has ended.
+/// The reading end of a pipe. `left`: how many bytes are still read after the command has ended.
 pub struct Pipe {
     pub file: File,
     pub stream: u8,
@@ -24,8 +24,8 @@ impl Pipe {
         Self { file, stream, left: None, closed: false }
     }
 
-    /// The command has ended: what is in the pipe now is its output, what background processes add later is not.
-    pub fn settle(&mut self) {
+    /// The command has ended: only what is in the pipe now is its output, not what background processes write later.
+    pub fn limit_to_current(&mut self) {
         self.left = Some(sys::bytes_waiting(&self.file));
     }
 
@@ -33,7 +33,7 @@ impl Pipe {
         self.closed || self.left == Some(0)
     }
 
-    /// One piece of output; empty where there is none now.
+    /// Read one piece of output; 0 bytes if there is none now.
     pub fn take(&mut self, buffer: &mut [u8]) -> usize {
         let most = self.left.unwrap_or(CHUNK).min(buffer.len()).min(CHUNK);
         match self.file.read(&mut buffer[..most]) {
@@ -49,7 +49,7 @@ impl Pipe {
     }
 }
 
-/// Where output goes: to the host at once, or its first half, and the last half at the end.
+/// Where output goes: to the host at once, or the first half at once and the last half at the end.
 pub struct Kept {
     at_once: usize, // bytes that are still sent as they come
     held: VecDeque<u8>,
@@ -71,7 +71,7 @@ impl Kept {
         }
     }
 
-    /// A piece of output of stream 1 or 2.
+    /// Add output of stream 1 or 2.
     pub fn add(&mut self, id: u32, stream: u8, data: &[u8], out: &mut Outbox) {
         self.total += data.len() as u64;
         let (now, later) = data.split_at(self.at_once.min(data.len()));
@@ -87,7 +87,7 @@ impl Kept {
         self.held.extend(last);
     }
 
-    /// What was held back.
+    /// Send the output that was kept.
     pub fn finish(&mut self, id: u32, out: &mut Outbox) {
         let (first, second) = self.held.as_slices();
         if !first.is_empty() {

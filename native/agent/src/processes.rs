@@ -1,10 +1,11 @@
-//! Finding and killing trees of processes.
+//! Finds and kills trees of processes.
 //!
-//! Every command's first process adopts the orphans below it, so all that it started, daemonised or not, is found under
-//! it as long as it is there. To kill a tree: stop its root, kill what is below until two looks find nothing alive, then
-//! kill the root. A root that gave up adopting (`prctl`) lets what it daemonises go to the machine's first process; that
-//! lives until the machine is frozen or ends. Where the kernel knows no adopting (gVisor before 2023), all that a command
-//! starts inherits a mark, a limit that means nothing else, and is found by that. Reads `/proc/*/stat`, which every kernel and gVisor have.
+//! The first process of every command adopts the orphans below it (child subreaper), so all of its descendants,
+//! daemonised or not, are below it while it lives. To kill a tree: stop its root, kill everything below until two scans
+//! find nothing alive, then kill the root. If a root gives up adopting (`prctl`), what it daemonises is adopted by the
+//! machine's first process and lives until the machine is frozen or ends. On kernels without subreapers (gVisor before
+//! 2023), all descendants of a command inherit a mark (a resource limit without other effect) and are found by that.
+//! Reads `/proc/*/stat`, which every kernel and gVisor have.
 
 use std::collections::HashMap;
 use std::fs;
@@ -12,28 +13,28 @@ use std::time::Duration;
 
 use crate::sys;
 
-const KERNEL_THREADS: i32 = 2; // their parent, in a virtual machine
+const KERNEL_THREADS: i32 = 2; // pid of their parent, in a virtual machine
 const QUIET_LOOKS: u32 = 2;
-const MOST_LOOKS: u32 = 200; // at what is to stand still
+const MOST_LOOKS: u32 = 200; // scans while freezing
 const LOOK_AGAIN: Duration = Duration::from_micros(200);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Process {
     pub pid: i32,
     pub parent: i32,
-    pub born: u64,   // in ticks since the start; with the number it names a process for good
+    pub born: u64,   // in ticks since boot; together with the pid, it identifies a process uniquely
     pub alive: bool, // any thread of it
-    pub moves: bool, // it is alive and not stopped
+    pub moves: bool, // alive and not stopped
 }
 
-/// Every process that can be seen.
+/// All visible processes.
 pub fn all() -> Vec<Process> {
     let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
     let pids = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
     pids.filter_map(|pid| parse(pid, &fs::read(format!("/proc/{pid}/stat")).ok()?)).collect()
 }
 
-/// One line of `/proc/PID/stat`. The name in it is the tool's own choice, and ends at the last parenthesis.
+/// Parse one line of `/proc/PID/stat`. The program can choose the name in it; it ends at the last parenthesis.
 pub fn parse(pid: i32, stat: &[u8]) -> Option<Process> {
     let after = stat.iter().rposition(|byte| *byte == b')')? + 1;
     let fields: Vec<&str> = std::str::from_utf8(&stat[after..]).ok()?.split_ascii_whitespace().collect();
@@ -46,7 +47,7 @@ pub fn parse(pid: i32, stat: &[u8]) -> Option<Process> {
     Some(Process { pid, parent, born, alive, moves: alive && !stopped })
 }
 
-/// Those below any of `roots`, themselves left out.
+/// The descendants of `roots`, without the roots.
 pub fn below(roots: &[i32], processes: &[Process]) -> Vec<Process> {
     let mut children: HashMap<i32, Vec<Process>> = HashMap::new();
     for process in processes {
@@ -62,8 +63,8 @@ pub fn below(roots: &[i32], processes: &[Process]) -> Vec<Process> {
     found
 }
 
-/// The end of one command's tree, a look at a time. What was once seen in it is remembered, so that a root that is
-/// killed by its own offspring does not hide them.
+/// Kills the tree of one command, one scan per step. Remembers every process seen, so that a root killed by its own
+/// descendants does not hide them.
 #[derive(Debug)]
 pub struct Hunt {
     root: i32,
@@ -77,10 +78,10 @@ impl Hunt {
         Self { root, mark, seen: Vec::new(), quiet: 0 }
     }
 
-    /// Look and kill once. True when nothing below the root is alive any more; the root itself is dying then.
+    /// Scan and kill once. True if nothing below the root is alive; the root is then being killed.
     pub fn step(&mut self, root_is_there: bool) -> bool {
         if root_is_there {
-            let _ = sys::send_signal(self.root, sys::SIGSTOP); // in each look: a tool may have had it continue
+            let _ = sys::send_signal(self.root, sys::SIGSTOP); // in each scan: a program may have continued it
         }
         let processes = all();
         let there = |one: &Process| processes.iter().any(|p| (p.pid, p.born) == (one.pid, one.born));
@@ -107,10 +108,10 @@ impl Hunt {
     }
 }
 
-/// Kill everything but this process, once. Whether anything alive was found.
+/// Kill everything except this process, once. Returns whether anything alive was found.
 pub fn kill_all() -> bool {
     if std::process::id() == 1 {
-        let _ = sys::send_signal(-1, sys::SIGKILL); // all at once; nobody may be left
+        let _ = sys::send_signal(-1, sys::SIGKILL); // all at once; there may be none
     }
     let mut found = others();
     found.retain(|process| process.alive);
@@ -120,8 +121,8 @@ pub fn kill_all() -> bool {
     !found.is_empty()
 }
 
-/// Everything in the machine but this process and the kernel's threads; where this is no machine's first process, what
-/// is below it.
+/// All processes in the machine except this one and kernel threads; if this is not the first process of a machine, all
+/// of its descendants.
 fn others() -> Vec<Process> {
     let own = std::process::id() as i32;
     let mut found = all();
@@ -133,11 +134,12 @@ fn others() -> Vec<Process> {
     found
 }
 
-/// As long as it lives, nothing in the machine moves that did before; what was stopped by others stays so after it.
+/// Freezes the machine: while this exists, no process that existed before runs. Processes that were stopped by others
+/// stay stopped afterwards.
 pub struct Standstill(Vec<Process>);
 
 impl Standstill {
-    /// Stop everything, and look until all of it stands.
+    /// Stop everything, and scan until all of it is stopped.
     pub fn begin() -> Self {
         let mut stopped: Vec<Process> = Vec::new();
         for _ in 0..MOST_LOOKS {

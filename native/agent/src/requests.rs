@@ -1,12 +1,12 @@
-//! What the host asks for, read from frames. Nothing here allocates more than the frame that it came in.
+//! The requests of the host, parsed from frames. Parsing never allocates more than the size of its frame.
 
 use crate::frames::{Frame, Malformed};
 
-/// Standard input stays open for `Input`.
+/// Standard input stays open for `Input` requests.
 pub const STDIN: u8 = 1;
-/// Output is sent as it comes, stdout and stderr apart.
+/// Output is sent as it arrives, stdout and stderr separately.
 pub const APART: u8 = 2;
-/// Output is sent as it comes, stdout and stderr together.
+/// Output is sent as it arrives, stdout and stderr combined.
 pub const WHOLE: u8 = 4;
 
 #[derive(Debug, PartialEq, Eq)]
@@ -34,7 +34,7 @@ pub struct Run {
     pub env: Vec<Vec<u8>>, // NAME=value
 }
 
-/// The request in a frame.
+/// Parse the request in a frame.
 pub fn parse(frame: Frame) -> Result<Request, Malformed> {
     let mut body = Body(&frame.body);
     let request = match frame.kind {
@@ -90,7 +90,7 @@ fn renew(body: &mut Body<'_>) -> Result<Request, Malformed> {
     Ok(Request::Renew { seed, clock_ns, host_name })
 }
 
-/// A path in its parts is checked where it is used; here only what no path has.
+/// Check what is invalid in any path. Components are checked where the path is used.
 fn path(bytes: Vec<u8>) -> Result<Vec<u8>, Malformed> {
     if bytes.contains(&0) { Err(Malformed("a NUL byte in a path")) } else { Ok(bytes) }
 }
@@ -132,7 +132,7 @@ impl Body<'_> {
 
     fn fields(&mut self) -> Result<Vec<Vec<u8>>, Malformed> {
         let count = self.u32()?;
-        let mut fields = Vec::new(); // grows with what is there, not with what is claimed
+        let mut fields = Vec::new(); // grows with the received bytes, not with the stated count
         for _ in 0..count {
             let length = self.u32()? as usize;
             fields.push(self.take(length)?);

@@ -1,8 +1,10 @@
-//! A command's first process: a fork of this small one, confined step by step, that becomes the program.
+//! Starts the first process of a command: a fork of this small process, confined step by step, that then executes the
+//! program.
 //!
-//! A fork, not a vfork: a child that shared this memory could be stopped by a tool of the same user, and this process
-//! with it. Where a step fails that no tool can have caused, the child says so through a pipe that only it and the agent
-//! hold, and the command is refused; a missing program or folder is output and exit code 127 or 126, as in a shell.
+//! It is a fork and not a vfork: a program of the same user could stop a child that shares memory with this process,
+//! and so this process. If a step fails that no program can have caused, the child reports it through a pipe that only
+//! it and the agent have, and the command is refused. A missing program or folder is reported as output and exit code
+//! 127 or 126, as in a shell.
 
 use std::ffi::CString;
 use std::fs::{self, File};
@@ -16,12 +18,12 @@ use crate::users::User;
 
 const NOT_RUNNABLE: i32 = 126;
 const NOT_FOUND: i32 = 127;
-const FIRST_MARK: u64 = 0x65_7475_6465_0000; // no size that anybody would ask for
+const FIRST_MARK: u64 = 0x65_7475_6465_0000; // an unusual value, so that it identifies a command
 
-/// What the child writes when it could not be confined: its number, the error's, the step's.
-type Trouble = [i32; 3];
+/// The report of a child that could not be confined: its pid, the error number, and the step.
+type StartError = [i32; 3];
 
-/// The three standard streams of a command, its own ends.
+/// The three standard streams of a command.
 pub struct Streams {
     pub stdin: OwnedFd,
     pub stdout: OwnedFd,
@@ -37,15 +39,15 @@ pub struct Spawner {
     root_capabilities: u64,
     is_root: bool,
     mark: u64, // of the last command
-    heard: PipeReader,
-    told: PipeWriter,
-    troubles: Vec<Trouble>, // of those whose end is still to be noticed
+    error_reader: PipeReader,
+    error_writer: PipeWriter,
+    start_errors: Vec<StartError>, // reports of processes that were not reaped yet
 }
 
 impl Spawner {
     pub fn new(options: &Options) -> io::Result<Self> {
-        let (heard, told) = io::pipe()?;
-        sys::set_blocking(heard.as_fd(), false)?;
+        let (error_reader, error_writer) = io::pipe()?;
+        sys::set_blocking(error_reader.as_fd(), false)?;
         Ok(Self {
             limits: options.limits.clone(),
             cpus: options.cpus,
@@ -54,14 +56,14 @@ impl Spawner {
             root_capabilities: options.root_capabilities,
             is_root: sys::can_change_user(),
             mark: FIRST_MARK,
-            heard,
-            told,
-            troubles: Vec::new(),
+            error_reader,
+            error_writer,
+            start_errors: Vec::new(),
         })
     }
 
-    /// Start a command as `user`; its first process, and the mark of all that it starts (`processes`). Errors are the
-    /// kernel's, for want of something.
+    /// Start a command as `user`. Returns its first process and the mark of its descendants (`processes`). Errors are
+    /// those of the kernel, for lack of resources.
     pub fn spawn(&mut self, run: &Run, user: &User, streams: &Streams) -> io::Result<(i32, u64)> {
         let cwd = self.folder(&run.cwd);
         let env = environment(run, user, &cwd, &self.path);
@@ -75,7 +77,7 @@ impl Spawner {
             return Ok((pid, self.mark));
         }
         if let Err((step, error)) = self.confine(run, user, streams) {
-            self.tell(std::process::id() as i32, step, &error);
+            self.report(std::process::id() as i32, step, &error);
             sys::exit_now(NOT_RUNNABLE);
         }
         if let Err(error) = sys::change_folder(&cwd) {
@@ -84,14 +86,14 @@ impl Spawner {
         execute(&candidates, &argv, &env)
     }
 
-    /// Why the process that was `pid` could not be confined, if so: the error's number, and the step in words.
-    pub fn trouble_of(&mut self, pid: i32) -> Option<(i32, &'static str)> {
-        let mut told = [0; size_of::<Trouble>()];
-        while self.heard.read(&mut told).is_ok_and(|read| read == told.len()) {
-            self.troubles.push([0, 4, 8].map(|at| i32::from_le_bytes(std::array::from_fn(|i| told[at + i]))));
+    /// Why process `pid` could not be confined, if it could not: the error number, and the step.
+    pub fn start_error_of(&mut self, pid: i32) -> Option<(i32, &'static str)> {
+        let mut record = [0; size_of::<StartError>()];
+        while self.error_reader.read(&mut record).is_ok_and(|read| read == record.len()) {
+            self.start_errors.push([0, 4, 8].map(|at| i32::from_le_bytes(std::array::from_fn(|i| record[at + i]))));
         }
-        let at = self.troubles.iter().position(|[whose, ..]| *whose == pid)?;
-        let [_, error, step] = self.troubles.swap_remove(at);
+        let at = self.start_errors.iter().position(|[whose, ..]| *whose == pid)?;
+        let [_, error, step] = self.start_errors.swap_remove(at);
         Some((error, STEPS.get(step as usize).unwrap_or(&"confining")))
     }
 
@@ -103,7 +105,7 @@ impl Spawner {
         }
     }
 
-    /// In the child. The order matters: what needs a privilege comes before it is dropped.
+    /// Runs in the child. The order matters: steps that need a privilege come before it is dropped.
     fn confine(&self, run: &Run, user: &User, streams: &Streams) -> Result<(), (usize, io::Error)> {
         let at = |step: usize| move |error| (step, error);
         sys::new_session();
@@ -139,10 +141,10 @@ impl Spawner {
         Ok(())
     }
 
-    fn tell(&self, pid: i32, step: usize, error: &io::Error) {
-        let trouble: Trouble = [pid, error.raw_os_error().unwrap_or(0), step as i32];
-        let trouble = trouble.map(i32::to_le_bytes).concat();
-        let _ = (&self.told).write_all(&trouble); // short enough to be written in one piece
+    fn report(&self, pid: i32, step: usize, error: &io::Error) {
+        let start_error: StartError = [pid, error.raw_os_error().unwrap_or(0), step as i32];
+        let start_error = start_error.map(i32::to_le_bytes).concat();
+        let _ = (&self.error_writer).write_all(&start_error); // short enough to be written atomically
     }
 }
 
@@ -156,7 +158,7 @@ const STEPS: [&str; 7] = [
     "tying a command's life to the agent's",
 ];
 
-/// What was given, and what every login has; PWD is where the command starts.
+/// The given variables, and those that every login has; PWD is the folder where the command starts.
 fn environment(run: &Run, user: &User, cwd: &[u8], path: &str) -> Vec<Vec<u8>> {
     let mut env = run.env.clone();
     let usual = [("PATH", path.as_bytes()), ("HOME", &user.home), ("USER", &user.name), ("PWD", cwd)];
@@ -169,7 +171,7 @@ fn environment(run: &Run, user: &User, cwd: &[u8], path: &str) -> Vec<Vec<u8>> {
     env
 }
 
-/// The paths at which a program may be, in order.
+/// The paths where a program may be, in order.
 fn candidates(program: &[u8], env: &[Vec<u8>]) -> Vec<CString> {
     let found: Vec<Vec<u8>> = if program.is_empty() {
         Vec::new()
@@ -183,7 +185,7 @@ fn candidates(program: &[u8], env: &[Vec<u8>]) -> Vec<CString> {
     found.iter().filter_map(|path| sys::text(path).ok()).collect()
 }
 
-/// Become the first candidate that can be run; a file without `#!` is a script of the shell's.
+/// Execute the first candidate that can be run; a file without `#!` is run by the shell.
 fn execute(candidates: &[CString], argv: &[CString], env: &[CString]) -> ! {
     let mut why = sys::error(sys::ENOENT);
     for path in candidates {
@@ -210,11 +212,11 @@ fn execute(candidates: &[CString], argv: &[CString], env: &[CString]) -> ! {
 fn fail(what: &[u8], error: &io::Error, code: i32) -> ! {
     let words = match error.raw_os_error() {
         Some(sys::ENOENT) if code == NOT_FOUND => "not found".to_owned(),
-        _ => sys::words(error),
+        _ => sys::error_text(error),
     };
     let line = [what, b": ", words.as_bytes(), b"\n"].concat();
     if let Ok(stderr) = sys::copy_above_standard(2) {
-        let _ = File::from(stderr).write_all(&line); // nobody may listen
+        let _ = File::from(stderr).write_all(&line); // the pipe may be closed
     }
     sys::exit_now(code)
 }
@@ -225,16 +227,16 @@ mod tests {
     use crate::options;
 
     #[test]
-    fn commands_that_fail_together_each_have_their_own_trouble() {
+    fn commands_that_fail_together_each_have_their_own_error() {
         let options = options::parse(["--stdio".to_owned()]).unwrap();
         let mut spawner = Spawner::new(&options).unwrap();
         for (pid, step) in [(7, 1), (8, 5), (9, 3)] {
-            spawner.tell(pid, step, &sys::error(sys::EPERM));
+            spawner.report(pid, step, &sys::error(sys::EPERM));
         }
-        assert_eq!(spawner.trouble_of(9), Some((sys::EPERM, STEPS[3])));
-        assert_eq!(spawner.trouble_of(6), None);
-        assert_eq!(spawner.trouble_of(7), Some((sys::EPERM, STEPS[1])));
-        assert_eq!(spawner.trouble_of(8), Some((sys::EPERM, STEPS[5])));
-        assert_eq!(spawner.trouble_of(8), None);
+        assert_eq!(spawner.start_error_of(9), Some((sys::EPERM, STEPS[3])));
+        assert_eq!(spawner.start_error_of(6), None);
+        assert_eq!(spawner.start_error_of(7), Some((sys::EPERM, STEPS[1])));
+        assert_eq!(spawner.start_error_of(8), Some((sys::EPERM, STEPS[5])));
+        assert_eq!(spawner.start_error_of(8), None);
     }
 }

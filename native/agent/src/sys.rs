@@ -1,4 +1,5 @@
-//! The kernel calls that std does not wrap, each a safe function with `io::Result`. All `unsafe` of the crate is here.
+//! Safe functions with `io::Result` for the kernel calls that std does not wrap. All `unsafe` code of the crate is
+//! here.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_long, c_short, c_uint, c_ulong, c_void};
 use std::fs::File;
@@ -9,7 +10,7 @@ pub const SIGKILL: c_int = 9;
 pub const SIGSTOP: c_int = 19;
 pub const SIGCONT: c_int = 18;
 const SIGCHLD: c_int = 17;
-const CAUGHT: [c_int; 2] = [7, 11]; // by std, which tells a stack that overflowed; execve resets them
+const CAUGHT: [c_int; 2] = [7, 11]; // by std, to report stack overflows; execve resets them
 
 pub const EPERM: i32 = 1;
 pub const ENOENT: i32 = 2;
@@ -142,17 +143,17 @@ fn check(result: c_int) -> io::Result<c_int> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
-/// An error of this number, with words for the host where the kernel's say too little.
+/// Create an error with this number.
 pub fn error(number: i32) -> io::Error {
     io::Error::from_raw_os_error(number)
 }
 
-/// Bytes that hold no NUL, for the kernel. What came over the channel was checked; a name of the kernel's has none.
+/// Convert bytes to a C string. (What came over the channel was checked for NUL; names from the kernel have none.)
 pub fn text(bytes: &[u8]) -> io::Result<CString> {
     CString::new(bytes).map_err(|_| error(EINVAL))
 }
 
-/// Wait until something is ready; -1 for no limit. Interruptions count as nothing being ready.
+/// Wait until a descriptor is ready; -1: no limit. After an interruption, nothing counts as ready.
 pub fn wait(fds: &mut [Poll], timeout_ms: c_int) {
     // SAFETY: the pointer and the count are those of one slice.
     if unsafe { poll(fds.as_mut_ptr(), fds.len() as c_ulong, timeout_ms) } < 0 {
@@ -162,13 +163,14 @@ pub fn wait(fds: &mut [Poll], timeout_ms: c_int) {
     }
 }
 
-/// In the child 0, in the parent the child's number. The process has one thread, so the child may do anything.
+/// Fork. Returns 0 in the child, and the child's pid in the parent. The process has one thread, so the child may do
+/// anything.
 pub fn fork_process() -> io::Result<i32> {
     // SAFETY: no other thread exists whose locks could be held.
     check(unsafe { fork() })
 }
 
-/// A child that has ended, and its wait status.
+/// A child that has ended, with its wait status.
 pub fn reap() -> Option<(i32, i32)> {
     let mut status = 0;
     // SAFETY: `status` outlives the call. 1 is WNOHANG.
@@ -176,7 +178,7 @@ pub fn reap() -> Option<(i32, i32)> {
     (pid > 0).then_some((pid, status))
 }
 
-/// Whether this process has any, living or to be reaped.
+/// Whether this process has children, alive or not yet reaped.
 pub fn has_children() -> bool {
     const ANY: c_int = 0x0100_0005; // WNOWAIT, WEXITED, WNOHANG
     let mut info = [0_u64; 16];
@@ -189,7 +191,7 @@ pub fn send_signal(pid: i32, number: c_int) -> io::Result<()> {
     check(unsafe { kill(pid, number) }).map(drop)
 }
 
-/// Exit code of a wait status: 128 + signal when killed.
+/// The exit code for a wait status: 128 + signal if the process was killed.
 pub fn exit_code(status: i32) -> i32 {
     if status & 0x7f == 0 { status >> 8 & 0xff } else { 128 + (status & 0x7f) }
 }
@@ -203,7 +205,7 @@ pub fn set_blocking(fd: BorrowedFd<'_>, blocking: bool) -> io::Result<()> {
     }
 }
 
-/// Own a descriptor that this process was started with: it is not inherited further.
+/// Take ownership of an inherited descriptor; it is not inherited further.
 pub fn take_over(fd: RawFd) -> io::Result<OwnedFd> {
     // SAFETY: 1 is FD_CLOEXEC; the caller names a descriptor that nothing else owns.
     unsafe {
@@ -212,19 +214,19 @@ pub fn take_over(fd: RawFd) -> io::Result<OwnedFd> {
     }
 }
 
-/// A copy of a descriptor, numbered 3 or above.
+/// Duplicate a descriptor to a number of at least 3.
 pub fn copy_above_standard(fd: RawFd) -> io::Result<OwnedFd> {
     // SAFETY: a fresh descriptor is owned by nobody else.
     unsafe { Ok(OwnedFd::from_raw_fd(check(fcntl(fd, F_DUPFD_CLOEXEC, 3))?)) }
 }
 
-/// Make descriptor `to` (0, 1 or 2) mean what `from` means; it is inherited.
+/// Duplicate `from` to descriptor `to` (0, 1 or 2), which is inherited.
 pub fn put_at(from: &impl AsRawFd, to: RawFd) -> io::Result<()> {
     // SAFETY: no memory is passed.
     check(unsafe { dup2(from.as_raw_fd(), to) }).map(drop)
 }
 
-/// How many bytes a pipe holds now.
+/// The number of bytes in a pipe.
 pub fn bytes_waiting(fd: &impl AsRawFd) -> usize {
     let mut count: c_int = 0;
     // SAFETY: FIONREAD writes one int.
@@ -247,10 +249,10 @@ pub fn link_at(target: &CStr, dir: BorrowedFd<'_>, path: &CStr) -> io::Result<()
     check(unsafe { symlinkat(target.as_ptr(), dir.as_raw_fd(), path.as_ptr()) }).map(drop)
 }
 
-/// A link's target.
+/// The target of a link.
 pub fn read_link_at(dir: BorrowedFd<'_>, path: &CStr) -> io::Result<Vec<u8>> {
     let mut buffer = vec![0; 4096];
-    // SAFETY: the buffer is as long as is said.
+    // SAFETY: the buffer has the stated length.
     let length = unsafe { readlinkat(dir.as_raw_fd(), path.as_ptr(), buffer.as_mut_ptr(), buffer.len()) };
     if length < 0 {
         return Err(io::Error::last_os_error());
@@ -264,7 +266,7 @@ pub fn names_in(dir: BorrowedFd<'_>) -> io::Result<Vec<CString>> {
     const NAME: usize = 19; // where a name begins in a record of the kernel's
     let (mut names, mut buffer) = (Vec::new(), [0_u8; 8192]);
     loop {
-        // SAFETY: the buffer is as long as is said.
+        // SAFETY: the buffer has the stated length.
         let length = unsafe { getdents64(dir.as_raw_fd(), buffer.as_mut_ptr(), buffer.len()) };
         if length < 0 {
             return Err(io::Error::last_os_error());
@@ -284,13 +286,13 @@ pub fn names_in(dir: BorrowedFd<'_>) -> io::Result<Vec<CString>> {
     }
 }
 
-/// Whether this process can be looked into, and its `/proc` files be written, by others of its user.
+/// Set whether other processes of the same user can inspect this process and write its `/proc` files.
 pub fn show_memory(shown: bool) {
     // SAFETY: integers only.
     unsafe { prctl(PR_SET_DUMPABLE, shown as c_ulong) };
 }
 
-/// Close every descriptor from 3 on but these: whoever started this process may have let it inherit more.
+/// Close every descriptor from 3 on except these: the creator of this process may have leaked more.
 pub fn close_all_but(keep: &[RawFd]) {
     let mut keep: Vec<RawFd> = keep.iter().copied().filter(|fd| *fd > 2).collect();
     keep.sort_unstable();
@@ -308,13 +310,13 @@ pub fn close_all_but(keep: &[RawFd]) {
     }
 }
 
-/// The name that lists of processes show.
+/// Set the process name that lists of processes show.
 pub fn be_called(name: &CStr) {
     // SAFETY: the name is NUL-terminated and outlives the call. PR_SET_NAME.
     unsafe { prctl(15, name.as_ptr()) };
 }
 
-/// What loses its parent below this process becomes its child. Survives execve.
+/// Become a child subreaper: orphaned descendants become children of this process. Survives execve.
 pub fn adopt_orphans() -> io::Result<()> {
     // SAFETY: integers only.
     check(unsafe { prctl(PR_SET_CHILD_SUBREAPER, 1 as c_ulong) }).map(drop)
@@ -330,7 +332,7 @@ pub fn no_new_privileges() -> io::Result<()> {
     check(unsafe { prctl(PR_SET_NO_NEW_PRIVS, 1 as c_ulong, 0 as c_ulong, 0 as c_ulong, 0 as c_ulong) }).map(drop)
 }
 
-/// Capabilities outside of `mask` cannot be had again by any program. Best effort: it takes a capability itself.
+/// Drop capabilities outside of `mask` from the bounding set. Best effort: that needs a capability itself.
 pub fn bound_capabilities(mask: u64) {
     // SAFETY: integers only. Past the last capability of this kernel the call fails.
     unsafe {
@@ -342,13 +344,13 @@ pub fn bound_capabilities(mask: u64) {
     }
 }
 
-/// A change of user leaves the permitted capabilities, until the next execve.
+/// Keep the permitted capabilities after a change of user, until the next execve.
 pub fn keep_over_change_of_user() -> io::Result<()> {
     // SAFETY: integers only.
     check(unsafe { prctl(PR_SET_KEEPCAPS, 1 as c_ulong) }).map(drop)
 }
 
-/// Hold these capabilities, in effect and permitted; none is inherited.
+/// Set the effective and permitted capabilities; none is inherited.
 pub fn hold_capabilities(effective: u64, permitted: u64) -> io::Result<()> {
     let low_high = |mask: u64| (mask as u32, (mask >> 32) as u32);
     let ((low_e, high_e), (low_p, high_p)) = (low_high(effective), low_high(permitted));
@@ -356,7 +358,7 @@ pub fn hold_capabilities(effective: u64, permitted: u64) -> io::Result<()> {
     check(unsafe { capset(CAPABILITIES.as_ptr(), [low_e, low_p, 0, high_e, high_p, 0].as_ptr()) }).map(drop)
 }
 
-/// Which capabilities this process may hold.
+/// The permitted capabilities of this process.
 pub fn permitted_capabilities() -> u64 {
     let mut data = [0_u32; 6];
     // SAFETY: as above.
@@ -377,7 +379,7 @@ pub fn parent_id() -> i32 {
 
 pub const CPU: c_int = 0;
 
-/// The number of a limit's name.
+/// The number of a resource limit, by its name.
 pub fn resource(name: &str) -> Option<c_int> {
     const NAMES: [&str; 16] = [
         "cpu",
@@ -400,13 +402,13 @@ pub fn resource(name: &str) -> Option<c_int> {
     NAMES.iter().position(|known| *known == name).map(|number| number as c_int)
 }
 
-/// The kernel's words for an error, without its number.
-pub fn words(error: &io::Error) -> String {
+/// The kernel's text for an error, without its number.
+pub fn error_text(error: &io::Error) -> String {
     let text = error.to_string();
     text.split(" (os error").next().unwrap_or_default().to_owned()
 }
 
-/// Have the kernel judge every later call of this process and its offspring by a program: eight bytes an instruction.
+/// Install a seccomp filter for this process and its descendants. `program`: eight bytes per instruction.
 pub fn filter_calls(program: &[u8]) -> io::Result<()> {
     #[repr(C)]
     struct Program {
@@ -430,7 +432,7 @@ pub fn group_id() -> u32 {
     unsafe { getegid() }
 }
 
-/// Give up supplementary groups, where there is the privilege to.
+/// Drop supplementary groups, if privileged.
 pub fn leave_groups() -> io::Result<()> {
     // SAFETY: no groups, no pointer.
     check(unsafe { setgroups(0, std::ptr::null()) }).map(drop)
@@ -444,7 +446,7 @@ pub fn become_user(uid: u32, gid: u32) -> io::Result<()> {
     }
 }
 
-/// Access files as this user, until `fs` is called again. Takes the file capabilities of root away, and gives them back.
+/// Access files as this user, until the next call. Drops root's file capabilities, and restores them.
 pub fn act_on_files_as(uid: u32, gid: u32) {
     // SAFETY: integers only. The order lets root leave and come back.
     unsafe {
@@ -495,14 +497,14 @@ fn handle_by_default(signals: impl Iterator<Item = c_int>) {
     }
 }
 
-/// In a child: signals as a new process has them, default everywhere, none blocked.
+/// In a child: reset signals to those of a new process: default handlers, none blocked.
 pub fn reset_signals() {
     handle_by_default(IGNORED.into_iter());
     // SAFETY: the set is empty and outlives the call. 2 is SIG_SETMASK.
     unsafe { sigprocmask(2, &SignalSet([0; 16]), std::ptr::null_mut()) };
 }
 
-/// Ignore what tools could send. Whoever started this process may have had others ignored.
+/// Ignore the signals that programs could send. (The creator of this process may have ignored others.)
 pub fn ignore_signals() -> io::Result<()> {
     handle_by_default((1..=64).filter(|number| !CAUGHT.contains(number)));
     // SAFETY: 1 is SIG_IGN, 0 is SIG_BLOCK; the set outlives the call.
@@ -514,7 +516,7 @@ pub fn ignore_signals() -> io::Result<()> {
     }
 }
 
-/// A descriptor that is readable when a child has ended, after `ignore_signals`.
+/// A descriptor that is readable when a child has ended. Call it after `ignore_signals`.
 pub fn ended_children() -> io::Result<File> {
     // SAFETY: the set outlives the call; the descriptor is fresh.
     unsafe { Ok(File::from_raw_fd(check(signalfd(-1, &children_ended(), O_NONBLOCK | O_CLOEXEC))?)) }
@@ -526,7 +528,7 @@ fn children_ended() -> SignalSet {
     set
 }
 
-/// Bound a resource, to no more than it is bounded to.
+/// Set a resource limit, to at most its current hard limit.
 pub fn limit(resource: c_int, value: u64) -> io::Result<()> {
     let mut limits = [0_u64; 2];
     // SAFETY: the array is `struct rlimit`.
@@ -539,10 +541,10 @@ pub fn limit(resource: c_int, value: u64) -> io::Result<()> {
 
 const NOBODY: c_uint = c_uint::MAX;
 
-/// The limit that marks what a command started: of the size of core files, which a machine keeps nowhere.
+/// The limit that marks the descendants of a command: the maximum size of core files, which a machine does not write.
 pub const MARK: c_int = 4;
 
-/// A process's mark. None where it cannot be read.
+/// The mark of a process; None if it cannot be read.
 pub fn mark_of(pid: i32) -> Option<u64> {
     let mut limits = [0_u64; 2];
     // SAFETY: the array is `struct rlimit64`; nothing is set.
@@ -550,13 +552,13 @@ pub fn mark_of(pid: i32) -> Option<u64> {
     Some(limits[1])
 }
 
-/// Whether process 2 is the one whose children are the kernel's threads: it has no program.
+/// Whether process 2 is the parent of the kernel threads: it has no program.
 pub fn has_kernel_threads() -> bool {
     std::fs::read("/proc/2/cmdline").is_ok_and(|words| words.is_empty())
         && std::fs::read("/proc/2/stat").is_ok_and(|stat| stat.starts_with(b"2 (kthreadd) "))
 }
 
-/// Become another program. Returns only why not.
+/// Execute another program. Returns only an error.
 pub fn become_program(path: &CStr, argv: &[CString], env: &[CString]) -> io::Error {
     let pointers = |list: &[CString]| -> Vec<*const c_char> {
         list.iter().map(|word| word.as_ptr()).chain([std::ptr::null()]).collect()
@@ -577,24 +579,24 @@ pub fn mount_at(from: &CStr, to: &CStr, kind: &CStr, flags: u64, data: &CStr) ->
     check(unsafe { mount(from.as_ptr(), to.as_ptr(), kind.as_ptr(), flags, data.as_ptr()) }).map(drop)
 }
 
-/// See the control groups from here on as if there were none above.
+/// Unshare the control group namespace.
 pub fn leave_control_groups_namespace() -> io::Result<()> {
     // SAFETY: integers only. CLONE_NEWCGROUP.
     check(unsafe { unshare(0x0200_0000) }).map(drop)
 }
 
 pub const USERS: c_int = 0x1000_0000;
-/// The kinds of namespace that a machine has of its own beside `USERS` and that of processes.
+/// The kinds of namespace that a machine has, in addition to `USERS` and PIDs.
 pub const NAMESPACES: [(&str, c_int); 4] =
     [("mnt", 0x0002_0000), ("net", 0x4000_0000), ("ipc", 0x0800_0000), ("uts", 0x0400_0000)];
 
-/// Enter one namespace, or, where the descriptor is a process's, those of its namespaces that are of these kinds.
+/// Enter one namespace; or, if the descriptor is that of a process, its namespaces of these kinds.
 pub fn enter_namespaces(of: &impl AsRawFd, kinds: c_int) -> io::Result<()> {
     // SAFETY: integers only.
     check(unsafe { setns(of.as_raw_fd(), kinds) }).map(drop)
 }
 
-/// As `fork_process`, but the child is its grandparent's, and the first of a new PID namespace.
+/// Like `fork_process`, but the child is a child of this process's parent, and the first of a new PID namespace.
 pub fn clone_first_process() -> io::Result<i32> {
     const NEW_PIDS_AND_PARENT: c_long = 0x2000_0000 | 0x8000;
     let (flags, none) = (NEW_PIDS_AND_PARENT | c_long::from(SIGCHLD), 0 as c_long);
@@ -620,7 +622,7 @@ struct Message {
     flags: c_int,
 }
 
-/// Bring the loopback up, over any socket of its family.
+/// Bring up the loopback interface, with any socket of its family.
 pub fn bring_up_loopback(socket: &impl AsRawFd) -> io::Result<()> {
     const SIOCSIFFLAGS: c_ulong = 0x8914;
     let mut request = [0_u8; 40];
@@ -630,7 +632,7 @@ pub fn bring_up_loopback(socket: &impl AsRawFd) -> io::Result<()> {
     check(unsafe { ioctl(socket.as_raw_fd(), SIOCSIFFLAGS, request.as_ptr() as *const c_void) }).map(drop)
 }
 
-/// What came with one packet of a socket; None at its end. At most 8, none of which is inherited further.
+/// Receive the descriptors of one packet (at most 8); None at the end of the socket. They are not inherited further.
 pub fn receive_descriptors(socket: &impl AsRawFd) -> io::Result<Option<Vec<OwnedFd>>> {
     const HEAD: usize = 16; // of a control message: its length, then level 1 (SOL_SOCKET) and type 1 (SCM_RIGHTS)
     let (mut byte, mut control) = (0_u8, [0_u64; 6]); // one such message, aligned
@@ -644,7 +646,7 @@ pub fn receive_descriptors(socket: &impl AsRawFd) -> io::Result<Option<Vec<Owned
         control_length: size_of_val(&control),
         flags: 0,
     };
-    // SAFETY: every pointer is to a local of the length that is said. MSG_CMSG_CLOEXEC.
+    // SAFETY: every pointer is to a local of the stated length. MSG_CMSG_CLOEXEC.
     let length = unsafe { recvmsg(socket.as_raw_fd(), &mut message, 0x4000_0000) };
     if length < 0 {
         return Err(io::Error::last_os_error());
@@ -658,7 +660,7 @@ pub fn receive_descriptors(socket: &impl AsRawFd) -> io::Result<Option<Vec<Owned
     Ok((length > 0).then_some(fds))
 }
 
-/// One packet, of a number.
+/// Send one packet with a number.
 pub fn send_number(socket: &impl AsRawFd, number: i32) -> io::Result<()> {
     let bytes = number.to_ne_bytes();
     // SAFETY: pointer and length are those of one array. MSG_NOSIGNAL.
@@ -671,21 +673,21 @@ pub fn set_host_name(name: &[u8]) -> io::Result<()> {
     check(unsafe { sethostname(name.as_ptr(), name.len()) }).map(drop)
 }
 
-/// Nanoseconds since 1970.
+/// Set the time, in nanoseconds since 1970.
 pub fn set_clock(ns: u64) -> io::Result<()> {
     let time = [(ns / 1_000_000_000) as i64, (ns % 1_000_000_000) as i64];
     // SAFETY: the array is `struct timespec`; 0 is CLOCK_REALTIME.
     check(unsafe { clock_settime(0, &time) }).map(drop)
 }
 
-/// What is started from here on sees a machine that has been up for so much longer than it has.
+/// Increase the uptime that processes started from now on see.
 pub fn have_clocks_ahead(seconds: u64) -> io::Result<()> {
     // SAFETY: integers only. CLONE_NEWTIME.
     check(unsafe { unshare(0x80) })?;
     std::fs::write("/proc/self/timens_offsets", format!("monotonic {seconds} 0\nboottime {seconds} 0\n"))
 }
 
-/// Mix 32 bytes into the kernel's random pool and have every generator start anew from it.
+/// Mix 32 bytes into the kernel's random pool and reseed every generator.
 pub fn reseed(pool: &File, seed: &[u8; 32]) -> io::Result<()> {
     const ADD: c_ulong = 0x4008_5203; // RNDADDENTROPY
     const RESEED: c_ulong = 0x5207; // RNDRESEEDCRNG
@@ -700,7 +702,7 @@ pub fn reseed(pool: &File, seed: &[u8; 32]) -> io::Result<()> {
     }
 }
 
-/// Switch a virtual machine off.
+/// Power off a virtual machine.
 pub fn power_off() {
     // SAFETY: integers only.
     unsafe {
@@ -709,7 +711,7 @@ pub fn power_off() {
     }
 }
 
-/// Keep a descriptor open for the life of the process.
+/// Keep a descriptor open for the lifetime of the process.
 pub fn keep_open(fd: OwnedFd) {
     let _ = fd.into_raw_fd();
 }

@@ -1,9 +1,9 @@
-//! A process that waits in its maker's namespaces and becomes the first of one machine after the other, by cloning itself:
-//! a program is loaded, linked and told what holds once, not for every machine.
+//! A process that waits in its creator's namespaces and becomes the first process of one machine after the other, by
+//! cloning itself: so a program is loaded, linked and configured once, not for every machine.
 //!
-//! For each machine it is sent descriptors: the channel to the host, the user namespace, the entrances of control groups.
-//! Meanwhile the maker stays in the namespaces that the machine is to have. The clone is the maker's child; its number
-//! is the answer, or, negative, the number of the error.
+//! For each machine it receives descriptors: the channel to the host, the user namespace, the control groups. Meanwhile
+//! the creator is in the namespaces that the machine will have. The clone is a child of the creator; the response is
+//! its pid, or the negative error number.
 
 use std::fs::File;
 use std::io;
@@ -12,14 +12,14 @@ use std::os::fd::OwnedFd;
 use crate::options::Template;
 use crate::sys::{self, NAMESPACES};
 
-/// What a machine's first process is given.
+/// The descriptors of a machine's first process.
 pub struct Given {
     pub channel: OwnedFd,
     pub users: OwnedFd,
     pub groups: Vec<OwnedFd>,
 }
 
-/// Answer requests until the maker is gone: None. In each clone: what it was given.
+/// Answer requests until the creator ends; then returns None. In each clone, returns its descriptors.
 pub fn serve(template: &Template) -> io::Result<Option<Given>> {
     serve_maker(template).or_else(|error| match error.kind() {
         io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => Ok(None), // it went without its answer

@@ -1,4 +1,4 @@
-//! Files and trees on their way in and out, a piece at a time, so that commands are served beside them.
+//! File and tree transfers, one piece at a time, so that commands are served meanwhile.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -22,7 +22,7 @@ enum Transfer {
     Failed, // answered; what still comes for it is let go by
 }
 
-/// Those under way, by id.
+/// The running transfers, by id.
 pub struct Transfers {
     work: String,
     user: String,
@@ -34,7 +34,7 @@ impl Transfers {
         Ok(Self { work: options.work.clone(), user: options.user.clone(), running: BTreeMap::new() })
     }
 
-    /// Whether there is something to be sent.
+    /// Whether there is something to send.
     pub fn has_more(&self) -> bool {
         self.running.values().any(|transfer| matches!(transfer, Transfer::Reading { .. } | Transfer::Saving(_)))
     }
@@ -43,7 +43,7 @@ impl Transfers {
         self.running.clear();
     }
 
-    /// A request on files: begin, or go on with, what it asks for.
+    /// Handle a file request: start or continue a transfer.
     pub fn begin(&mut self, id: u32, request: Request, out: &mut Outbox) -> Result<(), Malformed> {
         let is_new = !self.running.contains_key(&id);
         let goes_on = matches!(request, Request::Write { .. } | Request::Load { .. });
@@ -71,7 +71,7 @@ impl Transfers {
         Ok(())
     }
 
-    /// Whether it is done.
+    /// Handle one request. Returns whether the transfer is finished.
     fn take(&mut self, id: u32, request: Request) -> io::Result<bool> {
         match request {
             Request::Read { max_bytes, path } => {
@@ -131,7 +131,7 @@ impl Transfers {
         false
     }
 
-    /// Send a piece of each, while there is room.
+    /// Send a piece of each transfer, while there is space.
     pub fn go_on(&mut self, buffer: &mut [u8], out: &mut Outbox) {
         if !self.has_more() || !out.has_room() {
             return;
@@ -163,7 +163,7 @@ impl Transfers {
         File::open(&self.work)
     }
 
-    /// As the machine's user, whose files these are.
+    /// Run `work` with the file access rights of the machine's user.
     fn as_user<T>(&mut self, work: impl FnOnce(&mut Self) -> T) -> T {
         let own = (sys::user_id(), sys::group_id());
         let user = Some(&self.user).filter(|name| !name.is_empty() && sys::can_change_user());
@@ -183,5 +183,5 @@ fn read(file: &mut File, left: &mut u64, buffer: &mut [u8]) -> io::Result<usize>
 
 fn refuse(id: u32, error: &io::Error, out: &mut Outbox) {
     let number = error.raw_os_error().unwrap_or(sys::EINVAL);
-    out.put(b'e', id, &[&(number as u32).to_le_bytes(), sys::words(error).as_bytes()]);
+    out.put(b'e', id, &[&(number as u32).to_le_bytes(), sys::error_text(error).as_bytes()]);
 }

@@ -1,5 +1,6 @@
-//! The working directory as one frame: `u8 1 | u32 count | count x (u32 length | bytes)`, three fields for each entry in
-//! order of path: path, kind, content. Kinds: `d` folder, `l` link (its target), `x` executable file, `f` file.
+//! The working directory as one frame: `u8 1 | u32 count | count x (u32 length | bytes)`, with three fields per entry,
+//! sorted by path: path, kind, content. Kinds: `d` folder, `l` link (content: its target), `x` executable file, `f`
+//! file.
 
 use std::collections::VecDeque;
 use std::ffi::CString;
@@ -15,9 +16,9 @@ use crate::sys::{self, O_DIRECTORY, O_NOFOLLOW, O_PATH};
 
 const TREE: u8 = 1;
 const MAX_ENTRIES: usize = (1 << 18) / 3;
-const MAX_NAMES: usize = 16 << 20; // bytes of all paths and links, which are held in memory
+const MAX_NAMES: usize = 16 << 20; // bytes of all paths and links, which are kept in memory
 const MAX_PATH: u32 = 4095;
-const TIME: Duration = Duration::from_secs(1_700_000_000); // of all that is loaded, as of the system's own files
+const TIME: Duration = Duration::from_secs(1_700_000_000); // of everything that is loaded
 
 struct Entry {
     path: Vec<u8>,
@@ -26,7 +27,7 @@ struct Entry {
     target: Vec<u8>,
 }
 
-/// A tree on its way out. It is listed first, so that its size is known before it is read.
+/// A tree that is being sent. It is listed first, so that its size is known before it is read.
 pub struct Saving {
     root: File,
     entries: VecDeque<Entry>,
@@ -36,7 +37,7 @@ pub struct Saving {
 }
 
 impl Saving {
-    /// List everything below `root`; `EFBIG` past `max_bytes` of content, or of names.
+    /// List everything below `root`; `EFBIG` above `max_bytes` of content, or of names.
     pub fn new(root: &File, max_bytes: u64) -> io::Result<Self> {
         let still = Standstill::begin();
         let mut entries = list(root, max_bytes)?;
@@ -46,7 +47,7 @@ impl Saving {
         Ok(Self { root: root.try_clone()?, entries, head, file: None, _still: still })
     }
 
-    /// The next bytes; none at the end. An error where a file became smaller, or went away, since it was listed.
+    /// The next bytes; none at the end. An error if a file shrank or disappeared since it was listed.
     pub fn next(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         loop {
             if !self.head.is_empty() {
@@ -114,8 +115,8 @@ fn list(root: &File, max_bytes: u64) -> io::Result<VecDeque<Entry>> {
     Ok(entries)
 }
 
-/// A tree on its way in, part by part. Links come last, so nothing is ever written through one. Files and folders have
-/// one time, whenever that was: forks of a tree that was loaded long ago look like machines that have just got theirs.
+/// A tree that is being received. Links are created last, so that nothing is written through a link. All files and
+/// folders get the same fixed time, so that forks of a tree look like newly loaded ones.
 pub struct Loading {
     root: File,
     waiting: Vec<u8>, // less than one field, but for a file's content
@@ -151,7 +152,7 @@ impl Loading {
         })
     }
 
-    /// More of the frame. `EINVAL` for what is no tree.
+    /// Process more bytes of the frame. `EINVAL` for bytes that are not a tree.
     pub fn add(&mut self, mut part: &[u8]) -> io::Result<()> {
         while !part.is_empty() {
             part = match self.expects {
@@ -163,7 +164,7 @@ impl Loading {
         Ok(())
     }
 
-    /// The end of the frame: links are made, folders are left alone.
+    /// End of the frame: create links.
     pub fn finish(mut self) -> io::Result<()> {
         if self.fields_left > 0 || !self.waiting.is_empty() || !matches!(self.expects, Expects::Length) {
             return Err(sys::error(sys::EINVAL));
@@ -178,7 +179,7 @@ impl Loading {
         Ok(())
     }
 
-    /// Gather `size` bytes; what is left of `part` once they are there.
+    /// Collect `size` bytes. Returns whether they are complete, and the rest of `part`.
     fn gather<'a>(&mut self, size: usize, part: &'a [u8]) -> (bool, &'a [u8]) {
         let (now, rest) = part.split_at((size - self.waiting.len()).min(part.len()));
         self.waiting.extend(now);
@@ -278,7 +279,7 @@ impl Loading {
     }
 }
 
-/// What belongs to somebody else keeps its own.
+/// Set the fixed time. Ignores files of other owners.
 fn set_time(file: &File) {
     let time = SystemTime::UNIX_EPOCH + TIME;
     let _ = file.set_times(FileTimes::new().set_accessed(time).set_modified(time));

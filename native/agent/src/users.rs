@@ -1,4 +1,5 @@
-//! Who commands run as: the machine's own `/etc/passwd`, read each time, because tools may have changed it.
+//! The users that commands run as: from the machine's `/etc/passwd`, read each time, since programs may have changed
+//! it.
 
 use std::fs::File;
 use std::io::Read;
@@ -14,7 +15,7 @@ pub struct User {
     pub home: Vec<u8>,
 }
 
-/// The user of this name or number; None where the machine has none. A number needs no entry.
+/// The user with this name or number; None if the machine has none. A number needs no entry.
 pub fn find(name: &[u8]) -> Option<User> {
     let mut passwd = Vec::with_capacity(USUAL_BYTES);
     if let Ok(file) = File::open("/etc/passwd") {
@@ -23,7 +24,7 @@ pub fn find(name: &[u8]) -> Option<User> {
     find_in(&passwd, name)
 }
 
-/// The same, in the text of a passwd file.
+/// Like `find`, in the text of a passwd file.
 pub fn find_in(passwd: &[u8], name: &[u8]) -> Option<User> {
     let number = number(name);
     let mut entries = passwd.split(|byte| *byte == b'\n').filter_map(entry);
@@ -38,7 +39,7 @@ fn entry(line: &[u8]) -> Option<User> {
     (!name.is_empty()).then(|| User { name: name.to_vec(), uid, gid, home: home.to_vec() })
 }
 
-/// A user's number; not the one that means "no change" to the kernel.
+/// Parse a user number; not the one that means "no change" to the kernel.
 fn number(text: &[u8]) -> Option<u32> {
     let digits = text.iter().all(u8::is_ascii_digit);
     std::str::from_utf8(text).ok().filter(|_| digits)?.parse().ok().filter(|n| *n != u32::MAX)

@@ -13,7 +13,7 @@ from etude.inference.foreign.environment import MAKES, VLLM, environment
 from etude.inference.foreign.install import install, size_bytes
 from etude.inference.started import started
 from etude.records.completion import CompletionRequest, Sampling
-from etude.scratch import OwnFolder
+from etude.scratch import ScratchDirectory
 
 MOST_APART = 1e-3  # of a log-probability in float32, of a model of two layers
 
@@ -53,7 +53,7 @@ def check(args: argparse.Namespace) -> None:
         where = environment(args.folder, MAKES[kind])
         where.require()
         arguments = ["--environment", str(where.folder)]
-    with OwnFolder("check") as folder:
+    with ScratchDirectory("check") as folder:
         asyncio.run(_check(kind, arguments, folder))
 
 

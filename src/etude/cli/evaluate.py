@@ -19,13 +19,13 @@ from etude.records.task import Split
 def evaluate(args: argparse.Namespace) -> int:
     """Solve rate of a checkpoint or of a run's newest one; JSON on stdout, which says what was evaluated."""
     from etude.harness import ChatFormat
+    from etude.loop.checkpoints import checkpoint_version, newest_checkpoint
+    from etude.loop.evaluation import evaluate_checkpoint
     from etude.loop.limits import check_limits, first_tasks
     from etude.loop.preflight import check_machines, check_start, check_tasks
-    from etude.loop.standalone import evaluate_checkpoint, version_of
 
     place = existing(args.checkpoint)
     run = open_run(place) if (place / "run.json").is_file() else None
-    from etude.loop.exporting import newest_checkpoint
 
     checkpoint = newest_checkpoint(run) if run else place
     if not (checkpoint / "config.json").is_file():
@@ -43,7 +43,7 @@ def evaluate(args: argparse.Namespace) -> int:
         given = overridden(args.set, to_plain(read_config(run)))
     config = build(RunConfig, given)
     said = partial(print, file=sys.stderr)
-    check_start(checkpoint, context_tokens=config.engine.context_tokens, said=said)
+    check_start(checkpoint, context_tokens=config.engine.context_tokens, log=said)
     split = Split(args.split)
     source = check_tasks(config, [split])
     check_limits(config.harness, ChatFormat.load(checkpoint), first_tasks(source, [split]), said)
@@ -56,7 +56,7 @@ def evaluate(args: argparse.Namespace) -> int:
             checkpoint, config, split=split, num_tasks=args.tasks, tries=args.tries, out=None, each=steps.done
         )
         result = asyncio.run(work)
-    version = version_of(checkpoint)
+    version = checkpoint_version(checkpoint)
     of = {"checkpoint": str(checkpoint), "version": str(version) if version else None}
     print(json.dumps(of | result.facts(), indent=2))
     return 0

@@ -7,14 +7,14 @@ import argparse
 from etude.cli.places import RUNS
 from etude.cli.task_progress import Steps
 from etude.cli.weights_store import is_store
-from etude.dashboard.words import number, size
+from etude.dashboard.formatting import number, size
 from etude.errors import Exit, NoRun
 
 
 def check(args: argparse.Namespace) -> int:
     """Read and prove every file of a run; only reads, also beside the run. Exit code 1 with a problem."""
     from etude.cli.places import newest_run
-    from etude.loop.proving import Proof, steps_of
+    from etude.loop.fsck import FsckReport, checks_of
 
     if args.run is None:
         path = newest_run().path
@@ -22,7 +22,7 @@ def check(args: argparse.Namespace) -> int:
         path = args.run if args.run.exists() or not (RUNS / args.run).exists() else RUNS / args.run
     if not (path / "run.json").is_file() and is_store(str(path)):
         raise NoRun(f"{path} is not a run", "it is a store of weights", hint=f"etude weights fsck {path}")
-    proof, parts = Proof(), steps_of(path)
+    proof, parts = FsckReport(), checks_of(path)
     with Steps("parts of the run", len(parts)) as steps:
         for part in parts:
             part(proof)

@@ -22,9 +22,9 @@ def init(args: argparse.Namespace) -> int:
     if start is not None and not (start / "config.json").is_file():
         raise NoCheckpoint(f"no checkpoint at {start}", "it has no config.json", hint="give a Hugging Face directory")
     if start is not None:
-        from etude.loop.limits import starting_model  # only here: a light install has no tokenisers
+        from etude.loop.limits import start_model_config  # only here: a light install has no tokenisers
 
-        starting_model(start)
+        start_model_config(start)
     text = resources.files("etude.cli").joinpath("init.toml").read_text()
     if start is None:
         text = text.replace(_MODEL_BEGIN, "").replace(_MODEL_END, "")

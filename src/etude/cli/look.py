@@ -16,16 +16,15 @@ from etude.errors import LedgerError, RunError
 from etude.evals import compare_runs
 from etude.experience import audit
 from etude.experience.auditing import steps_of
-from etude.experience.traces import Folder
-from etude.loop.places import rollout_files, traces_folder, weights_place, weights_store
-from etude.loop.retention import kept_from
+from etude.experience.traces import TraceFolder
+from etude.file_checksums import ChecksumMismatch, sealed, verify_json
+from etude.loop.locations import rollout_files, traces_folder, weights_location, weights_store
+from etude.loop.retention import replayable_after
 from etude.run import write_durably
 from etude.seams import BlobStore
-from etude.sums import Unproven, opened, sealed
-from etude.weights.chain.history import backward, head
+from etude.weights.chain.history import LineageSteps, backward, head
 from etude.weights.chain.inspect import require_pointer
 from etude.weights.chain.manifest import Manifest
-from etude.weights.chain.steps import Steps
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -53,13 +52,13 @@ def compare(args: argparse.Namespace) -> int:
 def report(args: argparse.Namespace) -> int:
     """Write summary.json and report.html again, from what the run folder holds. Exit code 1 when some of that cannot be
     read."""
-    from etude.loop.phases import leave_report
+    from etude.loop.phases import write_run_report
 
     run = open_run(args.run)
     if not (run / "events" / "conductor.jsonl").exists():
         hint = "put them back; summary.json and report.html are left as they are"
         raise RunError(f"{run.path} has no events", "a report is made of events/conductor.jsonl", hint=hint)
-    print(leave_report(run))
+    print(write_run_report(run))
     found = damage(RunView(run.path)) if run.holder() is None else []
     if found:
         hint = "the report has what could be read; restore the files from a copy"
@@ -70,21 +69,21 @@ def report(args: argparse.Namespace) -> int:
 def ledger_audit(args: argparse.Namespace) -> int:
     """Recompute from traces and manifests: lost, trained twice. Exit code 1 when anything is."""
     run = open_run(args.run)
-    ledger, place, traces = open_ledger(run), weights_place(run), traces_folder(run)
-    ledger.prove()
+    ledger, place, traces = open_ledger(run), weights_location(run), traces_folder(run)
+    ledger.verify()
     if isinstance(place, Path) and not place.exists():
         hint = "put it back: what was trained is what its manifests list"
         raise RunError(f"{run.path} has a ledger and no weights folder", "nothing can be audited against it", hint=hint)
     store, note = weights_store(run, readonly=True), run / "audit.json"
     after = _proven(store, note) if args.new else 0
     require_pointer(store)
-    steps, everything = Steps(store, down_to=after), Steps(store)
+    steps, everything = LineageSteps(store, down_to=after), LineageSteps(store)
     chain = _Chained(steps, traces)
     found = audit(
         ledger,
         traces,
         chain,
-        deleted=kept_from(ledger),
+        deleted=replayable_after(ledger),
         after=after,
         before=_Chained(everything, traces),
         files=rollout_files(run),
@@ -110,22 +109,22 @@ def ledger_audit(args: argparse.Namespace) -> int:
 class _Chained:
     """A lineage's steps; where a manifest is damaged, those before it by the traces."""
 
-    def __init__(self, steps: Steps, traces: Folder) -> None:
+    def __init__(self, steps: LineageSteps, traces: TraceFolder) -> None:
         self._steps, self._traces = steps, traces
 
     def __iter__(self) -> Iterator[tuple[int, Collection[str]]]:
         yield from self._steps
         if self._steps.damaged is not None:
-            yield from steps_of(self._traces, self._steps.believed())
+            yield from steps_of(self._traces, self._steps.unread_up_to())
 
 
 def _proven(store: BlobStore, note: Path) -> int:
     """The step up to which an audit found this very lineage sound; 0 when none did."""
     try:
         said = json.loads(note.read_text())
-        opened(said, note)
+        verify_json(said, note)
         step, version = int(said["step"]), str(said["version"])
-    except (OSError, ValueError, KeyError, TypeError, Unproven):
+    except (OSError, ValueError, KeyError, TypeError, ChecksumMismatch):
         return 0
     for one in backward(store, "policy"):
         if isinstance(one, Manifest) and one.version.step <= step:

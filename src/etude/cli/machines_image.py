@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from etude.dashboard.words import size
-from etude.environments.backends import open_bounded
+from etude.dashboard.formatting import size
+from etude.environments.backends import open_memory_bounded
 from etude.environments.images import ImageRecord, ImageStore, build_from_directory, default_store
 from etude.environments.images.debian import build_from_debian
 from etude.environments.images.dockerfile_build import build_from_dockerfile
@@ -20,8 +20,8 @@ from etude.environments.images.repository import build_from_repository
 from etude.environments.microvm import build as build_microvm
 from etude.environments.microvm import cache_folder
 from etude.environments.microvm.packages import MIRRORS
-from etude.environments.network.outlets import PACKAGES, outlets_of
-from etude.environments.network.packages import Packages, wanted
+from etude.environments.network.build_network import PACKAGES, build_network_of
+from etude.environments.network.packages import Packages, parse_package_spec
 from etude.errors import InputError, MachineError, nearest
 from etude.records.image import Image
 from etude.seams import Runtime
@@ -81,7 +81,7 @@ def _from_dockerfile(store: ImageStore, args: argparse.Namespace) -> ImageRecord
         runtime: Runtime | None = None
         refused = ""
         try:
-            runtime = open_bounded(args.backend, accepts_unbounded=args.unbounded_memory, images=store)
+            runtime = open_memory_bounded(args.backend, accepts_unbounded=args.unbounded_memory, images=store)
         except MachineError as error:  # only a RUN needs one, and says so then
             refused = str(error)
         try:
@@ -93,7 +93,7 @@ def _from_dockerfile(store: ImageStore, args: argparse.Namespace) -> ImageRecord
                 target=args.target,
                 runtime=runtime,
                 refused=refused,
-                outlets=outlets_of(store.path, args.allow),
+                outlets=build_network_of(store.path, args.allow),
             )
         finally:
             if runtime is not None:
@@ -125,7 +125,7 @@ def packages(args: argparse.Namespace) -> int:
     """Put packages into the store, for RUN: wheels that lie here, others fetched from the registries of this host."""
     kept = Packages(ImageStore(args.store or default_store()).path / PACKAGES)
     wheels = [Path(text) for text in args.packages if text.endswith(".whl")]
-    asked = [wanted(text) for text in args.packages if not text.endswith(".whl")]
+    asked = [parse_package_spec(text) for text in args.packages if not text.endswith(".whl")]
     for wheel in wheels:
         kept.take(wheel)
     if asked:

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from etude.environments.backends import open_bounded
+from etude.environments.backends import open_memory_bounded
 from etude.environments.images.store import ImageStore, default_store
 from etude.errors import InputError
 from etude.records.command import Printed, Started
@@ -79,7 +79,7 @@ async def _machine(args: argparse.Namespace) -> AsyncIterator[tuple[Runtime, Mac
     store = ImageStore(args.store or default_store()) if args.image else None
     files = {} if args.files is None else _files_of(args.files)
     image = None if store is None else store.get(args.image).image
-    runtime = open_bounded(args.backend, accepts_unbounded=args.unbounded_memory, images=store)
+    runtime = open_memory_bounded(args.backend, accepts_unbounded=args.unbounded_memory, images=store)
     try:
         try:
             snapshot = await runtime.prepare(files, image=image)

@@ -9,7 +9,7 @@ import ipaddress
 import secrets
 import signal
 
-from etude.environments.backends import open_bounded
+from etude.environments.backends import open_memory_bounded
 from etude.environments.remote import Keyring, Quota, ServerConfig, create_app, serving
 from etude.environments.remote.templates import read_templates
 from etude.errors import Exit, InputError
@@ -35,7 +35,7 @@ async def _serve(args: argparse.Namespace) -> None:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, work.cancel)
     loop.add_signal_handler(signal.SIGTERM, lambda: work.cancel() if told.is_set() else told.set())
-    runtime = open_bounded(args.backend, accepts_unbounded=args.unbounded_memory)
+    runtime = open_memory_bounded(args.backend, accepts_unbounded=args.unbounded_memory)
     try:
         app = create_app(runtime, keys, templates=templates, config=config)
         await app.state.boxes.prepare()

@@ -95,8 +95,8 @@ def _checkpoint(path: Path) -> tuple[Path, RunConfig | None]:
     """The checkpoint, and the settings of the run that it is of."""
     place = places.existing(path)
     if (place / "run.json").is_file():
+        from etude.loop.checkpoints import newest_checkpoint
         from etude.loop.config import read_config
-        from etude.loop.exporting import newest_checkpoint
 
         run = places.open_run(place)
         return newest_checkpoint(run), read_config(run)
@@ -110,9 +110,9 @@ def _model(asked: Asked, dtype: str, *, packed: bool = False) -> Transformer:
     import torch
 
     from etude.models import load_model
-    from etude.models.packed import PackedWeights
+    from etude.models.packed_weights import PackedWeights
     from etude.numerics import Mode, NumericsConfig, Quantise
-    from etude.numerics.choosing import operators_for
+    from etude.numerics.factory import operators_for
     from etude.numerics.formats import FORMATS
 
     numerics = NumericsConfig(Mode(asked.mode), Quantise(asked.quant))

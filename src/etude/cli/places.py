@@ -28,7 +28,7 @@ def open_ledger(run: RunFolder) -> Ledger:
     """Open a run's ledger for reading. Raises `RunError` where the file was deleted, `NoLedger` where the run has not
     created it yet, `LedgerError` where it is damaged."""
     from etude.experience.database import NoLedger
-    from etude.loop.places import read_ledger
+    from etude.loop.locations import read_ledger
     from etude.loop.preflight import check_ledger
 
     check_ledger(run)

@@ -18,8 +18,8 @@ from etude.config import overridden, read, to_toml
 from etude.errors import CheckpointError, ConfigError, EtudeError, Exit, NoCheckpoint, nearest
 from etude.inference.config import EngineKind, devices_of
 from etude.loop.config import RunConfig
-from etude.loop.limits import configured
-from etude.loop.measured import Steps
+from etude.loop.limits import build_config
+from etude.loop.measured_steps import MeasuredSteps
 from etude.models.config import ModelConfig
 from etude.models.headers import check_rank
 from etude.numerics.config import Mode
@@ -38,7 +38,7 @@ from etude.plan import (
     plan,
 )
 from etude.plan.hardware import MATRIX_BYTES
-from etude.scratch import OwnFolder
+from etude.scratch import ScratchDirectory
 from etude.training.config import LiveWeights, OptimizerKind
 
 CALIBRATE_S = 300.0
@@ -51,7 +51,7 @@ def planned(args: argparse.Namespace) -> int:
     model = _model(config)
     check_rank(model, config.learner.lora_rank)
     run = open_run(args.against) if args.against is not None else None
-    steps = Steps.read(run, config) if run is not None else None
+    steps = MeasuredSteps.read(run, config) if run is not None else None
     shape, layout = _shape(args, config, steps), _layout(args, config, steps)
     _check(model, config, shape, layout)
     prices = _prices(args.price)
@@ -60,7 +60,7 @@ def planned(args: argparse.Namespace) -> int:
     engines_on = _engines_on(args, hardware, prices)
     found = plan(model, shape, layout, hardware, engines_on)
     cores = hardware.cores if isinstance(hardware, Measured) else 0
-    beside = steps.beside(found, cores) if steps is not None and cores else {}
+    beside = steps.compare(found, cores) if steps is not None and cores else {}
     if args.json:
         told = {"shape": asdict(shape), "layout": asdict(layout), "hardware": asdict(hardware), "plan": found.plain()}
         print(json.dumps({**told, "against": {n: {"planned": p, "measured": m} for n, (p, m) in beside.items()}}))
@@ -153,8 +153,8 @@ def _config(args: argparse.Namespace) -> RunConfig:
     if args.config.is_dir():
         if not (args.config / "config.json").is_file():
             raise NoCheckpoint(f"{args.config} is no checkpoint", "no config.json", hint="give a config.toml or one")
-        return configured({**overridden(settings), "start": str(args.config)})
-    return configured(read(args.config, settings))
+        return build_config({**overridden(settings), "start": str(args.config)})
+    return build_config(read(args.config, settings))
 
 
 def _model(config: RunConfig) -> ModelConfig:
@@ -168,7 +168,7 @@ def _model(config: RunConfig) -> ModelConfig:
         raise CheckpointError(f"{path} cannot be read", str(error), hint="give a checkpoint directory") from None
 
 
-def _shape(args: argparse.Namespace, config: RunConfig, steps: Steps | None) -> Shape:
+def _shape(args: argparse.Namespace, config: RunConfig, steps: MeasuredSteps | None) -> Shape:
     """As given; else as the run's; else from the harness's limits: half of its turns and of its context.
 
     Groups are those that a step takes on average where it goes on until some have a signal.
@@ -193,7 +193,7 @@ def _shape(args: argparse.Namespace, config: RunConfig, steps: Steps | None) -> 
     return shape
 
 
-def _layout(args: argparse.Namespace, config: RunConfig, steps: Steps | None) -> Layout:
+def _layout(args: argparse.Namespace, config: RunConfig, steps: MeasuredSteps | None) -> Layout:
     engines = len(config.fleet.engines) if args.engines is None else args.engines
     if not engines:
         raise ConfigError("the config has no engines of its own", "fleet.engines = []", hint="--engines: how many join")
@@ -277,11 +277,11 @@ def _training(config: RunConfig) -> Training:
 
 def _calibrated(config: RunConfig) -> Measured:
     """Constants of this machine, measured by a program of its own: it loads torch."""
-    with OwnFolder("plan") as scratch:
+    with ScratchDirectory("plan") as scratch:
         path = scratch / "config.toml"
         path.write_text(to_toml(config))
         print("measuring this machine, some ten seconds", file=sys.stderr)
-        argv = [sys.executable, "-m", "etude.loop.calibrating", "--config", str(path)]
+        argv = [sys.executable, "-m", "etude.loop.calibration", "--config", str(path)]
         env = os.environ | {"TMPDIR": str(scratch)}  # what it leaves when it is killed goes with this folder
         try:
             done = subprocess.run(argv, capture_output=True, text=True, timeout=CALIBRATE_S, env=env)

@@ -18,7 +18,7 @@ from etude.errors import Exit
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from etude.loop.redoing import Redone, Replay
+    from etude.loop.replay import Replay, ReplayedStep
 
 SHOWN = ("loss", "ratio_max", "k3", "grad_norm")
 NAMED = 5  # tensors that differ
@@ -31,11 +31,11 @@ def run(args: argparse.Namespace) -> int:
     folder = open_run(args.run)
     history = History.read(folder)
     history.require(args.step)
-    start = history.beginning(args.step, args.start)
-    from etude.loop.redoing import redo  # torch, which takes seconds: what cannot be redone is refused by now
+    start = history.start_checkpoint(args.step, args.start)
+    from etude.loop.replay import replay_step  # torch, which takes seconds: what cannot be redone is refused by now
 
     with _progress() as told:
-        done = redo(folder, args.step, start=start, told=told, history=history)
+        done = replay_step(folder, args.step, start=start, on_step=told, history=history)
     if args.json:
         print(json.dumps({"run": str(folder.path), **_plain(done)}, indent=2))
     else:
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[Redone, int], None]]:
+def _progress() -> Iterator[Callable[[ReplayedStep, int], None]]:
     """Whom to tell of each step: a bar in a terminal, a line a step elsewhere, on stderr both."""
     screen = Console(stderr=True, highlight=False)
     if not screen.is_terminal:
@@ -55,7 +55,7 @@ def _progress() -> Iterator[Callable[[Redone, int], None]]:
         yield lambda one, total: progress.update(task, advance=1, total=total, description=f"step {one.step}")
 
 
-def _verdict(one: Redone) -> str:
+def _verdict(one: ReplayedStep) -> str:
     if one.published is None:
         return "nothing to compare with, its manifest is gone"
     return "equal" if one.equal else f"{len(one.different)} tensors differ"

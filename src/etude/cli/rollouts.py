@@ -18,12 +18,12 @@ from etude.errors import EtudeError, InputError, nearest
 from etude.evals import EvalRow, read_rows
 from etude.experience import Ledger
 from etude.experience.database import NoLedger
-from etude.experience.rows import Row
+from etude.experience.groups import Row
 from etude.experience.traces import read_rollout, trace_path
 from etude.experience.transitions import State
 from etude.harness import ChatFormat
 from etude.loop.config import read_config
-from etude.loop.places import read_ledger, rollout_files, traces_folder
+from etude.loop.locations import read_ledger, rollout_files, traces_folder
 from etude.records import Graded, Outcome
 from etude.records.wire import I32
 from etude.run import RunFolder
@@ -55,7 +55,7 @@ def _rows(ledger: Ledger, state: str | None, limit: int, signs: Collection[str])
     cheating, whatever became of their groups."""
     if state != State.QUARANTINED:
         return ledger.rows(states=None if state is None else [State(state)], limit=limit)
-    found = [*ledger.found(signs), *ledger.rows(states=[State.QUARANTINED])]
+    found = [*ledger.find_rows(signs), *ledger.rows(states=[State.QUARANTINED])]
     return sorted(found, key=lambda row: row.rollout_id)[-limit:] if limit else []
 
 

@@ -20,19 +20,20 @@ from rich.live import Live
 
 from etude.cli.arguments import LOCAL
 from etude.cli.places import RUNS, newest_run, open_run
-from etude.config import leaves, overridden, plugins_in, read, to_toml, with_digests
-from etude.dashboard import RunView, explained, plain_line, render
+from etude.config import Plugin, leaves, overridden, plugins_in, read, to_toml, with_digests
+from etude.dashboard import RunView, plain_line, render, terms_legend
 from etude.dashboard.progress import current_phase
 from etude.errors import ConfigError, DeadlineExceeded, EtudeError, Exit, NothingLearnt, RunError
 from etude.experience.database import NoLedger
-from etude.loop.config import RunConfig, resumed, same_plugins
-from etude.loop.limits import configured
-from etude.loop.places import read_ledger
+from etude.loop.config import RunConfig, check_same_plugins, config_to_resume
+from etude.loop.limits import build_config
+from etude.loop.locations import read_ledger
 from etude.loop.preflight import check_ledger, preflight
+from etude.models.config import own_family_names
 from etude.plugins import check_all
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
-from etude.training.kept import kept_step
+from etude.training.mid_training_progress import resume_step
 
 if TYPE_CHECKING:
     from etude.loop.placement import Placement
@@ -51,20 +52,21 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(
                 "no CONFIG was given", "a new run needs one", hint="etude run examples/laptop/config.toml"
             )
-        folder, config = None, configured(given).settled()
+        folder, config = None, build_config(given).with_parity_budget()
     else:
         folder = open_run(Path(args.resume)) if args.resume else newest_run()
-        config = resumed(folder, given, whole=args.config is not None)
+        config = config_to_resume(folder, given, complete=args.config is not None)
         check_ledger(folder)
     if args.on != LOCAL:
         _join(args.on, config, RUNS if folder is None else folder.path.parent)
-    plugins = check_all(list(plugins_in(config)))
+    uses = dict.fromkeys([*plugins_in(config), *(("model.family", Plugin(name)) for name in own_family_names())])
+    plugins = check_all(list(uses))
     if folder is not None:
-        same_plugins(folder, plugins, accept=args.changed_plugins)
+        check_same_plugins(folder, plugins, accept=args.changed_plugins)
     config = with_digests(config, {one.path: one.digest for one in plugins})
     adopted = folder is not None and folder.ended("corpus")
     said = partial(print, file=sys.stderr)
-    preflight(config, adopted=adopted, elsewhere=args.on != LOCAL, given=leaves(given), said=said)
+    preflight(config, adopted=adopted, remote=args.on != LOCAL, given=leaves(given), log=said)
     if args.dry_run:
         print(to_toml(config), end="")
         return 0
@@ -84,9 +86,9 @@ def run(args: argparse.Namespace) -> int:
         if args.on != LOCAL:
             _leave()
     if interrupted:
-        from etude.loop.phases import leave_report
+        from etude.loop.phases import write_run_report
 
-        leave_report(folder)
+        write_run_report(folder)
         print(f"stopped{_goes_on(folder)}; go on with: etude run --resume {folder.path}", file=sys.stderr)
         return Exit.INTERRUPTED
     from etude.dashboard import nothing_learnt, result_lines
@@ -104,7 +106,7 @@ def _goes_on(folder: RunFolder) -> str:
     if phase is None or phase.name != "mid-training" or phase.end is not None or out.is_dir():
         return ""
     every = "a checkpoint each mid_training.checkpoint_every steps"
-    return f" (mid-training goes on from step {kept_step(out)}: {every})"
+    return f" (mid-training goes on from step {resume_step(out)}: {every})"
 
 
 def _new_name(config: Path) -> str:
@@ -135,9 +137,9 @@ def _leave() -> None:
 def _placement(on: str, folder: RunFolder, config: RunConfig) -> Placement | None:
     if on == LOCAL:
         return None
-    from etude.loop.on_ray import OnRay
+    from etude.loop.ray_placement import RayPlacement
 
-    return OnRay(folder.path, ranks=config.learner.ranks)
+    return RayPlacement(folder.path, ranks=config.learner.ranks)
 
 
 async def _watched(folder: RunFolder, config: RunConfig, *, on: str) -> bool:
@@ -186,7 +188,7 @@ async def _show(folder: RunFolder) -> None:
         try:
             while True:
                 view.refresh()
-                live.update(Group(render(view), explained(view)), refresh=True)
+                live.update(Group(render(view), terms_legend(view)), refresh=True)
                 await asyncio.sleep(REDRAW_S)
         finally:
             view.refresh()
@@ -201,7 +203,7 @@ def status(args: argparse.Namespace) -> int:
     holder = folder.holder()
     console, view = Console(), RunView(folder.path)
     console.print(render(view))
-    console.print(explained(view) if args.words else "[dim]what the words mean: etude status --words[/dim]")
+    console.print(terms_legend(view) if args.words else "[dim]what the words mean: etude status --words[/dim]")
     console.print(_rollouts(folder), end="")
     console.print(f"{folder.path}: {_state(folder, holder)}", soft_wrap=True)
     return 0

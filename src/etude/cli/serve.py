@@ -55,7 +55,7 @@ async def _serve(
             model=name,
             gateway=gateway,
             key=key,
-            said=said,
+            log=said,
         )
     )
     async with served as url:
@@ -65,7 +65,7 @@ async def _serve(
 
 def export(args: argparse.Namespace) -> int:
     """Write a Hugging Face directory of a checkpoint, a run's result, or one of its published versions."""
-    from etude.loop.exporting import export_adapter, export_checkpoint, export_version, export_version_adapter
+    from etude.loop.export import export_adapter, export_checkpoint, export_version, export_version_adapter
 
     if args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
         raise InputError(f"{args.out} is not an empty directory", hint="export into a new one")

@@ -10,7 +10,7 @@ from pathlib import Path
 from etude.cli.task_progress import Steps
 from etude.cli.tasks import jobs
 from etude.environments import MachineGrader
-from etude.environments.backends import open_bounded
+from etude.environments.backends import open_memory_bounded
 from etude.errors import InputError, TaskError
 from etude.records.task import Split
 from etude.tasks import DirectorySource
@@ -56,7 +56,7 @@ async def _mine(args: argparse.Namespace) -> Mined:
             raise TaskError(f"nothing to delete in {args.repository}", facts, hint="see the guide on tasks")
     else:
         repository = Repository(args.repository)
-    runtime = open_bounded(args.backend, accepts_unbounded=args.unbounded_memory)
+    runtime = open_memory_bounded(args.backend, accepts_unbounded=args.unbounded_memory)
     try:
         grader = MachineGrader(runtime)
         if repository is None:

@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from etude.cli.task_progress import Steps
-from etude.environments import MachineGrader, exports_of, start_fault
-from etude.environments.backends import open_bounded
+from etude.environments import MachineGrader, find_test_command_problem, simulate_exports
+from etude.environments.backends import open_memory_bounded
 from etude.environments.images import ImageStore
 from etude.errors import InputError, StoreError, TaskError
 from etude.loop.task_images import num_images, with_images
@@ -75,15 +75,17 @@ async def _check(args: argparse.Namespace) -> tuple[list[TaskReport], list[Proof
     counts = {split: _count(source, split, args.num) for split in splits}
     splits = [split for split in splits if counts[split]] or splits[:1]
     store = None if args.images is None else ImageStore(args.images)
-    runtime = open_bounded(args.backend, accepts_unbounded=args.unbounded_memory, images=store)
+    runtime = open_memory_bounded(args.backend, accepts_unbounded=args.unbounded_memory, images=store)
     try:
         if store is not None and isinstance(source, HarborSource):
             with Steps("images built", num_images(source)) as steps:
                 source = await with_images(source, store, runtime, steps.done)
         grader = grader_for(source, MachineGrader(runtime))
-        settings = {"concurrency": args.jobs or jobs(), "export": partial(exports_of, runtime)}
-        proofs = await _proofs(source, grader, counts, splits, tests=partial(start_fault, runtime), **settings)
-        hasty = grader_for(source, MachineGrader(runtime, repeats=0, canaries=0, to_the_end=False))
+        settings = {"concurrency": args.jobs or jobs(), "export": partial(simulate_exports, runtime)}
+        proofs = await _proofs(
+            source, grader, counts, splits, tests=partial(find_test_command_problem, runtime), **settings
+        )
+        hasty = grader_for(source, MachineGrader(runtime, repeats=0, canaries=0, run_all_tests=False))
         gated = await _gated(args, source, hasty, counts, splits, **settings)
         pairs = _pairs(source, proofs)
         leaks = await _leaks(runtime, pairs) if args.leaks else {}

@@ -12,13 +12,13 @@ from rich.table import Table
 from etude.cli import weights_files, weights_store
 from etude.cli.places import console, open_run
 from etude.dashboard import RunView
+from etude.dashboard.formatting import number
 from etude.dashboard.glossary import legend
-from etude.dashboard.words import number
 from etude.errors import CheckpointError, InputError, NoRun, WeightsError
-from etude.loop import places
+from etude.file_checksums import verify_files
+from etude.loop import locations
 from etude.run import RunFolder
 from etude.seams import BlobStore
-from etude.sums import prove
 from etude.weights.chain import fsck, inspect, signing
 
 
@@ -104,16 +104,16 @@ def verify(args: argparse.Namespace) -> int:
             f"{args.run} is a file", hint=f"name its base: etude weights verify {args.run} --base CHECKPOINT"
         )
     run = open_run(args.run)
-    check = fsck.verify(places.weights_store(run, readonly=True))
+    check = fsck.verify(locations.weights_store(run, readonly=True))
     weights_store.tell(check)
     if check.problems:
         raise WeightsError(
-            f"{number(len(check.problems), 'problem')} in {places.weights_place(run)}",
+            f"{number(len(check.problems), 'problem')} in {locations.weights_location(run)}",
             weights_store.told(check),
             hint=_cure(run, check.problems),
         )
     for checkpoint in sorted((run / "checkpoints").glob("[!.]*")):
-        prove(checkpoint, kind=CheckpointError)
+        verify_files(checkpoint, kind=CheckpointError)
     return 0
 
 
@@ -133,9 +133,9 @@ def repair(args: argparse.Namespace) -> int:
     else:
         run = open_run(None if args.run is None else Path(args.run))
         run.lock()
-        told = [str(event.get("version")) for event in RunView(run.path).of("weights.publish")]
+        told = [str(event.get("version")) for event in RunView(run.path).events("weights.publish")]
         try:
-            version = inspect.repair(places.weights_store(run), args.name, told, signer=signer)
+            version = inspect.repair(locations.weights_store(run), args.name, told, signer=signer)
         finally:
             run.unlock()
     print(f"the pointer names {version} again" if version else "the pointer is whole: nothing to repair")

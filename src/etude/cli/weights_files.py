@@ -10,13 +10,13 @@ from rich.table import Table
 
 from etude.cli.places import console
 from etude.cli.weights_plot import MARK, write_plot
-from etude.dashboard.words import size
+from etude.dashboard.formatting import size
 from etude.errors import InputError
 from etude.weights.delta import native
 from etude.weights.delta.measure import Cost, measure
 from etude.weights.files.checkpoint import is_checkpoint, read_checkpoint
 from etude.weights.files.checkpoint_delta import apply_delta, encode_delta, verify_delta
-from etude.weights.files.outputs import check_file
+from etude.weights.files.disk import check_file
 
 ROWS = 40
 """The heaviest tensors that a table shows unless all are asked for."""
@@ -49,7 +49,7 @@ def diff(args: argparse.Namespace) -> int:
     table = Table("tensor", "dtype", "elements", "density", "bits per weight", "ratio", "ratio ÷ bound")
     for row in shown:
         table.add_row(row.name, row.dtype, f"{row.num_elements:,}", *_numbers(row), end_section=row is shown[-1])
-    parts = [row for row in (costs.deltas, costs.wholes) if row and costs.wholes]
+    parts = [row for row in (costs.deltas, costs.full_tensors) if row and costs.full_tensors]
     for row in (*parts, costs.total):
         table.add_row(row.name, row.dtype, f"{row.num_elements:,}", *_numbers(row))
     screen = console()
@@ -59,11 +59,11 @@ def diff(args: argparse.Namespace) -> int:
     gone = sorted(old.tensors.keys() - new.tensors.keys())
     if gone:
         screen.print(f"(gone: {len(gone)}, {', '.join(gone[:3])}{' …' if len(gone) > 3 else ''})")
-    if costs.wholes:
+    if costs.full_tensors:
         screen.print(
             f"(whole: new, or of another dtype or shape: {costs.num_whole} of {len(rows)} tensors, which add"
-            f" {size(costs.wholes.delta_bytes)} of {size(costs.total.delta_bytes)}. The bound is one of changes: deltas"
-            " alone, of what both sides have, are compared with it)"
+            f" {size(costs.full_tensors.delta_bytes)} of {size(costs.total.delta_bytes)}. The bound is one of changes:"
+            " deltas alone, of what both sides have, are compared with it)"
         )
     screen.print(
         "(density: share of weights that changed; ratio: bytes of the weights over those of the delta; bound: what a"

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
 
+from etude.dashboard.formatting import significant, size
 from etude.dashboard.plot import WIDE, Series, legend, line_chart
-from etude.dashboard.words import significant, size
 from etude.weights.delta.measure import Cost, Costs
-from etude.weights.files.disk import refused
+from etude.weights.files.disk import store_errors
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -53,20 +53,20 @@ def write_plot(path: Path, title: str, costs: Costs) -> None:
     ]
     css = (files("etude.dashboard") / "report.css").read_text(encoding="utf-8")
     page = _PAGE.format(title=html.escape(title), css=css, lead=html.escape(lead), panels="".join(panels))
-    with refused(f"{path} cannot be written"):
+    with store_errors(f"{path} cannot be written"):
         path.write_text(page, encoding="utf-8")
 
 
 def _near(costs: Costs) -> str:
     """How near the deltas are to their bound, and what takes no part in that."""
     share = costs.deltas.share_of_bound if costs.deltas else None
-    if costs.wholes is None:
+    if costs.full_tensors is None:
         return f", {significant(share)} of the bound" if share is not None else ""
     near = f"; the others' deltas are at {significant(share)} of their bound" if share is not None else ""
     what = f"{costs.num_whole} tensors that go whole, which have no bound"
     if costs.num_whole == 1:
         what = "1 tensor that goes whole, which has no bound"
-    return f". Of it {size(costs.wholes.delta_bytes)} are of {what}{near}"
+    return f". Of it {size(costs.full_tensors.delta_bytes)} are of {what}{near}"
 
 
 def _panel(

@@ -16,9 +16,9 @@ from urllib.parse import unquote
 
 from etude.cli.places import RUNS, open_run
 from etude.cli.watched import Watched
-from etude.dashboard.words import number, size
+from etude.dashboard.formatting import number, size
 from etude.errors import EtudeError, InputError, StoreError, WeightsError
-from etude.loop.places import weights_place, weights_store
+from etude.loop.locations import weights_location, weights_store
 from etude.records.completion import Version
 from etude.records.sample import Published
 from etude.run import RunFolder
@@ -30,8 +30,8 @@ from etude.weights.chain import branches, fsck, garbage, history, inspect, signi
 from etude.weights.chain.manifest import Damaged
 from etude.weights.files.checkpoint import INDEX, read_checkpoint
 from etude.weights.files.folder import CheckpointFolder
-from etude.weights.files.following import Adopted, FolderFollower, differences
-from etude.weights.follow.parts import wholes
+from etude.weights.files.folder_follower import AdoptedVersion, FolderFollower, differences
+from etude.weights.follow.parts import full_specs
 from etude.weights.tensors import Tensor
 
 
@@ -43,7 +43,7 @@ def publish(args: argparse.Namespace) -> int:
     if "://" not in args.store and Path(args.store).is_dir():
         _directory(Path(args.store))
     store = open_store(args.store)
-    head = Follower(store, args.name).pointer()
+    head = Follower(store, args.name).head_version()
     if head is None:
         inspect.require_pointer(store, args.name, signer)
     elif args.step is not None and args.step <= head.step:
@@ -80,7 +80,7 @@ def _refuse_others(store: BlobStore, args: argparse.Namespace, tensors: Mapping[
         return
     held = {name: tensor.spec for name, tensor in tensors.items()}
     published = {entry.name: entry.spec for entry in manifest.tensors}
-    if held != published and (facts := differences(wholes(held), wholes(published))):
+    if held != published and (facts := differences(full_specs(held), full_specs(published))):
         raise InputError(
             f"{args.checkpoint} holds another checkpoint than channel {args.name!r} of {args.store}",
             facts,
@@ -154,7 +154,7 @@ def _require_head(store: BlobStore, args: argparse.Namespace) -> None:
     if history.head(store, args.name, args.branch, public_key=args.public_key) is not None:
         return
     if args.branch:
-        there = ", ".join(sorted(branches.listed(store, args.name)))
+        there = ", ".join(sorted(branches.list_branches(store, args.name)))
         raise InputError(
             f"channel {args.name!r} of {args.store} has no branch {args.branch!r}",
             f"its branches: {there}" if there else "it has none",
@@ -199,7 +199,7 @@ def gc(args: argparse.Namespace) -> int:
     done = garbage.collect(store, args.name, keep_s=args.keep, now=time.time(), signer=signer)
     print(
         f"{done.num_deleted} keys deleted; {done.num_kept} versions can be rebuilt, of {done.num_old} older ones only"
-        f" the manifest is left; {done.num_adrift} keys belong to nothing yet"
+        f" the manifest is left; {done.num_unreachable} keys belong to nothing yet"
     )
     if done.needs_key:
         print("the channel is signed: deleting what killed publishes left needs the key that signs: --key FILE")
@@ -302,7 +302,7 @@ def _directory(path: Path) -> str:
     """Where the store is that a path means: there, or where the run there keeps its weights."""
     hint = "give a run, its weights (RUN/weights), a store's directory, s3://bucket/prefix, gs:// or az://"
     if (run := _run_of(path)) is not None:
-        return str(weights_place(run))
+        return str(weights_location(run))
     if not path.is_dir():
         raise InputError(f"no store at {path}", "nor a run whose weights it would hold", hint=hint)
     if not is_store(str(path)) and any(found.name not in _OWN for found in path.iterdir()):
@@ -333,7 +333,7 @@ def watched_store(place: str, out: TextIO, *, cache: Path | None = None, readonl
     return Watched(store, place, far.deadline_s, partial(print, file=out, flush=True))
 
 
-def _line(adopted: Adopted) -> str:
+def _line(adopted: AdoptedVersion) -> str:
     return (
         f"{adopted.version}: fetched {size(adopted.fetched_bytes)} in {adopted.fetch_s:.2f} s, wrote"
         f" {size(adopted.written_bytes)} in {adopted.write_s:.2f} s"

@@ -1,9 +1,9 @@
-"""The dashboard: a run folder as people see it: in a terminal, as numbers, as one page. Reads, and starts nothing.
+"""The dashboard: shows a run folder in a terminal, as summary numbers, and as an HTML page.
 
-The only file it ever writes is the report that `write_report` is asked for. A dead viewer never hurts a run. The words
-alone need nothing; what needs more is imported when first used.
+It only reads, and starts no process; the only file that it writes is the report of `write_report`. A viewer that dies
+does not affect the run. Modules are imported when first used; `formatting` has no dependencies.
 
->>> from etude.dashboard.words import duration, sparkline
+>>> from etude.dashboard.formatting import duration, sparkline
 >>> duration(312), sparkline([0.1, 0.4, 0.9])
 ('5:12', '▁▄█')
 """
@@ -14,28 +14,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from etude.dashboard.read import RunView
+    from etude.dashboard.problems import damage
     from etude.dashboard.report import write_report
+    from etude.dashboard.run_view import RunView
     from etude.dashboard.summary import nothing_learnt, summarise
-    from etude.dashboard.terminal import explained, plain_line, render, result_lines
-    from etude.dashboard.troubles import damage
+    from etude.dashboard.terminal import plain_line, render, result_lines, terms_legend
 
 __all__ = [
     "RunView",
     "damage",
-    "explained",
     "nothing_learnt",
     "plain_line",
     "render",
     "result_lines",
     "summarise",
+    "terms_legend",
     "write_report",
 ]
 
 _HOME = {
-    "RunView": "read",
-    "damage": "troubles",
-    "explained": "terminal",
+    "RunView": "run_view",
+    "damage": "problems",
+    "terms_legend": "terminal",
     "nothing_learnt": "summary",
     "plain_line": "terminal",
     "render": "terminal",

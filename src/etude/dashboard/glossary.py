@@ -1,4 +1,4 @@
-"""The meaning of each term in the views of a run, in one line; `docs/concepts/words.md` has the same rows."""
+"""One-line definitions of the terms in the views of a run; `docs/concepts/words.md` has the same rows."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from collections.abc import Iterable
 
 GLOSSARY = {
     "solve rate": "mean reward of a step's rollouts: 1.0 when each solved its task",
-    "validation": "solve rate on tasks that are never trained on, while the run goes on: settings are chosen by it",
-    "held-out": "tasks, or documents, that nothing is trained on or chosen by: the result is measured on them",
-    "copies": "share of held-out texts in which the model finds the words that it has to copy from its context",
-    "lag": "optimiser steps from the version of a rollout's oldest token to the one trained, by their common ancestor",
+    "validation": "solve rate on tasks that are never trained on, measured during the run; settings are chosen by it",
+    "held-out": "tasks, or documents, that are neither trained on nor used to choose settings; the result "
+    "is measured on them",
+    "copies": "share of held-out texts in which the model correctly copies text from its context",
+    "lag": "optimiser steps from the version of a rollout's oldest token to the trained one, through their common "
+    "ancestor",
     "idle": "share of the RL phase in which a process did not compute",
-    "delta": "what an engine that holds the version before fetches of a new one",
-    "bound": "the bytes of a code of single changes that knows how many there are at each exponent; a delta "
-    "of training in bf16 is some 5 per cent longer or shorter, one of few or very regular changes is longer",
-    "pause": "how long an engine with requests in flight stands still to take a new version",
+    "delta": "what an engine with the previous version fetches for a new one",
+    "bound": "the bytes of a code of sparse changes that knows how many there are at each exponent; deltas of bf16 "
+    "training are within some 5 per cent of it, deltas with few or very regular changes are larger",
+    "pause": "how long an engine with requests in flight stops to load a new version",
     "probe": "a fixed text that engines and learner compute: r is the ratio of their probabilities, 1 when equal",
     "k3": "an estimate of the KL divergence from the policy that sampled to the one that is trained; 0 when they agree",
     "p99": "99 of 100 values are at most this",
@@ -22,14 +24,14 @@ GLOSSARY = {
 
 
 def legend(names: Iterable[str]) -> str:
-    """One line that explains those of `names` that the glossary has.
+    """One line with the definitions of those `names` that the glossary has.
 
-    >>> legend(["lag", "invalid"])
-    "lag: optimiser steps from the version of a rollout's oldest token to the one trained, by their common ancestor"
+    >>> legend(["idle", "invalid"])
+    'idle: share of the RL phase in which a process did not compute'
     """
     return "; ".join(f"{name}: {GLOSSARY[name]}" for name in names if name in GLOSSARY)
 
 
 def meaning(text: str) -> str:
-    """The meaning of each glossary term in a label, one per line; empty where there is none."""
-    return "\n".join(f"{word}: {said}" for word, said in GLOSSARY.items() if word in text)
+    """The definitions of the glossary terms in a text, one per line; "" if there are none."""
+    return "\n".join(f"{term}: {definition}" for term, definition in GLOSSARY.items() if term in text)

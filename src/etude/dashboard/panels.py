@@ -1,4 +1,4 @@
-"""The plots of the report: each takes a view and gives a `Panel`, or None where the run has nothing to show."""
+"""The plots of the report: functions that make a `Panel` of a run, or None if it has no data for it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from etude.dashboard import regions
+from etude.dashboard.formatting import clock, duration, percent, significant, size
 from etude.dashboard.plot import WIDE, Estimate, LaneRow, Series, bar_chart, lane_chart, legend, line_chart
-from etude.dashboard.read import Event, RunView, counts, number, text
+from etude.dashboard.run_view import Event, RunView, counts, number, text
 from etude.dashboard.summary import is_delta, quantile, weights
 from etude.dashboard.utilisation import Lane, lanes
-from etude.dashboard.words import clock, duration, percent, significant, size
 
 _MAX_BARS = 400
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A plot with its words. `svg` and `legend` are markup; title and note are plain text."""
+    """A plot with its texts. `svg` and `legend` are markup; title and note are plain text."""
 
     title: str
     note: str
@@ -28,7 +28,7 @@ class Panel:
 
 
 def learning(view: RunView) -> Panel | None:
-    """Reward of each step, and the evaluations with their intervals."""
+    """Reward of each step, and the evaluations with their confidence intervals."""
     steps = view.by_step("rl.step")
     rewards, best = _points(steps, "reward_mean"), _points(steps, "best_of_k")
     last = max((x for x, _ in rewards), default=0.0)
@@ -59,7 +59,7 @@ def learning(view: RunView) -> Panel | None:
 
 
 def lag_histogram(view: RunView) -> Panel | None:
-    """How many steps behind the learner the trained rollouts and tokens were sampled."""
+    """Histogram of the lag of trained rollouts and tokens."""
     steps = view.by_step("rl.step")
     rollouts, tokens = (_shares(steps, key) for key in ("lag", "token_lag"))
     lags = sorted({*rollouts, *tokens})
@@ -95,20 +95,20 @@ def utilisation(view: RunView) -> Panel | None:
 
 
 def fleet(view: RunView) -> Panel | None:
-    """State, load and version of each engine that joined the run from outside; None where none did."""
+    """State, load and version of each remote engine; None if there was none."""
     found, began, now = regions.engines(view), view.began, view.now
     if not found or began is None or now is None:
         return None
     spans = [(s.name, s.start - began, (s.end or now) - began) for s in view.phases()]
     return Panel(
         "Regions",
-        "Engines that joined from elsewhere, three lanes each. State: full while the engine was given work, half while "
-        "it caught up or stood by, empty while it was lost. Running requests: a full bar is its capacity. Version: the "
-        "step of the weights that it held; full is the run's last step.",
+        "Remote engines, three lanes each. State: full while the engine got work, half while it was catching up or on "
+        "standby, empty while it was lost. Running requests: a full bar is its capacity. Version: the step of its "
+        "weights; full is the run's last step.",
         lane_chart(
             regions.rows(found, began, now),
             spans,
-            title="State, load and version of each engine from elsewhere over time",
+            title="State, load and version of each remote engine over time",
             x_range=(0.0, now - began),
             x_format=clock,
         ),
@@ -133,22 +133,22 @@ def _rank(name: str) -> tuple[int, str]:
 
 
 def deltas(view: RunView) -> Panel | None:
-    """Bytes of each version's delta, against the bound."""
+    """Bytes of each version's delta, compared with the bound."""
     events = view.by_step("weights.publish")
     small = [event for event in events if is_delta(event)]
     sent, bound = _points(small, "object_bytes"), _points(small, "bound_bytes")
     if not sent:
         return None
     anchors = [bytes_ for event in events if (bytes_ := number(event, "anchor_bytes"))]
-    whole = f" {len(anchors)} snapshots of {size(max(anchors))}, for late engines, are not shown." if anchors else ""
+    omitted = f" {len(anchors)} snapshots of {size(max(anchors))}, for late engines, are not shown." if anchors else ""
     total = weights(view)
     share, unchanged = total["share_of_bound"], total["ratio"] is None
-    many = " Most of what is published changes in a step: the bound, of single changes, says nothing of that."
+    many = " Most published values change in a step: the bound, for sparse changes, does not apply."
     reached = f" In all {percent(share)} of the bound." if share else " No weight has changed." if unchanged else many
     return Panel(
         "Weights on the wire",
         "Bytes of each version's delta, and the bound of a code that knows how many changes there are at each "
-        "exponent. A delta of training in bf16 comes within some 5 per cent of it, above or below." + reached + whole,
+        "exponent. A delta of training in bf16 comes within some 5 per cent of it, above or below." + reached + omitted,
         line_chart(
             [Series("sent", sent, 1), Series("bound", bound, 2)],
             title="Delta bytes by step",
@@ -161,8 +161,8 @@ def deltas(view: RunView) -> Panel | None:
 
 
 def pauses(view: RunView) -> Panel | None:
-    """How long engines stood still to swap their weights."""
-    events = [event for event in view.of("engine.adopt") if number(event, "num_running")]
+    """How long engines paused to swap their weights."""
+    events = [event for event in view.events("engine.adopt") if number(event, "num_running")]
     points = [(x, 1e3 * y) for x, y in _points(events, "pause_s")]
     if not points:
         return None
@@ -170,7 +170,7 @@ def pauses(view: RunView) -> Panel | None:
     middle, worst = quantile(ordered, 0.5), quantile(ordered, 0.99)
     return Panel(
         "Pauses",
-        f"Milliseconds that an engine with requests in flight stood still to swap its weights: median "
+        f"Milliseconds that an engine with requests in flight paused to swap its weights: median "
         f"{significant(middle or 0)}, p99 {significant(worst or 0)}.",
         line_chart(
             [Series("pause", points, 1, dots_only=True)],
@@ -183,11 +183,11 @@ def pauses(view: RunView) -> Panel | None:
 
 
 def parity(view: RunView) -> Panel | None:
-    """How far probabilities of engines and learner differ, on a logarithmic scale, and what the run did about it."""
+    """How far probabilities of engines and learner differ, on a logarithmic scale, and how the run reacted."""
     steps = view.by_step("rl.step")
     kinds = (("fresh rollouts", "fresh_ratio_max", 2), ("all, 99th percentile", "ratio_p99", 4), ("k3", "k3", 3))
     probes: dict[float, float] = {}
-    for x, y in _points(view.of("engine.probe"), "ratio_max"):
+    for x, y in _points(view.events("engine.probe"), "ratio_max"):
         probes[x] = max(y, probes.get(x, 0.0))
     series = [Series("probe", sorted(probes.items()), 1)]
     series += [Series(name, _points(steps, key), colour) for name, key, colour in kinds]
@@ -199,19 +199,19 @@ def parity(view: RunView) -> Panel | None:
 
 
 def _zeros(series: Sequence[Series]) -> str:
-    """A sentence on the values that are 0 and so cannot be drawn on a logarithmic scale; empty where there are none."""
-    said = []
+    """A sentence on values of 0, which cannot be drawn on a logarithmic scale; "" if there are none."""
+    parts = []
     for one in series:
         zeros, what = sum(y == 0 for _, y in one.points), "versions" if one.label == "probe" else "steps"
         if zeros:
             of = f"all {zeros} {what}" if zeros == len(one.points) else f"{zeros} of {len(one.points)} {what}"
-            said.append(f"{one.label}: 0 at {of}")
-    return f" Not drawn: {'; '.join(said)}." if said else ""
+            parts.append(f"{one.label}: 0 at {of}")
+    return f" Not drawn: {'; '.join(parts)}." if parts else ""
 
 
 def _alarms(view: RunView) -> str:
-    """A sentence on the engines that exceeded their budget and what the run did; empty where there were none."""
-    alarms = view.of("parity.alarm")
+    """A sentence on parity alarms and how the run reacted; "" if there were none."""
+    alarms = view.events("parity.alarm")
     taken = [f"to {text(e, 'defence')} at step {e.get('step')}" for e in alarms if text(e, "defence")]
     if taken:
         return f" The run fell back {', '.join(taken)}."
@@ -236,7 +236,7 @@ def replay(view: RunView) -> Panel | None:
 
 
 def _disagreement(title: str, note: str, series: Sequence[Series]) -> Panel | None:
-    """A panel of small numbers by step on a logarithmic scale; only the note where no number is above 0."""
+    """A panel of small numbers by step on a logarithmic scale; only the note if no number is above 0."""
     drawn = [replace(one, points=_positive(one.points)) for one in series if _positive(one.points)]
     if not drawn:
         return Panel(title, note, "") if any(one.points for one in series) else None
@@ -249,7 +249,7 @@ def _disagreement(title: str, note: str, series: Sequence[Series]) -> Panel | No
 
 
 def correction(view: RunView) -> Panel | None:
-    """Shares of importance weights and tokens that the loss's correction cut off; None where it cut nothing."""
+    """Shares of importance weights and tokens that the loss correction cut off; None if it cut nothing."""
     cut = [event for event in view.by_step("rl.step") if number(event, "cut_share") or number(event, "dropped_share")]
     return _corrected(view) if cut else None
 
@@ -257,8 +257,8 @@ def correction(view: RunView) -> Panel | None:
 def mid_training(view: RunView) -> Panel | None:
     """Training loss and held-out loss of mid-training, by tokens."""
     trained, held = (
-        _points(view.of("mid.step"), "loss", "tokens"),
-        _points(view.of("mid.eval"), "heldout_loss", "tokens"),
+        _points(view.events("mid.step"), "loss", "tokens"),
+        _points(view.events("mid.eval"), "heldout_loss", "tokens"),
     )
     if not trained and not held:
         return None
@@ -277,8 +277,8 @@ def mid_training(view: RunView) -> Panel | None:
 
 
 def copy_probe(view: RunView) -> Panel | None:
-    """Share of exact edits in the copy probe during mid-training: a skill that the loss does not show."""
-    points = _points(view.of("mid.eval"), "copy_probe", "tokens")
+    """Share of exact edits in the copy probe during mid-training, a skill that the loss does not show."""
+    points = _points(view.events("mid.eval"), "copy_probe", "tokens")
     if not points:
         return None
     return Panel(
@@ -298,7 +298,7 @@ def copy_probe(view: RunView) -> Panel | None:
 def _step_panel(
     title: str, note: str, *keys: tuple[str, str], shown: Callable[[float], str] = significant
 ) -> Callable[[RunView], Panel | None]:
-    """A function that makes a panel of one number, or a few, of each step."""
+    """Make a panel function for one or several metrics of each step."""
 
     def panel(view: RunView) -> Panel | None:
         steps = view.by_step("rl.step")
@@ -315,7 +315,7 @@ entropy = _step_panel("Entropy", "Nats per sampled token; a sudden fall is a col
 gradient = _step_panel("Gradient norm", "Before clipping.", ("gradient norm", "grad_norm"))
 no_signal = _step_panel(
     "Groups without signal",
-    "Share of groups whose siblings all had the same reward, or too few that were valid: they teach nothing.",
+    "Share of groups whose siblings all had the same reward, or too few of which were valid: they have no gradient.",
     ("groups", "no_signal_share"),
     shown=percent,
 )
@@ -339,10 +339,10 @@ lengths = _step_panel(
 )
 waiting = _step_panel(
     "Where a step's time goes",
-    "Seconds that the learner waited for its batch, that it trained, and that it stood still for publishing.",
+    "Seconds that the learner waited for its batch, trained, and was blocked by publishing.",
     ("waited", "wait_s"),
     ("trained", "train_s"),
-    ("stood still", "stall_s"),
+    ("blocked", "stall_s"),
 )
 
 PANELS: tuple[tuple[str, tuple[Callable[[RunView], Panel | None], ...]], ...] = (

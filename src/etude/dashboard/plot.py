@@ -1,7 +1,7 @@
-"""Small plots as inline SVG: lines with intervals, bars, lanes. No script, no font and no colour of their own.
+"""Small plots as inline SVG: lines with intervals, bars, lanes. They contain no script, font or colour.
 
-Colours are classes (`c1` …) that the page's stylesheet gives, so that a plot fits a light and a dark page. Hovering a
-point shows its value (`<title>`). Everything that is drawn as text is escaped. Knows nothing of runs.
+Colours are CSS classes (`c1` …) of the page's stylesheet, so that a plot works on light and dark pages. Hovering over a
+point shows its value (`<title>`). All drawn text is escaped. This module knows nothing of runs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
-from etude.dashboard.words import significant
+from etude.dashboard.formatting import significant
 
 Point = tuple[float, float]
 Format = Callable[[float], str]
@@ -23,7 +23,7 @@ _MAX_DOTS = 90
 
 @dataclass(frozen=True)
 class Frame:
-    """The size of a plot in its own units, and where its axes stand."""
+    """The size of a plot in SVG units, and the position of its axes."""
 
     width: int = 560
     height: int = 230
@@ -42,7 +42,7 @@ NORMAL, WIDE = Frame(), Frame(1160, 320)
 
 @dataclass(frozen=True)
 class Series:
-    """One line. `colour` is the number of a colour class."""
+    """One line of a plot. `colour` is the number of a colour class."""
 
     label: str
     points: Sequence[Point]
@@ -52,7 +52,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A point with its interval."""
+    """A point with its confidence interval."""
 
     label: str
     x: float
@@ -64,7 +64,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class LaneRow:
-    """One row of a lane chart: (from, to, height from 0 to 1) bars, and a note at its end."""
+    """One row of a lane chart: bars as (from, to, height from 0 to 1), and a note at the end."""
 
     label: str
     bars: Sequence[tuple[float, float, float]]
@@ -73,7 +73,8 @@ class LaneRow:
 
 
 def tag(name: str, content: str = "", **attributes: object) -> str:
-    """An element; `content` is markup already, attributes are escaped. `cls` stands for class, `_` for a hyphen."""
+    """An SVG or HTML element. `content` is markup; attributes are escaped. In attribute names, `cls` stands for class
+    and `_` for a hyphen."""
     words = "".join(
         f' {"class" if key == "cls" else key.replace("_", "-")}="{html.escape(str(value))}"'
         for key, value in attributes.items()
@@ -99,12 +100,12 @@ def line_chart(
     y_format: Format = significant,
     frame: Frame = NORMAL,
 ) -> str:
-    """Lines and estimates over a common x. `log` is of y."""
+    """A chart of lines and estimates over a common x axis. `log`: logarithmic y axis."""
     drawn = [one for one in series if one.points]
     points = [point for one in drawn for point in one.points]
     values = [y for _, y in points] + [v for e in estimates for v in (e.low, e.high)]
     xs = [x for x, _ in points] + [e.x for e in estimates]
-    air = 14 if estimates else 0  # so that the first estimate stands clear of the axis
+    air = 14 if estimates else 0  # space between the axis and the first estimate
     x = Scale(min(xs, default=0.0), max(xs, default=1.0), _LEFT + air, frame.right)
     y = Scale(*(y_range or domain(values, zero=zero, log=log)), frame.bottom, _TOP, log)
     parts = _axes(frame, x, y, x_label, x_format, y_format)
@@ -132,18 +133,18 @@ def _line(one: Series, x: Scale, y: Scale, x_format: Format, y_format: Format) -
     parts = [] if one.dots_only else [tag("path", d=path, cls=f"line c{one.colour}")]
     if one.dots_only or len(at) <= _MAX_DOTS:
         for (a, b), (vx, vy) in zip(at, one.points, strict=True):
-            said = html.escape(f"{one.label}: {y_format(vy)} at {x_format(vx)}")
+            tooltip = html.escape(f"{one.label}: {y_format(vy)} at {x_format(vx)}")
             cls = f"dot c{one.colour}" + (" big" if one.dots_only else "")
-            parts.append(tag("circle", tag("title", said), cx=a, cy=b, r=3.5 if one.dots_only else 2, cls=cls))
+            parts.append(tag("circle", tag("title", tooltip), cx=a, cy=b, r=3.5 if one.dots_only else 2, cls=cls))
     return "".join(parts)
 
 
 def _estimate(one: Estimate, x: Scale, y: Scale, y_format: Format) -> str:
     at, low, high = x(one.x), y(one.low), y(one.high)
-    said = f"{one.label}: {y_format(one.value)} [{y_format(one.low)}, {y_format(one.high)}]"
+    tooltip = f"{one.label}: {y_format(one.value)} [{y_format(one.low)}, {y_format(one.high)}]"
     return tag(
         "g",
-        tag("title", html.escape(said))
+        tag("title", html.escape(tooltip))
         + tag("line", x1=at, x2=at, y1=low, y2=high, cls="whisker")
         + "".join(tag("line", x1=at - 4, x2=at + 4, y1=end, y2=end, cls="whisker") for end in (low, high))
         + tag("circle", cx=at, cy=y(one.value), r=4.5, cls="dot big")
@@ -153,7 +154,7 @@ def _estimate(one: Estimate, x: Scale, y: Scale, y_format: Format) -> str:
 
 
 def _end_labels(frame: Frame, series: Sequence[Series], y: Scale, y_format: Format) -> list[str]:
-    """The last value of each line beside its end, where it does not cover another's."""
+    """The last value of each line next to its end, where it does not cover another label."""
     parts: list[str] = []
     used: list[float] = []
     for one in series:
@@ -173,7 +174,7 @@ def bar_chart(
     y_format: Format = significant,
     frame: Frame = NORMAL,
 ) -> str:
-    """Groups of bars side by side; bar i of each group is `names[i]` in colour i + 1."""
+    """A chart of groups of bars; bar i of each group is `names[i]`, in colour i + 1."""
     values = [value for _, bars in groups for value in bars]
     y = Scale(*domain(values, zero=True), frame.bottom, _TOP)
     step = (frame.right - _LEFT) / max(1, len(groups))
@@ -185,9 +186,9 @@ def bar_chart(
         parts.append(label(middle, frame.bottom + 17, name))
         for k, value in enumerate(bars):
             left, top = middle + (k - len(bars) / 2) * wide, y(value)
-            said = tag("title", html.escape(f"{names[k]}, {name}: {y_format(value)}"))
+            tooltip = tag("title", html.escape(f"{names[k]}, {name}: {y_format(value)}"))
             size = {"width": round(wide - 2, 1), "height": round(max(0.0, y(0.0) - top), 1), "rx": 2}
-            parts.append(tag("rect", said, x=round(left + 1, 1), y=top, cls=f"bar c{k + 1}", **size))
+            parts.append(tag("rect", tooltip, x=round(left + 1, 1), y=top, cls=f"bar c{k + 1}", **size))
             if value > 0:
                 parts.append(label(left + wide / 2, top - 4, y_format(value), "end"))
     return _svg(title, frame.width, frame.height, parts)
@@ -201,7 +202,7 @@ def lane_chart(
     x_range: tuple[float, float],
     x_format: Format,
 ) -> str:
-    """Rows of bars over a common time, under the named spans of it."""
+    """A chart of rows of bars over a common time axis, below the named spans of time."""
     wide, left, right, head, row = WIDE.width, 110, 90, 26, 34
     height = head + row * len(rows) + 26
     x = Scale(*x_range, left, wide - right)
@@ -229,7 +230,7 @@ def _step(left: float, right: float, base: float, top: float) -> str:
 
 
 def time_ticks(low: float, high: float, count: int = 8) -> list[float]:
-    """Whole seconds, minutes or hours.
+    """Ticks at round seconds, minutes or hours.
 
     >>> time_ticks(0, 300)
     [0.0, 60.0, 120.0, 180.0, 240.0, 300.0]
@@ -242,20 +243,20 @@ def time_ticks(low: float, high: float, count: int = 8) -> list[float]:
 
 
 def legend(entries: Sequence[tuple[str, int]]) -> str:
-    """Names beside their colours."""
+    """A legend: names with their colours."""
     keys = (tag("span", tag("i", " ", cls=f"key c{colour}") + html.escape(name)) for name, colour in entries)
     return tag("div", "".join(keys), cls="legend")
 
 
-def alone(chart: str, names: Sequence[tuple[str, int]], *, x: int, y: int) -> str:
-    """A plot as a file of its own, with the page's colours in it, and names beside their colours from (x, y) down."""
+def standalone_svg(chart: str, names: Sequence[tuple[str, int]], *, x: int, y: int) -> str:
+    """A chart as a standalone SVG file with the page's colours, and a legend from (x, y) downwards."""
     css = (files("etude.dashboard") / "report.css").read_text(encoding="utf-8")
-    told = "".join(
+    names_svg = "".join(
         f'<text x="{x}" y="{y + 18 * i}" class="end c{colour}" style="fill: currentColor">{html.escape(name)}</text>'
         for i, (name, colour) in enumerate(names)
     )
     head, _, rest = chart.partition(">")
-    return f'{head} xmlns="http://www.w3.org/2000/svg"><style>{css}</style>{rest.removesuffix("</svg>")}{told}</svg>\n'
+    return f'{head} xmlns="http://www.w3.org/2000/svg"><style>{css}</style>{rest.removesuffix("</svg>")}{names_svg}</svg>\n'
 
 
 def _svg(title: str, width: int, height: int, parts: Sequence[str]) -> str:
@@ -263,15 +264,15 @@ def _svg(title: str, width: int, height: int, parts: Sequence[str]) -> str:
     return tag("svg", inside, viewBox=f"0 0 {width} {height}", role="img", aria_label=title)
 
 
-# --------------------------------------------------------------------------------------------- values to pixels, ticks
+# Scales and ticks
 
 
-_TINY = 1e-300  # what is smaller counts as nothing: powers of ten end there
+_TINY = 1e-300  # smaller values count as 0
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Maps [low, high] to [start, stop] pixels, by value or by its logarithm.
+    """Maps [low, high] to [start, stop] pixels, linearly or logarithmically.
 
     >>> Scale(0.0, 2.0, 100.0, 0.0)(1.0)
     50.0
@@ -298,7 +299,7 @@ class Scale:
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Multiples of 1, 2, 2.5 or 5 times a power of ten.
+    """Round values from low to high: multiples of 1, 2, 2.5 or 5 times a power of ten.
 
     >>> ticks(0.0, 1.0), ticks(0, 45, 4)
     ([0.0, 0.2, 0.4, 0.6, 0.8, 1.0], [0, 20, 40])
@@ -314,7 +315,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Powers of ten, thinned out to about `count`.
+    """Powers of ten from low to high, about `count` of them.
 
     >>> log_ticks(1e-6, 1e-2)
     [1e-06, 1e-05, 0.0001, 0.001, 0.01]
@@ -325,7 +326,7 @@ def log_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def domain(values: Sequence[float], *, zero: bool = False, log: bool = False) -> tuple[float, float]:
-    """A range that shows all values with a little air, from zero if asked; whole decades if logarithmic.
+    """A range that shows all values with a margin; from zero if asked; full decades if logarithmic.
 
     >>> domain([0.2, 0.8], zero=True)
     (0.0, 0.84)

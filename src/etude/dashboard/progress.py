@@ -1,10 +1,10 @@
-"""How far a run is. Pure functions of a view."""
+"""Progress of a run. Pure functions of a `RunView`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from etude.dashboard.read import PhaseSpan, RunView, number
+from etude.dashboard.run_view import PhaseSpan, RunView, number
 
 _COUNTED = {  # what counts in a phase: the event, how far, of how much
     "mid-training": ("mid.step", "step", "num_steps"),
@@ -16,30 +16,32 @@ _COUNTED = {  # what counts in a phase: the event, how far, of how much
 
 @dataclass(frozen=True)
 class Progress:
-    """Where the current phase stands."""
+    """Progress of the current phase."""
 
     phase: PhaseSpan
     done: int
     total: int
-    left_s: float | None  # None until two steps are seen
+    left_s: float | None  # estimated seconds left; None until two steps are known
 
     @property
     def share(self) -> float:
+        """Completed share of the phase, from 0 to 1."""
         return min(1.0, self.done / self.total) if self.total > 0 else 0.0
 
 
 def current_phase(view: RunView) -> PhaseSpan | None:
-    """The phase under way, or the last one that was."""
+    """The running phase, or the last one that ran; None before the first."""
     spans = view.phases()
     return next((span for span in reversed(spans) if span.end is None), spans[-1] if spans else None)
 
 
 def progress(view: RunView) -> Progress | None:
-    """The current phase's progress; None for a phase in which nothing is counted, or nothing was yet. Of a phase with
-    several evaluations it is that of the one under way: held-out tasks, then each baseline. Mid-training may go on
-    from before its last event, so what it told of before it was resumed does not count.
+    """Progress of the current phase; None for a phase without a count, or before its first count. In a phase with
+    several evaluations it is that of the current one: held-out tasks, then each baseline. A resumed mid-training may
+    repeat steps, so events from before its resumption do not count.
 
-    The time left follows the pace since the phase last began, so that a resumed run does not count its rest.
+    The time left is estimated from the speed since the phase last started, so that the pause before a resumption does
+    not count.
     """
     phase = current_phase(view)
     kind, done_key, total_key = _COUNTED.get(phase.name, ("", "", "")) if phase else ("", "", "")
@@ -47,7 +49,7 @@ def progress(view: RunView) -> Progress | None:
     if phase is None or event is None:
         return None
     done, total = number(event, done_key), number(event, total_key)
-    since = [e for e in view.of(kind) if float(e["t"]) >= phase.start and e.get("name") == event.get("name")]
+    since = [e for e in view.events(kind) if float(e["t"]) >= phase.start and e.get("name") == event.get("name")]
     if done is None or not total or (kind != "rl.step" and not since):
         return None
     first = number(since[0], done_key) if since else None

@@ -1,4 +1,4 @@
-"""Engines from elsewhere over time, a lane each: what they were, what they ran, which version they held."""
+"""State, load and version of each remote engine over time, as lanes of the report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from etude.dashboard.plot import LaneRow
-from etude.dashboard.read import Event, RunView, number, text
+from etude.dashboard.run_view import Event, RunView, number, text
 
 MAX_BARS = 400
 GIVEN_WORK = ("serving", "draining")
@@ -18,21 +18,21 @@ T = TypeVar("T")
 
 @dataclass
 class Engine:
-    """One engine that joined, as its events tell it. Times are unix seconds."""
+    """A remote engine, from its events. Times are unix seconds."""
 
     name: str
     region: str
-    states: list[tuple[float, str]] = field(default_factory=list)  # from when, what
-    running: list[Bar] = field(default_factory=list)  # share of its sequences that ran
-    steps: list[tuple[float, int]] = field(default_factory=list)  # from when, the step of its version
+    states: list[tuple[float, str]] = field(default_factory=list)  # (start, state)
+    running: list[Bar] = field(default_factory=list)  # height: running share of its sequences
+    steps: list[tuple[float, int]] = field(default_factory=list)  # (start, step of its version)
 
     def state_bars(self, end: float) -> list[Bar]:
-        """Full while it was given work, half while it was not, nothing while it was gone."""
+        """Bars of the state: full while the engine got work, half while it did not, none while it was gone."""
         heights = dict.fromkeys(GIVEN_WORK, 1.0) | {"catching-up": 0.5, "standby": 0.5}
         return [(a, b, heights[what]) for a, b, what in _spans(self.states, end) if what in heights]
 
     def version_bars(self, end: float, last: int) -> list[Bar]:
-        """The step of what it held, the run's last one being full; nothing while it was gone."""
+        """Bars of the version's step, full for the run's last step; none while the engine was gone."""
         alive = [(a, b) for a, b, what in _spans(self.states, end) if what not in ("lost", "left")]
         return [
             (max(a, low), min(b, high), step / max(1, last))
@@ -43,14 +43,14 @@ class Engine:
 
 
 def engines(view: RunView) -> list[Engine]:
-    """Everybody who joined, by region and name."""
+    """All remote engines, sorted by region and name."""
     found: dict[str, Engine] = {}
-    for event in view.of("fleet.state"):
+    for event in view.events("fleet.state"):
         name = text(event, "engine")
         engine = found.setdefault(name, Engine(name, text(event, "region")))
         engine.states.append((float(event["t"]), text(event, "state")))
     loads: dict[str, list[Event]] = defaultdict(list)
-    for event in view.of("fleet.load"):
+    for event in view.events("fleet.load"):
         if text(event, "engine") in found:
             loads[text(event, "engine")].append(event)
     for name, events in loads.items():
@@ -64,7 +64,7 @@ def engines(view: RunView) -> list[Engine]:
 
 
 def rows(found: Sequence[Engine], began: float, end: float) -> list[LaneRow]:
-    """Three lanes an engine: its state, its running rollouts, its versions."""
+    """Three lanes per engine: state, running rollouts, version."""
     last = max((step for engine in found for _, step in engine.steps), default=0)
     made = []
     for i, engine in enumerate(found):
@@ -74,7 +74,7 @@ def rows(found: Sequence[Engine], began: float, end: float) -> list[LaneRow]:
         busy = sum((b - a) * share for a, b, share in engine.running) / max(1e-9, end - began)
         lanes = (
             (engine.name, engine.state_bars(end), state),
-            ("running", engine.running, f"{busy:.0%} of its room"),
+            ("running", engine.running, f"{busy:.0%} of its capacity"),
             ("version", engine.version_bars(end, last), held),
         )
         for label, bars, note in lanes:
@@ -97,4 +97,4 @@ def _running(events: Sequence[Event]) -> Iterator[Bar]:
 
 def _spans(points: Sequence[tuple[float, T]], end: float) -> list[tuple[float, float, T]]:
     ends = [*(t for t, _ in points[1:]), end]
-    return [(t, until, what) for (t, what), until in zip(points, ends, strict=False)]  # no end without a point
+    return [(t, until, what) for (t, what), until in zip(points, ends, strict=False)]  # empty without points

@@ -1,7 +1,7 @@
-"""report.html: a run on one self-contained page, without script and without anything from elsewhere.
+"""report.html: a run on one self-contained page without scripts or external resources.
 
-Everything that a run wrote reaches the page through the template's escaping or through `plot`'s. The page is made of
-`report.html.jinja` and `report.css` beside this file.
+All data of a run is escaped, by the template or by `plot`. The page is made from `report.html.jinja` and `report.css`
+in this folder.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from markupsafe import Markup
 
-from etude.dashboard import words
+from etude.dashboard import formatting
 from etude.dashboard.glossary import meaning
 from etude.dashboard.panels import PANELS, Panel
-from etude.dashboard.read import PHASES, RunView, counts, number, text
+from etude.dashboard.problems import damage, recovered_failures
+from etude.dashboard.run_view import PHASES, RunView, counts, number, text
 from etude.dashboard.summary import summarise_view
-from etude.dashboard.troubles import damage, troubles
 from etude.errors import StoreError
-from etude.sums import Unproven, prove_parquet, sealed_page
+from etude.file_checksums import ChecksumMismatch, sealed_page, verify_parquet
 
 Row = tuple[str, ...]
 
@@ -34,7 +34,7 @@ Row = tuple[str, ...]
 def write_report(run_dir: Path | str) -> Path:
     """Write report.html into a run folder and return its path. The run may still be going on.
 
-    Raises `RunError` where there is no run, `StoreError` when it cannot be written.
+    Raises `NoRun` when the folder does not exist, and `StoreError` when the file cannot be written.
     """
     view = RunView(run_dir)
     path = view.path / "report.html"
@@ -49,7 +49,7 @@ def write_report(run_dir: Path | str) -> Path:
 
 
 def page(view: RunView) -> str:
-    """The page's HTML."""
+    """The HTML of the report."""
     summary = summarise_view(view)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = environment.from_string(_resource("report.html.jinja"))
@@ -66,10 +66,10 @@ def page(view: RunView) -> str:
         families=list(_families(view)),
         invalid=sorted(summary["invalid"].items()),
         states=[*sorted(summary["rollouts"].items()), *_quarantined(summary)],
-        times=[(name, words.duration(summary["wall_s"][name])) for name in PHASES if name in summary["wall_s"]],
-        cpu=[(name, words.duration(s)) for name, s in sorted(summary["cpu_s"].items(), key=lambda one: -one[1])],
+        times=[(name, formatting.duration(summary["wall_s"][name])) for name in PHASES if name in summary["wall_s"]],
+        cpu=[(name, formatting.duration(s)) for name, s in sorted(summary["cpu_s"].items(), key=lambda one: -one[1])],
         host=_host(summary["host"]),
-        troubles=troubles(view),
+        problems=recovered_failures(view),
         damage=damage(view),
         pair=pair(view.path / "evals"),
         config=_text(view.path / "config.toml"),
@@ -92,13 +92,13 @@ def _text(path: Path) -> str:
 
 
 def _quarantined(summary: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """A row under the states: rollouts with signs of cheating, which are in one of those, too."""
+    """A row below the states: the number of rollouts with signs of cheating, which are also counted in their states."""
     if number := summary["quarantined"]:
-        yield "of these quarantined: signs of cheating, reward 0", number
+        yield "of these, with signs of cheating (reward 0)", number
 
 
 def _headline(summary: Mapping[str, Any]) -> Mapping[str, str] | None:
-    """The one result: held-out solve rate before and after, in words."""
+    """The headline: held-out solve rate before and after, as text."""
     before, after = summary["heldout"]["before"], summary["heldout"]["after"]
     shown = {name: one for name, one in (("before", before), ("after", after)) if one and one["rate"] is not None}
     if not shown:
@@ -109,38 +109,38 @@ def _headline(summary: Mapping[str, Any]) -> Mapping[str, str] | None:
             facts[f"{name}_interval"] = f"{one['low']:.3f} to {one['high']:.3f}"
     tasks = [str(one["num_tasks"]) for one in shown.values() if one["num_tasks"] is not None]
     last = list(shown.values())[-1]
-    problems = words.of_problems(last) + words.of_cheats(last)
+    problems = formatting.problems_note(last) + formatting.cheats_note(last)
     return {**facts, "num_tasks": tasks[-1] if tasks else "?", "problems": problems}
 
 
 def _rate(one: Mapping[str, Any]) -> str:
-    return f"{one['rate']:.2f} [{one['low']:.2f}, {one['high']:.2f}]{words.of_cheats(one)}"
+    return f"{one['rate']:.2f} [{one['low']:.2f}, {one['high']:.2f}]{formatting.cheats_note(one)}"
 
 
 def _tiles(summary: Mapping[str, Any]) -> Iterator[Row]:
     """(name, value, remark) of the numbers at the top."""
     if summary["wall_s"]["total"]:
-        yield "wall time", words.duration(summary["wall_s"]["total"]), "all phases that have ended"
+        yield "wall time", formatting.duration(summary["wall_s"]["total"]), "all phases that have ended"
     if summary["cpu_s"]["total"]:
-        yield "CPU time", words.duration(summary["cpu_s"]["total"]), "all processes"
+        yield "CPU time", formatting.duration(summary["cpu_s"]["total"]), "all processes"
     idle = summary["idle"]
     if idle["learner"] is not None:
-        yield "learner idle", words.percent(idle["learner"]), "of the RL phase, from CPU time"
+        yield "learner idle", formatting.percent(idle["learner"]), "of the RL phase, from CPU time"
     if idle["engines"] is not None:
-        yield "engines idle", words.percent(idle["engines"]), "mean, from CPU time"
+        yield "engines idle", formatting.percent(idle["engines"]), "mean, from CPU time"
     lag = summary["lag"]
     if lag["mean"] is not None:
-        yield "lag", words.significant(lag["mean"]), f"mean steps; at most {lag['max']}"
+        yield "lag", formatting.significant(lag["mean"]), f"mean steps; at most {lag['max']}"
     sent = summary["weights"]
     if sent["share_of_bound"] is not None:
-        yield "of the delta bound", words.percent(sent["share_of_bound"]), f"deltas {sent['ratio']:.1f}x smaller"
+        yield "of the delta bound", formatting.percent(sent["share_of_bound"]), f"deltas {sent['ratio']:.1f}x smaller"
     if sent["pause_ms_p99"] is not None:
-        yield "pause p99", f"{words.significant(sent['pause_ms_p99'])} ms", "to swap weights while serving"
+        yield "pause p99", f"{formatting.significant(sent['pause_ms_p99'])} ms", "to swap weights while serving"
     probe = summary["parity"]["probe_ratio_max"]
     if probe is not None:
-        yield "probe |r − 1|", words.significant(probe), "largest, engine against learner"
+        yield "probe |r − 1|", formatting.significant(probe), "largest, engine against learner"
     if summary["peak_memory_bytes"] is not None:
-        yield "peak memory", words.size(summary["peak_memory_bytes"]), "PSS of all processes"
+        yield "peak memory", formatting.size(summary["peak_memory_bytes"]), "PSS of all processes"
 
 
 def _families(view: RunView) -> Iterator[Row]:
@@ -152,7 +152,7 @@ def _families(view: RunView) -> Iterator[Row]:
 
 
 def _origin(view: RunView) -> list[str]:
-    """Which run this is, by which etude, of when."""
+    """Run id, etude version and creation time."""
     identity = view.identity()
     etude = text(identity, "etude")
     found = (text(identity, "run_id") or view.path.name, etude and f"etude {etude}", text(identity, "created"))
@@ -164,11 +164,10 @@ def _host(host: Any) -> list[tuple[str, str]]:
         return []
     shown = [(str(name), str(value)) for name, value in host.items() if name != "memory_bytes"]
     memory = number(host, "memory_bytes")
-    return shown + ([("memory", words.size(memory))] if memory else [])
+    return shown + ([("memory", formatting.size(memory))] if memory else [])
 
 
-# ----------------------------------------------------------------------------- one task's transcript, before and after
-# From the evaluations' Parquet files.
+# Transcripts of one task, before and after RL, from the evaluations' Parquet files
 
 
 _COLUMNS = ("task_id", "rollout_id", "reward", "family", "transcript")
@@ -178,7 +177,7 @@ _MAX_CHARS = 20_000
 
 @dataclass(frozen=True)
 class Message:
-    """One message of a transcript. Its `role` is "" for text in no known chat format."""
+    """One message of a transcript. `role` is "" for text in an unknown chat format."""
 
     role: str
     text: str
@@ -195,7 +194,7 @@ class Try:
 
 @dataclass(frozen=True)
 class Pair:
-    """The same task, tried by the policy before RL and after."""
+    """The same task, tried by the policy before and after RL."""
 
     task_id: str
     family: str
@@ -204,9 +203,9 @@ class Pair:
 
 
 def pair(evals: Path) -> Pair | None:
-    """A task that failed before and is solved after, of middling length; None when there is no such task, or no files.
+    """A task of medium length that failed before and is solved after RL; None if there is none, or no files.
 
-    The choice is of the content alone, so that a report written again shows the same task.
+    The choice depends only on the content, so that a report written again shows the same task.
     """
     before = {row["task_id"]: row for row in reversed(_rows(evals / "before.parquet"))}
     solved_before = {row["task_id"] for row in _rows(evals / "before.parquet") if row["reward"] >= 1.0}
@@ -223,7 +222,7 @@ def pair(evals: Path) -> Pair | None:
 
 
 def messages(transcript: str) -> tuple[Message, ...]:
-    """The messages of a transcript, by the names that begin their paragraphs.
+    """Split a transcript into messages, by the role names that start their paragraphs.
 
     >>> messages("[user] mend it\\n[call] test\\n[tool] 1 failed")
     (Message(role='user', text='mend it'), Message(role='call', text='test'), Message(role='tool', text='1 failed'))
@@ -240,13 +239,13 @@ def _try(row: dict[str, Any]) -> Try:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of an evaluation; none when the file is missing or damaged."""
+    """The rows of an evaluation; empty when the file is missing or damaged."""
     try:
         with path.open("rb") as handle:
-            prove_parquet(handle, path, kind=Unproven)
-        file = pq.ParquetFile(path, pre_buffer=False)  # and no threads: one may abort the interpreter at its end
+            verify_parquet(handle, path, kind=ChecksumMismatch)
+        file = pq.ParquetFile(path, pre_buffer=False)  # no threads: they may abort the interpreter at exit
         rows: list[dict[str, Any]] = file.read(columns=list(_COLUMNS), use_threads=False).to_pylist()
-    except (pa.ArrowException, OSError, ValueError, KeyError, Unproven):
+    except (pa.ArrowException, OSError, ValueError, KeyError, ChecksumMismatch):
         return []
     kinds = {name: float if name == "reward" else str for name in _COLUMNS}
     return [row for row in rows if all(isinstance(row.get(name), kind) for name, kind in kinds.items())]

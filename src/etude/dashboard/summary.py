@@ -1,4 +1,4 @@
-"""summary.json: a run in numbers, as `docs/formats/run.md` has them. Pure functions of a view.
+"""summary.json: a run in numbers, as in `docs/formats/run.md`. Pure functions of a view.
 
 A number that the run has not measured is null, never zero.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from etude.dashboard.read import Event, RunView, counts, number, read_json, text
+from etude.dashboard.run_view import Event, RunView, counts, number, read_json, text
 from etude.dashboard.utilisation import cpu_s, idle, peak_memory_bytes
 
 FORMAT = 1
@@ -31,8 +31,8 @@ _HELDOUT = (
 
 
 def summarise(run_dir: Path | str, *, rollouts: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Compute summary.json of a run folder; the run may still be going on. `rollouts`: number of rollouts by state,
-    where the ledger is not in the folder. Raises `NoRun` where the folder holds no run."""
+    """Compute summary.json of a run folder; the run may still be going on. `rollouts`: number of rollouts by state, if
+    the ledger is not in the folder. Raises `NoRun` when the folder does not exist."""
     return summarise_view(RunView(run_dir), rollouts)
 
 
@@ -65,12 +65,12 @@ def summarise_view(view: RunView, rollouts: Mapping[str, int] | None = None) -> 
 
 
 def nothing_learnt(view: RunView) -> str | None:
-    """One line on why no step of a run could learn; None where a step could, or before the first step. The policy
-    learns from a group only where the rewards within it differ."""
+    """A sentence on why no step of a run could learn; None if a step could, or before the first step. The policy learns
+    from a group only if the rewards within it differ."""
     steps = view.by_step("rl.step")
     if not steps or any(number(event, "no_signal_share") != 1.0 for event in steps):
         return None
-    rollouts = [event for event in view.of("rollout") if text(event, "outcome") == "graded"]
+    rollouts = [event for event in view.events("rollout") if text(event, "outcome") == "graded"]
     rewards = {reward for event in rollouts if (reward := number(event, "reward")) is not None}
     endings = Counter(text(event, "ending") for event in rollouts)
     turns = _mean(_values(rollouts, "turns"))
@@ -80,12 +80,12 @@ def nothing_learnt(view: RunView) -> str | None:
     if endings:
         why += "; they ended by " + ", ".join(f"{name} ({count})" for name, count in endings.most_common())
     if turns is not None:
-        why += f", after {turns:.1f} turns in the mean" if turns else ", before the model was asked once"
+        why += f", after {turns:.1f} turns on average" if turns else ", before the model was called"
     return why
 
 
 def heldout(view: RunView) -> dict[str, Any]:
-    """Evaluations before, during and after. Those during RL are of validation tasks, as their `split` says."""
+    """Evaluations before, during and after RL. Those during RL use validation tasks, as their `split` says."""
     before, after = view.evaluation("before"), view.evaluation("after")
     during = view.evaluations_during()
     return {
@@ -96,7 +96,7 @@ def heldout(view: RunView) -> dict[str, Any]:
 
 
 def transfer(view: RunView) -> dict[str, Any]:
-    """Evaluations before and after RL on tasks of kinds that were never trained on; null where there was none."""
+    """Evaluations before and after RL on tasks of kinds that were never trained on; null if there were none."""
     found = {name: view.evaluation(f"{name}-transfer") for name in ("before", "after")}
     return {name: _pick(event, _HELDOUT) if event else None for name, event in found.items()}
 
@@ -122,7 +122,7 @@ def _cpu_s(view: RunView) -> dict[str, float]:
 
 
 def lag(steps: Sequence[Event]) -> dict[str, Any]:
-    """Lag of the rollouts' oldest tokens: mean, largest, and number of rollouts by lag."""
+    """Lag of the rollouts' oldest tokens: mean, maximum, and number of rollouts by lag."""
     histogram: Counter[int] = Counter()
     for event in steps:
         for name, n in counts(event, "lag").items():
@@ -137,26 +137,26 @@ def lag(steps: Sequence[Event]) -> dict[str, Any]:
 
 
 MOST_CHANGE = 0.5
-"""Where versions change this share of the weights or more (mean), `share_of_bound` is None: the bound is of a code of
-single changes, and says nothing where most weights change."""
+"""If versions change this share of the weights or more on average, `share_of_bound` is None: the bound is for sparse
+changes."""
 
 
 def is_delta(event: Event) -> bool:
-    """Whether a `weights.publish` event is of a delta. False for a run's first version, which is a whole snapshot."""
+    """Whether a `weights.publish` event is of a delta. False for a run's first version, which is a full snapshot."""
     bound, whole = number(event, "bound_bytes"), number(event, "snapshot_bytes")
     return bound is not None and whole is not None and bound < whole
 
 
 def weights(view: RunView) -> dict[str, Any]:
-    """Bytes of published weights and pauses of engines. `ratio` (snapshot ÷ delta) and `share_of_bound` (ratio ÷ the
-    bound's ratio; 1 is at the bound) are over deltas, and None where no weight changed in any. The bound is of a code
-    of single changes: where most weights change, as with adapters, `share_of_bound` is None. Pauses are of the engines
-    that had requests in flight when they swapped."""
-    published = view.of("weights.publish")
+    """Bytes of published weights and pauses of engines. `ratio` (snapshot ÷ delta) and `share_of_bound` (bound ÷ delta;
+    1 means that deltas reach the bound) are over deltas, and None if no delta changed a weight. `share_of_bound` is
+    also None if most weights change, as with adapters. Pauses are of engines that had requests in flight when they
+    swapped weights."""
+    published = view.events("weights.publish")
     deltas = [event for event in published if is_delta(event)]
     sent, bound = _total(deltas, "object_bytes"), _total(deltas, "bound_bytes")
     dense = _total(deltas, "changed_share") > MOST_CHANGE * len(deltas)
-    adopted = [event for event in view.of("engine.adopt") if number(event, "num_running")]
+    adopted = [event for event in view.events("engine.adopt") if number(event, "num_running")]
     pauses = sorted(1e3 * pause for event in adopted if (pause := number(event, "pause_s")) is not None)
     return {
         "num_publishes": len(published),
@@ -170,10 +170,10 @@ def weights(view: RunView) -> dict[str, Any]:
 
 
 def parity(view: RunView) -> dict[str, float | None]:
-    """How far the probabilities of engines and learner differ: largest probe ratios, mean k3, mean share of flips."""
+    """How far the probabilities of engines and learner differ: maximum probe ratios, mean k3, mean share of flips."""
     steps = view.by_step("rl.step")
     return {
-        "probe_ratio_max": max(_values(view.of("engine.probe"), "ratio_max"), default=None),
+        "probe_ratio_max": max(_values(view.events("engine.probe"), "ratio_max"), default=None),
         "fresh_ratio_max": max(_values(steps, "fresh_ratio_max"), default=None),
         "k3_mean": _mean(_values(steps, "k3")),
         "flipped_share_mean": _mean(_values(steps, "flipped_share")),
@@ -190,13 +190,13 @@ def invalid(view: RunView) -> dict[str, int]:
 
 def quarantined(view: RunView) -> int:
     """Number of rollouts with signs of cheating. Their reward was set to 0, and they were trained on with it."""
-    signs = (event for event in view.of("rollout.signs") if text(event, "state") == "quarantined")
+    signs = (event for event in view.events("rollout.signs") if text(event, "state") == "quarantined")
     return len({text(event, "rollout_id") for event in signs})
 
 
 def rollout_states(ledger: Path) -> dict[str, int]:
-    """Number of rollouts by state, read from the ledger's file while it may be written; empty when there is no sound
-    ledger."""
+    """Number of rollouts by state, read from the ledger file, also while it is written; {} when it is missing or
+    damaged."""
     try:
         connection = sqlite3.connect(f"{ledger.absolute().as_uri()}?mode=ro", uri=True, timeout=1.0)
     except sqlite3.Error:
@@ -220,7 +220,8 @@ def _rl(steps: Sequence[Event]) -> dict[str, Any]:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float | None:
-    """The smallest of `ordered` (ascending) that at least `share` of the values do not exceed; None where it is empty.
+    """The smallest of `ordered` (ascending) that at least a share of `share` of the values do not exceed; None if it is
+    empty.
 
     >>> quantile([1.0, 2.0, 3.0, 4.0], 0.5), quantile([], 0.5)
     (2.0, None)

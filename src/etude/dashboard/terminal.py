@@ -1,4 +1,4 @@
-"""A run in a terminal: a live view, one plain line for pipes, and what to say at the end."""
+"""A run in a terminal: a live view, one plain line for pipes, and the result lines at the end."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from etude.dashboard import words
+from etude.dashboard import formatting
 from etude.dashboard.glossary import GLOSSARY, legend
+from etude.dashboard.problems import STATES, losses
 from etude.dashboard.progress import current_phase, progress
-from etude.dashboard.read import PHASES, Event, RunView, number, text
+from etude.dashboard.run_view import PHASES, Event, RunView, number, text
 from etude.dashboard.summary import heldout, invalid, is_delta, lag, summarise_view, weights
-from etude.dashboard.troubles import STATES, losses
 from etude.dashboard.utilisation import idle
 
 
 def render(view: RunView) -> RenderableType:
-    """The view of this moment. Everything that changes is in it, nothing of it is remembered."""
+    """The live view at this moment. It is computed from the events alone; nothing is kept between calls."""
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim", no_wrap=True, min_width=10)
     facts.add_column()
@@ -31,13 +31,13 @@ def render(view: RunView) -> RenderableType:
     return Group(_title(view), _phases(view), Text(), _bar(view), facts)
 
 
-def explained(view: RunView) -> RenderableType:
-    """The meaning of the terms in a run's current view, to be shown once below it."""
-    return Text(legend(words_in(view)), "dim")
+def terms_legend(view: RunView) -> RenderableType:
+    """The definitions of the terms in the current view, to be shown once below it."""
+    return Text(legend(terms_in(view)), "dim")
 
 
-PLAIN = ("starting", "waiting", "evaluating", "loss", "solve rate", "validation", "engines", "learner", "trouble")
-"""What a line has room for, of the facts of a view."""
+PLAIN = ("starting", "waiting", "evaluating", "loss", "solve rate", "validation", "engines", "learner", "problem")
+"""The facts of a view that are shown in a plain line."""
 PLAIN_CHARS = 240
 
 
@@ -47,20 +47,20 @@ def plain_line(view: RunView) -> str:
     if phase is None:
         return "starting"
     at = progress(view)
-    found = [words.duration(view.wall_s), phase.name]
+    found = [formatting.duration(view.wall_s), phase.name]
     if at is not None:
-        left = f" ({words.duration(at.left_s)} left)" if at.left_s and at.phase.end is None else ""
+        left = f" ({formatting.duration(at.left_s)} left)" if at.left_s and at.phase.end is None else ""
         found.append(f"{at.done}/{at.total}{left}")
     facts = dict(_facts(view))
-    found += [f"{name} {facts[name].plain.lstrip(words.BARS)}" for name in PLAIN if name in facts]
+    found += [f"{name} {facts[name].plain.lstrip(formatting.BARS)}" for name in PLAIN if name in facts]
     line = "  ".join(" ".join(one.split()) for one in found)
     return line if len(line) <= PLAIN_CHARS else line[: PLAIN_CHARS - 1] + "…"
 
 
-def words_in(view: RunView) -> list[str]:
-    """The words of this moment's view that the glossary explains, in order."""
-    said = " ".join(f"{name} {value.plain}" for name, value in _facts(view))
-    return [word for word in GLOSSARY if word in said]
+def terms_in(view: RunView) -> list[str]:
+    """The glossary terms in the current view, in order."""
+    shown = " ".join(f"{name} {value.plain}" for name, value in _facts(view))
+    return [term for term in GLOSSARY if term in shown]
 
 
 def result_lines(run_dir: Path | str) -> list[str]:
@@ -69,19 +69,21 @@ def result_lines(run_dir: Path | str) -> list[str]:
     summary = summarise_view(view)
     found, spent, sent = summary["heldout"], summary["wall_s"], summary["weights"]
     lines = [_verdict(found), *_transfer(summary["transfer"])]
-    parts = ", ".join(f"{name} {words.duration(spent[name])}" for name in PHASES if spent.get(name, 0) >= 0.05)
+    parts = ", ".join(f"{name} {formatting.duration(spent[name])}" for name in PHASES if spent.get(name, 0) >= 0.05)
     if parts:
-        lines.append(f"{words.duration(spent['total'])} in all: {parts}")
+        lines.append(f"{formatting.duration(spent['total'])} in all: {parts}")
     if sent["ratio"] is not None:
         near = (
-            f", {words.percent(share)} of the bound ({GLOSSARY['bound']})" if (share := sent["share_of_bound"]) else ""
+            f", {formatting.percent(share)} of the bound ({GLOSSARY['bound']})"
+            if (share := sent["share_of_bound"])
+            else ""
         )
         lines.append(
-            f"weights: {sent['num_publishes']} versions, {words.size(sent['object_bytes'])}; deltas "
+            f"weights: {sent['num_publishes']} versions, {formatting.size(sent['object_bytes'])}; deltas "
             f"{sent['ratio']:.1f}x smaller than the weights{near}"
         )
     elif sent["num_publishes"] > 1:
-        lines.append(f"weights: {sent['num_publishes']} versions, and no weight differs between them")
+        lines.append(f"weights: {sent['num_publishes']} versions without any difference")
     lines.append(f"report: {view.path / 'report.html'}")
     lines.append(f"talk to it: etude serve {view.path}")
     return lines
@@ -90,18 +92,19 @@ def result_lines(run_dir: Path | str) -> list[str]:
 def _verdict(found: Mapping[str, Any]) -> str:
     before, after = found["before"], found["after"]
     if before is None or after is None or before["rate"] is None or after["rate"] is None:
-        return "no held-out result: the run did not come so far"
+        return "no held-out result: the run ended before its last evaluation"
     return (
         f"held-out solve rate {before['rate']:.3f} [{before['low']:.3f}, {before['high']:.3f}] → "
-        f"{after['rate']:.3f} [{after['low']:.3f}, {after['high']:.3f}] on {words.number(after['num_tasks'], 'task')}"
-        f"{words.of_problems(after)}{words.of_cheats(after)}"
+        f"{after['rate']:.3f} [{after['low']:.3f}, {after['high']:.3f}] on "
+        f"{formatting.number(after['num_tasks'], 'task')}"
+        f"{formatting.problems_note(after)}{formatting.cheats_note(after)}"
     )
 
 
 def _transfer(found: Mapping[str, Any]) -> Iterator[str]:
     """The solve rate on kinds of tasks that were never trained on, if it was measured."""
     rates = [
-        f"{one['rate']:.3f} [{one['low']:.3f}, {one['high']:.3f}]{words.of_cheats(one)}"
+        f"{one['rate']:.3f} [{one['low']:.3f}, {one['high']:.3f}]{formatting.cheats_note(one)}"
         for one in found.values()
         if one
     ]
@@ -113,7 +116,7 @@ def _title(view: RunView) -> RenderableType:
     line = Table.grid(expand=True)
     line.add_column(no_wrap=True, overflow="ellipsis")
     line.add_column(justify="right", style="dim", no_wrap=True)
-    line.add_row(Text(view.path.name, "bold"), words.duration(view.wall_s))
+    line.add_row(Text(view.path.name, "bold"), formatting.duration(view.wall_s))
     return line
 
 
@@ -128,7 +131,7 @@ def _phases(view: RunView) -> Text:
             line.append(f"▸ {name}   ", "bold cyan")
         else:
             line.append("✓ ", "green")
-            line.append(f"{name} ").append(f"{words.duration(span.wall_s or span.end - span.start)}   ", "dim")
+            line.append(f"{name} ").append(f"{formatting.duration(span.wall_s or span.end - span.start)}   ", "dim")
     return line
 
 
@@ -137,18 +140,18 @@ def _bar(view: RunView) -> RenderableType:
     if at is None:
         return Text("starting" if current_phase(view) is None else "", "dim")
     line = Table.grid(padding=(0, 2))
-    left = f"{words.duration(at.left_s)} left" if at.left_s is not None and at.phase.end is None else ""
+    left = f"{formatting.duration(at.left_s)} left" if at.left_s is not None and at.phase.end is None else ""
     line.add_row(
         Text(f"{at.phase.name} {at.done}/{at.total}", "bold"),
         ProgressBar(total=max(1, at.total), completed=at.done, width=32),
-        words.percent(at.share),
+        formatting.percent(at.share),
         Text(left, "dim"),
     )
     return line
 
 
 def _facts(view: RunView) -> Iterator[tuple[str, Text]]:
-    """Name and value of each thing worth a line now."""
+    """Yield the name and value of each line of the current view."""
     phase = current_phase(view)
     if phase is not None and phase.name == "mid-training":
         yield from _mid_training(view, since=phase.start)
@@ -159,7 +162,7 @@ def _facts(view: RunView) -> Iterator[tuple[str, Text]]:
     steps = view.by_step("rl.step")
     rewards = [value for event in steps if (value := number(event, "reward_mean")) is not None]
     if rewards:
-        yield "solve rate", Text(words.sparkline(rewards) + f" {rewards[-1]:.2f}", "bold green")
+        yield "solve rate", Text(formatting.sparkline(rewards) + f" {rewards[-1]:.2f}", "bold green")
     yield from _evaluations(view)
     yield from _lost_learner(view)
     yield from _fleet(view)
@@ -168,14 +171,14 @@ def _facts(view: RunView) -> Iterator[tuple[str, Text]]:
     lags = lag(steps)
     if lags["mean"] is not None:
         yield "lag", Text(f"mean {lags['mean']:.2f}, at most {lags['max']}")
-    shares = [f"{name} {words.percent(share)}" for name, share in idle(view).items() if share is not None]
+    shares = [f"{name} {formatting.percent(share)}" for name, share in idle(view).items() if share is not None]
     if shares:
         yield "idle", Text(", ".join(shares))
     yield from _delta(view)
     found = invalid(view)
     bad = ", ".join(f"{name} {n}" for name, n in found.items()) or "none"
     yield "invalid", Text(bad, "yellow" if found else "")
-    yield from _trouble(view)
+    yield from _problem(view)
 
 
 def _mid_training(view: RunView, *, since: float) -> Iterator[tuple[str, Text]]:
@@ -184,7 +187,7 @@ def _mid_training(view: RunView, *, since: float) -> Iterator[tuple[str, Text]]:
     if event is None or loss is None or float(event["t"]) < since:
         return
     speed = number(event, "tokens_per_s")
-    yield "loss", Text(f"{loss:.3f}" + (f" at {words.significant(speed)} tokens/s" if speed else ""))
+    yield "loss", Text(f"{loss:.3f}" + (f" at {formatting.significant(speed)} tokens/s" if speed else ""))
     held = view.latest("mid.eval")
     found = [
         f"{label} {value:.3f}"
@@ -200,21 +203,28 @@ def _evaluations(view: RunView) -> Iterator[tuple[str, Text]]:
     if during and (rate := number(during[-1], "rate")) is not None:
         yield (
             "validation",
-            Text(f"{rate:.2f}{_interval(during[-1])} at step {during[-1].get('step')}{words.of_cheats(during[-1])}"),
+            Text(
+                f"{rate:.2f}{_interval(during[-1])} at step {during[-1].get('step')}"
+                f"{formatting.cheats_note(during[-1])}"
+            ),
         )
     found = heldout(view)
     known = [(name, one) for name in ("before", "after") if (one := found[name]) and one["rate"] is not None]
     if known:
         yield (
             "held-out",
-            Text(" → ".join(f"{one['rate']:.2f}{_interval(one)} {name}{words.of_cheats(one)}" for name, one in known)),
+            Text(
+                " → ".join(
+                    f"{one['rate']:.2f}{_interval(one)} {name}{formatting.cheats_note(one)}" for name, one in known
+                )
+            ),
         )
 
 
 def _starting(view: RunView) -> Iterator[tuple[str, Text]]:
-    """Who is not up yet, or not up again, and what the waiting wait for. A phase's own program is not waited
-    for to be ready, nor a rank that the learner has begun: it is not up before they are."""
-    now = {text(event, "name"): event for event in view.of("process")}
+    """Processes that are not up, and the reasons of those that wait. Programs of a phase are not waited for; nor are
+    learner ranks, since the learner is not ready before they are."""
+    now = {text(event, "name"): event for event in view.events("process")}
     begun = {name for name, event in now.items() if event["state"] in ("start", "restart")}
     waited = {name for name in begun if now[name]["process"] == "conductor" and name not in PHASES}
     if waited:
@@ -225,7 +235,7 @@ def _starting(view: RunView) -> Iterator[tuple[str, Text]]:
 
 
 def _evaluating(view: RunView, *, since: float) -> Iterator[tuple[str, Text]]:
-    """How far the evaluation under way is."""
+    """Progress of the current evaluation."""
     event = view.latest("eval.progress")
     if event is None or float(event["t"]) < since:
         return
@@ -235,9 +245,9 @@ def _evaluating(view: RunView, *, since: float) -> Iterator[tuple[str, Text]]:
 
 
 def _lost_learner(view: RunView) -> Iterator[tuple[str, Text]]:
-    """Whether the learner was ever lost, whatever happened since."""
-    lost = [e for e in view.of("lineage") if text(e, "state") == "lost"]
-    restarts = [e for e in view.of("process") if text(e, "name") == "learner" and text(e, "state") == "restart"]
+    """How often the learner was lost, in the whole run."""
+    lost = [e for e in view.events("lineage") if text(e, "state") == "lost"]
+    restarts = [e for e in view.events("process") if text(e, "name") == "learner" and text(e, "state") == "restart"]
     times = max(len(lost), len(restarts))
     if times:
         last = f", the last time at step {lost[-1].get('step')}: {text(lost[-1], 'reason')}" if lost else ""
@@ -245,15 +255,15 @@ def _lost_learner(view: RunView) -> Iterator[tuple[str, Text]]:
 
 
 def _fleet(view: RunView) -> Iterator[tuple[str, Text]]:
-    """What the engines that joined are now; those that are given no work by name."""
-    now = {text(event, "engine"): text(event, "state") for event in view.of("fleet.state")}
+    """States of the remote engines; engines that get no work are named."""
+    now = {text(event, "engine"): text(event, "state") for event in view.events("fleet.state")}
     names = defaultdict(list)
     for name, state in sorted(now.items()):
         names[state].append(name)
     if names:
         named = {state: "" if state == "serving" else f" ({', '.join(who)})" for state, who in names.items()}
-        said = ", ".join(f"{len(who)} {state}{named[state]}" for state, who in names.items())
-        yield "engines", Text(said, "yellow" if "lost" in names else "")
+        states = ", ".join(f"{len(who)} {state}{named[state]}" for state, who in names.items())
+        yield "engines", Text(states, "yellow" if "lost" in names else "")
 
 
 def _interval(event: Event) -> str:
@@ -262,33 +272,33 @@ def _interval(event: Event) -> str:
 
 
 def _delta(view: RunView) -> Iterator[tuple[str, Text]]:
-    sent = [number(event, "object_bytes") for event in view.of("weights.publish") if is_delta(event)]
+    sent = [number(event, "object_bytes") for event in view.events("weights.publish") if is_delta(event)]
     total = weights(view)
     if not sent or sent[-1] is None:
         return
-    parts = [f"{words.size(sent[-1])} a step"]
+    parts = [f"{formatting.size(sent[-1])} a step"]
     if total["ratio"] is None:
         parts.append("no weight has changed")
     elif total["share_of_bound"] is None:
         parts.append(f"{total['ratio']:.1f}x smaller than a snapshot")
     else:
-        parts.append(f"{words.percent(total['share_of_bound'])} of the bound")
+        parts.append(f"{formatting.percent(total['share_of_bound'])} of the bound")
     if total["pause_ms_p99"] is not None:
-        parts.append(f"pause p99 {words.significant(total['pause_ms_p99'])} ms")
+        parts.append(f"pause p99 {formatting.significant(total['pause_ms_p99'])} ms")
     yield "delta", Text(", ".join(parts))
 
 
-def _trouble(view: RunView) -> Iterator[tuple[str, Text]]:
-    """The newest thing that went wrong and was mended."""
-    said = [(float(e["t"]), f"{text(e, 'name')} {STATES[text(e, 'state')]}") for e in losses(view)]
-    said += [(float(e["t"]), f"{text(e, 'process')}: {text(e, 'reason')}") for e in view.of("engine.trouble")]
-    said += [(float(e["t"]), f"mended in the weights: {text(e, 'reason')}") for e in view.of("weights.mend")]
-    said += [(float(e["t"]), _alarm(e)) for e in view.of("parity.alarm")]
-    if said:
-        newest, more = max(said)[1], len(said) - 1
-        yield "trouble", Text(newest + (f"; before it {more} more" if more else ""), "yellow")
+def _problem(view: RunView) -> Iterator[tuple[str, Text]]:
+    """The newest recovered failure."""
+    found = [(float(e["t"]), f"{text(e, 'name')} {STATES[text(e, 'state')]}") for e in losses(view)]
+    found += [(float(e["t"]), f"{text(e, 'process')}: {text(e, 'reason')}") for e in view.events("engine.trouble")]
+    found += [(float(e["t"]), f"weights repaired: {text(e, 'reason')}") for e in view.events("weights.mend")]
+    found += [(float(e["t"]), _alarm(e)) for e in view.events("parity.alarm")]
+    if found:
+        newest, more = max(found)[1], len(found) - 1
+        yield "problem", Text(newest + (f"; before it {more} more" if more else ""), "yellow")
 
 
 def _alarm(event: Event) -> str:
-    taken = f"; the learner takes {text(event, 'defence')}" if text(event, "defence") else ""
+    taken = f"; the learner now uses {text(event, 'defence')}" if text(event, "defence") else ""
     return f"{text(event, 'engine')}: over the parity budget at step {event.get('step')}{taken}"

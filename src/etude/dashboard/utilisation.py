@@ -1,7 +1,7 @@
-"""Who worked when: CPU shares, idle shares and memory from the `usage` events. Pure functions of a view.
+"""CPU shares, idle shares and memory from the `usage` events. Pure functions of a view.
 
-CPU time comes from the kernel, so waiting is not mistaken for work. A process that was restarted counts from zero
-again; its counter going backwards says so.
+CPU time comes from the kernel, so waiting does not count as work. The counter of a restarted process starts at zero
+again, which is recognised by its decrease.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from etude.dashboard.read import RunView, number
+from etude.dashboard.run_view import RunView, number
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,11 @@ class Lane:
     samples: list[tuple[float, float, float]] = field(default_factory=list)  # (from, to, CPU seconds in between)
 
     def cpu_s(self, start: float | None = None, end: float | None = None) -> float:
-        """CPU seconds between two unix times; samples across an end count by their share."""
+        """CPU seconds between two unix times; samples that cross an end count proportionally."""
         return sum(cpu * share for _, share, cpu in self._within(start, end))
 
     def share(self, start: float | None = None, end: float | None = None) -> float | None:
-        """Mean cores in use over the time it was watched; None when it never was."""
+        """Mean number of cores in use over the sampled time; None without samples."""
         covered = sum(seconds for seconds, _, _ in self._within(start, end))
         return self.cpu_s(start, end) / covered if covered > 0 else None
 
@@ -37,10 +37,10 @@ class Lane:
 
 
 def lanes(view: RunView) -> dict[str, Lane]:
-    """A lane a process, in the order in which they appeared."""
+    """A lane for each process, in the order of their first events."""
     found: dict[str, Lane] = {}
     last: dict[str, tuple[float, float]] = {}
-    for event in view.of("usage"):
+    for event in view.events("usage"):
         t, processes = float(event["t"]), event.get("processes")
         if not isinstance(processes, Mapping):
             continue
@@ -57,10 +57,10 @@ def lanes(view: RunView) -> dict[str, Lane]:
 
 
 def cpu_s(view: RunView) -> dict[str, float]:
-    """CPU seconds of each process over all its lives, its first second included."""
+    """CPU seconds of each process over all its restarts."""
     total: dict[str, float] = defaultdict(float)
     last: dict[str, float] = {}
-    for event in view.of("usage"):
+    for event in view.events("usage"):
         processes = event.get("processes")
         for name, facts in processes.items() if isinstance(processes, Mapping) else ():
             cpu = number(facts, "cpu_s") if isinstance(facts, Mapping) else None
@@ -72,10 +72,8 @@ def cpu_s(view: RunView) -> dict[str, float]:
 
 
 def idle(view: RunView) -> dict[str, float | None]:
-    """Idle shares of the learner and of the engines (their mean) over the RL phase, one core each being busy.
-
-    None before RL, and where nobody was watched.
-    """
+    """Idle shares of the learner and of the engines (mean) over the RL phase, where one core is full use. None before
+    RL and without samples."""
     span = view.phase("rl")
     if span is None:
         return {"learner": None, "engines": None}
@@ -89,9 +87,9 @@ def idle(view: RunView) -> dict[str, float | None]:
 
 
 def peak_memory_bytes(view: RunView) -> int | None:
-    """The largest sum of the processes' proportional set sizes; None when it was never sampled."""
+    """The maximum over time of the sum of the processes' proportional set sizes; None if it was never sampled."""
     sums = []
-    for event in view.of("usage"):
+    for event in view.events("usage"):
         processes = event.get("processes")
         found = [
             pss

@@ -1,8 +1,8 @@
-"""Where work happens: isolated machines, and the grading of what comes out of them. Usable alone, without torch.
+"""Isolated machines (sandboxes), and the grading of what an agent leaves in them. Usable alone, without torch.
 
-A runtime hands out machines that are forks of one prepared tree; an agent works in one; its declared files are taken
-out and judged in another, fresh one. Nothing here runs untrusted code without isolation: where there are no
-namespaces, `NamespaceRuntime` says so and names the alternatives.
+A `Runtime` forks machines from one prepared file tree. The agent works in one machine; the files that the task declares
+are exported from it and graded in another, fresh machine. Untrusted code never runs without isolation: on a host
+without namespaces, `NamespaceRuntime` raises `MachineError` and its hint lists the alternatives.
 
 >>> import asyncio
 >>> from etude.records.task import Answer, Case, Split, Task
@@ -21,10 +21,10 @@ namespaces, `NamespaceRuntime` says so and names the alternatives.
 from etude.environments.config import MachineLimits
 from etude.environments.grading import (
     MachineGrader,
-    exports_of,
+    find_test_command_problem,
     prepare,
     reference_exports,
-    start_fault,
+    simulate_exports,
     take_exports,
     validate_exports,
 )
@@ -34,11 +34,11 @@ __all__ = [
     "MachineGrader",
     "MachineLimits",
     "NamespaceRuntime",
-    "exports_of",
+    "find_test_command_problem",
     "prepare",
     "probe",
     "reference_exports",
-    "start_fault",
+    "simulate_exports",
     "take_exports",
     "validate_exports",
 ]

@@ -1,4 +1,4 @@
-"""Runtimes by name, so that a config or a command line can say which. Each is imported when it is asked for."""
+"""Machine backends by name, as configs and command lines give them. A backend is imported when it is first used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BACKENDS = {
     "gvisor": ("etude.environments.gvisor", "GVisorRuntime"),
     "remote": ("etude.environments.remote.runtime", "open_remote"),
 }
-_WITH_IMAGES: dict[str, Callable[[ImageStore], dict[str, Any]]] = {
+_IMAGE_ARGUMENTS: dict[str, Callable[[ImageStore], dict[str, Any]]] = {
     "namespace": lambda store: {"images": store},
     "microvm": lambda store: {"roots": store.root},
     "gvisor": lambda store: {"roots": store.root},
@@ -27,8 +27,11 @@ _WITH_IMAGES: dict[str, Callable[[ImageStore], dict[str, Any]]] = {
 
 
 def open_runtime(name: str, limits: MachineLimits | None = None, *, images: ImageStore | None = None) -> Runtime:
-    """A runtime whose machines have these limits, and can be made from the images of a store. `InputError` for a name
-    that is none, `MachineError` where its machines cannot be made here.
+    """Create the runtime of a backend.
+
+    `name`: a key of `BACKENDS`. `limits`: bounds on each machine; None for the defaults. `images`: an image store, for
+    runtimes whose machines can start from images. Raises `InputError` for an unknown backend, or for one that cannot
+    use images; `MachineError` where the backend does not work on this host.
 
     >>> open_runtime("namespaces")
     Traceback (most recent call last):
@@ -38,25 +41,30 @@ def open_runtime(name: str, limits: MachineLimits | None = None, *, images: Imag
     if name not in BACKENDS:
         raise InputError(f"no backend {name!r}", f"there are {', '.join(BACKENDS)}", hint=nearest(name, BACKENDS))
     module, attribute = BACKENDS[name]
-    if images is not None and name not in _WITH_IMAGES:
-        hint = f"choose among {', '.join(_WITH_IMAGES)}"
+    if images is not None and name not in _IMAGE_ARGUMENTS:
+        hint = f"use one of {', '.join(_IMAGE_ARGUMENTS)}"
         raise InputError(f"machines of backend {name!r} cannot be made from images", hint=hint)
-    store = {} if images is None else _WITH_IMAGES[name](images)
+    store = {} if images is None else _IMAGE_ARGUMENTS[name](images)
     return cast(Runtime, getattr(import_module(module), attribute)(limits, **store))
 
 
-def open_bounded(name: str, *, accepts_unbounded: bool = False, images: ImageStore | None = None) -> Runtime:
-    """`open_runtime` for code that is not etude's own: where nothing bounds the memory of a machine it is refused, as a
-    run is, unless the user `accepts_unbounded`. Raises `InputError`, `MachineError`."""
+def open_memory_bounded(name: str, *, accepts_unbounded: bool = False, images: ImageStore | None = None) -> Runtime:
+    """Like `open_runtime`, but refuse a host that cannot bound a machine's memory, unless the user `accepts_unbounded`.
+
+    Use it for all untrusted code. Raises `InputError`, `MachineError`.
+    """
     limits = None if name == "remote" or accepts_unbounded else MachineLimits(require_memory_bound=True)
     return open_runtime(name, limits, images=images)
 
 
-def runtime_of(config: MachinesConfig) -> Runtime:
-    """The runtime of a config. Raises what `open_runtime` does; `InputError` for limits that nobody would keep."""
+def runtime_from_config(config: MachinesConfig) -> Runtime:
+    """Create the runtime of a run's `[machines]` section. Raises what `open_runtime` does, and `InputError` where
+    limits are set for the remote backend, whose server sets them."""
     images = ImageStore(Path(config.images)) if config.images else None
     if config.backend != "remote":
         return open_runtime(config.backend, config, images=images)
     if config != replace(MachinesConfig(), backend=config.backend, images=config.images):
-        raise InputError("[machines] of a remote service", "it has limits of its own", hint="set `backend` alone")
+        raise InputError(
+            "[machines] sets limits for a remote backend", "its server sets them", hint="set only `backend`"
+        )
     return open_runtime(config.backend, images=images)

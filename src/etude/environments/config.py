@@ -1,4 +1,4 @@
-"""Settings of machines: what one may use, and how many there are. Imports no torch; part of a run's config."""
+"""Settings of machines: the limits of one machine, and the `[machines]` section of a run's config. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """Bounds on one machine. What enforces them depends on the host: `NamespaceRuntime.limits` says what does.
+    """Resource limits of one machine. What enforces them depends on the host; `NamespaceRuntime.limits` reports it.
 
-    The defaults fit small repositories and their tests; the fork of a whole toolchain needs more of each.
+    The defaults fit small repositories and their tests. A toolchain such as a compiler needs more of each.
     """
 
     memory_bytes: int = ranged(256 * MIB, low=32 * MIB)  # all processes and what they write, together
@@ -24,30 +24,31 @@ class MachineLimits:
     cpus: float = ranged(1.0, low=0.05)  # cores' worth of time
     work_bytes: int = ranged(64 * MIB, low=MIB)  # files in the working directory
     tmp_bytes: int = ranged(32 * MIB, low=MIB)
-    inodes: int = ranged(8192, low=64)  # files and folders in each of the two
+    inodes: int = ranged(8192, low=64)  # files and folders, in the working directory and in /tmp each
     open_files: int = ranged(256, low=16)  # of one process
     require_memory_bound: bool = False  # refuse to start where no control group bounds `memory_bytes` of a machine
 
 
 @dataclass(frozen=True)
 class MachinesConfig(MachineLimits):
-    """The `[machines]` section: the backend, and what one machine may use."""
+    """The `[machines]` section of a run's config: the backend and the limits of one machine."""
 
     backend: str = "namespace"  # or "microvm", "gvisor", "remote": see `environments.backends`
-    require_memory_bound: bool = True  # false: start all the same; what one process maps is bounded, the sum is not
-    images: str = ""  # folder of the image store, where tasks name images; "": they name none
+    require_memory_bound: bool = True  # false: start anyway; only the address space of each process is bounded
+    images: str = ""  # folder of the image store; "": no task uses an image
 
 
-def require_bound(limits: MachineLimits, controllers: Collection[str]) -> None:
-    """Raise `MachineError` where a bound on a machine's memory is required and no control group can keep it.
+def check_memory_bound(limits: MachineLimits, controllers: Collection[str]) -> None:
+    """Check that the memory of a machine can be bounded, if `limits` require that. Raises `MachineError`.
 
-    Nothing else can: a process may hold memory that no count of processes shows (files in memory whose descriptors are
-    on their way through a socket, buffers of sockets), and may take gigabytes between two counts.
+    `controllers`: the control-group controllers that this process may use. Only the memory controller can bound a
+    machine: counting the memory of its processes misses files in memory without a mapping and socket buffers, and a
+    process can allocate gigabytes between two counts.
     """
     if limits.require_memory_bound and "memory" not in controllers:
         raise MachineError(
-            "nothing bounds the memory of a machine here",
-            "there is no memory control group that this process may divide: machines could take all of the host's",
+            "the memory of a machine cannot be bounded here",
+            "this process may use no memory control group: a machine could take all of the host's memory",
             hint="run it where one is delegated (systemd-run --user --scope -p Delegate=yes ...), use backend microvm, "
             "or accept it: [machines] require_memory_bound = false in a config, --unbounded-memory of a command",
         )

@@ -1,7 +1,7 @@
-"""Machines in memory, for trusted code alone: nothing here isolates anything.
+"""Machines in memory, for trusted code only: they isolate nothing.
 
-Mid-training's demonstrations are played on them, thousands a second, on repositories that etude generated itself; tests
-and your own harness may use them through `etude.testing`.
+They replay the demonstrations of mid-training, thousands a second, on repositories that etude generated itself. Tests,
+and users' own harnesses, get them from `etude.testing`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Unpack
 
 import msgspec
 
-from etude.environments.bounded import Bounded
+from etude.environments.lru_cache import LruCache
 from etude.errors import MachineError
 from etude.records.command import Command, ExecOptions, ExecResult, Printed, Started, check_count, check_max_bytes
 from etude.records.image import Image
@@ -28,10 +28,10 @@ from etude.seams import Machine, RuntimeInfo
 
 
 def run_python(files: dict[str, bytes], script: str, argv: Sequence[str] = (), stdin: bytes = b"") -> tuple[int, str]:
-    """Run ``python script`` over files in a dict, in this process: (exit code, stdout and stderr).
+    """Run ``python script`` on files in a dict, inside this process. Returns (exit code, stdout and stderr together).
 
-    Imports find the files first; `open` reads and writes them. Trusted code only: no deadline can stop it, and it
-    can reach everything this process can.
+    Imports look into `files` first; `open` reads and writes them. For trusted code only: no deadline can stop it, and
+    it can access everything that this process can.
 
     >>> run_python({"a.py": b"X = 3", "t.py": b"import a; print(a.X)"}, "t.py")
     (0, '3\\n')
@@ -75,7 +75,7 @@ def run_python(files: dict[str, bytes], script: str, argv: Sequence[str] = (), s
 
 @functools.lru_cache(maxsize=512)
 def _compiled(source: bytes, name: str) -> CodeType:
-    """A demonstration runs its tests more than once, with most files unchanged."""
+    """Compile with a cache: a demonstration runs its tests more than once, with most files unchanged."""
     return compile(source, name, "exec")
 
 
@@ -87,7 +87,7 @@ def _exit_code(code: object, output: io.StringIO) -> int:
 
 
 class _Written(io.BytesIO):
-    """A file being written: in the dict once it is closed."""
+    """A file opened for writing; it is put into the dict when it is closed."""
 
     def __init__(self, files: dict[str, bytes], path: str) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class _Written(io.BytesIO):
 
 
 def _opener(files: dict[str, bytes]) -> Callable[..., io.IOBase]:
-    """An `open` over the dict."""
+    """A replacement of `open` that works on the dict."""
 
     def opened(path: str, mode: str = "r", **_: Any) -> io.IOBase:
         if "r" in mode:
@@ -116,10 +116,10 @@ def _opener(files: dict[str, bytes]) -> Callable[..., io.IOBase]:
 
 
 class MemoryMachine:
-    """A `Machine` whose files are a dict and whose only command is ``python FILE``, run in this process.
+    """A `Machine` whose files are a dict and whose only command is ``python FILE``, run inside this process.
 
-    For trusted code: demonstrations at thousands a second, and tests. It never really waits, so its coroutines can
-    also be driven by hand. It cannot stop a command at its deadline; anything but Python exits with 127.
+    For trusted code: demonstrations and tests. Its coroutines never really wait, so they can be driven without an event
+    loop. It cannot stop a command at its deadline. Any other command exits with 127.
     """
 
     def __init__(self, files: Mapping[str, bytes], runtime: MemoryRuntime | None = None) -> None:
@@ -129,10 +129,11 @@ class MemoryMachine:
     async def exec(
         self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
     ) -> ExecResult:
+        """See `Machine.exec`. Raises `ValueError` for a working directory, variables or a user: it has none."""
         self._alive()
         if key not in self._results:
             if self.frozen:
-                raise MachineError("the machine is frozen", hint="fork its snapshot")
+                raise MachineError("the machine is frozen", hint="fork a snapshot of it")
             self._results[key] = await self._ran(Command.of(argv, key=key, deadline_s=deadline_s, **options))
         return self._results[key]
 
@@ -164,6 +165,7 @@ class MemoryMachine:
         return run_python(self.files, argv[1], argv[2:], stdin)
 
     async def read(self, path: str, *, max_bytes: int = 1_048_576) -> bytes:
+        """See `Machine.read`."""
         self._alive()
         check_max_bytes(max_bytes)
         path = _inside(path)
@@ -175,25 +177,29 @@ class MemoryMachine:
         return self.files[path]
 
     async def write(self, path: str, data: bytes) -> None:
+        """See `Machine.write`."""
         self._alive()
         self.files[_inside(path)] = bytes(data)
 
     async def freeze(self) -> None:
+        """See `Machine.freeze`."""
         self._alive()
         self.frozen = True
 
     async def snapshot(self) -> str:
+        """See `Machine.snapshot`. Raises `MachineError` for a machine that no runtime has forked."""
         self._alive()
         if self._runtime is None:
-            raise MachineError("this machine belongs to no runtime", hint="fork it from a MemoryRuntime")
+            raise MachineError("this machine has no runtime", hint="fork it from a MemoryRuntime")
         return await self._runtime.prepare(self.files)
 
     async def close(self) -> None:
+        """See `Machine.close`."""
         self.closed = True
 
     def _alive(self) -> None:
         if self.closed:
-            raise MachineError("the machine is closed", hint="fork another one")
+            raise MachineError("the machine is closed", hint="fork another machine")
 
 
 def _inside(path: str) -> str:
@@ -204,24 +210,27 @@ def _inside(path: str) -> str:
 
 
 class MemoryRuntime:
-    """A `Runtime` of `MemoryMachine`s, whose snapshots have at most `max_bytes`, held ones left out."""
+    """A `Runtime` of `MemoryMachine`s. Snapshots that are not held have at most `max_bytes` together."""
 
     info = RuntimeInfo(name="memory", isolation="none", users=("user",))
 
     def __init__(self, *, max_bytes: int = 1 << 30) -> None:
-        self._snapshots = Bounded[dict[str, bytes]](_num_bytes, max_bytes=max_bytes)
+        self._snapshots = LruCache[dict[str, bytes]](_num_bytes, max_bytes=max_bytes)
         self._machines: list[MemoryMachine] = []
 
     async def prepare(self, files: Mapping[str, bytes], *, image: Image | None = None) -> str:
+        """See `Runtime.prepare`. Raises `MachineError` for an image."""
         if image is not None:
             raise MachineError("a memory machine has no root filesystem", hint="use a runtime that has images")
         digest = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()
         return self._snapshots.put(digest, {_inside(path): bytes(data) for path, data in files.items()})
 
     def hold(self, snapshot: str) -> int:
+        """See `Holding.hold`."""
         return self._snapshots.hold(snapshot)
 
     def release(self, snapshot: str) -> None:
+        """See `Holding.release`."""
         self._snapshots.release(snapshot)
 
     def _files(self, snapshot: str) -> dict[str, bytes]:
@@ -231,18 +240,21 @@ class MemoryRuntime:
         return files
 
     async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
+        """See `Portable.pack`."""
         data = msgspec.msgpack.encode(self._files(snapshot))
         if len(data) > max_bytes:
             raise ValueError(f"the snapshot has {len(data)} bytes, at most {max_bytes}")
         return data
 
     async def unpack(self, packed: bytes) -> str:
+        """See `Portable.unpack`."""
         try:
             return await self.prepare(msgspec.msgpack.decode(packed, type=dict[str, bytes]))
         except msgspec.MsgspecError as error:
-            raise ValueError(f"these bytes are no snapshot: {error}") from None
+            raise ValueError(f"not a packed snapshot: {error}") from None
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
+        """See `Runtime.fork`."""
         check_count(n)
         files = self._files(snapshot)
         made = [MemoryMachine(files, self) for _ in range(n)]
@@ -250,6 +262,7 @@ class MemoryRuntime:
         return list(made)
 
     async def close(self) -> None:
+        """See `Runtime.close`."""
         for machine in self._machines:
             await machine.close()
 

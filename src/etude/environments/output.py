@@ -1,38 +1,41 @@
-"""What a command prints, kept up to a limit."""
+"""A buffer for a command's output, bounded in bytes."""
 
 from __future__ import annotations
 
 
-class Capped:
-    """Bytes of which at most `limit` are kept: the first half, the last half, and between them how many are missing."""
+class OutputBuffer:
+    """Keeps at most `limit` bytes: the first half, the last half, and between them a note of how many bytes were
+    dropped."""
 
     def __init__(self, limit: int) -> None:
         self._head, self._tail, self._limit = bytearray(), bytearray(), limit
         self.total = 0
 
     def add(self, data: bytes) -> None:
+        """Append output."""
         self.total += len(data)
-        room = self._limit // 2 - len(self._head)
-        if room > 0:
-            self._head += data[:room]
-            data = data[room:]
+        free_bytes = self._limit // 2 - len(self._head)
+        if free_bytes > 0:
+            self._head += data[:free_bytes]
+            data = data[free_bytes:]
         self._tail += data
         if len(self._tail) > 2 * self._limit:
             del self._tail[: len(self._tail) - self._limit]
 
     @property
-    def num_held(self) -> int:
-        """Bytes that are kept now: at most three times the limit."""
+    def num_buffered(self) -> int:
+        """Bytes in memory now: at most three times the limit."""
         return len(self._head) + len(self._tail)
 
     @property
     def truncated(self) -> bool:
+        """Whether bytes were dropped."""
         return self.total > self._limit
 
     def value(self) -> bytes:
-        """At most `limit` bytes."""
+        """The output, of at most `limit` bytes."""
         if not self.truncated:
             return bytes(self._head + self._tail)
-        mark = f"\n[... {self.total - self._limit} bytes and this line's left out ...]\n".encode()
-        keep = self._limit - len(self._head) - len(mark)
-        return bytes(self._head + mark + self._tail[-keep:]) if keep > 0 else bytes(self._head)
+        marker = f"\n[... {self.total - self._limit} bytes and this line's left out ...]\n".encode()
+        keep = self._limit - len(self._head) - len(marker)
+        return bytes(self._head + marker + self._tail[-keep:]) if keep > 0 else bytes(self._head)

@@ -1,4 +1,4 @@
-"""Paths in a machine, as whoever uses one writes them."""
+"""Checks of the paths of a machine's files."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import os
 from pathlib import PurePosixPath
 
 
-def inside(path: str) -> bytes:
-    """A relative path in its plain form. `ValueError` for one that leaves the working directory.
+def encode_path(path: str) -> bytes:
+    """Normalize a path relative to the working directory, and encode it. Raises `ValueError` for a path that leaves the
+    directory or is too long.
 
-    >>> inside("./a//b.py")
+    >>> encode_path("./a//b.py")
     b'a/b.py'
     """
     pure = PurePosixPath(path)

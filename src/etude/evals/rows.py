@@ -15,10 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from etude.errors import StoreError
+from etude.file_checksums import PARQUET_KEY, seal_parquet, verify_parquet
 from etude.records.reward import Reward
 from etude.records.rollout import Invalid
 from etude.records.summary import RolloutSummary
-from etude.sums import PARQUET_KEY, prove_parquet, seal_parquet
 
 MAX_ROWS = 10_000_000
 LATER = {"sign"}  # columns that files of an earlier etude lack
@@ -118,7 +118,7 @@ def read_rows(path: Path) -> list[EvalRow]:
     """The rows of a file; columns it has besides are skipped. Raises `StoreError` for a missing or damaged one."""
     try:
         with path.open("rb") as handle:
-            prove_parquet(handle, path, kind=StoreError)
+            verify_parquet(handle, path, kind=StoreError)
         file = pq.ParquetFile(path, pre_buffer=False)  # and no threads: one may abort the interpreter at its end
         if file.metadata.num_rows > MAX_ROWS:
             raise StoreError(f"{path} has {file.metadata.num_rows} rows", hint=f"at most {MAX_ROWS} are read")

@@ -1,15 +1,16 @@
-"""Experience: from finished rollouts to the batches a learner trains on, with nothing lost and nothing trained twice.
+"""From finished rollouts to training batches, so that no rollout is lost and none is trained twice.
 
-The ledger keeps every rollout's state and bytes; the window says who may start and who is trained next; the
-curriculum which tasks are worth it; credit turns
-rewards into advantages; packing makes batches; traces record them; the audit checks it all afterwards. Usable alone:
-numpy, pyarrow (for traces) and SQLite (or PostgreSQL, with psycopg), no torch and, of etude, `rewards` alone. Names are
-imported when first used.
+The ledger stores every rollout's state and result. The window decides which groups may start and which are trained
+next; the curriculum, which tasks are drawn. Credit turns rewards into advantages; packing makes batches; traces record
+them; the audit checks everything afterwards.
+
+Usable alone: it needs numpy, pyarrow (for traces) and SQLite (or PostgreSQL, with psycopg), no torch, and of etude only
+`rewards`. Names are imported when first used.
 
 >>> from etude.experience import Window
 >>> from etude.experience.credit import advantages
 >>> from etude.records.reward import Reward
->>> Window(max_lag=2, groups_per_step=16).room(num_open=0, batched_step=0, published_step=0)
+>>> Window(max_lag=2, groups_per_step=16).free_groups(num_open=0, batched_step=0, published_step=0)
 48
 >>> advantages([Reward(value=value, raw=value, reason="") for value in (1.0, 0.0, 0.0, 0.0)])
 [0.75, -0.25, -0.25, -0.25]
@@ -25,10 +26,9 @@ if TYPE_CHECKING:
     from etude.experience.auditing import audit
     from etude.experience.config import ExperienceConfig
     from etude.experience.credit import SCHEMES, Credit
-    from etude.experience.facts import step_facts
     from etude.experience.groups import Finished, Group
     from etude.experience.ledger import Ledger
-    from etude.experience.packing import make_batch, plan_batch
+    from etude.experience.packing import make_batch, plan_batch, step_metrics
     from etude.experience.rollout_files import RolloutFiles
     from etude.experience.traces import read_trace, record_batch
 
@@ -47,7 +47,7 @@ __all__ = [
     "plan_batch",
     "read_trace",
     "record_batch",
-    "step_facts",
+    "step_metrics",
 ]
 
 _HOME = {
@@ -65,7 +65,7 @@ _HOME = {
     "plan_batch": "packing",
     "read_trace": "traces",
     "record_batch": "traces",
-    "step_facts": "facts",
+    "step_metrics": "packing",
 }
 
 

@@ -1,10 +1,10 @@
-"""The audit of a ledger: recomputes whether any rollout was lost or trained twice.
+"""Audits a ledger: recomputes whether any rollout was lost or trained twice.
 
-What was trained comes from the lineage (the rollout ids that the manifests of the current weights list) and from the
-traces; what is stored comes from the stored bytes. The ledger's own states are what is audited. It goes step by step
-and keeps nothing of a sound step, so that a run of any length is audited in the same memory. With `after`, a step up to
-which an earlier audit was sound, it reads only later steps and open work. Knows nothing of manifests: the lineage is
-given as plain steps.
+What was trained comes from the lineage (the rollout ids in the manifests of the current weights) and from the traces;
+what is stored comes from the stored bytes. The states in the ledger are what is checked. The audit goes step by step
+and keeps nothing of a sound step, so that its memory does not grow with the run. With `after`, a step up to which an
+earlier audit was sound, it reads only later steps and open work. This module knows nothing of manifests: the lineage is
+passed as plain steps.
 """
 
 from __future__ import annotations
@@ -15,36 +15,35 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from etude.errors import LedgerError
-from etude.experience.groups import Finished
-from etude.experience.ledger import Ledger
+from etude.experience.groups import Finished, Row
+from etude.experience.ledger import FINISHED, Ledger
 from etude.experience.lineage import Lineage
-from etude.experience.looking import FINISHED
 from etude.experience.rollout_files import RolloutFiles
-from etude.experience.rows import Row
-from etude.experience.traces import Folder, Index, read_index, recorded, trace_path
+from etude.experience.traces import Index, TraceFolder, read_index, recorded_steps, trace_path
 from etude.experience.transitions import HOLDING, State
 from etude.records.wire import unpack
 
 
 @dataclass(frozen=True)
 class Report:
-    """Result of an audit. In a sound run every tuple is empty."""
+    """The result of an audit. In a sound run every tuple is empty."""
 
     num_rollouts: int
     num_consumed: int  # rollouts that steps of the lineage consumed
     num_steps: int
-    lost: tuple[str, ...]  # finished once; in no step of the lineage and with no stored outcome to train on
+    lost: tuple[str, ...]  # finished, but in no step of the lineage and without a stored outcome
     twice: tuple[str, ...]  # consumed by more than one step of the lineage
     ungraded: tuple[str, ...]  # trained without a grade
-    leaked: tuple[str, ...]  # hold a slot and should not, or should and do not
-    missing: tuple[str, ...]  # steps of the lineage without their trace, rollouts unknown to the ledger
+    leaked: tuple[str, ...]  # have a slot and should not, or the reverse
+    missing: tuple[str, ...]  # steps of the lineage without a trace; rollouts unknown to the ledger
 
     @property
     def sound(self) -> bool:
+        """Whether nothing is wrong."""
         return not (self.lost or self.twice or self.ungraded or self.leaked or self.missing)
 
     def require_sound(self) -> None:
-        """Raise `LedgerError` with the counts and the first names where the report is not sound."""
+        """Raise `LedgerError` with counts and first names if the report is not sound."""
         if self.sound:
             return
         kinds = ("lost", "twice", "ungraded", "leaked", "missing")
@@ -52,7 +51,7 @@ class Report:
         raise LedgerError(
             "the ledger does not agree with the weights and traces",
             "; ".join(f"{len(names)} {kind} ({', '.join(names[:3])})" for kind, names in found.items()),
-            hint="copy the missing files back: without them those steps cannot be proven"
+            hint="copy the missing files back: without them these steps cannot be verified"
             if found.keys() <= {"missing", "ungraded"}
             else "if the run was interrupted, etude run --resume reconciles it; else report this with the run folder",
         )
@@ -60,7 +59,7 @@ class Report:
 
 def audit(
     ledger: Ledger,
-    traces: Folder,
+    traces: TraceFolder,
     lineage: Lineage,
     *,
     deleted: int = 0,
@@ -68,32 +67,34 @@ def audit(
     before: Lineage = (),
     files: RolloutFiles | None = None,
 ) -> Report:
-    """Audit a ledger. `traces`: the folder of the trace files; `lineage`: the rollout ids of each step; `deleted`: the
-    last step whose traces may have been deleted on purpose, for which the manifest is trusted instead. `after`: read
-    only steps after this one, of a run that an audit found sound up to it; `before` are the earlier steps, which are
-    read only where a rollout was taken more than once, in a lost lineage or not. `files`: the stored rollouts that no
-    version has learned from; each is read and proven.
+    """Audit a ledger. `traces`: folder of the trace files; `lineage`: the rollout ids of each step; `deleted`: the last
+    step whose traces may have been deleted on purpose, for which the manifest is trusted. `after`: read only steps
+    after this one, if an earlier audit found the run sound up to it; `before`: the earlier steps, read only if a
+    rollout was taken more than once. `files`: the stored rollouts that may still be trained on; each is read and
+    verified.
 
-    Damaged traces count as missing. Audit a run that stands still; a batch in flight is no fault.
+    Damaged traces count as missing. Audit a run that is stopped; a batch in flight is not an error.
     """
     found = _Found(held={row.rollout_id for row in ledger.rows(states=HOLDING)})
     steps: set[int] = set()
     for step, ids in lineage:
         if ids and step > after:
-            found.twice |= _again(ids) if step not in steps else set(ids)
+            found.twice |= _repeated(ids) if step not in steps else set(ids)
             steps.add(step)
-            _look(ledger, _index(traces, step, ids), step, ids, found, deleted=step <= deleted)
+            _check_step(ledger, _index(traces, step, ids), step, ids, found, deleted=step <= deleted)
     beyond = [step for step in ledger.steps(after) if step not in steps]
     outside = [row for step in beyond for row in ledger.rows(step=step)]
-    found.spare += [row for row in (*outside, *ledger.rows(open_only=True)) if row.rollout_id not in found.elsewhere]
+    found.unconsumed += [
+        row for row in (*outside, *ledger.rows(open_only=True)) if row.rollout_id not in found.suspects
+    ]
     return Report(
         num_rollouts=ledger.count(after=after if after else None),
         num_consumed=found.num_consumed,
         num_steps=len(steps),
-        lost=tuple(row.rollout_id for row in found.spare if _is_lost(ledger, row, files)),
-        twice=_sorted(found.twice | _counted(_whole(lineage, before, after), found.elsewhere)),
+        lost=tuple(row.rollout_id for row in found.unconsumed if _is_lost(ledger, row, files)),
+        twice=_sorted(found.twice | _consumed_repeatedly(_both_lineages(lineage, before, after), found.suspects)),
         ungraded=_sorted(found.ungraded),
-        # Rollouts of a step whose version is published must not hold a slot, whatever the ledger's state says.
+        # rollouts of a published step must not have a slot, whatever state the ledger has
         leaked=_sorted(set(ledger.slot_holders()) ^ found.held),
         missing=(*found.without_trace, *_sorted(found.unknown)),
     )
@@ -101,56 +102,56 @@ def audit(
 
 @dataclass
 class _Found:
-    """What an audit has found so far. In a sound run this is open work alone."""
+    """What an audit has found so far. In a sound run this is only open work."""
 
-    held: set[str]  # in a state that holds a slot, and in no step met
+    held: set[str]  # in a state that has a slot, and in no step so far
     num_consumed: int = 0
-    elsewhere: set[str] = field(default_factory=set)  # consumed by a step that is not the ledger's: perhaps by two
+    suspects: set[str] = field(default_factory=set)  # consumed by another step than in the ledger: perhaps by two
     twice: set[str] = field(default_factory=set)
     ungraded: set[str] = field(default_factory=set)
     unknown: set[str] = field(default_factory=set)
     without_trace: list[str] = field(default_factory=list)
-    spare: list[Row] = field(default_factory=list)  # in no step of the lineage
+    unconsumed: list[Row] = field(default_factory=list)  # in no step of the lineage
 
 
-def _look(
+def _check_step(
     ledger: Ledger, index: Index | None, step: int, ids: Collection[str], found: _Found, *, deleted: bool
 ) -> None:
     """Compare the rollouts of one step in its manifest, the ledger and the trace."""
     wanted, rows = set(ids), {row.rollout_id: row for row in ledger.rows(step=step)}
     strangers = wanted - rows.keys()
-    known = {row.rollout_id for row in ledger.found(strangers)}
+    known = {row.rollout_id for row in ledger.find_rows(strangers)}
     found.unknown |= strangers - known
-    found.elsewhere |= known | ledger.batched_again(wanted)
+    found.suspects |= known | ledger.batched_repeatedly(wanted)
     found.num_consumed += len(wanted)
     found.held -= wanted
-    found.spare += [row for i, row in rows.items() if i not in wanted]
+    found.unconsumed += [row for i, row in rows.items() if i not in wanted]
     if index is not None:
         found.ungraded |= index.trained - index.graded
     elif not deleted:
         found.without_trace.append(f"trace of step {step} ({min(ids)} …)")
 
 
-def _again(ids: Collection[str]) -> set[str]:
+def _repeated(ids: Collection[str]) -> set[str]:
     return {i for i, count in Counter(ids).items() if count > 1} if len(set(ids)) < len(ids) else set()
 
 
-def _whole(lineage: Lineage, before: Lineage, after: int) -> Lineage:
+def _both_lineages(lineage: Lineage, before: Lineage, after: int) -> Lineage:
     """The steps of both lineages, each once."""
     return chain((one for one in lineage if one[0] > after), (one for one in before if one[0] <= after))
 
 
-def _counted(lineage: Lineage, suspects: set[str]) -> set[str]:
-    """Those of these rollouts that more than one step consumed."""
+def _consumed_repeatedly(lineage: Lineage, suspects: set[str]) -> set[str]:
+    """The suspects that more than one step consumed."""
     if not suspects:
         return set()
     met = Counter(i for _, ids in lineage for i in suspects.intersection(ids))
     return {i for i, count in met.items() if count > 1}
 
 
-def steps_of(traces: Folder, step: int) -> Iterator[tuple[int, list[str]]]:
-    """The rollout ids of each step up to `step`, from the traces: used instead of manifests that are damaged."""
-    for at in recorded(traces):
+def steps_of(traces: TraceFolder, step: int) -> Iterator[tuple[int, list[str]]]:
+    """Yield each step up to `step` with its rollout ids, from the traces: used instead of damaged manifests."""
+    for at in recorded_steps(traces):
         index = _index(traces, at) if at <= step else None
         if index is not None:
             yield at, sorted(index.rollout_ids)
@@ -176,8 +177,8 @@ def _is_stored(data: bytes, files: RolloutFiles) -> bool:
     return summary is None or files.has(summary)
 
 
-def _index(traces: Folder, step: int, ids: Collection[str] | None = None) -> Index | None:
-    """The index of a step's trace; None where there is no sound trace of exactly these rollouts."""
+def _index(traces: TraceFolder, step: int, ids: Collection[str] | None = None) -> Index | None:
+    """The index of a step's trace; None if there is no sound trace of exactly these rollouts."""
     try:
         index = read_index(trace_path(traces, step))
     except LedgerError:

@@ -1,4 +1,4 @@
-"""The settings of experience: how a group is credited and how far rollouts may run ahead."""
+"""The settings of experience: credit, group sizes, and how far rollouts may run ahead."""
 
 from __future__ import annotations
 
@@ -16,20 +16,18 @@ class ExperienceConfig:
     """The `[experience]` section."""
 
     groups_per_step: int = ranged(16, low=1, high=4096)
-    signal_groups: int = ranged(0, low=0, high=4096)  # so many of a step's groups are to have a signal; 0: any will do
-    little_signal: LittleSignal = LittleSignal.FILL  # where fewer have: take more groups, or scale the learning rate
+    signal_groups: int = ranged(0, low=0, high=4096)  # wanted number of groups with a signal per step; 0: no minimum
+    little_signal: LittleSignal = LittleSignal.FILL  # if fewer: take more groups, or scale the learning rate
     group_size: int = ranged(8, low=2, high=1024)
-    ledger: str = ""  # a file in the run folder; or a server that runs share: "postgresql://host/database"
+    ledger: str = ""  # "": a file in the run folder; or a shared server: "postgresql://host/database"
     max_lag: int = ranged(2, low=0, high=64)
     straggler: Straggler = Straggler.WAIT
     credit: Credit | Plugin = Credit.DR_GRPO
     curriculum: Curriculum = Curriculum.SIGNAL
-    kl: float = ranged(
-        0.0, low=0.0
-    )  # of k1 to the starting checkpoint, taken off each reward (grpo: where a group has a signal)
+    kl: float = ranged(0.0, low=0.0)  # weight of the KL penalty (k1 to the starting checkpoint) in each reward
     max_attempts: int = ranged(3, low=1, high=100)  # of a rollout whose worker dies, before it is invalid
-    quarantine: bool = True  # what bears signs of cheating earns nothing, and is trained on as that
-    review_share: float = ranged(0.0, low=0.0, high=1.0)  # of solved, unsuspicious ones, shown to a person
+    quarantine: bool = True  # rollouts with signs of cheating get reward 0, and are trained on with it
+    review_share: float = ranged(0.0, low=0.0, high=1.0)  # share of solved rollouts without signs listed for review
 
     def __post_init__(self) -> None:
         if self.ledger:
@@ -37,11 +35,11 @@ class ExperienceConfig:
         if self.signal_groups > self.groups_per_step:
             raise ValueError(
                 f"signal_groups = {self.signal_groups} is over groups_per_step = {self.groups_per_step}: "
-                "a step takes at least groups_per_step, and goes on where too few of them have a signal"
+                "a step takes at least groups_per_step groups, and more when too few of them have a signal"
             )
 
     @property
     def window(self) -> Window:
-        """Who may start, and which groups a step takes."""
+        """The admission window of these settings."""
         fills = self.little_signal is LittleSignal.FILL
         return Window(self.max_lag, self.groups_per_step, self.straggler, self.signal_groups if fills else 0)

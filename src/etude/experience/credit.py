@@ -1,8 +1,9 @@
-"""Credit schemes: each is a pure function from the rewards of a group to advantages.
+"""Credit schemes: pure functions from the rewards of a group to advantages.
 
-A scheme gets the rewards of the *valid* siblings of a group. Where there is no signal, that is with fewer than two of
-them or equal rewards, all advantages are 0. A scheme that divides by a deviation takes the deviation of the rewards
-before the penalty (`Reward.raw`), so that a penalty alone is not magnified. Knows nothing of tokens.
+A scheme gets the rewards of the *valid* siblings of a group. Without a signal, that is with fewer than two siblings or
+equal rewards, all advantages are 0. A scheme that divides by a standard deviation uses that of the rewards before the
+KL penalty (`Reward.raw`), so that differences in the penalty alone are not magnified. This module knows nothing of
+tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ GRPO_EPSILON = 1e-6
 
 
 class DrGrpo:
-    """r − mean(r). It does not divide by the deviation, which would favour groups that are nearly solved or hopeless.
+    """Dr. GRPO: r − mean(r). It does not divide by the standard deviation, which would favour groups that are nearly
+    solved or nearly hopeless.
 
     Liu et al. 2025, "Understanding R1-Zero-Like Training: A Critical Perspective" (arXiv 2503.20783).
 
@@ -37,10 +39,11 @@ class DrGrpo:
 
 
 class Grpo:
-    """(r − mean(r)) / std(raw): the population standard deviation of the rewards before the penalty. There is no signal
-    where these are all the same.
+    """GRPO: (r − mean(r)) / std(raw), with the population standard deviation of the rewards before the KL penalty.
+    There is no signal when these are all equal.
 
-    Shao et al. 2024, "DeepSeekMath" (arXiv 2402.03300). There the KL penalty is in the loss, so no penalty is in std.
+    Shao et al. 2024, "DeepSeekMath" (arXiv 2402.03300). There the KL penalty is part of the loss, so it is not in the
+    standard deviation.
 
     >>> [round(a, 3) for a in Grpo().advantages([Reward(value=r, raw=r, reason="") for r in (1.0, 0.0)])]
     [1.0, -1.0]
@@ -61,7 +64,8 @@ class Grpo:
 
 
 class Rloo:
-    """r − the mean of the *other* siblings: the leave-one-out baseline, unbiased for any number of siblings.
+    """RLOO: r − the mean reward of the *other* siblings. This leave-one-out baseline is unbiased for any number of
+    siblings.
 
     Kool et al. 2019, "Buy 4 REINFORCE Samples, Get a Baseline for Free!"; Ahmadian et al. 2024 (arXiv 2402.14740).
 
@@ -80,7 +84,7 @@ class Rloo:
 
 
 class Credit(enum.StrEnum):
-    """Names of the credit schemes, for configs."""
+    """The names of the credit schemes in configs."""
 
     DR_GRPO = "dr-grpo"
     GRPO = "grpo"
@@ -92,25 +96,25 @@ SCHEMES: Mapping[Credit, CreditScheme] = {Credit.DR_GRPO: DR_GRPO, Credit.GRPO: 
 
 
 def advantages(rewards: Sequence[Reward], scheme: CreditScheme = DR_GRPO) -> list[float]:
-    """The scheme's advantages, one per reward. Raises `PluginError`, which names the scheme, where it fails or gives
-    anything but one finite number per reward."""
+    """The advantages of a scheme, one per reward. Raises `PluginError`, which names the scheme, when it fails or
+    returns anything but one finite number per reward."""
     what = f"credit scheme {scheme.name!r} ({type(scheme).__module__}:{type(scheme).__qualname__})"
-    hint = "mend the scheme, then resume the run: the group is kept"
+    hint = "fix the scheme, then resume the run: the group is kept"
     facts = f"the rewards of the group: {[reward.value for reward in rewards]}"
     try:
         found = [float(advantage) for advantage in scheme.advantages(rewards)]
     except Exception as error:
         raise PluginError(f"{what} failed", f"{type(error).__name__}: {error}; {facts}", hint=hint) from error
     if len(found) != len(rewards) or not all(map(math.isfinite, found)):
-        raise PluginError(f"{what} gave no finite number per reward", f"{found}; {facts}", hint=hint)
+        raise PluginError(f"{what} did not return one finite number per reward", f"{found}; {facts}", hint=hint)
     return found
 
 
-def credited(
+def assign_credit(
     graded: Sequence[Graded], composition: Composition, scheme: CreditScheme = DR_GRPO
 ) -> list[tuple[Reward, float]]:
-    """The reward and the advantage of each of a group's judged rollouts. Needs nothing but stored terms, so credit can
-    be computed again: with the same settings to the bit, or with other ones."""
+    """The reward and the advantage of each graded rollout of a group. Needs only stored terms, so credit can be
+    computed again later: with the same settings to the same bits, or with other settings."""
     rewards = composition.rewards([one.terms for one in graded])
     return list(zip(rewards, advantages(rewards, scheme), strict=True))
 

@@ -1,15 +1,14 @@
-"""The interface between the ledger and its database, and `open_database`, which opens a file or a server's schema.
+"""The interface between the ledger and its database, with helpers for SQL that SQLite and PostgreSQL share.
 
 There are two implementations, which pass the same tests (`tests/contracts/test_ledger.py`): `sqlite` in the run folder,
-and `postgres` on a server that runs share. The ledger's statements are written once, in SQL that both understand, with
-`?` for a value. Knows nothing of what a state means.
+and `postgres` on a server that runs share. The ledger's statements are written once, in SQL that both accept, with `?`
+as the placeholder. This module knows nothing of the meaning of states.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
@@ -18,11 +17,11 @@ from etude.errors import LedgerError
 FORMAT = 3
 """Format number of the tables, the same in both databases."""
 READABLE = ("1", "2")
-"""Earlier formats that can only be read, so that such a run cannot be resumed: in format 1 the rollouts lie in the
-ledger, in format 2 an outcome has a reward in place of its terms."""
+"""Earlier formats, which can only be read, so that such a run cannot be resumed. In format 1 the rollouts are in the
+ledger itself; in format 2 an outcome has a reward instead of terms."""
 SERVERS = ("postgresql://", "postgres://")
-AT_ONCE = 1000  # rows of values in one statement
-IN_ONE = 5_000  # values in one statement
+AT_ONCE = 1000  # rows per statement
+IN_ONE = 5_000  # values per statement
 
 INDEXES = (
     "CREATE INDEX IF NOT EXISTS rollouts_by_state ON rollouts (state, position)",
@@ -31,45 +30,46 @@ INDEXES = (
     "CREATE INDEX IF NOT EXISTS rollouts_open ON rollouts (group_id, position) WHERE batch_id IS NULL",
     "CREATE INDEX IF NOT EXISTS transitions_by_rollout ON transitions (rollout_id)",
 )
-"""Indexes by which every query of a run that goes on reads open work only. They are created where they are missing, so
-that a ledger of an earlier etude gets them too."""
+"""Indexes with which every query of a live run reads open work only. Missing ones are created, also in ledgers of
+earlier versions."""
 
 T = TypeVar("T")
 
 
 class NoLedger(LedgerError):
-    """There is no ledger at the place that was opened for reading."""
+    """The ledger to be opened for reading does not exist."""
 
 
 class Database(Protocol):
-    """One connection to a ledger's database. It is opened with a check that runs before each outermost commit and may
-    refuse it."""
+    """One connection to a ledger's database. It may be opened with a check that runs before each outermost commit and
+    may reject it."""
 
     def transact(self, work: Callable[[], T], *, sync: bool = False) -> T:
         """Run `work` as one transaction: all of its statements take effect, or none. Calls may be nested; an inner one
-        that fails undoes only itself. Where the connection to a server breaks, the outermost `work` runs again from its
-        beginning. `sync`: the commit is on the disk when this returns, so that it survives a crash of the machine."""
+        that fails undoes only its own changes. When the connection to a server breaks, the outermost `work` runs again
+        from the start. `sync`: the commit is on disk when this returns, so that it survives a crash of the machine."""
         ...
 
     def execute(self, sql: str, *values: Any) -> None:
-        """Run one statement that returns no rows. Its error may be raised by a later call of the same transaction.
-        Outside `transact` it commits by itself."""
+        """Run a statement that returns no rows. Its error may be raised by a later call of the same transaction.
+        Outside `transact` it commits at once."""
         ...
 
-    def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]: ...
+    def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+        """Run a query and return its rows."""
 
-    def prove(self) -> None:
-        """Read the whole database once. Raises `LedgerError` where it is damaged."""
+    def verify(self) -> None:
+        """Read the whole database once. Raises `LedgerError` when it is damaged."""
         ...
 
     def close(self) -> None:
-        """Close the connection; an open transaction is undone. Idempotent."""
+        """Close the connection; an open transaction is rolled back. Idempotent."""
         ...
 
 
 def each(db: Database, sql: str, rows: Sequence[Sequence[Any]]) -> None:
-    """Run a statement for many rows, `AT_ONCE` in one round trip. `VALUES ?` in `sql` stands for the rows. In both
-    databases their columns are column1, column2 …; a statement must cast those that may be null."""
+    """Run a statement for many rows, `AT_ONCE` per round trip. `VALUES ?` in `sql` stands for the rows, whose columns
+    are named column1, column2 … in both databases. The statement must cast columns that may be null."""
     for first in range(0, len(rows), AT_ONCE):
         some = rows[first : first + AT_ONCE]
         row = f"({marks(some[0])})"
@@ -78,8 +78,8 @@ def each(db: Database, sql: str, rows: Sequence[Sequence[Any]]) -> None:
 
 
 def parts(values: Collection[T]) -> Iterator[tuple[T, ...]]:
-    """Values for several statements, none of which has more than a database takes in one: SQLite 32,766, PostgreSQL
-    65,535. None for no values.
+    """Split values into parts that fit into one statement each: SQLite takes 32,766, PostgreSQL 65,535. Yields nothing
+    for no values.
 
     >>> [len(some) for some in parts(range(12_000))]
     [5000, 5000, 2000]
@@ -98,55 +98,8 @@ def marks(values: Collection[Any]) -> str:
     return ", ".join("?" * len(values))
 
 
-def open_database(
-    place: Path | str,
-    *,
-    readonly: bool = False,
-    still: bool = False,
-    check: Callable[[], None] | None = None,
-    said: Callable[[str], None],
-) -> Database:
-    """Open a ledger's database: an SQLite file at a path, or the schema that `postgresql://host/db#run_id` names on a
-    server (needs `pip install 'etude[postgres]'`). It is created where it does not exist; with `readonly` that is a
-    `NoLedger`. `still`: nothing writes to it meanwhile, so SQLite makes no files beside it in order to read. `said` is
-    called with a line when a server had to be waited for."""
-    if is_server(place):
-        try:
-            from etude.experience.postgres import PostgresDatabase
-        except ImportError as error:
-            raise _no_client(error) from None
-        return PostgresDatabase(str(place), readonly=readonly, check=check, said=said)
-    from etude.experience.sqlite import SqliteDatabase
-
-    return SqliteDatabase(Path(place), readonly=readonly, still=still, check=check)
-
-
-def check_server(url: str) -> None:
-    """Check that a run can use this server. Raises the `LedgerError` that the run would end with: the server cannot be
-    reached, refuses the login, or does not allow to create a schema."""
-    try:
-        from etude.experience.server_words import check
-    except ImportError as error:
-        raise _no_client(error) from None
-    check(url)
-
-
-def _no_client(error: ImportError) -> LedgerError:
-    hint = "pip install 'etude[postgres]'"
-    return LedgerError("experience.ledger names a PostgreSQL server", str(error), hint=hint)
-
-
-def is_server(place: Path | str) -> bool:
-    """Whether the place of a ledger is a server's URL, not a path.
-
-    >>> is_server("postgresql://db.internal/etude#laptop-1a2b3c4d"), is_server(Path("ledger.sqlite"))
-    (True, False)
-    """
-    return isinstance(place, str) and place.startswith(SERVERS)
-
-
 def check_url(url: str) -> None:
-    """Check the URL of a server in a config. Raises `ValueError`, whose message quotes no secret."""
+    """Check the URL of a server in a config. Raises `ValueError`, whose message contains no secret."""
     try:
         parts = urlsplit(url)
         options = parse_qs(parts.query)
@@ -156,18 +109,18 @@ def check_url(url: str) -> None:
     if not url.startswith(SERVERS) or parts.fragment:
         raise ValueError(
             "experience.ledger is '' for a file in the run folder, or 'postgresql://host/database' "
-            "(more in its query, as libpq has it: '?service=NAME')"
+            "(further libpq options in its query: '?service=NAME')"
         )
     if parts.password is not None or any(re.search("passw", name) for name in options):
         raise ValueError(
-            "experience.ledger holds a password, and a run writes its config down: leave it out and put it into "
-            "PGPASSWORD, ~/.pgpass or a service file"
+            "experience.ledger contains a password, and a run stores its config: remove it and use PGPASSWORD, "
+            "~/.pgpass or a service file instead"
         )
 
 
 def check_format(where: object, found: Any, *, readonly: bool) -> None:
-    """Check the format number of a ledger's tables. Raises `LedgerError` unless this etude can write them; with
-    `readonly`, read them."""
+    """Check the format number of a ledger's tables. Raises `LedgerError` unless this etude version can write it; with
+    `readonly`, read it."""
     if found != str(FORMAT) and not (readonly and found in READABLE):
         raise LedgerError(
             f"{where} has ledger format {found}",

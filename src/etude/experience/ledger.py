@@ -1,10 +1,13 @@
-"""The ledger: a durable record of every rollout's state and results. The conductor is its only writer.
+"""The ledger: a durable record of every rollout's state and result. The conductor is its only writer.
 
-It is an SQLite file in the run folder, or a schema on a PostgreSQL server, by the same statements. A finished rollout
+It is an SQLite file in the run folder, or a schema on a PostgreSQL server, with the same statements. A finished rollout
 and its transition are one transaction, so a kill at any moment leaves both or neither. "Trained" means *in the lineage
 of the current weights*: after a restart `reconcile` gets the lineage and corrects the states. Slots are rows of their
-own (double entry): a rollout in a holding state has exactly one, which is checked at every commit. See
-`docs/formats/ledger.md`. Knows nothing of how rollouts are run or of weights.
+own: a rollout in a state of `HOLDING` has exactly one slot, which is checked at every commit.
+
+Queries made by a live run read open work only, through an index, however long the run is; the few that read all
+rollouts say so. The format is in `docs/formats/ledger.md`. This module knows nothing of how rollouts are run, or of
+weights.
 """
 
 from __future__ import annotations
@@ -23,31 +26,42 @@ from typing import Any, NamedTuple, TypeVar, cast
 import msgspec
 
 from etude.errors import LedgerError
-from etude.experience.database import each, marks, open_database, parts
-from etude.experience.groups import Finished
-from etude.experience.lineage import Lineage, by_step, remembered
-from etude.experience.looking import FINISHED, QUARANTINE, SPEC, Looking, Quarantined
-from etude.experience.rows import Row
-from etude.experience.transitions import HOLDING, SETTLED, State, check
+from etude.experience.database import FORMAT, each, marks, parts
+from etude.experience.groups import COLUMNS, Finished, Group, Row, as_row
+from etude.experience.lineage import Branches, Lineage, append_version, by_step, with_apparent_steps
+from etude.experience.open_database import open_database
+from etude.experience.transitions import ENDED, HOLDING, State, check
 from etude.records.completion import Version
 from etude.records.rollout import Graded, Invalid, Outcome, RolloutSpec
 from etude.records.sample import Batch
 from etude.records.summary import BatchRef, RolloutSummary
-from etude.records.wire import pack
-from etude.rewards import AS_MEASURED, Composition
+from etude.records.wire import pack, unpack
+from etude.rewards import DEFAULT_COMPOSITION, Composition
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+
+_HIDDEN = (State.QUARANTINED, State.CANCELLED)
+SPEC, FINISHED, QUARANTINE = "spec", "finished", "quarantine"
+"""Names of the blobs that the ledger writes: a packed `RolloutSpec`, `Finished`, `Quarantined`."""
 
 _LINEAGE = frozenset({State.BATCHED, State.TRAINED, State.NO_SIGNAL})
 _HOLD = ", ".join(f"'{state}'" for state in sorted(HOLDING))
 _SLOTS = f"SELECT (SELECT count(*) FROM rollouts WHERE state IN ({_HOLD})), count(rollout_id), count(*) FROM slots"
 
 
-_NULLABLE = {"reward": "double precision", "boundary": "text"}  # a null in VALUES has no type on a server
+_NULLABLE = {"reward": "double precision", "boundary": "text"}  # on a server, a null in VALUES has no type
+
+
+class Quarantined(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a graded rollout got reward 0: a sign of cheating."""
+
+    reason: str  # the sign of cheating: "rule: finding (where)"
+    graded: float  # the reward that the grader gave
 
 
 class _Move(NamedTuple):
-    """One transition of a row that was just read, and columns that change with it."""
+    """A transition of a row that was just read, and columns that change with it."""
 
     row: Row
     to: State
@@ -62,16 +76,16 @@ class _Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Reconciled:
-    """The result of `Ledger.reconcile` after a restart: the rollouts whose states were corrected."""
+    """The result of `Ledger.reconcile` after a restart: numbers of rollouts by correction."""
 
     trained: int  # batched, and found in the lineage
-    freed: int  # batched or trained, not in the lineage: graded again
+    freed: int  # batched or trained, not in the lineage: back to graded
     requeued: int  # were running
-    gone: int  # batched or trained, not in the lineage, and their records were dropped: no step takes them any more
+    gone: int  # batched or trained, not in the lineage, and without a stored record: never trained again
 
 
 def _atomic(method: F) -> F:
-    """All of a method's changes, or none; part of the transaction that it is called in, if there is one."""
+    """Decorator: run a method as one transaction, or as part of the current one."""
 
     @functools.wraps(method)
     def whole(ledger: Ledger, *args: Any, **named: Any) -> Any:
@@ -80,8 +94,9 @@ def _atomic(method: F) -> F:
     return cast("F", whole)
 
 
-class Ledger(Looking):
-    """An `ExperienceStore` in one SQLite file, or in one schema of a PostgreSQL server.
+class Ledger:
+    """The durable record of a run's rollouts: an `ExperienceStore` in an SQLite file or a schema of a PostgreSQL
+    server.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -96,21 +111,21 @@ class Ledger(Looking):
         place: Path | str,
         *,
         capacity: int,
-        composition: Composition = AS_MEASURED,
-        said: Callable[[str], None] = lambda _: None,
+        composition: Composition = DEFAULT_COMPOSITION,
+        log: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Open or create a ledger at a path or at `postgresql://host/database#run_id`. `capacity`: the number of slots.
-        `composition`: of the rewards that rows show. `said` is called with a line when a server had to be waited for.
-        Raises `LedgerError` for an existing ledger with another capacity, or one that another process writes."""
+        """Open or create a ledger at a path or at `postgresql://host/database#run_id`. `capacity`: number of slots.
+        `composition`: computes the rewards in the rows. `log` is called with a line when the server was unreachable for
+        a while. Raises `LedgerError` for a ledger with another capacity, or one that another process writes."""
         self._capacity, self._composition = capacity, composition
-        self._db = open_database(place, check=self._check_slots, said=said)
+        self._db = open_database(place, check=self._check_slots, log=log)
         found = self.recall("capacity")
         if found is None:
             self._create_slots()
         elif found != capacity:
             self.close()
             raise LedgerError(
-                f"{place} has {found} slots", f"asked for {capacity}", hint="resume a run with the config it began with"
+                f"{place} has {found} slots", f"requested were {capacity}", hint="resume a run with its original config"
             )
 
     @_atomic
@@ -119,51 +134,54 @@ class Ledger(Looking):
         each(self._db, "INSERT INTO slots (slot) VALUES ?", [(slot,) for slot in range(self._capacity)])
 
     @classmethod
-    def reading(cls, place: Path | str, *, still: bool = False) -> Ledger:
-        """Open to read only, beside a writer; `still`: there is none now. Raises `NoLedger` when there is none."""
+    def open_readonly(cls, place: Path | str, *, immutable: bool = False) -> Ledger:
+        """Open for reading, also while it is written. `immutable`: nothing writes it now. Raises `NoLedger` when it
+        does not exist."""
         ledger = cls.__new__(cls)
-        ledger._db = open_database(place, readonly=True, still=still, said=lambda _: None)
+        ledger._db = open_database(place, readonly=True, immutable=immutable, log=lambda _: None)
         ledger._capacity = int(ledger.recall("capacity") or 0)
         return ledger
 
-    def prove(self) -> None:
-        """Look at every page once, a second for some hundred MB. Raises `LedgerError` where the file is damaged."""
-        self._db.prove()
+    def verify(self) -> None:
+        """Read the whole database once; takes a second for some hundred MB. Raises `LedgerError` when it is damaged."""
+        self._db.verify()
 
     def close(self) -> None:
+        """Close the database connection."""
         self._db.close()
 
-    # The seam: ExperienceStore
+    # The protocol ExperienceStore
 
     @_atomic
     def move(self, rollout_id: str, to: str, *, reason: str = "", **facts: Any) -> None:
-        """Move a rollout to another state. Raises `LedgerError` when the table forbids it, or when it needs a slot and
-        none is free."""
+        """Move a rollout to another state. Raises `LedgerError` when the table of transitions forbids it, or no slot is
+        free."""
         self._move([_Move(self.row(rollout_id), State(to), reason, facts)])
 
     @_atomic
     def put(self, rollout_id: str, name: str, data: bytes) -> None:
-        """Keep bytes under a rollout's name, durable with the transaction; the last put wins."""
+        """Store bytes under a rollout and a name, durable with the transaction. Replaces earlier bytes."""
         self.row(rollout_id)
         self._put(name, [(rollout_id, data)])
 
     @_atomic
     def transaction(self, work: Callable[[], None]) -> None:
-        """All of `work`'s changes, or none. May be nested. Where a server went away in between `work` is called again:
-        it changes nothing but the ledger."""
+        """Run `work` as one transaction; may be nested. When a server is unreachable meanwhile, `work` is called again,
+        so it must change nothing but the ledger."""
         work()
 
-    # The life of a rollout
+    # States of a rollout
 
     @_atomic
     def admit(self, *specs: RolloutSpec) -> None:
-        """New rollouts take slots, all or none. Their places in the order of admission are final."""
+        """Admit new rollouts, all or none. Each takes a slot, and its place in the order of admission is final. Raises
+        `LedgerError` for a rollout that was admitted before."""
         groups, ids = {spec.group_id for spec in specs}, [spec.rollout_id for spec in specs]
         sql = f"SELECT rollout_id, group_id FROM rollouts WHERE group_id IN ({marks(groups)})"
         there = self._db.rows(f"{sql} OR rollout_id IN ({marks(ids)})", *groups, *ids)
         again = [i for i, count in Counter([*ids, *{i for i, _ in there}.intersection(ids)]).items() if count > 1]
         if again:
-            raise LedgerError(f"rollout {again[0]} was admitted before", hint="count groups on, never reuse")
+            raise LedgerError(f"rollout {again[0]} was admitted before", hint="never reuse the id of a group")
         self.remember("groups", self.num_groups() + len(groups - {group_id for _, group_id in there}))
         born = [(spec.rollout_id, spec.group_id, State.ADMITTED, spec.attempt) for spec in specs]
         each(self._db, "INSERT INTO rollouts (rollout_id, group_id, state, attempt) VALUES ?", born)
@@ -173,59 +191,62 @@ class Ledger(Looking):
 
     @_atomic
     def start(
-        self, limit: int, *, published: int | None = None, demand: Callable[[int], int] | None = None
+        self, limit: int, *, published: int | None = None, required_step: Callable[[int], int] | None = None
     ) -> list[RolloutSpec]:
         """Move the first waiting rollouts, at most `limit`, to running, and return their specs. Stops at the first one
-        that demands a later version step than `published` (None: no such check), which none overtakes.
+        that requires a later version step than `published` (None: no such check); later ones do not overtake it.
 
-        `demand`: the version step that the open group at a place, counted from 0, demands now (`Window.demand`). It
-        counts where it is less than the one that the group was admitted with, which a lost lineage may have made too
-        late: the steps that lead to that version might wait for this very group."""
+        `required_step`: the version step that the open group at a place, counted from 0, requires now
+        (`Window.required_step`). It applies if it is lower than the one that the group was admitted with: a lost
+        lineage may have made the latter too late, and the steps up to that version might wait for this very group.
+        """
         rows = self.next_waiting(limit)
         specs = self.specs(rows) if rows else []
         if published is not None:
             able = list(itertools.takewhile(lambda spec: spec.min_step <= published, specs))
-            specs = able if able or demand is None else self._due(specs, published, demand)
+            specs = able if able or required_step is None else self._startable(specs, published, required_step)
         self._move([_Move(row, State.RUNNING) for row in rows[: len(specs)]])
         return specs
 
-    def _due(self, specs: Sequence[RolloutSpec], published: int, demand: Callable[[int], int]) -> list[RolloutSpec]:
-        """The first of some specs whose places among the open groups demand no later version than the published one,
-        as specs that demand no later one either."""
+    def _startable(
+        self, specs: Sequence[RolloutSpec], published: int, required_step: Callable[[int], int]
+    ) -> list[RolloutSpec]:
+        """The first specs whose places among the open groups require no later version than the published one, with
+        `min_step` lowered accordingly."""
         places = {group_id: place for place, group_id in enumerate(self.open_groups())} if specs else {}
-        due = itertools.takewhile(lambda spec: demand(places[spec.group_id]) <= published, specs)
+        due = itertools.takewhile(lambda spec: required_step(places[spec.group_id]) <= published, specs)
         return [msgspec.structs.replace(spec, min_step=min(spec.min_step, published)) for spec in due]
 
     def finish(self, rollout: RolloutSummary, outcome: Outcome) -> bool:
-        """Store the summary of a rollout and how it was judged. False: of an attempt that no longer counts; nothing
-        is changed (the answer of a worker given up for dead, or a second delivery)."""
+        """Store the summary and outcome of a rollout. Returns False, and changes nothing, for an attempt that no longer
+        counts: the reply of a worker that was taken for dead, or a second delivery."""
         return self.finish_all([(rollout, outcome)])[0]
 
     @_atomic
     def finish_all(self, ended: Sequence[tuple[RolloutSummary, Outcome]]) -> list[bool]:
-        """`finish` for several at once."""
+        """`finish` for several rollouts at once."""
         counts, ends = list[bool](), dict[str, tuple[Row, Finished]]()
-        rows = self.known([rollout.rollout_id for rollout, _ in ended])
+        rows = self.require_rows([rollout.rollout_id for rollout, _ in ended])
         for row, (rollout, outcome) in zip(rows, ended, strict=True):
             runs = row.state is State.RUNNING and row.attempt == rollout.attempt
             counts.append(runs and row.rollout_id not in ends)
             if counts[-1]:
                 ends[row.rollout_id] = row, Finished(rollout_id=row.rollout_id, outcome=outcome, summary=rollout)
-        self._end(list(ends.values()))
+        self._store_ended(list(ends.values()))
         return counts
 
     def quarantine(self, rollout_id: str, *, reason: str, graded: float) -> None:
-        """Note that a rollout bears a sign of cheating, and what it was graded before that took its reward. It stays
-        with its group: who cheats and earns nothing teaches its siblings that."""
+        """Record that a rollout has a sign of cheating, and the grade that it would have had. It stays in its group, so
+        that its siblings learn that cheating earns nothing."""
         self.put(rollout_id, QUARANTINE, pack(Quarantined(reason=reason, graded=graded)))
 
     @_atomic
     def fail(self, rollout_id: str, invalid: Invalid) -> None:
-        """A running or requeued rollout becomes invalid and left nothing: its worker died once too often."""
-        self._end([(self.row(rollout_id), Finished(rollout_id=rollout_id, outcome=invalid))])
+        """Make a running or requeued rollout invalid without a stored result: its workers died too often."""
+        self._store_ended([(self.row(rollout_id), Finished(rollout_id=rollout_id, outcome=invalid))])
 
-    def _end(self, ends: Sequence[tuple[Row, Finished]]) -> None:
-        """Rollouts have ended. Their terms are stored; the columns `reward` and `reason` are derived from them."""
+    def _store_ended(self, ends: Sequence[tuple[Row, Finished]]) -> None:
+        """Store ended rollouts. The terms are stored; the columns `reward` and `reason` are derived from them."""
         self._put(FINISHED, [(row.rollout_id, pack(finished)) for row, finished in ends])
         moves = []
         for row, finished in ends:
@@ -242,11 +263,11 @@ class Ledger(Looking):
     # Groups and batches
 
     def batch(self, batch: Batch | BatchRef) -> None:
-        """The batch takes its groups: graded members become batched. On the disk when it returns, so that what a
-        version's manifest lists is known here even after a power cut."""
+        """Assign the groups of a batch to it: graded members become batched. Synced to disk when it returns, so that
+        after a power failure the ledger knows all rollouts that a version's manifest lists."""
 
         def take() -> None:
-            rows = self.known(batch.rollout_ids)
+            rows = self.require_rows(batch.rollout_ids)
             for row in rows:
                 _check_taken(row, batch)
             facts = {"batch_id": batch.batch_id, "step": batch.step}
@@ -259,14 +280,15 @@ class Ledger(Looking):
 
     @_atomic
     def commit(self, rollout_ids: Collection[str], version: Version) -> None:
-        """The version that learned from these is published: batched becomes trained, or no-signal without a sample."""
+        """Record that the version trained on these rollouts is published: batched rollouts become trained, or no-signal
+        if they had no sample."""
         self._published(version)
-        rows, said = self.known(rollout_ids), {"version": str(version)}
-        self._trained(rows, f"in {version}", said)
-        self._set({row.rollout_id: said for row in rows if row.state is not State.BATCHED})
+        rows, columns = self.require_rows(rollout_ids), {"version": str(version)}
+        self._trained(rows, f"in {version}", columns)
+        self._set({row.rollout_id: columns for row in rows if row.state is not State.BATCHED})
 
     def _trained(self, rows: Collection[Row], reason: str, columns: Mapping[str, Any] = MappingProxyType({})) -> int:
-        """Those of them that are batched end with this reason; how many."""
+        """End the batched ones among these rows with this reason. Returns their number."""
         batched = [row for row in rows if row.state is State.BATCHED]
         ends = [(row, State.TRAINED if row.has_sample else State.NO_SIGNAL) for row in batched]
         self._move([_Move(row, to, reason, {"step": row.step}, columns) for row, to in ends])
@@ -276,10 +298,11 @@ class Ledger(Looking):
     def reconcile(
         self, lineage: Lineage, *, believed: Callable[[], int] = lambda: 0, head: Version | None = None
     ) -> Reconciled:
-        """Agree with the weights after a restart. `lineage` is what the manifests list of the lineage that the learner
-        goes on from: it is read again where a server went away. What was trained only outside of it is free again; what
-        was running runs again. `head`: the version that the learner published as it began. `believed`, asked once the
-        lineage was read: a step up to which the ledger itself stands in for manifests."""
+        """Correct the states after a restart. `lineage`: what the manifests list of the lineage that the learner
+        continues from; it is read again when a server was unreachable. Rollouts that were trained only outside of it
+        are free again; running ones are requeued. `head`: the version that the learner published when it started.
+        `believed`, called after the lineage was read: the step up to which the ledger itself is trusted instead of
+        manifests."""
         if head is not None:
             self._published(head)
         trained, freed, gone, running = 0, 0, 0, self.rows(states=[State.RUNNING])
@@ -295,19 +318,20 @@ class Ledger(Looking):
         return Reconciled(trained=trained, freed=freed, requeued=len(running), gone=gone)
 
     def _free(self, step: int, rows: Sequence[Row]) -> tuple[int, int]:
-        """The step that took these is not in the lineage: how many of those it had trained are free again, and how many
-        have no record left. Groups with one of those stay closed: nothing of them can be trained."""
+        """Free the rollouts of a step that is not in the lineage. Returns how many of its trained rollouts are free
+        again, and how many have no stored record. Groups with one of the latter stay closed: nothing of them can be
+        trained."""
         if rows and step <= int(self.recall("pruned") or 0):
-            self.remember("pruned", step - 1)  # the steps from here on will be made again
+            self.remember("pruned", step - 1)  # steps from here on will be trained again
         taken = [row for row in rows if row.state in _LINEAGE]
         stored = self._stored([row.rollout_id for row in taken])
         self._move([_Move(row, State.REQUEUED, f"{row.batch_id} is not in the lineage") for row in taken])
-        again = self.known([row.rollout_id for row in taken])
+        again = self.require_rows([row.rollout_id for row in taken])
         gone = [row for row in again if row.rollout_id not in stored]
         self._move(
             [
                 *(_Move(row, State.GRADED, "its stored outcome stands") for row in again if row.rollout_id in stored),
-                *(_Move(row, State.QUARANTINED, "its record was dropped, and its step lost later") for row in gone),
+                *(_Move(row, State.QUARANTINED, "its record was deleted, and its step was lost later") for row in gone),
             ]
         )
         closed = {row.group_id for row in gone}
@@ -318,7 +342,7 @@ class Ledger(Looking):
         return len(taken) - len(gone), len(gone)
 
     def _stored(self, rollout_ids: Sequence[str]) -> set[str]:
-        """Those of some rollouts that have a record."""
+        """The ids of those rollouts that have a stored record."""
         found = set[str]()
         for some in parts(rollout_ids):
             sql = f"SELECT rollout_id FROM blobs WHERE name = ? AND rollout_id IN ({marks(some)})"
@@ -327,8 +351,8 @@ class Ledger(Looking):
 
     @_atomic
     def prune(self, step: int) -> int:
-        """Drop the blobs of rollouts consumed at or before a version step: call it with the oldest step that a
-        restart can still go back to. Returns how many blobs went; their traces stay, and notes of quarantine do."""
+        """Delete the blobs of rollouts that steps up to this one consumed. Call it with the oldest step that a restart
+        can go back to. Returns the number of deleted blobs. Traces and quarantine records are kept."""
         before, batched = int(self.recall("pruned") or 0), State.BATCHED
         spent = "SELECT rollout_id FROM rollouts WHERE step > ? AND step <= ? AND state != ?"
         sql = f"DELETE FROM blobs WHERE rollout_id IN ({spent}) AND name != ? RETURNING 1"
@@ -337,19 +361,19 @@ class Ledger(Looking):
         self.remember("pruned", max(before, step if left is None else left - 1))
         return len(gone)
 
-    # Notes that must move together with the rollouts
+    # Values that change together with the rollouts
 
     def move_cursor(self, split: str, index: int) -> None:
-        """Call it in the transaction that admits the task at `index - 1`."""
+        """Set the task cursor of a split. Call it in the transaction that admits the task at `index - 1`."""
         self.remember(f"cursor.{split}", index)
 
     def remember(self, key: str, value: Any) -> None:
-        """Keep a small JSON value."""
+        """Store a small JSON value under a key."""
         sql = "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value"
         self._db.execute(sql, key, json.dumps(value))
 
     def _published(self, version: Version) -> None:
-        versions = remembered(self.versions(), version)
+        versions = append_version(self.versions(), version)
         self.remember("versions", [(v.step, v.incarnation, v.digest) for v in versions])
 
     # Writing
@@ -359,7 +383,7 @@ class Ledger(Looking):
         each(self._db, sql, [(rollout_id, name, data) for rollout_id, data in blobs])
 
     def _move(self, moves: Sequence[_Move]) -> None:
-        """Transitions of rows that were just read, each once, inside a transaction of the caller."""
+        """Write transitions of rows that were just read, each once, in a transaction of the caller."""
         for row, to, reason, *_ in moves:
             check(row.rollout_id, row.state, to, reason)
         self._set({
@@ -371,7 +395,7 @@ class Ledger(Looking):
         self._log([(m.row.rollout_id, m.row.state, m.to, m.attempt, m.reason, m.facts) for m in moves])
 
     def _set(self, values: Mapping[str, Mapping[str, Any]]) -> None:
-        """Change the same columns of several rollouts, by their ids: one update of a row, since each costs its CRC."""
+        """Update the same columns of several rollouts: one update per row, since each costs a CRC."""
         if not values:
             return
         columns = list(next(iter(values.values())))
@@ -404,7 +428,7 @@ class Ledger(Looking):
             raise LedgerError(
                 f"no slot is free for rollout {beyond[0]}",
                 f"all {self._capacity} are held",
-                hint="admit only what the window has room for",
+                hint="admit only as many groups as the window allows",
             )
         if beyond:
             last = self._value("SELECT max(slot) FROM slots")
@@ -423,22 +447,249 @@ class Ledger(Looking):
         if held != holding or count != max(self._capacity, held):
             raise LedgerError(
                 "the ledger's slots do not add up",
-                f"{holding} rollouts hold a slot, {held} of {count} slots are taken, capacity {self._capacity}",
+                f"{holding} rollouts need a slot, {held} of {count} slots are in use, capacity {self._capacity}",
                 hint="this is a defect: keep the run folder and report it with etude ledger audit",
             )
 
+    # Queries
+
+    def row(self, rollout_id: str) -> Row:
+        """The row of a rollout. Raises `LedgerError` when it does not exist."""
+        return self.require_rows([rollout_id])[0]
+
+    def require_rows(self, rollout_ids: Collection[str]) -> list[Row]:
+        """The rows of these rollouts, in the given order. Raises `LedgerError` when one does not exist."""
+        found = {row.rollout_id: row for row in self.find_rows(rollout_ids)}
+        for rollout_id in rollout_ids:
+            if rollout_id not in found:
+                hint = "list them: etude rollouts list RUN"
+                raise LedgerError(f"rollout {rollout_id} is not in the ledger", hint=hint)
+        return [found[rollout_id] for rollout_id in rollout_ids]
+
+    def rows(
+        self,
+        *,
+        step: int | None = None,
+        states: Collection[State] | None = None,
+        open_only: bool = False,
+        limit: int | None = None,
+    ) -> list[Row]:
+        """Rows in order of admission: all; or those that `step` took, in some `states`, or in no batch (`open_only`);
+        of these the last `limit`. Without a filter it reads all rollouts."""
+        wanted: list[tuple[str, tuple[Any, ...]]] = [("step = ?", (step,))] if step is not None else []
+        if states is not None:
+            wanted.append((f"state IN ({marks(states)})", tuple(states)))
+        if open_only:
+            wanted.append(("batch_id IS NULL", ()))
+        where = " AND ".join(sql for sql, _ in wanted) or "position > 0"
+        values = [value for _, found in wanted for value in found]
+        newest = "ORDER BY +position DESC" if wanted else "ORDER BY position DESC"  # +: sort, do not use an index
+        newest += f" LIMIT {int(limit)}" if limit is not None else ""
+        return [as_row(r) for r in self._db.rows(f"SELECT {COLUMNS} FROM rollouts WHERE {where} {newest}", *values)][
+            ::-1
+        ]
+
+    def find_rows(self, rollout_ids: Collection[str]) -> list[Row]:
+        """The rows of those rollouts that exist, in no particular order."""
+        sql = f"SELECT {COLUMNS} FROM rollouts WHERE rollout_id IN"
+        return [as_row(r) for some in parts(rollout_ids) for r in self._db.rows(f"{sql} ({marks(some)})", *some)]
+
+    def quarantined(self) -> dict[str, Quarantined]:
+        """Rollouts with a sign of cheating, by id. Reads all stored blobs of this kind."""
+        found = self._db.rows("SELECT rollout_id, data FROM blobs WHERE name = ?", QUARANTINE)
+        return {i: _read(i, QUARANTINE, data, Quarantined) for i, data in sorted(found)}
+
+    def count(self, *, after: int | None = None) -> int:
+        """Number of rollouts ever admitted (reads all of them); with `after`, of those that no step up to it took."""
+        if after is None:
+            return int(self._value("SELECT count(*) FROM rollouts"))
+        open_now = int(self._value("SELECT count(*) FROM rollouts WHERE batch_id IS NULL"))
+        return open_now + int(self._value("SELECT count(*) FROM rollouts WHERE step > ?", after))
+
+    def batched_repeatedly(self, rollout_ids: Collection[str]) -> set[str]:
+        """The rollouts that batches took more than once, including batches of lost lineages."""
+        again = set[str]()
+        for some in parts(rollout_ids):
+            mine = f"rollout_id IN ({marks(some)})"
+            sql = f"SELECT rollout_id FROM transitions WHERE {mine} AND state = ? GROUP BY rollout_id"
+            again |= {i for (i,) in self._db.rows(f"{sql} HAVING count(*) > 1", *some, State.BATCHED)}
+        return again
+
+    def states(self) -> dict[str, int]:
+        """Number of rollouts by state. Reads all rollouts."""
+        return dict(self._db.rows("SELECT state, count(*) FROM rollouts GROUP BY state"))
+
+    def steps(self, after: int = 0) -> list[int]:
+        """All steps after `after` that a batch took rollouts for, ascending."""
+        sql = "SELECT step FROM rollouts WHERE step > ? GROUP BY step ORDER BY step"
+        return [int(step) for (step,) in self._db.rows(sql, after)]
+
+    def get(self, rollout_id: str, name: str) -> bytes | None:
+        """The bytes stored under a rollout and a name; None if there are none."""
+        data: bytes | None = self._value("SELECT data FROM blobs WHERE rollout_id = ? AND name = ?", rollout_id, name)
+        return data
+
+    def spec(self, rollout_id: str) -> RolloutSpec:
+        """The spec of a rollout, with its current attempt. Raises `LedgerError` when it was pruned."""
+        return self.specs([self.row(rollout_id)])[0]
+
+    def specs(self, rows: Collection[Row]) -> list[RolloutSpec]:
+        """The specs of rollouts whose rows were just read, in the same order."""
+        sql = f"SELECT rollout_id, data FROM blobs WHERE name = ? AND rollout_id IN ({marks(rows)})"
+        stored = dict(self._db.rows(sql, SPEC, *(row.rollout_id for row in rows)))
+        return [_spec(row, stored.get(row.rollout_id)) for row in rows]
+
+    def history(self, rollout_id: str) -> list[dict[str, Any]]:
+        """All transitions of a rollout, oldest first."""
+        sql = "SELECT t, origin, state, attempt, reason, facts FROM transitions WHERE rollout_id = ? ORDER BY number"
+        names = ("t", "origin", "state", "attempt", "reason")
+        return [
+            {**dict(zip(names, values, strict=True)), **json.loads(facts)}
+            for *values, facts in self._db.rows(sql, rollout_id)
+        ]
+
+    def waiting(self) -> list[str]:
+        """Rollouts that wait for a worker, in order of admission."""
+        return self._ids("state IN (?, ?)", State.ADMITTED, State.REQUEUED)
+
+    def next_waiting(self, limit: int) -> list[Row]:
+        """The first `limit` rows of `waiting`; the others are not read."""
+        first = f"SELECT position, {COLUMNS} FROM rollouts WHERE state = ? ORDER BY position LIMIT {int(limit)}"
+        both = f"SELECT * FROM ({first}) AS a UNION ALL SELECT * FROM ({first}) AS b ORDER BY 1 LIMIT {int(limit)}"
+        return [as_row(values[1:]) for values in self._db.rows(both, State.ADMITTED, State.REQUEUED)]
+
+    def open_groups(self) -> list[str]:
+        """Groups that no batch has taken, in order of admission."""
+        sql = "SELECT group_id FROM rollouts WHERE batch_id IS NULL GROUP BY group_id ORDER BY min(position)"
+        return [group_id for (group_id,) in self._db.rows(sql)]
+
+    def num_groups(self) -> int:
+        """Number of groups ever admitted: the index of the next one."""
+        counted = self.recall("groups")  # None in ledgers of earlier versions: then all rollouts are read
+        return int(self._value("SELECT count(DISTINCT group_id) FROM rollouts") if counted is None else counted)
+
+    def ready_groups(self, group_ids: Collection[str]) -> set[str]:
+        """The groups of which all members have ended."""
+        settled = f"count(*) = sum(CASE WHEN state IN ({marks(ENDED)}) THEN 1 ELSE 0 END)"
+        ready = set[str]()
+        for some in parts(group_ids):
+            sql = f"SELECT group_id FROM rollouts WHERE group_id IN ({marks(some)}) GROUP BY group_id HAVING {settled}"
+            ready |= {group_id for (group_id,) in self._db.rows(sql, *some, *ENDED)}
+        return ready
+
+    def groups_with_signal(self, group_ids: Collection[str]) -> set[str]:
+        """The groups whose graded members do not all have the same reward in their rows."""
+        having = set[str]()
+        for some in parts(group_ids):
+            sql = f"SELECT group_id FROM rollouts WHERE group_id IN ({marks(some)}) AND state = ?"
+            sql += " GROUP BY group_id HAVING min(reward) < max(reward)"
+            having |= {group_id for (group_id,) in self._db.rows(sql, *some, State.GRADED)}
+        return having
+
+    def batched_groups(self, group_ids: Collection[str]) -> set[str]:
+        """The groups that any batch ever took, including batches of lost lineages."""
+        sql = "SELECT DISTINCT group_id FROM rollouts JOIN transitions USING (rollout_id) WHERE transitions.state = ?"
+        batched = set[str]()
+        for some in parts(group_ids):
+            rows = self._db.rows(f"{sql} AND group_id IN ({marks(some)})", State.BATCHED, *some)
+            batched |= {group_id for (group_id,) in rows}
+        return batched
+
+    def group(self, group_id: str) -> Group:
+        """A group with its stored records; versions are seen from the current weights (`lineage.with_apparent_steps`).
+        Raises `LedgerError` for a record that cannot be read."""
+        of = f"b.rollout_id = r.rollout_id AND b.name = ? AND r.state NOT IN ({marks(_HIDDEN)})"
+        sql = f"SELECT r.rollout_id, b.data FROM rollouts r LEFT JOIN blobs b ON {of} WHERE r.group_id = ?"
+        stored = sorted(self._db.rows(sql, FINISHED, *_HIDDEN, group_id))
+        ids = tuple(rollout_id for rollout_id, _ in stored)
+        found = [_read(i, FINISHED, data, Finished) for i, data in stored if data is not None]
+        return with_apparent_steps(Branches(self.versions()), Group(group_id, ids, tuple(found)))
+
+    def versions(self) -> list[Version]:
+        """The latest published versions in order of publishing, including those of lost lineages."""
+        return [Version(*facts) for facts in self.recall("versions") or []]
+
+    def wanted_files(self) -> set[tuple[str, int]]:
+        """(rollout id, attempt) of every rollout whose file a batch or a grade may still need."""
+        stored = "rollout_id IN (SELECT rollout_id FROM blobs WHERE name = ?)"
+        sql = f"SELECT rollout_id, attempt FROM rollouts WHERE {stored} OR state = ?"
+        return {(rollout_id, int(attempt)) for rollout_id, attempt in self._db.rows(sql, FINISHED, State.RUNNING)}
+
+    def stored_summaries(self) -> list[RolloutSummary]:
+        """The summaries of all rollouts whose file is stored and still needed; reads all stored records. Empty for
+        ledgers of earlier versions, which contain the rollouts themselves."""
+        if self.recall("format") != FORMAT:
+            return []
+        found = self._db.rows("SELECT rollout_id, data FROM blobs WHERE name = ?", FINISHED)
+        summaries = (_read(rollout_id, FINISHED, data, Finished).summary for rollout_id, data in found)
+        return [one for one in summaries if one is not None and one.stored is not None]
+
+    def finished(self, rollout_id: str) -> Finished | None:
+        """The stored record of an ended rollout; None if there is none or it was pruned. Raises `LedgerError` for a
+        record that cannot be read."""
+        data = self.get(rollout_id, FINISHED)
+        return None if data is None else _read(rollout_id, FINISHED, data, Finished)
+
+    def is_kept(self, rollout_id: str) -> bool:
+        """Whether the record of a finished rollout is still stored."""
+        return self.get(rollout_id, FINISHED) is not None
+
+    def cursor(self, split: str) -> int:
+        """Index of the next task to draw from a split of the task source; 0 at the start."""
+        return int(self.recall(f"cursor.{split}") or 0)
+
+    def recall(self, key: str) -> Any:
+        """The value stored under `key` by `remember`; None if there is none."""
+        text = self._value("SELECT value FROM meta WHERE key = ?", key)
+        return None if text is None else json.loads(text)
+
+    def slots(self) -> tuple[int, int]:
+        """(slots in use, all slots). The latter is the capacity; it is larger only while rollouts of a lost lineage are
+        trained again."""
+        held, count = self._db.rows("SELECT count(rollout_id), count(*) FROM slots")[0]
+        return int(held), int(count)
+
+    def slot_holders(self) -> list[str]:
+        """The ids of the rollouts that have a slot."""
+        return [i for (i,) in self._db.rows("SELECT rollout_id FROM slots WHERE rollout_id IS NOT NULL")]
+
+    def _value(self, sql: str, *values: Any) -> Any:
+        """The first column of the first row; None if there is none."""
+        rows = self._db.rows(sql, *values)
+        return rows[0][0] if rows else None
+
+    def _ids(self, where: str, *values: Any) -> list[str]:
+        return [
+            i for (i,) in self._db.rows(f"SELECT rollout_id FROM rollouts WHERE {where} ORDER BY +position", *values)
+        ]
+
 
 def _check_taken(row: Row, batch: Batch | BatchRef) -> None:
-    """Raise unless a batch may take this rollout."""
+    """Raise `LedgerError` unless a batch may take this rollout."""
     if row.batch_id is not None:
         raise LedgerError(
             f"rollout {row.rollout_id} is in batch {row.batch_id}",
-            f"{batch.batch_id} wants it too",
+            f"{batch.batch_id} also needs it",
             hint="a rollout is trained once: form batches from open_groups()",
         )
-    if row.state not in SETTLED:
+    if row.state not in ENDED:
         raise LedgerError(
-            f"batch {batch.batch_id} wants rollout {row.rollout_id}",
-            f"which is {row.state}",
+            f"batch {batch.batch_id} needs rollout {row.rollout_id}",
+            f"which is still {row.state}",
             hint="wait until its group is ready",
         )
+
+
+def _spec(row: Row, data: bytes | None) -> RolloutSpec:
+    if data is None:
+        raise LedgerError(f"rollout {row.rollout_id} has no spec", "it was pruned", hint="it has ended: skip it")
+    return msgspec.structs.replace(_read(row.rollout_id, SPEC, data, RolloutSpec), attempt=row.attempt)
+
+
+def _read(rollout_id: str, name: str, data: bytes, kind: type[T]) -> T:
+    try:
+        return unpack(data, kind)
+    except ValueError as error:
+        raise LedgerError(
+            f"the {name} of rollout {rollout_id} cannot be read", str(error), hint="quarantine it and continue"
+        ) from error

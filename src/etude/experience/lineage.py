@@ -1,7 +1,7 @@
-"""Lineages: which rollouts each step of the current weights consumed, and how far away versions of lost ones are.
+"""Lineages: which rollouts each step of the current weights consumed, and how far away versions of lost lineages are.
 
-A restart goes on from a checkpoint: what was published after it is a dead branch, and its rollouts may still be in the
-ledger. Plain data; knows no manifest.
+A restart continues from a checkpoint. Versions published after that checkpoint are then a dead branch, and their
+rollouts may still be in the ledger. Plain data; this module knows nothing of manifests.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from etude.experience.groups import Finished, Group
 from etude.records.completion import Version
 
 Lineage = Iterable[tuple[int, Collection[str]]]
-"""(version step, ids of the rollouts that it consumed) in order of training; a version that was published again has
-none. It may be read more than once, and is looked at step by step, so a long run's need not be in memory as a whole."""
+"""(version step, ids of the rollouts that it consumed) in order of training. A version that was published again has no
+ids. It may be iterated more than once, and is read step by step, so that a long lineage need not be in memory."""
 
-KEPT = 256
-"""Versions that a ledger remembers: more than the largest `max_lag`, and several checkpoints back."""
+MAX_VERSIONS = 256
+"""Number of versions that a ledger stores: more than the largest `max_lag`, and several checkpoints back."""
 
 
 def by_step(
     lineage: Lineage, known: Iterable[int], *, believed: Callable[[], int] = lambda: 0
 ) -> Iterator[tuple[int, Collection[str] | None]]:
-    """Every step of the lineage with its ids, and every other one of `known` with none; None up to `believed()`.
+    """Yield every step of the lineage with its rollout ids, then the other steps of `known` with (), or with None up to
+    `believed()`.
 
     >>> list(by_step([(0, []), (1, ["a"]), (2, ["b"]), (2, [])], [1, 2, 3]))
     [(1, ['a']), (2, ['b']), (3, ())]
@@ -40,13 +41,13 @@ def by_step(
 
 
 class Branches:
-    """The versions that were published, and how old each is, seen from the current weights.
+    """The published versions, and how old each is seen from the current weights.
 
     A version is in the lineage of the current weights if it is of the current incarnation, or if the lineage has the
-    same bytes at its step: a lost lineage whose steps were repeated bit for bit is not lost. Any other one lies on a
-    dead branch. Its distance from step n of the lineage is the way back to the common ancestor and forth again:
-    (step - ancestor) + (n - ancestor), as large as that of a version of step 2 * ancestor - step in the lineage. That
-    one is its *apparent step*, which may be negative.
+    same bytes at its step: steps of a lost lineage that were repeated bit for bit are not lost. Any other version is on
+    a dead branch. Its distance from step n of the lineage is the way back to the common ancestor and forward again:
+    (step - ancestor) + (n - ancestor). That is the distance of step 2 * ancestor - step of the lineage, which is called
+    its *apparent step* and may be negative.
 
     >>> def version(step, incarnation, bytes): return Version(step, incarnation * 8, bytes * 64)
     >>> first = [version(step, "a", "5678"[step]) for step in range(4)]
@@ -56,9 +57,9 @@ class Branches:
     """
 
     def __init__(self, versions: Iterable[Version] = ()) -> None:
-        """`versions`: in the order of publishing, what each restart published first included."""
-        self._lineages: dict[str, dict[int, str]] = {}  # of each incarnation, the oldest first: step -> digest
-        self._first: dict[str, int] = {}  # the step that each incarnation began with
+        """`versions`: in the order of publishing, including the first version that each restart published."""
+        self._lineages: dict[str, dict[int, str]] = {}  # by incarnation, the oldest first: step → digest
+        self._first: dict[str, int] = {}  # the first step of each incarnation
         self._live: dict[int, str] = {}
         for version in versions:
             if version.incarnation not in self._lineages:
@@ -68,8 +69,8 @@ class Branches:
             self._live[version.step] = version.digest
 
     def apparent_step(self, version: Version) -> int:
-        """The step of a version in the lineage, or the one in it that is as far away. A version that is not known is
-        believed to be in the lineage, unless its step is one that the lineage has not come to."""
+        """The step of a version in the lineage, or else the step of the lineage with the same distance. An unknown
+        version counts as in the lineage, unless its step is later than the lineage's last one."""
         if not self._live or self._live.get(version.step) == version.digest:
             return version.step
         incarnations = [*self._lineages]
@@ -84,16 +85,16 @@ class Branches:
         return 2 * ancestor - version.step
 
 
-def seen_from(branches: Branches, group: Group) -> Group:
-    """The group with the apparent step of each version, and in `lost` the rollouts of which a lost one sampled some."""
+def with_apparent_steps(branches: Branches, group: Group) -> Group:
+    """The group with the apparent step of each version, and in `lost` the rollouts with tokens of a lost version."""
     finished = tuple(_seen(branches, one) for one in group.finished)
     lost = {new.rollout_id for new, old in zip(finished, group.finished, strict=True) if new is not old}
     return Group(group.group_id, group.rollout_ids, finished, frozenset(lost)) if lost else group
 
 
-def remembered(versions: Sequence[Version], version: Version) -> list[Version]:
-    """The newest `KEPT` versions, once this one is published."""
-    return [*versions, version][-KEPT:]
+def append_version(versions: Sequence[Version], version: Version) -> list[Version]:
+    """The newest `MAX_VERSIONS` versions including this one."""
+    return [*versions, version][-MAX_VERSIONS:]
 
 
 def _seen(branches: Branches, finished: Finished) -> Finished:

@@ -1,55 +1,59 @@
-"""Turns groups into the batch of one optimiser step, in two parts.
+"""Turns groups into the batch of one optimiser step, in two stages, and computes the step's metrics.
 
-`plan_batch` composes rewards and computes advantages; it needs only terms and counts, so that the conductor holds no
-tokens. `make_batch`
-reads the planned rollouts and keeps the samples that carry a gradient. Both are deterministic: the same groups give the
-same batch. The learner splits a batch to fit its memory. Knows nothing of the ledger, of the window, or of torch.
+`plan_batch` composes rewards and computes advantages. It needs only terms and counts, so that the conductor reads no
+tokens. `make_batch` reads the planned rollouts and makes the samples that have a gradient. Both are deterministic: the
+same groups give the same batch. The learner splits a batch to fit its memory. This module knows nothing of the ledger,
+of the window, or of torch.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from etude.experience.admission import Straggler, bounded, masked
-from etude.experience.credit import DR_GRPO, credited
+from etude.experience.admission import Straggler, mask_path, mask_stale
+from etude.experience.credit import DR_GRPO, assign_credit
 from etude.experience.groups import Group
 from etude.records.reward import K1, Term
-from etude.records.rollout import Graded, Path, Rollout, Trace
+from etude.records.rollout import Graded, Invalid, Path, Rollout, Trace
 from etude.records.sample import Batch, Sample
-from etude.records.summary import BatchPlan, Member, RolloutSummary, as_seen
+from etude.records.summary import BatchPlan, BatchRef, Member, RolloutSummary, as_seen
 from etude.records.wire import F32, Array, Bools
-from etude.rewards import AS_MEASURED, Composition
+from etude.rewards import DEFAULT_COMPOSITION, Composition
 from etude.seams import CreditScheme
 
 Read = Callable[[RolloutSummary], Rollout]
-"""A function that reads the whole rollout of a summary: `RolloutFiles.read`."""
+"""Reads the full rollout of a summary: `RolloutFiles.read`."""
 
 
 def paths(trace: Trace) -> Iterator[Path]:
-    """Yield every path from root to leaf. Each sampled token is in the loss of exactly one path.
-
-    A branch (a summary, a sub-agent) repeats the turns that it shares with an earlier path; there they are context.
-    """
+    """Yield every path from root to leaf. Each sampled token is in the loss of exactly one path: a later path that
+    shares turns with an earlier one (a summary, a sub-agent) has them as context only."""
     seen: set[int] = set()
     for leaf in trace.leaves():
         chain, path = trace.chain(leaf), trace.path(leaf)
-        yield path if seen.isdisjoint(chain) else masked(path, _by_turn(trace, chain, [at not in seen for at in chain]))
+        yield (
+            path
+            if seen.isdisjoint(chain)
+            else mask_path(path, _repeat_by_turn(trace, chain, [at not in seen for at in chain]))
+        )
         seen.update(chain)
 
 
-def _by_turn(trace: Trace, chain: Sequence[int], values: Sequence[float]) -> Array:
-    """[T] each token of a path has the value of its turn."""
+def _repeat_by_turn(trace: Trace, chain: Sequence[int], values: Sequence[float]) -> Array:
+    """[T] The value of its turn for each token of a path."""
     turns = [trace.turns[at] for at in chain]
     return np.repeat(values, [len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in turns])
 
 
 def temperatures(trace: Trace, leaf: int, mask: Bools, *, run: float) -> F32 | None:
-    """[S] the temperature of the distribution that each token with loss was sampled from, which is 1 where sampling was
-    greedy; None where all are `run`, the temperature of the run."""
+    """[S] The temperature of the distribution that each token with loss was sampled from; 1 for greedy sampling. None
+    if all are `run`, the temperature of the run."""
     chain = trace.chain(leaf)
-    found = _by_turn(trace, chain, [trace.turns[at].sampling.temperature or 1.0 for at in chain])
+    found = _repeat_by_turn(trace, chain, [trace.turns[at].sampling.temperature or 1.0 for at in chain])
     sampled = found[mask].astype(np.float32)
     return None if (sampled == np.float32(run)).all() else sampled
 
@@ -60,27 +64,27 @@ def plan_batch(
     batch_id: str,
     step: int,
     max_lag: int,
-    composition: Composition = AS_MEASURED,
+    composition: Composition = DEFAULT_COMPOSITION,
     scheme: CreditScheme = DR_GRPO,
     straggler: Straggler = Straggler.WAIT,
     k1: Mapping[str, float] | None = None,
     full_groups: int = 0,
 ) -> BatchPlan:
-    """Plan the batch that makes version step `step`, trained at learner step `step - 1`. The rewards are composed here,
-    from the terms that are stored.
+    """Plan the batch that produces version step `step`, trained at learner step `step - 1`. Rewards are composed from
+    the stored terms.
 
-    Tokens of a lost lineage that are past the bound are masked under either `straggler`: no window can prevent that a
-    restart makes them stale.
+    Tokens of a lost lineage that exceed the lag bound are masked under either `straggler`, since no window can prevent
+    that a restart makes them stale.
 
     `k1`: by rollout id, Σ log π − log π_ref of each valid rollout that sampled a token. It becomes a term of the
-    rollout, of which `composition.kl` is the weight.
+    rollout with weight `composition.kl`.
 
     Every rollout of the groups is consumed, and every token that a valid rollout sampled counts in the normaliser. So a
-    batch with little signal has a small gradient, but not a small step: the optimiser divides by the gradient's recent
-    size. One without any sample changes no weight. With `full_groups` the step's learning rate is scaled by the share
-    of so many groups that have a sample (`Batch.lr_share`), at most 1.
+    batch with little signal has a small gradient, but not a small step, since the optimiser divides by the gradient's
+    recent size. A batch without samples changes no weight. With `full_groups` the step's learning rate is scaled by the
+    number of groups with a sample over `full_groups`, at most 1 (`Batch.lr_share`).
 
-    Raises `EtudeError` where a reward or an advantage is no finite number.
+    Raises `EtudeError` when a reward or an advantage is not finite.
     """
     members = [member for group in groups for member in _members(group, composition, scheme, straggler, k1)]
     return BatchPlan(
@@ -102,7 +106,7 @@ def _members(
 ) -> Iterator[Member]:
     graded = [_with_k1(rollout, one, k1) for rollout, one in group.valid]
     ids = [rollout.rollout_id for rollout, _ in group.valid]
-    credit = dict(zip(ids, credited(graded, composition, scheme), strict=True))
+    credit = dict(zip(ids, assign_credit(graded, composition, scheme), strict=True))
     judged = dict(zip(ids, graded, strict=True))
     ended = {one.rollout_id: one for one in group.finished}
     for i in group.rollout_ids:
@@ -122,7 +126,7 @@ def _members(
 
 
 def _with_k1(rollout: RolloutSummary, graded: Graded, k1: Mapping[str, float] | None) -> Graded:
-    """The verdict with the term `K1`, where that is measured."""
+    """The verdict with the term `K1`, if it was measured."""
     if k1 is None:
         return graded
     value = k1[rollout.rollout_id] if rollout.num_sampled else 0.0
@@ -130,8 +134,8 @@ def _with_k1(rollout: RolloutSummary, graded: Graded, k1: Mapping[str, float] | 
 
 
 def make_batch(plan: BatchPlan, read: Read, *, temperature: float = 1.0) -> Batch:
-    """Make the planned batch: read its rollouts, and keep the samples with a non-zero advantage, in order of rollout
-    id. `temperature`: the run's."""
+    """Make the planned batch: read its rollouts, and keep samples with a non-zero advantage, in order of rollout id.
+    `temperature`: that of the run."""
     samples = list[Sample]()
     for member in plan.members:
         if member.summary is not None and member.advantage:
@@ -141,7 +145,7 @@ def make_batch(plan: BatchPlan, read: Read, *, temperature: float = 1.0) -> Batc
 
 
 def batch_of(plan: BatchPlan, samples: Sequence[Sample]) -> Batch:
-    """Make a plan's batch of samples that were made already: those of its members, in the members' order."""
+    """Make a plan's batch from finished samples of its members, in the members' order."""
     group_of = {member.rollout_id: member.group_id for member in plan.members}
     having = len({group_of[sample.rollout_id] for sample in samples})
     return Batch(
@@ -155,31 +159,31 @@ def batch_of(plan: BatchPlan, samples: Sequence[Sample]) -> Batch:
 
 
 def samples_of(plan: BatchPlan, member: Member, trace: Trace, *, temperature: float) -> list[tuple[int, Sample]]:
-    """Make the samples of one member from the trace of its rollout, each with the turn at which its path ends. Tokens
-    that are too stale are masked. Empty where the advantage is 0, or no token with loss is left."""
+    """Make the samples of one member from the trace of its rollout, each with the index of its path's last turn. Tokens
+    that are too stale are masked. Empty when the advantage is 0 or no token with loss is left."""
     if not member.advantage:
         return []
     straggler = Straggler.MASK if member.masks_stale else Straggler.WAIT
     found = list[tuple[int, Sample]]()
     for leaf, whole in zip(trace.leaves(), paths(trace), strict=True):
-        path = bounded(whole, learner_step=plan.step - 1, max_lag=plan.max_lag, straggler=straggler)
+        path = mask_stale(whole, learner_step=plan.step - 1, max_lag=plan.max_lag, straggler=straggler)
         if path.mask.any():
             own = temperatures(trace, leaf, path.mask, run=temperature)
             found.append((leaf, Sample.uniform(member.rollout_id, path, member.advantage, own)))
     return found
 
 
-def teaches(
+def has_fresh_signal(
     group: Group,
     *,
     learner_step: int,
     max_lag: int,
-    composition: Composition = AS_MEASURED,
+    composition: Composition = DEFAULT_COMPOSITION,
     scheme: CreditScheme = DR_GRPO,
 ) -> bool:
-    """Whether a step trained at `learner_step` has a sample of the group, if all tokens past the bound are masked: some
-    member with an advantage sampled a token within it."""
-    credit = credited([graded for _, graded in group.valid], composition, scheme)
+    """Whether a step trained at `learner_step` has a sample of the group when all tokens past the lag bound are masked:
+    some member with an advantage sampled a token within the bound."""
+    credit = assign_credit([graded for _, graded in group.valid], composition, scheme)
     return any(
         learner_step - step <= max_lag
         for (rollout, _), (_, advantage) in zip(group.valid, credit, strict=True)
@@ -188,12 +192,46 @@ def teaches(
     )
 
 
-def whole_samples(rollouts: Iterable[Rollout], *, temperature: float = 1.0) -> list[Sample]:
-    """Make a sample of advantage 0 of every path of these rollouts: the input of a reference model. `temperature`: the
-    run's."""
+def reference_samples(rollouts: Iterable[Rollout], *, temperature: float = 1.0) -> list[Sample]:
+    """Make a sample with advantage 0 of every path of these rollouts: the input of a reference model. `temperature`:
+    that of the run."""
     return [
         Sample.uniform(one.rollout_id, path, 0.0, temperatures(one.trace, leaf, path.mask, run=temperature))
         for one in rollouts
         for leaf, path in zip(one.trace.leaves(), paths(one.trace), strict=True)
         if path.mask.any()
     ]
+
+
+def step_metrics(plan: BatchPlan, batch: BatchRef) -> dict[str, Any]:
+    """Metrics of an `rl.step` event that come from the plan, as in `docs/formats/run.md`: reward_mean, best_of_k,
+    num_groups, no_signal_share, lag, token_lag, invalid, turns_mean, sampled_mean; and masked_share, the share of
+    tokens with an advantage that were masked as stale. Rewards are those before the KL penalty. Lags cover all valid
+    rollouts as they were sampled. Means are 0.0 if there is no valid rollout."""
+    groups = plan.judged
+    valid = [rollout for judged in groups.values() for rollout, _ in judged]
+    rewards = [[reward.raw for _, reward in judged] for judged in groups.values()]
+    lag: Counter[int] = Counter()
+    token_lag: Counter[int] = Counter()
+    for rollout in valid:
+        oldest = rollout.oldest_steps
+        if oldest:
+            lag[batch.step - 1 - min(oldest)] += 1
+            token_lag.update({batch.step - 1 - step: count for step, count in oldest.items()})
+    invalid = (str(member.outcome.boundary) for member in plan.members if isinstance(member.outcome, Invalid))
+    return {
+        "reward_mean": _mean([r for group in rewards for r in group]),
+        "best_of_k": _mean([max(group) for group in rewards if group]),
+        "num_groups": len(groups),
+        "no_signal_share": _mean([float(len(set(group)) < 2) for group in rewards]),
+        "lag": {str(k): n for k, n in sorted(lag.items())},
+        "token_lag": {str(k): n for k, n in sorted(token_lag.items())},
+        "invalid": dict(Counter(invalid)),
+        "turns_mean": _mean([rollout.num_turns for rollout in valid]),
+        "sampled_mean": _mean([rollout.num_sampled for rollout in valid]),
+        "masked_share": batch.num_masked / max(1, batch.num_trained + batch.num_masked),
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(sum(values) / len(values)) if values else 0.0

@@ -1,12 +1,13 @@
-"""The ledger on a PostgreSQL server: a schema for each run, one writer by an advisory lock, and a server's bad days.
+"""The ledger on a PostgreSQL server: one schema per run, one writer by an advisory lock, and recovery from broken
+connections.
 
-Every transaction is on the server's disk when it returns (`synchronous_commit = on`, and the standbys that the server
-was told to wait for): what the conductor was told is what a restarted server knows. When the connection breaks it is
-opened again until a deadline. A transaction whose COMMIT got no answer is not guessed about: each one leaves its name
-in `meta`, and the name that is found there afterwards says whether it was the last one (a transaction id would not:
-after a crash a server may give the same one to somebody else). One that is not there is done again from its beginning.
-A name that is neither this one's nor the one's before means that the server lost what it had confirmed (a standby took
-over, a copy was restored): that ends the run, and `--resume` reconciles. Knows nothing of what a state means.
+Every transaction is on the server's disk when it returns (`synchronous_commit = on`, including synchronous standbys):
+what was confirmed to the conductor survives a restart of the server. A broken connection is opened again until a
+deadline. When a COMMIT got no answer, the outcome is looked up: each transaction stores its name in `meta`, and the
+name that is found there afterwards tells whether it was committed. (A transaction id would not do: after a crash a
+server may assign it again.) A transaction that was not committed is repeated from its start. A name that is neither
+this transaction's nor the previous one's means that the server lost confirmed data, because a standby took over or a
+copy was restored: this ends the run, and `--resume` reconciles. This module knows nothing of the meaning of states.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ import psycopg
 
 from etude.errors import EtudeError, LedgerError, StoreError
 from etude.experience.database import FORMAT, INDEXES, NoLedger, check_format
-from etude.experience.server_session import POLL_S, Cut, Session
-from etude.experience.server_words import check_version, line, no_entry, passes, shown
+from etude.experience.postgres_errors import check_version, connection_error, is_transient, one_line, redacted_url
+from etude.experience.postgres_session import POLL_S, ConnectionBroken, Session
 
 RECONNECT_S = 20.0
-ATTEMPTS = 3  # of one transaction that the connection breaks under
-NAME = "commit"  # in `meta`: the transaction that was committed last
+ATTEMPTS = 3  # of one transaction whose connection breaks
+NAME = "commit"  # key in `meta`: the name of the last committed transaction
 T = TypeVar("T")
 
 _SCHEMA = (
@@ -34,7 +35,7 @@ _SCHEMA = (
     "CREATE TABLE rollouts (position bigint PRIMARY KEY GENERATED ALWAYS AS IDENTITY, rollout_id text NOT NULL UNIQUE,"
     " group_id text NOT NULL, state text NOT NULL, attempt integer NOT NULL, reason text NOT NULL DEFAULT '',"
     " reward double precision, boundary text, batch_id text, step bigint, has_sample integer, version text)"
-    " WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 20000)",  # no share of the past
+    " WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 20000)",  # not by table size
     "CREATE TABLE slots (slot bigint PRIMARY KEY, rollout_id text UNIQUE REFERENCES rollouts (rollout_id))"
     " WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 2000)",
     "CREATE TABLE blobs (rollout_id text NOT NULL REFERENCES rollouts (rollout_id), name text NOT NULL,"
@@ -50,43 +51,45 @@ class PostgresDatabase:
     """A `Database` in one schema of a server, at `postgresql://host/database#run_id`."""
 
     def __init__(
-        self, place: str, *, readonly: bool, check: Callable[[], None] | None, said: Callable[[str], None]
+        self, place: str, *, readonly: bool, check: Callable[[], None] | None, log: Callable[[str], None]
     ) -> None:
         url, _, run_id = place.partition("#")
-        self.where, self.schema = f"{shown(url)}#{run_id}", schema_of(run_id)
-        self._readonly, self._check, self._said, self._depth = readonly, check, said, 0
+        self.where, self.schema = f"{redacted_url(url)}#{run_id}", schema_of(run_id)
+        self._readonly, self._check, self._log, self._depth = readonly, check, log, 0
         self._count, self._confirmed = 0, ""
         self.session = Session(url, self.where, self.schema, readonly=readonly)
         try:
             self.session.open()
             self._prepare()
-        except (Cut, psycopg.Error) as error:
+        except (ConnectionBroken, psycopg.Error) as error:
             self.close()
-            raise no_entry(self.where, error.__cause__ or error) from None
+            raise connection_error(self.where, error.__cause__ or error) from None
         except EtudeError:
             self.close()
             raise
 
     def transact(self, work: Callable[[], T], *, sync: bool = False) -> T:
-        return self._nested(work) if self._depth else self._again(lambda: self._outermost(work))
+        return self._nested(work) if self._depth else self._retry(lambda: self._outermost(work))
 
-    def _again(self, work: Callable[[], T]) -> T:
-        """What nothing came of, because the connection broke, is done again."""
-        cut: Cut | None = None
+    def _retry(self, work: Callable[[], T]) -> T:
+        """Repeat work that had no effect because the connection broke. Raises `StoreError` after `ATTEMPTS`."""
+        cut: ConnectionBroken | None = None
         for _ in range(ATTEMPTS):
             try:
                 return work()
-            except Cut as error:
+            except ConnectionBroken as error:
                 cut = error
             if not self.session.is_open:
-                self._returned()
-        raise StoreError(f"{self.where} went away {ATTEMPTS} times in a row", str(cut), hint="look at the server's log")
+                self._reconnect()
+        raise StoreError(
+            f"the connection to {self.where} broke {ATTEMPTS} times in a row", str(cut), hint="see the server's log"
+        )
 
     def _outermost(self, work: Callable[[], T]) -> T:
         self._depth, self._count, committing = 1, self._count + 1, False
         name = f'"{self.session.name}-{self._count}"'
         try:
-            with self.session.piped():
+            with self.session.pipelined():
                 self.session.run("BEGIN")
                 self.session.run(f"UPDATE meta SET value = '{name}' WHERE key = '{NAME}'")
                 result = work()
@@ -94,8 +97,8 @@ class PostgresDatabase:
                     self._check()
                 committing = True
                 self.session.run("COMMIT")
-        except Cut:
-            if self._returned() != name or not committing:
+        except ConnectionBroken:
+            if self._reconnect() != name or not committing:
                 raise
         except BaseException:
             self._undo("ROLLBACK")
@@ -112,7 +115,7 @@ class PostgresDatabase:
             result = work()
             self.session.run(f"RELEASE level{level}")
             return result
-        except Cut:
+        except ConnectionBroken:
             raise
         except BaseException:
             self._undo(f"ROLLBACK TO level{level}", f"RELEASE level{level}")
@@ -124,33 +127,33 @@ class PostgresDatabase:
         try:
             for sql in statements:
                 self.session.run(sql)
-        except Cut:
-            self._returned()  # the server undoes what it got no COMMIT for
+        except ConnectionBroken:
+            self._reconnect()  # the server rolls back a transaction without COMMIT
 
-    def _returned(self) -> str:
-        """Have a connection again, and the lock; the name of the transaction that was committed last. Raises
-        `StoreError` after the deadline."""
+    def _reconnect(self) -> str:
+        """Open the connection and take the lock again. Returns the name of the last committed transaction. Raises
+        `StoreError` after the deadline, and `LedgerError` when the server lost confirmed data."""
         began = time.monotonic()
         while True:
             try:
                 self.session.open()
-                last = str(self.session.ask(f"SELECT value FROM meta WHERE key = '{NAME}'")[0][0])
+                last = str(self.session.query(f"SELECT value FROM meta WHERE key = '{NAME}'")[0][0])
                 break
-            except (Cut, psycopg.OperationalError) as error:
+            except (ConnectionBroken, psycopg.OperationalError) as error:
                 cause = error.__cause__ or error
-                if time.monotonic() - began > RECONNECT_S or not passes(cause):
+                if time.monotonic() - began > RECONNECT_S or not is_transient(cause):
                     raise StoreError(
                         f"waited {RECONNECT_S:g} s for the ledger's server at {self.where}",
-                        line(cause),
-                        hint="see to the server and its disk, then etude run --resume: what was confirmed is there",
+                        one_line(cause),
+                        hint="check the server and its disk, then etude run --resume: confirmed data is not lost",
                     ) from None
                 time.sleep(POLL_S)
-        self._said(f"the ledger's server was away for {time.monotonic() - began:.1f} s")
+        self._log(f"the ledger's server was unreachable for {time.monotonic() - began:.1f} s")
         mine = f'"{self.session.name}-{self._count}"'
         if not self._readonly and self._confirmed and last not in (self._confirmed, mine):
             raise LedgerError(
-                f"{self.where} is not what it was before the connection broke",
-                "transactions that it had confirmed are gone, or somebody else wrote",
+                f"{self.where} has changed since the connection broke",
+                "confirmed transactions are missing, or another process has written",
                 hint="etude run --resume reconciles with the weights; a standby that takes over must be synchronous",
             )
         return last
@@ -162,10 +165,10 @@ class PostgresDatabase:
             self.transact(lambda: self.session.run(sql, values))
 
     def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
-        return self.session.ask(sql, values) if self._depth else self._again(lambda: self.session.ask(sql, values))
+        return self.session.query(sql, values) if self._depth else self._retry(lambda: self.session.query(sql, values))
 
-    def prove(self) -> None:
-        """Read every row's page once: a server with checksums refuses damaged ones. Raises `LedgerError`."""
+    def verify(self) -> None:
+        """Read every row once: a server with checksums rejects damaged pages. Raises `LedgerError`."""
         for table in ("meta", "rollouts", "slots", "blobs", "transitions"):
             self.rows(f"SELECT count(*) FROM (SELECT * FROM {table} OFFSET 0) AS every")
 
@@ -174,19 +177,19 @@ class PostgresDatabase:
 
     def _prepare(self) -> None:
         check_version(self.where, self.session.connection.info.server_version)
-        there = self.session.ask(
+        there = self.session.query(
             "SELECT to_regclass(?) IS NOT NULL, to_regnamespace(?) IS NOT NULL",
             (f'"{self.schema}".meta', f'"{self.schema}"'),
         )[0]
         if not there[0]:
             if self._readonly:
-                hint = "a run makes it as its RL begins; was it dropped, or is this another server?"
+                hint = "a run creates it when RL begins; was it dropped, or is this another server?"
                 raise NoLedger(f"{self.where} has no such ledger", f"no schema {self.schema}", hint=hint)
             self._create(schema=not there[1])
-        found = self.session.ask("SELECT value FROM meta WHERE key = 'format'")
+        found = self.session.query("SELECT value FROM meta WHERE key = 'format'")
         check_format(self.where, found[0][0] if found else None, readonly=self._readonly)
         if not self._readonly:
-            self._confirmed = str(self.session.ask(f"SELECT value FROM meta WHERE key = '{NAME}'")[0][0])
+            self._confirmed = str(self.session.query(f"SELECT value FROM meta WHERE key = '{NAME}'")[0][0])
             for sql in INDEXES:
                 self.session.run(sql)
 
@@ -196,7 +199,7 @@ class PostgresDatabase:
 
 
 def schema_of(run_id: str) -> str:
-    """The schema of a run, at most 63 characters of a-z, 0-9 and _.
+    """The schema name of a run, at most 63 characters of a-z, 0-9 and _.
 
     >>> schema_of("Laptop-1a2b3c4d")
     'etude_laptop_1a2b3c4d'

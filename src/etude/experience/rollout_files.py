@@ -1,11 +1,11 @@
-"""Stores finished rollouts as files: workers write them, graders and the learner read them, so that no rollout is sent
+"""Stores finished rollouts as files. Workers write them, graders and the learner read them, so that no rollout is sent
 between processes.
 
-There is one file per rollout and attempt, `g000012.3.0.rollout`: `HEAD`, then a packed `Rollout`. It is on the disk
-before the ledger records that the rollout has finished. It is read with the size and SHA-256 that the ledger keeps, so
-a changed file is an error. Files that no rollout of the ledger refers to are deleted (`keep_only`): those of attempts
-that were given up, and those of rollouts whose step no restart can go back to. Safe for any number of readers and
-writers. Knows nothing of the ledger. See `docs/formats/run.md`.
+There is one file per rollout and attempt, `g000012.3.0.rollout`: `HEAD`, then a packed `Rollout`. It is on disk before
+the ledger records that the rollout has finished. It is read with the size and SHA-256 from the ledger, so a changed
+file is an error. Files that no rollout of the ledger refers to are deleted (`keep_only`): of abandoned attempts, and of
+rollouts whose step no restart can go back to. Safe for any number of readers and writers. This module knows nothing of
+the ledger. See `docs/formats/run.md`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from etude.records.wire import pack, unpack
 
 SUFFIX = ".rollout"
 HEAD = b"etude-rollout 2\n"
-"""The first line of a file: its format. Files of format 1 have no such line."""
+"""The first line of a file: its format. Files of format 1 do not have it."""
 T = TypeVar("T")
 
 
@@ -46,11 +46,11 @@ class RolloutFiles:
         self.folder = folder
 
     def path(self, rollout_id: str, attempt: int) -> Path:
+        """The path of a rollout's file."""
         return self.folder / f"{rollout_id}.{attempt}{SUFFIX}"
 
     def write(self, rollout: Rollout, *, durable: bool = True) -> Stored:
-        """Store a rollout: the file appears whole or not at all, and with `durable` it is on the disk when this
-        returns. Raises `StoreError`."""
+        """Store a rollout atomically; with `durable` it is synced to disk when this returns. Raises `StoreError`."""
         data, path = HEAD + pack(rollout), self.path(rollout.rollout_id, rollout.attempt)
         scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
@@ -75,15 +75,15 @@ class RolloutFiles:
         return Stored(len(data), hashlib.sha256(data).hexdigest())
 
     def read(self, summary: RolloutSummary) -> Rollout:
-        """The rollout that was stored, whole. Raises `LedgerError` where its file is gone or holds other bytes."""
+        """Read a rollout. Raises `LedgerError` when its file is missing or changed."""
         return self._read(summary, Rollout)
 
     def read_exports(self, summary: RolloutSummary) -> dict[str, bytes]:
-        """Read the exports of a rollout: path to content. Raises `LedgerError`."""
+        """Read the exports of a rollout: path → content. Raises `LedgerError`."""
         return self._read(summary, _Exports).exports
 
     def _proven(self, summary: RolloutSummary) -> bytes:
-        """The file's content. Raises `LedgerError` unless it has the size and digest that the ledger keeps."""
+        """Read a file. Raises `LedgerError` unless it has the size and digest in the ledger."""
         path, stored = self.path(summary.rollout_id, summary.attempt), summary.stored
         try:
             data = path.read_bytes()
@@ -92,7 +92,7 @@ class RolloutFiles:
         found = Stored(len(data), hashlib.sha256(data).hexdigest())
         if found != stored:
             was = f"{stored.num_bytes} bytes, {stored.sha256[:12]}" if stored else "nothing"
-            raise _lost(summary, f"{path} holds {found.num_bytes} bytes, {found.sha256[:12]}; stored was {was}")
+            raise _lost(summary, f"{path} has {found.num_bytes} bytes, {found.sha256[:12]}; stored was {was}")
         return data
 
     def _read(self, summary: RolloutSummary, kind: type[T]) -> T:
@@ -101,7 +101,7 @@ class RolloutFiles:
             raise LedgerError(
                 f"the stored rollout {summary.rollout_id} has another format",
                 f"{path} does not begin with {HEAD.decode().strip()!r}, as this etude writes it",
-                hint="go on with the etude that began the run; or begin a new run",
+                hint="continue with the etude version that started the run, or start a new run",
             )
         try:
             return unpack(memoryview(data)[len(HEAD) :], kind)
@@ -109,7 +109,7 @@ class RolloutFiles:
             raise _lost(summary, f"{path}: {error}") from error
 
     def has(self, summary: RolloutSummary) -> bool:
-        """Whether its file is there, with the content that was stored."""
+        """Whether a rollout's file exists with the stored content."""
         try:
             self._proven(summary)
         except LedgerError:
@@ -117,19 +117,20 @@ class RolloutFiles:
         return True
 
     def drop(self, summary: RolloutSummary) -> None:
-        """Delete a rollout's file, if there is one."""
+        """Delete a rollout's file, if it exists."""
         self.path(summary.rollout_id, summary.attempt).unlink(missing_ok=True)
 
     def names(self) -> list[str]:
-        """The files there are. Ask for them before asking who is wanted: what is written in between is not among
-        them."""
+        """The names of the existing files. Call it before querying which files are needed, so that new files are not in
+        the list."""
         try:
             return sorted(os.listdir(self.folder))
         except FileNotFoundError:
             return []
 
     def keep_only(self, names: Collection[str], wanted: Collection[tuple[str, int]]) -> int:
-        """Delete those of some files whose (rollout id, attempt) is not wanted; how many went."""
+        """Delete those of the named files whose (rollout id, attempt) is not in `wanted`. Returns the number of deleted
+        files."""
         keep, gone = {self.path(*one).name for one in wanted}, 0
         for name in names:
             if name.partition(SUFFIX)[0] + SUFFIX not in keep:
@@ -142,5 +143,5 @@ def _lost(summary: RolloutSummary, facts: str) -> LedgerError:
     return LedgerError(
         f"the stored rollout {summary.rollout_id} cannot be read",
         facts,
-        hint="copy its file back and go on with etude run --resume",
+        hint="copy its file back and continue with etude run --resume",
     )

@@ -1,9 +1,9 @@
-"""The ledger's SQLite file: its schema, its transactions, and its failures in words.
+"""The ledger's SQLite file: schema, transactions, and mapping of errors.
 
-WAL, so that `status` and `audit` read while the conductor writes. `synchronous=NORMAL`: a killed process loses
-nothing, a power cut may lose the last transactions; where that would hurt (before a batch is trained) the caller
-asks for `sync`. One writer at a time: whoever holds the run folder's lock. Each row has a CRC (`row_sums`). Knows
-nothing of what a state means.
+It is in WAL mode, so that `status` and `audit` can read while the conductor writes. With `synchronous=NORMAL` a killed
+process loses nothing, but a power failure may lose the last transactions; where that would matter (before a batch is
+trained) the caller requests `sync`. There is one writer at a time: the process that has locked the run folder. Each row
+has a CRC (`sqlite_integrity`). This module knows nothing of the meaning of states.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 
 from etude.errors import EtudeError, LedgerError, StoreError
 from etude.experience.database import FORMAT, INDEXES, NoLedger, check_format
-from etude.experience.row_sums import has_sums, keep_sums, wrong_rows
-from etude.experience.wal import lost_frames
+from etude.experience.sqlite_integrity import has_sums, keep_sums, lost_frames, wrong_rows
 
 BUSY_TIMEOUT_S = 10.0
 _HINT_COPY = "restore the run folder from a copy"
@@ -61,23 +60,25 @@ CREATE TABLE transitions (
 
 
 class SqliteDatabase:
-    """A `Database` in one file."""
+    """A `Database` in one SQLite file."""
 
     def __init__(
-        self, path: Path, *, readonly: bool = False, still: bool = False, check: Callable[[], None] | None = None
+        self, path: Path, *, readonly: bool = False, immutable: bool = False, check: Callable[[], None] | None = None
     ) -> None:
         self.path, self._check, self._depth, self._sync_due = path, check, 0, False
         if readonly and not path.exists():
-            raise NoLedger(f"{path} cannot be used", "there is no such file", hint="a run makes it as its RL begins")
+            raise NoLedger(
+                f"{path} cannot be opened", "the file does not exist", hint="a run creates it when RL begins"
+            )
         try:
             mode = "ro" if readonly else "rwc"
-            alone = "&immutable=1" if readonly and still and not _has_log(path) else ""
+            alone = "&immutable=1" if readonly and immutable and not _has_log(path) else ""
             where = f"{path.absolute().as_uri()}?mode={mode}{alone}"
             self._connection = sqlite3.connect(
                 where, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
             )
         except (sqlite3.DatabaseError, OSError) as error:
-            raise _in_words(path, error) from error
+            raise _map_error(path, error) from error
         try:
             self._prepare(readonly)
         except EtudeError:
@@ -99,25 +100,25 @@ class SqliteDatabase:
             try:
                 keep_sums(self._connection)
             except sqlite3.DatabaseError as error:
-                raise _in_words(self.path, error) from error
+                raise _map_error(self.path, error) from error
 
     def _script(self, sql: str) -> None:
         try:
             self._connection.executescript(sql)
         except sqlite3.DatabaseError as error:
-            raise _in_words(self.path, error) from error
+            raise _map_error(self.path, error) from error
 
     def execute(self, sql: str, *values: Any) -> None:
         try:
             self._connection.execute(sql, values)
         except sqlite3.DatabaseError as error:
-            raise _in_words(self.path, error) from error
+            raise _map_error(self.path, error) from error
 
     def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
         try:
             return self._connection.execute(sql, values).fetchall()
         except sqlite3.DatabaseError as error:
-            raise _in_words(self.path, error) from error
+            raise _map_error(self.path, error) from error
 
     def transact(self, work: Callable[[], T], *, sync: bool = False) -> T:
         level, self._depth = self._depth, self._depth + 1
@@ -140,7 +141,7 @@ class SqliteDatabase:
             self._sync_due = self._sync_due and level > 0
 
     def _undo(self, level: int) -> None:
-        if self._connection.in_transaction:  # a full disk may have rolled back already
+        if self._connection.in_transaction:  # a full disk may already have rolled it back
             self._connection.execute(f"ROLLBACK TO level{level}" if level else "ROLLBACK")
             if level:
                 self._connection.execute(f"RELEASE level{level}")
@@ -153,20 +154,20 @@ class SqliteDatabase:
             finally:
                 os.close(file)
         except OSError as error:
-            raise _in_words(self.path, error) from error
+            raise _map_error(self.path, error) from error
 
-    def prove(self) -> None:
-        """Walk the whole file once, a second for some hundred MB. Raises `LedgerError` where a page, an index, a
-        constraint or a value is damaged, or a part of the log that a killed writer left."""
+    def verify(self) -> None:
+        """Read the whole file once; takes a second for some hundred MB. Raises `LedgerError` for a damaged page, index,
+        constraint or value, or a damaged part of the log."""
         damaged = lost_frames(self.path)
         found = [damaged] if damaged else []
         try:
             self.execute("BEGIN")
-            found += [said for (said,) in self.rows("PRAGMA integrity_check(1)") if said != "ok"]
+            found += [line for (line,) in self.rows("PRAGMA integrity_check(1)") if line != "ok"]
             if not found and has_sums(self._connection):
                 found += islice(wrong_rows(self._connection), 3)
         except sqlite3.DatabaseError as error:
-            raise _in_words(self.path, error) from error
+            raise _map_error(self.path, error) from error
         finally:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
@@ -178,17 +179,17 @@ class SqliteDatabase:
 
 
 def _has_log(path: Path) -> bool:
-    """Whether there is anything that is not in the file yet."""
+    """Whether the write-ahead log has content."""
     try:
         return Path(f"{path}-wal").stat().st_size > 0
     except FileNotFoundError:
         return False
 
 
-def _in_words(path: Path, error: sqlite3.DatabaseError | OSError) -> EtudeError:
+def _map_error(path: Path, error: sqlite3.DatabaseError | OSError) -> EtudeError:
     text = str(error)
     if isinstance(error, OSError):
-        return StoreError(f"{path} refused", text, hint="look at the disk")
+        return StoreError(f"{path} cannot be accessed", text, hint="check the disk")
     if not isinstance(error, sqlite3.OperationalError):
         return LedgerError(f"{path} is not a sound ledger", text, hint=_HINT_COPY)
     if "full" in text or "I/O" in text:

@@ -1,15 +1,16 @@
-"""Traces: what each step trained on, one Parquet file a step, from which the step can be redone bit for bit.
+"""Traces: what each step trained on, one Parquet file per step, from which the step can be repeated bit for bit.
 
-A file has rows of three kinds. A *rollout* has its outcome; rollouts without a sample are there because a step's
-baseline came from them. A *turn* has the tokens that it adds to the turn before it, as its engine returned them. A
-*sample* is one row of the batch: the path that ends at one turn, with its mask and advantages. What turns of a group
-begin with in common, tokens and routes, is in the file once.
+A file has three kinds of rows. A *rollout* row has its outcome; rollouts without a sample are included, since the
+baseline of the step depends on them. A *turn* row has the tokens that it adds to its parent turn, as its engine
+returned them. A *sample* row is one row of the batch: the path that ends at a turn, with its mask and advantages.
+Tokens and routes that turns of a group begin with in common are stored once.
 
-The digest of the batch is in the file, so a reader gets the batch that was trained on, or an error; and the file has a
-digest of all its bytes (`etude.sums`). `record_batch` makes the batch from the rollouts' files and writes as it reads:
-beside the samples it holds a bounded part of the step. See `docs/formats/traces.md`. Files are read in the caller's
-thread (`pre_buffer`, `use_threads`): a thread of pyarrow that still holds a Python file when the interpreter ends
-aborts the process after its work was done. Knows nothing of SQLite and of what made the batch.
+The file contains the digest of the batch, so that a reader gets exactly the batch that was trained on, or an error; and
+a digest of all its bytes (`etude.file_checksums`). `record_batch` makes the batch from the rollout files and writes
+while it reads, so that besides the samples only a bounded part of the step is in memory. The format is in
+`docs/formats/traces.md`. Files are read in the caller's thread (`pre_buffer`, `use_threads`): a pyarrow thread that
+still uses a Python file when the interpreter exits would abort the process. This module knows nothing of databases, or
+of how the batch was made.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from etude.errors import EtudeError, LedgerError, StoreError
-from etude.experience.admission import masked
+from etude.experience.admission import mask_path
 from etude.experience.packing import Read, batch_of, samples_of
+from etude.file_checksums import PARQUET_KEY, seal_parquet, verify_parquet
 from etude.records.completion import Completion, Sampling, StopReason, Version, VersionSpan
 from etude.records.reward import Term
 from etude.records.rollout import Boundary, Graded, Invalid, Path, Trace, Turn, TurnKind
@@ -43,13 +45,12 @@ from etude.records.summary import BatchPlan, BatchRef, Member, as_seen
 from etude.records.task import Trust
 from etude.records.wire import I32, Array, Routes, from_json, pack, to_json
 from etude.seams import BlobStore
-from etude.sums import PARQUET_KEY, prove_parquet, seal_parquet
 
 FORMAT = 2
 ROW_GROUP_BYTES = 64 << 20
-"""Rows are written when they hold so much, whatever the step holds."""
+"""Rows are written when they reach this size, so that memory is bounded."""
 MAX_COMPARED = 64
-"""A turn is compared with so many earlier turns to find a common prefix."""
+"""A turn is compared with at most this many earlier turns to find a common prefix."""
 _KEY = b"etude.batch"
 _ROLLOUT, _TURN, _SAMPLE = "rollout", "turn", "sample"
 
@@ -66,7 +67,7 @@ _SPAN = pa.struct(
 _SAMPLING = pa.struct(
     {"max_tokens": pa.int32(), "stop_token_ids": _INTS, "temperature": pa.float64(), "seed": pa.int64()}
 )
-_OF_ROLLOUTS = {
+_ROLLOUT_COLUMNS = {
     "group_id": pa.string(),
     "task_id": pa.string(),
     "family": pa.string(),
@@ -79,7 +80,7 @@ _OF_ROLLOUTS = {
     "boundary": pa.string(),
     "evidence": pa.string(),
 }
-_OF_TURNS = {
+_TURN_COLUMNS = {
     "turn": pa.int32(),
     "parent": pa.int32(),
     "kind": pa.string(),
@@ -97,7 +98,7 @@ _OF_TURNS = {
     "routes_shape": _INTS,
     "routes_start": pa.int32(),
 }
-_OF_SAMPLES = {
+_SAMPLE_COLUMNS = {
     "leaf": pa.int32(),
     "origin": pa.string(),
     "mask": pa.list_(pa.bool_()),
@@ -105,22 +106,22 @@ _OF_SAMPLES = {
     "temperatures": _FLOATS,
 }
 _NAMED = [pa.field("row", pa.string(), nullable=False), pa.field("rollout_id", pa.string(), nullable=False)]
-SCHEMA = pa.schema([*_NAMED, *_OF_ROLLOUTS.items(), *_OF_TURNS.items(), *_OF_SAMPLES.items()])
-"""The columns; `docs/formats/traces.md` says what each holds."""
+SCHEMA = pa.schema([*_NAMED, *_ROLLOUT_COLUMNS.items(), *_TURN_COLUMNS.items(), *_SAMPLE_COLUMNS.items()])
+"""The columns; described in `docs/formats/traces.md`."""
 _ARRAYS = ("prompt_ids", "token_ids", "logprobs", "routes", "mask", "advantages", "temperatures")
-"""Columns that are read without Python numbers, which would take ten times their memory."""
-_JUDGED = ["rollout_id", *_OF_ROLLOUTS]
-_DAMAGES = (pa.ArrowException, ValueError, KeyError, TypeError, AttributeError, IndexError)
+"""Columns that are read as arrays: as Python numbers they would take ten times the memory."""
+_JUDGED = ["rollout_id", *_ROLLOUT_COLUMNS]
+_PARSE_ERRORS = (pa.ArrowException, ValueError, KeyError, TypeError, AttributeError, IndexError)
 _ARRAYS_1 = ("token_ids", "mask", "logprobs", "steps", "kv_epochs")
 
 
 @dataclass(frozen=True)
-class Judged:
+class RecordedRollout:
     """One rollout of a recorded step, without its tokens."""
 
     rollout_id: str
     group_id: str
-    task_id: str | None  # None, as family, attempt and ending: the process that ran it left nothing
+    task_id: str | None  # None, like family, attempt and ending, if the process that ran it stored nothing
     family: str | None
     attempt: int | None
     ending: str | None
@@ -128,13 +129,13 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """A trace file, read back."""
+class RecordedBatch:
+    """The content of a trace file."""
 
     batch: Batch
-    rollouts: tuple[Judged, ...]  # in order of rollout id
-    computed_by: Mapping[str, str] = field(default_factory=dict)  # what its learner said of itself; empty: an old file
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of its learner, where they were not the config's
+    rollouts: tuple[RecordedRollout, ...]  # in order of rollout id
+    computed_by: Mapping[str, str] = field(default_factory=dict)  # facts of `learner.computed_by`; empty in old files
+    settings: Mapping[str, Any] = field(default_factory=dict)  # learner settings that differed from the config
     digest: str = ""  # `batch_digest` of the batch
 
 
@@ -142,7 +143,7 @@ class Recorded:
 class Index:
     """The part of a trace file that an audit needs."""
 
-    path: File
+    path: TraceFile
     batch_id: str
     step: int
     rollout_ids: frozenset[str]
@@ -151,8 +152,8 @@ class Index:
 
 
 @dataclass(frozen=True)
-class InStore:
-    """A trace in a blob store: as much of a path as is asked of one here."""
+class StoredTrace:
+    """A trace in a blob store, with the methods of a path that are used here."""
 
     store: BlobStore
     name: str
@@ -161,7 +162,7 @@ class InStore:
         return f"{self.name} in {self.store!r}"
 
     def open(self, mode: str = "rb") -> BinaryIO:
-        """All of its bytes. `FileNotFoundError` when it is not there."""
+        """The trace's bytes as a file. Raises `FileNotFoundError` when it does not exist."""
         try:
             return io.BytesIO(self.store.get(self.name))
         except KeyError:
@@ -178,33 +179,33 @@ class InStore:
         self.store.delete(self.name)
 
     def replace(self, data: bytes) -> None:
-        """Objects are immutable: other bytes are put once the old ones are gone. A step whose trace is neither has not
-        been trained yet."""
+        """Write the trace. Objects are immutable, so different bytes are deleted first. A kill in between loses
+        nothing: such a step has not been trained yet."""
         if self.exists() and self.store.get(self.name) != data:
             self.store.delete(self.name)
         self.store.put(self.name, data)
 
 
-Folder = FilePath | BlobStore
-File = FilePath | InStore
+TraceFolder = FilePath | BlobStore
+TraceFile = FilePath | StoredTrace
 
 
-def trace_path(folder: Folder, step: int) -> File:
-    """Where the batch of a version step is kept, in a folder or a store."""
+def trace_path(folder: TraceFolder, step: int) -> TraceFile:
+    """The path of the trace of a version step, in a folder or a store."""
     name = f"batch-{step:06d}.parquet"
-    return folder / name if isinstance(folder, FilePath) else InStore(folder, name)
+    return folder / name if isinstance(folder, FilePath) else StoredTrace(folder, name)
 
 
-def recorded(folder: Folder) -> list[int]:
-    """The steps that there are traces of, in order."""
+def recorded_steps(folder: TraceFolder) -> list[int]:
+    """The steps that have a trace, ascending."""
     names = [path.name for path in folder.glob("batch-*")] if isinstance(folder, FilePath) else folder.list("batch-")
     found = [name.removeprefix("batch-").removesuffix(".parquet") for name in names if name.endswith(".parquet")]
     return sorted(int(digits) for digits in found if digits.isdigit())
 
 
 def batch_digest(batch: Batch) -> str:
-    """64 hex characters over all that a learner reads of a batch, in its order: SHA-256 of ``(step, num_loss_tokens,
-    rollout ids, samples)`` as msgpack, with ``lr_share`` after ``num_loss_tokens`` where it is not 1."""
+    """The digest of everything that a learner reads of a batch, in order, as 64 hex characters: SHA-256 of ``(step,
+    num_loss_tokens, rollout ids, samples)`` as msgpack, with ``lr_share`` after ``num_loss_tokens`` if it is not 1."""
     names = ("token_ids", "mask", "logprobs", "steps", "kv_epochs", "routes", "digest")
     scaled = () if batch.lr_share == 1.0 else (batch.lr_share,)
     digest = hashlib.sha256(_array_head(4 + len(scaled)))
@@ -218,14 +219,14 @@ def batch_digest(batch: Batch) -> str:
 
 
 def _array_head(length: int) -> bytes:
-    """What msgpack begins an array of this length with."""
+    """The first bytes of a msgpack array of this length."""
     if length < 16:
         return bytes([0x90 | length])
     return struct.pack(">BH", 0xDC, length) if length < 1 << 16 else struct.pack(">BI", 0xDD, length)
 
 
 def record_batch(
-    folder: Folder,
+    folder: TraceFolder,
     plan: BatchPlan,
     read: Read,
     *,
@@ -234,9 +235,9 @@ def record_batch(
     settings: Mapping[str, Any] | None = None,
     each: Callable[[], None] = lambda: None,
 ) -> tuple[Batch, BatchRef]:
-    """Make the planned batch from the rollouts that `read` gives, and write its trace; complete or absent, and durable
-    when it returns. `temperature`: the run's; `computed_by`: what the learner that will train on it says of itself;
-    `settings`: those of its settings that are not the config's; `each` is called once a rollout. Raises `LedgerError`,
+    """Make the planned batch from the rollouts that `read` returns, and write its trace atomically and durably. Returns
+    the batch and its reference. `temperature`: that of the run; `computed_by`: facts of the learner that will train on
+    it; `settings`: its settings that differ from the config; `each` is called after each rollout. Raises `LedgerError`,
     `StoreError`."""
     samples = list[Sample]()
 
@@ -284,7 +285,7 @@ def record_batch(
 
 
 def _trace(member: Member, read: Read) -> Trace:
-    """The trace of a member: empty where nothing was stored, or where what is invalid cannot be read any more."""
+    """The trace of a member: empty if nothing was stored, or if an invalid rollout can no longer be read."""
     if member.summary is None or member.summary.stored is None:
         return Trace(())
     try:
@@ -298,7 +299,7 @@ def _trace(member: Member, read: Read) -> Trace:
 def _rows(
     plan: BatchPlan, member: Member, trace: Trace, prefixes: _Prefixes, samples: list[Sample], temperature: float
 ) -> Iterator[dict[str, Any]]:
-    """The rows of one rollout, whose samples are added to `samples`."""
+    """Yield the rows of one rollout; its samples are appended to `samples`."""
     yield {"row": _ROLLOUT, "rollout_id": member.rollout_id} | _rollout_columns(member)
     prefixes.begin(member.group_id)
     for number, turn in enumerate(trace.turns):
@@ -336,15 +337,15 @@ def _rollout_columns(member: Member) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Shared:
-    """An earlier turn of the group that begins like another one, after the same context."""
+    """An earlier turn of the group with a common prefix, after the same context."""
 
-    number: int  # of that turn among the turns of its group
+    number: int  # index of that turn among the turns of its group
     turn: Turn
-    num_tokens: int  # that both prompts begin with
+    num_tokens: int  # length of the common prefix of both prompts
 
 
 class _Prefixes:
-    """Finds common prefixes among the turns of a group: of the first turns of its rollouts, and of turns that follow
+    """Finds common prefixes among the turns of a group: among first turns of its rollouts, and among turns that follow
     the same turn of a rollout."""
 
     def __init__(self) -> None:
@@ -352,13 +353,13 @@ class _Prefixes:
         self._after: dict[int | None, deque[tuple[int, Turn]]] = {}
 
     def begin(self, group_id: str) -> None:
-        """Begin a rollout. Rollouts of a group come one after another."""
+        """Begin a rollout. The rollouts of a group must be consecutive."""
         if group_id != self._group_id:
             self._group_id, self._num_turns, self._after = group_id, 0, {}
         self._after = {None: self._after.get(None, deque(maxlen=MAX_COMPARED))}
 
     def add(self, turn: Turn) -> _Shared | None:
-        """The earlier turn that has the longest prefix in common with the rollout's next turn."""
+        """Add the rollout's next turn. Returns the earlier turn with the longest common prefix."""
         known = self._after.setdefault(turn.parent, deque(maxlen=MAX_COMPARED))
         found = [_Shared(number, one, _num_common(one.prompt_ids, turn.prompt_ids)) for number, one in known]
         alike = [_first_version(one.turn) == _first_version(turn) for one in found]
@@ -366,13 +367,13 @@ class _Prefixes:
             zip(found, alike, strict=True), key=lambda pair: (pair[0].num_tokens, pair[1]), default=(None, False)
         )
         if best is None or not same_version or best.num_tokens < len(turn.prompt_ids):
-            known.append((self._num_turns, turn))  # else it holds nothing that later ones could not find there
+            known.append((self._num_turns, turn))  # otherwise the earlier turn already contains it
         self._num_turns += 1
         return best if best is not None and best.num_tokens else None
 
 
 def _num_common(one: I32, other: I32) -> int:
-    """Number of tokens that both begin with."""
+    """The length of the common prefix."""
     length = min(len(one), len(other))
     differs = np.flatnonzero(one[:length] != other[:length])
     return int(differs[0]) if len(differs) else length
@@ -420,13 +421,13 @@ def _turn_columns(turn: Turn, shared: _Shared | None) -> dict[str, Any]:
 
 
 def _differences(routes: Routes, other: Routes, count: int) -> Routes:
-    """The routes with the first `count` of them XOR those of another turn: zeros where they are equal. Applied again,
-    it gives the routes back."""
+    """The routes, with the first `count` XOR those of another turn: zeros where they are equal. Applied twice, it
+    restores the routes."""
     return np.concatenate([routes[:count] ^ other[:count], routes[count:]]) if count else routes
 
 
-def _write(path: File, rows: Iterator[dict[str, Any]], facts: Callable[[], dict[str, Any]]) -> None:
-    if isinstance(path, InStore):
+def _write(path: TraceFile, rows: Iterator[dict[str, Any]], facts: Callable[[], dict[str, Any]]) -> None:
+    if isinstance(path, StoredTrace):
         buffer = io.BytesIO()
         _write_rows(buffer, rows, facts)
         seal_parquet(buffer)
@@ -455,7 +456,7 @@ def _write(path: File, rows: Iterator[dict[str, Any]], facts: Callable[[], dict[
 
 
 def _write_rows(file: BinaryIO, rows: Iterator[dict[str, Any]], facts: Callable[[], dict[str, Any]]) -> None:
-    """Write rows as they come. `facts` is called once all are written."""
+    """Write rows as they come. `facts` is called after the last row."""
     with pq.ParquetWriter(file, SCHEMA, compression="zstd", write_page_checksum=True, store_schema=False) as writer:
         waiting, size = list[dict[str, Any]](), 0
         for row in rows:
@@ -470,17 +471,18 @@ def _write_rows(file: BinaryIO, rows: Iterator[dict[str, Any]], facts: Callable[
         writer.add_key_value_metadata({_KEY.decode(): json.dumps(facts()), PARQUET_KEY: "1"})
 
 
-def read_trace(path: File) -> Recorded:
-    """The batch, equal to what was written, and every rollout's outcome. A damaged file is a `LedgerError`."""
+def read_trace(path: TraceFile) -> RecordedBatch:
+    """Read a trace: the batch, equal to the one that was written, and every rollout's outcome. Raises `LedgerError` for
+    a damaged file."""
     table, facts = _read(path)
     try:
         if facts["format"] == 1:
             rows = {row["rollout_id"]: row for row in table.select(_JUDGED).to_pylist()}
-            judged, samples = [_judged(row) for row in rows.values()], _samples_1(table)
+            judged, samples = [_recorded_rollout(row) for row in rows.values()], _samples_1(table)
         else:
             judged, samples = [], []
             for row, trace, numbered in _rollouts(table):
-                judged.append(_judged(row))
+                judged.append(_recorded_rollout(row))
                 samples += [_sample(one, table, i, trace) for i, one in numbered]
         batch = Batch(
             batch_id=facts["batch_id"],
@@ -490,7 +492,7 @@ def read_trace(path: File) -> Recorded:
             num_loss_tokens=facts["num_loss_tokens"],
             lr_share=_share(facts.get("lr_share", 1.0)),
         )
-    except _DAMAGES as error:
+    except _PARSE_ERRORS as error:
         raise _damaged(path, error) from error
     computed_by, settings = facts.get("computed_by", {}), facts.get("settings", {})
     if not isinstance(computed_by, dict) or not isinstance(settings, dict):
@@ -499,19 +501,19 @@ def read_trace(path: File) -> Recorded:
     if facts["format"] == FORMAT and recorded not in (None, found):
         raise _damaged(path, ValueError(f"its digest is {found[:12]}, recorded was {str(recorded)[:12]}"))
     computed_by = {name: str(value) for name, value in computed_by.items()}
-    return Recorded(batch, tuple(judged), computed_by, settings, found)
+    return RecordedBatch(batch, tuple(judged), computed_by, settings, found)
 
 
 def _share(value: object) -> float:
-    """Raises `ValueError` for what is no share; a file of an earlier etude has none."""
+    """Check an `lr_share`; files of earlier versions do not have one. Raises `ValueError`."""
     if not isinstance(value, float) or not 0.0 <= value <= 1.0:
         raise ValueError(f"lr_share is {value!r}")
     return value
 
 
-def read_rollout(path: File, rollout_id: str) -> tuple[Graded | Invalid | None, list[I32]] | None:
-    """A rollout's outcome and the tokens of each of its paths, [T] int32; None when the file has none of that name. A
-    damaged file is a `LedgerError`."""
+def read_rollout(path: TraceFile, rollout_id: str) -> tuple[Graded | Invalid | None, list[I32]] | None:
+    """A rollout's outcome and the tokens of each of its paths, [T] int32; None when the file does not have the rollout.
+    Raises `LedgerError` for a damaged file."""
     old = [*_JUDGED, "token_ids"]
     table, facts = _read(path, {1: old, FORMAT: [name for name in SCHEMA.names if name != "routes"]})
     try:
@@ -519,17 +521,17 @@ def read_rollout(path: File, rollout_id: str) -> tuple[Graded | Invalid | None, 
             names = enumerate(table.column("rollout_id").to_pylist())
             rows = [table.select(old).slice(i, 1).to_pylist()[0] for i, name in names if name == rollout_id]
             paths = [np.array(row["token_ids"], np.int32) for row in rows if row["token_ids"] is not None]
-            return (_judged(rows[0]).outcome, paths) if rows else None
+            return (_recorded_rollout(rows[0]).outcome, paths) if rows else None
         for row, trace, _ in _rollouts(table):
             if row["rollout_id"] == rollout_id:
-                return _judged(row).outcome, [trace.path(leaf).token_ids for leaf in trace.leaves()]
-    except _DAMAGES as error:
+                return _recorded_rollout(row).outcome, [trace.path(leaf).token_ids for leaf in trace.leaves()]
+    except _PARSE_ERRORS as error:
         raise _damaged(path, error) from error
     return None
 
 
-def read_index(path: File) -> Index:
-    """Which rollouts a trace file holds, without reading their tokens."""
+def read_index(path: TraceFile) -> Index:
+    """Which rollouts a trace file has, without reading their tokens. Raises `LedgerError`."""
     columns = {1: ["rollout_id", "reward", "in_batch"], FORMAT: ["rollout_id", "reward", "row"]}
     table, facts = _read(path, columns)
     rows = table.select(columns[facts["format"]]).to_pylist()
@@ -543,15 +545,15 @@ def read_index(path: File) -> Index:
     )
 
 
-def _read(path: File, columns: Mapping[int, list[str]] | None = None) -> tuple[pa.Table, dict[str, Any]]:
-    """The table of a file, with these columns for its format (None: all), and its facts."""
+def _read(path: TraceFile, columns: Mapping[int, list[str]] | None = None) -> tuple[pa.Table, dict[str, Any]]:
+    """The table of a file, with these columns for its format (None: all), and its metadata."""
     try:
         with path.open("rb") as handle:
-            has_digest = prove_parquet(handle, path, kind=LedgerError)
-            return _table(handle, columns if has_digest else None)  # else all of its pages are read, which have a CRC
+            has_digest = verify_parquet(handle, path, kind=LedgerError)
+            return _table(handle, columns if has_digest else None)  # without a digest, read all pages: they have CRCs
     except FileNotFoundError as error:
         raise LedgerError(f"no trace at {path}", hint="the step was not recorded, or its trace was removed") from error
-    except (*_DAMAGES, OSError, MemoryError) as error:
+    except (*_PARSE_ERRORS, OSError, MemoryError) as error:
         raise _damaged(path, error) from error
 
 
@@ -561,7 +563,7 @@ def _table(handle: BinaryIO, columns: Mapping[int, list[str]] | None) -> tuple[p
         facts = json.loads((schema.metadata or {}).get(_KEY, b"{}"))
         kinds = {"format": int, "batch_id": str, "step": int, "num_loss_tokens": int}
         if not isinstance(facts, dict) or any(not isinstance(facts.get(k), t) for k, t in kinds.items()):
-            raise ValueError("its columns are not those of a trace, or its facts about the batch are incomplete")
+            raise ValueError("its columns are not those of a trace, or its metadata is incomplete")
         if facts["format"] not in (1, FORMAT):
             raise ValueError(f"it has format {facts['format']}, this etude reads 1 and {FORMAT}")
         if facts["format"] == FORMAT and not schema.equals(SCHEMA, check_metadata=False):
@@ -571,26 +573,26 @@ def _table(handle: BinaryIO, columns: Mapping[int, list[str]] | None) -> tuple[p
         return table, facts
 
 
-def _damaged(path: File, error: Exception) -> LedgerError:
+def _damaged(path: TraceFile, error: Exception) -> LedgerError:
     return LedgerError(
         f"{path} is not a sound trace",
         f"{type(error).__name__}: {error}",
-        hint="restore it from a copy; training goes on without it, only a replay of that step needs it",
+        hint="restore it from a copy; training continues without it, only a replay of that step needs it",
     )
 
 
-def _judged(row: dict[str, Any]) -> Judged:
+def _recorded_rollout(row: dict[str, Any]) -> RecordedRollout:
     outcome: Graded | Invalid | None = None
     if row["terms"] is not None:
         outcome = _graded(row)
     elif row["boundary"] is not None:
         outcome = Invalid(boundary=Boundary(row["boundary"]), reason=row["reason"], evidence=row["evidence"])
     names = ("rollout_id", "group_id", "task_id", "family", "attempt", "ending")
-    return Judged(**{name: row[name] for name in names}, outcome=outcome)
+    return RecordedRollout(**{name: row[name] for name in names}, outcome=outcome)
 
 
 def _rollouts(table: pa.Table) -> Iterator[tuple[dict[str, Any], Trace, list[tuple[int, dict[str, Any]]]]]:
-    """Yield the row of each rollout, its trace, and the rows of its samples with their numbers."""
+    """Yield the row of each rollout, its trace, and the numbered rows of its samples."""
     rows = enumerate(table.drop_columns([name for name in _ARRAYS if name in table.column_names]).to_pylist())
     group_id, group = None, list[Turn]()
     for rollout_id, some in itertools.groupby(rows, key=lambda numbered: numbered[1]["rollout_id"]):
@@ -608,8 +610,8 @@ def _rollouts(table: pa.Table) -> Iterator[tuple[dict[str, Any], Trace, list[tup
 
 
 def _turn(row: dict[str, Any], table: pa.Table, i: int, turns: Sequence[Turn], group: Sequence[Turn]) -> Turn:
-    """A turn as it was written: `turns` are those of its rollout before it, `group` those of its group. Without routes
-    where their column was not read."""
+    """A turn as it was written. `turns`: the earlier turns of its rollout; `group`: the earlier turns of its group.
+    Without routes if that column was not read."""
     if row["turn"] != len(turns) or not (row["parent"] is None or 0 <= row["parent"] < len(turns)):
         raise ValueError(f"rollout {row['rollout_id']} has no turn that turn {row['turn']} could follow")
     prompt_ids = _array(table, "prompt_ids", i)
@@ -648,7 +650,7 @@ def _sample(row: dict[str, Any], table: pa.Table, i: int, trace: Trace) -> Sampl
     has_own = table.column("temperatures")[i].is_valid
     return Sample(
         rollout_id=row["rollout_id"],
-        path=path if (mask == path.mask).all() else masked(path, mask),
+        path=path if (mask == path.mask).all() else mask_path(path, mask),
         advantages=_array(table, "advantages", i).copy(),
         temperatures=_array(table, "temperatures", i).copy() if has_own else None,
         origin=Origin(row["origin"]),
@@ -656,18 +658,18 @@ def _sample(row: dict[str, Any], table: pa.Table, i: int, trace: Trace) -> Sampl
 
 
 def _array(table: pa.Table, name: str, i: int) -> Array:
-    """A list of a row, as an array over the table's own memory."""
+    """A list value of a row, as an array over the table's memory."""
     found: Array = table.column(name)[i].values.to_numpy(zero_copy_only=False)
     return found
 
 
 def _routes(data: pa.Buffer | bytes, shape: Sequence[int]) -> Routes:
-    """[R, MoE layers, top_k], of the dtype that the number of bytes tells."""
+    """[R, MoE layers, top_k] Routes; the dtype follows from the number of bytes."""
     found: Routes = np.frombuffer(data, "<u2" if len(data) > math.prod(shape) else np.uint8).reshape(shape)
     return found
 
 
-# Format 1: a row is a path of a rollout, with all of its tokens; a rollout without a path has a row without tokens.
+# Format 1: a row is a path of a rollout with all its tokens; a rollout without a path has a row without tokens.
 
 
 def _samples_1(table: pa.Table) -> list[Sample]:
@@ -684,7 +686,7 @@ def _samples_1(table: pa.Table) -> list[Sample]:
 
 
 def _graded(row: dict[str, Any]) -> Graded:
-    """The verdict of a row. In format 1 its terms are numbers by name, and its reward is the grade."""
+    """The verdict of a row. In format 1 the terms are numbers by name, and the reward is the grade."""
     trust = Trust(row["trust"])
     if row["terms"].startswith("{"):
         measures = {str(name): float(value) for name, value in json.loads(row["terms"]).items()}

@@ -1,7 +1,7 @@
 """The states of a rollout, and the table of allowed transitions between them.
 
-All transitions are in one table, so that they need not be searched in the code. A state that *holds* occupies one of
-the run's slots; every terminal state frees the slot and has a reason. Knows nothing of SQLite.
+All transitions are in one table. A state in `HOLDING` occupies one of the run's slots; every terminal state frees the
+slot and has a reason. This module knows nothing of databases.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class State(enum.StrEnum):
     ADMITTED = "admitted"  # has a task and a slot, waits for a worker
     RUNNING = "running"  # a worker runs it
     GRADED = "graded"  # graded and stored, waits for its batch
-    INVALID = "invalid"  # failed outside of the agent's reach; kept, never trained on
+    INVALID = "invalid"  # failed for reasons outside the agent; kept, never trained on
     BATCHED = "batched"  # in the batch of a step
     TRAINED = "trained"  # in the lineage of the current weights
-    NO_SIGNAL = "no-signal"  # consumed by a step in the lineage, without a gradient of its own
+    NO_SIGNAL = "no-signal"  # consumed by a step in the lineage, without a gradient
     REQUEUED = "requeued"  # will be run again, or its stored outcome will be used again
     QUARANTINED = "quarantined"  # its record cannot be read or trusted; kept, never trained on
     CANCELLED = "cancelled"  # not needed any more
@@ -31,9 +31,9 @@ HOLDING = frozenset({State.ADMITTED, State.RUNNING, State.REQUEUED, State.GRADED
 """The states that occupy a slot."""
 
 TERMINAL = frozenset({State.TRAINED, State.NO_SIGNAL, State.INVALID, State.QUARANTINED, State.CANCELLED})
-"""The states that end a rollout: no slot, and always a reason. Only a lost lineage reopens the first two."""
+"""The states that end a rollout: no slot, and always a reason. Only a lost lineage can reopen the first two."""
 
-SETTLED = frozenset({State.GRADED, State.INVALID, State.QUARANTINED, State.CANCELLED})
+ENDED = frozenset({State.GRADED, State.INVALID, State.QUARANTINED, State.CANCELLED})
 """The states in which a group no longer waits for a member."""
 
 
@@ -48,22 +48,22 @@ class Move(NamedTuple):
 MOVES = (
     Move(State.ADMITTED, State.RUNNING, "a worker takes it"),
     Move(State.ADMITTED, State.CANCELLED, "the run ends"),
-    Move(State.RUNNING, State.GRADED, "it was judged"),
-    Move(State.RUNNING, State.INVALID, "it failed outside the agent's reach"),
-    Move(State.RUNNING, State.REQUEUED, "its worker or the run died, or no engine came to its version: once more"),
+    Move(State.RUNNING, State.GRADED, "it was graded"),
+    Move(State.RUNNING, State.INVALID, "it failed for reasons outside the agent"),
+    Move(State.RUNNING, State.REQUEUED, "its worker or the run died, or no engine reached its version"),
     Move(State.RUNNING, State.CANCELLED, "the run ends"),
     Move(State.REQUEUED, State.RUNNING, "a worker takes it again"),
-    Move(State.REQUEUED, State.GRADED, "its step was lost, its stored outcome stands"),
+    Move(State.REQUEUED, State.GRADED, "its step was lost; its stored outcome is used again"),
     Move(State.REQUEUED, State.INVALID, "no attempt is left"),
     Move(
-        State.REQUEUED, State.QUARANTINED, "its stored record cannot be read, or was dropped before its step was lost"
+        State.REQUEUED, State.QUARANTINED, "its stored record cannot be read, or was deleted before its step was lost"
     ),
     Move(State.REQUEUED, State.CANCELLED, "the run ends"),
     Move(State.GRADED, State.BATCHED, "its batch is formed"),
-    Move(State.GRADED, State.QUARANTINED, "its stored record cannot be read or believed"),
+    Move(State.GRADED, State.QUARANTINED, "its stored record cannot be read or trusted"),
     Move(State.GRADED, State.CANCELLED, "the run ends"),
     Move(State.BATCHED, State.TRAINED, "the version that learned from it is committed"),
-    Move(State.BATCHED, State.NO_SIGNAL, "that version is committed; this one had no advantage"),
+    Move(State.BATCHED, State.NO_SIGNAL, "that version is committed, but this rollout had no advantage"),
     Move(State.BATCHED, State.REQUEUED, "its step was lost before the commit"),
     Move(State.BATCHED, State.QUARANTINED, "sampler and trainer disagree about it"),
     Move(State.TRAINED, State.REQUEUED, "the lineage went back before its step"),
@@ -75,8 +75,8 @@ _ALLOWED = {(move.origin, move.to) for move in MOVES}
 
 
 def check(rollout_id: str, origin: State, to: State, reason: str) -> None:
-    """Check a transition of a rollout. Raises `LedgerError` where the table forbids it, or a terminal state that needs
-    a reason has none.
+    """Check a transition of a rollout. Raises `LedgerError` when the table forbids it, or a terminal state has no
+    reason.
 
     >>> check("g000001.0", State.RUNNING, State.GRADED, "")
     >>> check("g000001.0", State.RUNNING, State.TRAINED, "why not")
@@ -90,4 +90,6 @@ def check(rollout_id: str, origin: State, to: State, reason: str) -> None:
             f"rollout {rollout_id} cannot go from {origin} to {to}", hint=f"from {origin} it may go to {ways}"
         )
     if to in TERMINAL and not reason:
-        raise LedgerError(f"rollout {rollout_id} would end as {to}", "no reason given", hint="say why in one line")
+        raise LedgerError(
+            f"rollout {rollout_id} would end as {to}", "no reason given", hint="give a reason in one line"
+        )

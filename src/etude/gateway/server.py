@@ -10,7 +10,7 @@ from starlette.applications import Starlette
 from etude.errors import ConfigError
 from etude.gateway.config import GatewayConfig
 from etude.gateway.http import is_loopback
-from etude.listening import bind, listening
+from etude.http_server import bind, run_http_server
 
 
 @contextlib.asynccontextmanager
@@ -22,5 +22,5 @@ async def serving(app: Starlette, *, config: GatewayConfig) -> AsyncIterator[str
     if not app.state.needs_key and not is_loopback(config.host):
         hint = "give a key (--key, or ETUDE_API_KEY), or keep --host 127.0.0.1"
         raise ConfigError(f"host {config.host!r} is open to the network", "there is no key", hint=hint)
-    async with listening(app, bind(config.host, config.port), what="the gateway", grace_s=5) as url:
+    async with run_http_server(app, bind(config.host, config.port), name="the gateway", grace_s=5) as url:
         yield f"{url}/v1"

@@ -9,10 +9,11 @@ A call is a command line, the cheapest form a small model can learn:
 'no such tool: edti'
 """
 
-from etude.harness.agent import AgentRun, Ask, run_agent
 from etude.harness.chat import SPECIAL_TOKENS, ChatFormat, Reply, chat_template
 from etude.harness.commands import Call, Signature, read_call
 from etude.harness.config import HarnessConfig
+from etude.harness.episode import AgentRun, Ask, Episode, EpisodeEnded, ModelTurn
+from etude.harness.programs import Harness, run_agent, run_program
 from etude.harness.template import ChatError
 from etude.harness.tools import ToolSet, Workbench, standard_tools
 
@@ -23,7 +24,11 @@ __all__ = [
     "Call",
     "ChatError",
     "ChatFormat",
+    "Episode",
+    "EpisodeEnded",
+    "Harness",
     "HarnessConfig",
+    "ModelTurn",
     "Reply",
     "Signature",
     "ToolSet",
@@ -31,5 +36,6 @@ __all__ = [
     "chat_template",
     "read_call",
     "run_agent",
+    "run_program",
     "standard_tools",
 ]

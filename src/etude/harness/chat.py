@@ -31,11 +31,11 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from etude.errors import ContextFull
+from etude.file_checksums import verify_files
 from etude.harness.commands import Call, Signature, read_call, write_words
 from etude.harness.template import ChatError, ChatTemplate, read_special, read_template
 from etude.harness.token_bound import chars_per_token
 from etude.records.wire import I32
-from etude.sums import prove
 
 PAD, USER, ASSISTANT, TOOL = "<|pad|>", "<|user|>", "<|assistant|>", "<|tool|>"
 CALL, END, DOC, SYSTEM = "<|call|>", "<|end|>", "<|doc|>", "<|system|>"
@@ -106,7 +106,7 @@ class ChatFormat:
     def load(cls, folder: Path | str) -> ChatFormat:
         """Load the chat format of a directory with tokenizer.json and a chat template. Raises `ChatError`."""
         folder = Path(folder)
-        prove(folder, [name for name in TOKENISER if (folder / name).is_file()], kind=ChatError)
+        verify_files(folder, [name for name in TOKENISER if (folder / name).is_file()], kind=ChatError)
         try:
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # noqa: BLE001  tokenizers raises bare Exception for a missing or damaged file

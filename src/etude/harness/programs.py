@@ -1,8 +1,6 @@
-"""The agent program of a rollout: the built-in loop, or a plug-in that is called in its place.
+"""Agent programs: the built-in loop, or a plug-in in its place.
 
-A plug-in may call `run_agent` with other arguments (another instruction, a policy of its own around the one it gets),
-or ask the policy itself and return the turns that it made. Its calls have a deadline; its errors and wrong results say
-whose they are.
+A program works on an `Episode`. A plug-in's own time has a deadline; its errors name the plug-in.
 """
 
 from __future__ import annotations
@@ -10,41 +8,43 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import time
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Coroutine
+from typing import Protocol
 
 from etude.config import Plugin
-from etude.errors import EngineError, EtudeError, MachineError, PluginError
-from etude.harness.agent import AgentRun, Ask, run_agent
-from etude.harness.chat import ChatFormat
-from etude.harness.config import HarnessConfig
-from etude.harness.tools import PLUGIN_GRACE_S, ToolSet
+from etude.errors import ContextFull, EngineError, EtudeError, MachineError, PluginError
+from etude.harness.episode import AgentRun, Episode, EpisodeEnded
+from etude.harness.tools import PLUGIN_GRACE_S
 from etude.plugins import Kind, called, make, unusable
 from etude.records.completion import Completion, CompletionRequest
-from etude.records.rollout import Ending, Trace
-from etude.records.task import Task
-from etude.seams import Machine, Policy
+from etude.records.rollout import Ending
+from etude.seams import Policy
 
 
 class Harness(Protocol):
-    """An agent program. A plug-in of kind "harness" is one; the built-in loop is `run_agent`."""
+    """An agent program. A plug-in of kind "harness" is one; the built-in program is `run_agent`."""
 
-    async def run(
-        self,
-        task: Task,
-        machine: Machine,
-        *,
-        policy: Policy,
-        chat: ChatFormat,
-        tools: ToolSet,
-        limits: HarnessConfig,
-        ask: Ask,
-        clock: Callable[[], float],
-    ) -> AgentRun:
-        """Work at a task on its machine, within the limits. What the agent causes is an `Ending`; an `EngineError` or a
-        `MachineError` is raised, or returned as `failure`."""
+    async def run(self, episode: Episode) -> None:
+        """Work on the episode until `episode.ending` is set. A program that returns earlier has stopped, and its work
+        is graded as not submitted. It may be run for many episodes at once, each with an `Episode` of its own.
+
+        `EpisodeEnded`, `ContextFull`, `EngineError` and `MachineError` of the episode may be left to the caller.
+        """
         ...
+
+
+async def run_agent(episode: Episode) -> None:
+    """The built-in program: ask the model, run its tool call, repeat until the episode ends."""
+    while episode.ending is None:
+        await episode.act(await episode.ask())
+
+
+async def run_program(episode: Episode) -> AgentRun:
+    """Run the program that `harness.program` names to its end. Raises `ChatError` and `PluginError`."""
+    plugin = episode.limits.program
+    if isinstance(plugin, Plugin):
+        return await run_plugin(plugin, _made(plugin), episode)
+    return await _recorded(episode, run_agent(episode))
 
 
 @functools.lru_cache(maxsize=16)
@@ -53,30 +53,43 @@ def _made(plugin: Plugin) -> Harness:
     return harness
 
 
-async def run_program(
-    task: Task,
-    machine: Machine,
-    *,
-    policy: Policy,
-    chat: ChatFormat,
-    tools: ToolSet,
-    limits: HarnessConfig,
-    ask: Ask,
-    clock: Callable[[], float] = time.monotonic,
-) -> AgentRun:
-    """Run the agent program that the limits name (`harness.program`). Raises what `run_agent` raises, `PluginError`."""
-    plugin = limits.program
-    if not isinstance(plugin, Plugin):
-        return await run_agent(
-            task, machine, policy=policy, chat=chat, tools=tools, limits=limits, ask=ask, clock=clock
-        )
-    how = {"chat": chat, "tools": tools, "ask": ask, "clock": clock}
-    return await run_plugin(plugin, _made(plugin), task, machine, policy=policy, limits=limits, how=how)
+async def run_plugin(plugin: Plugin, harness: Harness, episode: Episode) -> AgentRun:
+    """Run a plug-in's object. Raises `PluginError`, also where the program takes longer than its tools may; the time
+    in which it waits for the policy does not count."""
+    limit_s = episode.limits.max_turns * episode.limits.tool_deadline_s + PLUGIN_GRACE_S
+
+    async def run() -> None:
+        with called(Kind.HARNESS, plugin, "run"):
+            returned: object = await harness.run(episode)  # type: ignore[func-returns-value]
+        if returned is not None:
+            raise unusable(Kind.HARNESS, plugin, f"run returned {type(returned).__name__}, and None is wanted")
+
+    try:
+        async with asyncio.timeout(limit_s) as limit:
+            episode.policy = _PausesDeadline(episode.policy, limit, limit_s)
+            return await _recorded(episode, run())
+    except (EtudeError, TimeoutError) as error:
+        if not limit.expired():
+            raise
+        facts = f"run has not returned within {limit_s:g} s, without the time in which it waited for the policy"
+        raise PluginError(f"harness {plugin} hangs", facts, hint="give what it waits for a deadline") from error
 
 
-class _Unhurried:
-    """The policy that a plug-in asks. The plug-in's deadline stands still meanwhile: how long an engine may be silent
-    is bounded by the policy, and a completion of a slow engine may take as long as it takes."""
+async def _recorded(episode: Episode, run: Coroutine[None, None, None]) -> AgentRun:
+    try:
+        await run
+    except ContextFull:
+        episode.ending = episode.ending or Ending.CONTEXT
+    except EpisodeEnded:
+        pass  # its ending is set
+    except (EngineError, MachineError) as error:
+        episode.failure = episode.failure or error
+    return episode.result()
+
+
+class _PausesDeadline:
+    """The policy of a plug-in's episode. Pauses the plug-in's deadline during a request: how long an engine may be
+    silent is bounded by the policy, and a completion of a slow engine may take as long as it takes."""
 
     def __init__(self, policy: Policy, limit: asyncio.Timeout, limit_s: float) -> None:
         self._policy, self._limit, self._left_s = policy, limit, limit_s
@@ -97,39 +110,5 @@ class _Unhurried:
                 self._move(self._since + self._left_s)
 
     def _move(self, when: float | None) -> None:
-        with contextlib.suppress(RuntimeError):  # the run has ended, or is about to
+        with contextlib.suppress(RuntimeError):  # the program has ended, or is about to
             self._limit.reschedule(when)
-
-
-async def run_plugin(
-    plugin: Plugin,
-    harness: Harness,
-    task: Task,
-    machine: Machine,
-    *,
-    policy: Policy,
-    limits: HarnessConfig,
-    how: Mapping[str, Any],
-) -> AgentRun:
-    """Run a plug-in's object; `how`: the other arguments of `Harness.run`. Raises `PluginError`, also where the run
-    takes longer than its tools may, the time in which it waits for the policy left out."""
-    limit_s = limits.max_turns * limits.tool_deadline_s + PLUGIN_GRACE_S
-    try:
-        async with asyncio.timeout(limit_s) as limit:
-            asked = _Unhurried(policy, limit, limit_s)
-            with called(Kind.HARNESS, plugin, "run"):
-                run = await harness.run(task, machine, policy=asked, limits=limits, **how)
-    except (EngineError, MachineError) as error:
-        return AgentRun(Trace(()), [], 0.0, None, error)
-    except (EtudeError, TimeoutError) as error:
-        if not limit.expired():
-            raise
-        facts = f"run has not returned within {limit_s:g} s, without the time in which it waited for the policy"
-        raise PluginError(f"harness {plugin} hangs", facts, hint="give what it waits for a deadline") from error
-    if not isinstance(run, AgentRun):
-        raise unusable(Kind.HARNESS, plugin, f"run returned {type(run).__name__}, and AgentRun is wanted")
-    if (run.ending is None) == (run.failure is None) or not isinstance(run.ending, Ending | None):
-        raise unusable(
-            Kind.HARNESS, plugin, f"its ending is {run.ending!r} and its failure {run.failure!r}: one is set"
-        )
-    return run

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from etude.errors import WeightsError
-from etude.models.lora import Adapters, base_digest, rounded
-from etude.models.naming import hf_views
+from etude.models.lora import Adapters, base_digest, round_parameters
 from etude.models.transformer import Transformer
+from etude.models.weight_views import hf_views
 from etude.numerics.config import Quantise
 from etude.records.adapter import BASE_CHANNEL, PUBLISHED
 from etude.records.completion import Version
@@ -72,7 +72,7 @@ class AdaptedWeights:
                     f"held are {config}",
                     hint="restart the engine: it then starts with the newest version",
                 )
-            rounded(model, dtype)
+            round_parameters(model, dtype)
 
         derived = [Derived(frozenset({PUBLISHED}), settle)]
         derived += [Derived(sources, compute) for sources, compute in adapters.derived]

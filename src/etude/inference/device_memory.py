@@ -24,7 +24,7 @@ import torch
 from etude.errors import ConfigError
 from etude.inference.kv import I64, Span
 from etude.models import ModelConfig
-from etude.numerics import varlen
+from etude.numerics import varlen_attention
 from etude.numerics.operators import Operators
 
 Attend = Callable[..., torch.Tensor]
@@ -37,9 +37,11 @@ class DeviceMemory:
     def __init__(
         self, sizes: ModelConfig, operators: Operators, *, num_slots: int, context_tokens: int, device: torch.device
     ) -> None:
-        kept, dtype = sizes.kept, operators.held
+        kept, dtype = sizes.cache_layout, operators.storage_dtype
         self.device, self.num_slots, self.length, self.shared = device, num_slots + 1, context_tokens, kept.shared
-        self.vendor = not (operators.exact or kept.shared) and varlen.suits(device, dtype, kept.key_width)
+        self.vendor = not (operators.exact or kept.shared) and varlen_attention.is_supported(
+            device, dtype, kept.key_width
+        )
         widths = [kept.key_width] if kept.shared else [kept.key_width, kept.value_width]
         rows = sizes.num_layers * self.num_slots * context_tokens * kept.heads
         self.num_bytes = rows * sum(widths) * dtype.itemsize
@@ -126,19 +128,19 @@ def _by_vendor(of: Sequences, num_rows: int, length: int) -> Attend:
 
     def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None) -> torch.Tensor:
         flat = (keys.flatten(0, 1), values.flatten(0, 1))
-        return varlen.attend(q, *flat, of.starts, starts_k, of.longest, length, scale=scale, used_k=used_k)
+        return varlen_attention.attend(q, *flat, of.starts, starts_k, of.longest, length, scale=scale, used_k=used_k)
 
     return attend
 
 
 def _by_program(of: Sequences, num_rows: int, length: int) -> Attend:
     from etude.numerics.gpu import Groups
-    from etude.numerics.gpu.attention import Paged, Queries, attend
+    from etude.numerics.gpu.attention import PagedKeys, Queries, attend
 
     queries = Queries(Groups(of.starts, num_rows), of.firsts_B.to(torch.int32))
     pages = of.slots_B[:, None].to(torch.int32)
 
     def attended(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None) -> torch.Tensor:
-        return attend(q, Paged(keys.transpose(1, 2), values.transpose(1, 2), pages, length), queries, scale)
+        return attend(q, PagedKeys(keys.transpose(1, 2), values.transpose(1, 2), pages, length), queries, scale)
 
     return attended

@@ -27,8 +27,8 @@ from etude.inference.kv import I64, Span
 from etude.inference.runner import Lost, Runner, sampling_rows
 from etude.inference.scheduler import Plan, Sequence
 from etude.models import Transformer
-from etude.numerics.device import on
-from etude.numerics.sampling import drawn, uniform
+from etude.numerics.device import on_device
+from etude.numerics.sampling import sample_on_device, uniform
 from etude.records.wire import Routes
 
 F32 = npt.NDArray[np.float32]
@@ -75,13 +75,13 @@ class DeviceRunner:
         self._routes = torch.zeros(routes, dtype=kind, device=self.device)
         self._lost = Lost(model)
         self.graphs: list[_Decode] = []
-        if self.device.type == "cuda" and not model.operators.waits:
+        if self.device.type == "cuda" and not model.operators.syncs_with_host:
             self._capture(num_slots)
 
     @torch.inference_mode()
     def _capture(self, num_slots: int) -> None:
         """Graphs share one pool of memory, so the largest comes first."""
-        with on(self.device):
+        with on_device(self.device):
             pool = torch.cuda.graph_pool_handle()
             for size in reversed(padded_sizes(num_slots)):
                 graph = _Decode(self, size)
@@ -103,7 +103,7 @@ class DeviceRunner:
     def step(self, plan: Plan) -> list[Sequence]:
         """As `Runner.step`."""
         sampling = plan.decode + [c.sequence for c in plan.chunks if c.last]
-        with on(self.device):
+        with on_device(self.device):
             for copy in plan.copies:
                 self.kv.copy(copy.source, copy.target, copy.stop)
                 self._routes[copy.target, : copy.stop] = self._routes[copy.source, : copy.stop]
@@ -149,14 +149,16 @@ class DeviceRunner:
         """One forward and its draws: tokens [R] and log-probabilities [R], on the device."""
         logits_RV, routes_NLK = self.model(tokens_N, cache, rows=rows_R)
         self._routes[cache.slots, cache.positions] = routes_NLK.view(self._routes.dtype)
-        tokens, logprobs = drawn(logits_RV, draws.divisor_R1, draws.uniform_R, draws.greedy_R, self.model.operators)
+        tokens, logprobs = sample_on_device(
+            logits_RV, draws.divisor_R1, draws.uniform_R, draws.greedy_R, self.model.operators
+        )
         self.next_tokens[draws.slots_R] = tokens
         return tokens, logprobs
 
     @torch.inference_mode()
     def score(self, token_ids: list[int]) -> list[float]:
         """As `Runner.score`."""
-        with on(self.device):
+        with on_device(self.device):
             tokens = torch.tensor(token_ids).to(self.device)
             logits, _ = self.model(tokens)
             logprobs = self.model.operators.log_softmax(logits[:-1])

@@ -5,7 +5,7 @@ Where values are the first numbers of their keys (a compressed cache) both are o
 Decoding rows that need the same window attend together, a chunk of a prompt by itself.
 
 In which sizes rows and keys come, so that a row's bits are free of its neighbours, of chunking and of prefix hits, is
-the operators' business (`numerics.exact.windows`): a row sees a window of keys, masked.
+the operators' business (`numerics.exact.attention`): a row sees a window of keys, masked.
 
 Shapes: N tokens of a step, S slots, G key/value heads, R query heads a key/value head, H = G·R, C positions a slot,
 A key width, B value width, W window.
@@ -33,14 +33,14 @@ class KVCache:
 
     def __init__(self, sizes: ModelConfig, operators: Operators, *, num_slots: int, context_tokens: int) -> None:
         self.num_slots, self.length = num_slots, -(-context_tokens // KERNEL_BLOCK) * KERNEL_BLOCK
-        kept, dtype = sizes.kept, operators.held
+        kept, dtype = sizes.cache_layout, operators.storage_dtype
         self.heads, self.group, self.value_width = kept.heads, sizes.num_heads // kept.heads, kept.value_width
         shape = (num_slots, self.heads, self.length)
         self.keys = [_lazy_zeros((*shape, kept.key_width), dtype) for _ in range(sizes.num_layers)]
         self.values = self.keys
         if not kept.shared:
             self.values = [_lazy_zeros((*shape, kept.value_width), dtype) for _ in range(sizes.num_layers)]
-        self.windows = operators.windows(self.heads, kept.key_width)
+        self.windows = operators.key_windows(self.heads, kept.key_width)
         rows = self.windows.padded(self.group)
         self.queries = torch.zeros(num_slots, self.heads, rows, kept.key_width, dtype=dtype)  # scratch of decoding
 

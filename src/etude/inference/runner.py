@@ -14,7 +14,7 @@ import torch
 from etude.inference.kv import I64, KVCache, Span, StepCache
 from etude.inference.scheduler import Plan, Sequence
 from etude.models import Transformer
-from etude.models.finite import origin
+from etude.models.finite import first_non_finite
 from etude.numerics.sampling import sample
 from etude.records.wire import Routes
 
@@ -103,7 +103,7 @@ class Lost:
         self._said = True
         context = [*sequence.request.prompt_ids.tolist(), *sequence.token_ids[:-1]]
         tokens = torch.tensor(context).to(self._model.embedding.device)
-        found = origin(lambda watch: self._model.run(tokens, watch=watch))
+        found = first_non_finite(lambda watch: self._model.run(tokens, hook=watch))
         where = f"{found.name}, {found.facts}" if found else "not when the context is computed anew"
         request = f"request {sequence.request.request_id}, {len(context)} tokens"
         print(f"error: logits are not finite ({request}); the first: {where}", file=sys.stderr, flush=True)

@@ -48,10 +48,10 @@ from etude.inference.serving import (
 )
 from etude.models import ModelConfig, Transformer, hf_views
 from etude.models.checkpoint import load_model
-from etude.models.packed import PackedWeights
-from etude.numerics.choosing import operators_for
+from etude.models.packed_weights import PackedWeights
 from etude.numerics.config import Mode, NumericsConfig, Quantise
 from etude.numerics.device import device_for
+from etude.numerics.factory import operators_for
 from etude.numerics.formats import FORMATS
 from etude.stores import open_store
 from etude.telemetry import Telemetry

@@ -54,7 +54,7 @@ def engine_results(
             cache = kv.step(none, none, [Span(0, start, stop)])
         else:
             cache = kv.step(np.zeros(1, np.int64), np.array([start], np.int64), [])
-        model.run(tokens[start:stop], cache, watch=watch)
+        model.run(tokens[start:stop], cache, hook=watch)
     return {name: torch.cat(pieces) for name, pieces in parts.items()}
 
 

@@ -1,4 +1,4 @@
-"""The one loop: the conductor, the children it supervises, and the wiring of every other folder.
+"""The training loop: the conductor, its child processes, and the code that connects all other packages.
 
-The only folder that knows all the others; nobody imports it but `cli`. Read `conductor.py` first.
+This is the only package that imports all others; only `cli` imports it. Start reading in `conductor.py`.
 """

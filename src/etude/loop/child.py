@@ -1,6 +1,6 @@
-"""What every child of the conductor shares: its arguments, its socket, and its end.
+"""The main function of all child processes of the conductor.
 
-A child serves calls until its socket closes (the conductor is gone or wants it to end), then leaves at once.
+A child serves calls until its socket closes, because the conductor is gone or wants it to end, and then exits at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from etude.loop.wire import Handler, serve
+from etude.loop.rpc import Handler, serve
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
 
@@ -21,23 +21,23 @@ Handlers = dict[str, tuple[tuple[type, ...], Handler]]
 
 
 def main(handlers: Callable[..., Awaitable[Handlers]], *more: str) -> None:
-    """Run a child: make its handlers, serve them, and end with the socket. They are made of the run's folder, the
-    child's name, its telemetry, and what the arguments named `more` say, where they are given."""
+    """Run a child process: create its handlers, serve calls, and exit when the socket closes. `handlers` gets the run
+    folder, the child's name, its telemetry, and as keywords those of the optional arguments `more` that were given."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--name", required=True)
     parser.add_argument("--socket", type=int, required=True)
-    for word in more:
-        parser.add_argument(f"--{word}")
+    for name in more:
+        parser.add_argument(f"--{name}")
     args = parser.parse_args()
-    said = {key: value for word in more if (value := getattr(args, key := word.replace("-", "_"))) is not None}
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the conductor, which ends its children in order
+    options = {key: value for name in more if (value := getattr(args, key := name.replace("-", "_"))) is not None}
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the conductor ends its children in order
     run = RunFolder.open(args.run)
     telemetry = Telemetry(run / "events" / f"{args.name}.jsonl", process=args.name)
 
     async def child() -> None:
         sock = socket.socket(fileno=args.socket)
-        await serve(sock, await handlers(run, args.name, telemetry, **said))
+        await serve(sock, await handlers(run, args.name, telemetry, **options))
 
     asyncio.run(child())
-    os._exit(0)  # threads that hang in a library do not hold the run up
+    os._exit(0)  # do not wait for threads that hang in a library

@@ -1,4 +1,5 @@
-"""All settings of a run: the configs of the other folders, put together, and the checks between them."""
+"""All settings of a run: the configs of the other packages in one dataclass, with the checks that involve several of
+them."""
 
 from __future__ import annotations
 
@@ -66,44 +67,50 @@ class EvalsConfig:
 
 @dataclass(frozen=True)
 class FleetConfig:
-    """The `[fleet]` section: which processes a run has, how many of each, and when one counts as hung."""
+    """The `[fleet]` section: which processes a run has, how many of each, and after how long without an answer one
+    counts as hung."""
 
     engines: tuple[EngineKind, ...] = (EngineKind.REFERENCE, EngineKind.REFERENCE)  # engine-0, engine-1, ...
     num_workers: int = ranged(1, low=1, high=64)
     num_graders: int = ranged(1, low=1, high=64)
-    hung_s: float = ranged(30.0, low=1.0)  # a process that is silent for so long is killed and started again
-    listen: str = like("0.0.0.0:8790")  # "HOST:PORT": where engines from elsewhere join the run; "": nowhere
-    ranks_away: int = ranged(0, low=0)  # how many of learner.ranks run on other machines: loop/rank_hosts.py
+    hung_s: float = ranged(30.0, low=1.0)  # a process that does not answer for so long is killed and restarted
+    listen: str = like("0.0.0.0:8790")  # "HOST:PORT": where remote engines join the run; "": disabled
+    ranks_away: int = ranged(0, low=0)  # how many of learner.ranks run on other machines, see loop/rank_hosts.py
     ranks_at: str = like("10.0.0.1")  # the address of the learner's machine that these ranks connect to
 
     def __post_init__(self) -> None:
         host, _, port = self.listen.rpartition(":")
         if self.listen and not (host and "/" not in host and port.isdigit() and int(port) < 65_536):
-            raise ValueError(f"listen = {self.listen!r} is no HOST:PORT, such as '0.0.0.0:8790'")
+            raise ValueError(f"listen = {self.listen!r} is not HOST:PORT, such as '0.0.0.0:8790'")
         if bool(self.ranks_away) != bool(self.ranks_at):
             raise ValueError(f"ranks_away = {self.ranks_away} and ranks_at = {self.ranks_at!r}: each needs the other")
-        least = 0 if self.listen else 1  # with a registry all engines may join from elsewhere
+        least = 0 if self.listen else 1  # with a registry all engines may be remote
         if not least <= len(self.engines) <= MAX_ENGINES:
-            why = "" if self.engines or self.listen else "; none where others can join: listen = 'HOST:PORT'"
+            why = (
+                ""
+                if self.engines or self.listen
+                else "; it may have none if remote engines can join: listen = 'HOST:PORT'"
+            )
             raise ValueError(f"engines names {len(self.engines)} engines: a run has 1 to {MAX_ENGINES}{why}")
 
 
 @dataclass(frozen=True)
 class RlConfig:
-    """The `[rl]` section: the number of steps, how the policy samples, how often checkpoints are written."""
+    """The `[rl]` section: number of steps, sampling temperature, checkpoint interval."""
 
     steps: int = ranged(45, low=0)
     temperature: float = ranged(1.0, low=0.01, high=4.0)
-    checkpoint_every: int = ranged(5, low=1)  # steps; the most that are lost when the learner dies
+    checkpoint_every: int = ranged(5, low=1)  # steps; at most so many are lost when the learner dies
 
 
 @dataclass(frozen=True)
 class StoresConfig:
     """The `[stores]` section: where weights and traces are stored instead of in the run folder: `s3://bucket/prefix`,
-    gs://, az:// or file://. Each run has a prefix of its own there. Credentials come from the environment.
+    gs://, az:// or file://. Each run has its own prefix there. Credentials come from the environment.
 
-    `signing_key`: a file that `etude weights key` made. With it versions are signed, and the run's engines take no
-    others."""
+    `signing_key`: a file made by `etude weights key`. With it versions are signed, and the run's engines accept no
+    others.
+    """
 
     weights: str = ""
     traces: str = ""
@@ -120,15 +127,16 @@ class StoresConfig:
 
 @dataclass(frozen=True)
 class RetentionConfig:
-    """The `[retention]` section: how much is kept of old checkpoints and traces, with which steps can be replayed."""
+    """The `[retention]` section: how many old checkpoints and traces are kept. Steps can be replayed only from
+    these."""
 
     disk_gb: float = ranged(100.0, low=0.0)  # checkpoints and traces; above it the oldest are deleted, not the last two
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """All settings of a run. `start`: a Hugging Face directory to begin from; with it, corpus and mid-training are
-    skipped."""
+    """All settings of a run. `start`: a Hugging Face directory with the starting checkpoint; with it, the corpus and
+    mid-training phases are skipped."""
 
     seed: int = ranged(0, low=0)
     start: Path | None = None
@@ -157,16 +165,16 @@ class RunConfig:
         if self.numerics.mode is Mode.EXACT and self.engine.dtype is not self.learner.dtype:
             raise ValueError(
                 f"engine.dtype = {str(self.engine.dtype)!r} and learner.dtype = {str(self.learner.dtype)!r} cannot "
-                f"agree to the bit, which numerics.mode = 'exact' promises and 'native' does not"
+                f"agree to the bit, which numerics.mode = 'exact' requires and 'native' does not"
             )
         if self.learner.lora_rank and self.numerics.quantise is not Quantise.NONE:
             raise ValueError(
                 f"learner.lora_rank = {self.learner.lora_rank} and numerics.quantise = "
                 f"{str(self.numerics.quantise)!r}: adapters are merged into unrounded weights"
             )
-        self._engines_must_compute_so()
-        self._weights_must_fit()
-        self._ranks_must_share()
+        self._check_engine_numerics()
+        self._check_engine_dtype()
+        self._check_ranks()
         if self.harness.context_tokens > self.engine.context_tokens:
             raise ValueError(
                 f"harness.context_tokens = {self.harness.context_tokens} does not fit "
@@ -178,38 +186,38 @@ class RunConfig:
                 f"model.context_tokens = {self.model.context_tokens}"
             )
 
-    def _engines_must_compute_so(self) -> None:
-        """Refuse engines that cannot compute what `[numerics]` asks for. Raises `ConfigError`, `ValueError`."""
+    def _check_engine_numerics(self) -> None:
+        """Refuse engine kinds that cannot compute what `[numerics]` asks for. Raises `ConfigError`, `ValueError`."""
         what = f"fleet.engines = {list(map(str, self.fleet.engines))}"
         for kind in sorted({*self.fleet.engines} - {EngineKind.REFERENCE}):
             foreign, make = self.foreign(kind), MAKES[kind].name
             if not foreign.max_contexts(self.engine):
                 raise ValueError(
-                    f"{kind}.kv_tokens = {foreign.kv_tokens} holds no whole context: "
+                    f"{kind}.kv_tokens = {foreign.kv_tokens} cannot hold one full context: "
                     f"engine.context_tokens = {self.engine.context_tokens}"
                 )
             if self.numerics.mode is Mode.EXACT:
                 raise ConfigError(
                     what,
-                    f"{make} sums in an order of its own, and numerics.mode = 'exact' needs one order everywhere",
-                    hint="set numerics.mode = 'native': engines are held to the budget of engine.dtype, see [parity]",
+                    f"{make} uses its own order of summation, and numerics.mode = 'exact' needs one order everywhere",
+                    hint="set numerics.mode = 'native': the parity budget of engine.dtype then applies, see [parity]",
                 )
             if self.numerics.quantise is not Quantise.NONE:
                 raise ConfigError(
                     what,
                     f"{make} does not round as numerics.quantise = {str(self.numerics.quantise)!r} does",
-                    hint="set numerics.quantise = 'none', or take reference engines alone",
+                    hint="set numerics.quantise = 'none', or use reference engines only",
                 )
             if kind is EngineKind.SGLANG and self.learner.lora_rank:
                 raise ConfigError(
                     what,
-                    f"SGLang takes whole weights, and learner.lora_rank = {self.learner.lora_rank} publishes adapters",
-                    hint="set learner.lora_rank = 0, or take vLLM or reference engines",
+                    f"SGLang loads no adapters, which learner.lora_rank = {self.learner.lora_rank} publishes",
+                    hint="set learner.lora_rank = 0, or use vLLM or reference engines",
                 )
 
-    def _weights_must_fit(self) -> None:
-        """Refuse an `engine.dtype` that cannot hold the learner's published weights bit for bit. Raises `ValueError`.
-        SGLang casts what it loads, and quantised formats and adapters always fit."""
+    def _check_engine_dtype(self) -> None:
+        """Refuse an `engine.dtype` that cannot represent the learner's published weights exactly. Raises `ValueError`.
+        SGLang casts the weights it loads, and quantised formats and adapters always fit."""
         if self.learner.lora_rank or self.numerics.quantise is not Quantise.NONE:
             return
         if self.fleet.engines and not {*self.fleet.engines} - {EngineKind.SGLANG}:
@@ -217,11 +225,12 @@ class RunConfig:
         held = [ComputeDtype.FLOAT32, ComputeDtype.BFLOAT16][: 1 if self.learner.weights is LiveWeights.F32 else 2]
         if self.engine.dtype not in held:
             raise ValueError(
-                f"learner.weights = {str(self.learner.weights)!r} do not fit into engines of engine.dtype = "
-                f"{str(self.engine.dtype)!r} without a change: only {' or '.join(held)} can hold them"
+                f"learner.weights = {str(self.learner.weights)!r} cannot be represented exactly in engine.dtype = "
+                f"{str(self.engine.dtype)!r}: set it to {' or '.join(held)}"
             )
 
-    def _ranks_must_share(self) -> None:
+    def _check_ranks(self) -> None:
+        """Refuse rank settings that do not fit together. Raises `ValueError`."""
         learner, experts = self.learner, self.model.num_experts
         if self.fleet.ranks_away >= learner.ranks:
             raise ValueError(
@@ -231,16 +240,16 @@ class RunConfig:
         if learner.ranks > 1 and self.numerics.quantise is not Quantise.NONE:
             raise ValueError(
                 f"learner.ranks = {learner.ranks} with numerics.quantise = {str(self.numerics.quantise)!r}: the format "
-                f"packs whole matrices, and a rank has only some of their rows"
+                f"packs full matrices, and a rank has only some of their rows"
             )
         if self.start is None and (experts % learner.expert_parallel if experts else learner.expert_parallel > 1):
             raise ValueError(
                 f"learner.expert_parallel = {learner.expert_parallel} does not divide model.num_experts = {experts}"
             )
 
-    def settled(self) -> RunConfig:
-        """This config with the parity budget filled in from the engines' dtype, so that config.toml has its numbers.
-        Unchanged where every number must be equal (exact mode)."""
+    def with_parity_budget(self) -> RunConfig:
+        """This config with the parity budget filled in from the engines' dtype, so that config.toml has the numbers.
+        Unchanged in exact mode, where all probabilities must be equal."""
         if self.numerics.mode is Mode.EXACT and self.parity.over_budget is not OverBudget.FALL_BACK:
             return self  # exact mode needs no budget
         budget = self.parity.budget(self.engine.dtype)
@@ -248,12 +257,12 @@ class RunConfig:
 
     @property
     def wants_routes(self) -> bool:
-        """Whether engines send routes: the learner replays them, or a parity defence may make it do so."""
+        """Whether engines return routes: the learner replays them, or a parity defence may make it do so."""
         return self.learner.replays(self.numerics.mode) or self.parity.over_budget is OverBudget.FALL_BACK
 
     @property
     def composition(self) -> Composition:
-        """How rewards are composed from their terms."""
+        """The composition of rewards by this run's settings."""
         experience = self.experience
         return Composition(
             require_submit=self.harness.require_submit,
@@ -264,43 +273,44 @@ class RunConfig:
 
     @property
     def max_running(self) -> int:
-        """How many rollouts run at once on the run's own engines."""
+        """How many rollouts run concurrently on the run's own engines."""
         return rollouts_on(self.own_contexts)
 
     @property
     def own_contexts(self) -> int:
-        """How many whole contexts the run's own engines hold together."""
+        """How many full contexts the run's own engines can hold together."""
         return sum(map(self.contexts_of, self.fleet.engines))
 
     def contexts_of(self, kind: EngineKind) -> int:
-        """How many whole contexts one engine of a kind holds."""
+        """How many full contexts one engine of this kind can hold."""
         if kind is EngineKind.REFERENCE:
             return self.engine.max_sequences
         return self.foreign(kind).max_contexts(self.engine)
 
     def devices_of(self, kind: EngineKind) -> int:
-        """Number of accelerators that one engine of a kind computes on, on a machine that has any."""
+        """How many accelerators one engine of this kind uses, on a machine that has any."""
         if kind is EngineKind.REFERENCE:
             return int(self.engine.device != "cpu")
         return self.foreign(kind).devices
 
     def foreign(self, kind: EngineKind) -> ForeignConfig:
-        """The section of vLLM or SGLang engines."""
+        """The settings of vLLM or SGLang engines."""
         return self.vllm if kind is EngineKind.VLLM else self.sglang
 
 
 def rollouts_on(num_contexts: int) -> int:
-    """How many rollouts run at once on engines that hold so many contexts. There are fewer rollouts than contexts: each
-    keeps its KV cache between its turns, and with more, engines would drop contexts and compute them again."""
+    """How many rollouts run concurrently on engines that hold `num_contexts` contexts. Three quarters of it: each
+    rollout keeps its KV cache between its turns, and with more rollouts engines would evict contexts and compute them
+    again."""
     return max(1, num_contexts * 3 // 4) if num_contexts else 0
 
 
 def read_config(run: RunFolder) -> RunConfig:
-    """Read the effective config that a run was made with. Raises `RunError` when its file was deleted or is damaged,
-    `RunRefused` when this etude cannot read it."""
+    """Read the effective config of a run. Raises `RunError` when config.toml is missing or damaged, and `RunRefused`
+    when this etude version cannot read it."""
     path = run / "config.toml"
     if not path.is_file():
-        raise RunError(f"{path} is gone", "a run keeps its settings there", hint=HINT_COPY)
+        raise RunError(f"{path} is missing", "it has the settings of the run", hint=HINT_COPY)
     try:
         return with_digests(load(path, RunConfig), {one["path"]: one["digest"] for one in run.plugins()})
     except ConfigUnreadable as error:
@@ -309,55 +319,54 @@ def read_config(run: RunFolder) -> RunConfig:
         wrote = run.identity().get("etude", "unknown")
         raise RunRefused(
             f"{path} was written by etude {wrote}",
-            f"this is etude {__version__}, which finds: {error.what}",
-            hint=f"resume with etude {wrote}, or start anew: --set start=(one of {run / 'checkpoints'})",
+            f"this is etude {__version__}, which reports: {error.what}",
+            hint=f"resume with etude {wrote}, or start a new run: --set start=(one of {run / 'checkpoints'})",
         ) from None
 
 
-def resumed(run: RunFolder, given: Mapping[str, Any], *, whole: bool = True) -> RunConfig:
-    """The config of a run to resume, after a check that the settings `given` now are those of the run. `whole`: all
-    settings are given again, so that one which is missing differs too; else only those that are given are compared.
-    Defaults that changed since do not count. Raises `RunRefused` that names each setting that differs, or when the
-    run's config.toml was changed; `ConfigError`."""
+def config_to_resume(run: RunFolder, given: Mapping[str, Any], *, complete: bool = True) -> RunConfig:
+    """The config of a run to resume, after a check against the settings `given` now. `complete`: `given` is a full
+    config file, so that a setting that is missing from it counts as changed; otherwise only the settings in `given` are
+    compared. Changed defaults do not count. Raises `RunRefused`, which names each differing setting, also when
+    config.toml was edited; `ConfigError`."""
     had = read_config(run)
-    must_be_unchanged(run)
+    check_config_unchanged(run)
     now_plain, had_plain = leaves(to_plain(build(RunConfig, given))), leaves(to_plain(had))
     now, then = set(leaves(given)), set(map(str, run.identity().get("given", ())))
     other = [
         f"{name} is {_shown(now_plain, name)}, the run has {_shown(had_plain, name)}"
         for name in sorted({*now_plain, *had_plain})
         if now_plain.get(name) != had_plain.get(name)
-        and any(_overlap(name, one) for one in (now | then if whole and given else now))
+        and any(_overlap(name, one) for one in (now | then if complete and given else now))
     ]
     if other:
         raise RunRefused(
             f"{run.path} was made with other settings",
             "; ".join(other[:5]) + (f"; and {len(other) - 5} more" if len(other) > 5 else ""),
-            hint=f"go on with its own: etude run --resume {run.path}; or start a new run",
+            hint=f"resume with its own settings: etude run --resume {run.path}; or start a new run",
         )
     return had
 
 
 def _overlap(name: str, other: str) -> bool:
-    """Whether one of two dotted names is the other, or the section that it is in: a plug-in is written in both ways."""
+    """Whether two dotted names are equal or one is a section of the other. A plug-in may be written in both forms."""
     return f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.")
 
 
-def same_plugins(run: RunFolder, now: Sequence[Identity], *, accept: bool) -> None:
-    """Check that the plug-ins of a run to resume are the code that its steps so far were made with, unless the user
-    accepts another. Raises `RunRefused`."""
+def check_same_plugins(run: RunFolder, now: Sequence[Identity], *, accept: bool) -> None:
+    """Check that the plug-ins of a run to resume have the code that its steps so far used. `accept`: the user accepts
+    other code. Raises `RunRefused`."""
     then = {one["path"]: one for one in run.plugins()}
     other = [one for one in now if one.path in then and msgspec.to_builtins(one) != then[one.path]]
     if other and not accept:
         facts = "; ".join(f"now {one}, the run has {msgspec.convert(then[one.path], Identity)}" for one in other)
-        hint = (
-            f"install that version again; or go on with the new code: etude run --resume {run.path} --changed-plugins"
-        )
+        hint = "install that version again; or continue with the new code: "
+        hint += f"etude run --resume {run.path} --changed-plugins"
         raise RunRefused(f"{run.path} was made with another version of a plug-in", facts, hint=hint)
 
 
-def must_be_unchanged(run: RunFolder) -> None:
-    """Check that a run's config.toml is unchanged since the run was made. Raises `RunRefused`."""
+def check_config_unchanged(run: RunFolder) -> None:
+    """Check that a run's config.toml is unchanged since the run was created. Raises `RunRefused`."""
     digest = run.identity().get("config_digest")
     if digest not in (None, hashlib.sha256((run / "config.toml").read_bytes()).hexdigest()):
         raise RunRefused(
@@ -372,8 +381,8 @@ def _shown(plain: Mapping[str, Any], name: str) -> str:
 
 
 def open_tasks(config: RunConfig, *, canaries: bool = True) -> TaskSource:
-    """Open the run's task source, with its images as `preflight` has built them. `canaries`: mix the config's canary
-    tasks among its tasks. Raises `TaskError`."""
+    """Open the run's task source, with the images that `preflight` has built. `canaries`: mix in the config's canary
+    tasks. Raises `TaskError`."""
     tasks = config.tasks
     source = open_source(tasks.source, tasks.seed, files=tasks.files, functions_per_file=tasks.functions_per_file)
     if isinstance(source, HarborSource) and config.machines.images:

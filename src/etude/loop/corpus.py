@@ -1,8 +1,9 @@
-"""Makes the corpus of mid-training from the task source: demonstrations, code documents, standard-library text.
+"""Builds the mid-training corpus from the task source: demonstrations, code documents, standard-library text.
 
-A program of its own (``python -m etude.loop.corpus --run DIR``), since it is all CPU: demonstrations are played on
-both cores, the tokeniser is trained on a sample, everything is encoded once. No held-out or validation function is in
-it: asserted by hash on the finished texts, demonstrations included. Idempotent: what a killed one left is made again.
+A program of its own (``python -m etude.loop.corpus --run DIR``), since it uses only the CPU. Demonstrations are played
+on all cores, the tokeniser is trained on a sample, and everything is encoded once. The corpus has no held-out or
+validation function: this is asserted by hash on the finished texts, including demonstrations. Idempotent: files of a
+killed run are written again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from etude.errors import EtudeError
 from etude.harness import SPECIAL_TOKENS, ChatFormat, chat_template, standard_tools
 from etude.harness.chat import Message
 from etude.loop.config import RunConfig, open_tasks, read_config
-from etude.loop.processes import AGAIN
+from etude.loop.processes import EXIT_RESTART
 from etude.records.task import Split
 from etude.rollouts import demonstrate
 from etude.run import RunFolder
@@ -35,13 +36,13 @@ from etude.training.corpus import write_corpus
 from etude.training.tokenizer import train_tokenizer
 
 HELDOUT_DOCUMENTS = 96  # demonstrations on validation tasks, for the held-out loss
-TOKENIZER_SAMPLE = 1500  # demonstrations that the tokeniser is trained on
+TOKENIZER_SAMPLE = 1500  # demonstrations for training the tokeniser
 CODE_PER_DOCUMENT = 4
 
 
 def build(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
     """Write ``tokenizer/`` and ``corpus/`` of a run."""
-    source = _taught(config)
+    source = _demonstrated_source(config)
     corpus = config.corpus
     code = list(code_documents(count=corpus.num_code_documents, seed=config.seed))
     library = list(library_documents(budget_chars=corpus.library_chars, seed=config.seed))
@@ -53,7 +54,7 @@ def build(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
     own = [text for plugin in corpus.sources for text in plugged_documents(plugin, seed=config.seed)]
     assert_no_heldout(chain(code, own))
     with telemetry.span("corpus.tokenizer", vocab_size=config.model.vocab_size):
-        texts = chain(code[:TOKENIZER_SAMPLE], library, own, *map(_spoken, talks[:TOKENIZER_SAMPLE]))
+        texts = chain(code[:TOKENIZER_SAMPLE], library, own, *map(_message_texts, talks[:TOKENIZER_SAMPLE]))
         train_tokenizer(
             texts,
             run / "tokenizer",
@@ -71,9 +72,9 @@ def build(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
     telemetry.event("corpus.done", documents=len(documents), tokens=sum(len(d) for d in documents))
 
 
-def _taught(config: RunConfig) -> Demonstrating:
-    """The tasks that are demonstrated: the run's own where they can be, else generated ones, which teach a model the
-    tools before it meets the run's."""
+def _demonstrated_source(config: RunConfig) -> Demonstrating:
+    """The tasks that are demonstrated: the run's own if its source has demonstrations; otherwise generated tasks, which
+    teach the model the tools before it sees the run's tasks."""
     source, tasks = open_tasks(config, canaries=False), config.tasks
     if isinstance(source, Demonstrating):
         return source
@@ -81,16 +82,16 @@ def _taught(config: RunConfig) -> Demonstrating:
 
 
 def _demonstrate(config: RunConfig) -> list[list[Message]]:
-    """All demonstrations, played in as many processes as there are cores."""
+    """Play all demonstrations, in one process per core."""
     cores, count = len(os.sched_getaffinity(0)), config.corpus.num_demonstrations
     cuts = [count * i // cores for i in range(cores + 1)]
-    with ProcessPoolExecutor(cores, multiprocessing.get_context("spawn")) as pool:  # knows when a process is killed
+    with ProcessPoolExecutor(cores, multiprocessing.get_context("spawn")) as pool:  # notices when a process is killed
         parts = [pool.submit(_demonstrate_part, config, a, b) for a, b in pairwise(cuts)]
         return list(chain.from_iterable(part.result() for part in parts))
 
 
 def _demonstrate_part(config: RunConfig, start: int, stop: int) -> list[list[Message]]:
-    source, share = _taught(config), config.corpus.right_body
+    source, share = _demonstrated_source(config), config.corpus.right_body
     talks = _play(source, stop - start, seed=config.seed, first=1_000_000 + start, right_body=share)
     assert_no_heldout(message["content"] for talk in talks for message in talk)
     return talks
@@ -106,8 +107,8 @@ def _play(
     ]
 
 
-def _spoken(talk: list[Message]) -> Iterator[str]:
-    """The texts between a conversation's special tokens, as the chat format will encode them."""
+def _message_texts(talk: list[Message]) -> Iterator[str]:
+    """The texts between a conversation's special tokens, as the chat format encodes them."""
     for message in talk:
         yield message["content"]
         for call in message.get("tool_calls", ()):
@@ -121,6 +122,7 @@ def _batched(items: Sequence[str], size: int) -> Iterator[list[str]]:
 
 
 def main() -> int:
+    """Build the corpus of a run. Returns the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--run", type=Path, required=True)
     run = RunFolder.open(parser.parse_args().run)
@@ -128,7 +130,7 @@ def main() -> int:
         build(run, read_config(run), Telemetry(run / "events" / "corpus.jsonl", process="corpus"))
     except BrokenProcessPool as died:
         print(died, file=sys.stderr)
-        return AGAIN
+        return EXIT_RESTART
     except EtudeError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -1,4 +1,4 @@
-"""Whether the devices that a config names are there, before anything starts. Imports no torch: it asks a child."""
+"""Checks that the devices of a config exist, before anything starts. Imports no torch: a child process does."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from etude.inference.foreign.environment import MAKES, environment
 from etude.loop.config import RunConfig
 
 COUNT_S = 120.0
-"""For torch to be imported and to look for GPUs; a driver that was never used may take a minute."""
+"""Deadline for importing torch and looking for GPUs; an unused driver may take a minute."""
 _COUNT = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
 
 
 def count_gpus() -> int:
-    """How many GPUs torch sees on this machine. Raises `ConfigError` where it does not say."""
+    """The number of GPUs that torch sees on this machine. Raises `ConfigError` when torch does not answer."""
     try:
         done = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, timeout=COUNT_S)
         return int(done.stdout)
     except (subprocess.TimeoutExpired, ValueError) as error:
         facts = str(error) if isinstance(error, subprocess.TimeoutExpired) else done.stderr.strip()[-300:]
-        hint = "see whether `import torch` works here; device = 'cpu' asks for no GPU"
-        raise ConfigError("torch did not say which GPUs are here", facts, hint=hint) from None
+        hint = "check that `import torch` works here; device = 'cpu' needs no GPU"
+        raise ConfigError("torch did not report this machine's GPUs", facts, hint=hint) from None
 
 
 def gpus_of(device: str) -> int:
-    """How many GPUs a machine must have for one process on this device.
+    """The number of GPUs that a machine must have for one process on this device.
 
     >>> [gpus_of(name) for name in ("auto", "cpu", "cuda", "cuda:3")]
     [0, 0, 1, 4]
@@ -38,8 +38,8 @@ def gpus_of(device: str) -> int:
 
 
 def check_devices(config: RunConfig, *, count: Callable[[], int] = count_gpus) -> None:
-    """Raises `ConfigError` for a GPU that is named in `engine.device` or `learner.device` and not there. `count` is
-    asked only where one is named."""
+    """Raise `ConfigError` when `engine.device` or `learner.device` names a GPU that does not exist. `count` is called
+    only when one is named."""
     here = config.learner.ranks - config.fleet.ranks_away
     wanted = {
         "engine": gpus_of(config.engine.device) if EngineKind.REFERENCE in config.fleet.engines else 0,
@@ -58,19 +58,19 @@ def check_devices(config: RunConfig, *, count: Callable[[], int] = count_gpus) -
 
 
 def check_foreign_device(config: RunConfig, kind: EngineKind) -> None:
-    """Raises `ConfigError` where `engine.device` names another device than an engine of this kind was installed for,
-    `EngineError` where none is installed."""
+    """Raise `ConfigError` when `engine.device` differs from the device that this kind of engine was installed for, and
+    `EngineError` when it is not installed."""
     device, name = config.engine.device, MAKES[kind].name
     installed = environment(config.foreign(kind).environment, MAKES[kind]).require().device
     if device.partition(":")[0] not in ("auto", installed):
         raise ConfigError(
             f"engine.device = {device!r}",
-            f"{name} was installed for {installed} and computes there",
+            f"{name} was installed for {installed} and runs there",
             hint=f"set engine.device = 'auto', or etude engines install {kind} --device {device.partition(':')[0]}",
         )
     if gpus_of(device) > 1:
         raise ConfigError(
             f"engine.device = {device!r}",
-            f"{name} chooses its GPUs by itself",
-            hint="set engine.device = 'cuda', and choose by the environment variable CUDA_VISIBLE_DEVICES",
+            f"{name} chooses its own GPUs",
+            hint="set engine.device = 'cuda', and choose with the environment variable CUDA_VISIBLE_DEVICES",
         )

@@ -1,8 +1,8 @@
-"""The history of a run's current weights: which steps can be replayed, and from which checkpoint.
+"""The history of a run's current weights: which steps can be replayed, and from which checkpoints.
 
-A step number may have been trained more than once, after a restart: what is meant is the one in the lineage of the
-current weights, whose traces replaced the others'. Only reads, and loads no torch: a step that is not there is refused
-in an instant.
+After a restart a step number may have been trained more than once. It refers to the step in the lineage of the current
+weights, whose traces replaced the earlier ones. This module only reads, and does not load torch, so that a missing step
+is reported at once.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from etude.errors import CheckpointError, InputError, LedgerError, WeightsError
 from etude.experience import read_trace
-from etude.experience.traces import Recorded, trace_path
-from etude.loop.places import traces_folder, weights_store
+from etude.experience.traces import RecordedBatch, trace_path
+from etude.loop.locations import traces_folder, weights_store
 from etude.loop.retention import steps_in
 from etude.records import Version
 from etude.run import RunFolder
@@ -25,16 +25,17 @@ from etude.weights.chain.manifest import Manifest
 
 @dataclass(frozen=True)
 class History:
-    """The current lineage of a run, as its folder shows it."""
+    """The current lineage of a run, read from its folder."""
 
     run: RunFolder
     versions: Mapping[int, Manifest]  # by step
-    rollout_ids: Mapping[int, frozenset[str]]  # by step; empty: published again, and so not known
-    damaged: Version | None = None  # where the lineage can be read no further back
-    numbers: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # by step: of its last `rl.step` event
+    rollout_ids: Mapping[int, frozenset[str]]  # by step; empty when it was published again, so unknown
+    damaged: Version | None = None  # the lineage cannot be read before this version
+    numbers: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # step → its last `rl.step` event
 
     @classmethod
     def read(cls, run: RunFolder) -> History:
+        """Read the history of a run. Raises `InputError` when the run has no weights."""
         manifests, damaged = readable(weights_store(run, readonly=True), "policy")
         ids: dict[int, frozenset[str]] = {}
         for manifest in manifests:
@@ -46,64 +47,59 @@ class History:
         return cls(run, versions, ids, damaged.version if damaged else None, numbers)
 
     def version(self, step: int) -> Version | None:
-        """The version that the run published at a step; None where that is not known any more."""
+        """The version that the run published at this step; None when it is not known."""
         return self.versions[step].version if step in self.versions else None
 
     def require(self, step: int) -> None:
-        """Raise an error that says why a step cannot be redone, where its version is not in the lineage."""
+        """Raise an error with the reason when this step is not in the lineage, so cannot be replayed."""
         if step in self.versions and step > 0:
             return
         steps = [at for at in self.versions if at > 0]
         if self.damaged is not None and step <= self.damaged.step:
             raise WeightsError(
-                f"what step {step} published is not known any more",
-                f"the lineage can be read back to {self.damaged}, whose manifest is gone or damaged",
-                hint="copy that manifest back, or redo a later step",
+                f"the version of step {step} is no longer known",
+                f"the lineage can be read back to {self.damaged}, whose manifest is missing or damaged",
+                hint="copy that manifest back, or replay a later step",
             )
         facts = f"its current lineage has steps {min(steps)} to {max(steps)}" if steps else "it has published no step"
-        lost = (
-            "; that one was trained in a lineage that is lost"
-            if trace_path(traces_folder(self.run), step).exists()
-            else ""
-        )
-        raise InputError(f"{self.run.path} has no step {step}", facts + lost, hint="name one of its lineage's steps")
+        lost = "; this step was trained in a lost lineage" if trace_path(traces_folder(self.run), step).exists() else ""
+        raise InputError(f"{self.run.path} has no step {step}", facts + lost, hint="choose a step of its lineage")
 
-    def beginning(self, step: int, given: Path | None) -> Path:
-        """The checkpoint to redo a step from: the one that was given, by path or by name, or the nearest before it.
-        Raises `CheckpointError`
-        when there is none, `InputError` for one of a step that is not before it."""
+    def start_checkpoint(self, step: int, given: Path | None) -> Path:
+        """The checkpoint to replay a step from: the given one, by path or by name, or the nearest before the step.
+        Raises `CheckpointError` when it does not exist, and `InputError` when its step is not before this step."""
         folder = self.run / "checkpoints"
         saved = [path for at, path in sorted(steps_in(folder, "step-*")) if at < step]
         start = given or (saved[-1] if saved else folder / "mid")
         if not start.exists() and len(start.parts) == 1:
             start = folder / start
         if not start.is_dir():
-            raise CheckpointError(f"no checkpoint at {start}", hint=self.others(step, start))
+            raise CheckpointError(f"no checkpoint at {start}", hint=self.other_checkpoints(step, start))
         saved_at = {path.resolve(): at for at, path in steps_in(folder, "step-*")}
         self.require_before(step, start, saved_at.get(start.resolve(), 0))
         return start
 
     def require_before(self, step: int, start: Path, held: int) -> None:
-        """Raise `InputError` for a checkpoint whose step does not lie before the one to redo."""
+        """Raise `InputError` when the checkpoint's step is not before the step to replay."""
         if held >= step:
-            hint = self.others(step, start)
-            raise InputError(f"{start} does not lead to step {step}", f"it holds step {held}", hint=hint)
+            hint = self.other_checkpoints(step, start)
+            raise InputError(f"{start} is not before step {step}", f"it is of step {held}", hint=hint)
 
-    def others(self, step: int, start: Path) -> str:
-        """As a hint: what else than `start` a step can be redone from."""
+    def other_checkpoints(self, step: int, start: Path) -> str:
+        """Text of a hint: other checkpoints from which the step can be replayed."""
         folder = self.run / "checkpoints"
         paths = [folder / "mid", *(path for at, path in sorted(steps_in(folder, "step-*")) if at < step)]
         names = ", ".join(path.name for path in paths if path.is_dir() and path.resolve() != start.resolve())
-        return f"begin from another: --from one of {names}" if names else "no other checkpoint is before that step"
+        return f"start from another: --from one of {names}" if names else "no other checkpoint is before that step"
 
-    def batch(self, step: int) -> Recorded:
-        """The record of a step of the lineage. Raises `LedgerError`."""
+    def batch(self, step: int) -> RecordedBatch:
+        """Read the record of a step of the lineage. Raises `LedgerError`."""
         recorded = read_trace(trace_path(traces_folder(self.run), step))
         known = self.rollout_ids.get(step)
         if known and known != frozenset(recorded.batch.rollout_ids):
             raise LedgerError(
-                f"the record of step {step} is not of the step that the current weights were trained by",
-                f"{len(known ^ set(recorded.batch.rollout_ids))} rollouts are in one and not in the other",
+                f"the trace of step {step} is not of the step in the lineage of the current weights",
+                f"{len(known ^ set(recorded.batch.rollout_ids))} rollouts are only in one of the two",
                 hint="restore its trace from a copy; no other step needs it",
             )
         return recorded

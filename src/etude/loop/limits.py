@@ -1,7 +1,7 @@
-"""The limits of rollouts: taken from the starting checkpoint where the config gives none, and held against the tasks.
+"""Limits of context and turn length: defaults from the starting checkpoint, and checks against the tasks.
 
-A rollout whose first prompt and one turn exceed `harness.context_tokens` ends before the model is asked once, and a
-turn that is shorter than any tool call says nothing. Both are known before anything starts.
+A rollout whose first prompt and one turn exceed `harness.context_tokens` ends before the model is called, and a turn
+that is shorter than any tool call is useless. Both are checked before anything starts.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from etude.records.task import Split, Task
 from etude.seams import TaskSource
 
 MOST_CONTEXT = 4096
-"""The largest context in tokens where the config names none: an engine has KV memory for `max_sequences` whole
-contexts."""
+"""The largest default context in tokens: an engine needs KV memory for `max_sequences` full contexts."""
 LEAST_TURN, MOST_TURN = 24, 512
 TURNS_IN_CONTEXT = 8
-LOOKED_AT = 8  # tasks of a split
+LOOKED_AT = 8  # number of tasks checked per split
 _SMALLEST: dict[str, Any] = {"integer": 1, "number": 1, "boolean": True, "array": [], "object": {}}
 
 
-def configured(given: Mapping[str, Any]) -> RunConfig:
-    """The config of what its user gave. Raises `ConfigError`."""
+def build_config(given: Mapping[str, Any]) -> RunConfig:
+    """Build the config from the user's settings, with limits filled in by `with_limits`. Raises `ConfigError`."""
     return build(RunConfig, with_limits(given))
 
 
 def with_limits(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a user gave and, where it starts from a checkpoint, the limits that it leaves out: contexts of as many
-    tokens as the model has positions, at most `MOST_CONTEXT`; turns of an eighth of one. What cannot be read is left
-    for the checks of a config to refuse."""
+    """The user's settings and, when they start from a checkpoint, defaults for missing limits: contexts as long as the
+    model has positions, at most `MOST_CONTEXT`; turns of an eighth of a context. Settings that cannot be read are left
+    for the checks of the config."""
     start, engine, harness = given.get("start"), given.get("engine", {}), given.get("harness", {})
     if not isinstance(start, str) or not isinstance(engine, Mapping) or not isinstance(harness, Mapping):
         return dict(given)
     try:
-        positions = starting_model(Path(start)).context_tokens
+        positions = start_model_config(Path(start)).context_tokens
     except (ConfigError, CheckpointError):
         return dict(given)
     engine, harness = dict(engine), dict(harness)
-    asked = harness.get("context_tokens", 0)
-    context = engine.setdefault("context_tokens", max(asked if type(asked) is int else 0, min(positions, MOST_CONTEXT)))
+    wanted = harness.get("context_tokens", 0)
+    least = wanted if type(wanted) is int else 0
+    context = engine.setdefault("context_tokens", max(least, min(positions, MOST_CONTEXT)))
     context = harness.setdefault("context_tokens", context)
     if type(context) is int:
         turn = min(max(context // TURNS_IN_CONTEXT, LEAST_TURN), MOST_TURN)
@@ -55,8 +55,8 @@ def with_limits(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**given, "engine": engine, "harness": harness}
 
 
-def starting_model(checkpoint: Path) -> ModelConfig:
-    """The model that the config.json of a starting checkpoint describes. Raises `ConfigError`, `CheckpointError`."""
+def start_model_config(checkpoint: Path) -> ModelConfig:
+    """The model config in a starting checkpoint's config.json. Raises `ConfigError`, `CheckpointError`."""
     path = checkpoint / "config.json"
     try:
         raw = json.loads(path.read_text())
@@ -67,16 +67,16 @@ def starting_model(checkpoint: Path) -> ModelConfig:
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged", str(error), hint="copy or download the checkpoint again") from None
     if not isinstance(raw, dict):
-        raise CheckpointError(f"{path} is damaged", "it is no object", hint="copy or download the checkpoint again")
+        raise CheckpointError(f"{path} is damaged", "it is not an object", hint="copy or download the checkpoint again")
     try:
         return ModelConfig.from_hf(raw)
-    except CheckpointError as error:  # it is whole, and of another architecture: no `start`
+    except CheckpointError as error:  # a valid file of an unsupported architecture
         facts = f"{error.what}{': ' if error.facts else ''}{error.facts}"
         raise ConfigError(f"start = {str(checkpoint)!r}", facts, hint=error.hint) from None
 
 
 def first_tasks(source: TaskSource, splits: Sequence[Split]) -> list[Task]:
-    """The first tasks of each split."""
+    """The first `LOOKED_AT` tasks of each split."""
     sizes = {split: source.size(split) for split in splits}
     return [
         source.task(split, i)
@@ -86,15 +86,15 @@ def first_tasks(source: TaskSource, splits: Sequence[Split]) -> list[Task]:
 
 
 def check_limits(
-    limits: HarnessConfig, chat: ChatFormat, tasks: Sequence[Task], said: Callable[[str], None] = lambda _: None
+    limits: HarnessConfig, chat: ChatFormat, tasks: Sequence[Task], log: Callable[[str], None] = lambda _: None
 ) -> None:
-    """Check that rollouts of these tasks can take a turn, and that a turn can hold a tool call. `said` is called with a
-    line where some tasks or tools do not fit. Raises `ConfigError` where none fits, and `ChatError` for a checkpoint
+    """Check that rollouts of these tasks can take a turn, and that a turn can hold a tool call. `log` is called with a
+    line when some tasks or tools do not fit. Raises `ConfigError` when none fits, and `ChatError` for a checkpoint
     without tool calls."""
     tools = standard_tools(limits.tools)
-    _check_turns(limits, chat, tools.signatures, said)
-    asked = ([{"role": "user", "content": task.instruction}] for task in tasks)
-    prompts = sorted(len(chat.first(messages, tools.signatures)) for messages in asked)
+    _check_turns(limits, chat, tools.signatures, log)
+    first = ([{"role": "user", "content": task.instruction}] for task in tasks)
+    prompts = sorted(len(chat.first(messages, tools.signatures)) for messages in first)
     past = [tokens for tokens in prompts if tokens + limits.turn_tokens > limits.context_tokens]
     if not past:
         return
@@ -102,35 +102,35 @@ def check_limits(
     wanted = -(-(prompts[-1] + limits.max_turns * limits.turn_tokens) // 64) * 64
     if len(past) == len(prompts):
         raise ConfigError(
-            f"{what} has no room for one turn of any of the first {len(prompts)} tasks",
+            f"{what} is too small for one turn of any of the first {len(prompts)} tasks",
             f"their prompts, with the tools' schemas, have {prompts[0]} to {prompts[-1]} tokens, a turn "
-            f"{limits.turn_tokens}: every rollout would end before the model is asked",
-            hint=f"set harness.context_tokens to {wanted} or more, and engine.context_tokens not below it",
+            f"{limits.turn_tokens}: every rollout would end before the model is called",
+            hint=f"set harness.context_tokens to {wanted} or more, and engine.context_tokens at least as large",
         )
-    said(
-        f"{what} has no room for one turn of {len(past)} of the first {len(prompts)} tasks: their prompts have up to "
-        f"{prompts[-1]} tokens; their rollouts will end before the model is asked"
+    log(
+        f"{what} is too small for one turn of {len(past)} of the first {len(prompts)} tasks: their prompts have up to "
+        f"{prompts[-1]} tokens; their rollouts will end before the model is called"
     )
 
 
 def _check_turns(
-    limits: HarnessConfig, chat: ChatFormat, signatures: Mapping[str, Signature], said: Callable[[str], None]
+    limits: HarnessConfig, chat: ChatFormat, signatures: Mapping[str, Signature], log: Callable[[str], None]
 ) -> None:
     calls = {name: len(chat.spell(_smallest_call(signature))) for name, signature in signatures.items()}
     past = {name: tokens for name, tokens in calls.items() if tokens > limits.turn_tokens}
     what = f"harness.turn_tokens = {limits.turn_tokens}"
-    told = ", ".join(f"{name} {tokens}" for name, tokens in past.items())
+    sizes = ", ".join(f"{name} {tokens}" for name, tokens in past.items())
     if len(past) == len(calls) or (limits.require_submit and "submit" in past):
         raise ConfigError(
-            f"{what} has no room for a call of {'any tool' if len(past) == len(calls) else 'submit'}",
-            f"the shortest calls in the checkpoint's format, in tokens: {told}",
+            f"{what} is too small for a call of {'any tool' if len(past) == len(calls) else 'submit'}",
+            f"tokens of the shortest calls in the checkpoint's format: {sizes}",
             hint=f"set harness.turn_tokens to {4 * max(calls.values())} or more: calls have longer arguments",
         )
     if past:
-        said(f"{what} has no room for the shortest call of some tools, in tokens: {told}")
+        log(f"{what} is too small for the shortest call of some tools, in tokens: {sizes}")
 
 
 def _smallest_call(signature: Signature) -> Call:
-    """A call with the arguments that it cannot do without, each as short as can be."""
+    """A call with the shortest possible values for the required parameters only."""
     required = (parameter for parameter in signature.parameters if parameter.required)
     return Call(signature.name, {parameter.name: _SMALLEST.get(parameter.kind, "x") for parameter in required})

@@ -1,8 +1,8 @@
 """Mid-training as a program of its own: ``python -m etude.loop.mid_training --run DIR``.
 
-Two ranks by default, one a core. Killed at any moment, or robbed of a rank, it goes on from its last checkpoint. The
-*copy probe* is the skill that forms last and that RL cannot mend: shown the tests' complaint and the right file, is the
-edit right?
+It uses one rank per core. When it or a rank is killed, it continues from its last checkpoint. The *copy probe* measures
+a skill that is learned last and that RL cannot teach: given the error message of a test and the correct file, does the
+model copy the edit correctly?
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from etude.environments.memory import MemoryMachine
 from etude.errors import EtudeError
 from etude.harness import ChatFormat, standard_tools
 from etude.loop.config import RunConfig, open_tasks, read_config
-from etude.loop.processes import AGAIN
+from etude.loop.processes import EXIT_RESTART
 from etude.models import Transformer
 from etude.models.attention import Packed
 from etude.records.wire import I32
@@ -28,15 +28,16 @@ from etude.run import RunFolder
 from etude.tasks.scripts import WithCopyProbe
 from etude.telemetry import Telemetry
 from etude.training import mid_train
-from etude.training.ranks import RankDied
+from etude.training.data_parallel import RankDied
 
 PROBE_TASKS, PROBE_FIRST = 128, 5_000_000
-"""Training-side tasks, far from those that demonstrations and rollouts use."""
+"""Training tasks whose indices are far from those that demonstrations and rollouts use."""
 
 
 @dataclass(frozen=True)
 class CopyProbe:
-    """Share of texts whose last `num_answer` tokens are all the model's first choice. Picklable: every rank has one."""
+    """The share of texts whose last `num_answer` tokens are all the model's first choice. Picklable: every rank has
+    one."""
 
     texts: tuple[I32, ...]
     num_answer: tuple[int, ...]
@@ -50,7 +51,7 @@ class CopyProbe:
 
 
 def copy_probe(run: RunFolder, config: RunConfig) -> CopyProbe | None:
-    """The probe of a source that has one; None for any other."""
+    """The copy probe of a source; None if the source has none."""
     source = open_tasks(config, canaries=False)
     if not isinstance(source, WithCopyProbe):
         return None
@@ -61,11 +62,12 @@ def copy_probe(run: RunFolder, config: RunConfig) -> CopyProbe | None:
         machine = MemoryMachine({path: text.encode() for path, text in task.files.items()})
         talk = demonstrate(task, script, tools, machine)
         texts.append(chat.whole(talk[:-1], tools.signatures))  # without the edit's answer
-        num_answer.append(len(chat.encode(end)) + 1)  # and the end of the turn
+        num_answer.append(len(chat.encode(end)) + 1)  # plus the end of the turn
     return CopyProbe(tuple(texts), tuple(num_answer))
 
 
 def main() -> int:
+    """Mid-train the model of a run. Returns the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--run", type=Path, required=True)
     run = RunFolder.open(parser.parse_args().run)
@@ -84,7 +86,7 @@ def main() -> int:
         )
     except RankDied as died:
         print(died, file=sys.stderr)
-        return AGAIN
+        return EXIT_RESTART
     except EtudeError as error:
         print(error, file=sys.stderr)
         return error.exit_code

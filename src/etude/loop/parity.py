@@ -1,12 +1,14 @@
-"""What engine and learner may differ by in a run, and what happens when they do. Pure: who asks and acts are others.
+"""The parity budget: how far the probabilities of engine and learner may differ in a run, and what happens beyond it.
+Pure: measuring and acting is done by `parity_probe` and the conductor.
 
-At each publish every engine is asked for its log-probabilities of a fixed text at that very version, so that a mismatch
-is seen apart from staleness. Over budget the run ends, or takes its next defence, or says so and goes on. An engine
-that decodes may compute otherwise than one that reads a text: while every number must be the same, so must those of
-rollouts that the learner's own weights sampled.
+At each publish every engine computes the log-probabilities of a fixed text with that version, so that mismatch is
+measured apart from staleness. Over budget the run stops, takes its next defence, or only reports it, depending on
+`[parity]`. An engine may compute differently when it decodes than when it scores a text: so in exact mode, the
+probabilities of rollouts sampled by the learner's current weights are checked, too.
 
-Defences, in order: exact mode needs none, every number is the same; where it is not, the engines' routes are replayed;
-where that is still too far, the importance weights are truncated (`training.corrections`).
+Defences, in order: exact mode needs none, since all probabilities are equal. Otherwise the learner replays the engines'
+expert choices (routes). If the difference is still too large, importance weights are truncated
+(`training.corrections`).
 """
 
 from __future__ import annotations
@@ -21,15 +23,15 @@ from etude.numerics.config import ComputeDtype
 
 
 class Defence(enum.StrEnum):
-    """What makes up for engines that compute other numbers."""
+    """What the learner does about probabilities that differ from the engines'."""
 
-    NONE = "none"  # nothing: the numbers are the same
-    REPLAY = "replay"  # the engines' experts are used
-    TRUNCATED = "truncated"  # and importance weights are truncated
+    NONE = "none"  # nothing: probabilities are equal
+    REPLAY = "replay"  # it uses the engines' experts
+    TRUNCATED = "truncated"  # it also truncates importance weights
 
 
 class OverBudget(enum.StrEnum):
-    """What a run does when an engine is further from the learner than its budget."""
+    """What a run does when an engine exceeds the parity budget."""
 
     STOP = "stop"
     FALL_BACK = "fall_back"
@@ -38,20 +40,20 @@ class OverBudget(enum.StrEnum):
 
 @dataclass(frozen=True)
 class ParityConfig:
-    """The `[parity]` section. Budgets hold in native mode; in exact mode every number must be the same."""
+    """The `[parity]` section. Budgets apply in native mode; in exact mode all probabilities must be equal."""
 
-    k3: float | None = None  # nats a token; none: by dtype, twice what was measured
-    ratio_p99: float | None = None  # the 99th percentile of |r - 1|; none: by dtype
-    patience: int = ranged(3, low=1)  # probes of one engine in a row that must be over; one, where all must be equal
+    k3: float | None = None  # nats per token; None: by dtype, twice the measured value
+    ratio_p99: float | None = None  # the 99th percentile of |r - 1|; None: by dtype
+    patience: int = ranged(3, low=1)  # consecutive probes of an engine over budget before an alarm; exact mode: 1
     over_budget: OverBudget = OverBudget.STOP
 
     def __post_init__(self) -> None:
         for name, value in (("k3", self.k3), ("ratio_p99", self.ratio_p99)):
             if value is not None and not 0 <= value < float("inf"):
-                raise ValueError(f"{name} = {value} is no budget: a number from 0 on")
+                raise ValueError(f"{name} = {value} is not a budget: it must be 0 or more")
 
     def budget(self, dtype: str) -> Budget:
-        """In native mode, of engines that compute in `dtype`.
+        """The budget in native mode of engines that compute in `dtype`.
 
         >>> ParityConfig(k3=1e-4).budget("bfloat16")
         Budget(k3=0.0001, ratio_p99=0.5)
@@ -63,50 +65,50 @@ class ParityConfig:
 
 
 FRESH = "fresh rollouts"
-"""In the place of an engine's name: what the learner's own weights sampled, wherever."""
+"""Used instead of an engine's name for rollouts sampled by the learner's current weights, on any engine."""
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """An engine that is over its budget."""
+    """An engine that exceeds its budget."""
 
     engine: str  # or `FRESH`
     found: Parity
     budget: Budget
-    defence: Defence | None  # what to take now; None: nothing is left, or nothing may be taken
+    defence: Defence | None  # the defence to take now; None: none is left or allowed
 
 
-class Watch:
-    """The budget of a run, and how often each engine was over it.
+class ParityMonitor:
+    """Counts how often each engine exceeds the run's parity budget, and raises alarms.
 
-    >>> watch = Watch(ParityConfig(over_budget=OverBudget.FALL_BACK), exact=True, dtype=ComputeDtype.FLOAT32)
+    >>> watch = ParityMonitor(ParityConfig(over_budget=OverBudget.FALL_BACK), exact=True, dtype=ComputeDtype.FLOAT32)
     >>> from etude.evals.parity import compare
-    >>> watch.saw("engine-0", compare([-1.0], [-1.0])) is None
+    >>> watch.record("engine-0", compare([-1.0], [-1.0])) is None
     True
-    >>> watch.saw("engine-0", compare([-1.0], [-1.000001])).defence
+    >>> watch.record("engine-0", compare([-1.0], [-1.000001])).defence
     <Defence.REPLAY: 'replay'>
     """
 
     def __init__(
         self, config: ParityConfig, *, exact: bool, dtype: ComputeDtype, defence: Defence | None = None
     ) -> None:
-        """`defence`: the one that is taken already, by a run that goes on."""
+        """`defence`: the defence already taken, in a resumed run."""
         self._config, self._dtype = config, dtype
         self.defence = defence or (Defence.NONE if exact else Defence.REPLAY)
         self._over: dict[str, int] = {}
 
     @property
     def budget(self) -> Budget | None:
-        """With the present defence; None where there is none that could be passed."""
+        """The budget under the current defence; None when there is no limit."""
         if self.defence is Defence.NONE:
             return Budget(0.0, 0.0)
         if self.defence is Defence.TRUNCATED:
             return None
         return self._config.budget(self._dtype)
 
-    def saw(self, engine: str, found: Parity) -> Alarm | None:
-        """Count a probe. An alarm is raised when the patience with an engine is over, at once where every number must
-        be the same or one is none; a defence it names counts as taken."""
+    def record(self, engine: str, found: Parity) -> Alarm | None:
+        """Record a probe. Returns an alarm when the patience with an engine is exhausted: at once in exact mode and for
+        numbers that are not finite. A defence that the alarm names counts as taken."""
         budget = self.budget
         if budget is None or budget.holds(found):
             self._over.pop(engine, None)
@@ -125,10 +127,10 @@ class Watch:
         return Alarm(engine, found, budget, taken)
 
     def trained(self, fresh_ratio_max: float | None) -> Alarm | None:
-        """Count a trained step's max |r - 1| on the learner's own weights as a probe, where it must be 0."""
+        """Record a step's max |r - 1| of fresh rollouts like a probe, in exact mode only, where it must be 0."""
         if self.defence is not Defence.NONE or fresh_ratio_max is None:
             return None
-        return self.saw(FRESH, compare([0.0], [math.log1p(fresh_ratio_max)]))
+        return self.record(FRESH, compare([0.0], [math.log1p(fresh_ratio_max)]))
 
 
 def _next(defence: Defence) -> Defence:

@@ -1,8 +1,8 @@
-"""A run from nothing to a better model: the phases in order, each skipped once it has ended.
+"""Runs the phases of a run in order: corpus → mid-training → eval-before → rl → eval-after → report.
 
-``corpus → mid-training → eval-before → rl → eval-after → report``. What a phase leaves lies in the run folder, so a
-killed run goes on with the phase it was in. Corpus and mid-training are programs of their own that run to their end;
-from `eval-before` on, the crew (engines, workers, graders, learner) is up.
+A phase that has ended is skipped. The results of a phase are in the run folder, so a killed run continues with the
+phase that it was in. Corpus and mid-training are separate programs. From `eval-before` on the run's processes (engines,
+workers, graders, learner) are up.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from typing import Any
 from etude.dashboard import RunView, summarise, write_report
 from etude.errors import EtudeError
 from etude.evals import EvalResult
+from etude.file_checksums import sealed
 from etude.harness import ChatFormat
 from etude.loop import usage
+from etude.loop.checkpoints import copy_start_checkpoint
 from etude.loop.conductor import Conductor
 from etude.loop.config import RunConfig, open_tasks
-from etude.loop.crew import Crew, crew
-from etude.loop.evaluating import baseline
+from etude.loop.evaluation import baseline
 from etude.loop.limits import check_limits, first_tasks
-from etude.loop.placement import NOTHING, Placement
-from etude.loop.places import read_ledger
+from etude.loop.locations import read_ledger
+from etude.loop.placement import NO_ENV, Placement
 from etude.loop.preflight import used_splits
-from etude.loop.processes import AGAIN, KEEPS_MEMORY, Child, Supervisor
-from etude.loop.standalone import take_checkpoint
+from etude.loop.processes import EXIT_RESTART, KEEP_MEMORY_ENV, Child, Supervisor
+from etude.loop.rpc import ProcessLost
+from etude.loop.run_processes import RunProcesses, open_processes
 from etude.loop.tracking import tracked
-from etude.loop.wire import Lost
 from etude.records.task import Split
 from etude.run import RunFolder, write_durably
-from etude.sums import sealed
 from etude.telemetry import Telemetry
 
 Phase = Callable[[], Awaitable[Mapping[str, Any]]]
@@ -44,11 +44,11 @@ Phase = Callable[[], Awaitable[Mapping[str, Any]]]
 async def run_phases(
     run: RunFolder, config: RunConfig, telemetry: Telemetry, *, placement: Placement | None = None
 ) -> None:
-    """Everything that has not ended yet. Cancel to stop cleanly; the run can be resumed. `placement`: where components
-    run, else as children of this process; closed at the end."""
+    """Run all phases that have not ended. Cancel it to stop cleanly; the run can be resumed. `placement`: where
+    components run (default: as children of this process); closed at the end."""
     supervisor = Supervisor(telemetry, hung_s=config.fleet.hung_s, placement=placement)
     telemetry.event("session")
-    watching = asyncio.create_task(usage.watch(supervisor.usage, telemetry), name="usage")
+    watching = asyncio.create_task(usage.log_usage(supervisor.usage, telemetry), name="usage")
     try:
         async with tracked(run, config, telemetry):
             preparing = {"corpus": "etude.loop.corpus", "mid-training": "etude.loop.mid_training"}
@@ -61,8 +61,8 @@ async def run_phases(
                     if phase == "corpus" and not run.ended("mid-training"):
                         await asyncio.to_thread(_check_limits, run, config)
             if not run.ended("eval-after"):
-                async with crew(run, config, telemetry, supervisor) as members:
-                    await _with_crew(run, config, telemetry, members)
+                async with open_processes(run, config, telemetry, supervisor) as members:
+                    await _with_processes(run, config, telemetry, members)
             await _phase(run, telemetry, "report", functools.partial(_report, run))
     finally:
         watching.cancel()
@@ -71,6 +71,7 @@ async def run_phases(
 
 
 async def _phase(run: RunFolder, telemetry: Telemetry, name: str, work: Phase) -> None:
+    """Run one phase, unless it has ended, and record its end."""
     if run.ended(name):
         return
     telemetry.event("phase", phase=name, state="start")
@@ -83,23 +84,23 @@ async def _phase(run: RunFolder, telemetry: Telemetry, name: str, work: Phase) -
 
 
 def _check_limits(run: RunFolder, config: RunConfig) -> None:
-    """What `preflight` could not see, since the run had no tokeniser. Raises `ConfigError`."""
+    """Check the limits that `preflight` could not check while the run had no tokeniser. Raises `ConfigError`."""
     tasks = first_tasks(open_tasks(config, canaries=False), used_splits(config))
     check_limits(config.harness, ChatFormat.load(run / "tokenizer"), tasks)
 
 
 async def _adopt_start(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> Mapping[str, Any]:
-    """Begin from the user's own checkpoint."""
+    """The corpus phase of a run with a starting checkpoint: copy the checkpoint into the run."""
     assert config.start is not None, "called with a start only"
-    await asyncio.to_thread(take_checkpoint, config.start, run, telemetry)
+    await asyncio.to_thread(copy_start_checkpoint, config.start, run, telemetry)
     return {"start": str(config.start)}
 
 
 async def _program(
     run: RunFolder, telemetry: Telemetry, supervisor: Supervisor, phase: str, module: str
 ) -> Mapping[str, Any]:
-    """A program that runs to its end; one that dies is started again and goes on from what it left."""
-    env = KEEPS_MEMORY if phase == "mid-training" else NOTHING
+    """Run a program until it ends. One that is killed is started again and continues from its files."""
+    env = KEEP_MEMORY_ENV if phase == "mid-training" else NO_ENV
     argv, placement = ["-m", module, "--run", str(run.path)], supervisor.placement
     child = Child(phase, argv, logs=run / "logs", telemetry=telemetry, env=env, placement=placement)
     supervisor.children[phase] = child
@@ -107,22 +108,23 @@ async def _program(
         while True:
             try:
                 await child.start(with_socket=False)
-            except Lost:  # its machine is gone, another may have room
-                if not child.may_restart():
+            except ProcessLost:  # its machine is lost; another may be free
+                if not child.can_restart():
                     raise
                 await child.back_off()
                 continue
             code = await child.exited()
             if code == 0:
                 return {}
-            if (code > 0 and code != AGAIN) or not child.may_restart():  # it said why, or it keeps being killed
-                raise EtudeError(f"{phase} failed", child.last_words(), hint=f"the whole log is {child.log_path}")
+            failed = code > 0 and code != EXIT_RESTART
+            if failed or not child.can_restart():  # an error, or killed repeatedly
+                raise EtudeError(f"{phase} failed", child.log_tail(), hint=f"the full log is {child.log_path}")
     finally:
         await child.stop()
         supervisor.children.pop(phase, None)
 
 
-async def _with_crew(run: RunFolder, config: RunConfig, telemetry: Telemetry, members: Crew) -> None:
+async def _with_processes(run: RunFolder, config: RunConfig, telemetry: Telemetry, members: RunProcesses) -> None:
     chat = ChatFormat.load(run / "tokenizer")
     source = open_tasks(config)
     conductor = Conductor(run, config, telemetry, members, source=source, chat=chat)
@@ -130,7 +132,7 @@ async def _with_crew(run: RunFolder, config: RunConfig, telemetry: Telemetry, me
     up = False
 
     async def ready() -> None:
-        """Have everybody up before the first phase that needs them; its time is that phase's."""
+        """Start all processes before the first phase that needs them."""
         nonlocal up
         if not up:
             await asyncio.gather(members.start_learner(), members.start_sampling())
@@ -138,7 +140,7 @@ async def _with_crew(run: RunFolder, config: RunConfig, telemetry: Telemetry, me
             up = True
 
     async def measure(name: str) -> EvalResult:
-        """The result on held-out tasks; those of kinds never trained on are evaluated after them."""
+        """Evaluate held-out tasks and return the result; then, if configured, tasks of kinds never trained on."""
         result = await conductor.evaluate(name, Split.HELDOUT, evals.heldout_tasks, evals.heldout_tries)
         if evals.transfer_tasks:
             await conductor.evaluate(f"{name}-transfer", Split.TRANSFER, evals.transfer_tasks, evals.heldout_tries)
@@ -178,7 +180,7 @@ async def _with_crew(run: RunFolder, config: RunConfig, telemetry: Telemetry, me
 
 @contextlib.asynccontextmanager
 async def _unless_failed(supervisor: Supervisor) -> AsyncIterator[None]:
-    """Run the block; a child that cannot be kept alive ends it by name."""
+    """Run the block; cancel it and raise the error when a child cannot be kept alive."""
     block = asyncio.current_task()
     assert block is not None, "runs in a task"
 
@@ -198,12 +200,12 @@ async def _unless_failed(supervisor: Supervisor) -> AsyncIterator[None]:
 
 
 async def _report(run: RunFolder) -> Mapping[str, Any]:
-    await asyncio.to_thread(leave_report, run)
+    await asyncio.to_thread(write_run_report, run)
     return {}
 
 
-def leave_report(run: RunFolder) -> Path:
-    """Write summary.json and report.html from what the run folder holds, also of a run that has not ended."""
+def write_run_report(run: RunFolder) -> Path:
+    """Write summary.json and report.html of a run folder, also of an unfinished run. Returns the path of the report."""
     states: dict[str, int] | None = None
     if run.setting("experience.ledger"):
         with contextlib.suppress(EtudeError), contextlib.closing(read_ledger(run)) as ledger:

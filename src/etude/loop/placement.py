@@ -1,8 +1,9 @@
-"""Where a component runs: the seam between who keeps components alive and the machines they run on.
+"""Decides on which machine a component of a run is started.
 
-A `Program` is what runs, a `Process` one that was started, a `Placement` who starts it: `Here` as a child of this
-process, `etude.loop.on_ray` on a node of a cluster. A program is the same in both: it is called over a socket that it
-inherits, its output goes to a log in the run folder, and it does not outlive its conductor. Knows nothing of restarts.
+A `Program` describes what to run, a `Process` is one that was started, and a `Placement` starts it: `LocalPlacement` as
+a child of this process, `etude.loop.ray_placement` on a node of a Ray cluster. A program is the same in both cases: it
+is called over a socket that it inherits, its output goes to a log in the run folder, and it does not outlive its
+conductor. This module knows nothing of restarts.
 """
 
 from __future__ import annotations
@@ -23,23 +24,24 @@ from typing import Any, Protocol
 from etude.errors import EtudeError
 from etude.inference.lifetime import when_parent_dies
 from etude.loop import usage
-from etude.loop.wire import Caller
+from etude.loop.rpc import Caller
 
 ADDRESS = "{address}"
-"""In a program's arguments: the address at which the machine that runs it is reached by the run's other machines."""
-NOTHING: Mapping[str, str] = MappingProxyType({})
-Waits = Callable[[str], Awaitable[object]]
-"""Is told that a program waits for a machine, and why."""
+"""Placeholder in a program's arguments: the address at which the other machines of the run reach its machine."""
+NO_ENV: Mapping[str, str] = MappingProxyType({})
+OnWait = Callable[[str], Awaitable[object]]
+"""Called with the reason when a program has to wait for a machine."""
 
 
-class NoRoom(EtudeError):
-    """No machine has room for a program that the run cannot do without."""
+class NoCapacity(EtudeError):
+    """No machine has free resources for a program that the run needs."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """``python *argv`` with its output appended to `log`. `env`: what its environment should hold where the machine's
-    own says nothing. `with_socket`: it is called, over a socket whose number it is given as ``--socket N``."""
+    """The command ``python *argv``, with its output appended to `log`. `env`: environment variables, set where the
+    machine does not set them. `with_socket`: the program answers calls over a socket, whose file descriptor it gets as
+    ``--socket N``."""
 
     name: str
     argv: Sequence[str]
@@ -47,11 +49,10 @@ class Program:
     nice: int = 0
     env: Mapping[str, str] = field(default_factory=dict)
     with_socket: bool = False
-    devices: int = 0  # accelerators that it computes on, where its machine has any
+    devices: int = 0  # number of accelerators that it uses, if its machine has any
 
     def popen(self, address: str, sock: socket.socket | None) -> tuple[list[str], dict[str, Any]]:
-        """(command line, options) for `subprocess` on the machine at `address`. Without the log, which is opened by who
-        starts it."""
+        """Arguments and options for `subprocess.Popen` on the machine at `address`. The caller opens the log."""
         env = {**self.env, **os.environ} | {
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
@@ -61,7 +62,7 @@ class Program:
         options = {
             "stdin": subprocess.DEVNULL,
             "env": env,
-            "process_group": 0,  # Ctrl-C is the conductor's alone; no new session, or the kernel would ignore nice
+            "process_group": 0,  # only the conductor gets Ctrl-C; in a new session nice would be ignored
             "pass_fds": [sock.fileno()] if sock else [],
             "preexec_fn": functools.partial(_begin, self.nice),
         }
@@ -69,50 +70,52 @@ class Program:
 
 
 def _begin(nice: int) -> None:
-    """Die with the parent's thread, by the kernel, be as nice as told, and block no signal: what Ray starts from within
-    a program inherits a blocked Ctrl-C. Runs between fork and exec."""
+    """Have the kernel kill this process when the parent's thread ends, set its nice value, and unblock all signals:
+    processes that Ray starts from a program inherit a blocked Ctrl-C. Runs between fork and exec."""
     when_parent_dies()
     os.nice(nice)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 class Process(Protocol):
-    """A program that was started. `pid` counts on its own machine; `caller` is its socket where it has one."""
+    """A started program. `pid` is its pid on its own machine; `caller` is the RPC client if it has a socket."""
 
     pid: int
     caller: Caller | None
 
     @property
     def returncode(self) -> int | None:
-        """Its exit code once it has ended (negative: the signal), also when its machine was lost."""
+        """The exit code once it has ended (negative: the signal), also when its machine was lost."""
 
-    async def wait(self) -> int: ...
+    async def wait(self) -> int:
+        """Wait for its end and return the exit code."""
 
     def signal(self, signum: int) -> None:
-        """Send a signal to it and its process group, which a stopped process obeys too. Nothing where it has ended."""
+        """Send a signal to the process and its process group, even if it is stopped. Does nothing when it has ended."""
 
     async def cpu_s(self) -> float:
-        """CPU seconds that it and its descendants have used."""
+        """CPU seconds of the process and its descendants."""
 
 
 class Placement(Protocol):
-    """Starts programs. `spreads`: each rank of a learner is a program of its own, on whichever machine has room."""
+    """Starts programs. `spreads`: each rank of the learner is a program of its own, on any machine with free
+    resources."""
 
     spreads: bool
 
-    async def start(self, program: Program, waits: Waits) -> Process:
-        """Start a program; `waits` is awaited when there is no room for it now. Raises `NoRoom` when there is none in
-        time, `Lost` when it was lost meanwhile, `OSError`."""
+    async def start(self, program: Program, waits: OnWait) -> Process:
+        """Start a program. `waits` is awaited when no machine has free resources now. Raises `NoCapacity` when none is
+        free in time, `ProcessLost` when the program was lost while starting, and `OSError`."""
 
     async def usage(self, running: Mapping[str, Process], *, with_memory: bool) -> dict[str, dict[str, Any]]:
-        """CPU time and memory of this process ("conductor") and of those that run, as `usage.sample` has them."""
+        """CPU time and memory of this process ("conductor") and of the running ones, in the form of `usage.sample`."""
 
     async def close(self) -> None:
-        """Let go of the machines. Idempotent."""
+        """Release the machines. Idempotent."""
 
 
 class LocalProcess:
-    """A `Process` that is this one's child."""
+    """A `Process` that is a child of this process."""
 
     def __init__(self, process: asyncio.subprocess.Process, caller: Caller | None) -> None:
         self._process, self.pid, self.caller = process, process.pid, caller
@@ -132,21 +135,21 @@ class LocalProcess:
         return usage.Processes().cpu_s(self.pid)
 
 
-class Here:
-    """Every program is a child of this process, on this machine."""
+class LocalPlacement:
+    """Starts every program as a child of this process, on this machine."""
 
     spreads = False
 
-    async def start(self, program: Program, waits: Waits) -> Process:
-        ours, theirs = socket.socketpair() if program.with_socket else (None, None)
-        argv, options = program.popen("127.0.0.1", theirs)
+    async def start(self, program: Program, waits: OnWait) -> Process:
+        own_end, child_end = socket.socketpair() if program.with_socket else (None, None)
+        argv, options = program.popen("127.0.0.1", child_end)
         program.log.parent.mkdir(parents=True, exist_ok=True)
         with program.log.open("ab") as log:
             process = await asyncio.create_subprocess_exec(*argv, stdout=log, stderr=log, **options)
-        if ours is None or theirs is None:
+        if own_end is None or child_end is None:
             return LocalProcess(process, None)
-        theirs.close()
-        caller = Caller(ours, program.name)
+        child_end.close()
+        caller = Caller(own_end, program.name)
         await caller.open()
         return LocalProcess(process, caller)
 
@@ -155,11 +158,11 @@ class Here:
         return await asyncio.to_thread(usage.sample, pids, with_memory)
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 def signal_group(pid: int, signum: int) -> None:
-    """Send a signal to a process and its process group; nothing where there is none."""
+    """Send a signal to a process and its process group. Does nothing when there is none."""
     try:
         os.killpg(pid, signum)
     except ProcessLookupError:

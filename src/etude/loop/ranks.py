@@ -1,32 +1,29 @@
-"""The ranks of a run's learner: rank 0 is the conductor's child and starts the others, which die with it. Those of
-other machines come to its door (`loop.rank_hosts`).
+"""Rank 0's control of a learner's other ranks. Rank 0 is the conductor's child; it starts the local ranks, which die
+with it. Ranks on other machines connect to its listener (`loop.rank_hosts`).
 
-Rank 0 tells the others every call that is theirs, too (`Leader.tell`); each makes it on a `Learning` of its own. Calls
-go through rank 0's store, since ranks may wait for minutes between batches, and no collective may. They are sealed with
-a secret that ranks are given as they start: a stranger who reaches the store has nothing done.
+Rank 0 broadcasts the calls that concern all ranks (`Leader.broadcast`), and each rank makes them on its own
+`LearnerProcess`. Calls go through the TCP store of rank 0, since ranks may wait for minutes between batches, which a
+collective must not. They are signed with a secret that ranks get when they start, so that a stranger who reaches the
+store can do nothing.
 
-A rank that ends takes rank 0 with it, at once and by name. For one that hangs, every rank reports its progress to the
-store (`Progress`): when no rank has made any for long enough, all end, and the silent one is named. Collectives
-themselves wait for a day: another rank's share of a batch, or a publish, may take many minutes. Either way the
-conductor sees a learner that died: its successor starts ranks anew from the last checkpoint. Rank 0 takes no call after
-that, so no half of a group trains on.
+A rank that ends takes rank 0 with it, with an error that names the rank. For ranks that hang, every rank reports its
+progress to the store (`RankProgress`): when no rank has made progress for too long, all end with an error that names
+the silent one. Collectives themselves time out after a day, since another rank's share of a batch or a publish may take
+many minutes. In both cases the conductor sees a learner that died; its successor starts new ranks from the last
+checkpoint. Rank 0 takes no call after a loss, so no part of a group continues to train.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import hmac
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
@@ -35,49 +32,55 @@ from torch._C._distributed_c10d import TCPStore
 
 from etude import progress
 from etude.errors import EtudeError
-from etude.loop.config import RunConfig, read_config
-from etude.loop.processes import AGAIN
-from etude.loop.rank_hosts import Door, described, joined, new_secret, seal, split, start_rank
-from etude.numerics.parallel import RankLost
+from etude.loop.config import RunConfig
+from etude.loop.processes import EXIT_RESTART
+from etude.loop.rank_hosts import (
+    RankListener,
+    describe_exit,
+    format_address,
+    new_secret,
+    sign,
+    start_rank,
+)
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
-from etude.training.sharded import Sharded, join
-from etude.training.sharded.mesh import LOOPBACK, listen, reach
+from etude.training.sharded import ShardedProcessGroup, join
+from etude.training.sharded.mesh import LOOPBACK, connect_store, host_store
 
 if TYPE_CHECKING:
-    from etude.loop.learning import Learning
+    pass
 
 PATIENCE = 10
-"""All ranks together may be without progress for so many times what a silent process may."""
+"""All ranks together may make no progress for this multiple of `fleet.hung_s`."""
 COLLECTIVE_S = 86_400.0
 REPORT_S = 1.0
-TAKEN = 8
-"""So many calls ago every rank has taken its own: all but `settle` and `defend` end with every rank, and of those at
-most two come together."""
+NUM_KEPT_CALLS = 8
+"""Keys of calls are deleted after so many further calls. By then every rank has read them: all calls except
+`finish_publish` and `defend` end with every rank, and at most two of these come in a row."""
 POLL = timedelta(seconds=30)
-MET = "met"  # all have come
-_SEAL_BYTES = len(seal(b"", b""))
+MET = "met"  # key that is set when all ranks have connected
+_SEAL_BYTES = len(sign(b"", b""))
 
 
-class Progress:
-    """One rank's view of the progress of all ranks, by reports in the store. Keeps a connection of its own.
+class RankProgress:
+    """One rank's view of the progress of all ranks, from reports in the store. Has its own connection.
 
-    A report says how much this rank has done (`etude.progress`), how often it has reported, and which call it is in. On
-    rank 0 the progress of others counts as its own, so that the conductor, which sees rank 0 alone, does not take it
-    for hung while it waits for them.
+    A report has the rank's progress count (`etude.progress`), the number of its reports, and the call it is in. On rank
+    0 the progress of other ranks counts as its own, so that the conductor, which sees only rank 0, does not take it for
+    hung while it waits for them.
     """
 
     def __init__(self, store: TCPStore, rank: int, ranks: int, limit_s: float) -> None:
         self._store, self._rank, self._ranks, self._limit_s = store, rank, ranks, limit_s
         self.call = ""
         """The call that this rank is in; empty between calls."""
-        self._num_reports = self._num_echoed = self._num_looks = 0
+        self._num_reports = self._num_echoed = self._num_checks = 0
         self._seen: dict[int, tuple[int, int, str]] = {}
         self._moved = self._began = time.monotonic()
-        self._heard: dict[int, float] = {}  # when a rank's last report was new
+        self._reported_at: dict[int, float] = {}  # time of each rank's last new report
 
-    def look(self) -> EtudeError | None:
-        """Report, read the others' reports, and return the error of a group that hangs. Raises `RuntimeError` when the
+    def check(self) -> EtudeError | None:
+        """Report, read the other ranks' reports, and return an error if the group hangs. Raises `RuntimeError` when the
         store is gone."""
         now, moved = time.monotonic(), False
         self._num_reports += 1
@@ -90,15 +93,15 @@ class Progress:
             before = self._seen.get(rank)
             self._seen[rank] = found
             if before is None or found[1] != before[1]:
-                self._heard[rank] = now
+                self._reported_at[rank] = now
             if before is None or (found[0], found[2]) != (before[0], before[2]):
                 moved = True
                 if self._rank == 0 and rank != 0:
                     self._num_echoed += 1
-                    progress.made()
+                    progress.tick()
         if moved:
             self._moved = now
-        self._num_looks += 1
+        self._num_checks += 1
         if now - self._moved < self._limit_s or not any(call for _, _, call in self._seen.values()):
             return None
         return self._hung(now)
@@ -113,25 +116,25 @@ class Progress:
 
     def _hung(self, now: float) -> EtudeError:
         quiet_s = max(5 * REPORT_S, self._limit_s / 2)
-        silent = [rank for rank in range(self._ranks) if now - self._heard.get(rank, self._began) > quiet_s]
+        silent = [rank for rank in range(self._ranks) if now - self._reported_at.get(rank, self._began) > quiet_s]
         calls = sorted({call for _, _, call in self._seen.values() if call})
-        named = f"learner rank {', '.join(map(str, silent))} reports nothing" if silent else "every rank still reports"
+        named = f"learner rank {', '.join(map(str, silent))} is silent" if silent else "every rank still reports"
         return EtudeError(
             f"the learner's ranks made no progress for {now - self._moved:.0f} s in {', '.join(calls)}",
             f"{named}; the limit is {PATIENCE} x fleet.hung_s",
-            hint="they start again from the last checkpoint; raise fleet.hung_s if one row or tensor takes this long",
+            hint="they restart from the last checkpoint; raise fleet.hung_s if one row or tensor takes this long",
         )
 
     def watch(self, lost: Callable[[EtudeError], NoReturn]) -> None:
-        """Look once a second, in a thread of its own. A second thread sees to it that the store answers: torch's
-        `TCPStore.check` has no deadline."""
+        """Call `check` once a second in a background thread; call `lost` with an error. A second thread checks that the
+        store answers, since torch's `TCPStore.check` has no timeout."""
 
         def work() -> None:
             while True:
                 try:
-                    error = self.look()
+                    error = self.check()
                 except torch.distributed.DistNetworkError:
-                    os._exit(AGAIN)  # rank 0 has gone
+                    os._exit(EXIT_RESTART)  # rank 0 has gone
                 except RuntimeError as failure:
                     error = _no_answer(str(failure).split("\n")[0])
                 if error is not None:
@@ -139,172 +142,105 @@ class Progress:
                 time.sleep(REPORT_S)
 
         def guard() -> None:
-            looks, waited_s = -1, 0.0  # by naps: a process that was stopped has not waited
+            looks, waited_s = -1, 0.0  # counted in sleeps: time in which this process was stopped does not count
             while waited_s < self._limit_s:
-                waited_s = 0.0 if self._num_looks != looks else waited_s + REPORT_S
-                looks = self._num_looks
+                waited_s = 0.0 if self._num_checks != looks else waited_s + REPORT_S
+                looks = self._num_checks
                 time.sleep(REPORT_S)
-            lost(_no_answer(f"it has been asked for {waited_s:.0f} s; the limit is {PATIENCE} x fleet.hung_s"))
+            lost(_no_answer(f"no answer for {waited_s:.0f} s; the limit is {PATIENCE} x fleet.hung_s"))
 
         threading.Thread(target=work, name="progress", daemon=True).start()
         threading.Thread(target=guard, name="progress-guard", daemon=True).start()
 
 
 def _no_answer(facts: str) -> EtudeError:
-    hint = "they start again from the last checkpoint; see whether the machines of the ranks can reach rank 0's"
+    hint = "they restart from the last checkpoint; check that the machines of the ranks can reach that of rank 0"
     return EtudeError("the store of the learner's ranks does not answer", facts, hint=hint)
 
 
 class Leader:
-    """Rank 0's control of the other ranks: it starts the local ones and sends every rank its calls.
+    """Rank 0's control of the other ranks: starts the local ones and sends all ranks their calls.
 
-    Make it in the main thread: the kernel kills local ranks when the thread that started them ends. `away` ranks
+    Create it in the main thread: the kernel kills local ranks when the thread that started them ends. `away` ranks
     connect from other machines, to the address `at`.
     """
 
     def __init__(self, run: RunFolder, config: RunConfig, telemetry: Telemetry, *, at: str = "", away: int = 0) -> None:
         self._config, self._telemetry, self._secret = config, telemetry, new_secret()
         self._here, self._calls = config.learner.ranks - away, 0
-        self._group: Sharded | None = None
-        self._progress: Progress | None = None
+        self._group: ShardedProcessGroup | None = None
+        self._progress: RankProgress | None = None
         host = at or LOOPBACK
-        self._door = Door(run.path, host, away, self._secret, self.lost) if away else None
-        self._store = listen(host)
-        self._at = joined(host, self._store.port)
+        self._listener = RankListener(run.path, host, away, self._secret, self.lost) if away else None
+        self._store = host_store(host)
+        self._at = format_address(host, self._store.port)
         for rank in range(1, self._here):
             started = start_rank(run.path, rank, self._at, self._secret, local=rank)
             telemetry.event("process", name=f"learner rank {rank}", state="start", pid=started.pid)
             threading.Thread(target=self._watch, args=(rank, started), daemon=True).start()
 
-    def join(self) -> Sharded:
-        """Meet the others, once. Raises `RunError` where some do not come."""
+    def join(self) -> ShardedProcessGroup:
+        """Form the process group; once. Raises `RunError` when ranks do not connect in time."""
         if self._group is None:
-            if self._door is not None:
-                self._meet(self._door)
+            if self._listener is not None:
+                self._wait_for_ranks(self._listener)
             self._store.set(MET, "")
-            ranks, limit_s = self._config.learner.ranks, limit_of(self._config)
-            self._progress = Progress(reach(self._store.host, self._store.port), 0, ranks, limit_s)
+            ranks, limit_s = self._config.learner.ranks, progress_limit_s(self._config)
+            self._progress = RankProgress(connect_store(self._store.host, self._store.port), 0, ranks, limit_s)
             self._progress.watch(self.lost)
-            self._group = group_of(self._config, store=self._store, rank=0)
+            self._group = join_group(self._config, store=self._store, rank=0)
         return self._group
 
-    def _meet(self, door: Door) -> None:
+    def _wait_for_ranks(self, listener: RankListener) -> None:
         def waits(reason: str) -> None:
             self._telemetry.event("process", name="learner ranks", state="waiting", reason=reason)
 
-        for rank, host in door.meet(self._here, self._at, waits).items():
+        for rank, host in listener.wait_for_ranks(self._here, self._at, waits).items():
             self._telemetry.event("process", name=f"learner rank {rank}", state="start", host=host)
         self._telemetry.event("process", name="learner ranks", state="ready")
 
     @contextlib.contextmanager
     def call(self, method: str, *arguments: object) -> Iterator[None]:
-        """Have every other rank make a call of `Learning`, while this one makes it in the `with` block."""
-        self.tell(method, *arguments)
-        assert self._progress is not None, "it was made as the ranks met"
+        """Have all other ranks make a call of `LearnerProcess`, while this rank makes it in the `with` block."""
+        self.broadcast(method, *arguments)
+        assert self._progress is not None, "join has been called"
         self._progress.call = method
         try:
             yield
         finally:
             self._progress.call = ""
 
-    def tell(self, method: str, *arguments: object) -> None:
-        """Have every other rank make a call of `Learning`."""
+    def broadcast(self, method: str, *arguments: object) -> None:
+        """Have all other ranks make a call of `LearnerProcess`."""
         self.join()
         key = f"call/{self._calls}"
-        said = pickle.dumps((method, arguments))
-        self._store.set(key, seal(self._secret, key.encode() + said) + said)  # type: ignore[arg-type]  # bytes do
+        call = pickle.dumps((method, arguments))
+        self._store.set(key, sign(self._secret, key.encode() + call) + call)  # type: ignore[arg-type]  # bytes do
         self._calls += 1
-        self._store.delete_key(f"call/{self._calls - TAKEN}")
+        self._store.delete_key(f"call/{self._calls - NUM_KEPT_CALLS}")
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        facts = described(process.wait())
-        self.lost(EtudeError(f"rank {rank} of the learner ended", facts, hint="its last words are in this log"), rank)
+        facts = describe_exit(process.wait())
+        self.lost(EtudeError(f"rank {rank} of the learner ended", facts, hint="its output is in this log"), rank)
 
     def lost(self, error: EtudeError, rank: int | None = None) -> NoReturn:
-        """End this process: what is left of the group cannot go on."""
+        """Exit this process: the rest of the group cannot continue."""
         name = "learner" if rank is None else f"learner rank {rank}"
         self._telemetry.event("process", name=name, state="lost", reason=f"{error.what}: {error.facts}")
-        end(error)
+        exit_with_error(error)
 
 
-def limit_of(config: RunConfig) -> float:
-    """Seconds that all ranks together may be without progress, in a call."""
+def progress_limit_s(config: RunConfig) -> float:
+    """Seconds that all ranks together may make no progress in a call."""
     return PATIENCE * config.fleet.hung_s
 
 
-def group_of(config: RunConfig, *, store: TCPStore, rank: int) -> Sharded:
-    """A rank's place among the others."""
-    return Sharded(join(config.learner, store=store, rank=rank, deadline_s=COLLECTIVE_S))
+def join_group(config: RunConfig, *, store: TCPStore, rank: int) -> ShardedProcessGroup:
+    """Join the process group as this rank."""
+    return ShardedProcessGroup(join(config.learner, store=store, rank=rank, deadline_s=COLLECTIVE_S))
 
 
-def end(error: EtudeError) -> NoReturn:
-    """Say why, and end at once: threads may hang in a collective."""
+def exit_with_error(error: EtudeError) -> NoReturn:
+    """Print the error and exit at once, since threads may hang in a collective."""
     print(f"error: {error}", file=sys.stderr, flush=True)
-    os._exit(AGAIN)
-
-
-def follow(learning: Learning, store: TCPStore, secret: bytes, report: Progress) -> NoReturn:
-    """Make the calls that rank 0 tells, until it is gone."""
-    number = 0
-    while True:
-        key = f"call/{number}"
-        said = _awaited(store, key)
-        if not hmac.compare_digest(said[:_SEAL_BYTES], seal(secret, key.encode() + said[_SEAL_BYTES:])):
-            hint = "keep the learner's ranks in a network of their own"
-            end(EtudeError("a call that rank 0 did not make", f"{key}, in the store of the ranks", hint=hint))
-        method, arguments = pickle.loads(said[_SEAL_BYTES:])
-        number += 1
-        report.call = method
-        try:
-            getattr(learning, method)(*arguments)
-        except RankLost as error:
-            end(error)
-        except EtudeError:
-            continue  # every rank raised it; rank 0 tells
-        finally:
-            report.call = ""
-
-
-def _awaited(store: TCPStore, key: str) -> bytes:
-    """What rank 0 sets; it is waited for as long as its store answers."""
-    while True:
-        try:
-            store.wait([key], POLL)
-        except torch.distributed.DistNetworkError:
-            os._exit(AGAIN)  # rank 0 has gone
-        except RuntimeError:
-            continue
-        return bytes(store.get(key))
-
-
-def main() -> None:
-    """One rank but the first: ``python -m etude.loop.ranks``."""
-    from etude.loop.learning import NUM_THREADS, Learning  # which starts ranks
-
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--run", type=Path, required=True)
-    parser.add_argument("--at", required=True)
-    parser.add_argument("--rank", type=int, required=True)
-    args = parser.parse_args()
-    secret = sys.stdin.buffer.read()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in rank 0
-    torch.set_num_threads(NUM_THREADS)
-    run = RunFolder.open(args.run)
-    config = read_config(run)
-    name = f"learner-rank-{args.rank}"
-    telemetry = Telemetry(run / "events" / f"{name}.jsonl", process=name)
-    try:
-        store = reach(*split(args.at))
-        _awaited(store, MET)
-        report = Progress(reach(*split(args.at)), args.rank, config.learner.ranks, limit_of(config))
-        report.call = "start"
-        report.watch(end)
-        group = group_of(config, store=store, rank=args.rank)
-        report.call = ""
-    except EtudeError as error:
-        end(error)
-    follow(Learning(run, config, telemetry, group=group), store, secret, report)
-
-
-if __name__ == "__main__":
-    main()
+    os._exit(EXIT_RESTART)

@@ -1,6 +1,6 @@
-"""The Ray cluster that a run is placed on: connecting to it, what its nodes offer, whether they can take part.
+"""The Ray cluster of a run: connecting to it, the roles that its nodes offer, and checks of its nodes.
 
-Everything here blocks: it is done before a run begins, or in a thread. Knows nothing of actors.
+All functions block: call them before a run begins, or in a thread. This module knows nothing of actors.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from etude.inference.config import EngineKind
 from etude.inference.foreign.environment import MAKES, environment
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.devices import gpus_of
-from etude.loop.preflight import prove_tasks
+from etude.loop.preflight import validate_tasks
 from etude.plugins import CHECK_S as PLUGINS_S
 from etude.plugins import check_all
 
 ROLES = ("learner", "engine", "worker", "grader")
-CHECK_S = 60.0  # for a node to say what it lacks
-PROVE_S = 600.0  # for its machines to prove the first tasks
-_OBJECTS_BYTES = 100 << 20  # of a cluster that is started here: no data goes through Ray
-ROOM_HERE = 64.0  # of each role, in a cluster that is started here
-_SHARED = "mount one file system on every node at the same path, for runs/ and for what the config names"
+CHECK_S = 60.0  # deadline of a node's check
+PROVE_S = 600.0  # deadline for a node to validate the first tasks
+_OBJECTS_BYTES = 100 << 20  # object store of a local cluster: no data goes through Ray
+LOCAL_CAPACITY = 64.0  # resources per role in a local cluster
+_SHARED_HINT = "mount one file system on every node at the same path, for runs/ and for what the config names"
 
 
 def connect(on: str) -> None:
-    """Connect this process to a cluster: "HOST:PORT" is one that this machine is a node of, "ray://HOST:PORT" one by
-    its client's port, "ray" the one that RAY_ADDRESS names; without that one is started here, for this process alone.
-    Raises `ConfigError`."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of what is started here
-    os.environ.setdefault("RAY_SCHEDULER_EVENTS", "0")  # who waits for room is in our own events
-    os.environ.setdefault("RAY_worker_niceness", "0")  # its 15 would starve components beside anything else
+    """Connect this process to a Ray cluster. `on`: "HOST:PORT" for a cluster that this machine is a node of;
+    "ray://HOST:PORT" for a cluster's client server; "ray" for the cluster named by RAY_ADDRESS, or without it a local
+    cluster for this process only. Raises `ConfigError`."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a local cluster
+    os.environ.setdefault("RAY_SCHEDULER_EVENTS", "0")  # the run's own events report who waits
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default of 15 would starve components
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         if on != "ray":
-            _must_listen(on.removeprefix("ray://"))
+            _check_port(on.removeprefix("ray://"))
             ray.init(on, **quiet)
         elif "RAY_ADDRESS" in os.environ:
             ray.init("auto", **quiet)
         else:
-            room = dict.fromkeys(ROLES, ROOM_HERE)
-            here: dict[str, Any] = {"num_cpus": 0, "resources": room, "object_store_memory": _OBJECTS_BYTES}
+            resources = dict.fromkeys(ROLES, LOCAL_CAPACITY)
+            here: dict[str, Any] = {"num_cpus": 0, "resources": resources, "object_store_memory": _OBJECTS_BYTES}
             ray.init("local", include_dashboard=False, **here, **quiet)
     except (OSError, RuntimeError, ValueError, ImportError, RayError) as error:
         raise ConfigError(
@@ -65,29 +65,29 @@ def connect(on: str) -> None:
             "ray://HOST:PORT is that of its client server, 10001",
         ) from None
     finally:
-        if signal.getsignal(signal.SIGTERM) is not on_sigterm:  # Ray's would exit from wherever the program is
+        if signal.getsignal(signal.SIGTERM) is not on_sigterm:  # Ray's handler would exit at any point of the program
             signal.signal(signal.SIGTERM, on_sigterm)
 
 
 def disconnect() -> None:
-    """Let go of the cluster; one that was started here ends. Idempotent."""
+    """Disconnect from the cluster; a local one ends. Idempotent."""
     ray.shutdown()
 
 
-def _must_listen(place: str) -> None:
-    """Raise `OSError` now where Ray would try for a minute."""
+def _check_port(place: str) -> None:
+    """Raise `OSError` at once when nothing listens there, where Ray would retry for a minute."""
     host, _, port = place.rpartition(":")
     socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
 
 
 def nodes(roles: Sequence[str] = ROLES) -> list[dict[str, Any]]:
-    """The nodes that live and offer one of the roles."""
+    """The live nodes that offer one of the roles."""
     return [n for n in ray.nodes() if n["Alive"] and any(role in n["Resources"] for role in roles)]
 
 
-def room(role: str, gpus: int = 0) -> int:
-    """How many of a role that wants so many GPUs of its node the nodes that live could take, if nothing ran. Where no
-    node has a GPU none is wanted."""
+def capacity(role: str, gpus: int = 0) -> int:
+    """How many components of a role, each with `gpus` GPUs of its node, the live nodes could host in total. When no
+    node has a GPU, none is required."""
     there = [node["Resources"] for node in nodes()]
     gpus = gpus if any(has.get("GPU") for has in there) else 0
     taken = (min(has.get(role, 0), has.get("GPU", 0) // gpus if gpus else has.get(role, 0)) for has in there)
@@ -95,10 +95,10 @@ def room(role: str, gpus: int = 0) -> int:
 
 
 def offers() -> str:
-    """The roles that each node takes, in words for an error."""
+    """The roles that each node offers, as text for an error."""
     named = [(n, [r for r in (*ROLES, "GPU") if r != "GPU" or n["Resources"].get(r)]) for n in nodes()]
-    told = [f"{_name(n)}: " + ", ".join(f"{r} {n['Resources'].get(r, 0):g}" for r in names) for n, names in named]
-    return "; ".join(told) or f"none of {sum(n['Alive'] for n in ray.nodes())} nodes offers a role"
+    parts = [f"{_name(n)}: " + ", ".join(f"{r} {n['Resources'].get(r, 0):g}" for r in names) for n, names in named]
+    return "; ".join(parts) or f"none of {sum(n['Alive'] for n in ray.nodes())} nodes offers a role"
 
 
 def _name(node: Mapping[str, Any]) -> str:
@@ -106,9 +106,9 @@ def _name(node: Mapping[str, Any]) -> str:
 
 
 def check(config: RunConfig, runs: Path) -> None:
-    """Whether every node that offers a role sees the folder of runs and what the config names, and has this etude;
-    whether machines can be made on those that offer workers and graders. Raises `ConfigError` that names the nodes, and
-    `TaskError` for tasks that are not even here."""
+    """Check that every node that offers a role sees the folder of runs and the files that the config names, and has
+    this etude version; and that machines can be made on nodes that offer workers and graders. Raises `ConfigError`,
+    which names the nodes, and `TaskError` for tasks that cannot be opened here."""
     open_tasks(config, canaries=False)
     runs.mkdir(parents=True, exist_ok=True)
     mark = runs.absolute() / f".seen-{secrets.token_hex(8)}"
@@ -118,62 +118,60 @@ def check(config: RunConfig, runs: Path) -> None:
     files: dict[str, str | None] = {str(Path(p).absolute()): None for p in named if p and Path(p).exists()}
     mark.write_text(mark.name)
     try:
-        _each(ROLES, CHECK_S, _lacking, {**files, str(mark): mark.name}, __version__)
+        _check_nodes(ROLES, CHECK_S, _missing_on_node, {**files, str(mark): mark.name}, __version__)
     finally:
         mark.unlink()
     if plugins := list(plugins_in(config)):
-        _each(("learner", "worker", "grader"), CHECK_S + PLUGINS_S, _without_plugins, plugins, os.getcwd())
+        _check_nodes(("learner", "worker", "grader"), CHECK_S + PLUGINS_S, _plugin_problem, plugins, os.getcwd())
     _check_devices(config)
-    _each(("worker", "grader"), PROVE_S, _unproven, config, os.getcwd())
+    _check_nodes(("worker", "grader"), PROVE_S, _task_problem, config, os.getcwd())
     _enough_gpus(config)
 
 
 def _enough_gpus(config: RunConfig) -> None:
-    """Raises `ConfigError` for an engine that is wider than any node."""
+    """Raise `ConfigError` for an engine that needs more GPUs than any node has."""
     most = max((int(node["Resources"].get("GPU", 0)) for node in nodes(("engine",))), default=0)
     for kind in {*config.fleet.engines}:
         if 0 < most < (wanted := config.devices_of(kind)):
             raise ConfigError(
                 f"no node has the {wanted} GPUs of an engine",
                 f"{kind}.arguments = {list(config.foreign(kind).arguments)}; the most on a node for engines are {most}",
-                hint="an engine is on one node: smaller sizes, or let those that span nodes join by themselves",
+                hint="use smaller parallel sizes; engines that span nodes can join as remote engines",
             )
 
 
 def _check_devices(config: RunConfig) -> None:
-    """Raises `ConfigError` for a GPU that is named and that no node with its role has. Ray gives each process one."""
+    """Raise `ConfigError` for a configured GPU that no node with the role has. Ray gives each process one GPU."""
     for role, device in (("engine", config.engine.device), ("learner", config.learner.device)):
         if gpus_of(device) > 1:
             hint = f"set {role}.device = 'cuda'"
-            raise ConfigError(
-                f"{role}.device = {device!r}", "Ray shows a process only the GPU that is its own", hint=hint
-            )
+            raise ConfigError(f"{role}.device = {device!r}", "Ray shows each process only its own GPU", hint=hint)
         if gpus_of(device) and not any(node["Resources"].get("GPU", 0) >= 1 for node in nodes((role,))):
             hint = f"add a node: ray start --num-gpus=1 --resources='{{\"{role}\": 1}}'; or set {role}.device = 'auto'"
             raise ConfigError(f"{role}.device = {device!r}", f"no node that offers {role} has a GPU", hint=hint)
 
 
-def _each(roles: Sequence[str], deadline_s: float, work: Callable[..., str], *given: object) -> None:
-    """Ask every node that offers one of the roles what is wrong with it; one that is lost meanwhile does not count.
-    Raises `ConfigError`."""
-    task, asked = ray.remote(num_cpus=0)(work), {}
+def _check_nodes(roles: Sequence[str], deadline_s: float, work: Callable[..., str], *given: object) -> None:
+    """Run `work` on every node that offers one of the roles; it returns what is wrong with the node, or "". A node that
+    is lost meanwhile does not count. Raises `ConfigError`."""
+    task, pending = ray.remote(num_cpus=0)(work), {}
     for node in nodes(roles):
         strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        asked[node["NodeID"]] = task.options(scheduling_strategy=strategy, max_retries=0).remote(*given)
-    if asked:
-        ray.wait(list(asked.values()), num_returns=len(asked), timeout=deadline_s)
-    told = {node: _said(ref, deadline_s) for node, ref in asked.items()}
+        pending[node["NodeID"]] = task.options(scheduling_strategy=strategy, max_retries=0).remote(*given)
+    if pending:
+        ray.wait(list(pending.values()), num_returns=len(pending), timeout=deadline_s)
+    results = {node: _result(ref, deadline_s) for node, ref in pending.items()}
     there = {node["NodeID"]: _name(node) for node in nodes(roles)}
     if not there:
-        hint = """start nodes with what they take: ray start --resources='{"learner": 1, "engine": 2, "worker": 1}'"""
+        hint = """start nodes with their roles: ray start --resources='{"learner": 1, "engine": 2, "worker": 1}'"""
         raise ConfigError(f"no node of the cluster offers {' or '.join(roles)}", offers(), hint=hint)
-    wrong = [f"{name} {told[node]}" for node, name in there.items() if told.get(node)]
+    wrong = [f"{name} {results[node]}" for node, name in there.items() if results.get(node)]
     if wrong:
         what = f"{len(wrong)} of {len(there)} nodes cannot take part"
-        raise ConfigError(what, "; ".join(wrong), hint=_SHARED)
+        raise ConfigError(what, "; ".join(wrong), hint=_SHARED_HINT)
 
 
-def _said(ref: Any, deadline_s: float) -> str:
+def _result(ref: Any, deadline_s: float) -> str:
     try:
         return str(ray.get(ref, timeout=1.0))
     except GetTimeoutError:
@@ -183,22 +181,22 @@ def _said(ref: Any, deadline_s: float) -> str:
         return f"cannot run etude {__version__}: {last}"
 
 
-def _lacking(files: Mapping[str, str | None], version: str) -> str:
-    """What the node that this runs on lacks."""
-    lacks = [f"does not see {path}" for path, text in files.items() if not _holds(Path(path), text)]
-    mine = import_module("etude").__version__  # as it is installed there
+def _missing_on_node(files: Mapping[str, str | None], version: str) -> str:
+    """What the node that runs this lacks."""
+    lacks = [f"does not see {path}" for path, text in files.items() if not _has_content(Path(path), text)]
+    mine = import_module("etude").__version__  # as installed on the node
     return ", ".join(lacks + ([f"has etude {mine}, this is {version}"] if mine != version else []))
 
 
-def _holds(path: Path, text: str | None) -> bool:
+def _has_content(path: Path, text: str | None) -> bool:
     try:
         return path.exists() if text is None else path.read_text() == text
     except OSError:
         return False
 
 
-def _without_plugins(plugins: Sequence[tuple[str, Plugin]], folder: str) -> str:
-    """Which plug-in the node that this runs on cannot use."""
+def _plugin_problem(plugins: Sequence[tuple[str, Plugin]], folder: str) -> str:
+    """Why the node that runs this cannot use a plug-in; "" if it can."""
     os.chdir(folder)
     try:
         check_all(plugins)
@@ -207,13 +205,13 @@ def _without_plugins(plugins: Sequence[tuple[str, Plugin]], folder: str) -> str:
     return ""
 
 
-def _unproven(config: RunConfig, folder: str) -> str:
-    """Why the node that this runs on cannot judge the run's tasks."""
+def _task_problem(config: RunConfig, folder: str) -> str:
+    """Why the node that runs this cannot grade the run's tasks; "" if it can."""
     os.chdir(folder)
     try:
-        prove_tasks(config)
+        validate_tasks(config)
     except TaskError as error:
-        return f"cannot judge the tasks: {error.what}: {error.facts}"
+        return f"cannot grade the tasks: {error.what}: {error.facts}"
     except EtudeError as error:
         return f"cannot make machines: {error.what}: {error.facts}"
     return ""

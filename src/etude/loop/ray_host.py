@@ -1,9 +1,10 @@
 """The actor that runs one component on a node of a Ray cluster.
 
-The component is a child process of the actor, started as on one machine (`Program`), and dies with it by the kernel.
-Calls do not pass through Ray: the actor offers a port once, the conductor connects and shows the run's secret, and the
-component inherits that connection as its socket. What is not called keeps the connection, too: when it ends, so does
-the component, whatever Ray knows of it yet. Knows nothing of what the component does.
+The component is a child process of the actor, started in the same way as on one machine (`Program`); the kernel kills
+it when the actor dies. RPC calls do not pass through Ray: the actor opens a port once, the conductor connects and sends
+the run's secret, and the component inherits that connection as its socket. A component without RPC keeps the
+connection, too: when the connection ends, the component ends, even if Ray has not noticed the loss yet. This module
+knows nothing of what the component does.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from typing import Any
 from etude.errors import DeadlineExceeded
 from etude.loop import usage
 from etude.loop.placement import Program, signal_group
-from etude.loop.wire import LINK_S, kept_alive
+from etude.loop.rpc import LINK_S, enable_keepalive
 
 
 class RayHost:
-    """Hosts one program. Its methods are called in this order: `offer`, `start`; then any of the others."""
+    """Hosts one program. Call `offer`, then `start`, then any of the other methods."""
 
     def __init__(self, token: str) -> None:
         import ray
@@ -37,8 +38,8 @@ class RayHost:
         self._process: subprocess.Popen[bytes] | None = None
 
     async def offer(self, *folders: str) -> tuple[str, str, int, str]:
-        """(node, address, port, what is missing): where the conductor is awaited. `folders`: what must be there; the
-        last is where the program will run."""
+        """Open a port for the conductor; returns (node, address, port, problem). `folders`: folders that must exist on
+        this node; the last is the program's working directory. `problem` names a missing one."""
         for path in folders:
             if not os.path.isdir(path):
                 return self._node, self._address, 0, f"it does not see {path}"
@@ -49,50 +50,50 @@ class RayHost:
         return self._node, self._address, self._listener.getsockname()[1], ""
 
     async def start(self, program: Program, secret: bytes) -> int:
-        """Start the program once the conductor is connected; its pid. Raises `DeadlineExceeded`."""
-        link = await self._linked(program.name, secret)
-        with contextlib.suppress(PermissionError):  # Ray makes its workers 15 nicer than what else runs on the node
+        """Wait for the conductor's connection and start the program; returns its pid. Raises `DeadlineExceeded`."""
+        link = await self._accept_conductor(program.name, secret)
+        with contextlib.suppress(PermissionError):  # Ray gives its workers a nice value of 15
             os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, os.getppid()))
         argv, options = program.popen(self._address, link if program.with_socket else None)
         program.log.parent.mkdir(parents=True, exist_ok=True)
         with program.log.open("ab") as log:
-            # in the loop's thread, which lives as long as the actor; uvloop's own way takes no process group
+            # in the event loop's thread, which lives as long as the actor; uvloop's spawn has no process group
             self._process = subprocess.Popen(argv, stdout=log, stderr=log, **options)  # noqa: ASYNC220
         if program.with_socket:
-            link.close()  # the child's alone: its end is the conductor's end-of-file
+            link.close()  # only the child has it: the conductor sees end-of-file when the child ends
         else:
             self._link = link
-            asyncio.get_running_loop().add_reader(link, self._unlinked)
+            asyncio.get_running_loop().add_reader(link, self._on_disconnect)
         return self._process.pid
 
-    async def _linked(self, name: str, secret: bytes) -> socket.socket:
-        assert self._listener is not None, "offer comes first"
+    async def _accept_conductor(self, name: str, secret: bytes) -> socket.socket:
+        assert self._listener is not None, "call offer first"
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(LINK_S):
                 while True:
                     sock, _ = await loop.sock_accept(self._listener)
-                    if await _shows(sock, secret):
-                        return kept_alive(sock)
+                    if await _sends_secret(sock, secret):
+                        return enable_keepalive(sock)
                     sock.close()
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the conductor of {name} did not connect to {self._address}",
                 f"within {LINK_S:g} s",
-                hint="the machine that runs `etude run` must reach the nodes by TCP: see firewalls",
+                hint="the machine that runs `etude run` must reach the nodes by TCP: check firewalls",
             ) from None
         finally:
             self._listener.close()
 
-    def _unlinked(self) -> None:
-        """The conductor is gone: nothing goes on without it."""
-        assert self._link is not None, "called while it is watched"
+    def _on_disconnect(self) -> None:
+        """Kill the program: the conductor is gone."""
+        assert self._link is not None, "registered as its reader"
         asyncio.get_running_loop().remove_reader(self._link)
         self._link.close()
         self._signal(signal.SIGKILL)
 
     async def exited(self) -> int:
-        """Wait for the program to end; its exit code (negative: the signal)."""
+        """Wait for the program to end; returns its exit code (negative: the signal)."""
         assert self._process is not None, "start comes first"
         return await asyncio.to_thread(self._process.wait)
 
@@ -105,18 +106,18 @@ class RayHost:
             signal_group(self._process.pid, signum)
 
     async def usage(self, with_memory: bool) -> dict[str, Any]:
-        """`cpu_s` of the program and its descendants, and `pss_bytes` with memory."""
-        return await asyncio.to_thread(self._used, with_memory)
+        """`cpu_s` of the program and its descendants, and with `with_memory` their `pss_bytes`."""
+        return await asyncio.to_thread(self._measure_usage, with_memory)
 
-    def _used(self, with_memory: bool) -> dict[str, Any]:
+    def _measure_usage(self, with_memory: bool) -> dict[str, Any]:
         assert self._process is not None, "start comes first"
         processes, pid = usage.Processes(), self._process.pid
         memory = {"pss_bytes": usage.pss_bytes(processes.tree(pid))} if with_memory else {}
         return {"cpu_s": round(processes.cpu_s(pid), 3), **memory}
 
 
-async def _shows(sock: socket.socket, secret: bytes) -> bool:
-    """Whether who connected begins with the secret."""
+async def _sends_secret(sock: socket.socket, secret: bytes) -> bool:
+    """Whether the peer sends the secret first."""
     loop, given = asyncio.get_running_loop(), b""
     sock.setblocking(False)
     try:

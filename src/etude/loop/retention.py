@@ -1,9 +1,10 @@
-"""How much of its past a run keeps on disk: whole stretches, the oldest first, until the rest fits a budget.
+"""Deletes a run's oldest checkpoints and traces to stay within a disk budget.
 
-A stretch is a checkpoint and the traces from it to the next one: what it takes to redo one of those steps, and of no
-use in parts. The newest two are kept whatever they take, since a run goes on from the newest checkpoint, or from the
-one before when that one is damaged; so is the starting checkpoint. What goes is noted in the ledger before it goes, so
-that nobody who misses it later takes it for lost. Knows nothing of what is in the files.
+They are deleted in stretches, the oldest first. A stretch is a checkpoint with the traces up to the next checkpoint:
+what is needed to replay these steps, and useless in parts. The newest two stretches are always kept, since a run
+continues from the newest checkpoint, or from the previous one when it is damaged. The starting checkpoint is kept, too.
+Deletions are recorded in the ledger first, so that files that are missing later are not taken for lost. This module
+knows nothing of the content of the files.
 """
 
 from __future__ import annotations
@@ -13,40 +14,40 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from etude.experience import Ledger
-from etude.experience.traces import File, Folder, recorded, trace_path
+from etude.experience.traces import TraceFile, TraceFolder, recorded_steps, trace_path
 from etude.run import RunFolder
 
 NOTE, GONE = "kept_from", ".gone"
-STRETCHES = 2  # that no budget touches
+STRETCHES = 2  # number of stretches that are always kept
 
 
-def goes_back_to(run: RunFolder) -> int:
-    """The oldest step that a restart may go on from: that of the checkpoint before the newest, which is taken where the
-    newest is damaged. 0, the start, where there are fewer."""
+def oldest_restart_step(run: RunFolder) -> int:
+    """The oldest step that a restart may continue from: that of the second newest checkpoint, which is used when the
+    newest is damaged. 0, the start, when there are fewer than two."""
     steps = sorted(step for step, _ in steps_in(run / "checkpoints", "step-*"))
     return steps[-STRETCHES] if len(steps) >= STRETCHES else 0
 
 
-def kept_from(ledger: Ledger) -> int:
-    """The steps after this one can still be redone; what they need of those up to it may be deleted."""
+def replayable_after(ledger: Ledger) -> int:
+    """Only steps after this one can be replayed: files that earlier steps need may have been deleted."""
     return int(ledger.recall(NOTE) or 0)
 
 
-def keep_within(run: RunFolder, ledger: Ledger, traces: Folder, *, disk_gb: float) -> int:
-    """Delete the oldest stretches until checkpoints and traces fit; traces in a bucket take no disk, and go with the
-    rest of their stretch. Returns the bytes that went. Call it when no
-    checkpoint is being written; a kill at any moment leaves what the next call deletes."""
-    for left in (run / "checkpoints").glob(".*"):  # half deleted, or half written when its learner was killed
+def delete_oldest(run: RunFolder, ledger: Ledger, traces: TraceFolder, *, disk_gb: float) -> int:
+    """Delete the oldest stretches until checkpoints and traces fit into `disk_gb`. Returns the number of bytes deleted.
+    Traces in a bucket use no disk, and are deleted with the rest of their stretch. Call it when no checkpoint is being
+    written. A kill at any moment leaves only files that the next call deletes."""
+    for left in (run / "checkpoints").glob(".*"):  # partly deleted, or partly written by a killed learner
         shutil.rmtree(left)
     checkpoints = dict(sorted(steps_in(run / "checkpoints", "step-*")))
-    batches = {step: trace_path(traces, step) for step in recorded(traces)}
+    batches = {step: trace_path(traces, step) for step in recorded_steps(traces)}
     sizes = {path: _size(path) for path in (*checkpoints.values(), *batches.values()) if isinstance(path, Path)}
     excess = sum(sizes.values()) - int(disk_gb * 1e9)
     freed = 0
-    for step in list(checkpoints)[: 1 - STRETCHES]:  # each ends the stretch before it
-        gone: list[File] = [path for at, path in batches.items() if at <= step]
+    for step in list(checkpoints)[: 1 - STRETCHES]:  # each ends the previous stretch
+        gone: list[TraceFile] = [path for at, path in batches.items() if at <= step]
         gone += [path for at, path in checkpoints.items() if at < step]
-        if step > kept_from(ledger):
+        if step > replayable_after(ledger):
             if freed >= excess:
                 break
             ledger.transaction(lambda step=step: ledger.remember(NOTE, step))  # type: ignore[misc]
@@ -58,7 +59,7 @@ def keep_within(run: RunFolder, ledger: Ledger, traces: Folder, *, disk_gb: floa
 
 
 def steps_in(folder: Path, pattern: str) -> Iterator[tuple[int, Path]]:
-    """What a folder has of a pattern, with the step that each name ends with."""
+    """Yield the step number and path of each file of a folder that matches a pattern, such as "step-*"."""
     for path in folder.glob(pattern):
         digits = path.name.partition(".")[0].rpartition("-")[2]
         if digits.isdigit():
@@ -70,8 +71,8 @@ def _size(path: Path) -> int:
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
-def _delete(path: File) -> None:
-    """A directory under another name first: half of a checkpoint is never taken for one."""
+def _delete(path: TraceFile) -> None:
+    """Delete a file or directory. A directory is renamed first, so that a partly deleted checkpoint is never used."""
     if isinstance(path, Path) and path.is_dir():
         hidden = path.with_name(f".{path.name}{GONE}")
         path.rename(hidden)

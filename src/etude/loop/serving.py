@@ -1,8 +1,8 @@
-"""Serves a checkpoint, or a run that is still learning: one engine with the gateway before it.
+"""Serves a checkpoint, or a run that is still training, through the gateway.
 
-The engine is a child, supervised as in a run. For a run it follows the chain of weights, so that an answer comes from
-the newest version; for a checkpoint it holds what the directory holds. Or there is no engine of its own: the gateway
-asks the engines of a run whose registry listens, before their rollouts.
+`serve_checkpoint` starts one engine as a supervised child. For a run the engine follows its chain of weights, so that
+answers come from the newest version. `serve_fleet` has no engine of its own: the gateway uses the engines of a run that
+has a registry, with priority over their rollouts.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from etude.inference.membership import environment_token
 from etude.inference.registering import wanted
 from etude.inference.roster import RosterFollower
 from etude.loop.config import read_config
-from etude.loop.crew import read_url
-from etude.loop.places import has_published, poll_arguments, weights_place
+from etude.loop.locations import has_published, poll_arguments, weights_location
 from etude.loop.processes import Child, Role, Supervisor
+from etude.loop.run_processes import read_url
 from etude.models.config import ModelConfig
-from etude.models.headers import check_weights, tell_left_out
+from etude.models.headers import check_weights, report_unused_layers
 from etude.numerics.config import NumericsConfig
 from etude.run import RunFolder
-from etude.scratch import OwnFolder
+from etude.scratch import ScratchDirectory
 from etude.stores import open_store
 from etude.telemetry import Telemetry
 from etude.weights.chain.inspect import require_pointer
@@ -47,15 +47,16 @@ async def serve_checkpoint(
     model: str,
     gateway: GatewayConfig,
     key: str | None,
-    said: Callable[[str], None] = lambda _: None,
+    log: Callable[[str], None] = lambda _: None,
 ) -> AsyncIterator[str]:
-    """Serve while the block runs; yields the base URL for an OpenAI client. `engine`: its settings, but for the
-    context, which is the model's. `public_key`: of `store`, only versions that its owner signed are served. `said` is
-    told of layers of the checkpoint that are left out."""
+    """Serve a checkpoint while the block runs; yields the base URL for an OpenAI client. `store`: weight store to
+    follow; None: serve the checkpoint's own weights. `public_key`: of `store`, only versions with this key's signature
+    are served. `engine`: the engine's settings; its context is that of the model. `log` is called with a line on layers
+    of the checkpoint that are left out. Raises `NoCheckpoint`, `CheckpointError`."""
     if not (checkpoint / "config.json").is_file():
-        raise NoCheckpoint(f"{checkpoint} is no checkpoint", "no config.json", hint="give a Hugging Face directory")
-    model_config, chat = _read_model(checkpoint, said), ChatFormat.load(checkpoint)
-    with OwnFolder("serve") as folder:
+        raise NoCheckpoint(f"{checkpoint} is not a checkpoint", "no config.json", hint="give a Hugging Face directory")
+    model_config, chat = _read_model(checkpoint, log), ChatFormat.load(checkpoint)
+    with ScratchDirectory("serve") as folder:
         telemetry = Telemetry(folder / "events.jsonl", process="serve")
         supervisor = Supervisor(telemetry)
         fleet, engines = Fleet({}), list[HttpEngine]()
@@ -90,15 +91,15 @@ async def serve_checkpoint(
 async def serve_fleet(
     checkpoint: Path, *, registry: str, model: str, gateway: GatewayConfig, key: str | None
 ) -> AsyncIterator[str]:
-    """Serve from the engines of a run while the block runs: production beside its rollouts. `checkpoint`: whose chat
-    format is spoken. Raises what `inference.registering.wanted` does."""
+    """Serve from the engines of a run while the block runs, in addition to its rollouts; yields the base URL.
+    `checkpoint`: its chat format is used. Raises what `inference.registering.wanted` raises."""
     chat, token = ChatFormat.load(checkpoint), environment_token()
-    asked = await asyncio.to_thread(wanted, registry, token, wait_s=0.0)
+    requirements = await asyncio.to_thread(wanted, registry, token, wait_s=0.0)
     fleet = Fleet({})
     follower = RosterFollower(fleet, token=token)
     following = asyncio.create_task(follower.follow_registry(registry), name="follow the fleet")
     try:
-        app = create_app(fleet, chat, model=model, context_tokens=asked.context_tokens, config=gateway, key=key)
+        app = create_app(fleet, chat, model=model, context_tokens=requirements.context_tokens, config=gateway, key=key)
         async with serving(app, config=gateway) as url:
             yield url
     finally:
@@ -107,26 +108,26 @@ async def serve_fleet(
         await follower.close()
 
 
-def _read_model(checkpoint: Path, said: Callable[[str], None]) -> ModelConfig:
-    """Read the model's config of a directory, and check that its files have all weights. `said` is called with a line
-    on layers that are left out."""
+def _read_model(checkpoint: Path, log: Callable[[str], None]) -> ModelConfig:
+    """Read the model config of a directory, and check that all weights are in its files. `log` is called with a line on
+    layers that are left out."""
     try:
         config = ModelConfig.from_hf(json.loads((checkpoint / "config.json").read_bytes()))
     except ValueError as error:
         raise CheckpointError(f"{checkpoint}/config.json is damaged", str(error), hint="export it again") from None
     check_weights(checkpoint, config)
-    tell_left_out(checkpoint, config, said)
+    report_unused_layers(checkpoint, config, log)
     return config
 
 
 def parts_of(model: Path) -> tuple[Path, Path | str | None, NumericsConfig, EngineConfig]:
-    """(checkpoint, weight store, numerics, engine's settings) behind a path: a run's are followed, and computed as its
-    engines do; a checkpoint has no store. Raises `WeightsError` for a run whose newest version cannot be told: its
-    first weights are not served in the place of it."""
+    """(checkpoint, weight store, numerics, engine settings) for a path. A run's weights are followed and computed as
+    its engines do; a checkpoint has no store. Raises `WeightsError` when the newest version of a run cannot be
+    determined: its first weights are not served instead."""
     if not (model / "run.json").is_file():
         return model, None, NumericsConfig(), EngineConfig()
     run = RunFolder.open(model)
-    place, config = weights_place(run), read_config(run)
+    place, config = weights_location(run), read_config(run)
     if isinstance(place, Path) and not place.is_dir():
         return run / "checkpoints" / "mid", None, config.numerics, config.engine
     require_pointer(open_store(place, readonly=True))

@@ -1,7 +1,7 @@
-"""Images for tasks that bring a Dockerfile: built before a run starts, found again by name in each of its processes.
+"""Images of tasks that have a Dockerfile: built before a run starts, and found by name in each of its processes.
 
-An image's name is the digest of the folder that it was built from, so another Dockerfile has another name, and images
-that runs use are not collected. Knows nothing of how images are built.
+An image's name is the digest of its build folder, so that another Dockerfile has another name, and images that runs use
+are not garbage-collected. This module knows nothing of how images are built.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from etude.environments.images import ImageStore, build_from_dockerfile
-from etude.environments.network.outlets import outlets_of
+from etude.environments.network.build_network import build_network_of
 from etude.errors import InputError, TaskError
 from etude.records.image import Image
 from etude.seams import Runtime
@@ -25,22 +25,22 @@ _KINDS = {stat.S_IFLNK: "link", stat.S_IFDIR: "folder", stat.S_IFREG: "file"}
 
 
 async def with_images(
-    source: HarborSource, store: ImageStore, runtime: Runtime, told: Callable[[str], None] = lambda _: None
+    source: HarborSource, store: ImageStore, runtime: Runtime, on_built: Callable[[str], None] = lambda _: None
 ) -> HarborSource:
-    """The same tasks, on the images that their Dockerfiles describe, named in the store; a RUN reaches the packages
-    that the store has, and nothing else. `told` is called with each
-    task's folder once its image is there. Raises `BadSource`, which names the line."""
+    """Build the images of a source's tasks and return the source with these images. A RUN can reach only the packages
+    that the store has. `on_built` is called with the folder name of each task once its image exists. Raises
+    `BadSource`, which names the line."""
     for context in _contexts(source):
         record = await build_from_dockerfile(
-            store, context, runtime=runtime, run_deadline_s=BUILD_S, outlets=outlets_of(store.path)
+            store, context, runtime=runtime, run_deadline_s=BUILD_S, outlets=build_network_of(store.path)
         )
         store.name(_name_of(context), record)
-        told(context.parent.name)
+        on_built(context.parent.name)
     return with_built_images(source, store)
 
 
 def with_built_images(source: HarborSource, store: ImageStore) -> HarborSource:
-    """The same tasks, on images that `with_images` has built. Raises `TaskError` where one is not there."""
+    """The source with the images that `with_images` has built. Raises `TaskError` when one is missing."""
     images: dict[Path, Image] = {}
     for context in _contexts(source):
         try:
@@ -52,21 +52,21 @@ def with_built_images(source: HarborSource, store: ImageStore) -> HarborSource:
 
 
 def num_images(source: HarborSource) -> int:
-    """How many of the tasks bring a Dockerfile."""
+    """The number of tasks with a Dockerfile."""
     return len(_contexts(source))
 
 
 def _contexts(source: HarborSource) -> list[Path]:
     folders = [folder / "environment" for folder in source.folders()]
     for folder in folders:
-        refuse_link(folder)  # a task from elsewhere would bring any folder of this host into its image
+        refuse_link(folder)  # a task from another machine could otherwise copy any folder of this host into its image
     return [folder for folder in folders if (folder / "Dockerfile").is_file()]
 
 
 def _name_of(context: Path) -> str:
-    """By every file's path, mode and content, links as links. Raises `TaskError` for what is neither file, folder nor
-    link: reading a pipe waits for who writes into it."""
-    whole = hashlib.sha256()
+    """The name of an image: a digest over path, mode and content of every file; links are not followed. Raises
+    `TaskError` for anything that is not a file, folder or link: reading a pipe would block."""
+    digest = hashlib.sha256()
     for path in sorted(context.rglob("*")):
         found = path.lstat()
         kind = _KINDS.get(stat.S_IFMT(found.st_mode))
@@ -75,9 +75,9 @@ def _name_of(context: Path) -> str:
         data = os.readlink(os.fsencode(path)) if kind == "link" else b""
         size = found.st_size if kind == "file" else len(data)
         head = (path.relative_to(context).as_posix(), kind, found.st_mode & 0o777, size)
-        whole.update(repr(head).encode("utf-8", "surrogateescape") + data)
+        digest.update(repr(head).encode("utf-8", "surrogateescape") + data)
         if kind == "file":
             with open(path, "rb", opener=open_no_link) as file:
                 while part := file.read(1 << 20):
-                    whole.update(part)
-    return f"task/{whole.hexdigest()[:40]}"
+                    digest.update(part)
+    return f"task/{digest.hexdigest()[:40]}"

@@ -21,11 +21,11 @@ from typing import Any
 
 from etude.config import Plugin, to_plain
 from etude.errors import EtudeError, PluginError
+from etude.file_checksums import verify_line
 from etude.loop.config import RunConfig
 from etude.plugins import Kind, called, make
 from etude.run import RunFolder
 from etude.seams import TrackedRun, Tracker
-from etude.sums import proven_line
 from etude.telemetry import Telemetry
 
 POLL_S, FINISH_S, MAX_WAITING = 1.0, 30.0, 10_000
@@ -177,7 +177,7 @@ def _numbers(line: bytes) -> tuple[int, dict[str, float]] | None:
     (3, {'rl/loss': 0.5, 'rl/reward/mean': 0.25})
     """
     try:
-        event = json.loads(line) if proven_line(line) is not False else None
+        event = json.loads(line) if verify_line(line) is not False else None
     except ValueError:
         return None
     if not isinstance(event, dict) or event.get("kind") not in PARTS or not isinstance(event.get("step"), int):

@@ -1,9 +1,8 @@
-"""What the children cost: CPU seconds each second, memory each fifteenth, read from the kernel, not told by them.
+"""CPU time and memory of the run's processes, read from the kernel: CPU seconds every second, memory every 15 seconds.
 
-CPU of a child includes its ended descendants and those that run (a worker's machines), so that shares add up to the
-machine. One pass over /proc serves all children: a walk for each would cost the conductor a tenth of a core. Memory is
-the proportional set size (PSS), so that shared pages count once; the kernel walks a
-process's pages for it, half a millisecond each.
+The CPU time of a child includes its running and ended descendants (a worker's machines), so that shares add up to the
+machine. One pass over /proc serves all children; a walk per child would cost the conductor a tenth of a core. Memory is
+the proportional set size (PSS), which counts shared pages once; the kernel needs half a millisecond per process for it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
 class Processes:
-    """A snapshot of every process: who is whose child, and what each has used."""
+    """A snapshot of all processes: parents, and CPU time of each."""
 
     def __init__(self) -> None:
         self._children: dict[int, list[int]] = {}
@@ -34,12 +33,12 @@ class Processes:
             stat = _read_bytes(f"/proc/{pid}/stat")
         except OSError:
             return  # it ended meanwhile
-        fields = stat[stat.rindex(b")") + 2 :].split()  # the name may hold blanks; what follows it is plain
+        fields = stat[stat.rindex(b")") + 2 :].split()  # after the name, which may contain spaces
         self._children.setdefault(int(fields[1]), []).append(pid)
-        self._cpu_s[pid] = sum(map(int, fields[11:15])) * _TICK_S  # user, system, and both of ended children
+        self._cpu_s[pid] = sum(map(int, fields[11:15])) * _TICK_S  # user and system, with those of ended children
 
     def tree(self, pid: int) -> Iterable[int]:
-        """A process and its descendants."""
+        """Yield a process and its descendants."""
         waiting = [pid]
         while waiting:
             at = waiting.pop()
@@ -47,17 +46,17 @@ class Processes:
             waiting += self._children.get(at, ())
 
     def cpu_s(self, pid: int) -> float:
-        """CPU seconds of a process, its descendants, and its descendants that have ended."""
+        """CPU seconds of a process and its descendants, including those that have ended."""
         return sum(self._cpu_s.get(p, 0.0) for p in self.tree(pid))
 
     def own_cpu_s(self, pid: int) -> float:
-        """CPU seconds of a process alone."""
+        """CPU seconds of a process without its descendants."""
         times = os.times()
         return times.user + times.system if pid == os.getpid() else self._cpu_s.get(pid, 0.0)
 
 
 def pss_bytes(pids: Iterable[int]) -> int:
-    """Proportional set size of processes; those that ended or may not be read count nothing."""
+    """The sum of the proportional set sizes of processes. Processes that ended or cannot be read count 0."""
     total = 0
     for pid in pids:
         try:
@@ -69,7 +68,7 @@ def pss_bytes(pids: Iterable[int]) -> int:
 
 
 def _read_bytes(path: str) -> bytes:
-    """A small file of the kernel's, which it gives whole at one read. A file object would cost four times as much."""
+    """Read a small kernel file in one read call. A file object would cost four times as much."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(file, 65_536)
@@ -77,8 +76,8 @@ def _read_bytes(path: str) -> bytes:
         os.close(file)
 
 
-async def watch(sampled: Callable[[bool], Awaitable[dict[str, dict[str, Any]]]], telemetry: Telemetry) -> None:
-    """Emit a `usage` event each second until cancelled, of what `sampled` gives, with memory or without."""
+async def log_usage(sampled: Callable[[bool], Awaitable[dict[str, dict[str, Any]]]], telemetry: Telemetry) -> None:
+    """Write a `usage` event every second until cancelled. `sampled(with_memory)` returns its content."""
     tick = 0
     while True:
         telemetry.event("usage", processes=await sampled(tick % MEMORY_EVERY == 0))
@@ -87,8 +86,8 @@ async def watch(sampled: Callable[[bool], Awaitable[dict[str, dict[str, Any]]]],
 
 
 def sample(pids: Mapping[str, int], with_memory: bool) -> dict[str, dict[str, Any]]:
-    """What this process, which is the conductor, and others of this machine have used: name → `cpu_s`, and `pss_bytes`
-    with memory."""
+    """CPU time and memory of this process ("conductor") and of other local processes: name → `cpu_s`, and with
+    `with_memory` also `pss_bytes`."""
     processes, own = Processes(), os.getpid()
     result: dict[str, dict[str, Any]] = {"conductor": {"cpu_s": round(processes.own_cpu_s(own), 3)}}
     result |= {name: {"cpu_s": round(processes.cpu_s(pid), 3)} for name, pid in pids.items()}

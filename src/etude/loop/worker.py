@@ -1,23 +1,23 @@
-"""The rollout worker process: harness and machines. It holds no weights and no answers. What it played it stores in
-the run folder, and tells the conductor what there is to know of it.
+"""The rollout worker process: runs harness and machines. It has no weights and no hidden answers.
 
-Its policy is the fleet of engines, of which the conductor tells it again whenever something is new. How many rollouts
-run here is the conductor's to bound.
+It stores each rollout as a file in the run folder and returns a summary to the conductor. Its policy is the fleet of
+engines; the conductor sends a new list of engines whenever it changes. The conductor also limits how many rollouts run
+here.
 """
 
 from __future__ import annotations
 
 import asyncio
 
-from etude.environments.backends import runtime_of
+from etude.environments.backends import runtime_from_config
 from etude.harness import ChatFormat
 from etude.inference import Assignment, Fleet
 from etude.inference.membership import Roster
 from etude.inference.roster import RosterFollower
 from etude.loop import child
 from etude.loop.config import open_tasks, read_config
-from etude.loop.places import rollout_files
-from etude.loop.played import HandedOver, hand_over
+from etude.loop.locations import rollout_files
+from etude.loop.rollout_result import RolloutReply, store_rollout
 from etude.records import Rollout, RolloutSpec
 from etude.rollouts import ScriptedPolicy, run_rollout
 from etude.rollouts.rollout import session_of
@@ -27,13 +27,14 @@ from etude.tasks.scripts import Script, WithBaselines, write_reference
 from etude.telemetry import Telemetry
 
 HEARTBEAT_S, FAR_HEARTBEAT_S = 5.0, 2.0
-"""How often an engine that holds a request is asked whether it still answers. A line to another region breaks more
-often than a process of this host hangs, and what is asked twice comes out the same."""
+"""Seconds between health checks of an engine that has a request in flight. Connections to another region break more
+often than a local process hangs, and a repeated request gives the same result."""
 
 
 async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Handlers:
+    """The RPC methods of a worker process."""
     config = read_config(run)
-    runtime = runtime_of(config.machines)
+    runtime = runtime_from_config(config.machines)
     chat = ChatFormat.load(run / "tokenizer")
     stable = config.experience.max_lag == 0
     fleet = Fleet(
@@ -44,27 +45,29 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
     following, files = RosterFollower(fleet), rollout_files(run)
 
     async def engines(roster: Roster) -> dict[str, int]:
-        """The fleet as it is now; how many sessions each engine has."""
+        """Replace the list of engines. Returns the number of sessions by engine."""
         await following.follow(roster)
         return fleet.sessions()
 
-    async def stored(rollout: Rollout, *, kept: bool, looks: bool) -> HandedOver:
-        """In a thread: the disk may be slow, and what was handed in large."""
-        return await asyncio.to_thread(hand_over, rollout, files, kept=kept, looks=looks, chat=None if kept else chat)
+    async def stored(rollout: Rollout, *, kept: bool, find_signs: bool) -> RolloutReply:
+        """Store a rollout, in a thread: the disk may be slow, and exports large."""
+        return await asyncio.to_thread(
+            store_rollout, rollout, files, kept=kept, find_signs=find_signs, chat=None if kept else chat
+        )
 
-    async def rollout(spec: RolloutSpec, kept: bool) -> HandedOver:
-        """A rollout of training, whose file is `kept`; or of an evaluation, which has a transcript."""
+    async def rollout(spec: RolloutSpec, kept: bool) -> RolloutReply:
+        """Run a rollout: of training (`kept`), or of an evaluation, which returns a transcript."""
         try:
             played = await run_rollout(spec, runtime=runtime, policy=fleet, chat=chat, harness=config.harness)
         finally:
             fleet.forget(session_of(spec))
-        return await stored(played, kept=kept, looks=config.experience.quarantine)
+        return await stored(played, kept=kept, find_signs=config.experience.quarantine)
 
-    async def baseline(spec: RolloutSpec, kind: str) -> HandedOver:
-        """A rollout of a script that needs no model: "oracle" or "random"."""
+    async def baseline(spec: RolloutSpec, kind: str) -> RolloutReply:
+        """Run a scripted agent that needs no model: "oracle" or "random"."""
         policy = ScriptedPolicy(_script(kind, open_tasks(config, canaries=False), spec), chat)
         played = await run_rollout(spec, runtime=runtime, policy=policy, chat=chat, harness=config.harness)
-        return await stored(played, kept=False, looks=False)
+        return await stored(played, kept=False, find_signs=False)
 
     async def ready() -> bool:
         return True
@@ -78,12 +81,12 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
 
 
 def _submit() -> Script:
-    """The agent that does nothing: the random baseline of a source without baselines of its own."""
+    """An agent that does nothing: the random baseline of a source without its own baselines."""
     yield "submit", {}
 
 
 def _script(kind: str, source: TaskSource, spec: RolloutSpec) -> Script:
-    """What a baseline plays. Only the oracle sees an answer, and nothing of a model runs beside it."""
+    """The script of a baseline. Only the oracle sees an answer, and no model runs beside it."""
     if isinstance(source, WithBaselines):
         return source.baseline(spec.task, kind, seed=spec.seed)
     return write_reference(spec.task, source.answer(spec.task)) if kind == "oracle" else _submit()

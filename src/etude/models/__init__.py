@@ -1,6 +1,7 @@
-"""One mixture-of-experts definition for training and inference; Hugging Face checkpoints in and out.
+"""One mixture-of-experts model definition for training and inference, with Hugging Face checkpoints as input and
+output.
 
-Reading a config needs no torch, so the names that do are imported when first used.
+Reading a config needs no torch: names that need it are imported on first use.
 
 >>> from etude.models import ModelConfig
 >>> ModelConfig(num_experts=16).to_hf()["num_experts"]
@@ -17,8 +18,8 @@ from etude.models.config import ModelConfig
 if TYPE_CHECKING:
     from etude.models.attention import Cache, Packed
     from etude.models.checkpoint import load_model, save_model
-    from etude.models.naming import hf_views
     from etude.models.transformer import Forward, Transformer
+    from etude.models.weight_views import hf_views
 
 __all__ = ["Cache", "Forward", "ModelConfig", "Packed", "Transformer", "hf_views", "load_model", "save_model"]
 
@@ -27,7 +28,7 @@ _HOME = {
     "Forward": "transformer",
     "Packed": "attention",
     "Transformer": "transformer",
-    "hf_views": "naming",
+    "hf_views": "weight_views",
     "load_model": "checkpoint",
     "save_model": "checkpoint",
 }

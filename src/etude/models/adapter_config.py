@@ -1,4 +1,4 @@
-"""An adapter's directory: which one it is, and where its base lies. Torch-free."""
+"""LoRA adapter directories: recognising them and finding their base model. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,43 +14,45 @@ _MAX_BASES = 8
 
 
 def base_of(folder: Path) -> Path:
-    """The directory whose weights an adapter's directory belongs to; of any other directory itself. It is looked for
-    where adapter_config.json says, then beside the adapter, as `mid`: there a run keeps it, wherever the run is moved.
-    Raises `CheckpointError`."""
+    """The directory of the base weights of an adapter directory; any other directory itself.
+
+    The base is looked for where adapter_config.json says, then beside the adapter as `mid`, where a run keeps it
+    wherever the run is moved. Raises `CheckpointError`.
+    """
     for _ in range(_MAX_BASES):
         if not (folder / ADAPTER_CONFIG).is_file():
             return folder
         folder = next_base(folder)
-    raise CheckpointError(f"{folder} is an adapter of an adapter", f"{_MAX_BASES} deep", hint="export it merged")
+    raise CheckpointError(f"{folder} is an adapter of an adapter", f"{_MAX_BASES} deep", hint="export the merged model")
 
 
 def next_base(folder: Path) -> Path:
-    """The base of an adapter's directory, which may be an adapter's itself. Raises `CheckpointError`."""
-    named = read_peft(folder).get("base_model_name_or_path")
+    """The base of an adapter directory, which may be an adapter itself. Raises `CheckpointError`."""
+    named = read_adapter_config(folder).get("base_model_name_or_path")
     places = [Path(str(named)), folder.parent / "mid"]
     for place in places:
         if (place / "config.json").is_file() and place.resolve() != folder.resolve():
             return place
     raise CheckpointError(
-        f"the base of the adapter {folder} is gone",
-        f"it is no checkpoint at {named!r}",
-        hint=f"copy it back, or write where it lies as base_model_name_or_path into {folder / ADAPTER_CONFIG}",
+        f"the base of the adapter {folder} is missing",
+        f"there is no checkpoint at {named!r}",
+        hint=f"copy it back, or write its path as base_model_name_or_path into {folder / ADAPTER_CONFIG}",
     )
 
 
-def read_peft(folder: Path) -> dict[str, Any]:
+def read_adapter_config(folder: Path) -> dict[str, Any]:
     """The content of a directory's adapter_config.json. Raises `CheckpointError`."""
     path = folder / ADAPTER_CONFIG
     try:
         raw = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise damaged(str(path), str(error)) from None
+        raise damaged_adapter(str(path), str(error)) from None
     if not isinstance(raw, dict):
-        raise damaged(str(path), "it is no object")
+        raise damaged_adapter(str(path), "it is not a JSON object")
     return raw
 
 
-def damaged(where: str, why: str) -> CheckpointError:
-    """What to raise of an adapter that cannot be used."""
-    hint = "export it again; or merge it into its base with the tool that trained it, and take what comes out"
-    return CheckpointError(f"{where} is damaged, or of another kind", why, hint=hint)
+def damaged_adapter(where: str, why: str) -> CheckpointError:
+    """The error for an adapter that cannot be used."""
+    hint = "export it again; or merge it into its base with the tool that trained it, and use the result"
+    return CheckpointError(f"{where} is damaged or not supported", why, hint=hint)

@@ -1,12 +1,12 @@
-"""Attention: the interface to whoever keeps keys and values, and the layer of grouped queries.
+"""Attention: the `Cache` interface, packed sequences, and the grouped-query attention layer.
 
-A forward asks a `Cache` who attends to whom; the engine has its own (keys and values by slot), training has `Packed`.
+A forward pass calls a `Cache` for attention. The engine has its own (keys and values in slots); training uses `Packed`.
 
-A model may hand over its keys and values *compressed* (multi-head latent attention, arXiv 2405.04434, in the absorbed
-form): one key head for all queries, a value that is the key's first numbers, and a softmax scale that is not 1/√width.
-`ModelConfig.kept` says so before the first forward, so that a cache keeps such a value once.
+A model may pass *compressed* keys and values (multi-head latent attention, arXiv 2405.04434, in the absorbed form): one
+key head for all queries, values that are the first numbers of the keys, and a softmax scale other than 1/√width.
+`ModelConfig.cache_layout` says so, so that a cache stores such values once.
 
-Shapes: N tokens of the forward, D width, H query heads, G key/value heads, A key width, B value width.
+Shapes: N tokens of the forward pass, D width, H query heads, G key/value heads, A key width, B value width.
 """
 
 from __future__ import annotations
@@ -17,55 +17,56 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from etude.models.components import GroupedQueries, QkNorm
 from etude.models.config import ModelConfig
-from etude.models.parts import Grouped, QkNorm
+from etude.models.hooks import ForwardHook
 from etude.models.rope import Rope
-from etude.models.watch import Watch
 from etude.numerics.operators import Operators
-from etude.numerics.parallel import ALONE, Parallel
+from etude.numerics.parallel import SINGLE_RANK, Parallel
 
 
 class Cache(Protocol):
-    """Positions of the tokens of one forward, and attention over what they may see."""
+    """Positions of the tokens of one forward pass, and attention over what they may see."""
 
     @property
     def positions(self) -> torch.Tensor:
-        """int64 [N]: each token's position in its own sequence."""
+        """int64 [N]: each token's position in its sequence."""
         ...
 
     @property
     def compressed(self) -> bool:
-        """Whether a model that can should hand over its latents, rather than the keys and values made of them."""
+        """Whether a latent-attention model should pass latents, instead of keys and values computed from them."""
         ...
 
     def attend(
         self, layer: int, q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGB: torch.Tensor, scale: float | None = None
     ) -> torch.Tensor:
-        """Keep the tokens' keys and values, attend causally with softmax(scale · q·k), return o_NHB.
+        """Store the tokens' keys and values, attend causally with softmax(scale · q·k), and return o_NHB.
 
-        `scale` None: 1/√A. Where `ModelConfig.kept.shared` and `compressed`, v is a view: the first B numbers of k.
+        `scale` None: 1/√A. With `ModelConfig.cache_layout.shared` and `compressed`, v is a view of the first B numbers
+        of k.
         """
         ...
 
 
 class Packed:
-    """Several whole sequences laid flat one after another; each attends within itself only, nothing is kept.
+    """Several full sequences, packed one after another. Each attends only within itself, and nothing is stored.
 
-    One's numbers do not depend on its neighbours or on padding, and no work is spent on pairs of tokens of which
-    neither may see the other. `operators` are the model's own, `device` is the tokens'.
+    A sequence's results do not depend on its neighbours or on padding. `operators` are the model's, `device` is that of
+    the tokens.
 
     >>> from etude.numerics import Native
     >>> Packed([2, 3], Native()).positions.tolist()
     [0, 1, 0, 1, 2]
     """
 
-    compressed = False  # nothing is kept, and products of narrow heads cost less
+    compressed = False  # nothing is stored, and products of narrow heads cost less
 
     def __init__(self, lengths: Sequence[int], operators: Operators, *, device: torch.device | str = "cpu") -> None:
         if not lengths or min(lengths) < 1:
-            raise ValueError(f"lengths of packed sequences must be at least 1, got {list(lengths)[:8]}")
+            raise ValueError(f"lengths of packed sequences must be at least 1, not {list(lengths)[:8]}")
         self.lengths = list(lengths)
-        self._attend = operators.packed(self.lengths, torch.device(device))
+        self._attend = operators.packed_attention(self.lengths, torch.device(device))
         self.positions = torch.cat([torch.arange(n) for n in self.lengths]).to(device)
 
     def attend(
@@ -75,28 +76,29 @@ class Packed:
 
 
 class AttentionLayer(Protocol):
-    """What a layer of attention must have to be part of a `Transformer`; it is an `nn.Module`."""
+    """The interface of an attention layer of a `Transformer`; it is also an `nn.Module`."""
 
-    def __call__(self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, see: Watch) -> torch.Tensor:
-        """What is added to the residual stream, [N, D]. `see` is called with each operator's result and its name."""
+    def __call__(self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, hook: ForwardHook) -> torch.Tensor:
+        """The layer's contribution to the residual stream, [N, D]. `hook` is called with each operator's name and
+        result."""
         ...
 
     def views(self) -> dict[str, torch.Tensor]:
-        """Each weight as a view into the parameters, by the names of `parts.AttentionKind.shapes`."""
+        """Each weight as a view into the parameters, by the names of `components.AttentionKind.shapes`."""
         ...
 
     def matrices(self) -> dict[str, list[int]]:
-        """The parameters that Muon moves, each with the rows of the matrices that lie in it one below the other."""
+        """The parameters that Muon updates, each with the row counts of the matrices stacked in it."""
         ...
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions; queries and keys are RMS-normalised as `Grouped.qk_norm` says."""
+    """Grouped-query attention with RoPE. Queries and keys are RMS-normalised as in `GroupedQueries.qk_norm`."""
 
-    def __init__(self, c: ModelConfig, operators: Operators, parallel: Parallel = ALONE) -> None:
+    def __init__(self, c: ModelConfig, operators: Operators, parallel: Parallel = SINGLE_RANK) -> None:
         super().__init__()
         kind = c.attention
-        assert isinstance(kind, Grouped)
+        assert isinstance(kind, GroupedQueries)
         self.operators, self.parallel, self.qk_norm = operators, parallel, kind.qk_norm
         self.heads, self.kv_heads, self.head_dim, self.eps = c.num_heads, c.num_kv_heads, c.head_dim, c.rms_eps
         self.qkv = nn.Parameter(torch.empty((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size))
@@ -105,16 +107,16 @@ class Attention(nn.Module):
         self.q_norm = nn.Parameter(torch.ones(norms["q_norm"])) if norms else None
         self.k_norm = nn.Parameter(torch.ones(norms["k_norm"])) if norms else None
 
-    def forward(self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, see: Watch) -> torch.Tensor:
+    def forward(self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, hook: ForwardHook) -> torch.Tensor:
         n, h, g, a = len(x_ND), self.heads, self.kv_heads, self.head_dim
         ops, parallel = self.operators, self.parallel
-        qkv = see("attention.qkv", parallel.columns(ops, x_ND, self.qkv))
+        qkv = hook("attention.qkv", parallel.column_parallel(ops, x_ND, self.qkv))
         qk, v = torch.split(qkv.view(n, h + 2 * g, a), [h + g, g], 1)
         if self.q_norm is not None and self.k_norm is not None:
-            qk = see("attention.qk_norm", self._normed(qk, self.q_norm, self.k_norm))
-        q, k = torch.split(see("attention.rotated", ops.rotate(qk, rope.cos, rope.sin)), [h, g], 1)
-        o = see("attention.attended", cache.attend(layer, q, k, v).reshape(n, h * a))
-        return see("attention.out", parallel.rows(ops, o, self.out, "attention.out"))
+            qk = hook("attention.qk_norm", self._normed(qk, self.q_norm, self.k_norm))
+        q, k = torch.split(hook("attention.rotated", ops.rotate(qk, rope.cos, rope.sin)), [h, g], 1)
+        o = hook("attention.attended", cache.attend(layer, q, k, v).reshape(n, h * a))
+        return hook("attention.out", parallel.row_parallel(ops, o, self.out, "attention.out"))
 
     def _normed(self, qk: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         """Queries and keys after their norms, [N, H + G, A]."""
@@ -122,7 +124,7 @@ class Attention(nn.Module):
         if self.qk_norm is QkNorm.WIDTH:
             wide = zip(torch.split(qk, parts, 1), weights, strict=True)
             return torch.cat([ops.rms_norm(x.flatten(1), w, self.eps).view_as(x) for x, w in wide], 1)
-        norms = (self.parallel.entered(ops, weight) for weight in weights)
+        norms = (self.parallel.copy_to_ranks(ops, weight) for weight in weights)
         scale = torch.cat([norm.expand(n, self.head_dim) for norm, n in zip(norms, parts, strict=True)]).to(qk.dtype)
         return ops.rms_norm(qk, None, self.eps) * scale
 

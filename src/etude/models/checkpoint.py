@@ -1,9 +1,9 @@
-"""Reads and writes checkpoints as Hugging Face directories: config.json, weights in one file or in shards, and the
-tokeniser's files.
+"""Read and write checkpoints as Hugging Face directories: config.json, weights in one file or in shards, tokeniser
+files.
 
-A write is all or nothing: everything goes into a hidden sibling directory with its checksums (`etude.sums`), is
-fsynced, and is renamed into place. A read checks everything: names, shapes, dtypes and the number of weights before a
-model is built, and every byte where the directory has checksums.
+A write is all or nothing: it goes into a hidden sibling directory with checksums (`etude.file_checksums`), which is
+fsynced and renamed into place. A read checks names, shapes, dtypes and the number of weights before it builds a model,
+and every byte where the directory has checksums.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +25,21 @@ from safetensors.torch import save_file
 
 from etude import progress
 from etude.errors import CheckpointError
+from etude.file_checksums import verify_files, write_sums
 from etude.models.adapter_config import ADAPTER_CONFIG
 from etude.models.config import ModelConfig
-from etude.models.finite import not_finite
+from etude.models.finite import find_non_finite
 from etude.models.headers import EMBEDDING, HEAD, HINT_DAMAGED, INDEX, WEIGHTS, check_weights, shard_names
-from etude.models.low import quantization_config
-from etude.models.naming import hf_views, stays_float32, views
-from etude.models.packed import packed, stored
-from etude.models.parallel import share, whole_shape
-from etude.models.quantised import SCALE, dequantised
+from etude.models.packed_weights import pack_weights, read_stored
+from etude.models.quantised_storage import FP8_SCALE, dequantise, quantization_config
+from etude.models.tensor_parallel import full_shape, shard_tensor
 from etude.models.transformer import Transformer
+from etude.models.weight_views import hf_views, stays_float32, views
 from etude.numerics.config import Quantise
 from etude.numerics.exact.operators import Exact
 from etude.numerics.formats import FORMATS
 from etude.numerics.operators import Operators
-from etude.numerics.parallel import ALONE, Parallel
-from etude.sums import prove, write_sums
+from etude.numerics.parallel import SINGLE_RANK, Parallel
 
 ASSETS = (
     "tokenizer.json",
@@ -48,10 +48,10 @@ ASSETS = (
     "chat_template.jinja",
     "generation_config.json",
 )
-"""Files that travel with the weights from checkpoint to checkpoint."""
+"""Files that are copied with the weights from checkpoint to checkpoint."""
 
 SHARD_BYTES = 5_000_000_000
-"""More weights than this are written as shards."""
+"""More bytes of weights than this are written as shards."""
 
 _DTYPES = {"bf16": (torch.bfloat16, "bfloat16"), "f32": (torch.float32, "float32")}
 
@@ -65,11 +65,16 @@ def save_model(
     assets: Path | str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a checkpoint directory, complete or absent. `dtype` is "bf16" or "f32"; `assets` is a directory whose
-    tokeniser files are copied, and what its config.json says of tokens. More than `shard_bytes` of weights become
-    shards with an index; `quantise` stores the large matrices in that format. An existing directory is replaced.
-    Raises `CheckpointError`, and `ConfigError` for widths that the format has no whole blocks of."""
-    with whole_directory(path) as folder:
+    """Write a checkpoint directory, all or nothing. An existing directory is replaced.
+
+    - `dtype`: "bf16" or "f32".
+    - `quantise`: the format of the large matrices.
+    - `assets`: a directory whose tokeniser files, and special tokens in config.json, are copied.
+    - `shard_bytes`: more weights than this become shards with an index.
+
+    Raises `CheckpointError`, and `ConfigError` for widths that are not multiples of the format's block size.
+    """
+    with atomic_directory(path) as folder:
         write_model(model, folder, dtype=dtype, quantise=quantise, assets=assets, shard_bytes=shard_bytes)
 
 
@@ -83,12 +88,12 @@ def write_model(
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write the same files into `folder`, which the caller then syncs and renames into place."""
-    write_about(model.config, folder, dtype=dtype, quantise=quantise, assets=assets)
-    tensors = hf_views(model) if quantise is Quantise.NONE else packed(model, FORMATS[quantise])
+    write_config_files(model.config, folder, dtype=dtype, quantise=quantise, assets=assets)
+    tensors = hf_views(model) if quantise is Quantise.NONE else pack_weights(model, FORMATS[quantise])
     _write_weights(tensors, folder, _DTYPES[dtype][0], shard_bytes)
 
 
-def write_about(
+def write_config_files(
     model: ModelConfig,
     folder: Path,
     *,
@@ -96,11 +101,11 @@ def write_about(
     quantise: Quantise = Quantise.NONE,
     assets: Path | str | None = None,
 ) -> None:
-    """All of such a directory but its weights."""
+    """Write all files of such a directory but its weights."""
     name = _DTYPES[dtype][1]
     config = {**model.to_hf(), **_carried(assets), "dtype": name, "torch_dtype": name}
     if quantise is not Quantise.NONE:
-        router = model.architecture.outside(".mlp.gate.").strip(".")
+        router = model.architecture.hf_name(".mlp.gate.").strip(".")
         config["quantization_config"] = quantization_config(quantise, router=router)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for asset in ASSETS:
@@ -109,7 +114,7 @@ def write_about(
 
 
 def _carried(assets: Path | str | None) -> dict[str, object]:
-    """What a config.json says that no computation asks for and others read: the ids of special tokens."""
+    """Keys of a config.json that etude does not need and other tools read: ids of special tokens."""
     if assets is None or not (Path(assets) / "config.json").is_file():
         return {}
     raw = read_json(Path(assets) / "config.json")
@@ -117,7 +122,7 @@ def _carried(assets: Path | str | None) -> dict[str, object]:
 
 
 def _write_weights(views: Mapping[str, torch.Tensor], folder: Path, kind: torch.dtype, shard_bytes: int) -> None:
-    """One file, or shards of at most `shard_bytes` (a larger tensor has one of its own) and their index."""
+    """Write one file, or shards of at most `shard_bytes` (a larger tensor has its own shard) with their index."""
     kinds = {n: view.dtype if view.itemsize == 1 or stays_float32(n) else kind for n, view in views.items()}
     sizes = {name: view.numel() * kinds[name].itemsize for name, view in views.items()}
     shards: list[list[str]] = [[]]
@@ -138,19 +143,19 @@ def _write_weights(views: Mapping[str, torch.Tensor], folder: Path, kind: torch.
 
 
 def write_index(where: Mapping[str, str], num_bytes: int, folder: Path) -> None:
-    """Which shard has which tensor."""
+    """Write the index: tensor name → shard."""
     index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(where.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, *, metadata: Mapping[str, str] | None = None) -> None:
-    """Write one safetensors file, with the mode that the umask says. Views that share memory are written as separate
+    """Write one safetensors file, with the permissions of the umask. Views that share memory are written as separate
     tensors."""
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     save_file({name: t.clone() for name, t in tensors.items()}, path, metadata={"format": "pt", **(metadata or {})})
-    path.chmod(mode)  # safetensors makes a file of its own, with 0600, and renames it
-    progress.made()
+    path.chmod(mode)  # safetensors writes a new file with 0600 and renames it
+    progress.tick()
 
 
 def load_model(
@@ -159,78 +164,84 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     operators: Operators | None = None,
     held: torch.dtype | None = None,
-    parallel: Parallel = ALONE,
+    parallel: Parallel = SINGLE_RANK,
     device: torch.device | None = None,
 ) -> Transformer:
-    """The model in a checkpoint directory, computed by `operators` (None: exact, in `dtype`), its weights in `held`
-    (None: as the operators like them), on a device (None: the CPU), where they go tensor by tensor; or a rank's share
-    of it. Of an adapter's directory its base, merged.
+    """Load the model of a checkpoint directory, or one rank's part of it. An adapter directory is merged into its base.
 
-    Raises `CheckpointError` for a missing or damaged file, another architecture, weights that do not fit the config,
-    weights that are NaN or infinite, and a head beside embeddings that are tied to it and others than it holds.
+    - `operators`: None: exact, in `dtype`.
+    - `held`: dtype of the weights in memory (None: `Operators.storage_dtype`).
+    - `parallel`: load this rank's part.
+    - `device`: weights are copied there tensor by tensor (None: the CPU).
+
+    Raises `CheckpointError` for a missing or damaged file, an unsupported architecture, weights that do not fit the
+    config, weights with NaN or infinities, and a stored head that differs from tied embeddings.
     """
     path, device = Path(path), device or torch.device("cpu")
     if (path / ADAPTER_CONFIG).is_file():
-        from etude.models.adapter_files import load_merged  # which loads its base by this
+        from etude.models.adapter_files import load_merged  # which calls this function for the base
 
         return load_merged(path, dtype=dtype, operators=operators, held=held, parallel=parallel).to(device)
     config = ModelConfig.from_hf(read_json(path / "config.json"))
-    found = check_weights(path, config)  # before a wild config makes us allocate
-    prove_weights(path)
+    found = check_weights(path, config)  # before an invalid config makes us allocate memory
+    verify_weights(path)
     operators = Exact(dtype) if operators is None else operators
     with device:
         model = Transformer(config, seed=None, operators=operators, parallel=parallel)
-    own, outside = views(model.to(device)), config.architecture.outside
-    with opened(path, found) as tensors, torch.no_grad():
+    own, outside = views(model.to(device)), config.architecture.hf_name
+    with open_tensors(path, found) as tensors, torch.no_grad():
         for name, view in own.items():
-            whole = tensors.whole(outside(name), whole_shape(name, view, parallel))
-            view.copy_(share(name, whole, parallel))
+            full = tensors.full(outside(name), full_shape(name, view, parallel))
+            view.copy_(shard_tensor(name, full, parallel))
         if model.head is None and outside(HEAD) in found:
             require_tied(path, tensors.stored(outside(HEAD)), own[EMBEDDING])
-    require_finite(hf_views(model.cast(held or operators.held)), path)
+    require_finite(hf_views(model.cast(held or operators.storage_dtype)), path)
     return model
 
 
-def each_weight(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight of a checkpoint directory's model by Hugging Face's name, sorted, one at a time, float32. Raises
+def iter_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight of a checkpoint directory's model by Hugging Face name, sorted, one at a time, float32. Raises
     `CheckpointError`."""
     config = ModelConfig.from_hf(read_json(path / "config.json"))
     found = check_weights(path, config)
-    prove_weights(path)
+    verify_weights(path)
     with torch.device("meta"):
         named = hf_views(Transformer(config, seed=None))
-    with opened(path, found) as tensors:
+    with open_tensors(path, found) as tensors:
         for name in sorted(named):
-            yield name, tensors.whole(name, tuple(named[name].shape)).float()
+            yield name, tensors.full(name, tuple(named[name].shape)).float()
 
 
-def prove_weights(path: Path, *, part: int = 0, parts: int = 1) -> None:
-    """Compare the bytes of a checkpoint directory's config and weights with its checksums, where it has any; a second
-    for one or two GB. `part` of `parts`: the others are compared elsewhere. Raises `CheckpointError`."""
+def verify_weights(path: Path, *, part: int = 0, parts: int = 1) -> None:
+    """Verify checksums of a checkpoint directory's config and weights, where it has them; about one second per 1 to 2
+    GB.
+
+    `part` of `parts`: other callers verify the other parts. Raises `CheckpointError`.
+    """
     is_sharded = (path / INDEX).is_file()
     names = ["config.json", *([INDEX, *shard_names(path / INDEX)] if is_sharded else [WEIGHTS])]
-    prove(path, names[part::parts], kind=CheckpointError)
+    verify_files(path, names[part::parts], kind=CheckpointError)
 
 
 def require_tied(path: Path, head: torch.Tensor, embedding: torch.Tensor) -> None:
-    """Raises `CheckpointError` where a head that is stored is not the embedding that it is tied to."""
+    """Raise `CheckpointError` where a stored head differs from the embedding that it is tied to."""
     if not torch.equal(head.to(embedding), embedding):
         raise CheckpointError(
-            f"{HEAD} of {path} is not the embedding",
-            "its config.json has tie_word_embeddings = true, by which the head is the embedding",
-            hint="set tie_word_embeddings to false, if the head was trained apart; else delete the tensor",
+            f"{HEAD} of {path} differs from the embedding",
+            "its config.json has tie_word_embeddings = true, so both must be equal",
+            hint="set tie_word_embeddings to false if the head was trained separately; else delete the tensor",
         )
 
 
 def require_finite(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Raises `CheckpointError` where what was read is NaN or infinite in the dtype that it is held in."""
-    bad = not_finite(tensors)
+    """Raise `CheckpointError` where weights are NaN or infinite in the dtype in memory."""
+    bad = find_non_finite(tensors)
     if bad:
         first = next(iter(bad))
         raise CheckpointError(
             f"{first} of {path} is not finite in {str(tensors[first].dtype).removeprefix('torch.')}",
             f"{bad[first]}; {len(bad)} tensors in all",
-            hint="take a checkpoint from before its training diverged, or a dtype of a wider range",
+            hint="use a checkpoint from before training diverged, or a dtype with a wider range",
         )
 
 
@@ -241,28 +252,28 @@ class Tensors:
         self._found, self._where = found, where
 
     def stored(self, name: str) -> torch.Tensor:
-        """A tensor in the dtype that the file has."""
-        progress.made()
+        """A tensor in the dtype of the file."""
+        progress.tick()
         tensor: torch.Tensor = self._where[name].get_tensor(name)
         return tensor
 
-    def whole(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A tensor's values, whatever it is stored as."""
-        tensor = stored(name, shape, self._found, self.stored)
-        return dequantised(tensor, self.stored(name + SCALE)) if tensor.dtype == torch.float8_e4m3fn else tensor
+    def full(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A tensor's values, dequantised if it is quantised."""
+        tensor = read_stored(name, shape, self._found, self.stored)
+        return dequantise(tensor, self.stored(name + FP8_SCALE)) if tensor.dtype == torch.float8_e4m3fn else tensor
 
     def rows(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
-        """Some rows of a tensor. No others are read, unless the tensor is stored in a packed format."""
-        if name in self._where and name + SCALE not in self._found:
-            progress.made()
+        """Some rows of a tensor. Only these are read, unless the tensor is packed."""
+        if name in self._where and name + FP8_SCALE not in self._found:
+            progress.tick()
             some: torch.Tensor = self._where[name].get_slice(name)[start:stop]
             return some
-        return self.whole(name, shape)[start:stop]
+        return self.full(name, shape)[start:stop]
 
 
 @contextlib.contextmanager
-def opened(path: Path, found: Container[str]) -> Iterator[Tensors]:
-    """A directory's tensors, of which `found` are there. Raises `CheckpointError`."""
+def open_tensors(path: Path, found: Container[str]) -> Iterator[Tensors]:
+    """Open a directory's tensors. `found`: their names. Raises `CheckpointError`."""
     files = [path / name for name in (shard_names(path / INDEX) if (path / INDEX).is_file() else [WEIGHTS])]
     where: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
@@ -275,20 +286,48 @@ def opened(path: Path, found: Container[str]) -> Iterator[Tensors]:
             raise CheckpointError(f"{path} is damaged", str(error), hint=HINT_DAMAGED) from None
 
 
+@dataclass(frozen=True)
+class RowRange:
+    """Rows [start, stop) of a tensor with a Hugging Face name, and the memory to read them into."""
+
+    name: str
+    shape: tuple[int, ...]  # of the full tensor
+    start: int
+    stop: int
+    out: torch.Tensor  # [stop - start, *shape[1:]]
+
+
+@torch.no_grad()
+def read_rows(path: Path, ranges: Iterable[RowRange]) -> None:
+    """Read rows of a checkpoint directory into memory: what a rank needs of a sharded model.
+
+    Of plain tensors only these rows are read from disk; quantised tensors are read in full, one at a time. Raises
+    `CheckpointError` as `load_model` does.
+    """
+    config = ModelConfig.from_hf(read_json(path / "config.json"))
+    found = check_weights(path, config)
+    embedding, head = map(config.architecture.hf_name, (EMBEDDING, HEAD))
+    tied = config.tie_embeddings and head in found
+    with open_tensors(path, found) as tensors:
+        for one in ranges:
+            one.out.copy_(tensors.rows(one.name, one.shape, one.start, one.stop))
+            require_finite({one.name: one.out}, path)
+            if tied and one.name == embedding:
+                require_tied(path, tensors.rows(head, one.shape, one.start, one.stop), one.out)
+
+
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of one safetensors file. Raises `CheckpointError`."""
-    with opened_file(path) as file:
-        prove(path.parent, [path.name], kind=CheckpointError)
+    """All tensors of one safetensors file. Raises `CheckpointError`."""
+    with open_safetensors(path) as file:
+        verify_files(path.parent, [path.name], kind=CheckpointError)
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
 
 
 @contextlib.contextmanager
-def opened_file(path: Path) -> Iterator[Any]:
-    """Open one safetensors file, to be read tensor by tensor. Raises `CheckpointError`."""
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """Open one safetensors file, to read it tensor by tensor. Raises `CheckpointError`."""
     if not path.is_file():
-        raise CheckpointError(
-            f"no weights at {path}", hint="a checkpoint directory holds config.json and *.safetensors"
-        )
+        raise CheckpointError(f"no weights at {path}", hint="a checkpoint directory has config.json and *.safetensors")
     try:
         with safe_open(path, "pt") as file:
             yield file
@@ -297,7 +336,7 @@ def opened_file(path: Path) -> Iterator[Any]:
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """A JSON object in a file. Raises `CheckpointError`."""
+    """The JSON object in a file. Raises `CheckpointError`."""
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
@@ -312,11 +351,11 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 @contextlib.contextmanager
-def whole_directory(path: Path | str) -> Iterator[Path]:
-    """A hidden directory to fill, which becomes `path` when the block ends well and vanishes when it does not.
+def atomic_directory(path: Path | str) -> Iterator[Path]:
+    """A hidden directory to fill. It becomes `path` when the block succeeds, and is deleted when it fails.
 
-    A reader finds the old directory, none for an instant, or the new one; never a half. Raises `CheckpointError` when
-    the disk refuses.
+    Readers see the old directory, for an instant no directory, or the new one; never an incomplete one. Raises
+    `CheckpointError` for disk errors.
     """
     path = Path(path)
     hidden = path.parent / f".{path.name}.{secrets.token_hex(4)}"
@@ -324,8 +363,8 @@ def whole_directory(path: Path | str) -> Iterator[Path]:
         hidden.mkdir(parents=True)
         yield hidden
         write_sums(hidden)
-        sync(hidden)
-        complete(hidden, path)
+        fsync_directory(hidden)
+        rename_into_place(hidden, path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"the checkpoint {path} could not be written", str(error), hint="free disk space or choose another place"
@@ -334,15 +373,15 @@ def whole_directory(path: Path | str) -> Iterator[Path]:
         shutil.rmtree(hidden, ignore_errors=True)
 
 
-def sync(folder: Path) -> None:
-    """Have what is written in a directory survive the machine."""
+def fsync_directory(folder: Path) -> None:
+    """fsync a directory and its files."""
     for file in folder.iterdir():
         _sync(file)
     _sync(folder)
 
 
-def complete(hidden: Path, path: Path) -> None:
-    """Give a directory that is whole its name."""
+def rename_into_place(hidden: Path, path: Path) -> None:
+    """Rename a complete directory to its final name."""
     _rename(hidden, path)
     _sync(path.parent)
 

@@ -1,8 +1,8 @@
-"""The sizes of a model, and what a family of models is. Torch-free: a config can be read where no model will be built.
+"""Model sizes (`ModelConfig`) and model families (`ModelFamily`). Torch-free.
 
-One `ModelConfig` serves every family; what they differ in are its parts (`parts`). A `ModelFamily` reads and writes it
-as Hugging Face's config.json, and says what its layers and the names of its tensors are. The families are the modules
-of `models/families`, and classes of the user's own by import path.
+One `ModelConfig` serves all families; the parts in which they differ are in `components`. A `ModelFamily` converts
+between a `ModelConfig` and Hugging Face's config.json, and defines the layers and the names of the tensors. The
+built-in families are the modules of `models/families`; a user's own family is a plug-in.
 """
 
 from __future__ import annotations
@@ -14,30 +14,34 @@ import pkgutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, ClassVar, TypeGuard
+from pathlib import Path
+from typing import Any, ClassVar
 
-from etude.config import ranged
+from etude.config import Plugin, ranged
 from etude.errors import CheckpointError, ConfigError, nearest
+from etude.models.components import AttentionKind, CacheLayout, GroupedQueries, Latent, QkNorm, Routing, Yarn
 from etude.models.config_json import (
     MAX_CONTEXT_TOKENS,
     MAX_EXPERTS,
     MAX_LAYERS,
-    flag,
+    boolean,
     head_dim,
-    positive,
+    positive_float,
+    positive_ints,
     read_rope,
-    wholes,
     write_rope,
 )
-from etude.models.parts import AttentionKind, Grouped, Kept, Latent, QkNorm, Routing, Yarn
-from etude.models.quantised import check_scheme
+from etude.models.quantised_storage import check_scheme
+from etude.plugins import Kind, make
 from etude.records.completion import route_dtype
 
 FAMILIES = "etude.models.families"
-"""The package with a module for each family."""
+"""The package with one module per built-in family."""
+FAMILY_NAMES = tuple(sorted(m.name for m in pkgutil.iter_modules([str(Path(__file__).parent / "families")])))
+"""The built-in families: the names of these modules."""
 OWN_FAMILIES = "ETUDE_MODEL_FAMILIES"
-"""The environment variable with the import paths of the user's own families, separated by commas. One that a config
-names is added to it, so that processes which are started from here know it."""
+"""Environment variable with the import paths of the user's own families, separated by commas. A family named in a
+config is added to it, so child processes know it."""
 SIZES = {  # a ModelConfig's field -> the key of config.json
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -48,13 +52,13 @@ SIZES = {  # a ModelConfig's field -> the key of config.json
 }
 MOE = {**SIZES, "expert_size": "moe_intermediate_size", "num_experts": "num_experts", "top_k": "num_experts_per_tok"}
 WIDTH = "intermediate_size"
-"""The key of config.json with the width of layers without a router."""
+"""The key of config.json with the width of dense layers."""
 FIXED: dict[str, tuple[Any, Any]] = {"hidden_act": ("silu", "silu"), "attention_bias": (False, False)}
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of a decoder; the defaults are the laptop example's, a Qwen3-MoE.
+    """Sizes of a decoder model. The defaults are the laptop example's, a Qwen3-MoE.
 
     >>> ModelConfig().num_parameters
     1527872
@@ -68,84 +72,84 @@ class ModelConfig:
     hidden_size: int = ranged(128, low=1)
     num_layers: int = ranged(3, low=1, high=MAX_LAYERS)
     num_heads: int = ranged(4, low=1)
-    num_kv_heads: int = ranged(2, low=1)  # of a latent attention: as many as heads
-    head_dim: int = ranged(32, low=2)  # of a latent attention: nope_dim + rope_dim
+    num_kv_heads: int = ranged(2, low=1)  # with latent attention: num_heads
+    head_dim: int = ranged(32, low=2)  # with latent attention: nope_dim + rope_dim
     expert_size: int = ranged(128, low=1)
-    num_experts: int = ranged(8, low=0, high=MAX_EXPERTS)  # 0 in a family without routers, and so is top_k
+    num_experts: int = ranged(8, low=0, high=MAX_EXPERTS)  # 0 in a family without routers; then top_k is 0, too
     top_k: int = ranged(2, low=0)
     rope_theta: float = ranged(10_000.0, low=1.0)
     rms_eps: float = ranged(1e-6, low=0.0)
     tie_embeddings: bool = False
     context_tokens: int = ranged(1024, low=1, high=MAX_CONTEXT_TOKENS)
-    family: str = "qwen3_moe"  # a module of `models/families`, or the import path of a class of your own
-    dense_layers: tuple[int, ...] = ()  # those without a router
-    dense_size: int = ranged(0, low=0)  # their width; 0: an expert's
-    num_shared: int = ranged(0, low=0)  # experts that every token passes
+    family: str = field(default="qwen3_moe", metadata={"plugin": True})  # of FAMILY_NAMES, or an import path
+    dense_layers: tuple[int, ...] = ()  # layers without a router
+    dense_size: int = ranged(0, low=0)  # width of dense layers; 0: expert_size
+    num_shared: int = ranged(0, low=0)  # shared experts
     routing: Routing = field(default_factory=Routing)
-    latent: Latent | None = None  # None: grouped queries
-    yarn: Yarn | None = None  # None: plain rotary positions
+    latent: Latent | None = None  # None: grouped-query attention
+    yarn: Yarn | None = None  # None: plain RoPE
 
     def __post_init__(self) -> None:
-        family = self.architecture  # an unknown one is refused first
+        family = self.architecture  # checks the name
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads = {self.num_heads} is no multiple of num_kv_heads = {self.num_kv_heads}")
+            raise ValueError(f"num_heads = {self.num_heads} is not a multiple of num_kv_heads = {self.num_kv_heads}")
         if self.head_dim < 2 or self.rope_dim % 2:
-            raise ValueError(f"head_dim = {self.head_dim}, but rotary positions turn pairs")
+            raise ValueError(f"head_dim = {self.head_dim}, but RoPE needs an even number")
         if self.latent is not None and (self.num_kv_heads, self.head_dim) != (self.num_heads, self.latent.head_dim):
-            raise ValueError(f"num_kv_heads = {self.num_kv_heads} and head_dim = {self.head_dim} are not the latent's")
+            raise ValueError(f"num_kv_heads = {self.num_kv_heads}, head_dim = {self.head_dim} do not fit `latent`")
         if self.top_k > self.num_experts or (self.num_experts and not self.top_k):
             raise ValueError(f"top_k = {self.top_k} of num_experts = {self.num_experts}")
         if list(self.dense_layers) != sorted(set(self.dense_layers) & set(range(self.num_layers))):
-            raise ValueError(f"dense_layers = {list(self.dense_layers)[:8]}, not some of {self.num_layers} layers")
+            raise ValueError(f"dense_layers = {list(self.dense_layers)[:8]} are not layers of {self.num_layers}")
         self.routing.check(self.num_experts, self.top_k)
         family.check(self)
 
     @property
     def architecture(self) -> ModelFamily:
-        """The family of `family`. Raises `ConfigError` for an unknown one."""
+        """The model's family. Raises `ConfigError` or `PluginRefused` for an unknown one."""
         return family_of(self.family)
 
     @property
     def attention(self) -> AttentionKind:
-        """The sizes of its attention, and the layer that computes it."""
+        """The kind of attention: its weight shapes and its layer class."""
         return self.architecture.attention(self)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """The layers that have a router."""
+        """Indices of the layers with a router."""
         dense = set(self.dense_layers)
         return tuple(i for i in range(self.num_layers) if i not in dense) if self.num_experts else ()
 
     @property
     def num_moe_layers(self) -> int:
-        """Layers that have a router: the second dimension of routes, [T, MoE layers, top_k]."""
+        """Number of layers with a router: the second dimension of routes, [T, MoE layers, top_k]."""
         return len(self.moe_layers)
 
     @property
     def route_dtype(self) -> str:
-        """numpy's name of a route's dtype; its largest value says that a route is missing, and is no expert's."""
+        """numpy name of the dtype of routes. The dtype's largest value marks a missing route."""
         return route_dtype(self.num_experts).__name__
 
     @property
     def dense_width(self) -> int:
-        """Width of a layer without a router."""
+        """Intermediate width of layers without a router."""
         return self.dense_size or self.expert_size
 
     @property
     def rope_dim(self) -> int:
-        """Width of what positions turn in a head."""
+        """Width of the part of a head to which rotary positions apply."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
     def softmax_scale(self) -> float:
-        """What products of queries and keys are multiplied by."""
+        """Scale of the attention logits."""
         sharper = self.yarn.softmax_scale if self.yarn is not None and self.latent is not None else 1.0
         return float(self.head_dim**-0.5 * sharper)
 
     @property
-    def kept(self) -> Kept:
-        """What an engine's cache keeps of a token."""
-        return self.attention.kept(self)
+    def cache_layout(self) -> CacheLayout:
+        """What an engine's KV cache stores for each token and layer."""
+        return self.attention.cache_layout(self)
 
     @property
     def value_dim(self) -> int:
@@ -154,7 +158,7 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """All parameters, without the biases that only choosing sees."""
+        """Number of parameters, without router biases."""
         d, dense = self.hidden_size, self.num_layers - self.num_moe_layers
         experts = d * (self.num_experts * (3 * self.expert_size + 1) + 3 * self.num_shared * self.expert_size)
         embeddings = self.vocab_size * d * (1 if self.tie_embeddings else 2)
@@ -162,8 +166,8 @@ class ModelConfig:
         return blocks + self.num_moe_layers * experts + dense * 3 * d * self.dense_width + embeddings + d
 
     @property
-    def products(self) -> set[tuple[int, int]]:
-        """(out, in) of every matrix product; what a parity class is told by."""
+    def product_shapes(self) -> set[tuple[int, int]]:
+        """(out, in) of every matrix product. The parity class depends on them."""
         d = self.hidden_size
         found = {(self.vocab_size, d)} | self.attention.products(self)
         if self.num_moe_layers:
@@ -173,14 +177,16 @@ class ModelConfig:
             widths.add(self.dense_width)
         return found | {pair for width in widths if width for pair in ((2 * width, d), (d, width))}
 
-    def shared(self, degree: int) -> ModelConfig:
-        """The sizes of one of so many tensor-parallel ranks: its heads, and its part of each width between. Raises
-        `ConfigError`."""
+    def per_rank(self, degree: int) -> ModelConfig:
+        """Sizes of the model part of one of `degree` tensor-parallel ranks.
+
+        Heads and intermediate widths are divided. Raises `ConfigError` where that is not possible.
+        """
         if degree > 1 and (why := self.attention.undivided):
             raise ConfigError(
-                f"a model of family {self.family} shared by {degree} tensor-parallel ranks",
+                f"a model of family {self.family} on {degree} tensor-parallel ranks",
                 why,
-                hint="set numerics.degree = 1; ranks that share by data or by experts are possible",
+                hint="set numerics.degree = 1; data and expert parallelism are possible",
             )
         cut: dict[str, Any] = {
             "num_heads": self.num_heads,
@@ -191,9 +197,9 @@ class ModelConfig:
         odd = [f"{name} = {size}" for name, size in cut.items() if size % degree]
         if odd:
             raise ConfigError(
-                f"a model shared by {degree} tensor-parallel ranks",
-                f"{', '.join(odd)} cannot be cut so",
-                hint="take fewer ranks, a divisor of each (numerics.degree is the most of them)",
+                f"a model on {degree} tensor-parallel ranks",
+                f"{', '.join(odd)} cannot be divided by {degree}",
+                hint="use fewer ranks, a divisor of each size (numerics.degree is the maximum)",
             )
         return replace(self, **{name: size // degree for name, size in cut.items()})
 
@@ -203,39 +209,44 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:
-        """From a Hugging Face config.json. Raises `CheckpointError` that names what is not computed."""
+        """Read a Hugging Face config.json. Raises `CheckpointError`, which names an unsupported key or architecture."""
         family = _family_for(raw)
         check_scheme(raw)
         return family.from_hf(raw)
 
 
 class ModelFamily:
-    """What one family of models differs in from the others.
+    """A family of models: everything in which it differs from other families.
 
-    Derive from this class, or from a family that is near to yours, and override what differs: as it stands it is a
-    family of grouped queries and softmax routers. One object serves all models of the family, so it keeps nothing of
-    any. It is used where there is no torch. `etude.testing.model_family` has its contract suite.
+    Derive from this class, or from a similar family, and override what differs. The base class is a family with
+    grouped-query attention and softmax routers. One object serves all models of the family, so it must not store
+    anything about a model. It is used in processes without torch. The contract suite is
+    `etude.testing.model_family.ModelFamilyContract`.
     """
 
     model_type: ClassVar[str]
-    """Of config.json; no two families have the same."""
+    """The `model_type` of config.json. It must be unique."""
     hf_class: ClassVar[str]
-    """The class that transformers computes it with, the first of config.json's `architectures`."""
+    """The model class of transformers: the first of config.json's `architectures`."""
     sizes: ClassVar[Mapping[str, str]] = MOE
-    """Whole numbers of at least 1: a `ModelConfig`'s field, and the key of config.json."""
+    """Positive integers of config.json: field of `ModelConfig` → key of config.json."""
     fixed: ClassVar[Mapping[str, tuple[Any, Any]]] = FIXED
-    """Keys of config.json with the only value that is computed, and transformers' default. Another value is refused."""
+    """Keys of config.json with the only supported value and transformers' default. Other values are refused."""
     defaults: ClassVar[Mapping[str, Any]] = {}
-    """What a config.json means that lacks a key, where that is not what `from_hf` takes."""
+    """Values of keys that are missing in config.json, where they differ from the defaults of `from_hf`."""
     varies: ClassVar[str] = "norm_topk_prob, tie_word_embeddings"
-    """What may vary beside sizes and positions: for hints."""
+    """What else may vary, beside sizes and positions. Shown in hints of errors."""
     qk_norm: ClassVar[QkNorm] = QkNorm.HEAD
-    """Of grouped queries."""
+    """Normalisation of queries and keys in grouped-query attention."""
     renamed: ClassVar[Mapping[str, str]] = {}
-    """Parts of tensors' names that differ from etude's (which are Qwen3's and DeepSeek-V3's): etude's, then this
-    family's. Each is replaced wherever it occurs. A bias for the choice keeps its last part, by which it is known."""
-    foreign: ClassVar[str] = "was not tested with weights of this family"
-    """Why vLLM and SGLang cannot follow a run's weights, as what such an engine does; empty where they can."""
+    """Parts of tensor names that differ from etude's: etude's part → this family's part.
+
+    Etude's names are those of Qwen3 and DeepSeek-V3. Each part is replaced wherever it occurs. The bias of a router
+    must keep its last part.
+    """
+    no_external_engines: ClassVar[str] = "was not tested with weights of this family"
+    """Why vLLM and SGLang cannot follow a run's weights, as the end of a sentence ("vLLM ..."). Empty where they
+    can."""
     tiny_sizes: ClassVar[Mapping[str, Any]] = {
         "vocab_size": 24,
         "hidden_size": 16,
@@ -245,68 +256,70 @@ class ModelFamily:
         "head_dim": 8,
         "context_tokens": 64,
     }
+    """Sizes of `tiny`."""
 
     @property
     def name(self) -> str:
-        """What a config calls it: a module's name in `models/families`, or an import path."""
+        """The family's name in a config: the name of a module in `models/families`, or an import path."""
         kind = type(self)
         return (
             self.model_type if kind.__module__.startswith(f"{FAMILIES}.") else f"{kind.__module__}:{kind.__qualname__}"
         )
 
     def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of a `ModelConfig` from a config.json, beside those that `from_hf` reads for every family. Raises
-        `ValueError`."""
+        """Read the fields of a `ModelConfig` that `from_hf` does not read for every family. Raises `ValueError`."""
         key = self.sizes["num_experts"]
-        sizes = wholes({**raw, key: raw.get(key, raw.get("num_local_experts"))}, self.sizes)
-        routing = Routing(normalise=flag(raw, "norm_topk_prob", default=False))
+        sizes = positive_ints({**raw, key: raw.get(key, raw.get("num_local_experts"))}, self.sizes)
+        routing = Routing(normalise=boolean(raw, "norm_topk_prob", default=False))
         return {**sizes, "head_dim": head_dim(raw, sizes), "routing": routing}
 
     def write(self, c: ModelConfig) -> dict[str, Any]:
         """The keys of config.json that `read` reads."""
-        sizes = {theirs: getattr(c, ours) for ours, theirs in self.sizes.items()}
+        sizes = {key: getattr(c, name) for name, key in self.sizes.items()}
         return {**sizes, "head_dim": c.head_dim, "norm_topk_prob": c.routing.normalise}
 
     def check(self, c: ModelConfig) -> None:
-        """Raises `ValueError` for sizes that no model of this family has."""
+        """Raise `ValueError` for sizes that no model of this family has."""
         self.check_experts(c)
         self.check_plain(c)
 
     def check_experts(self, c: ModelConfig) -> None:
-        """Raises `ValueError` for a model without experts."""
+        """Raise `ValueError` for a model without experts."""
         if not c.num_experts:
-            raise ValueError(f"family = {self.name!r} with num_experts = 0: it wants num_experts > 0")
+            raise ValueError(f"family = {self.name!r} needs num_experts > 0")
 
     def check_plain(self, c: ModelConfig) -> None:
-        """Raises `ValueError` for latent attention, shared experts, and other routers than a plain softmax's."""
+        """Raise `ValueError` for latent attention, shared experts, or a router other than plain softmax."""
         if c.latent is not None:
-            raise ValueError(f"family = {self.name!r} has no latent")
+            raise ValueError(f"family = {self.name!r} has no latent attention")
         if c.num_shared or c.routing != Routing(normalise=c.routing.normalise):
-            raise ValueError(f"family = {self.name!r} has no shared experts, sigmoids, scaling or groups")
+            raise ValueError(
+                f"family = {self.name!r} has no shared experts and no sigmoid, scaling or groups in routers"
+            )
 
     def check_routers(self, c: ModelConfig) -> None:
-        """Raises `ValueError` for layers without a router."""
+        """Raise `ValueError` for layers without a router."""
         if c.dense_layers or c.dense_size:
-            raise ValueError(f"family = {self.name!r} has a router in every layer, no dense_layers and dense_size")
+            raise ValueError(f"family = {self.name!r} has a router in every layer: no dense_layers, no dense_size")
 
     def attention(self, c: ModelConfig) -> AttentionKind:
-        """The kind of attention that its layers have."""
-        return Grouped(self.qk_norm) if c.latent is None else c.latent
+        """The kind of attention of the family's layers."""
+        return GroupedQueries(self.qk_norm) if c.latent is None else c.latent
 
     def unused(self, names: Iterable[str], c: ModelConfig) -> set[str]:
-        """Tensors of a checkpoint that nothing computes, by their names there: they are left out, and reported."""
+        """Names of tensors in a checkpoint that etude does not compute with. They are dropped, and reported."""
         return set()
 
-    def outside(self, name: str) -> str:
-        """The name of a tensor in this family's checkpoints, from etude's."""
-        for ours, theirs in self.renamed.items():
-            name = name.replace(ours, theirs)
+    def hf_name(self, name: str) -> str:
+        """Etude's tensor name → the name in this family's checkpoints."""
+        for etude_part, hf_part in self.renamed.items():
+            name = name.replace(etude_part, hf_part)
         return name
 
-    def inside(self, name: str) -> str:
-        """Etude's name of a tensor, from that in this family's checkpoints."""
-        for ours, theirs in self.renamed.items():
-            name = name.replace(theirs, ours)
+    def etude_name(self, name: str) -> str:
+        """The tensor name in this family's checkpoints → etude's name."""
+        for etude_part, hf_part in self.renamed.items():
+            name = name.replace(hf_part, etude_part)
         return name
 
     def tiny(self) -> ModelConfig:
@@ -314,13 +327,13 @@ class ModelFamily:
         return ModelConfig(**self.tiny_sizes, expert_size=12, num_experts=4, top_k=2, family=self.name)
 
     def from_hf(self, raw: Mapping[str, Any]) -> ModelConfig:
-        """A model's sizes from a config.json of this family. Raises `CheckpointError`."""
-        for key, (ours, default) in self.fixed.items():
+        """Read a config.json of this family. Raises `CheckpointError`."""
+        for key, (supported, default) in self.fixed.items():
             found = default if raw.get(key) is None else raw[key]
-            if found != ours:
+            if found != supported:
                 raise CheckpointError(
                     f"a {self.model_type} variant with {key} = {found!r}",
-                    f"this build computes {key} = {ours!r} only",
+                    f"etude supports only {key} = {supported!r}",
                     hint=self._may_vary,
                 )
         raw = {**self.defaults, **raw}
@@ -330,12 +343,12 @@ class ModelFamily:
                 family=self.name,
                 rope_theta=rope_theta,
                 yarn=yarn,
-                rms_eps=positive(raw.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
-                tie_embeddings=flag(raw, "tie_word_embeddings", default=False),
+                rms_eps=positive_float(raw.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
+                tie_embeddings=boolean(raw, "tie_word_embeddings", default=False),
                 **self.read(raw),
             )
         except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
-            what = f"config.json does not describe a {self.model_type} that is computed here"
+            what = f"config.json does not describe a supported {self.model_type}"
             raise CheckpointError(what, str(error), hint=self._may_vary) from None
 
     def to_hf(self, c: ModelConfig) -> dict[str, Any]:
@@ -348,87 +361,60 @@ class ModelFamily:
             **write_rope(c.rope_theta, c.yarn),
             "rms_norm_eps": c.rms_eps,
             "tie_word_embeddings": c.tie_embeddings,
-            **{key: ours for key, (ours, _) in self.fixed.items()},
+            **{key: supported for key, (supported, _) in self.fixed.items()},
             "attention_dropout": 0.0,
             "use_cache": True,
         }
 
     @property
     def _may_vary(self) -> str:
-        """What a checkpoint of this family may be, as a hint."""
-        return f"take a {self.model_type} that differs in nothing but sizes, {self.varies} and plain or YaRN positions"
-
-
-@functools.cache
-def family_names() -> list[str]:
-    """The families that come with etude."""
-    return sorted(one.name for one in pkgutil.iter_modules(importlib.import_module(FAMILIES).__path__))
+        """Hint of an error: which checkpoints of this family are supported."""
+        return f"use a {self.model_type} model; supported variations: sizes, {self.varies}, plain RoPE or YaRN"
 
 
 @functools.cache
 def family_of(name: str) -> ModelFamily:
-    """The family of a name: one that comes with etude, or a class by its import path. Raises `ConfigError`."""
-    if name in family_names():
-        module = importlib.import_module(f"{FAMILIES}.{name}")
-        (kind,) = (one for one in vars(module).values() if _is_family(one) and one.__module__ == module.__name__)
-        family: ModelFamily = kind()
+    """The family with this name: one of `FAMILY_NAMES`, or a plug-in's import path. Raises `ConfigError` and
+    `PluginRefused`."""
+    if name in FAMILY_NAMES:
+        classes = vars(importlib.import_module(f"{FAMILIES}.{name}")).values()
+        (built_in,) = (c for c in classes if isinstance(c, type) and c.__module__ == f"{FAMILIES}.{name}")
+        family: ModelFamily = built_in()
         return family
     if ":" not in name:
-        hint = f'{nearest(name, family_names())}; a family of your own is "package.module:Class"'
+        hint = f'{nearest(name, FAMILY_NAMES)}; a family of your own is "my_package.module:Name"'
         raise ConfigError(f"model.family = {name!r} is unknown", hint=hint)
-    family = _imported(name)
-    types = {one: one for one in family_names()} | {_imported(one).model_type: one for one in _own_names()}
+    family = make(Kind.MODEL_FAMILY, Plugin(name))
+    types = {known: known for known in FAMILY_NAMES}
+    types |= {make(Kind.MODEL_FAMILY, Plugin(known)).model_type: known for known in own_family_names()}
     if types.get(family.model_type, name) != name:
         raise ConfigError(
             f"the model family {name} has model_type = {family.model_type!r}",
-            f"so has the family {types[family.model_type]}",
-            hint="give it a model_type of its own, and the same to its checkpoints' config.json",
+            f"the family {types[family.model_type]} has the same one",
+            hint="choose a unique model_type, and write it into config.json of its checkpoints",
         )
-    os.environ[OWN_FAMILIES] = ",".join(dict.fromkeys([*_own_names(), name]))
+    os.environ[OWN_FAMILIES] = ",".join(dict.fromkeys([*own_family_names(), name]))
     return family
 
 
-def _own_names() -> list[str]:
-    """The import paths of the user's own families that this process knows."""
+def own_family_names() -> list[str]:
+    """Import paths of the user's own families: those in `OWN_FAMILIES` and those named in a config."""
     return [name for name in os.environ.get(OWN_FAMILIES, "").split(",") if name]
 
 
-def _imported(path: str) -> ModelFamily:
-    """A family by its class's import path. Raises `ConfigError`."""
-    module, _, name = path.partition(":")
-    try:
-        kind = getattr(importlib.import_module(module), name)
-        family = kind() if _is_family(kind) else None
-        _ = family is None or (family.model_type, family.hf_class)  # it has both
-    except Exception as error:  # whatever the user's module raises
-        raise ConfigError(
-            f"the model family {path} cannot be used",
-            f"{type(error).__name__}: {error}",
-            hint='write "package.module:Class", and have the package installed or on PYTHONPATH',
-        ) from error
-    if family is None:
-        hint = "derive it from etude.models.config.ModelFamily"
-        raise ConfigError(f"{path} is no model family", f"it is {kind!r:.80}", hint=hint)
-    return family
-
-
-def _is_family(found: object) -> TypeGuard[type[ModelFamily]]:
-    return isinstance(found, type) and issubclass(found, ModelFamily)
-
-
 def _family_for(raw: Mapping[str, Any]) -> ModelFamily:
-    """The family of a config.json. Raises `CheckpointError` that names an unknown architecture."""
+    """The family of a config.json. Raises `CheckpointError`, which names an unknown architecture."""
     names, kind = raw.get("architectures"), raw.get("model_type")
     listed = names[0] if isinstance(names, list) and names else None
-    own = {family_of(name).model_type: name for name in _own_names()}
-    name = kind if kind in family_names() else own.get(kind) if isinstance(kind, str) else None
+    own = {family_of(name).model_type: name for name in own_family_names()}
+    name = kind if kind in FAMILY_NAMES else own.get(kind) if isinstance(kind, str) else None
     family = None if name is None else family_of(name)
     if family is None or (listed is not None and listed != family.hf_class):
-        known = [family_of(name) for name in (*family_names(), *_own_names())]
+        known = [family_of(name) for name in (*FAMILY_NAMES, *own_family_names())]
         classes, types = ", ".join(dict.fromkeys(one.hf_class for one in known)), [one.model_type for one in known]
         raise CheckpointError(
             f"a checkpoint of architecture {listed or kind or 'unnamed'} (model_type {kind})",
-            f"this build computes {classes} (model_type {', '.join(types)}) only",
-            hint=f"start from a checkpoint of one of these families, or name a family of your own in {OWN_FAMILIES}",
+            f"etude supports only {classes} (model_type {', '.join(types)})",
+            hint=f"start from a checkpoint of one of these families, or name your own family in {OWN_FAMILIES}",
         )
     return family

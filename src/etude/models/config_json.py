@@ -1,4 +1,4 @@
-"""Values of a Hugging Face config.json, read with errors that name the key. Torch-free; knows no family of models.
+"""Read values of a Hugging Face config.json, with errors that name the key. Torch-free; independent of model families.
 
 Every reader raises `ValueError`.
 """
@@ -9,80 +9,80 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from etude.models.parts import Yarn
+from etude.models.components import Yarn
 
 MAX_CONTEXT_TOKENS = 1 << 20
-"""Bounds the rotary tables that a config can make us allocate."""
+"""Bounds the memory of the RoPE tables that a config can make etude allocate."""
 MAX_LAYERS = 4096
 MAX_EXPERTS = 65_535
-"""A route is at most two bytes, and one value of them says that it is missing."""
+"""A route has at most two bytes, and one value marks a missing route."""
 _SCALES = ("mscale", "mscale_all_dim", "attention_factor")  # of YaRN
 
 
-def wholes(raw: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, int]:
-    """Whole numbers of at least 1. `keys`: by the name of a `ModelConfig` field the key of config.json."""
-    found = {ours: whole(raw, theirs) for ours, theirs in keys.items()}
+def positive_ints(raw: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, int]:
+    """Read several positive integers. `keys`: field of `ModelConfig` → key of config.json."""
+    found = {name: positive_int(raw, key) for name, key in keys.items()}
     limits = {"context_tokens": MAX_CONTEXT_TOKENS, "num_layers": MAX_LAYERS, "num_experts": MAX_EXPERTS}
-    for ours, limit in limits.items():
-        if found.get(ours, 0) > limit:
-            raise ValueError(f"{keys[ours]} = {found[ours]} is past {limit}")
+    for name, limit in limits.items():
+        if found.get(name, 0) > limit:
+            raise ValueError(f"{keys[name]} = {found[name]} is above {limit}")
     return found
 
 
-def whole(raw: Mapping[str, Any], key: str, *, default: int | None = None) -> int:
-    """A whole number of at least 1; `default` where the key is missing or null."""
+def positive_int(raw: Mapping[str, Any], key: str, *, default: int | None = None) -> int:
+    """A positive integer; `default` where the key is missing or null."""
     value = default if raw.get(key) is None else raw[key]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{key} = {value!r}, expected a whole number of at least 1")
     return value
 
 
-def flag(raw: Mapping[str, Any], key: str, *, default: bool) -> bool:
-    """True or false; `default` where the key is missing or null."""
+def boolean(raw: Mapping[str, Any], key: str, *, default: bool) -> bool:
+    """A boolean; `default` where the key is missing or null."""
     value = default if raw.get(key) is None else raw[key]
     if not isinstance(value, bool):
         raise ValueError(f"{key} = {value!r}, expected true or false")
     return value
 
 
-def positive(value: Any, key: str) -> float:
-    """A finite number above 0. `key` names it in the error."""
+def positive_float(value: Any, key: str) -> float:
+    """A finite number above 0. `key` is its name in the error."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise ValueError(f"{key} = {value!r}, expected a positive number")
     return float(value)
 
 
 def read_rope(raw: Mapping[str, Any]) -> tuple[float, Yarn | None]:
-    """Rotary positions, from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4)."""
+    """RoPE settings (theta, YaRN), from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
         raise ValueError(f"rope_parameters = {rope!r:.80}, expected a section")
-    theta = positive(rope.get("rope_theta", raw.get("rope_theta", 10_000.0)), "rope_theta")
+    theta = positive_float(rope.get("rope_theta", raw.get("rope_theta", 10_000.0)), "rope_theta")
     if any(section.get("partial_rotary_factor", 1.0) != 1.0 for section in (rope, raw)):
-        raise ValueError("partial_rotary_factor is not 1, only whole heads are turned")
+        raise ValueError("partial_rotary_factor must be 1")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return theta, None
     if kind != "yarn":
-        raise ValueError(f"rope_type = {kind!r}, only 'default' and 'yarn' are computed")
+        raise ValueError(f"rope_type = {kind!r}, only 'default' and 'yarn' are supported")
     if theta <= 1:
-        raise ValueError(f"rope_theta = {theta}, and 'yarn' asks for more than 1")
-    context = whole(raw, "max_position_embeddings")
+        raise ValueError(f"rope_theta = {theta}, and 'yarn' needs more than 1")
+    context = positive_int(raw, "max_position_embeddings")
     key = "original_max_position_embeddings"
-    original = whole({key: raw.get(key, rope.get(key))}, key, default=context)
+    original = positive_int({key: raw.get(key, rope.get(key))}, key, default=context)
     factor = rope.get("factor")
     return theta, Yarn(
-        factor=context / original if factor is None else positive(factor, "factor"),
+        factor=context / original if factor is None else positive_float(factor, "factor"),
         original_tokens=original,
-        beta_fast=positive(rope.get("beta_fast") or 32, "beta_fast"),
-        beta_slow=positive(rope.get("beta_slow") or 1, "beta_slow"),
-        truncate=flag(rope, "truncate", default=True),
-        **{key: positive(rope[key], key) if rope.get(key) else None for key in _SCALES},
+        beta_fast=positive_float(rope.get("beta_fast") or 32, "beta_fast"),
+        beta_slow=positive_float(rope.get("beta_slow") or 1, "beta_slow"),
+        truncate=boolean(rope, "truncate", default=True),
+        **{key: positive_float(rope[key], key) if rope.get(key) else None for key in _SCALES},
     )
 
 
 def write_rope(theta: float, yarn: Yarn | None) -> dict[str, Any]:
-    """What `read_rope` reads, for both major versions of transformers."""
+    """The keys that `read_rope` reads, for both major versions of transformers."""
     if yarn is None:
         return {"rope_theta": theta, "rope_parameters": {"rope_theta": theta, "rope_type": "default"}}
     scaling: dict[str, Any] = {
@@ -100,7 +100,7 @@ def write_rope(theta: float, yarn: Yarn | None) -> dict[str, Any]:
 
 
 def head_dim(raw: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
-    """The width of a head: what config.json says, or the model's width over its heads."""
+    """The head width: `head_dim` of config.json, or hidden size over number of heads."""
     if raw.get("head_dim") is None:
         return sizes["hidden_size"] // sizes["num_heads"]
-    return whole(raw, "head_dim")
+    return positive_int(raw, "head_dim")

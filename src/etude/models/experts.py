@@ -1,14 +1,14 @@
-"""The mixture of experts: choose, dispatch, compute, combine.
+"""The mixture of experts: routing, dispatch, expert MLPs, combination.
 
-Tokens are sorted by expert and each expert multiplies one contiguous slice. Measured on one core this is on par
-with a grouped GEMM and 1.6 times faster than computing all experts densely. The backward is written out: autograd
-would build a zero-filled [E, …] gradient for every expert's slice and scatter-add rows one by one; here every
-gradient is one product into its place, and rows come back by a gather, because the dispatch is a permutation.
+Tokens are sorted by expert, and each expert multiplies one contiguous slice. On one core this is as fast as a grouped
+GEMM and 1.6 times faster than computing all experts densely. The backward pass is explicit: autograd would create a
+zero-filled [E, …] gradient for each expert's slice and scatter-add rows one by one. Here each gradient is one product
+into its place, and rows come back by a gather, since dispatch is a permutation.
 
-An expert with fewer rows than the operators want (`Operators.rows`) computes copies of token 0 up to that number, so
-that a token's result does not depend on how many others chose its expert. Contributions are combined in slot order.
+An expert with fewer rows than the operators need (`Operators.padded_rows`) computes copies of token 0 as padding, so
+that a token's result does not depend on how many others chose the expert. Contributions are added in slot order.
 
-Shapes: N tokens, D width, E experts, K experts a token, F expert width, S rows after dispatch (N·K and padding).
+Shapes: N tokens, D width, E experts, K experts per token, F expert width, S rows after dispatch (N·K and padding).
 """
 
 from __future__ import annotations
@@ -23,47 +23,48 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from etude.models.parts import Routing, Scores
-from etude.models.replay import Recorded
-from etude.models.watch import Watch, unwatched
-from etude.numerics import mixtures
-from etude.numerics.adapted import Pairs
-from etude.numerics.exact import tree
+from etude.models.components import Routing, Scores
+from etude.models.hooks import ForwardHook, no_hook
+from etude.models.replay import RecordedRoutes
+from etude.numerics import grouped_experts
+from etude.numerics.exact import tree_sum
 from etude.numerics.exact.operators import Exact
+from etude.numerics.lora import LoraPairs
 from etude.numerics.operators import Operators
-from etude.numerics.parallel import ALONE, Parallel
+from etude.numerics.parallel import SINGLE_RANK, Parallel
 from etude.records.completion import route_dtype
 
 SOFTMAX = Routing()
-_TINY = 1e-20  # sigmoids may all be 0
+_TINY = 1e-20  # all sigmoids may be 0
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What one layer's router chose."""
+    """The result of one layer's router."""
 
-    gates_NK: torch.Tensor  # float32, differentiable; where the routing normalises they sum to its scaling
+    gates_NK: torch.Tensor  # float32, differentiable; with normalisation they sum to the routing's scaling
     experts_NK: torch.Tensor  # int64: the experts used, replayed ones included
     live_NK: torch.Tensor  # int64: the router's own top-k
-    balance: torch.Tensor | None  # scalar, 1.0 at perfect balance; None when not asked for
+    balance: torch.Tensor | None  # load-balancing loss, scalar, 1.0 at perfect balance; None when not requested
 
 
 def choose(
     scores_NE: torch.Tensor,
     top_k: int,
-    recorded: Recorded | None = None,
+    recorded: RecordedRoutes | None = None,
     operators: Operators | None = None,
     *,
     routing: Routing = SOFTMAX,
     bias_E: torch.Tensor | None = None,
     balance: bool = False,
 ) -> Choice:
-    """Gates and experts from router scores (logits). What is `recorded` picks the experts where it is known and
-    plausible; gates are always computed from the live scores, so that gradients flow. `bias_E` (float32) is added where
-    experts are chosen, and nowhere else.
+    """Choose experts and gates from router logits.
 
-    `balance` is the load-balancing loss of the Switch Transformer (arXiv 2101.03961, eq. 4), E · Σ f·P, with f
-    counted from the live choice.
+    `recorded` experts are used where they are known and plausible; gates always come from live scores, so that
+    gradients reach the router. `bias_E` (float32) is added only for choosing experts.
+
+    `balance`: also compute the load-balancing loss of the Switch Transformer (arXiv 2101.03961, eq. 4), E · Σ f·P, with
+    f counted from the live choice.
     """
     operators = operators or Exact()
     if routing.scores is Scores.SOFTMAX:
@@ -71,9 +72,9 @@ def choose(
     else:
         scores_NE = operators.sigmoid(scores_NE)
         probs_NE = scores_NE / scores_NE.sum(-1, keepdim=True)
-    live = used = _best(scores_NE, bias_E, top_k, routing, operators)
+    live = used = _top_experts(scores_NE, bias_E, top_k, routing, operators)
     if recorded is not None:
-        used = recorded.over(live, scores_NE)
+        used = recorded.apply(live, scores_NE)
     gates = scores_NE.gather(-1, used)
     if routing.normalise:
         gates = gates / (gates.sum(-1, keepdim=True) + _TINY)
@@ -86,14 +87,14 @@ def choose(
 
 
 def _counts(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """How often each expert was chosen, int64 [E]."""
+    """Number of times each expert was chosen, int64 [E]."""
     if experts.device.type == "cpu":
         return torch.bincount(experts, minlength=num_experts)
-    return experts.new_zeros(num_experts).scatter_add_(0, experts, torch.ones_like(experts))  # bincount would wait
+    return experts.new_zeros(num_experts).scatter_add_(0, experts, torch.ones_like(experts))  # bincount would sync
 
 
 @torch.no_grad()
-def _best(
+def _top_experts(
     scores_NE: torch.Tensor, bias_E: torch.Tensor | None, top_k: int, routing: Routing, operators: Operators
 ) -> torch.Tensor:
     """A router's own choice, best first, int64 [N, K]."""
@@ -109,7 +110,7 @@ def _best(
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Where each (token, choice) goes when rows are sorted by expert."""
+    """The permutation that sorts (token, choice) pairs by expert."""
 
     source_S: torch.Tensor  # int64: the token each row holds; 0 in padding
     slot_NK: torch.Tensor  # int64: the row of each (token, choice)
@@ -117,8 +118,11 @@ class Dispatch:
 
     @classmethod
     def of(cls, experts_NK: torch.Tensor, num_experts: int, padded: Callable[[int], int]) -> Dispatch:
-        """`padded`: how many rows an expert computes for so many (`Operators.rows`). Computed on the host: splitting by
-        expert needs the counts there anyhow, and a radix sort in numpy is faster than torch's sort."""
+        """Sort by expert. `padded`: number of rows to compute for a number of rows (`Operators.padded_rows`).
+
+        Computed on the host, which needs the counts to split by expert; a radix sort in numpy is faster than torch's
+        sort.
+        """
         n, k = experts_NK.shape
         flat = experts_NK.numpy(force=True).astype(route_dtype(num_experts)).ravel()
         order = flat.argsort(kind="stable")
@@ -133,39 +137,42 @@ class Dispatch:
         return cls(torch.from_numpy(source).to(device), torch.from_numpy(slot.reshape(n, k)).to(device), rows.tolist())
 
     @property
-    def here(self) -> bool:
-        """Whether rows are computed where their tokens are."""
+    def is_local(self) -> bool:
+        """Whether rows are computed on the rank of their tokens."""
         return True
 
-    def sent(self, rows_SD: torch.Tensor, what: str) -> torch.Tensor:
-        """Rows where their experts are."""
+    def to_experts(self, rows_SD: torch.Tensor, what: str) -> torch.Tensor:
+        """Send rows to the ranks of their experts."""
         return rows_SD
 
-    def returned(self, rows_SD: torch.Tensor, what: str) -> torch.Tensor:
-        """Rows where their tokens are."""
+    def to_tokens(self, rows_SD: torch.Tensor, what: str) -> torch.Tensor:
+        """Send rows back to the ranks of their tokens."""
         return rows_SD
 
 
 @dataclass(frozen=True)
-class Exchanged(Dispatch):
-    """Rows that go to the ranks of their experts, and come back. `source_S` and `slot_NK` are of this rank's tokens,
-    without padding; `rows` of this rank's experts, whoever's tokens chose them, with padding of zeros."""
+class ExchangedDispatch(Dispatch):
+    """Dispatch with expert parallelism: rows travel to the ranks of their experts and back.
+
+    `source_S` and `slot_NK` refer to this rank's tokens, without padding. `rows` refer to this rank's experts, with any
+    rank's tokens and padding of zeros.
+    """
 
     parallel: Parallel
-    counts: tuple[list[int], list[int]]  # rows for each rank, rows from each
-    place_R: torch.Tensor  # int64: the row of each that came
-    sources: list[list[int]]  # of each expert's rows how many are each rank's, in that order
+    counts: tuple[list[int], list[int]]  # number of rows to each rank, and from each rank
+    place_R: torch.Tensor  # int64: the row of each received row
+    sources: list[list[int]]  # for each expert, the number of rows from each rank, in that order
 
     @classmethod
     def between(
         cls, experts_NK: torch.Tensor, num_held: int, padded: Callable[[int], int], parallel: Parallel
-    ) -> Exchanged:
-        """Collective. `num_held`: experts of each rank."""
+    ) -> ExchangedDispatch:
+        """Exchange the row counts. Collective. `num_held`: experts per rank."""
         degree = parallel.degree
         mine = Dispatch.of(experts_NK, num_held * degree, lambda rows: rows)
         counts = torch.tensor(mine.rows, device=experts_NK.device)
         ones = [num_held] * degree
-        came = parallel.exchanged(counts[:, None], ones, ones, "numbers of rows for experts").view(degree, num_held)
+        came = parallel.all_to_all(counts[:, None], ones, ones, "numbers of rows for experts").view(degree, num_held)
         experts_R = torch.arange(num_held, device=came.device).repeat(degree).repeat_interleave(came.flatten())
         held = Dispatch.of(experts_R[:, None], num_held, padded)
         both = (counts.view(degree, num_held).sum(1).tolist(), came.sum(1).tolist())
@@ -173,16 +180,16 @@ class Exchanged(Dispatch):
         return cls(mine.source_S, mine.slot_NK, held.rows, parallel, both, place_R, sources)
 
     @property
-    def here(self) -> bool:
+    def is_local(self) -> bool:
         return False
 
-    def sent(self, rows_SD: torch.Tensor, what: str) -> torch.Tensor:
-        came = self.parallel.exchanged(rows_SD, *self.counts, what)
+    def to_experts(self, rows_SD: torch.Tensor, what: str) -> torch.Tensor:
+        came = self.parallel.all_to_all(rows_SD, *self.counts, what)
         return came.new_zeros(sum(self.rows), came.shape[1]).index_copy_(0, self.place_R, came)
 
-    def returned(self, rows_SD: torch.Tensor, what: str) -> torch.Tensor:
+    def to_tokens(self, rows_SD: torch.Tensor, what: str) -> torch.Tensor:
         there, here = self.counts
-        return self.parallel.exchanged(rows_SD.index_select(0, self.place_R), here, there, what)
+        return self.parallel.all_to_all(rows_SD.index_select(0, self.place_R), here, there, what)
 
 
 def mix(
@@ -191,27 +198,34 @@ def mix(
     gate_up_E2FD: torch.Tensor,
     down_EDF: torch.Tensor,
     operators: Operators,
-    see: Watch = unwatched,
+    hook: ForwardHook = no_hook,
     *,
-    parallel: Parallel = ALONE,
+    parallel: Parallel = SINGLE_RANK,
 ) -> torch.Tensor:
-    """Σ over K of gate · down(silu(gate_proj x) · up_proj x), for each token; [N, D]. The matrices are this rank's: a
-    part of each expert, or some experts whole, of which `see` is shown only what comes back of them."""
-    pairs = (operators.pairs(gate_up_E2FD), operators.pairs(down_EDF))
-    if see is unwatched and parallel.degree == 1 and pairs == (None, None):
-        whole = operators.mixture(x_ND, choice.gates_NK, choice.experts_NK, gate_up_E2FD, down_EDF)
-        if whole is not None:
-            return whole
+    """Σ over K of gate · down(silu(gate_proj x) · up_proj x), for each token; [N, D].
+
+    The matrices are this rank's: a part of each expert (tensor parallelism), or some experts (expert parallelism). With
+    expert parallelism `hook` receives only the results that come back.
+    """
+    pairs = (operators.lora_pairs(gate_up_E2FD), operators.lora_pairs(down_EDF))
+    if hook is no_hook and parallel.degree == 1 and pairs == (None, None):
+        fused = operators.fused_experts(x_ND, choice.gates_NK, choice.experts_NK, gate_up_E2FD, down_EDF)
+        if fused is not None:
+            return fused
     tensor = parallel.tensor
     if tensor is parallel:
-        to: Dispatch = Dispatch.of(choice.experts_NK, gate_up_E2FD.shape[0], operators.rows)
+        dispatch: Dispatch = Dispatch.of(choice.experts_NK, gate_up_E2FD.shape[0], operators.padded_rows)
     else:
-        to = Exchanged.between(choice.experts_NK, gate_up_E2FD.shape[0], operators.rows, parallel)
+        dispatch = ExchangedDispatch.between(choice.experts_NK, gate_up_E2FD.shape[0], operators.padded_rows, parallel)
     trained = [part for pair in pairs for part in ((None, None) if pair is None else (pair.a, pair.b))]
-    x_ND, gate_up_E2FD, down_EDF = operators.taken(x_ND), operators.weights(gate_up_E2FD), operators.weights(down_EDF)
+    x_ND, gate_up_E2FD, down_EDF = (
+        operators.quantise_input(x_ND),
+        operators.quantise_weight(gate_up_E2FD),
+        operators.quantise_weight(down_EDF),
+    )
     products = (choice.gates_NK, gate_up_E2FD, down_EDF)
     y: torch.Tensor = _Mix.apply(  # type: ignore[no-untyped-call]
-        tensor.entered(operators, x_ND), *products, to, operators, see, tensor, pairs, *trained
+        tensor.copy_to_ranks(operators, x_ND), *products, dispatch, operators, hook, tensor, pairs, *trained
     )
     return y
 
@@ -224,35 +238,35 @@ class _Mix(torch.autograd.Function):
         gates: torch.Tensor,
         gate_up: torch.Tensor,
         down: torch.Tensor,
-        to: Dispatch,
+        dispatch: Dispatch,
         operators: Operators,
-        see: Watch,
+        hook: ForwardHook,
         tensor: Parallel,
-        pairs: tuple[Pairs | None, Pairs | None],
+        pairs: tuple[LoraPairs | None, LoraPairs | None],
         *trained: torch.Tensor | None,
     ) -> torch.Tensor:
-        inside, ranks = see if to.here else unwatched, tensor.degree
-        x_S = to.sent(x.index_select(0, to.source_S), "rows for experts")
-        h_S = _seen(inside, "gate_up", operators.grouped_columns(x_S, gate_up, to.rows, ranks), to)
-        act_S = _seen(inside, "activated", operators.taken(operators.gated(h_S)), to)
-        part_S = operators.grouped_partial(act_S, down, to.rows, ranks)
-        out_S = to.returned(tensor.summed(operators, part_S, "experts.down"), "rows of experts")
-        out_S = _seen(see, "down", out_S, to)
+        inside, ranks = hook if dispatch.is_local else no_hook, tensor.degree
+        x_S = dispatch.to_experts(x.index_select(0, dispatch.source_S), "rows for experts")
+        h_S = _seen(inside, "gate_up", operators.grouped_columns(x_S, gate_up, dispatch.rows, ranks), dispatch)
+        act_S = _seen(inside, "activated", operators.quantise_input(operators.gated(h_S)), dispatch)
+        part_S = operators.grouped_partial(act_S, down, dispatch.rows, ranks)
+        out_S = dispatch.to_tokens(tensor.sum_over_ranks(operators, part_S, "experts.down"), "rows of experts")
+        out_S = _seen(hook, "down", out_S, dispatch)
         ctx.save_for_backward(x_S, h_S, act_S, out_S, gates, gate_up, down)
-        ctx.to, ctx.wide, ctx.pairs, ctx.cut = to, operators.held, pairs, _cut(to, operators)
-        return operators.combine(out_S, to.slot_NK, gates)
+        ctx.dispatch, ctx.wide, ctx.pairs, ctx.cut = dispatch, operators.storage_dtype, pairs, _cut(dispatch, operators)
+        return operators.combine(out_S, dispatch.slot_NK, gates)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         saved: tuple[torch.Tensor, ...] = ctx.saved_tensors
         x_S, h_S, act_S, out_S, gates, gate_up, down = (t.to(ctx.wide) for t in saved)
-        to: Dispatch = ctx.to
-        gate_S = gates.new_zeros(len(to.source_S))  # padding keeps gate 0 and so has no gradient
-        gate_S[to.slot_NK] = gates
-        dy_S = dy.to(ctx.wide).index_select(0, to.source_S)
-        dgates = torch.linalg.vecdot(dy_S, out_S)[to.slot_NK]
-        dout_S = to.sent(dy_S.mul_(gate_S[:, None]), "gradients for experts")
+        dispatch: Dispatch = ctx.dispatch
+        gate_S = gates.new_zeros(len(dispatch.source_S))  # padding keeps gate 0 and so has no gradient
+        gate_S[dispatch.slot_NK] = gates
+        dy_S = dy.to(ctx.wide).index_select(0, dispatch.source_S)
+        dgates = torch.linalg.vecdot(dy_S, out_S)[dispatch.slot_NK]
+        dout_S = dispatch.to_experts(dy_S.mul_(gate_S[:, None]), "gradients for experts")
         dact_S = _per_expert(dout_S, down, ctx.cut)
         ddown = _per_expert_weight(dout_S, act_S, down, ctx.cut) if ctx.needs_input_grad[3] else None
         low_down = _per_expert_pairs(dout_S, act_S, ctx.pairs[1], ctx.cut)
@@ -263,37 +277,37 @@ class _Mix(torch.autograd.Function):
         da.copy_(torch.ops.aten.silu_backward(dact_S.mul_(b), a))
         dgate_up = _per_expert_weight(dh_S, x_S, gate_up, ctx.cut) if ctx.needs_input_grad[2] else None
         low_gate_up = _per_expert_pairs(dh_S, x_S, ctx.pairs[0], ctx.cut)
-        dx_S = to.returned(_per_expert(dh_S, gate_up, ctx.cut), "gradients of experts")
-        dx = F.embedding(to.slot_NK, dx_S).sum(1)
+        dx_S = dispatch.to_tokens(_per_expert(dh_S, gate_up, ctx.cut), "gradients of experts")
+        dx = F.embedding(dispatch.slot_NK, dx_S).sum(1)
         return dx, dgates, dgate_up, ddown, None, None, None, None, None, *low_gate_up, *low_down
 
 
-def _seen(see: Watch, name: str, rows_S: torch.Tensor, to: Dispatch) -> torch.Tensor:
-    """Rows of tokens pass the watch as [N, K, ...]; padding stays."""
-    if see is not unwatched:
-        rows_S[to.slot_NK] = see(f"experts.{name}", rows_S[to.slot_NK])
+def _seen(hook: ForwardHook, name: str, rows_S: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
+    """Pass rows of tokens to the hook as [N, K, ...], without padding."""
+    if hook is not no_hook:
+        rows_S[dispatch.slot_NK] = hook(f"experts.{name}", rows_S[dispatch.slot_NK])
     return rows_S
 
 
 Cut = list[list[tuple[slice, int]]]
-"""For each expert the rows that are multiplied at once, and how many rows that product has."""
+"""For each expert, the slices of rows that are multiplied at once, and the padded size of each product."""
 
 
-def _cut(to: Dispatch, operators: Operators) -> Cut:
-    """All rows of an expert at once; in exact mode those of each rank apart, in the sizes that they would have there:
-    then gradients have the bits that they have where that rank computes by itself."""
-    apart = isinstance(to, Exchanged) and operators.exact
+def _cut(dispatch: Dispatch, operators: Operators) -> Cut:
+    """All rows of an expert at once. In exact mode with expert parallelism, each rank's rows separately, in the sizes
+    that they would have there: then gradients have the same bits as without expert parallelism."""
+    per_rank = isinstance(dispatch, ExchangedDispatch) and operators.exact
     found: Cut = []
     start = 0
-    for expert, rows in enumerate(to.rows):
-        stops = np.cumsum([start, *(to.sources[expert] if apart else [rows])]).tolist()  # type: ignore[attr-defined]
-        found.append([(slice(a, b), operators.rows(b - a) if apart else b - a) for a, b in pairwise(stops)])
+    for expert, rows in enumerate(dispatch.rows):
+        stops = np.cumsum([start, *(dispatch.sources[expert] if per_rank else [rows])]).tolist()  # type: ignore[attr-defined]
+        found.append([(slice(a, b), operators.padded_rows(b - a) if per_rank else b - a) for a, b in pairwise(stops)])
         start += rows
     return found
 
 
 def _ends(cut: Cut) -> list[int]:
-    """Where each expert's rows end; empty where an expert's are not multiplied at once, as they are."""
+    """Ends of each expert's rows; empty where an expert's rows are not multiplied in one unpadded product."""
     plain = all(len(parts) == 1 and size == rows.stop - rows.start for parts in cut for rows, size in parts)
     return [parts[0][0].stop for parts in cut] if plain else []
 
@@ -306,8 +320,10 @@ def _padded(x_SI: torch.Tensor, rows: slice, size: int) -> torch.Tensor:
 def _per_expert(x_SI: torch.Tensor, weight_EIO: torch.Tensor, cut: Cut) -> torch.Tensor:
     """Each expert's slice of rows times its matrix; [S, O]."""
     ends = _ends(cut)
-    if ends and mixtures.suits(x_SI, weight_EIO):
-        return mixtures.products(x_SI, weight_EIO.to(x_SI.dtype), mixtures.ends_on(ends, x_SI.device))
+    if ends and grouped_experts.is_supported(x_SI, weight_EIO):
+        return grouped_experts.grouped_mm(
+            x_SI, weight_EIO.to(x_SI.dtype), grouped_experts.offsets_on(ends, x_SI.device)
+        )
     out = x_SI.new_empty(x_SI.shape[0], weight_EIO.shape[2])
     for w, parts in zip(weight_EIO.unbind(), cut, strict=True):
         for rows, size in parts:
@@ -319,16 +335,16 @@ def _per_expert(x_SI: torch.Tensor, weight_EIO: torch.Tensor, cut: Cut) -> torch
 
 
 def _per_expert_weight(g_SO: torch.Tensor, x_SI: torch.Tensor, like: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """Each expert's weight gradient gᵀx, of several parts their tree; zero where no token came."""
+    """Each expert's weight gradient gᵀx, as a tree over several slices; zero for experts without tokens."""
     ends = _ends(cut)
-    if ends and mixtures.suits(x_SI, like):
-        return mixtures.weight_gradient(g_SO, x_SI, mixtures.ends_on(ends, x_SI.device)).to(like.dtype)
+    if ends and grouped_experts.is_supported(x_SI, like):
+        return grouped_experts.weight_gradient(g_SO, x_SI, grouped_experts.offsets_on(ends, x_SI.device)).to(like.dtype)
     grad = torch.empty_like(like)
     for w, parts in zip(grad.unbind(), cut, strict=True):
         if len(parts) == 1 and parts[0][1]:
             torch.mm(g_SO[parts[0][0]].t(), x_SI[parts[0][0]], out=w)
         else:
-            w.copy_(tree([_product(g_SO, x_SI, rows, size, w) for rows, size in parts]))
+            w.copy_(tree_sum([_product(g_SO, x_SI, rows, size, w) for rows, size in parts]))
     return grad
 
 
@@ -339,10 +355,13 @@ def _product(g_SO: torch.Tensor, x_SI: torch.Tensor, rows: slice, size: int, lik
 
 
 def _per_expert_pairs(
-    g_SO: torch.Tensor, x_SI: torch.Tensor, pairs: Pairs | None, cut: Cut
+    g_SO: torch.Tensor, x_SI: torch.Tensor, pairs: LoraPairs | None, cut: Cut
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """What each expert's pairs get instead: (scale · gB)ᵀx and gᵀ(scale · xAᵀ), in which no matrix's size occurs. Rows
-    are scaled, so that what several ranks send adds up to what each would have by itself."""
+    """Gradients of each expert's LoRA adapters: (scale · gB)ᵀx and gᵀ(scale · xAᵀ), without a matrix-sized
+    intermediate.
+
+    Rows are scaled, so that the parts of several ranks add up to what each would compute alone.
+    """
     if pairs is None:
         return None, None
     a_EQI, b_EOr, part = pairs.a.detach().flatten(1, 2), pairs.b.detach(), list(pairs.rows)

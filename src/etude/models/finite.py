@@ -1,7 +1,6 @@
-"""Numbers that are none: whether a tensor holds NaN or an infinity, where in a forward the first one arose, and which
-weights hold some. Looking costs one sum; finding costs a forward, and is done when something was found.
+"""Find NaN and infinities: in a tensor, in named weights, and the first operator of a forward pass that produced one.
 
-Knows nothing of training and of checkpoints: who asks knows what step or file it was.
+Checking costs one sum. Finding the origin costs a forward pass, and is done only after a failed check.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from etude.models.watch import Watch
+from etude.models.hooks import ForwardHook
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether every number is finite. One pass; a second one only where the sum is not.
+    """Whether all numbers are finite. One pass; a second one only where the sum is not finite.
 
     >>> is_finite(torch.tensor([3e38, 3e38])), is_finite(torch.tensor([1.0, float("nan")]))
     (True, False)
@@ -24,10 +23,10 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return math.isfinite(float(tensor.detach().sum(dtype=torch.float32))) or bool(torch.isfinite(tensor).all())
 
 
-def described(tensor: torch.Tensor) -> str:
-    """How many numbers of a tensor are none.
+def describe_non_finite(tensor: torch.Tensor) -> str:
+    """How many numbers of a tensor are NaN or infinite.
 
-    >>> described(torch.tensor([1.0, float("nan"), float("-inf"), float("nan")]))
+    >>> describe_non_finite(torch.tensor([1.0, float("nan"), float("-inf"), float("nan")]))
     '2 NaN and 1 infinite of 4'
     """
     nan, infinite = int(tensor.isnan().sum()), int(tensor.isinf().sum())
@@ -35,30 +34,33 @@ def described(tensor: torch.Tensor) -> str:
     return f"{' and '.join(parts) or 'none'} of {tensor.numel()}"
 
 
-def not_finite(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Of named tensors those that are not finite, in their order, each `described`."""
-    return {name: described(tensor) for name, tensor in tensors.items() if not is_finite(tensor)}
+def find_non_finite(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """The tensors with NaN or infinities, in their order, each described by `describe_non_finite`."""
+    return {name: describe_non_finite(tensor) for name, tensor in tensors.items() if not is_finite(tensor)}
 
 
 @dataclass(frozen=True)
-class Origin:
-    """The first operator of a forward whose result is not finite."""
+class NonFiniteOrigin:
+    """The first operator of a forward pass whose result is not finite."""
 
-    name: str  # as a `Watch` sees it: "layers.3.attention.qkv"
-    row: int  # the first bad row: a token of the forward, or for the last norm and the logits one that gets logits
-    facts: str  # `described`
+    name: str  # of the operator: "layers.3.attention.qkv"
+    row: int  # the first bad row: a token of the forward pass; for the last norm and the logits, a row of logits
+    facts: str  # from `describe_non_finite`
 
 
 @torch.no_grad()
-def origin(forward: Callable[[Watch], object]) -> Origin | None:
-    """Compute a forward again, `Transformer.run` with all it was given, and say where the first number that is none
-    arose; None where all are finite."""
-    found: list[Origin] = []
+def first_non_finite(forward: Callable[[ForwardHook], object]) -> NonFiniteOrigin | None:
+    """Repeat a forward pass and find the operator that produced the first NaN or infinity.
+
+    `forward` calls `Transformer.run` with all its arguments and the given hook. Returns None where all results are
+    finite.
+    """
+    found: list[NonFiniteOrigin] = []
 
     def look(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if not found and not is_finite(tensor):
             bad_N = ~torch.isfinite(tensor).flatten(1).all(1)
-            found.append(Origin(name, int(bad_N.int().argmax()), described(tensor)))
+            found.append(NonFiniteOrigin(name, int(bad_N.int().argmax()), describe_non_finite(tensor)))
         return tensor
 
     forward(look)

@@ -1,8 +1,8 @@
-"""Whether a checkpoint directory holds the weights that its config.json asks for: by headers alone, without torch.
+"""Check a checkpoint directory against its config.json, from the headers of its files alone. Torch-free.
 
-A safetensors file begins with the length of its header (u64, little endian) and the header, JSON: name → dtype, shape,
-[start, stop) in the data behind it. So a truncated file, a missing tensor and a shape that does not fit are found in
-milliseconds, however large the model is. Damage inside the data is found by whoever loads it.
+A safetensors file begins with the length of its header (u64, little endian) and the header in JSON: name → dtype,
+shape, [start, stop) in the data behind it. So truncated files, missing tensors and wrong shapes are found in
+milliseconds, whatever the model's size. Damaged data is found when loading.
 """
 
 from __future__ import annotations
@@ -18,11 +18,17 @@ from typing import Any
 
 from etude.errors import CheckpointError, ConfigError
 from etude.models.adapter_config import base_of
+from etude.models.components import Scores, Shape
 from etude.models.config import ModelConfig
-from etude.models.low import is_rounded, parts, stored_as, unused
-from etude.models.parts import Scores, Shape
-from etude.models.quantised import DTYPE as QUANTISED
-from etude.models.quantised import SCALE, scale_shape
+from etude.models.quantised_storage import (
+    FP8_DTYPE,
+    FP8_SCALE,
+    ignored_parts,
+    is_quantised,
+    scale_shape,
+    stored_format,
+    stored_parts,
+)
 from etude.numerics.config import Quantise
 from etude.numerics.formats import FORMATS
 
@@ -33,115 +39,117 @@ MAX_HEADER_BYTES = 100 << 20
 """The limit of the format itself."""
 
 READABLE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
-_BYTES = READABLE_BYTES | {QUANTISED: 1, "U8": 1}
-HINT_DAMAGED = "copy the checkpoint again; or, if it is a run's newest, delete it: --resume goes on from the one before"
+_BYTES = READABLE_BYTES | {FP8_DTYPE: 1, "U8": 1}
+HINT_DAMAGED = "copy the checkpoint again; or, if it is a run's newest, delete it: --resume uses the one before"
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor as its file's header describes it."""
+class StoredTensor:
+    """A tensor as described by its file's header."""
 
     file: Path
     dtype: str
     shape: Shape
 
 
-def check_weights(folder: Path, config: ModelConfig) -> dict[str, Stored]:
-    """What the directory holds. Raises `CheckpointError` that names file, tensor, and the shape that was found and
-    wanted."""
+def check_weights(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
+    """Check a directory, and return its tensors. Raises `CheckpointError`, which names file, tensor, and found and
+    expected shape."""
     found = read_headers(folder)
-    known = {config.architecture.outside(HEAD)}  # some writers repeat a tied one: the loader compares it
-    for name, shape in hf_shapes(config):
+    known = {config.architecture.hf_name(HEAD)}  # some writers repeat a tied one: the loader compares it
+    for name, shape in hf_weight_shapes(config):
         known |= _check_tensor(name, found, shape, folder)
     extra = sorted(found.keys() - known - config.architecture.unused(found, config))
     if extra:
         raise CheckpointError(
             f"{found[extra[0]].file} has a tensor {extra[0]!r}",
-            f"one of {len(extra)} that {folder / 'config.json'} has no place for",
-            hint="the config is of another model than the weights: take both from one checkpoint",
+            f"one of {len(extra)} that do not belong to the model of {folder / 'config.json'}",
+            hint="config and weights are of different models: take both from one checkpoint",
         )
     return found
 
 
 def check_blocks(config: ModelConfig, kind: Quantise) -> None:
-    """Raises `ConfigError` for a model whose large matrices have no whole blocks of a format."""
-    outside = config.architecture.outside
-    for name, shape in shapes(config):
-        if is_rounded(name) and kind is not Quantise.NONE and shape[-1] % FORMATS[kind].block:
+    """Raise `ConfigError` for a model with large matrices whose widths are not multiples of a format's block size."""
+    outside = config.architecture.hf_name
+    for name, shape in weight_shapes(config):
+        if is_quantised(name) and kind is not Quantise.NONE and shape[-1] % FORMATS[kind].block:
             block = FORMATS[kind].block
             raise ConfigError(
                 f"numerics.quantise = {str(kind)!r}",
-                f"{outside(name)} {list(shape)} has no whole blocks of {block}",
-                hint=f'give the model widths that are multiples of {block}, or set numerics.quantise = "none"',
+                f"the width of {outside(name)} {list(shape)} is not a multiple of the block size {block}",
+                hint=f'use model widths that are multiples of {block}, or set numerics.quantise = "none"',
             )
 
 
 def check_rank(config: ModelConfig, rank: int) -> None:
-    """Raises `ConfigError` for adapters that would have more numbers than what they adapt."""
-    outside = config.architecture.outside
-    for name, shape in shapes(config):
-        if is_rounded(name) and rank > (most := math.prod(shape) // sum(shape)):
+    """Raise `ConfigError` for adapters with more numbers than the adapted matrix."""
+    outside = config.architecture.hf_name
+    for name, shape in weight_shapes(config):
+        if is_quantised(name) and rank > (most := math.prod(shape) // sum(shape)):
             raise ConfigError(
                 f"learner.lora_rank = {rank}",
-                f"{outside(name)} is {list(shape)}: an adapter of more than {most} is no smaller than it",
-                hint="lower it: 1 to 32 are usual; or set learner.lora_rank = 0, and all weights train",
+                f"{outside(name)} is {list(shape)}: an adapter of rank above {most} is not smaller than the matrix",
+                hint="lower it: 1 to 32 are usual; or set learner.lora_rank = 0 to train all weights",
             )
 
 
-def left_out(folder: Path, config: ModelConfig) -> dict[str, int]:
-    """Layers that a directory holds and nothing computes (`ModelFamily.unused`), each with its number of tensors: they
-    are lost wherever the weights are written again. Raises `CheckpointError`."""
+def unused_layers(folder: Path, config: ModelConfig) -> dict[str, int]:
+    """Layers in a directory that etude does not compute with (`ModelFamily.unused`), with their number of tensors.
+
+    They are lost when the weights are saved again. Raises `CheckpointError`.
+    """
     names = config.architecture.unused(read_headers(folder), config)
     return dict(Counter(sorted(".".join(name.split(".", 3)[:3]) for name in names)))
 
 
-def tell_left_out(folder: Path, config: ModelConfig, said: Callable[[str], None]) -> None:
-    """Say which layers of a directory are left out, if any is."""
-    if layers := left_out(folder, config):
+def report_unused_layers(folder: Path, config: ModelConfig, report: Callable[[str], None]) -> None:
+    """Report layers that are dropped (`unused_layers`), if there are any, by calling `report` with a message."""
+    if layers := unused_layers(folder, config):
         named = ", ".join(f"{layer} ({tensors} tensors)" for layer, tensors in layers.items())
-        said(
-            f"{folder}: left out, since multi-token prediction is not computed: {named}. They are not trained, and "
-            f"what is written from here on, exports too, is without them"
+        report(
+            f"{folder}: dropped, since etude does not support multi-token prediction: {named}. They are not trained, "
+            f"and not part of checkpoints and exports"
         )
 
 
-def _check_tensor(name: str, found: Mapping[str, Stored], shape: Shape, folder: Path) -> set[str]:
-    """The names that a tensor is stored under."""
-    low = stored_as(name, found)
+def _check_tensor(name: str, found: Mapping[str, StoredTensor], shape: Shape, folder: Path) -> set[str]:
+    """Check one tensor. Returns the names under which it is stored."""
+    low = stored_format(name, found)
     if low is not Quantise.NONE:
         return _check_parts(name, found, shape, low)
     tensor = found.get(name)
     if tensor is None:
         raise CheckpointError(
-            f"{folder} has no tensor {name!r}", f"its config.json wants {list(shape)}", hint=HINT_DAMAGED
+            f"{folder} has no tensor {name!r}", f"its config.json expects {list(shape)}", hint=HINT_DAMAGED
         )
     if tensor.shape != shape:
         raise CheckpointError(
             f"{tensor.file}: {name!r} has shape {list(tensor.shape)}",
-            f"{folder / 'config.json'} wants {list(shape)}",
-            hint="the config is of another model than the weights: take both from one checkpoint",
+            f"{folder / 'config.json'} expects {list(shape)}",
+            hint="config and weights are of different models: take both from one checkpoint",
         )
-    if tensor.dtype == QUANTISED and len(shape) == 2:
-        scale = found.get(name + SCALE)
+    if tensor.dtype == FP8_DTYPE and len(shape) == 2:
+        scale = found.get(name + FP8_SCALE)
         if scale is None or scale.shape != scale_shape(shape) or scale.dtype != "F32":
             raise CheckpointError(
-                f"{tensor.file}: {name!r} is {QUANTISED} without its scales",
-                f"{name + SCALE!r} must be F32 {list(scale_shape(shape))}, {_described(scale)}",
-                hint="only blocks of 128 × 128 as DeepSeek writes them are read: convert the checkpoint to bf16 first",
+                f"{tensor.file}: {name!r} is {FP8_DTYPE} without its scales",
+                f"{name + FP8_SCALE!r} must be F32 {list(scale_shape(shape))}, {_described(scale)}",
+                hint="etude reads only DeepSeek's blocks of 128 × 128: convert the checkpoint to bf16 first",
             )
     elif tensor.dtype not in READABLE_BYTES:
         raise CheckpointError(
             f"{tensor.file}: {name!r} is {tensor.dtype}",
-            f"readable are {', '.join(READABLE_BYTES)}, {QUANTISED} matrices with their block scales, and matrices in "
+            f"etude reads {', '.join(READABLE_BYTES)}, {FP8_DTYPE} matrices with their block scales, and matrices in "
             f"{', '.join(FORMATS)} as compressed-tensors stores them",
             hint="convert the checkpoint to bf16 first",
         )
-    return {name, name + SCALE} if tensor.dtype == QUANTISED else {name}
+    return {name, name + FP8_SCALE} if tensor.dtype == FP8_DTYPE else {name}
 
 
-def _check_parts(name: str, found: Mapping[str, Stored], shape: Shape, low: Quantise) -> set[str]:
-    wanted = parts(name, shape, low) if len(shape) == 2 and shape[1] % FORMATS[low].block == 0 else {}
-    for part, (dtype, its_shape) in wanted.items():
+def _check_parts(name: str, found: Mapping[str, StoredTensor], shape: Shape, low: Quantise) -> set[str]:
+    expected = stored_parts(name, shape, low) if len(shape) == 2 and shape[1] % FORMATS[low].block == 0 else {}
+    for part, (dtype, its_shape) in expected.items():
         tensor = found.get(part)
         if tensor is None or (tensor.dtype, tensor.shape) != (dtype, its_shape):
             raise CheckpointError(
@@ -149,22 +157,22 @@ def _check_parts(name: str, found: Mapping[str, Stored], shape: Shape, low: Quan
                 f"it must be {dtype} {list(its_shape)}, {_described(tensor)}",
                 hint="export it again, or convert the checkpoint to bf16 first",
             )
-    if not wanted:
+    if not expected:
         raise CheckpointError(
             f"{name!r} {list(shape)} cannot be in {low}",
-            f"it has no rows of whole blocks of {FORMATS[low].block}",
-            hint="the config is of another model than the weights: take both from one checkpoint",
+            f"its width is not a multiple of the block size {FORMATS[low].block}",
+            hint="config and weights are of different models: take both from one checkpoint",
         )
-    return {*wanted, *unused(name, low)}
+    return {*expected, *ignored_parts(name, low)}
 
 
-def _described(tensor: Stored | None) -> str:
-    return "there is none" if tensor is None else f"found is {tensor.dtype} {list(tensor.shape)}"
+def _described(tensor: StoredTensor | None) -> str:
+    return "but it is missing" if tensor is None else f"but is {tensor.dtype} {list(tensor.shape)}"
 
 
-def shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    """Etude's name of every weight of a model (`naming.views`), and its shape; one by one, since a wild config names
-    many."""
+def weight_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
+    """Etude's name (`weight_views.views`) and shape of every weight of a model. An iterator, since an invalid config
+    may have very many."""
     d, moe = config.hidden_size, set(config.moe_layers)
     attention = config.attention.shapes(config)
     yield EMBEDDING, (config.vocab_size, d)
@@ -179,10 +187,10 @@ def shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
         yield HEAD, (config.vocab_size, d)
 
 
-def hf_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    """`shapes` by the names that the family's Hugging Face checkpoints have."""
-    outside = config.architecture.outside
-    return ((outside(name), shape) for name, shape in shapes(config))
+def hf_weight_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
+    """`weight_shapes` by the names of the family's Hugging Face checkpoints."""
+    outside = config.architecture.hf_name
+    return ((outside(name), shape) for name, shape in weight_shapes(config))
 
 
 def _expert_shapes(config: ModelConfig, at: str) -> Iterator[tuple[str, Shape]]:
@@ -202,13 +210,13 @@ def _mlp_shapes(at: str, width: int, hidden: int) -> Iterator[tuple[str, Shape]]
     yield at + "down_proj.weight", (width, hidden)
 
 
-def read_headers(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a directory, in one file or in shards with an index; of an adapter's, those of its base. Raises
+def read_headers(folder: Path) -> dict[str, StoredTensor]:
+    """All tensors of a directory, in one file or in shards with an index. For an adapter, those of its base. Raises
     `CheckpointError`."""
     folder = base_of(folder)
     if not (folder / INDEX).is_file():
         return read_header(folder / WEIGHTS)
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     for shard in shard_names(folder / INDEX):
         tensors |= read_header(folder / shard, listed_in=folder / INDEX)
     return tensors
@@ -223,18 +231,20 @@ def shard_names(index: Path) -> list[str]:
     except OSError as error:
         raise CheckpointError(f"{index} cannot be read", str(error.strerror), hint=HINT_DAMAGED) from None
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{index} is no JSON", str(error), hint=HINT_DAMAGED) from None
+        raise CheckpointError(f"{index} is not JSON", str(error), hint=HINT_DAMAGED) from None
     except (KeyError, TypeError, AttributeError):
-        facts = "it has no \"weight_map\" of tensors' names to files'"
+        facts = 'it has no "weight_map" from tensor names to file names'
         raise CheckpointError(f"{index} names no shards", facts, hint=HINT_DAMAGED) from None
     if not plain:
-        raise CheckpointError(f"{index} names no shards", "a name in it is no file name", hint=HINT_DAMAGED)
+        raise CheckpointError(f"{index} names no shards", "a name in it is not a file name", hint=HINT_DAMAGED)
     return sorted(set(shards))
 
 
-def read_header(path: Path, *, listed_in: Path | None = None) -> dict[str, Stored]:
-    """The tensors of one safetensors file, a shard that an index lists or a whole model. Raises `CheckpointError` for a
-    missing, truncated or damaged one."""
+def read_header(path: Path, *, listed_in: Path | None = None) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file. `listed_in`: the index that lists it, for a shard.
+
+    Raises `CheckpointError` for a missing, truncated or damaged file.
+    """
     try:
         with path.open("rb") as file:
             num_bytes = path.stat().st_size
@@ -244,30 +254,30 @@ def read_header(path: Path, *, listed_in: Path | None = None) -> dict[str, Store
                 raise ValueError(f"it has {num_bytes} bytes, its header would have {length}")
             raw = json.loads(file.read(length))
         if not isinstance(raw, dict):
-            raise ValueError("its header is no object")
+            raise ValueError("its header is not a JSON object")
         return {
             str(name): _stored(path, name, entry, num_bytes - 8 - length)
             for name, entry in raw.items()
             if name != "__metadata__"
         }
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        hint = "a checkpoint directory holds config.json and model.safetensors, or its shards with their index"
+        hint = "a checkpoint directory has config.json and model.safetensors, or its shards with their index"
         if listed_in is not None:
             facts, hint = f"{listed_in} lists it", "copy or download that shard again"
             raise CheckpointError(f"no shard at {path}", facts, hint=hint) from None
         raise CheckpointError(f"no weights at {path}", hint=hint) from None
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be read", str(error.strerror), hint="give the user that runs this the right to read it"
+            f"{path} cannot be read", str(error.strerror), hint="check the file's permissions"
         ) from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged", str(error), hint=HINT_DAMAGED) from None
 
 
-def _stored(path: Path, name: str, entry: Any, data_bytes: int) -> Stored:
+def _stored(path: Path, name: str, entry: Any, data_bytes: int) -> StoredTensor:
     """A header's entry. Raises `ValueError`."""
     if not isinstance(entry, Mapping):
-        raise ValueError(f"{name!r} is no tensor")
+        raise ValueError(f"{name!r} is not a tensor")
     dtype, shape, offsets = entry.get("dtype"), _counts(entry.get("shape")), _counts(entry.get("data_offsets"))
     if not isinstance(dtype, str) or shape is None or offsets is None or len(offsets) != 2:
         raise ValueError(f"{name!r} has no dtype, shape and offsets")
@@ -275,12 +285,11 @@ def _stored(path: Path, name: str, entry: Any, data_bytes: int) -> Stored:
     if not start <= stop <= data_bytes:
         raise ValueError(f"{name!r} is at bytes {start} to {stop} of {data_bytes}: the file was cut off")
     if dtype in _BYTES and stop - start != math.prod(shape) * _BYTES[dtype]:
-        raise ValueError(f"{name!r} has {stop - start} bytes, {list(shape)} in {dtype} has others")
-    return Stored(path, dtype, shape)
+        raise ValueError(f"{name!r} has {stop - start} bytes, but {list(shape)} in {dtype} needs another number")
+    return StoredTensor(path, dtype, shape)
 
 
 def _counts(values: Any) -> tuple[int, ...] | None:
-    """A few whole numbers from 0 to 2^62; None for anything else: their product would take as long as their writer
-    likes."""
+    """At most 64 integers from 0 to 2^62; None for anything else, which could make their product take very long."""
     good = isinstance(values, list) and len(values) <= 64 and all(type(v) is int and 0 <= v < 1 << 62 for v in values)
     return tuple(values) if good else None

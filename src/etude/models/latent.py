@@ -1,14 +1,14 @@
-"""Multi-head latent attention (arXiv 2405.04434, §2.1): DeepSeek-V3's, as transformers computes it.
+"""Multi-head latent attention (MLA; arXiv 2405.04434, §2.1) as in DeepSeek-V3 and transformers.
 
-Keys and values of all heads are products of one latent a token; one rotary key is shared by all heads. Two forms give
-the same numbers up to rounding (docs/decisions/0016-latents-are-absorbed.md):
+Keys and values of all heads are projections of one latent per token; all heads share one RoPE key. Two forms give the
+same results up to rounding (docs/decisions/0016-latents-are-absorbed.md):
 
-- *absorbed*: the product that would make keys is done to the queries instead, the one that would make values to what
-  was attended to. A cache then keeps the latent and the rotary key, one head for all queries.
-- *expanded*: keys and values are made. Cheaper where nothing is kept and every token is computed once.
+- *absorbed*: the key projection is applied to the queries instead, and the value projection to the attention output. A
+  cache then stores the latent and the RoPE key, as one head for all queries.
+- *expanded*: keys and values are computed. Cheaper where nothing is cached and every token is computed once.
 
-Shapes: N tokens, D width, H heads, Q width of the queries' latent, R of the keys' and values', P rotary width,
-M width of a head's query without positions, A = M + P, B width of a head's value.
+Shapes: N tokens, D width, H heads, Q width of the queries' latent, R of the keys' and values', P RoPE width, M width of
+a head's query without RoPE, A = M + P, B width of a head's value.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from torch import nn
 
 from etude.models.attention import Cache
 from etude.models.config import ModelConfig
+from etude.models.hooks import ForwardHook
 from etude.models.rope import Rope, halves
-from etude.models.watch import Watch
-from etude.numerics.adapted import adapted
+from etude.numerics.lora import with_lora_gradient
 from etude.numerics.operators import Operators
-from etude.numerics.parallel import ALONE, Parallel
+from etude.numerics.parallel import SINGLE_RANK, Parallel
 
 LATENT_EPS = 1e-6
-"""Of the norms of the latents, whatever the config's is: so it was trained, and so transformers computes it."""
+"""Epsilon of the norms of latents, whatever the config says: as in training and in transformers."""
 
 
 class LatentAttention(nn.Module):
-    """Attention over latents. The first product makes the queries (or their latent), the latent and the rotary key."""
+    """Attention over latents. The first product computes the queries (or their latent), the latent and the RoPE key."""
 
-    def __init__(self, c: ModelConfig, operators: Operators, parallel: Parallel = ALONE) -> None:
+    def __init__(self, c: ModelConfig, operators: Operators, parallel: Parallel = SINGLE_RANK) -> None:
         super().__init__()
         assert c.latent is not None
         self.parallel = parallel
@@ -46,23 +46,23 @@ class LatentAttention(nn.Module):
         self.kv_up = nn.Parameter(torch.empty(c.num_heads * (at.nope_dim + at.value_dim), at.kv_rank))  # [H·(M+B), R]
         self.out = nn.Parameter(torch.empty(c.hidden_size, c.num_heads * at.value_dim))
 
-    def forward(self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, see: Watch) -> torch.Tensor:
+    def forward(self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, hook: ForwardHook) -> torch.Tensor:
         ops, at, n = self.operators, self.latent, len(x_ND)
-        q, latent, key = torch.split(see("attention.inward", self._inward(x_ND)), self.widths, -1)
+        q, latent, key = torch.split(hook("attention.inward", self._inward(x_ND)), self.widths, -1)
         if self.q_up is not None:
-            q = see("attention.q_norm", ops.rms_norm(q, self.q_norm, LATENT_EPS))
-            q = see("attention.q", self.parallel.columns(ops, q, self.q_up))
+            q = hook("attention.q_norm", ops.rms_norm(q, self.q_norm, LATENT_EPS))
+            q = hook("attention.q", self.parallel.column_parallel(ops, q, self.q_up))
         plain, turning = torch.split(q.view(n, self.heads, at.head_dim), [at.nope_dim, at.rope_dim], -1)
         turning = torch.cat([turning, key[:, None]], 1)
         turned = ops.rotate(halves(turning) if at.interleaved else turning, rope.cos, rope.sin)
-        q_rope, k_rope = torch.split(see("attention.rotated", turned), [self.heads, 1], 1)
-        latent = see("attention.kv_norm", ops.rms_norm(latent, self.kv_norm, LATENT_EPS))
-        latent, k_rope = self.parallel.entered(ops, latent), self.parallel.entered(ops, k_rope)
-        attend = self._absorbed if cache.compressed or ops.absorbs else self._expanded
-        o_NHB = attend(plain, q_rope, latent, k_rope, cache, layer, see)
-        o_NO = see("attention.attended", o_NHB.reshape(n, self.heads * at.value_dim))
-        o_ND = self.parallel.rows(ops, o_NO, self.out, "attention.out")
-        return see("attention.out", o_ND)
+        q_rope, k_rope = torch.split(hook("attention.rotated", turned), [self.heads, 1], 1)
+        latent = hook("attention.kv_norm", ops.rms_norm(latent, self.kv_norm, LATENT_EPS))
+        latent, k_rope = self.parallel.copy_to_ranks(ops, latent), self.parallel.copy_to_ranks(ops, k_rope)
+        attend = self._absorbed if cache.compressed or ops.absorbs_latents else self._expanded
+        o_NHB = attend(plain, q_rope, latent, k_rope, cache, layer, hook)
+        o_NO = hook("attention.attended", o_NHB.reshape(n, self.heads * at.value_dim))
+        o_ND = self.parallel.row_parallel(ops, o_NO, self.out, "attention.out")
+        return hook("attention.out", o_ND)
 
     def views(self) -> dict[str, torch.Tensor]:
         q, kv = torch.split(self.inward, [self.widths[0], sum(self.widths[1:])])
@@ -81,12 +81,12 @@ class LatentAttention(nn.Module):
         return {"inward": [first, latent, rope], "q_up": [at.head_dim] * heads, **by_head}
 
     def _inward(self, x_ND: torch.Tensor) -> torch.Tensor:
-        """[N, Q + R + P]. Of queries that have no latent a rank makes its own heads', beside what every rank makes."""
+        """The first product, [N, Q + R + P]. Without a query latent, a rank computes its own heads' queries only."""
         ops = self.operators
         if self.q_up is not None or max(self.parallel.degree, ops.degree) == 1:
             return ops.linear(x_ND, self.inward)
         queries, rest = torch.split(self.inward, [self.widths[0], sum(self.widths[1:])])
-        return torch.cat([self.parallel.columns(ops, x_ND, queries), ops.linear(x_ND, rest)], -1)
+        return torch.cat([self.parallel.column_parallel(ops, x_ND, queries), ops.linear(x_ND, rest)], -1)
 
     def _absorbed(
         self,
@@ -96,15 +96,15 @@ class LatentAttention(nn.Module):
         k_N1P: torch.Tensor,
         cache: Cache,
         layer: int,
-        see: Watch,
+        hook: ForwardHook,
     ) -> torch.Tensor:
         keys_HMR, values_HBR = self._up()
         q_NHR = self.operators.per_head(plain_NHM, keys_HMR.transpose(1, 2))
-        q_NHR = see("attention.absorbed", self._trained(q_NHR, plain_NHM, keys=True))
+        q_NHR = hook("attention.absorbed", self._with_lora_gradient(q_NHR, plain_NHM, keys=True))
         q, k = torch.cat([q_NHR, q_NHP], -1), torch.cat([latent_NR[:, None], k_N1P], -1)
         o_NHR = cache.attend(layer, q, k, k[..., : self.latent.kv_rank], self.scale)
-        o_NHR = see("attention.attended_latent", o_NHR)
-        return self._trained(self.operators.per_head(o_NHR, values_HBR), o_NHR, keys=False)
+        o_NHR = hook("attention.attended_latent", o_NHR)
+        return self._with_lora_gradient(self.operators.per_head(o_NHR, values_HBR), o_NHR, keys=False)
 
     def _expanded(
         self,
@@ -114,24 +114,26 @@ class LatentAttention(nn.Module):
         k_N1P: torch.Tensor,
         cache: Cache,
         layer: int,
-        see: Watch,
+        hook: ForwardHook,
     ) -> torch.Tensor:
         widths = [self.latent.nope_dim, self.latent.value_dim]
         kv = self.operators.linear_columns(latent_NR, self.kv_up, self.parallel.degree)
-        kv = see("attention.expanded", kv)
+        kv = hook("attention.expanded", kv)
         k, v = torch.split(kv.view(len(kv), self.heads, sum(widths)), widths, -1)
         q, k = torch.cat([plain_NHM, q_NHP], -1), torch.cat([k, k_N1P.expand(-1, self.heads, -1)], -1)
         return cache.attend(layer, q, k, v, self.scale)
 
     def _up(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What makes keys [H, M, R] and values [H, B, R] of a latent."""
-        up = self.operators.weights(self.kv_up).view(self.heads, -1, self.latent.kv_rank)
+        """Projections from a latent to keys [H, M, R] and values [H, B, R]."""
+        up = self.operators.quantise_weight(self.kv_up).view(self.heads, -1, self.latent.kv_rank)
         return up[:, : self.latent.nope_dim], up[:, self.latent.nope_dim :]
 
-    def _trained(self, y_NHO: torch.Tensor, x_NHI: torch.Tensor, *, keys: bool) -> torch.Tensor:
-        """What absorbed keys or values made of `x_NHI`, where pairs train in the place of their product (`numerics.
-        adapted`): a head's keys are turned, and so are its A and B."""
-        pairs = self.operators.pairs(self.kv_up)
+    def _with_lora_gradient(self, y_NHO: torch.Tensor, x_NHI: torch.Tensor, *, keys: bool) -> torch.Tensor:
+        """`y_NHO`, computed from `x_NHI` by the absorbed key or value projection, with gradients to its LoRA adapters.
+
+        For keys the projection is transposed, and so are A and B.
+        """
+        pairs = self.operators.lora_pairs(self.kv_up)
         if pairs is None:
             return y_NHO
         of = slice(None, self.latent.nope_dim) if keys else slice(self.latent.nope_dim, None)
@@ -139,5 +141,5 @@ class LatentAttention(nn.Module):
         b_HOr = pairs.b.view(self.heads, -1, pairs.b.shape[-1])[:, of]
         a, b = (b_HOr.mT, a_HrR.mT) if keys else (a_HrR, b_HOr)
         one = (y_NHO.shape[-1],)
-        y_HNO = adapted(y_NHO.transpose(0, 1), x_NHI.transpose(0, 1), a[:, None], b, one, pairs.scale)
+        y_HNO = with_lora_gradient(y_NHO.transpose(0, 1), x_NHI.transpose(0, 1), a[:, None], b, one, pairs.scale)
         return y_HNO.transpose(0, 1)

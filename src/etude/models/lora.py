@@ -1,12 +1,12 @@
-"""A model some of whose matrices are merged: W + scale · B A (arXiv 2106.09685), of which W is frozen.
+"""LoRA adapters of a model: frozen matrices W, computed as merged matrices W + scale · B A (arXiv 2106.09685).
 
-Learner and engine have the same `Adapters`. The learner's are parameters, which an optimiser takes over, merged anew
-after each step (`settle`); an engine's are live memory that versions are written to, of which the matrices are derived
-(`derived`). What both compute with is the merged matrix, rounded to the dtype that is published: the bits of one
-function (`merge`), and those that an exported directory holds.
+Learner and engine use the same `Adapters`. The learner's A and B are parameters, which an optimiser takes over; `merge`
+updates the merged matrices after each step. An engine's A and B are live memory to which versions are written, and
+merged matrices are derived from them (`derived`). Both compute with the merged matrix, rounded to the published dtype:
+the bits of one function (`merge_lora`), which an exported directory has, too.
 
-Names are PEFT's: `base_model.model.` before the module's, `.lora_A.weight` [r, I] and `.lora_B.weight` [O, r] behind.
-Where the model holds matrices fused or stacked, their A and B are, too, and named part by part.
+Names are PEFT's: `base_model.model.` before the module's name, and `.lora_A.weight` [r, I] or `.lora_B.weight` [O, r]
+after it. Where the model stores matrices fused or stacked, A and B are stored the same way, and named part by part.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ import torch
 from torch import nn
 
 from etude.errors import CheckpointError
-from etude.models.naming import hf_views, stays_float32
-from etude.models.packed import Matrix, matrices
+from etude.models.packed_weights import Matrix, quantisable_matrices
 from etude.models.transformer import Transformer
-from etude.numerics.adapted import Adapted, Pairs, merge
+from etude.models.weight_views import hf_views, stays_float32
+from etude.numerics.lora import LoraOperators, LoraPairs, merge_lora
 from etude.records.adapter import A, AdapterConfig, names
 
 
 @dataclass(frozen=True)
 class _Adapter:
-    """Of one parameter, fused and stacked as that is."""
+    """The adapter of one parameter, fused and stacked like it."""
 
     parameter: str  # the merged one's name in the model
     names: tuple[str, ...]  # Hugging Face's, of its rows in order
     base: torch.Tensor
-    pairs: Pairs
-    rows: slice | None = None  # which of them this rank has, of base and merged matrix; None: all
+    pairs: LoraPairs
+    rows: slice | None = None  # this rank's rows of base and merged matrix; None: all
 
     @property
     def views(self) -> dict[str, torch.Tensor]:
@@ -50,12 +50,15 @@ class _Adapter:
 
 
 class Adapters(nn.Module):
-    """Every adapter of a model, as parameters. The model's own matrices become merged ones, and want no gradient.
+    """All adapters of a model, as parameters. The model's own matrices become merged matrices without gradients.
 
-    `dtype`: what versions are published in, and merged matrices rounded to; all else that the model computes with is to
-    be, too (`rounded`). `held`: what A and B lie in (None: `dtype`). They are zeros, and nothing is written yet.
-    `digest`: the model's, where it is known. `device`: of A and B, where the model has no memory yet (`share`). Raises
-    `CheckpointError` where the model is not the config's base, or has not its modules.
+    - `dtype`: the published dtype, to which merged matrices are rounded. The rest of the model must be rounded to it,
+      too (`round_parameters`).
+    - `held`: dtype of A and B in memory (None: `dtype`). They are zero, and nothing is merged yet.
+    - `digest`: the base model's digest, if known.
+    - `device`: of A and B, where the model is on the meta device (`share`).
+
+    Raises `CheckpointError` where the model is not the config's base, or lacks its modules.
     """
 
     def __init__(
@@ -70,27 +73,27 @@ class Adapters(nn.Module):
     ) -> None:
         super().__init__()
         self.dtype = dtype
-        self._model = (model,)  # no part of this module
+        self._model = (model,)  # in a tuple, so that it is not a submodule
         found = digest or base_digest(model, dtype)
         if config.base not in ("", found):
             raise CheckpointError(
-                f"an adapter of the base {config.base[:12]}",
+                f"the adapter belongs to the base {config.base[:12]}",
                 f"the weights here are {found[:12]}, as {str(dtype).removeprefix('torch.')}",
-                hint="give the checkpoint that it was trained on: it would be another model on this one",
+                hint="use the checkpoint that the adapter was trained on",
             )
         self.config = AdapterConfig(config.rank, config.alpha, config.modules, found)
         model.requires_grad_(False)
         chosen = _chosen(model, config.modules)
-        own, lies = {id(p): name for name, p in model.named_parameters()}, {"dtype": held or dtype, "device": device}
-        self._adapters = [_adapter(own[id(matrix.weight)], matrix, self.config, dtype, lies) for matrix in chosen]
+        own, options = {id(p): name for name, p in model.named_parameters()}, {"dtype": held or dtype, "device": device}
+        self._adapters = [_adapter(own[id(matrix.weight)], matrix, self.config, dtype, options) for matrix in chosen]
         self.trained = nn.ParameterList([p for one in self._adapters for p in (one.pairs.a, one.pairs.b)])
-        if isinstance(model.operators, Adapted):
+        if isinstance(model.operators, LoraOperators):
             for one in self._adapters:
-                model.operators.train(functools.partial(model.get_parameter, one.parameter), one.pairs)
+                model.operators.add_adapter(functools.partial(model.get_parameter, one.parameter), one.pairs)
 
     @torch.no_grad()
     def draw(self, seed: int) -> None:
-        """Begin: A uniform within 1/√I, each by the seed and its own name, B zero (as PEFT does)."""
+        """Initialise: A uniform within ±1/√I, seeded by `seed` and name; B zero (as in PEFT)."""
         for name, view in self.views.items():
             if name.endswith(A):
                 key = hashlib.sha256(f"{seed} {name}".encode()).digest()[:7]
@@ -98,31 +101,32 @@ class Adapters(nn.Module):
                 bound = 1 / math.sqrt(view.shape[-1])
                 view.copy_(torch.empty(view.shape).uniform_(-bound, bound, generator=drawn))
 
-    def settle(self) -> None:
-        """Have the model compute with what A and B are now."""
+    def merge(self) -> None:
+        """Update the merged matrices from the current A and B."""
         for one in self._adapters:
             self._merge(one)
 
     def share(self, rows: Mapping[str, slice]) -> None:
-        """FSDP2 has the model, and left these rows of each adapted parameter here: from now on base and merged matrix
-        are those; A and B stay whole."""
+        """Call after FSDP2 has sharded the model: base and merged matrices are now this rank's `rows`; A and B stay
+        full."""
         self._adapters = [
             replace(one, base=self._memory(one).to(self.dtype, copy=True), rows=rows[one.parameter])
             for one in self._adapters
         ]
 
     def _memory(self, one: _Adapter) -> torch.Tensor:
-        """Where the merged matrix, or what is here of it, lies."""
-        return own_part(self._model[0].get_parameter(one.parameter))
+        """The memory of the merged matrix, or of this rank's rows of it."""
+        return local_part(self._model[0].get_parameter(one.parameter))
 
     @property
     def bases(self) -> dict[str, torch.Tensor]:
-        """What lies here of each adapted parameter's base, by the model's names."""
+        """The base of each adapted parameter (this rank's rows), by the model's names."""
         return {one.parameter: one.base for one in self._adapters}
 
     @property
     def names(self) -> dict[str, tuple[str, ...]]:
-        """The names in `views` of each adapted parameter's A and B, by the model's names: in the order of `trained`."""
+        """For each adapted parameter, by the model's names: the names of its A and B in `views`, in the order of
+        `trained`."""
         return {one.parameter: tuple(one.views) for one in self._adapters}
 
     @property
@@ -132,7 +136,7 @@ class Adapters(nn.Module):
 
     @property
     def base(self) -> dict[str, torch.Tensor]:
-        """Every weight of the base by Hugging Face's names. What is not adapted is the model's own."""
+        """Every weight of the base by Hugging Face name. Weights without an adapter are the model's own."""
         found = hf_views(*self._model)
         for one in self._adapters:
             rows = [found[name].shape[0] for name in one.names]
@@ -141,13 +145,13 @@ class Adapters(nn.Module):
 
     @property
     def derived(self) -> list[tuple[frozenset[str], Callable[[], None]]]:
-        """For each merged parameter the names of its A and B, and what has it hold what they say."""
+        """For each merged parameter, the names of its A and B, and a function that merges them."""
         return [(frozenset(one.views), functools.partial(self._merge, one)) for one in self._adapters]
 
     def _merge(self, one: _Adapter) -> None:
         out = self._memory(one)
         if out.numel():
-            merge(one.base, one.pairs if one.rows is None else one.pairs.of(one.rows), out, dtype=self.dtype)
+            merge_lora(one.base, one.pairs if one.rows is None else one.pairs.of(one.rows), out, dtype=self.dtype)
 
 
 def base_digest(model: Transformer, dtype: torch.dtype) -> str:
@@ -156,8 +160,8 @@ def base_digest(model: Transformer, dtype: torch.dtype) -> str:
 
 
 def weights_digest(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> str:
-    """SHA-256 over every weight of a model, which come sorted, by name, shape and bytes in `dtype` (some stay float32),
-    as hex."""
+    """SHA-256 (hex) over every weight of a model: name, shape and bytes in `dtype` (some stay float32). `weights` must
+    be sorted by name."""
     digest = hashlib.sha256()
     for name, view in weights:
         kind = torch.float32 if stays_float32(name) else dtype
@@ -167,51 +171,53 @@ def weights_digest(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dty
 
 
 @torch.no_grad()
-def rounded(model: Transformer, dtype: torch.dtype) -> None:
-    """Have every parameter hold a number of `dtype`, in the memory that it has."""
-    for parameter in map(own_part, model.parameters()):
+def round_parameters(model: Transformer, dtype: torch.dtype) -> None:
+    """Round every parameter to numbers of `dtype`, in place."""
+    for parameter in map(local_part, model.parameters()):
         parameter.copy_(parameter.to(dtype))
 
 
-def own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor: all of one that FSDP2 does not have."""
-    whole: Any = tensor
-    own: torch.Tensor = whole.to_local() if hasattr(whole, "to_local") else whole
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor: its rows of an FSDP2 shard, all of any other tensor."""
+    dtensor: Any = tensor
+    own: torch.Tensor = dtensor.to_local() if hasattr(dtensor, "to_local") else dtensor
     return own.detach()
 
 
 def _chosen(model: Transformer, modules: tuple[str, ...]) -> list[Matrix]:
-    """The parameters that are adapted. All that one fuses are, or none."""
+    """The parameters that are adapted. Of fused matrices all must be adapted, or none."""
     chosen = []
-    for matrix in matrices(model):
-        adapted = {name for name in matrix.rows if module_of(name) in modules}
+    for matrix in quantisable_matrices(model):
+        adapted = {name for name in matrix.rows if module_name(name) in modules}
         if adapted and adapted != matrix.rows.keys():
-            rest = sorted({module_of(name) for name in matrix.rows.keys() - adapted})
+            rest = sorted({module_name(name) for name in matrix.rows.keys() - adapted})
             raise CheckpointError(
-                f"an adapter of {', '.join(sorted(map(module_of, adapted)))[:60]} without {', '.join(rest)}",
-                "they are one matrix here",
-                hint="adapt all that read the same input, or merge it into its base first",
+                f"an adapter of {', '.join(sorted(map(module_name, adapted)))[:60]} without {', '.join(rest)}",
+                "etude stores them as one matrix",
+                hint="adapt all matrices with the same input, or merge the adapter into its base first",
             )
         if adapted:
             chosen.append(matrix)
-    missing = set(modules) - {module_of(name) for matrix in chosen for name in matrix.rows}
+    missing = set(modules) - {module_name(name) for matrix in chosen for name in matrix.rows}
     if missing:
         facts = f"the model, a {model.config.family}, has no {', '.join(sorted(missing))}"
-        raise CheckpointError("an adapter of another architecture", facts, hint="take the base that it was trained on")
+        raise CheckpointError("an adapter of another architecture", facts, hint="use the base that it was trained on")
     return chosen
 
 
-def module_of(name: str) -> str:
-    """The last part of a module's name: `q_proj`."""
+def module_name(name: str) -> str:
+    """The last part of a module's name, such as `q_proj`."""
     return name.removesuffix(".weight").rpartition(".")[2]
 
 
-def _adapter(name: str, matrix: Matrix, config: AdapterConfig, dtype: torch.dtype, lies: Mapping[str, Any]) -> _Adapter:
+def _adapter(
+    name: str, matrix: Matrix, config: AdapterConfig, dtype: torch.dtype, options: Mapping[str, Any]
+) -> _Adapter:
     weight = matrix.weight
     stack, (out_size, in_size) = weight.shape[:-2], weight.shape[-2:]
     rows = list(matrix.rows.values())[: len(matrix.rows) // math.prod(stack)]
-    kind = {**lies, "device": lies["device"] or weight.device}
+    kind = {**options, "device": options["device"] or weight.device}
     a = nn.Parameter(torch.zeros(*stack, len(rows), config.rank, in_size, **kind))
     b = nn.Parameter(torch.zeros(*stack, out_size, config.rank, **kind))
     base = weight.detach().to(dtype, copy=True)
-    return _Adapter(name, tuple(matrix.rows), base, Pairs(a, b, tuple(rows), config.scale))
+    return _Adapter(name, tuple(matrix.rows), base, LoraPairs(a, b, tuple(rows), config.scale))

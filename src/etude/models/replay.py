@@ -1,14 +1,13 @@
-"""Recorded experts in the place of a router's own choice.
+"""Router replay: use recorded experts in place of the router's own choice.
 
-A sampler and a learner that compute a little differently choose other experts for some tokens, and one other expert
-moves a token's probability more than all rounding does. So the learner takes the experts that the sampler recorded
-(R3, arXiv 2510.11370); gates are computed from live scores, so that the router's gradient flows.
+A sampler and a learner with slightly different arithmetic choose different experts for some tokens, and one other
+expert changes a token's probability more than all rounding does. So the learner uses the experts that the sampler
+recorded (R3, arXiv 2510.11370). Gates are computed from live scores, so gradients reach the router.
 
-What was recorded is believed as far as it is plausible: an expert that the live router scores far under those it would
-choose (weights have moved on, or the record is of something else) is replaced by the live choice.
+Only plausible records are used: an expert whose live score is far below the scores of the live choice is replaced. Then
+the weights have moved on, or the record belongs to something else.
 
-Knows nothing of how scores come to be; any router whose scores are positive will do. Shapes: N tokens, L layers that
-have a router, E experts, K experts a token.
+Works with any router with positive scores. Shapes: N tokens, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -19,35 +18,37 @@ import torch
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """One layer's recorded experts.
+class RecordedRoutes:
+    """The recorded experts of one layer.
 
-    >>> recorded = Recorded(torch.tensor([[1, 3], [1, 0], [255, 255]], dtype=torch.uint8), plausible=0.5)
+    >>> recorded = RecordedRoutes(torch.tensor([[1, 3], [1, 0], [255, 255]], dtype=torch.uint8), plausible=0.5)
     >>> scores = torch.tensor([[.4, .3, .2, .1]] * 3)
-    >>> recorded.over(torch.tensor([[0, 1]] * 3), scores).tolist()  # expert 3 has less than half of expert 1's score
+    >>> recorded.apply(torch.tensor([[0, 1]] * 3), scores).tolist()  # expert 3 has less than half of expert 1's score
     [[1, 0], [1, 0], [0, 1]]
     """
 
-    routes_NK: torch.Tensor  # uint8 or uint16; the dtype's largest value where none is known
-    plausible: float = 0.0  # least score of a recorded expert, as a share of the smallest live chosen one's
+    routes_NK: torch.Tensor  # uint8 or uint16; the dtype's largest value where a route is missing
+    plausible: float = 0.0  # lowest score of a recorded expert, as a share of the lowest score in the live choice
 
     @torch.no_grad()
-    def over(self, live_NK: torch.Tensor, scores_NE: torch.Tensor) -> torch.Tensor:
-        """The experts to use, int64 [N, K], all of a token's distinct: recorded ones stay in their slots; into the
-        others go the best of `live_NK` (best first) that the token does not use yet. `scores_NE` is what gates are
-        made of, positive."""
+    def apply(self, live_NK: torch.Tensor, scores_NE: torch.Tensor) -> torch.Tensor:
+        """The experts to use, int64 [N, K], distinct for each token.
+
+        Recorded experts keep their slots. Missing and implausible ones are replaced by the best of `live_NK` (best
+        first) that the token does not use yet. `scores_NE`: the positive scores from which gates are computed.
+        """
         recorded = self.routes_NK.long()
         refused = recorded == torch.iinfo(self.routes_NK.dtype).max
         if self.plausible:
             least = self.plausible * scores_NE.gather(-1, live_NK).amin(-1, keepdim=True)
             refused |= scores_NE.gather(-1, recorded.masked_fill(refused, 0)) < least
-        if refused.device.type == "cpu" and not bool(refused.any()):  # a device is not asked: it would be waited for
+        if refused.device.type == "cpu" and not bool(refused.any()):  # on a GPU this would synchronise
             return recorded
         return _refilled(recorded, refused, live_NK)
 
 
 def _refilled(recorded_NK: torch.Tensor, refused_NK: torch.Tensor, live_NK: torch.Tensor) -> torch.Tensor:
-    """Refused slots, from the first on, take the live experts that no other slot holds, from the best on."""
+    """Fill the refused slots, in order, with the best live experts that no other slot has."""
     kept_NKK = (recorded_NK[:, :, None] == live_NK[:, None, :]) & ~refused_NK[:, :, None]
     free_first = kept_NKK.any(1).to(torch.uint8).argsort(stable=True, dim=-1)
     place_NK = (refused_NK.cumsum(-1) - 1).clamp_min(0)

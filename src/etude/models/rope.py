@@ -1,4 +1,4 @@
-"""Rotary positions (arXiv 2104.09864): tables made once, in float32 as transformers makes them."""
+"""Rotary position embedding (RoPE, arXiv 2104.09864): tables computed once, in float32, as in transformers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from etude.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions of N tokens, in the half-rotation layout; the sine carries the sign."""
+    """Cosine and sine of N tokens, in the half-rotation layout. The sine carries the sign."""
 
     cos: torch.Tensor  # [N, 1, A]
     sin: torch.Tensor  # [N, 1, A], negative in the first half
 
 
 def tables(c: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and signed sine, float32 [context_tokens, A], stretched where the config says so (`Yarn`); made by the
-    CPU whatever the default device, so that they are the same everywhere."""
+    """Cosine and signed sine, float32 [context_tokens, A], with YaRN where the config has it.
+
+    Always computed on the CPU, whatever the default device, so that they are the same everywhere.
+    """
     width = c.rope_dim
     waves = c.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width)
     inverse, scale = 1.0 / waves, 1.0
@@ -32,7 +34,7 @@ def tables(c: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def halves(x: torch.Tensor) -> torch.Tensor:
-    """The last dimension's neighbours as first and second half: the interleaved layout in the half-rotation one.
+    """Reorder the last dimension from the interleaved layout to the half-rotation layout.
 
     >>> halves(torch.tensor([0, 10, 1, 11])).tolist()
     [0, 1, 10, 11]

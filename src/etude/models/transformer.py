@@ -1,12 +1,12 @@
-"""The one model definition, used by the engine and by the learner, for every family in `models/families`, with the
-semantics of its implementation in transformers.
+"""The model definition, used by engine and learner, for every family in `models/families`, with transformers'
+semantics.
 
-Tokens are flat: a forward takes N tokens, of one sequence or of many, and whoever keeps the keys and values (a
-`Cache`) says which of them see which. So prefill, decode, mixed batches and packed training are one code path.
-Router replay is an argument. Nothing is remembered between forwards.
+Tokens are flat: a forward pass takes N tokens of one or many sequences, and a `Cache` decides which of them attend to
+each other. So prefill, decode, mixed batches and packed training share one code path. Router replay is an argument. A
+model stores nothing between forward passes.
 
-Shapes: N tokens, R rows that get logits, L layers with a router, V vocabulary, D width, H query heads,
-G key/value heads, A head width, E experts, K experts a token, F expert width.
+Shapes: N tokens, R rows with logits, L layers with a router, V vocabulary size, D width, H query heads, G key/value
+heads, A head width, E experts, K experts per token, F expert width.
 """
 
 from __future__ import annotations
@@ -22,44 +22,44 @@ from torch.utils.checkpoint import checkpoint
 
 from etude.errors import ConfigError
 from etude.models.attention import Cache, Packed
+from etude.models.components import Scores
 from etude.models.config import ModelConfig
 from etude.models.experts import Choice, choose, mix
-from etude.models.parts import Scores
-from etude.models.replay import Recorded
+from etude.models.hooks import ForwardHook, layer_hook, no_hook
+from etude.models.replay import RecordedRoutes
 from etude.models.rope import Rope, tables
-from etude.models.watch import Watch, in_layer, unwatched
 from etude.numerics.exact.operators import Exact
 from etude.numerics.operators import Operators
-from etude.numerics.parallel import ALONE, Parallel
+from etude.numerics.parallel import SINGLE_RANK, Parallel
 from etude.numerics.parity import parity_class
 
 
 @dataclass(frozen=True)
 class Forward:
-    """All that one forward computed."""
+    """The results of one forward pass."""
 
     logits: torch.Tensor  # [R or N, V]
     routes: torch.Tensor  # `config.route_dtype` [N, L, K]: the experts used
-    live: torch.Tensor  # the same: the routers' own choice; equal to `routes` where nothing was replayed
+    live: torch.Tensor  # same shape: the routers' own choice; equal to `routes` without replay
     balance: torch.Tensor | None  # scalar: mean over layers of the load-balancing loss, 1.0 at perfect balance
 
 
 class Mlp(nn.Module):
-    """A gated product that every token passes: a layer without experts, or the experts that all tokens share."""
+    """A gated MLP: of a dense layer, or the shared experts."""
 
     def __init__(
-        self, name: str, width: int, hidden_size: int, operators: Operators, parallel: Parallel = ALONE
+        self, name: str, width: int, hidden_size: int, operators: Operators, parallel: Parallel = SINGLE_RANK
     ) -> None:
         super().__init__()
         self.operators, self.name, self.parallel = operators, name, parallel
         self.gate_up = nn.Parameter(torch.empty(2 * width, hidden_size))
         self.down = nn.Parameter(torch.empty(hidden_size, width))
 
-    def forward(self, x_ND: torch.Tensor, see: Watch) -> torch.Tensor:
+    def forward(self, x_ND: torch.Tensor, hook: ForwardHook) -> torch.Tensor:
         ops, down = self.operators, f"{self.name}.down"
-        h = see(f"{self.name}.gate_up", self.parallel.columns(ops, x_ND, self.gate_up))
-        act = see(f"{self.name}.activated", ops.gated(h))
-        return see(down, self.parallel.rows(ops, act, self.down, down))
+        h = hook(f"{self.name}.gate_up", self.parallel.column_parallel(ops, x_ND, self.gate_up))
+        act = hook(f"{self.name}.activated", ops.gated(h))
+        return hook(down, self.parallel.row_parallel(ops, act, self.down, down))
 
     def views(self) -> dict[str, torch.Tensor]:
         """Each weight as a view, by its name in a checkpoint's `mlp`."""
@@ -67,13 +67,12 @@ class Mlp(nn.Module):
         return {"gate_proj.weight": gate, "up_proj.weight": up, "down_proj.weight": self.down}
 
     def matrices(self) -> dict[str, list[int]]:
-        """As of `attention.AttentionLayer`."""
+        """See `attention.AttentionLayer`."""
         return {"gate_up": [self.down.shape[1]] * 2, "down": [self.down.shape[0]]}
 
 
 class Stack(nn.Module):
-    """The matrices of the experts that this rank has, stacked: a module of their own, since ranks may share them by
-    another mesh than all else."""
+    """The matrices of this rank's experts, stacked. A separate module, since ranks may shard them over another mesh."""
 
     def __init__(self, c: ModelConfig, num_held: int, operators: Operators, parallel: Parallel) -> None:
         super().__init__()
@@ -81,55 +80,56 @@ class Stack(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(num_held, 2 * c.expert_size, c.hidden_size))
         self.down = nn.Parameter(torch.empty(num_held, c.hidden_size, c.expert_size))
 
-    def forward(self, x_ND: torch.Tensor, choice: Choice, see: Watch) -> torch.Tensor:
-        return mix(x_ND, choice, self.gate_up, self.down, self.operators, see, parallel=self.parallel)
+    def forward(self, x_ND: torch.Tensor, choice: Choice, hook: ForwardHook) -> torch.Tensor:
+        return mix(x_ND, choice, self.gate_up, self.down, self.operators, hook, parallel=self.parallel)
 
     def matrices(self) -> dict[str, list[int]]:
-        """As of `attention.AttentionLayer`, in each expert."""
+        """See `attention.AttentionLayer`; rows are those in each expert."""
         return {"gate_up": [self.down.shape[2]] * 2, "down": [self.down.shape[1]]}
 
 
 class Experts(nn.Module):
-    """A router and its experts, and those that every token passes."""
+    """A router, its experts, and the shared experts."""
 
     bias: torch.Tensor | None
 
-    def __init__(self, c: ModelConfig, operators: Operators, parallel: Parallel = ALONE) -> None:
+    def __init__(self, c: ModelConfig, operators: Operators, parallel: Parallel = SINGLE_RANK) -> None:
         super().__init__()
         self.operators, self.parallel = operators, parallel
         self.top_k, self.routing = c.top_k, c.routing
         self.router = nn.Parameter(torch.empty(c.num_experts, c.hidden_size))
         self.held = parallel.experts(c.num_experts)
         self.stack = Stack(c, len(self.held), operators, parallel)
-        biased = c.routing.scores is Scores.SIGMOID  # no gradient reaches it, so it is no parameter
+        biased = c.routing.scores is Scores.SIGMOID  # a buffer, since it has no gradient
         self.register_buffer("bias", torch.zeros(c.num_experts) if biased else None)
         shared = ("shared", c.num_shared * c.expert_size, c.hidden_size, operators, parallel.tensor)
         self.shared = Mlp(*shared) if c.num_shared else None
 
     @property
     def gate_up(self) -> nn.Parameter:
-        """[E, 2F, D], of the experts that this rank has."""
+        """[E, 2F, D], for this rank's experts."""
         return self.stack.gate_up
 
     @property
     def down(self) -> nn.Parameter:
-        """[E, D, F]."""
+        """[E, D, F], for this rank's experts."""
         return self.stack.down
 
     def forward(
-        self, x_ND: torch.Tensor, recorded: Recorded | None, see: Watch = unwatched
+        self, x_ND: torch.Tensor, recorded: RecordedRoutes | None, hook: ForwardHook = no_hook
     ) -> tuple[torch.Tensor, Choice]:
-        scores = see("experts.scores", self.operators.router_scores(x_ND, self.router))
+        """The layer's output [N, D], shared experts included, and the router's choice."""
+        scores = hook("experts.scores", self.operators.router_scores(x_ND, self.router))
         choice = choose(
             scores, self.top_k, recorded, self.operators, routing=self.routing, bias_E=self.bias, balance=self.training
         )
-        see("experts.used", choice.experts_NK)
-        choice = replace(choice, gates_NK=see("experts.gates", choice.gates_NK))
-        y_ND = see("experts.mixed", self.stack(x_ND, choice, see))
-        return y_ND if self.shared is None else y_ND + self.shared(x_ND, see), choice
+        hook("experts.used", choice.experts_NK)
+        choice = replace(choice, gates_NK=hook("experts.gates", choice.gates_NK))
+        y_ND = hook("experts.mixed", self.stack(x_ND, choice, hook))
+        return y_ND if self.shared is None else y_ND + self.shared(x_ND, hook), choice
 
     def views(self) -> dict[str, torch.Tensor]:
-        """Each weight as a view, by its name in a checkpoint's `mlp`; of experts those that this rank has."""
+        """Each weight as a view, by its name in a checkpoint's `mlp`. Experts: this rank's only."""
         found: dict[str, torch.Tensor] = {"gate.weight": self.router}
         if self.bias is not None:
             found["gate.e_score_correction_bias"] = self.bias
@@ -142,9 +142,9 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then experts or what every token passes, each on the normalised residual stream."""
+    """One layer: attention, then experts or a dense MLP, each on the normalised residual stream."""
 
-    def __init__(self, c: ModelConfig, layer: int, operators: Operators, parallel: Parallel = ALONE) -> None:
+    def __init__(self, c: ModelConfig, layer: int, operators: Operators, parallel: Parallel = SINGLE_RANK) -> None:
         super().__init__()
         self.operators = operators
         self.attention_norm = nn.Parameter(torch.ones(c.hidden_size))
@@ -157,36 +157,50 @@ class Block(nn.Module):
         self.eps, self.recompute = c.rms_eps, False
 
     def forward(
-        self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, recorded: Recorded | None, see: Watch
+        self,
+        x_ND: torch.Tensor,
+        rope: Rope,
+        cache: Cache,
+        layer: int,
+        recorded: RecordedRoutes | None,
+        hook: ForwardHook,
     ) -> tuple[torch.Tensor, Choice | None]:
-        """The residual stream after this layer, and what its router chose where it has one. With `recompute`, nothing
-        in between is kept for the backward pass, which computes it again."""
-        args = (x_ND, rope, cache, layer, recorded, see)
+        """The residual stream after this layer, and the router's choice where the layer has one.
+
+        With `recompute`, intermediate results are recomputed in the backward pass (activation checkpointing).
+        """
+        args = (x_ND, rope, cache, layer, recorded, hook)
         if not (self.recompute and torch.is_grad_enabled()):
             return self._forward(*args)
-        # no early stop: ranks that ended a forward in its middle would leave their hooks half done
+        # no early stop: it would skip FSDP hooks in the middle of a forward pass
         done: tuple[torch.Tensor, Choice | None] = checkpoint(
             self._forward, *args, use_reentrant=False, preserve_rng_state=False, early_stop=False
         )
         return done
 
     def _forward(
-        self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, recorded: Recorded | None, see: Watch
+        self,
+        x_ND: torch.Tensor,
+        rope: Rope,
+        cache: Cache,
+        layer: int,
+        recorded: RecordedRoutes | None,
+        hook: ForwardHook,
     ) -> tuple[torch.Tensor, Choice | None]:
         ops, choice = self.operators, None
-        normed = see("attention_norm", ops.rms_norm(x_ND, self.attention_norm, self.eps))
-        x_ND = see("middle", x_ND + self.attention(normed, rope, cache, layer, see))
-        normed = see("experts_norm", ops.rms_norm(x_ND, self.experts_norm, self.eps))
+        normed = hook("attention_norm", ops.rms_norm(x_ND, self.attention_norm, self.eps))
+        x_ND = hook("middle", x_ND + self.attention(normed, rope, cache, layer, hook))
+        normed = hook("experts_norm", ops.rms_norm(x_ND, self.experts_norm, self.eps))
         if self.experts is not None:
-            y_ND, choice = self.experts(normed, recorded, see)
+            y_ND, choice = self.experts(normed, recorded, hook)
         else:
             assert self.mlp is not None
-            y_ND = self.mlp(normed, see)
-        return see("output", x_ND + y_ND), choice
+            y_ND = self.mlp(normed, hook)
+        return hook("output", x_ND + y_ND), choice
 
 
 class Transformer(nn.Module):
-    """A decoder of any family.
+    """A decoder-only model of any family.
 
     >>> sizes = ModelConfig(vocab_size=11, hidden_size=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4,
     ...                     expert_size=8, num_experts=4, top_k=2, context_tokens=16)
@@ -206,18 +220,24 @@ class Transformer(nn.Module):
         seed: int | None = 0,
         dtype: torch.dtype = torch.float32,
         operators: Operators | None = None,
-        parallel: Parallel = ALONE,
+        parallel: Parallel = SINGLE_RANK,
     ) -> None:
-        """`seed` keys the initial weights; None leaves the memory as it is, for a caller that fills it. `dtype` is the
-        weights'; `operators` compute (None: exact, in `dtype`). `parallel`: this is one rank's share of a model whose
-        sizes are `config`; it is filled by its caller (`models.parallel`), and its forwards are collective. Raises
-        `ConfigError` for sizes that the ranks cannot share."""
+        """Create a model.
+
+        - `seed`: for the initial weights; None leaves the memory uninitialised, for a caller that fills it.
+        - `dtype`: of the weights.
+        - `operators`: None: exact, in `dtype`.
+        - `parallel`: the model is one rank's part of a model with the sizes `config`. Its caller fills it
+          (`models.tensor_parallel`), and forward passes are collective.
+
+        Raises `ConfigError` for sizes that cannot be divided among the ranks.
+        """
         super().__init__()
         self.operators = operators = Exact(dtype) if operators is None else operators
         self.config, self.parallel = config, parallel
         self.local = local = _shared(config, operators, parallel)
         if seed is not None and parallel.degree > 1:
-            raise ValueError("initial weights are a whole model's; take a share of one")
+            raise ValueError("a rank's part has no initial weights: use models.tensor_parallel.shard_model")
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.blocks = nn.ModuleList(Block(local, layer, operators, parallel) for layer in range(config.num_layers))
         self.norm = nn.Parameter(torch.ones(config.hidden_size))
@@ -226,19 +246,19 @@ class Transformer(nn.Module):
             initialise(self, seed)
         self.cast(dtype)
         cos, sin = tables(config)
-        self.register_buffer("cos", cos.to(operators.held), persistent=False)
-        self.register_buffer("sin", sin.to(operators.held), persistent=False)
+        self.register_buffer("cos", cos.to(operators.storage_dtype), persistent=False)
+        self.register_buffer("sin", sin.to(operators.storage_dtype), persistent=False)
 
     @property
     def parity(self) -> str:
-        """The parity class of its numbers, on this machine with this many threads: see `numerics.parity`. That of the
-        whole model, whatever this rank's share."""
-        kept = self.config.kept
+        """The parity class on this machine with this number of threads (`numerics.parity`): that of the full model,
+        whatever this rank's part."""
+        kept = self.config.cache_layout
         sizes = {"heads": kept.heads, "key_width": kept.key_width}
-        return parity_class(self.operators, self.config.products, **sizes, device=self.embedding.device)
+        return parity_class(self.operators, self.config.product_shapes, **sizes, device=self.embedding.device)
 
     def cast(self, dtype: torch.dtype) -> Transformer:
-        """Hold the parameters in `dtype`; what must stay float32 (biases of choosing) does."""
+        """Convert the parameters to `dtype`. Router biases, which are not parameters, stay float32."""
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
         return self
@@ -250,7 +270,7 @@ class Transformer(nn.Module):
         routes: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [R or N, V] and the experts used, [N, L, K]; arguments as in `run`."""
+        """Logits [R or N, V], and the experts used [N, L, K]. Arguments as in `run`."""
         done = self.run(tokens_N, cache, routes, rows)
         return done.logits, done.routes
 
@@ -262,38 +282,38 @@ class Transformer(nn.Module):
         rows: torch.Tensor | None = None,
         *,
         plausible: float = 0.0,
-        watch: Watch = unwatched,
+        hook: ForwardHook = no_hook,
     ) -> Forward:
-        """One forward of `tokens_N` (int64).
+        """One forward pass of `tokens_N` (int64).
 
-        `cache` None: one causal sequence. `routes` (`config.route_dtype` [N, L, K]) are replayed where they are known
-        and `plausible` (see `replay.Recorded`). `rows` (int64 [R]) picks the tokens that get logits, in that order.
-        `watch` sees each operator's result.
+        `cache` None: one causal sequence. `routes` (`config.route_dtype`, [N, L, K]) are replayed where they are known
+        and `plausible` (see `replay.RecordedRoutes`). `rows` (int64 [R]) selects the tokens with logits, in that order.
+        `hook` receives each operator's result.
         """
         cache = Packed([len(tokens_N)], self.operators, device=tokens_N.device) if cache is None else cache
         rope = Rope(self.cos[cache.positions, None], self.sin[cache.positions, None])
         ops = self.operators
-        x_ND = watch("embedding", F.embedding(tokens_N, self.embedding).to(ops.dtype))
-        routers = iter([] if routes is None else [Recorded(one, plausible) for one in routes.unbind(1)])
+        x_ND = hook("embedding", F.embedding(tokens_N, self.embedding).to(ops.dtype))
+        routers = iter([] if routes is None else [RecordedRoutes(one, plausible) for one in routes.unbind(1)])
         choices: list[Choice] = []
         for layer, block in enumerate(self.blocks):
             recorded = None if block.experts is None else next(routers, None)
-            x_ND, choice = block(x_ND, rope, cache, layer, recorded, in_layer(watch, layer))
+            x_ND, choice = block(x_ND, rope, cache, layer, recorded, layer_hook(hook, layer))
             if choice is not None:
                 choices.append(choice)
         x_RD = x_ND if rows is None else x_ND[rows]
-        x_RD = watch("norm", ops.rms_norm(x_RD, self.norm, self.config.rms_eps))
+        x_RD = hook("norm", ops.rms_norm(x_RD, self.norm, self.config.rms_eps))
         used = self._stacked([c.experts_NK for c in choices], len(tokens_N))
         balances = [c.balance for c in choices if c.balance is not None]
         return Forward(
-            logits=watch("logits", ops.logits(x_RD, self.embedding if self.head is None else self.head)),
+            logits=hook("logits", ops.logits(x_RD, self.embedding if self.head is None else self.head)),
             routes=used,
             live=used if routes is None else self._stacked([c.live_NK for c in choices], len(tokens_N)),
             balance=torch.stack(balances).mean() if balances else None,
         )
 
     def _stacked(self, experts: list[torch.Tensor], num_tokens: int) -> torch.Tensor:
-        """Choices of layers as routes."""
+        """The choices of all layers as routes."""
         kind = {"uint8": torch.uint8, "uint16": torch.uint16}[self.config.route_dtype]
         if not experts:
             return torch.zeros(num_tokens, 0, self.config.top_k, dtype=kind, device=self.embedding.device)
@@ -301,26 +321,26 @@ class Transformer(nn.Module):
 
 
 def _shared(config: ModelConfig, operators: Operators, parallel: Parallel) -> ModelConfig:
-    """The sizes of a rank's share. Raises `ConfigError`."""
+    """Sizes of this rank's part. Raises `ConfigError`."""
     ranks = parallel.tensor.degree
     if operators.exact and operators.degree % ranks:
         raise ConfigError(
             f"exact mode over {ranks} tensor-parallel ranks",
-            f"its operators promise equal bits for {operators.degree}",
+            f"the operators give equal bits for {operators.degree} ranks",
             hint=f"set numerics.degree = {ranks}, in engine and learner",
         )
-    config.shared(operators.degree)
-    return config.shared(ranks)
+    config.per_rank(operators.degree)
+    return config.per_rank(ranks)
 
 
 @torch.no_grad()
 def initialise(model: Transformer, seed: int) -> None:
-    """Normal weights: a product's at 1/√in, those into the residual stream smaller by √(2L), the head's at half of
-    1/√D, embeddings at .5 when there is a head of their own.
+    """Initialise with normal weights of standard deviation 1/√in, products into the residual stream smaller by √(2L),
+    the head at half of 1/√D, and embeddings at 0.5 if there is a separate head.
 
-    Compared on synthetic demonstrations, 800k tokens: share of held-out edits copied without an error, one number a
-    seed. Untied at .5: 1.0, 1.0; untied at 1: .12; tied at 1/√D: .23, .02; tied at .5 with a last norm of 1/√D: .16.
-    The held-out loss at 300k tokens (.43 to .44 for all) did not show it: copying forms later.
+    Compared on synthetic demonstrations with 800k tokens: share of held-out edits copied without an error, one number
+    per seed. Untied at .5: 1.0, 1.0; untied at 1: .12; tied at 1/√D: .23, .02; tied at .5 with a last norm of 1/√D:
+    .16. The held-out loss at 300k tokens (.43 to .44 for all) did not show it: copying forms later.
     """
     c, generator = model.config, torch.Generator().manual_seed(seed)
 

@@ -1,6 +1,6 @@
-"""Numbers that are the same on both sides: operators with one order of summation, sampling that is keyed.
+"""Numerics that engine and learner share: operators with a fixed order of summation, and keyed sampling.
 
-Reading the config needs no torch, so the names that do are imported when first used.
+Reading the config needs no torch: names that need it are imported on first use.
 
 >>> import torch
 >>> from etude.numerics import Exact, sample
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from etude.numerics.config import ComputeDtype, Mode, NumericsConfig, Quantise
 
 if TYPE_CHECKING:
-    from etude.numerics.choosing import operators_for
     from etude.numerics.exact.operators import Exact
+    from etude.numerics.factory import operators_for
     from etude.numerics.native import Native
     from etude.numerics.operators import Operators
     from etude.numerics.parity import parity_class
@@ -43,7 +43,7 @@ _HOME = {
     "Exact": "exact.operators",
     "Native": "native",
     "Operators": "operators",
-    "operators_for": "choosing",
+    "operators_for": "factory",
     "parity_class": "parity",
     "sample": "sampling",
     "uniform": "sampling",

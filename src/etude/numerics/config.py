@@ -1,4 +1,4 @@
-"""How numbers are computed: what engines and learner share. Torch-free."""
+"""The `[numerics]` section of the config: how numbers are computed in engines and learner. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from etude.config import ranged
 
 
 class Mode(enum.StrEnum):
-    """The order in which sums are taken."""
+    """Order of summation."""
 
     EXACT = "exact"  # one order for each operator: engine and learner agree to the bit
-    NATIVE = "native"  # the fastest for each shape: the ratio on one version is near 1, reported and not held to it
+    NATIVE = "native"  # the fastest kernel for each shape: ratios on the same version are near 1, and only reported
 
 
 class ComputeDtype(enum.StrEnum):
-    """In what activations are rounded. In exact mode the same on both sides."""
+    """The dtype that activations are rounded to. In exact mode it is the same in engine and learner."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -25,7 +25,7 @@ class ComputeDtype(enum.StrEnum):
 
 
 class Quantise(enum.StrEnum):
-    """The format that inputs and weights of the large products are rounded to, on both sides."""
+    """The format that inputs and weights of the large matrix products are rounded to, in engine and learner."""
 
     NONE = "none"
     MXFP8 = "mxfp8"
@@ -34,8 +34,8 @@ class Quantise(enum.StrEnum):
 
 
 def check_device(name: str) -> None:
-    """Raises `ValueError` unless it names where a model can compute: "auto" (a GPU where torch sees one, else the CPU),
-    "cpu", "cuda", "cuda:1"."""
+    """Raise `ValueError` unless `name` is "auto" (a GPU where torch sees one, else the CPU), "cpu", "cuda" or
+    "cuda:N"."""
     if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", name):
         raise ValueError(f"device = {name!r}, expected auto, cpu, cuda, or cuda:N")
 
@@ -46,12 +46,12 @@ class NumericsConfig:
 
     mode: Mode = Mode.EXACT
     quantise: Quantise = Quantise.NONE
-    degree: int = ranged(1, low=1, high=64)  # the most tensor-parallel ranks with equal bits; 1, 2, 4, ...
+    degree: int = ranged(1, low=1, high=64)  # largest number of tensor-parallel ranks with equal bits; 1, 2, 4, ...
 
     def __post_init__(self) -> None:
         if self.degree & (self.degree - 1):
-            raise ValueError(f"degree = {self.degree}, but sums over ranks are a binary tree: 1, 2, 4, ...")
+            raise ValueError(f"degree = {self.degree} is not a power of two")
         if self.degree > 1 and self.quantise is Quantise.NVFP4:
             raise ValueError(
-                f"degree = {self.degree}, but a rank has no whole rows, and quantise = 'nvfp4' scales by them"
+                f"degree = {self.degree} with quantise = 'nvfp4': nvfp4 needs full rows, and a rank has parts of them"
             )

@@ -1,4 +1,4 @@
-"""Where a model computes: torch's device for the name that a config has, and whether there is one."""
+"""Devices: from a name in the config to torch's device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from etude.numerics.config import check_device
 
 
 def device_for(name: str) -> torch.device:
-    """Of "auto" (a GPU where torch sees one, else the CPU), "cpu", "cuda" or "cuda:N". Raises `ConfigError`.
+    """The device for "auto" (a GPU where torch sees one, else the CPU), "cpu", "cuda" or "cuda:N".
+
+    Raises `ConfigError` where torch does not see it.
 
     >>> device_for("cpu")
     device(type='cpu')
@@ -33,6 +35,7 @@ def device_for(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """While it lasts, programs are launched on that device: they go to the thread's current one, not their tensors'."""
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Context in which kernels are launched on this device. Triton uses the thread's current device, not that of the
+    tensors."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

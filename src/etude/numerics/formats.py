@@ -1,15 +1,13 @@
-"""Numbers of eight and of four bits that share scales by blocks: what they are.
+"""Low-precision number formats with block scales: MXFP8, MXFP4, NVFP4. Torch-free.
 
-| format | elements | block | scale of a block | over it |
+| format | elements | block | block scale | global scale |
 | --- | --- | --- | --- | --- |
 | mxfp8 | E4M3, largest 448 | 32 | E8M0: a power of two | – |
 | mxfp4 | E2M1, largest 6 | 32 | E8M0 | – |
-| nvfp4 | E2M1 | 16 | E4M3 | one float32 of a token or of a matrix; here a power of two |
+| nvfp4 | E2M1 | 16 | E4M3 | one float32 per token or matrix; in etude a power of two |
 
-Elements and E8M0 are those of the OCP Microscaling specification v1.0; NVFP4 is NVIDIA's (arXiv 2509.25149). Blocks lie
-along the last dimension, the one that a product sums over.
-
-`low.rounding` rounds to them. Torch-free: whoever reads a checkpoint's header needs the table only.
+Elements and E8M0 are those of the OCP Microscaling specification v1.0; NVFP4 is NVIDIA's (arXiv 2509.25149). Blocks are
+along the last dimension, over which a product sums. `quantisation.rounding` rounds to these formats.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ class Element:
 
     bits: int
     mantissa: int
-    min_exponent: int  # of normal numbers; below are subnormals
+    min_exponent: int  # of normal numbers
     largest: float
 
 
@@ -35,16 +33,16 @@ E2M1 = Element(bits=4, mantissa=1, min_exponent=0, largest=6.0)
 
 @dataclass(frozen=True)
 class Format:
-    """Elements, and how they share scales."""
+    """An element type and its scales."""
 
     name: Quantise
     element: Element
     block: int
-    outer: bool  # block scales are E4M3 under one float32; else they are E8M0
+    has_global_scale: bool  # block scales are E4M3 with a global float32 scale; else E8M0
 
     @property
     def bits_per_number(self) -> float:
-        """Of a packed tensor, block scales included.
+        """Bits per number of a packed tensor, block scales included.
 
         >>> [(str(f.name), f.bits_per_number) for f in FORMATS.values()]
         [('mxfp8', 8.25), ('mxfp4', 4.25), ('nvfp4', 4.5)]
@@ -55,8 +53,8 @@ class Format:
 FORMATS = {
     f.name: f
     for f in (
-        Format(Quantise.MXFP8, E4M3, 32, outer=False),
-        Format(Quantise.MXFP4, E2M1, 32, outer=False),
-        Format(Quantise.NVFP4, E2M1, 16, outer=True),
+        Format(Quantise.MXFP8, E4M3, 32, has_global_scale=False),
+        Format(Quantise.MXFP4, E2M1, 32, has_global_scale=False),
+        Format(Quantise.NVFP4, E2M1, 16, has_global_scale=True),
     )
 }

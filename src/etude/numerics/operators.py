@@ -1,15 +1,15 @@
-"""The operators that a model is computed with: the seam between the one model definition and how it is computed.
+"""The operators that compute a model: the interface between the model definition and the arithmetic.
 
-A model is built with an `Operators`; engine and learner that build it with equal ones compute alike. `Native` is
-torch as it comes. `Exact` has one order of summation for each operator, whatever else is in the batch. Both are plain
-objects without state: nothing is switched globally.
+A model is built with `Operators`. Engine and learner with equal operators compute alike. `Native` uses torch's fastest
+kernels. `Exact` has one order of summation for each operator, whatever else is in the batch. Operators have no state,
+and nothing is switched globally.
 
-Activations are tensors of `dtype`. Weights may be held in a wider dtype than that, as the learner's float32 masters
-are: an operator takes them as they come. `Exact` wants them in float32 on both sides: every product and sum is of
-float32 numbers and is rounded to `dtype` once, so that narrow dtypes cost about what float32 does.
+Activations are tensors of `dtype`. Weights may have a wider dtype, as the learner's float32 masters do. `Exact` needs
+float32 weights on both sides: it multiplies and adds in float32 and rounds to `dtype` once, so narrow dtypes cost about
+as much as float32.
 
-Knows nothing of models, caches or batches. Shapes: N tokens, H heads, I and O width in and out, E experts, S rows
-sorted by expert, K experts a token, R rows of logits, V vocabulary, T tokens of one sequence, G key/value heads.
+Shapes: N tokens, H heads, I and O width in and out, E experts, S rows sorted by expert, K experts per token, R rows of
+logits, V vocabulary size, T tokens of one sequence, G key/value heads.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ import torch
 import torch.nn.functional as F
 
 from etude.errors import ConfigError
-from etude.numerics import exact, mixtures
-from etude.numerics.exact.windows import ANY, Windows
+from etude.numerics import exact, grouped_experts
+from etude.numerics.exact.attention import ANY, KeyWindows
 
 if TYPE_CHECKING:
-    from etude.numerics.adapted import Pairs  # made of operators
+    from etude.numerics.lora import LoraPairs  # which imports this module
 
 Causal = Callable[..., torch.Tensor]
-"""(q_HTA, k_GTA, v_GTC, scale or None, start=0) -> o_HTC: each token sees itself and those before it. The
-queries are those of positions from `start` on, to the last key's."""
+"""(q_HTA, k_GTA, v_GTC, scale or None, start=0) -> o_HTC. Causal attention in one sequence. The queries are at
+positions `start` to the last key's."""
 
 PackedCausal = Callable[..., torch.Tensor]
-"""(q_NHA, k_NGA, v_NGC, scale or None) -> o_NHC: the same, of several sequences laid one after another."""
+"""(q_NHA, k_NGA, v_NGC, scale or None) -> o_NHC. Causal attention in several sequences, packed one after another."""
 
 
 class Operators:
-    """What a model asks for. Every result is in `dtype`, but for scores and log-probabilities: those are float32."""
+    """The operators of a model. Results have dtype `dtype`; router scores and log-probabilities are float32."""
 
-    absorbs = False
-    """Whether latent attention is computed in the absorbed form where nothing asks for it, so that a packed forward
-    sums in the order of one over a cache."""
+    absorbs_latents = False
+    """Whether latent attention is always computed in the absorbed form, so that packed forward passes sum in the same
+    order as those over a cache."""
 
     degree = 1
-    """The most tensor-parallel ranks, a power of two, for which results keep their bits."""
+    """Largest number of tensor-parallel ranks, a power of two, for which results keep their bits."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.dtype = dtype
 
     @property
     def name(self) -> str:
-        """Such as "exact bfloat16". Those of one name compute alike, and are equal."""
+        """A name such as "exact bfloat16". Operators with the same name compute alike, and are equal."""
         return f"{type(self).__name__.lower()} {str(self.dtype).removeprefix('torch.')}"
 
     def __eq__(self, other: object) -> bool:
@@ -62,22 +62,22 @@ class Operators:
 
     @property
     def exact(self) -> bool:
-        """Whether a row's bits depend on that row alone."""
+        """Whether the bits of a row depend only on that row."""
         return False
 
     @property
-    def waits(self) -> bool:
-        """Whether a model's forward asks a device for numbers, so that it cannot be captured."""
+    def syncs_with_host(self) -> bool:
+        """Whether a forward pass synchronises with the host, so that it cannot be captured in a CUDA graph."""
         return False
 
     @property
     def kernels(self) -> str:
-        """Which programs of our own compute, by version and digest; "" where they are torch's."""
+        """Versions and digest of etude's own kernels; "" where the kernels are torch's."""
         return ""
 
     @property
-    def held(self) -> torch.dtype:
-        """In what an engine holds weights, keys and values. A learner's weights are float32 either way."""
+    def storage_dtype(self) -> torch.dtype:
+        """The dtype of an engine's weights, keys and values. A learner's weights are always float32."""
         return self.dtype
 
     def linear(self, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
@@ -85,39 +85,42 @@ class Operators:
         raise NotImplementedError
 
     def linear_columns(self, x_NI: torch.Tensor, weight_OI: torch.Tensor, ranks: int) -> torch.Tensor:
-        """`linear`, where the matrix is one rank's share of the outputs of a larger one."""
+        """`linear` with one rank's part of the output columns of a larger matrix."""
         return self.linear(x_NI, weight_OI)
 
     def linear_partial(self, x_NI: torch.Tensor, weight_OI: torch.Tensor, ranks: int) -> torch.Tensor:
-        """`linear`, where x and the matrix are one rank's share of the inputs: what is added over ranks."""
+        """`linear` with one rank's part of the inputs: the partial sum, to be added over ranks."""
         if self.exact and ranks > 1:
             facts = "exact sums over tensor-parallel ranks need CPUs and numerics.degree > 1"
             hint = f"use CPUs and numerics.degree = {ranks}, or one rank"
             raise ConfigError(f"cannot compute {self.name} over {ranks} ranks", facts, hint=hint)
         return self.linear(x_NI, weight_OI)
 
-    def taken(self, x: torch.Tensor) -> torch.Tensor:
-        """What a large product takes of activations: in low precision they are rounded. `linear` asks by itself."""
+    def quantise_input(self, x: torch.Tensor) -> torch.Tensor:
+        """Round the input of a large matrix product, in low precision. `linear` calls it."""
         return x
 
-    def weights(self, weight: torch.Tensor) -> torch.Tensor:
-        """What a large product takes of a matrix, or of a stack of them. `linear` asks by itself."""
+    def quantise_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """Round a matrix, or a stack of matrices, in low precision. `linear` calls it."""
         return weight
 
-    def pairs(self, weight: torch.Tensor) -> Pairs | None:
-        """What trains in the place of a matrix, or of a stack of them, that is merged (`numerics.adapted`)."""
+    def lora_pairs(self, weight: torch.Tensor) -> LoraPairs | None:
+        """The LoRA adapters of a merged matrix, or of a stack of them (`numerics.lora`); None where it has none."""
         return None
 
-    def rows(self, num_rows: int) -> int:
-        """How many rows an expert computes for so many; the others are copies."""
+    def padded_rows(self, num_rows: int) -> int:
+        """Number of rows that an expert computes for `num_rows` rows. The others are padding."""
         return num_rows
 
     def grouped(self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """Each expert's rows times its matrix, [S, O]; `rows` [E] sum to S. Of what `taken` and `weights` gave:
-        `models.experts` has the gradient, and needs both in it."""
-        if mixtures.suits(x_SI, weight_EOI):
-            ends = mixtures.ends_on([*accumulate(rows)], x_SI.device)
-            return mixtures.products(x_SI, weight_EOI.to(x_SI.dtype).mT, ends)
+        """Each expert's rows times its matrix, [S, O].
+
+        `rows` [E] sums to S. Not differentiable: `models.experts` computes the gradient. Inputs and weights come from
+        `quantise_input` and `quantise_weight`.
+        """
+        if grouped_experts.is_supported(x_SI, weight_EOI):
+            ends = grouped_experts.offsets_on([*accumulate(rows)], x_SI.device)
+            return grouped_experts.grouped_mm(x_SI, weight_EOI.to(x_SI.dtype).mT, ends)
         out = x_SI.new_empty(x_SI.shape[0], weight_EOI.shape[1])
         for x, w, o in zip(
             torch.split(x_SI, list(rows)), weight_EOI.unbind(), torch.split(out, list(rows)), strict=True
@@ -129,36 +132,38 @@ class Operators:
     def grouped_columns(
         self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int], ranks: int
     ) -> torch.Tensor:
-        """`grouped`, as `linear_columns` is of `linear`."""
+        """`grouped` with one rank's part of the output columns."""
         return self.grouped(x_SI, weight_EOI, rows)
 
     def grouped_partial(
         self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int], ranks: int
     ) -> torch.Tensor:
-        """`grouped`, as `linear_partial` is of `linear`."""
+        """`grouped` with one rank's part of the inputs: the partial sum."""
         return self.grouped(x_SI, weight_EOI, rows)
 
     def per_head(self, x_NHI: torch.Tensor, weight_HOI: torch.Tensor) -> torch.Tensor:
-        """Each head's row times that head's matrix, [N, H, O]: how latent attention is absorbed. Of what `weights`
-        gave."""
+        """Each head's row times that head's matrix, [N, H, O]. Used by absorbed latent attention. Weights come from
+        `quantise_weight`."""
         return torch.stack([self.linear(x, w) for x, w in zip(x_NHI.unbind(1), weight_HOI.unbind(0), strict=True)], 1)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-        """x / √(mean x² + eps) · weight, over the last dimension (arXiv 1910.07467)."""
+        """x / √(mean x² + eps) · weight over the last dimension (RMSNorm, arXiv 1910.07467)."""
         weight = None if weight is None else weight.to(x.dtype)
         return F.rms_norm(x, x.shape[-1:], weight, eps)
 
     def rotate(self, x_NHA: torch.Tensor, cos_N1A: torch.Tensor, sin_N1A: torch.Tensor) -> torch.Tensor:
-        """Rotary positions (arXiv 2104.09864, the half-rotation layout); the sine is negative in the first half."""
+        """Rotary position embedding (arXiv 2104.09864) in the half-rotation layout. The sine is negative in the first
+        half."""
         half, cos_N1A, sin_N1A = x_NHA.shape[-1] // 2, cos_N1A.to(x_NHA.dtype), sin_N1A.to(x_NHA.dtype)
         return torch.addcmul(x_NHA * cos_N1A, x_NHA.roll(half, -1), sin_N1A)
 
     def router_scores(self, x_ND: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
-        """A router's logits, float32 [N, E]: rounded ones would tie."""
+        """A router's logits, float32 [N, E]. Rounded logits would tie."""
         return F.linear(x_ND.float(), weight_ED.float())
 
     def combine(self, out_SD: torch.Tensor, slot_NK: torch.Tensor, gates_NK: torch.Tensor) -> torch.Tensor:
-        """Σ over K in slot order of gate · row, [N, D]. Its gradient is `models.experts`'s work."""
+        """Σ over K, in slot order, of gate · row, [N, D]. Not differentiable: `models.experts` computes the
+        gradient."""
         first, *rest = zip(slot_NK.unbind(1), gates_NK.to(out_SD.dtype).unbind(1), strict=True)
         y = out_SD.index_select(0, first[0]) * first[1][:, None]
         for slot, gate in rest:
@@ -166,29 +171,29 @@ class Operators:
         return y
 
     def gated(self, h_SF: torch.Tensor) -> torch.Tensor:
-        """silu(first half) · second half, [S, F/2]."""
+        """SwiGLU activation: silu(first half) · second half, [S, F/2]."""
         a, b = h_SF.chunk(2, -1)
         return F.silu(a) * b
 
     def softmax(self, scores_NE: torch.Tensor) -> torch.Tensor:
         """A router's probabilities, float32 [N, E]."""
-        return wide(scores_NE).softmax(-1)
+        return at_least_float32(scores_NE).softmax(-1)
 
     def sigmoid(self, scores_NE: torch.Tensor) -> torch.Tensor:
-        """float32 [N, E]."""
-        return wide(scores_NE).sigmoid()
+        """A router's sigmoid scores, float32 [N, E]."""
+        return at_least_float32(scores_NE).sigmoid()
 
     def top_k(self, values_NE: torch.Tensor, k: int) -> torch.Tensor:
-        """Indices of the k largest, largest first, int64 [N, k]."""
+        """Indices of the k largest values, largest first, int64 [N, k]."""
         return values_NE.topk(k, -1).indices
 
-    def causal(self) -> Causal:
-        """Attention within whole sequences, for one forward."""
+    def causal_attention(self) -> Causal:
+        """Attention in single sequences, for one forward pass."""
         return _causal
 
-    def packed(self, lengths: Sequence[int], device: torch.device) -> PackedCausal:
-        """Attention within sequences of these lengths, for one forward: one after another."""
-        causal, lengths = self.causal(), list(lengths)
+    def packed_attention(self, lengths: Sequence[int], device: torch.device) -> PackedCausal:
+        """Attention in packed sequences of these lengths, for one forward pass."""
+        causal, lengths = self.causal_attention(), list(lengths)
 
         def attend(
             q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGC: torch.Tensor, scale: float | None = None
@@ -199,7 +204,7 @@ class Operators:
 
         return attend
 
-    def mixture(
+    def fused_experts(
         self,
         x_ND: torch.Tensor,
         gates_NK: torch.Tensor,
@@ -207,21 +212,25 @@ class Operators:
         gate_up_E2FD: torch.Tensor,
         down_EDF: torch.Tensor,
     ) -> torch.Tensor | None:
-        """A layer's experts in one, [N, D], differentiable, without asking a device how many rows an expert has. None:
-        not here; `models.experts` does it."""
+        """All experts of a layer in one differentiable operation, [N, D], without synchronising with the host.
+
+        Returns None where it is not available; then `models.experts` computes them.
+        """
         return None
 
-    def windows(self, heads: int, key_width: int) -> Windows:
-        """In which sizes an engine's rows of queries see the kept keys and values."""
+    def key_windows(self, heads: int, key_width: int) -> KeyWindows:
+        """The sizes of key windows in which an engine's queries see the cached keys and values."""
         return ANY
 
     def logits(self, x_RD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-        """The head's product, [R, V]; never of rounded numbers."""
+        """The head's product, [R, V]. Never quantised."""
         return self.linear(x_RD, weight_VD)
 
     def log_softmax(self, logits_RV: torch.Tensor, temperature: torch.Tensor | float = 1.0) -> torch.Tensor:
-        """Log-probabilities at a temperature, or at each row's own [R, 1]; float32 [R, V]. The one function for them:
-        of sampler, probe and learner."""
+        """Log-probabilities at a temperature, or at each row's own [R, 1]; float32 [R, V].
+
+        Sampler, probe and learner all use this function.
+        """
         logits_RV = logits_RV.float()
         if isinstance(temperature, torch.Tensor) or temperature != 1.0:
             if not isinstance(temperature, torch.Tensor):
@@ -230,8 +239,9 @@ class Operators:
         return logits_RV.log_softmax(-1)
 
 
-def asked_of_inner(kind: type[Operators]) -> None:
-    """Have operators that wrap an `inner` ask it for all that they have no own of: methods, and facts as `exact`."""
+def delegate_to_inner(kind: type[Operators]) -> None:
+    """Make a wrapper of operators forward everything that it does not define, methods and properties, to its
+    `inner`."""
     for name in vars(Operators).keys() - vars(kind).keys():
         if not name.startswith("_"):
             setattr(kind, name, _forwarded(name))
@@ -243,8 +253,8 @@ def _forwarded(name: str) -> Any:
     return property(lambda self: getattr(self.inner, name))
 
 
-def wide(x: torch.Tensor) -> torch.Tensor:
-    """In float32, or wider where it is."""
+def at_least_float32(x: torch.Tensor) -> torch.Tensor:
+    """Convert to float32, unless the dtype is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

@@ -1,15 +1,14 @@
-"""Ranks that compute one model together: who they are, and the few collectives that a forward needs.
+"""Ranks that compute one model together: their layout, and the collectives of a forward pass.
 
-Two ways to share a model (`Split`). *Tensor*: every rank has all tokens and a share of each layer's heads and widths; a
-product into the residual stream is a sum over ranks. *Expert*: every rank has tokens of its own and whole experts; rows
-travel to the rank of their expert and back. Norms, routers, embedding and head are on every rank either way.
+There are two ways to share a model (`Split`). *Tensor*: every rank has all tokens, and a part of each layer's heads and
+widths; a product into the residual stream is a sum over ranks. *Expert*: every rank has its own tokens and some
+experts; rows travel to the rank of their expert and back. Norms, routers, embedding and head are on every rank in both.
 
-A sum over ranks keeps the bits of one rank because nobody adds in passing: each rank's part is gathered in float32, and
-every rank adds them in one binary tree, whose lower levels are each rank's own (`exact.tree`). A library's all-reduce
-adds in an order of its own.
+A sum over ranks has the bits of a single rank: each rank gathers all partial sums in float32 and adds them in one
+binary tree, whose lower levels each rank has computed (`exact.tree_sum`). A library's all-reduce has its own order.
 
-Collectives run over any `torch.distributed` group, and each has a deadline: a rank that died or hangs is
-an error in the others that names what they waited for.
+Collectives run over any `torch.distributed` group, each with a deadline: a rank that died or hangs raises an error in
+the others that names what they waited for.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ import torch
 from torch import distributed
 
 from etude.errors import ConfigError, EtudeError
-from etude.numerics.exact import tree
+from etude.numerics.exact import tree_sum
 from etude.numerics.operators import Operators
 
 
 class RankLost(EtudeError):
-    """Another rank did not do its part of a collective: it died, or is late. The group cannot be used any more."""
+    """Another rank did not take part in a collective: it died, or is late. The group cannot be used any more."""
 
 
 class Split(enum.StrEnum):
-    """What ranks share a model by."""
+    """How ranks share a model."""
 
     TENSOR = "tensor"
     EXPERT = "expert"
@@ -41,9 +40,9 @@ class Split(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Parallel:
-    """One rank's place among `degree`; `ALONE` has no group and waits for nobody.
+    """One rank's place among `degree` ranks. `SINGLE_RANK` has no group and never waits.
 
-    >>> ALONE.degree, ALONE.tensor is ALONE
+    >>> SINGLE_RANK.degree, SINGLE_RANK.tensor is SINGLE_RANK
     (1, True)
     """
 
@@ -57,61 +56,65 @@ class Parallel:
         if not 0 <= self.rank < self.degree or (self.split is Split.TENSOR and self.degree & (self.degree - 1)):
             raise ConfigError(
                 f"rank {self.rank} of {self.degree} {self.split}-parallel ranks",
-                "ranks count from 0, and sums over tensor-parallel ranks are a binary tree",
-                hint="take 1, 2, 4, ... tensor-parallel ranks",
+                "ranks count from 0, and the number of tensor-parallel ranks is a power of two",
+                hint="use 1, 2, 4, ... tensor-parallel ranks",
             )
 
     @property
     def tensor(self) -> Parallel:
-        """What attention and layers without a router are shared by."""
-        return self if self.split is Split.TENSOR else ALONE
+        """The ranks that share attention and dense layers."""
+        return self if self.split is Split.TENSOR else SINGLE_RANK
 
     def experts(self, number: int) -> range:
-        """Which of so many experts this rank has, whole or a part of each. Raises `ConfigError`."""
+        """Which of `number` experts this rank has, or has a part of. Raises `ConfigError`."""
         if self.split is Split.TENSOR:
             return range(number)
         if number % self.degree:
             raise ConfigError(
                 f"{number} experts on {self.degree} expert-parallel ranks",
-                "each has as many",
-                hint="take a number of ranks that divides the experts",
+                "each rank must have as many",
+                hint="use a number of ranks that divides the number of experts",
             )
         each = number // self.degree
         return range(self.rank * each, (self.rank + 1) * each)
 
-    def columns(self, ops: Operators, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-        """x · weightᵀ, [N, O]: of the whole matrix's outputs those that this rank has."""
-        return ops.linear_columns(self.entered(ops, x_NI), weight_OI, self.degree)
+    def column_parallel(self, ops: Operators, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+        """x · weightᵀ, [N, O], with this rank's part of the outputs (column-parallel linear)."""
+        return ops.linear_columns(self.copy_to_ranks(ops, x_NI), weight_OI, self.degree)
 
-    def rows(self, ops: Operators, x_NI: torch.Tensor, weight_OI: torch.Tensor, what: str) -> torch.Tensor:
-        """x · weightᵀ, [N, O]: this rank has some of the whole matrix's inputs, and every rank gets the sum."""
-        return self.summed(ops, ops.linear_partial(x_NI, weight_OI, self.degree), what)
+    def row_parallel(self, ops: Operators, x_NI: torch.Tensor, weight_OI: torch.Tensor, what: str) -> torch.Tensor:
+        """x · weightᵀ, [N, O], with this rank's part of the inputs; every rank gets the sum (row-parallel linear)."""
+        return self.sum_over_ranks(ops, ops.linear_partial(x_NI, weight_OI, self.degree), what)
 
-    def entered(self, ops: Operators, x: torch.Tensor) -> torch.Tensor:
-        """`x`, which all ranks have alike and use for different things: its gradient is the sum of theirs. In the width
-        that products are of, so that the sum is rounded once."""
+    def copy_to_ranks(self, ops: Operators, x: torch.Tensor) -> torch.Tensor:
+        """`x`, which all ranks have; its gradient is the sum over ranks.
+
+        Converted to the storage dtype, so that the sum is rounded once.
+        """
         if self.degree == 1:
             return x
-        entered: torch.Tensor = _Entered.apply(x.to(ops.held), self)  # type: ignore[no-untyped-call]
+        entered: torch.Tensor = _CopyToRanks.apply(x.to(ops.storage_dtype), self)  # type: ignore[no-untyped-call]
         return entered
 
-    def summed(self, ops: Operators, part: torch.Tensor, what: str) -> torch.Tensor:
-        """The sum of every rank's part, in the operators' dtype; its gradient is each part's."""
+    def sum_over_ranks(self, ops: Operators, part: torch.Tensor, what: str) -> torch.Tensor:
+        """Sum of every rank's part, in the operators' dtype; the gradient of each part is that of the sum."""
         if self.degree == 1:
             return part
-        whole: torch.Tensor = _Summed.apply(part, self, what)  # type: ignore[no-untyped-call]
-        return whole.to(ops.dtype)
+        total: torch.Tensor = _SumOverRanks.apply(part, self, what)  # type: ignore[no-untyped-call]
+        return total.to(ops.dtype)
 
-    def added(self, part: torch.Tensor, what: str) -> torch.Tensor:
-        """The sum of every rank's part, float32 or wider, in the one order. Collective."""
+    def all_reduce(self, part: torch.Tensor, what: str) -> torch.Tensor:
+        """Sum of every rank's part, in float32 or wider, in the fixed order. Collective."""
         wide = part.to(torch.promote_types(part.dtype, torch.float32)).contiguous()
         parts = [torch.empty_like(wide) for _ in range(self.degree)]
         self._wait(lambda: distributed.all_gather(parts, wide, group=self.group, async_op=True), what)
-        return tree(parts)
+        return tree_sum(parts)
 
-    def exchanged(self, rows_SD: torch.Tensor, sent: Sequence[int], received: Sequence[int], what: str) -> torch.Tensor:
-        """Rows of other ranks: `sent` says how many of `rows_SD` go to each rank, in order, `received` how many come
-        from each. Collective."""
+    def all_to_all(
+        self, rows_SD: torch.Tensor, sent: Sequence[int], received: Sequence[int], what: str
+    ) -> torch.Tensor:
+        """Exchange rows. `sent`: how many of `rows_SD` go to each rank, in order; `received`: how many come from each.
+        Collective."""
         out = rows_SD.new_empty(sum(received), rows_SD.shape[1])
         args = (out.view(torch.uint8), rows_SD.contiguous().view(torch.uint8), list(received), list(sent))
         self._wait(lambda: distributed.all_to_all_single(*args, group=self.group, async_op=True), what)
@@ -122,16 +125,16 @@ class Parallel:
             begin().wait(timedelta(seconds=self.deadline_s))
         except RuntimeError as error:
             raise RankLost(
-                f"rank {self.rank} of {self.degree} waited for the others' {what}",
-                f"for at most {self.deadline_s:g} s; {error}",
-                hint="see the other ranks' output: one died, hangs, or computes something else",
+                f"rank {self.rank} of {self.degree} timed out waiting for the other ranks: {what}",
+                f"within {self.deadline_s:g} s; {error}",
+                hint="see the other ranks' output: one has died, hangs, or computes something else",
             ) from None
 
 
-ALONE = Parallel()
+SINGLE_RANK = Parallel()
 
 
-class _Entered(torch.autograd.Function):
+class _CopyToRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, parallel: Parallel) -> torch.Tensor:
         ctx.parallel = parallel
@@ -139,14 +142,14 @@ class _Entered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.parallel.added(gradient, "gradient of an input").to(gradient.dtype), None
+        return ctx.parallel.all_reduce(gradient, "gradient of an input").to(gradient.dtype), None
 
 
-class _Summed(torch.autograd.Function):
+class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, parallel: Parallel, what: str) -> torch.Tensor:
         ctx.dtype = part.dtype
-        return parallel.added(part, what)
+        return parallel.all_reduce(part, what)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

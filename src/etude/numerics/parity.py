@@ -1,12 +1,10 @@
-"""Parity classes: where two processes are promised the same bits.
+"""Parity classes: processes with the same class compute the same bits.
 
-Operators with one order of summation make a token's numbers independent of company, chunks and caches; but which order
-is the business of the chip, of torch and of the vendor's library. So a class is told by what comes out: a digest of the
-bits of fixed products, norms and attention in the sizes at hand, beside the names that explain a difference: on a GPU
-its compute capability, and version and digest of our own programs where those compute. Engine and learner agree to the
-bit where their classes are equal. Threads and versions matter exactly where they change a bit.
-
-Knows nothing of models.
+With a fixed order of summation, a token's numbers do not depend on the batch, on chunks or on caches. But the order
+itself depends on the chip, on torch and on the vendor's library. So a class is identified by results: a digest of fixed
+products, norms and attention in the model's sizes, beside names that explain a difference (on a GPU the compute
+capability, and version and digest of etude's kernels). Engine and learner agree to the bit where their classes are
+equal. Threads and versions matter only where they change a bit.
 """
 
 from __future__ import annotations
@@ -17,10 +15,10 @@ from collections.abc import Iterable
 
 import torch
 
-from etude.numerics.device import on
+from etude.numerics.device import on_device
 from etude.numerics.operators import Operators
 
-WIDEST = 4096  # rows of a weight that are looked at
+WIDEST = 4096  # rows of a weight that are computed
 ROWS = 9
 TOKENS = 200
 
@@ -36,8 +34,9 @@ def parity_class(
     key_width: int,
     device: torch.device = CPU,
 ) -> str:
-    """For weights of these (out, in) shapes on a device, and attention with so many key/value heads of a width. Takes
-    milliseconds.
+    """The parity class for weights with these (out, in) shapes, and attention with these key/value heads, on a device.
+
+    Takes milliseconds.
 
     >>> from etude.numerics import Exact, Native
     >>> one, other = (parity_class(kind(), {(8, 16)}, heads=1, key_width=8) for kind in (Exact, Native))
@@ -57,7 +56,7 @@ def _class(
     threads: int,
 ) -> str:
     digest = hashlib.sha256()
-    with on(device):
+    with on_device(device):
         for result in _results(operators, sorted(products), heads, key_width, device):
             digest.update(result.float().contiguous().cpu().numpy().tobytes())
     versions = " ".join([f"torch-{torch.__version__}", *([operators.kernels] if operators.kernels else [])])
@@ -65,7 +64,7 @@ def _class(
 
 
 def chip(device: torch.device) -> str:
-    """What computes there, as far as it is known to decide bits.
+    """Name of the processor, as far as it is known to affect bits.
 
     >>> chip(CPU).startswith("cpu-")
     True
@@ -93,4 +92,4 @@ def _results(
         yield operators.gated(random(ROWS, 2 * in_size))
         yield operators.log_softmax(operators.logits(x, weight), 0.7)
     q, k, v = random(2 * heads, TOKENS, key_width), random(heads, TOKENS, key_width), random(heads, TOKENS, key_width)
-    yield operators.causal()(q, k, v)
+    yield operators.causal_attention()(q, k, v)

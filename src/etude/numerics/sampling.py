@@ -1,10 +1,10 @@
-"""Sampling whose randomness is keyed: the same request draws the same tokens on any engine, in any batch.
+"""Sampling with keyed randomness: the same request samples the same tokens on any engine, in any batch.
 
-The uniform number of a token is a hash of (seed, position), so there is no generator whose state depends on who
-else sampled before. Every row is treated alone: argmax at temperature 0, else the inverse of its cumulative
-distribution. The log-probability returned is that of the distribution sampled from.
+A token's uniform random number is a hash of (seed, position), so there is no generator with a state. Each row is
+sampled independently: argmax at temperature 0, else by the inverse cumulative distribution. The returned
+log-probability is that of the distribution sampled from.
 
-Knows nothing of models, batches or stop tokens. Shapes: R rows, V vocabulary.
+Shapes: R rows, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def uniform(seeds: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.float32]:
-    """float32 in [0, 1), one a (seed, position): splitmix64 (Steele et al., OOPSLA 2014) over both, 24 bits kept.
+    """Uniform random numbers, float32 in [0, 1), one per (seed, position): 24 bits of splitmix64 (Steele et al., OOPSLA
+    2014) of both.
 
     >>> uniform([7, 7], [0, 1]).tolist() == [float(uniform([7], [0])[0]), float(uniform([7], [1])[0])]
     True
@@ -46,10 +47,11 @@ def sample(
     positions: npt.ArrayLike,
     operators: Operators | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens (int64 [R]) and their log-probabilities (float32 [R]), by the model's `operators` (None: exact).
+    """Sample tokens (int64 [R]), with their log-probabilities (float32 [R]), using the model's `operators` (None:
+    exact).
 
-    `temperatures` [R]: 0.0 is greedy, and then the log-probability is at temperature 1. `seeds` and `positions` [R]
-    key the randomness; `positions` is the sampled token's own position in its context.
+    `temperatures` [R]: 0.0 is greedy; then the log-probability is at temperature 1. `seeds` and `positions` [R] key the
+    randomness; a position is that of the sampled token in its context.
     """
     temperature = np.asarray(temperatures, np.float32)
     divisor: torch.Tensor | float = 1.0
@@ -58,20 +60,23 @@ def sample(
     device = logits_RV.device
     greedy = torch.from_numpy(temperature == 0.0).to(device) if (temperature == 0.0).any() else None
     uniform_R = torch.from_numpy(uniform(seeds, positions)).to(device)
-    return drawn(logits_RV, divisor, uniform_R, greedy, operators or Exact())
+    return sample_on_device(logits_RV, divisor, uniform_R, greedy, operators or Exact())
 
 
-def drawn(
+def sample_on_device(
     logits_RV: torch.Tensor,
     divisor: torch.Tensor | float,
     uniform_R: torch.Tensor,
     greedy_R: torch.Tensor | None,
     operators: Operators,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`sample`, of what it hands to the device: temperatures as a divisor [R, 1], of which 0 are 1 and `greedy_R`
-    (None: there are none), and numbers in [0, 1). All tensors on one device, which is not waited for."""
+    """`sample` with all inputs on the device, without synchronising with the host.
+
+    `divisor`: temperatures [R, 1], with 1 for temperature 0. `greedy_R`: rows with temperature 0 (None: no row).
+    `uniform_R`: random numbers in [0, 1).
+    """
     logprobs = operators.log_softmax(logits_RV, divisor)
-    cumulative = logprobs.softmax(-1).cumsum(-1)  # softmax treats each row alone, which exp of them all does not
+    cumulative = logprobs.softmax(-1).cumsum(-1)  # softmax computes each row alone; exp of all rows does not
     threshold = uniform_R[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=logprobs.shape[-1] - 1)[:, 0]
     if greedy_R is not None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from math import log2, prod
 
 from etude.models.config import ModelConfig
-from etude.models.headers import shapes
-from etude.models.low import is_rounded
+from etude.models.headers import weight_shapes
+from etude.models.quantised_storage import is_quantised
 from etude.plan.shape import Training
 
 FLOAT32_BYTES, BF16_BYTES = 4, 2
@@ -52,7 +52,7 @@ def training_flops(model: ModelConfig, context: float, training: Training) -> fl
 def kv_bytes_token(model: ModelConfig, width: int = BF16_BYTES) -> int:
     """Keys and values of one token in all layers. Shazeer 2019 (arXiv 1911.02150); latents: DeepSeek-AI 2024,
     "DeepSeek-V2" (arXiv 2405.04434), table 1."""
-    kept = model.kept
+    kept = model.cache_layout
     values = 0 if kept.shared else kept.heads * kept.value_width
     return model.num_layers * (kept.heads * kept.key_width + values) * width
 
@@ -61,7 +61,7 @@ def kv_bytes_device(model: ModelConfig, devices: int, width: int = BF16_BYTES) -
     """Keys and values of one token on each of `devices` that share a model by tensor parallelism. Heads are divided
     until each device has one; more devices hold copies. A latent belongs to all heads, so every device has it whole.
     Shoeybi et al. 2019, "Megatron-LM" (arXiv 1909.08053), section 3; vLLM's `MLAAttention` for latents."""
-    kept = model.kept
+    kept = model.cache_layout
     if kept.shared:
         return kv_bytes_token(model, width)
     return model.num_layers * -(-kept.heads // devices) * (kept.key_width + kept.value_width) * width
@@ -96,7 +96,7 @@ def expert_parameters(model: ModelConfig) -> int:
 
 def matrices(model: ModelConfig, on: str = "all") -> list[tuple[int, ...]]:
     """Shapes of attention's and MLP's matrices, experts one by one: what Muon moves and adapters are of."""
-    found = ((".mlp." in name, shape) for name, shape in shapes(model) if is_rounded(name))
+    found = ((".mlp." in name, shape) for name, shape in weight_shapes(model) if is_quantised(name))
     return [shape for is_mlp, shape in found if on == "all" or is_mlp == (on == "mlp")]
 
 
@@ -104,7 +104,7 @@ def expert_adapters(model: ModelConfig, training: Training) -> int:
     """Numbers in the adapters of experts."""
     if training.lora_on == "attention" or not model.num_moe_layers:
         return 0
-    found = (shape for name, shape in shapes(model) if is_rounded(name) and ".experts." in name)
+    found = (shape for name, shape in weight_shapes(model) if is_quantised(name) and ".experts." in name)
     return training.lora_rank * sum(map(sum, found))
 
 

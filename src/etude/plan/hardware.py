@@ -43,7 +43,7 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Measured:
-    """Times of this machine's CPU, measured by `etude.loop.calibrating`: CPU seconds in one thread, for the given
+    """Times of this machine's CPU, measured by `etude.loop.calibration`: CPU seconds in one thread, for the given
     model.
 
     Each is measured by itself in some seconds: the learner's step at two sizes, an engine at two numbers of sequences

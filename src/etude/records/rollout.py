@@ -166,6 +166,7 @@ class Ending(enum.StrEnum):
     TURNS = "turns"  # the turn limit
     CONTEXT = "context"  # the context limit
     DEADLINE = "deadline"  # the wall-clock limit of the rollout
+    STOPPED = "stopped"  # the agent program returned without a submission
 
 
 class Boundary(enum.StrEnum):

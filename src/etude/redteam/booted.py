@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from etude.environments.agent import AgentMachine, Channel, program
-from etude.environments.agent.channel import Lost
+from etude.environments.agent.channel import ChannelLost
 from etude.environments.config import MachineLimits
 from etude.environments.microvm.base import BOOT_DEADLINE_S
 from etude.environments.microvm.guests import GuestImage, boot_config_of, users_of
@@ -67,12 +67,17 @@ class BootedRuntime:
             os.close(ram)
         channel = Channel(os.dup(qemu.channel.fileno()))
         machine = AgentMachine(
-            channel, env=_ENVIRONMENT, users=users_of(None), snapshot=_never, end=qemu.close, blame=qemu.process.said
+            channel,
+            env=_ENVIRONMENT,
+            users=users_of(None),
+            snapshot=_never,
+            end=qemu.close,
+            blame=qemu.process.log_tail,
         )
         self._machines.append(machine)
         try:
             await channel.ready(deadline_s)
-        except Lost as lost:
+        except ChannelLost as lost:
             raise MachineError("a guest did not boot", str(lost), hint="build the image again") from None
         await machine.exec(["sh", "-c", booting.warm], key="warm", deadline_s=deadline_s)
         await machine.renew(seed=secrets.token_bytes(32), clock_ns=time.time_ns(), host_name=secrets.token_hex(6))

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Unpack
 
-from etude.environments.commands import Commands
+from etude.environments.command_registry import CommandRegistry
 from etude.errors import MachineError
 from etude.records.command import Command, ExecOptions, ExecResult, Printed, Tell
 from etude.records.image import Image
@@ -31,13 +31,13 @@ class PlainMachine:
 
     def __init__(self, folder: Path, runtime: PlainRuntime) -> None:
         self._folder, self._runtime, self._groups = folder, runtime, list[int]()
-        self._commands = Commands()
+        self._commands = CommandRegistry()
 
     async def exec(
         self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
     ) -> ExecResult:
         """See `Machine.exec`."""
-        return await self._commands.once(self._run, argv, key=key, deadline_s=deadline_s, **options)
+        return await self._commands.run_once(self._run, argv, key=key, deadline_s=deadline_s, **options)
 
     async def _run(self, command: Command) -> ExecResult:
         stdin, (program, *rest) = command.stdin, command.argv

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from etude.environments.grading import take_exports
-from etude.environments.grading.signs import Suspicion, suspicions
+from etude.environments.grading.cheat_detector import CheatIndicator, find_cheating
 from etude.environments.images import BadSource
 from etude.errors import MachineError
 from etude.records.command import ExecResult
@@ -191,16 +191,16 @@ def _require_serializable(outcome: Graded | Invalid) -> None:
         raise _Succeeded(f"it writes on the terminal of whoever reads its verdict: {outcome.reason!r}")
 
 
-def _run_detector(problem: Problem, exports: Mapping[str, bytes], outcome: Graded) -> list[Suspicion]:
+def _run_detector(problem: Problem, exports: Mapping[str, bytes], outcome: Graded) -> list[CheatIndicator]:
     """Run the cheat detector, as for every graded rollout."""
     began = time.process_time()
-    found = suspicions(problem.task, exports=exports, outcome=outcome)
+    found = find_cheating(problem.task, exports=exports, outcome=outcome)
     if (took_s := time.process_time() - began) > _LOOK_S:
         raise _Succeeded(f"it holds the host up for {took_s:.0f} s while it is looked through")
     return found
 
 
-def _reward_finding(outcome: Graded, found: Sequence[Suspicion]) -> tuple[Verdict, str]:
+def _reward_finding(outcome: Graded, found: Sequence[CheatIndicator]) -> tuple[Verdict, str]:
     if outcome.trust is Trust.CODE and found:
         return Verdict.CAUGHT, f"rewarded as {outcome.trust}; flagged: {found[0].reason} in {found[0].place}"
     raise _Succeeded(f"reward {outcome.grade:g} ({outcome.trust}): {outcome.reason}")

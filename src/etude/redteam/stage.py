@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from etude.environments.grading import exports_of, reference_exports
+from etude.environments.grading import reference_exports, simulate_exports
 from etude.environments.images import ImageLimits
 from etude.environments.images.git import git
 from etude.environments.images.repository import export_commit
@@ -239,7 +239,7 @@ async def _why_unusable(runtime: Runtime, grader: Grader, problem: Problem) -> s
     task, answer = problem.task, problem.answer
     try:
         reference = await reference_exports(runtime, task, answer)
-        untouched = await exports_of(runtime, task)
+        untouched = await simulate_exports(runtime, task)
     except EtudeError as error:
         return f"not to be had here: {error.what}: {error.facts}"
     for exports, reward in ((reference, 1.0), (untouched, 0.0)):

@@ -1,8 +1,8 @@
 """Rewards: terms are measured once and stored; a reward is composed from them when it is needed.
 
-Graders, the check of submission, the detector of cheating and terms of your own each give `Term`s: a name, a version, a
-value or unknown, and evidence. `Composition` is the only place that makes a reward of them, so credit can be computed
-again from what is stored. Usable alone; knows nothing of ledgers and training.
+Graders, the check of submission, the cheating detector and the user's own terms each produce `Term`s: a name, a
+version, a value or unknown, and evidence. Only `Composition` makes a reward of them, so credit can be computed again
+from stored terms. Usable alone; knows nothing of ledgers and training.
 
 >>> from etude.records import Graded
 >>> from etude.records.reward import SUBMITTED, Term
@@ -15,7 +15,7 @@ again from what is stored. Usable alone; knows nothing of ledgers and training.
 1.0
 """
 
-from etude.rewards.composition import AS_MEASURED, Composition
+from etude.rewards.composition import DEFAULT_COMPOSITION, Composition
 from etude.rewards.measuring import NamedTerm, measure
 
-__all__ = ["AS_MEASURED", "Composition", "NamedTerm", "measure"]
+__all__ = ["DEFAULT_COMPOSITION", "Composition", "NamedTerm", "measure"]

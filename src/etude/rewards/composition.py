@@ -13,35 +13,35 @@ from etude.records.rollout import Graded
 
 @dataclass(frozen=True)
 class Composition:
-    """The settings by which a reward is composed.
+    """The settings for composing a reward.
 
-    The grade plus the weighted terms is what a rollout earns. A closed gate takes what is above 0 and leaves what is
-    below, so that neither stopping early nor cheating pays. Last comes the penalty kl · k1, the estimate of
-    KL(policy ‖ reference) by the sampled tokens. As part of the reward its gradient is right in expectation; as a loss
-    k1 has no gradient in expectation. A term that was not measured neither closes a gate nor is a penalty.
+    The reward is the grade plus the weighted terms. A closed gate sets a positive reward to 0 and leaves a negative
+    one, so that neither stopping early nor cheating pays. Then the penalty kl · k1 is subtracted, where k1 estimates
+    KL(policy ‖ reference) from the sampled tokens. As part of the reward its gradient is correct in expectation; as a
+    loss, k1 has no gradient in expectation. A term that was not measured neither closes a gate nor adds a penalty.
 
-    Schulman 2020, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html); Ouyang et al. 2022
-    (arXiv 2203.02155, eq. 2).
+    Schulman 2020, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html); Ouyang et al. 2022 (arXiv 2203.02155,
+    eq. 2).
     """
 
     require_submit: bool = True  # whether the gate `SUBMITTED` counts
     quarantine: bool = True  # whether the gates `SIGNS` and `SIGNS_IF_REWARDED` count
     kl: float = 0.0
-    weights: Mapping[str, float] = field(default_factory=dict)  # of the terms beside the grade, by name
+    weights: Mapping[str, float] = field(default_factory=dict)  # of the terms other than the grade, by name
 
     def of(self, graded: Graded) -> Reward:
-        """The reward of one rollout by itself."""
+        """The reward of a single rollout."""
         return self.rewards([graded.terms])[0]
 
     @property
     def without_weights(self) -> Composition:
-        """The grade behind the gates, without weighted terms and penalty: what evaluations count."""
+        """The grade with gates, without weighted terms and penalty: what evaluations use."""
         return replace(self, weights={}, kl=0.0)
 
     def rewards(self, siblings: Sequence[Sequence[Term]]) -> list[Reward]:
-        """The rewards of a group's judged rollouts, of which each has its terms. A weighted term counts in a group
-        where every sibling has a known value by the same version; else it counts for none, and `Reward.missing` names
-        it. Raises `EtudeError` where a reward is not finite.
+        """The rewards of a group's graded rollouts, from the terms of each. A weighted term counts only if every
+        sibling has a known value of the same version; otherwise it counts for none, and `Reward.missing` names it.
+        Raises `EtudeError` when a reward is not finite.
 
         >>> first = [Term(name="grade", value=1.0), Term(name="brief", value=0.5, version="1")]
         >>> second = [Term(name="grade", value=0.0), Term(name="brief", value=None, evidence="no answer")]
@@ -70,12 +70,12 @@ class Composition:
         value = raw - self.kl * _value(k1) if self.kl and k1 is not None else raw
         if not math.isfinite(value):
             facts = ", ".join(f"{term.name} = {term.value}" for term in terms.values())
-            raise EtudeError(f"a reward is {value}", facts, hint="look for the term that is not a finite number")
+            raise EtudeError(f"a reward is {value}", facts, hint="find the term that is not finite")
         return Reward(value=value, raw=raw, reason=reason, gates=tuple(gates), missing=missing)
 
 
-AS_MEASURED = Composition()
-"""Every gate that was measured counts; nothing is weighted and there is no penalty."""
+DEFAULT_COMPOSITION = Composition()
+"""All measured gates count; no term has a weight and there is no penalty."""
 
 
 def _comparable(terms: Sequence[Term | None]) -> bool:
@@ -84,7 +84,7 @@ def _comparable(terms: Sequence[Term | None]) -> bool:
 
 
 def _sign(terms: Mapping[str, Term], *, rewarded: bool) -> str | None:
-    """The evidence of the gravest sign of cheating; None without a sign."""
+    """The evidence of the most serious sign of cheating; None without a sign."""
     for name in (SIGNS_IF_REWARDED, SIGNS) if rewarded else (SIGNS,):
         if (found := terms.get(name)) is not None and found.value:
             return found.evidence

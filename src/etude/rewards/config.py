@@ -1,4 +1,4 @@
-"""The settings of rewards: terms beside the grade, and what each weighs."""
+"""The settings of rewards: the user's own terms and their weights."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from etude.records.reward import BUILT_IN
 class TermConfig:
     """A `[[rewards.terms]]` table: a reward term of the user's own."""
 
-    name: str  # its values are stored by it
-    kind: Plugin  # "my_package.module:Name", or a table of `kind` and the settings of its own
-    weight: float = 1.0  # of its value in the reward; 0.0: it is measured and stored only
+    name: str  # name of the stored term
+    kind: Plugin  # "my_package.module:Name", or a table with `kind` and the plug-in's settings
+    weight: float = 1.0  # of its value in the reward; 0.0: only measured and stored
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class RewardsConfig:
     def __post_init__(self) -> None:
         for name, count in Counter(term.name for term in self.terms).items():
             if name in BUILT_IN:
-                raise ValueError(f"a term is called {name!r}, as one that etude measures itself")
+                raise ValueError(f"a term is called {name!r}, which is the name of a built-in term")
             if count > 1:
-                raise ValueError(f"{count} terms are called {name!r}: each needs a name of its own")
+                raise ValueError(f"{count} terms are called {name!r}: names must be unique")
 
     @property
     def weights(self) -> Mapping[str, float]:
-        """Weights of the terms that count, by name."""
+        """Weights of the terms that are not 0, by name."""
         return {term.name: term.weight for term in self.terms if term.weight}

@@ -1,4 +1,4 @@
-"""Measures reward terms of finished rollouts, with a deadline, and names the term that fails."""
+"""Measures reward terms of finished rollouts, with a deadline. Errors name the term."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EVIDENCE_CHARS = 2_000
 
 @dataclass(frozen=True)
 class NamedTerm:
-    """A reward term of a run under the name that its values are stored by."""
+    """A reward term of a run, with the name under which its values are stored."""
 
     name: str
     term: RewardTerm
@@ -26,7 +26,7 @@ class NamedTerm:
 
     @property
     def version(self) -> str:
-        """Of the values."""
+        """The version stored with the values."""
         return f"{self.term.version}+{self.code[:12]}" if self.code else self.term.version
 
     def __str__(self) -> str:
@@ -37,8 +37,8 @@ class NamedTerm:
 async def measure(
     terms: Sequence[NamedTerm], rollout: Rollout, graded: Graded, *, deadline_s: float = DEADLINE_S
 ) -> Graded:
-    """Measure all terms of a judged rollout at once; returns the verdict with them. Raises `PluginError` for one that
-    raises, does not end, or gives anything but a `Score` of a finite number or None."""
+    """Measure all terms of a graded rollout concurrently. Returns the verdict with these terms. Raises `PluginError`
+    for a term that raises, exceeds the deadline, or returns anything but a `Score` with a finite number or None."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(_measured(one, rollout, graded, deadline_s)) for one in terms]
@@ -48,20 +48,23 @@ async def measure(
 
 
 async def _measured(one: NamedTerm, rollout: Rollout, graded: Graded, deadline_s: float) -> Term:
+    """Measure one term of one rollout."""
     at = f"rollout {rollout.rollout_id}"
-    hint = "mend the term, then resume the run: nothing that was judged is lost"
+    hint = "fix the term, then resume the run: graded rollouts are not lost"
     try:
         async with asyncio.timeout(deadline_s) as timeout:
             score: object = await one.term.score(rollout, graded)
     except Exception as error:
         if timeout.expired():
-            raise PluginError(f"{one} did not end", f"{at}: no value in {deadline_s:g} s", hint=hint) from None
+            raise PluginError(
+                f"{one} exceeded its deadline", f"{at}: no value in {deadline_s:g} s", hint=hint
+            ) from None
         raise PluginError(f"{one} failed", f"{at}: {type(error).__name__}: {error}", hint=hint) from error
     if not isinstance(score, Score) or not isinstance(score.value, int | float | None):
-        raise PluginError(f"{one} gave no Score of a number", f"{at}: {score!r:.200}", hint=hint)
+        raise PluginError(f"{one} did not return a Score with a number", f"{at}: {score!r:.200}", hint=hint)
     if score.value is not None and not math.isfinite(score.value):
-        unknown = "where a value cannot be known, return Score(value=None, evidence=...)"
-        raise PluginError(f"{one} gave {score.value}", at, hint=unknown)
+        unknown = "for an unknown value return Score(value=None, evidence=...)"
+        raise PluginError(f"{one} returned {score.value}", at, hint=unknown)
     value = None if score.value is None else float(score.value)
     evidence = " ".join(str(score.evidence).split())[:EVIDENCE_CHARS]
     return Term(name=one.name, value=value, version=one.version, evidence=evidence)

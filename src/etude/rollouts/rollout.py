@@ -15,8 +15,7 @@ from collections.abc import Callable
 from etude import __version__
 from etude.environments import prepare, take_exports
 from etude.errors import EngineBehind, EtudeError, MachineError, TaskError
-from etude.harness import AgentRun, Ask, ChatFormat, HarnessConfig, standard_tools
-from etude.harness.programs import run_program
+from etude.harness import AgentRun, Ask, ChatFormat, Episode, HarnessConfig, run_program, standard_tools
 from etude.records.reward import SUBMITTED, Term
 from etude.records.rollout import Boundary, Ending, Invalid, Rollout, RolloutSpec, Trace
 from etude.records.summary import RolloutSummary
@@ -60,16 +59,17 @@ async def on_machine(
 ) -> Rollout:
     """Run a rollout on a machine that was forked for it; closes the machine in any case. Otherwise as `run_rollout`."""
     try:
-        run = await run_program(
+        episode = Episode(
             spec.task,
             machine,
             policy=policy,
             chat=chat,
             tools=standard_tools(harness.tools),
             limits=harness,
-            ask=_ask(spec),
+            options=_ask(spec),
             clock=clock,
         )
+        run = await run_program(episode)
         if isinstance(run.failure, EngineBehind):
             raise run.failure
         if run.failure is not None or run.ending is None:

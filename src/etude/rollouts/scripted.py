@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from etude.harness import Call, ChatFormat, HarnessConfig, ToolSet, Workbench
-from etude.harness.agent import assistant_message
 from etude.harness.chat import Message
+from etude.harness.episode import assistant_message
 from etude.records.completion import Completion, CompletionRequest, StopReason, Version, VersionSpan
 from etude.records.task import Task
 from etude.seams import Machine

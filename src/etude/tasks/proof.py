@@ -16,9 +16,9 @@ from etude.seams import Grader, TaskSource
 from etude.tasks.verdicts import in_parallel, num_tasks, untouched, verdict
 
 Export = Callable[[Task, Mapping[str, bytes], Sequence[str]], Awaitable[Mapping[str, bytes]]]
-"""What is exported of a machine in which files were written and a command was run (`environments.exports_of`)."""
+"""What is exported of a machine in which files were written and a command was run (`environments.simulate_exports`)."""
 Tests = Callable[[Task, Answer], Awaitable[str]]
-"""Why an agent could not run a task's own tests; empty when it can (`environments.start_fault`)."""
+"""Why an agent could not run a task's own tests; empty when it can (`environments.find_test_command_problem`)."""
 
 
 @dataclass(frozen=True, slots=True)

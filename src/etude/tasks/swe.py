@@ -25,7 +25,7 @@ from etude.errors import TaskError
 from etude.records.exports import CONFIGURATION, is_plain
 from etude.records.image import Image
 from etude.records.task import Answer, HiddenTests, Runner, Split, Task
-from etude.scratch import OwnFolder
+from etude.scratch import ScratchDirectory
 from etude.tasks.lines import lines_of
 from etude.tasks.mining.commits import whole_tree_task
 from etude.tasks.mining.git import Repository
@@ -162,7 +162,7 @@ class SweSource:
         return self._repositories[place]
 
     def _unbundled(self, bundle: Path) -> Path:
-        folder = OwnFolder("swe")
+        folder = ScratchDirectory("swe")
         weakref.finalize(self, folder.close)
         target = folder.path / "repository.git"
         command = ["git", "clone", "--bare", "--quiet", "--no-hardlinks", str(bundle.resolve()), str(target)]

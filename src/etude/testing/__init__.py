@@ -6,7 +6,6 @@ in this very process, so hand them only code that we generated ourselves. `contr
 """
 
 from etude.environments.memory import MemoryMachine, MemoryRuntime, run_python
-from etude.testing.crews import FakeCrew
 from etude.testing.learning import (
     EnginePolicy,
     FakeLearner,
@@ -17,12 +16,13 @@ from etude.testing.learning import (
     make_version,
 )
 from etude.testing.machines import FakeGrader, ListSource
+from etude.testing.run_processes import FakeRunProcesses
 
 __all__ = [
     "EnginePolicy",
-    "FakeCrew",
     "FakeGrader",
     "FakeLearner",
+    "FakeRunProcesses",
     "ListSource",
     "MemoryExperience",
     "MemoryMachine",

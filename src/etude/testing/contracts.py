@@ -17,7 +17,6 @@ import contextlib
 import itertools
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
@@ -92,9 +91,9 @@ class PolicyLossContract(Contract):
     """What the learner relies on in a policy loss (`etude.training.losses.PolicyLossFunction`)."""
 
     def loss(self, tokens: SampledTokens) -> PolicyLoss:
-        from etude.training.plugged import loss_of
+        from etude.training.learner_plugins import call_loss
 
-        return loss_of(self.name, self.make(), tokens)
+        return call_loss(self.name, self.make(), tokens)
 
     def gradient(self, tokens: SampledTokens) -> torch.Tensor:
         """Of the loss by the learner's log-probabilities, [R]."""
@@ -154,10 +153,10 @@ class CorrectionContract(Contract):
     """What the learner relies on in a correction (`etude.training.corrections.Correction`)."""
 
     def weights(self, tokens: SampledTokens) -> Corrected:
-        from etude.training.plugged import weights_of
+        from etude.training.learner_plugins import call_correction
 
         log_ratio_R = tokens.logprobs_R.detach() - tokens.sampler_logprobs_R
-        return weights_of(self.name, self.make(), log_ratio_R, tokens.sequence_R)
+        return call_correction(self.name, self.make(), log_ratio_R, tokens.sequence_R)
 
     def test_weights_are_finite_and_not_negative(self) -> None:
         for staleness in (-20.0, -0.1, 0.1, 20.0):
@@ -435,7 +434,7 @@ class HarnessContract(Contract):
     def played(self, script: Script | None, *, max_turns: int = 6) -> AgentRun:
         """The program's run with a script in the model's place; None: with an engine that fails."""
         from etude.environments.memory import MemoryMachine
-        from etude.harness import SPECIAL_TOKENS, Ask, ChatFormat, HarnessConfig, chat_template, standard_tools
+        from etude.harness import SPECIAL_TOKENS, Ask, ChatFormat, Episode, HarnessConfig, chat_template, standard_tools
         from etude.harness.programs import run_plugin
         from etude.rollouts import ScriptedPolicy
         from etude.training.tokenizer import train_tokenizer
@@ -446,12 +445,14 @@ class HarnessContract(Contract):
             chat = ChatFormat.load(Path(folder))
         limits = HarnessConfig(max_turns=max_turns, context_tokens=4096)
         policy = _NoEngine() if script is None else ScriptedPolicy(script, chat)
-        ask = Ask(session_id="contract", seed=0)
-        how = {"chat": chat, "tools": standard_tools(), "ask": ask, "clock": time.monotonic}
         machine = MemoryMachine({path: text.encode() for path, text in self.TASK.files.items()})
-        return asyncio.run(
-            run_plugin(self.name, self.make(), self.TASK, machine, policy=policy, limits=limits, how=how)
-        )
+        options, tools = Ask(session_id="contract", seed=0), standard_tools()
+
+        async def run() -> AgentRun:
+            episode = Episode(self.TASK, machine, policy=policy, chat=chat, tools=tools, limits=limits, options=options)
+            return await run_plugin(self.name, self.make(), episode)
+
+        return asyncio.run(run())
 
     def test_a_run_that_submits_ends_so_and_has_its_turns(self) -> None:
         run = self.played(_calls("ls", "submit"))

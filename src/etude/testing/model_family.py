@@ -24,11 +24,12 @@ from etude.config import build, to_plain
 from etude.errors import CheckpointError
 from etude.models.checkpoint import load_model, save_model
 from etude.models.config import ModelConfig, ModelFamily
-from etude.models.headers import shapes
-from etude.models.naming import hf_views, stays_float32, views
+from etude.models.headers import weight_shapes
 from etude.models.transformer import Transformer
+from etude.models.weight_views import hf_views, stays_float32, views
 from etude.numerics import Native
 from etude.stores import MemoryStore
+from etude.testing.contracts import Contract
 from etude.training.config import LiveWeights
 from etude.training.exports import export
 from etude.weights import Channel, Follower
@@ -40,7 +41,7 @@ NEAR = 1e-5
 """The largest difference of two logits in float32, relative to the largest of them."""
 
 
-class ModelFamilyContract:
+class ModelFamilyContract(Contract):
     """What etude relies on in a `ModelFamily`."""
 
     def make(self) -> ModelFamily:
@@ -50,13 +51,15 @@ class ModelFamilyContract:
     def test_each_name_comes_back_and_shapes_are_those_of_the_model(self) -> None:
         family = self.make()
         c = family.tiny()
-        pairs = {name: family.outside(name) for name, _ in shapes(c)}
+        pairs = {name: family.hf_name(name) for name, _ in weight_shapes(c)}
         for ours, theirs in pairs.items():
-            assert family.inside(theirs) == ours, f"{ours} is {theirs} outside, which is {family.inside(theirs)} inside"
+            assert family.etude_name(theirs) == ours, (
+                f"{ours} is {theirs} outside, which is {family.etude_name(theirs)} inside"
+            )
             assert stays_float32(ours) == stays_float32(theirs), f"{theirs} must keep the last part of {ours}"
         assert len(set(pairs.values())) == len(pairs), "two tensors have one name"
         found = {name: tuple(view.shape) for name, view in views(Transformer(c, seed=0)).items()}
-        wrong = found.items() ^ dict(shapes(c)).items()
+        wrong = found.items() ^ dict(weight_shapes(c)).items()
         assert not wrong, f"the model has other shapes than its family describes: {sorted(wrong)}"
 
     def test_sizes_are_read_as_they_were_written(self) -> None:

@@ -1,6 +1,6 @@
-"""What changes the weights: reinforcement learning's learner, and mid-training over a corpus.
+"""Training: the RL learner, and mid-training over a corpus.
 
-Settings, corpus and tokeniser need no torch, so the names that do are imported when first used.
+Settings, corpus and tokeniser need no torch; names that need it are imported on first use.
 
 >>> from etude.training import LearnerConfig
 >>> LearnerConfig(lr=3e-4).clip_high

@@ -1,10 +1,12 @@
-"""Balancing without a loss: experts that get too much become a little less likely to be chosen, by a bias that only
-choosing sees (arXiv 2408.15664, algorithm 1; DeepSeek-V3, arXiv 2412.19437). No gradient is bent for it.
+"""Expert load balancing without a loss, by router biases that affect only the choice of experts.
 
-Loads are counted from the live choice, replayed experts or not: a bias steers what the router will choose, and what an
-engine chose under an older one says nothing of that.
+After each step, experts with more load than the mean become less likely to be chosen (arXiv 2408.15664, algorithm 1;
+DeepSeek-V3, arXiv 2412.19437). Gradients do not change.
 
-Shapes: N tokens, L layers with experts, K experts a token, E experts.
+Loads are counted from the live choice, whether experts are replayed or not: the bias steers what the router will
+choose, and recorded routes may come from an older bias.
+
+Shapes: N tokens, L layers with experts, K experts per token, E experts.
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ import torch
 from etude.models.transformer import Block, Transformer
 
 
-def loads(live_NLK: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """How many tokens chose each expert, int64 [L, E].
+def expert_loads(live_NLK: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Number of tokens that chose each expert, int64 [L, E].
 
-    >>> loads(torch.tensor([[[0, 2]], [[2, 1]]], dtype=torch.uint8), 4)
+    >>> expert_loads(torch.tensor([[[0, 2]], [[2, 1]]], dtype=torch.uint8), 4)
     tensor([[1, 1, 2, 0]])
     """
     num_layers = live_NLK.shape[1]
@@ -27,7 +29,7 @@ def loads(live_NLK: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 def balance_bias_update(bias_E: torch.Tensor, load_E: torch.Tensor, *, speed: float) -> torch.Tensor:
-    """The bias after a step: up by `speed` where an expert got less than the mean, down where it got more.
+    """The bias after a step: `speed` higher for experts with less than the mean load, lower for those with more.
 
     >>> balance_bias_update(torch.zeros(4), torch.tensor([1, 2, 2, 3]), speed=0.5)
     tensor([ 0.5000,  0.0000,  0.0000, -0.5000])
@@ -36,36 +38,38 @@ def balance_bias_update(bias_E: torch.Tensor, load_E: torch.Tensor, *, speed: fl
     return bias_E + speed * (load_E.mean() - load_E).sign()
 
 
-class Balance:
-    """Moves a model's biases by what was chosen since the last move. Does nothing for a model without biases, or at
-    speed 0."""
+class ExpertBalancer:
+    """Updates a model's router biases from the expert loads since the last update.
+
+    Does nothing for a model without biases, or with speed 0.
+    """
 
     def __init__(self, model: Transformer, *, speed: float) -> None:
-        self._biases = biases(model) if speed else []
+        self._biases = router_biases(model) if speed else []
         self._speed, self._num_experts = speed, model.config.num_experts
         self.load_LE = torch.zeros(
             len(self._biases), self._num_experts, dtype=torch.int64, device=model.embedding.device
         )
 
     def count(self, live_NLK: torch.Tensor) -> None:
-        """Count one forward's choices."""
+        """Add the choices of one forward pass."""
         if self._biases:
-            self.load_LE += loads(live_NLK, self._num_experts)
+            self.load_LE += expert_loads(live_NLK, self._num_experts)
 
     @torch.no_grad()
-    def move(self) -> None:
-        """Update the biases in place, and begin to count anew."""
+    def update(self) -> None:
+        """Update the biases in place and reset the counts."""
         for bias_E, load_E in zip(self._biases, self.load_LE, strict=True):
             bias_E.copy_(balance_bias_update(bias_E, load_E, speed=self._speed))
         self.clear()
 
     def clear(self) -> None:
-        """Forget what was counted."""
+        """Reset the counts."""
         self.load_LE.zero_()
 
 
-def biases(model: Transformer) -> list[torch.Tensor]:
-    """The bias of each layer with experts, float32 [E]; none where the family has none."""
+def router_biases(model: Transformer) -> list[torch.Tensor]:
+    """The bias of each layer with experts, float32 [E]; empty for families without biases."""
     found = []
     for block in model.blocks:
         assert isinstance(block, Block)

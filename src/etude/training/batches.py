@@ -1,8 +1,8 @@
-"""Which tokens each step of mid-training sees. Pure and seeded: the plan is the same in every process and after every
-restart, and does not depend on the number of ranks that share a step.
+"""The batches of mid-training: which tokens each step sees.
 
-Documents are never joined: each is a sequence of its own, a longer one is cut. A batch is whole documents up to a
-budget; nothing is padded.
+Pure and seeded: the plan is the same in every process and after every restart, and does not depend on the number of
+ranks. Each document is its own sequence; longer ones are split. A batch is a number of full documents up to a token
+budget, without padding.
 """
 
 from __future__ import annotations
@@ -19,24 +19,27 @@ Spans = npt.NDArray[np.int64]
 """[documents, 2]: start and stop in `Documents.tokens`."""
 
 
-def plan(documents: Documents, *, num_tokens: int, batch_tokens: int, document_tokens: int, seed: int) -> list[Spans]:
-    """The batches of a run, until they hold `num_tokens`; each pass over the corpus is newly shuffled. Raises
-    `TaskError` when no document has two tokens.
+def plan_batches(
+    documents: Documents, *, num_tokens: int, batch_tokens: int, document_tokens: int, seed: int
+) -> list[Spans]:
+    """Plan batches until they hold `num_tokens`. The corpus is reshuffled for each epoch.
+
+    Raises `TaskError` when no document has two tokens.
 
     >>> docs = Documents(tokens=np.arange(9, dtype=np.uint16), offsets=np.array([0, 4, 9]))
-    >>> [b.tolist() for b in plan(docs, num_tokens=9, batch_tokens=6, document_tokens=5, seed=0)]
+    >>> [b.tolist() for b in plan_batches(docs, num_tokens=9, batch_tokens=6, document_tokens=5, seed=0)]
     [[[0, 4]], [[4, 9]]]
     """
-    spans = pieces(documents, document_tokens=min(document_tokens, batch_tokens))
+    spans = split_documents(documents, document_tokens=min(document_tokens, batch_tokens))
     if not len(spans):
         raise TaskError(
-            "the corpus has nothing to predict", "every document is shorter than two tokens", hint="fill it"
+            "the corpus has nothing to predict", "every document is shorter than two tokens", hint="add documents"
         )
     batches: list[Spans] = []
     planned, epoch = 0, 0
     while planned < num_tokens:
         shuffled = spans[np.random.default_rng([seed, epoch]).permutation(len(spans))]
-        for part in runs((shuffled[:, 1] - shuffled[:, 0]).tolist(), batch_tokens):
+        for part in group_by_budget((shuffled[:, 1] - shuffled[:, 0]).tolist(), batch_tokens):
             batches.append(shuffled[part])
             planned += int((shuffled[part, 1] - shuffled[part, 0]).sum())
             if planned >= num_tokens:
@@ -45,8 +48,9 @@ def plan(documents: Documents, *, num_tokens: int, batch_tokens: int, document_t
     return batches
 
 
-def pieces(documents: Documents, *, document_tokens: int) -> Spans:
-    """Every document, a longer one cut; a piece of a single token predicts nothing and is left out."""
+def split_documents(documents: Documents, *, document_tokens: int) -> Spans:
+    """Split documents into pieces of at most `document_tokens`. Pieces of one token are dropped: they predict
+    nothing."""
     cut = [
         (at, min(at + document_tokens, int(stop)))
         for start, stop in zip(documents.offsets[:-1], documents.offsets[1:], strict=True)
@@ -55,8 +59,8 @@ def pieces(documents: Documents, *, document_tokens: int) -> Spans:
     return np.array([p for p in cut if p[1] - p[0] >= 2], np.int64).reshape(-1, 2)
 
 
-def share(spans: Spans, rank: int, ranks: int) -> Spans:
-    """A rank's part of a batch: documents from the longest on, each to the rank with the fewest tokens so far."""
+def rank_share(spans: Spans, rank: int, ranks: int) -> Spans:
+    """A rank's part of a batch: from the longest document on, each goes to the rank with the fewest tokens so far."""
     lengths = spans[:, 1] - spans[:, 0]
     load = [0] * ranks
     mine = []
@@ -68,10 +72,10 @@ def share(spans: Spans, rank: int, ranks: int) -> Spans:
     return spans[sorted(mine)]
 
 
-def runs(lengths: Sequence[int], budget: int) -> Iterator[slice]:
-    """Slices of consecutive items of at most `budget` together; a longer item comes alone.
+def group_by_budget(lengths: Sequence[int], budget: int) -> Iterator[slice]:
+    """Slices of consecutive items with a total of at most `budget`. A longer item is alone.
 
-    >>> list(runs([3, 3, 9, 1], 6))
+    >>> list(group_by_budget([3, 3, 9, 1], 6))
     [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None)]
     """
     start = size = 0

@@ -1,11 +1,8 @@
-"""Reads and writes a corpus on disk: the token ids of all documents, one after another, and the offset of each
-document. Imports no torch.
+"""Read and write a corpus on disk: token ids of all documents, and the offset of each document. Imports no torch.
 
-``tokens.bin`` holds uint16, ``documents.bin`` int64 offsets into it, one a document and the total at the end; both
-little-endian. ``heldout.tokens.bin`` and ``heldout.documents.bin`` are the documents that are never trained on.
-``corpus.json`` has the counts and is written last: without it there is no corpus.
-
-Knows nothing of tokenisers or of what the documents say.
+``tokens.bin`` has uint16, ``documents.bin`` int64 offsets into it, one per document and the total at the end; both
+little-endian. ``heldout.tokens.bin`` and ``heldout.documents.bin`` hold the documents that are never trained on.
+``corpus.json`` has the counts. It is written last: without it the corpus is incomplete.
 """
 
 from __future__ import annotations
@@ -19,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from etude.errors import TaskError
+from etude.file_checksums import SUMS, verify_files, write_sums
 from etude.records.wire import I32
-from etude.sums import SUMS, prove, write_sums
 
 FORMAT = 1
-_HINT = "delete the corpus directory, so that it is made again"
+_HINT = "delete the corpus directory; it is then created again"
 
 
 @dataclass(frozen=True)
@@ -46,13 +43,13 @@ class Documents:
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """[documents] number of tokens of each."""
+        """Number of tokens of each document, [documents]."""
         return np.diff(self.offsets)
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus: the documents to train on, and the held-out ones."""
+    """The training documents and the held-out documents of a corpus."""
 
     train: Documents
     heldout: Documents
@@ -83,16 +80,17 @@ def _pack(documents: Iterable[I32]) -> Documents:
 
 
 def read_corpus(folder: Path | str, *, vocab_size: int) -> Corpus:
-    """The corpus in a directory. Raises `TaskError` when it is missing, damaged, empty, or of a larger vocabulary."""
+    """Read a corpus directory. Raises `TaskError` when it is missing, damaged, empty, or has tokens beyond the
+    vocabulary."""
     folder = Path(folder)
     try:
-        about = json.loads((folder / "corpus.json").read_bytes())
-        if not isinstance(about, dict) or about.get("format") != FORMAT:
-            raise ValueError("corpus.json is not of this format")
+        metadata = json.loads((folder / "corpus.json").read_bytes())
+        if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
+            raise ValueError("corpus.json has another format")
         corpus = Corpus(train=_read(folder, ""), heldout=_read(folder, "heldout."))
     except (OSError, ValueError) as error:
         raise TaskError(f"no corpus in {folder}", str(error), hint=_HINT) from None
-    prove(folder, kind=TaskError)
+    verify_files(folder, kind=TaskError)
     if not len(corpus.train):
         raise TaskError(f"the corpus in {folder} has no documents", hint="raise the counts under [corpus]")
     for docs in (corpus.train, corpus.heldout):

@@ -1,9 +1,9 @@
-"""What a token weighs whose sampler computed another probability than the learner does: importance weights, and how
-they are kept from exploding. Pure functions; for engines that cannot be exact, and off where parity holds.
+"""Importance weights for sampler–learner mismatch, truncated or masked to bound their variance.
 
-ρ is the learner's probability of a sampled token over its sampler's. Weighing a token by ρ makes the gradient that of
-the learner's own policy, token by token; over T tokens the ratios multiply, and with them the variance. So weights are
-cut, at the price of a bias:
+Use them with engines that are not exact; where engine and learner agree to the bit they are off. ρ is the learner's
+probability of a sampled token divided by the sampler's. Weighting a token by ρ gives the gradient of the learner's own
+policy. Over T tokens the ratios multiply, and the variance grows with them. So weights are truncated or masked, which
+adds a bias:
 
 | function | a token weighs | source |
 | --- | --- | --- |
@@ -12,11 +12,11 @@ cut, at the price of a bias:
 | `masked` | ρ where low ≤ ρ ≤ high, else 0 | IcePop: arXiv 2510.18855 |
 | `masked_sequences` | min(ρ, C) where the geometric mean over its sequence is within, and no token of it is below the veto; else 0 | ibid. 2025 (geometric mask, veto); the mean is GSPO's, arXiv 2507.18071 |
 
-A ratio has two causes. The *mismatch*: the sampler computes otherwise than the learner, with the same weights. The
-*staleness*: the learner has changed its weights since. `decoupled` keeps them apart where both are known (arXiv 2110.00641,
-2505.24298), so that PPO's clip judges how far the policy moved, and never the arithmetic of an engine.
+A ratio has two causes. *Mismatch*: the sampler computes other numbers than the learner with the same weights.
+*Staleness*: the learner has updated its weights since. `decoupled` separates the two where both are known (arXiv
+2110.00641, 2505.24298), so that PPO's clip measures how far the policy moved, not the arithmetic of an engine.
 
-Shapes: R rows, one a sampled token. Log-ratios are in nats, detached; everything returned is, too.
+Shapes: R rows, one per sampled token. Log-ratios are in nats and detached; all results are detached.
 """  # noqa: E501  a table
 
 from __future__ import annotations
@@ -29,33 +29,39 @@ import torch
 from etude.training.config import CorrectionKind
 
 VETO = 1e-4
-"""A token that the learner finds so much less likely than its sampler did is the sampler's mistake."""
+"""A sequence with a token whose ρ is below this value is masked: the sampler made an error there."""
 TOKEN_CAP = 2.0
-"""The most that one token weighs in a sequence that is kept or dropped as a whole: TIS's C, as published."""
+"""Largest weight of a token in a sequence that is kept or masked as a whole: TIS's C, as published."""
 
 
 @dataclass(frozen=True)
 class Corrected:
-    """Weights of tokens in place of their ratios."""
+    """Importance weights after truncation or masking, and before."""
 
     weight_R: torch.Tensor  # never negative; 0 where the token is masked
-    uncut_R: torch.Tensor  # the unbiased weight that was cut
+    uncut_R: torch.Tensor  # the unbiased weight before truncation or masking
 
 
 class Correction(Protocol):
-    """Weights of sampled tokens. A plug-in of kind "correction" is one."""
+    """Computes importance weights of sampled tokens. A plug-in of kind "correction" is such a function."""
 
     def __call__(self, log_ratio_R: torch.Tensor, sequence_R: torch.Tensor) -> Corrected:
-        """`log_ratio_R` (float32, nats): the learner's log-probability minus the sampler's. `sequence_R` (int64): the
-        sequence of each token, from 0."""
+        """Compute the weights of the tokens of one forward pass.
+
+        `log_ratio_R` (float32, nats): learner log-probability minus sampler log-probability. `sequence_R` (int64): the
+        index of each token's sequence, from 0.
+        """
         ...
 
 
 def correct(
     kind: CorrectionKind, log_ratio_R: torch.Tensor, sequence_R: torch.Tensor, *, low: float, high: float
 ) -> Corrected:
-    """The correction of that name. `sequence_R` (int64) is the sequence of each row; `high` is the cap of those that
-    truncate, which know no `low`. `NONE` leaves the ratio as it is."""
+    """Apply a built-in correction. `NONE` returns the ratios unchanged.
+
+    `sequence_R` (int64): the index of each row's sequence. `high` is the cap of the truncating corrections, which do
+    not use `low`.
+    """
     match kind:
         case CorrectionKind.NONE:
             ratio_R = log_ratio_R.exp()
@@ -71,7 +77,9 @@ def correct(
 
 
 def truncated(log_ratio_R: torch.Tensor, *, cap: float) -> Corrected:
-    """min(ρ, cap). Its bias is what the sampler gives too little of: Σ (p − cap·q)⁺ over the vocabulary.
+    """Truncated importance sampling: min(ρ, cap).
+
+    The bias is what the sampler samples too rarely: Σ (p − cap·q)⁺ over the vocabulary.
 
     >>> truncated(torch.tensor([0.5, 1.0, 8.0]).log(), cap=2.0).weight_R
     tensor([0.5000, 1.0000, 2.0000])
@@ -81,15 +89,17 @@ def truncated(log_ratio_R: torch.Tensor, *, cap: float) -> Corrected:
 
 
 def truncated_sequences(log_ratio_R: torch.Tensor, sequence_R: torch.Tensor, *, cap: float) -> Corrected:
-    """min(Π ρ, cap) for every token of a sequence: unbiased for a reward of whole sequences where nothing is cut,
-    which no weight of single tokens is."""
+    """Sequence-level truncation: min(Π ρ, cap) for each token of a sequence.
+
+    Unbiased for rewards of whole sequences where nothing is truncated; token-level weights never are.
+    """
     total, _ = _sums(log_ratio_R, sequence_R)
     uncut_R = total[sequence_R].exp()
     return Corrected(uncut_R.clamp(max=cap), uncut_R)
 
 
 def masked(log_ratio_R: torch.Tensor, *, low: float, high: float) -> Corrected:
-    """ρ within [low, high], else 0.
+    """Token masking (IcePop): ρ within [low, high], else 0.
 
     >>> masked(torch.tensor([0.4, 1.0, 8.0]).log(), low=0.5, high=5.0).weight_R
     tensor([0., 1., 0.])
@@ -107,11 +117,13 @@ def masked_sequences(
     veto: float = VETO,
     cap: float = TOKEN_CAP,
 ) -> Corrected:
-    """min(ρ, cap), in sequences whose geometric mean of ρ is within [low, high] and whose worst token has ρ ≥ `veto`;
-    else 0. The mean of a long sequence says little about one token of it: without the cap that may weigh anything.
+    """Sequence masking: min(ρ, cap) in sequences that pass two tests, else 0.
 
-    The mean's logarithm tends to minus the divergence of a token however long the sequence is, so that long ones are
-    not refused for being long. The bounds are tight for that reason: a mean of 0.99 is 0.01 nats a token.
+    A sequence passes when the geometric mean of its ρ is within [low, high] and each token has ρ ≥ `veto`. The mean of
+    a long sequence says little about single tokens, so `cap` bounds their weights.
+
+    The logarithm of the mean tends to minus the KL per token, whatever the length, so long sequences are not masked for
+    being long. Therefore the bounds are tight: a mean of 0.99 is 0.01 nats per token.
     """
     total, number = _sums(log_ratio_R, sequence_R)
     mean = (total / number.clamp(min=1)).exp()
@@ -122,23 +134,26 @@ def masked_sequences(
 
 
 def decoupled(
-    weight_R: torch.Tensor, logprobs_R: torch.Tensor, sampler_logprobs_R: torch.Tensor, own_R: torch.Tensor
+    weight_R: torch.Tensor, logprobs_R: torch.Tensor, sampler_logprobs_R: torch.Tensor, fresh_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a policy loss takes so that a token's gradient weighs `weight_R` and its clip sees no mismatch: the
-    log-probabilities to take its ratio against, [R], and what to multiply the advantage with, [R].
+    """Separate mismatch from staleness. Returns the anchor log-probabilities and the factor of the advantages, both
+    [R].
 
-    Where the live weights themselves sampled (`own_R`, bool), the whole ratio is mismatch: the loss's own is 1, and the
-    weight stands beside it. Of an older version only the product is known, since its weights are gone: it stays with
-    the loss, and what a correction cuts off it is the factor.
+    A policy loss that takes its ratio against the anchor, and multiplies the advantages by the factor, weights each
+    token's gradient by `weight_R`, and its clip does not see the mismatch.
+
+    For tokens sampled by the live weights (`fresh_R`, bool) the whole ratio is mismatch: the loss's own ratio is 1 and
+    the factor is the weight. For older versions only the product of both is known, since their weights are gone: the
+    ratio stays in the loss, and the factor is what the correction cut off.
     """
     live_R = logprobs_R.detach()
-    whole_R = own_R | (weight_R == 0)  # of a masked token not even the ratio counts: it may be infinite
+    whole_R = fresh_R | (weight_R == 0)  # the ratio of a masked token may be infinite: do not use it
     anchor_R = torch.where(whole_R, live_R, sampler_logprobs_R)
     return anchor_R, weight_R * (anchor_R - live_R).exp()
 
 
 def effective_share(weight_R: torch.Tensor) -> float:
-    """(Σ w)² / (R Σ w²): of the tokens there are, the share whose even weight would be as good (Kong, 1992).
+    """Effective sample size over the number of tokens: (Σ w)² / (R Σ w²) (Kong, 1992).
 
     >>> effective_share(torch.tensor([1.0, 1.0, 0.0, 0.0]))
     0.5
@@ -148,11 +163,11 @@ def effective_share(weight_R: torch.Tensor) -> float:
 
 
 def _where(kept_R: torch.Tensor, ratio_R: torch.Tensor) -> torch.Tensor:
-    return torch.where(kept_R, ratio_R, 0.0)  # no product: a ratio may be infinite
+    return torch.where(kept_R, ratio_R, 0.0)  # not a product: a ratio may be infinite
 
 
 def _sums(log_ratio_R: torch.Tensor, sequence_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum over each sequence, and how many rows it has."""
+    """Sum of each sequence, and its number of rows."""
     sequences = int(sequence_R.max()) + 1 if len(sequence_R) else 0
     total = log_ratio_R.new_zeros(sequences).index_add(0, sequence_R, log_ratio_R)
     return total, torch.bincount(sequence_R, minlength=sequences)

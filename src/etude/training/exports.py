@@ -1,4 +1,4 @@
-"""What a learner publishes: live weights as raw codes, by the names that they have outside."""
+"""Encode the learner's live weights as the raw codes that are published."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from etude.models.naming import hf_views, stays_float32
-from etude.models.packed import packed
+from etude.models.packed_weights import pack_weights
 from etude.models.transformer import Transformer
+from etude.models.weight_views import hf_views, stays_float32
 from etude.numerics.config import Quantise
 from etude.numerics.formats import FORMATS
 from etude.training.config import LiveWeights
@@ -23,18 +23,21 @@ _CODES = {
 
 
 def export(model: Transformer, weights: LiveWeights, quantise: Quantise = Quantise.NONE) -> dict[str, Tensor]:
-    """Every tensor of a model by its Hugging Face name, as the integers that hold its bits (see `published`).
+    """Every tensor of a model by its Hugging Face name, as integers with its bits (`encode_tensors`).
 
-    `quantise` is the packed format of the large matrices.
+    `quantise`: the packed format of the large matrices.
     """
-    return published(hf_views(model) if quantise is Quantise.NONE else packed(model, FORMATS[quantise]), weights)
+    return encode_tensors(
+        hf_views(model) if quantise is Quantise.NONE else pack_weights(model, FORMATS[quantise]), weights
+    )
 
 
-def published(views: Mapping[str, torch.Tensor], weights: LiveWeights) -> dict[str, Tensor]:
-    """Tensors as raw codes; bf16 is exact when the live weights are rounded, and what `stays_float32` does.
+def encode_tensors(views: Mapping[str, torch.Tensor], weights: LiveWeights) -> dict[str, Tensor]:
+    """Encode tensors as raw codes in bf16 or float32.
 
-    Memory that several tensors share is converted once: under an optimiser that is all of it. In host memory float32
-    codes are views of the live weights: copy what is kept.
+    bf16 is exact when the live weights are rounded. Tensors of `stays_float32` keep float32. Memory shared by several
+    tensors is converted once; under an optimiser that is all of it. In host memory float32 codes are views of the live
+    weights: copy what you keep.
     """
     memory: dict[int, Codes] = {}  # by address
     tensors = {}
@@ -46,19 +49,19 @@ def published(views: Mapping[str, torch.Tensor], weights: LiveWeights) -> dict[s
         stored = LiveWeights.F32 if stays_float32(name) else weights
         storage, start = view.untyped_storage(), view.storage_offset()
         if storage.data_ptr() not in memory:
-            whole = torch.empty(0, dtype=view.dtype, device=view.device).set_(storage)
-            memory[storage.data_ptr()] = coded(whole, stored)
+            shared = torch.empty(0, dtype=view.dtype, device=view.device).set_(storage)
+            memory[storage.data_ptr()] = encode(shared, stored)
         own = memory[storage.data_ptr()][start : start + view.numel()]
         tensors[name] = Tensor(str(stored), tuple(view.shape), own)
     return tensors
 
 
 def stored_dtype(weights: LiveWeights) -> torch.dtype:
-    """Of what is published."""
+    """The torch dtype of published weights."""
     return _CODES[weights][0]
 
 
-def coded(values: torch.Tensor, stored: LiveWeights) -> Codes:
-    """The codes of some values, flat."""
+def encode(values: torch.Tensor, stored: LiveWeights) -> Codes:
+    """The codes of a tensor, flat."""
     kind, (signed, unsigned) = _CODES[stored]
     return values.to(kind).view(signed).flatten().numpy(force=True).view(unsigned)

@@ -1,11 +1,11 @@
-"""The learner of RL: holds the weights, trains them, saves and publishes them.
+"""The RL learner: holds the weights, trains them, and saves and publishes them.
 
-For every batch it reports the ratio of trainer to sampler probability over all tokens. Where the version that holds the
-learner's own bytes sampled a whole path, the ratio must be 1, else the step is refused. For paths of earlier versions,
-and of a version that is still being published, the ratio is only reported. Routes that engines recorded are replayed.
-Nothing here is random, so there is no random state to save.
+For each batch it reports the importance ratio (learner over sampler probability) of all tokens. For a path sampled
+entirely by the live weights the ratio must be 1 in exact mode; otherwise the step is refused. For paths of older
+versions, and of a version that is still being published, the ratio is only reported. Routes recorded by engines are
+replayed. Training has no randomness, so there is no random state to save.
 
-Knows nothing of rollouts, rewards or engines: it reads `Batch`es and hands tensors to a channel.
+The learner knows nothing of rollouts, rewards or engines: it reads `Batch`es and passes tensors to a channel.
 """
 
 from __future__ import annotations
@@ -21,52 +21,64 @@ import torch
 from etude import progress
 from etude.config import Plugin
 from etude.errors import CheckpointError, DeadlineExceeded, ParityError, WeightsError
+from etude.models.hooks import ForwardHook, no_hook
 from etude.models.transformer import Forward, Transformer
-from etude.models.watch import Watch, unwatched
-from etude.numerics.choosing import operators_for
 from etude.numerics.config import Mode, NumericsConfig
+from etude.numerics.factory import operators_for
 from etude.records import Batch, Sample, Version
 from etude.records.sample import Published, StepReport
-from etude.training.about import ABOUT, described, read_about
-from etude.training.balance import Balance
+from etude.training.balance import ExpertBalancer
+from etude.training.batch_metrics import BatchMetrics, merge_metrics
 from etude.training.config import CorrectionKind, LearnerConfig, OptimizerKind, PolicyLossKind
 from etude.training.corrections import Corrected, correct, decoupled
-from etude.training.group import ONE, Group
-from etude.training.guard import check_logits, check_loss, check_sampled, check_weights, place_in, stepped
+from etude.training.flat_batch import FlatBatch, flatten_samples, microbatches, num_forwarded
+from etude.training.learner_plugins import LearnerPlugins
 from etude.training.losses import PolicyLoss, SampledTokens, cispo_loss, entropy, k2_loss, ppo_loss
+from etude.training.metadata import METADATA, metadata_text, read_metadata
 from etude.training.muon import Muon
+from etude.training.nan_check import (
+    check_logits,
+    check_loss,
+    check_sampled,
+    check_weights,
+    checked_step,
+    describe_token,
+)
 from etude.training.optimizer import AdamW
 from etude.training.packing import Cost, pack
-from etude.training.plugged import Plugged
+from etude.training.process_group import SINGLE_PROCESS, ProcessGroup
 from etude.training.reference import Reference
-from etude.training.report import Tally, merged
-from etude.training.routes import Replay
-from etude.training.rows import Rows, forwarded, lay_flat, microbatches
-from etude.training.schedule import rate
-from etude.training.trained import Loading, Trained
+from etude.training.routes import RouteReplay
+from etude.training.schedule import lr_multiplier
+from etude.training.trainable import LoadRequest, Trainable
 from etude.weights.chain.publisher import Publisher, Writer
 from etude.weights.tensors import Tensor
 
-SAMPLED_ANEW = 64
+UNREPLAYED_EVERY = 64
+"""One of this many samples is computed again without route replay, to measure the unreplayed ratio."""
 
 
 class TorchLearner:
-    """`seams.Learner` on torch. `load` comes first.
+    """A `seams.Learner` on torch. Call `load` first.
 
-    `num_steps` is the run's length, for the learning rate's tail (None: no tail); `temperature` is the run's, since the
-    ratio is of the distribution sampled from; a sample may have others (`Sample.temperatures`). `reference` is what
-    `config.kl` is taken to. `numerics` is what the engines have, too: in exact mode the ratio on the learner's own
-    weights must be 1, to the bit, or the step is refused (`refuse_mismatch` False, and native mode: it is reported);
-    in low precision what is published is packed (`models.packed`). `seed` keys what adapters begin with. `group`: the
-    ranks that share the work, each with a learner of its own that is called alike (`training.sharded`); without one,
-    `config.ranks` are computed in turn.
+    - `channel`: where versions are published.
+    - `num_steps`: length of the run, for the learning-rate decay (None: no decay).
+    - `temperature`: the run's sampling temperature, since the ratio is of the distribution sampled from. Samples may
+      have their own (`Sample.temperatures`).
+    - `reference`: the reference policy of `config.kl`.
+    - `numerics`: the same as the engines'. In low precision, published weights are packed (`models.packed_weights`).
+    - `refuse_mismatch`: in exact mode, raise `ParityError` where a ratio on the live weights is not 1. Otherwise the
+      ratio is only reported.
+    - `seed`: for the initial LoRA adapters.
+    - `group`: the ranks that share the work. Each has its own learner, and all make the same calls
+      (`training.sharded`). Without a group, one process computes the shares of `config.ranks` in turn.
     """
 
     step: int
     """Version step of the live weights: optimiser steps since the starting checkpoint."""
     version: Version | None
-    """The last version published in the lineage of these weights."""
-    _balance: Balance
+    """The last published version in the lineage of the live weights."""
+    _balance: ExpertBalancer
 
     def __init__(
         self,
@@ -79,105 +91,109 @@ class TorchLearner:
         numerics: NumericsConfig = NumericsConfig(),  # noqa: B008  frozen
         refuse_mismatch: bool = True,
         seed: int = 0,
-        group: Group = ONE,
+        group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
         self._group = group
-        self.numerics, self._held_to_one = numerics, refuse_mismatch and numerics.mode is Mode.EXACT
+        self.numerics, self._refuse_mismatch = numerics, refuse_mismatch and numerics.mode is Mode.EXACT
         self.config, self.step, self.version, self._seed = config, 0, None, seed
         self._reference = reference if config.kl else None
         self._channel, self._num_steps, self._temperature = channel, num_steps, temperature
         self._publisher: Publisher | None = None
-        self._plugged = Plugged()
-        self._offered: int | None = None  # the step of the version that is on its way
-        self._lr_share = 1.0  # of the batch whose gradient is accumulated
+        self._plugins = LearnerPlugins()
+        self._offered: int | None = None  # step of the version that is being published
+        self._lr_share = 1.0  # of the batch with the accumulated gradient
         self._device = torch.device("cpu")
-        self._trained: Trained | None = None
+        self._trainable: Trainable | None = None
         self._optimizer: AdamW | None = None
 
     @property
     def model(self) -> Transformer:
         """The live model. Raises `CheckpointError` before `load`."""
-        return self.trained.model
+        return self.trainable.model
 
     @property
-    def trained(self) -> Trained:
-        """The live model, and what of it trains. Raises `CheckpointError` before `load`."""
-        if self._trained is None:
-            raise CheckpointError("the learner holds no weights", hint="load a checkpoint first")
-        return self._trained
+    def trainable(self) -> Trainable:
+        """The live model, and the part of it that is trained. Raises `CheckpointError` before `load`."""
+        if self._trainable is None:
+            raise CheckpointError("the learner has no weights", hint="load a checkpoint first")
+        return self._trainable
 
     @property
     def optimizer(self) -> AdamW:
-        """The live optimiser. Raises `CheckpointError` before `load`."""
+        """The optimiser. Raises `CheckpointError` before `load`."""
         if self._optimizer is None:
-            raise CheckpointError("the learner holds no weights", hint="load a checkpoint first")
+            raise CheckpointError("the learner has no weights", hint="load a checkpoint first")
         return self._optimizer
 
     @property
     def parity(self) -> str:
-        """The parity class: with the same weights, an engine of this class computes bit-identical log-probabilities."""
+        """The parity class: an engine of this class with the same weights computes bit-identical log-probabilities."""
         return self.model.parity
 
     # training
 
     def forward_backward(self, batch: Batch) -> StepReport:
-        """Accumulate the gradient of the batch's loss.
+        """Accumulate the gradient of the batch's loss. Returns the batch's metrics.
 
         Raises `ParityError` when a ratio that must be 1 is not, or a route is missing, and `NotFinite`. After any error
-        the accumulated gradient is forgotten, since a part of this batch may be in it.
+        the accumulated gradient is discarded, since it may contain a part of this batch.
         """
         began = time.process_time()
         shares, self._lr_share = self.config.shares, batch.lr_share
-        tallies = [Tally() for _ in self._group.own(shares)]
+        metrics = [BatchMetrics() for _ in self._group.own_shares(shares)]
         try:
-            num_tokens = sum(forwarded(sample) for sample in batch.samples)
+            num_tokens = sum(num_forwarded(sample) for sample in batch.samples)
             for row in self._packed(batch.samples, shares):
-                self._row(row, batch.num_loss_tokens, num_tokens, tallies)
-            tally = merged([one for of in self._group.gathered(tallies) for one in of])
-            if tally.num_replayed:
-                tally.live += self._live(batch)
+                self._row(row, batch.num_loss_tokens, num_tokens, metrics)
+            total = merge_metrics([share for rank in self._group.all_gather(metrics) for share in rank])
+            if total.num_replayed:
+                total.live += self._unreplayed_log_ratios(batch)
         except Exception:
             self._group.reset(self.model)
             self.optimizer.clear()
             self._balance.clear()
             raise
-        return tally.report(cpu_s=sum(self._group.gathered(time.process_time() - began)))
+        return total.report(cpu_s=sum(self._group.all_gather(time.process_time() - began)))
 
     def _packed(self, samples: Sequence[Sample], shares: int) -> list[list[list[Sample]]]:
-        """Rows of what each share forwards at once."""
-        lengths, cost = [forwarded(sample) for sample in samples], Cost.by(self.model.config)
+        """Rows of the samples that each share forwards together."""
+        lengths, cost = [num_forwarded(sample) for sample in samples], Cost.for_model(self.model.config)
         rows = pack(lengths, shares=shares, budget_tokens=self.config.budget_tokens, cost=cost)
         return [[[samples[i] for i in one] for one in row] for row in rows]
 
-    def _row(self, row: list[list[Sample]], normaliser: float, num_tokens: int, tallies: list[Tally]) -> None:
+    def _row(self, row: list[list[Sample]], normaliser: float, num_tokens: int, metrics: list[BatchMetrics]) -> None:
         """One forward and backward pass of each share."""
-        own = self._group.own(len(row))
-        summed = self._group.summed(self.optimizer, len(own))
-        for share, tally in zip(own, tallies, strict=True):
-            self._one(row[share], normaliser, num_tokens, tally)
-            if summed is not None:
-                summed.take()
-        if summed is not None:
-            summed.end()
+        own = self._group.own_shares(len(row))
+        accumulator = self._group.accumulator(self.optimizer, len(own))
+        for share, share_metrics in zip(own, metrics, strict=True):
+            self._share(row[share], normaliser, num_tokens, share_metrics)
+            if accumulator is not None:
+                accumulator.add_share()
+        if accumulator is not None:
+            accumulator.finish_row()
 
-    def _one(self, samples: Sequence[Sample], normaliser: float, num_tokens: int, tally: Tally) -> None:
+    def _share(
+        self, samples: Sequence[Sample], normaliser: float, num_tokens: int, share_metrics: BatchMetrics
+    ) -> None:
+        """Forward and backward pass of one share. `normaliser`: number of sampled tokens in the batch; `num_tokens`: of
+        all tokens."""
         group, step = self._group, self.step + 1
-        with group.agreed("samples"):
-            whole = lay_flat(samples, self._replay())
-            check_sampled(samples, whole, step=step)
-        rows = group.part(whole).to(self._device)
-        with group.waited("forward pass"):
+        with group.propagate_errors("samples"):
+            packed = flatten_samples(samples, self._replay())
+            check_sampled(samples, packed, step=step)
+        rows = group.local_tokens(packed).to(self._device)
+        with group.collective("forward pass"):
             done = self._run(rows)
-        with group.agreed("forward pass"):
+        with group.propagate_errors("forward pass"):
             again = functools.partial(self._run, rows) if group.size == 1 else None
-            place = functools.partial(place_in, samples, rows)
+            place = functools.partial(describe_token, samples, rows)
             check_logits(done.logits, again, rows.rows_R, step=step, place=place)
             logprobs_RV = self._logprobs(done.logits, rows)
             logprobs_R = logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0]
             log_ratio_R = logprobs_R.detach() - rows.sampler_logprobs_R
-            own_R = rows.picked([self._is_fresh(sample) for sample in samples])
-            fresh = self._fresh_ratio(samples, rows, log_ratio_R, own_R)
-            policy, corrected = self._policy_loss(logprobs_R, rows, own_R, normaliser)
+            fresh_R = rows.per_row([self._is_fresh(sample) for sample in samples])
+            fresh = self._fresh_ratio(samples, rows, log_ratio_R, fresh_R)
+            policy, corrected = self._policy_loss(logprobs_R, rows, fresh_R, normaliser)
             loss = policy.loss
             if self._reference is not None:
                 anchor_R = self._reference.logprobs(rows)
@@ -186,55 +202,59 @@ class TorchLearner:
             if self.config.balance and done.balance is not None:
                 loss = loss + self.config.balance * done.balance * (rows.num_tokens / num_tokens)
             check_loss(policy, loss, samples, rows, log_ratio_R, step=step)
-        with group.waited("backward pass"):
+        with group.collective("backward pass"):
             loss.backward()  # type: ignore[no-untyped-call]
         if rows.num_tokens:
             self._balance.count(done.live)
         with torch.no_grad():
-            tally.add(rows, done, policy, corrected, log_ratio_R, entropy(logprobs_RV), loss, fresh)
-        progress.made()
+            share_metrics.add(rows, done, policy, corrected, log_ratio_R, entropy(logprobs_RV), loss, fresh)
+        progress.tick()
 
-    def _replay(self) -> Replay | None:
+    def _replay(self) -> RouteReplay | None:
         if not (self.config.replays(self.numerics.mode) and self.model.config.num_moe_layers):
             return None
-        return Replay(self.model.config, step=self.step, max_lag=self.config.replay_max_lag)
+        return RouteReplay(self.model.config, step=self.step, max_lag=self.config.replay_max_lag)
 
-    def _run(self, rows: Rows, watch: Watch = unwatched) -> Forward:
+    def _run(self, rows: FlatBatch, hook: ForwardHook = no_hook) -> Forward:
+        """One forward pass."""
         return self.model.train().run(
             rows.tokens_N,
             self._group.cache(rows, self.model.operators),
             rows.routes_NLK,
             rows.rows_R,
             plausible=self.config.replay_plausible,
-            watch=watch,
+            hook=hook,
         )
 
     @torch.no_grad()
-    def _live(self, batch: Batch) -> list[torch.Tensor]:
-        """Log-ratios of a few of the batch's tokens without replay: one sample in `SAMPLED_ANEW`, others each step, at
-        least one. About a third of their training's cost, so half a hundredth of the step's."""
-        few = batch.samples[batch.step % SAMPLED_ANEW :: SAMPLED_ANEW] or batch.samples[:1]
+    def _unreplayed_log_ratios(self, batch: Batch) -> list[torch.Tensor]:
+        """Log-ratios of a few tokens, without replay: one sample in `UNREPLAYED_EVERY` (at least one), others each
+        step.
+
+        Costs about a third of their training: about 0.5 % of the step.
+        """
+        few = batch.samples[batch.step % UNREPLAYED_EVERY :: UNREPLAYED_EVERY] or batch.samples[:1]
         found = []
         for samples in microbatches(few, budget_tokens=self.config.budget_tokens):
-            rows = self._group.part(lay_flat(samples)).to(self._device)
+            rows = self._group.local_tokens(flatten_samples(samples)).to(self._device)
             logprobs_RV = self._logprobs(self._run(rows).logits, rows)
             found.append(logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0] - rows.sampler_logprobs_R)
         return [one.cpu() for one in found]
 
     def _policy_loss(
-        self, logprobs_R: torch.Tensor, rows: Rows, own_R: torch.Tensor, normaliser: float
+        self, logprobs_R: torch.Tensor, rows: FlatBatch, fresh_R: torch.Tensor, normaliser: float
     ) -> tuple[PolicyLoss, Corrected]:
-        """The loss, and what each token weighs in it before the loss's own clip."""
+        """The policy loss, and each token's importance weight before the loss clips it."""
         sampler_R, advantages_R = rows.sampler_logprobs_R, rows.advantages_R
         kind, (low, high) = self.config.correction, self.config.correction_bounds
         log_ratio_R = logprobs_R.detach() - sampler_R
         if isinstance(kind, Plugin):
-            corrected = self._plugged.corrected(kind, log_ratio_R, rows.sample_R)
+            corrected = self._plugins.corrected(kind, log_ratio_R, rows.sample_R)
         else:
             corrected = correct(kind, log_ratio_R, rows.sample_R, low=low, high=high)
         if kind is CorrectionKind.NONE:
             return self._loss(SampledTokens(logprobs_R, sampler_R, advantages_R, rows.sample_R, normaliser)), corrected
-        anchor_R, factor_R = decoupled(corrected.weight_R, logprobs_R, sampler_R, own_R)
+        anchor_R, factor_R = decoupled(corrected.weight_R, logprobs_R, sampler_R, fresh_R)
         tokens = SampledTokens(logprobs_R, anchor_R, advantages_R * factor_R, rows.sample_R, normaliser)
         return self._loss(tokens), corrected
 
@@ -243,37 +263,40 @@ class TorchLearner:
         rows = (tokens.logprobs_R, tokens.sampler_logprobs_R, tokens.advantages_R)
         match config.policy_loss:
             case Plugin():
-                return self._plugged.loss(config.policy_loss, tokens)
+                return self._plugins.loss(config.policy_loss, tokens)
             case PolicyLossKind.CISPO:
                 return cispo_loss(*rows, normaliser=normaliser, cap=cap)
             case PolicyLossKind.PPO:
                 low, high = config.clip_low, config.clip_high
                 return ppo_loss(*rows, normaliser=normaliser, clip_low=low, clip_high=high, cap=cap)
 
-    def _logprobs(self, logits_RV: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def _logprobs(self, logits_RV: torch.Tensor, rows: FlatBatch) -> torch.Tensor:
         return self.model.operators.log_softmax(logits_RV, rows.temperature(self._temperature))
 
     def _fresh_ratio(
-        self, samples: Sequence[Sample], rows: Rows, log_ratio_R: torch.Tensor, own_R: torch.Tensor
+        self, samples: Sequence[Sample], rows: FlatBatch, log_ratio_R: torch.Tensor, fresh_R: torch.Tensor
     ) -> float | None:
-        """max |r - 1| over the samples that the live weights themselves produced; None when there are none."""
-        if not bool(own_R.any()):
+        """max |r - 1| over the samples that the live weights sampled; None without such samples."""
+        if not bool(fresh_R.any()):
             return None
-        off = torch.where(own_R, torch.expm1(log_ratio_R).abs(), 0.0)
+        off = torch.where(fresh_R, torch.expm1(log_ratio_R).abs(), 0.0)
         worst = float(off.max())
-        if worst > 0.0 and self._held_to_one:
+        if worst > 0.0 and self._refuse_mismatch:
             rollout = samples[int(rows.sample_R[int(off.argmax())])].rollout_id
             raise ParityError(
-                f"the ratio on the learner's own weights is off by {worst:.3g} in rollout {rollout}",
-                f"in exact mode it is 1 to the bit; step {self.step}, parity class {self.parity}",
-                hint="an engine holds other bytes or computes otherwise: etude parity finds the operator",
+                f"the importance ratio on the learner's own weights is off by {worst:.3g} in rollout {rollout}",
+                f"in exact mode it must be 1 to the bit; step {self.step}, parity class {self.parity}",
+                hint="an engine has other weights or computes other numbers: etude parity finds the operator",
             )
         return worst
 
     def _is_fresh(self, sample: Sample) -> bool:
-        """Whether the live weights sampled all of it. A step's number does not tell: a restarted learner may have other
-        bytes under it, and an engine serves what it started with until it adopts. Once published, the digest does;
-        while they are on their way, no sample counts as theirs."""
+        """Whether the live weights sampled all of a path.
+
+        The step alone does not decide it: a restarted learner may have other bytes at the same step, and an engine
+        serves its starting weights until it updates. After publishing, the digest decides; while a version is being
+        published, no sample counts.
+        """
         if not sample.single_version or sample.oldest_step != self.step or self.step == self._offered:
             return False
         if self.version is None or self.version.step != self.step:
@@ -281,34 +304,47 @@ class TorchLearner:
         return sample.path.digest == self.version.digest
 
     def defend(self, *, truncate: bool) -> None:
-        """Go on with engines that compute other numbers: their routes are replayed, the ratio on the live weights is
-        reported and no longer held to 1, and with `truncate` importance weights are truncated."""
-        self._held_to_one = False
+        """Continue with engines that compute other numbers than the learner.
+
+        Replays their routes, reports the ratio on the live weights instead of refusing it, and with `truncate`
+        truncates importance weights.
+        """
+        self._refuse_mismatch = False
         correction = self.config.correction
         if truncate and correction is CorrectionKind.NONE:
             correction = CorrectionKind.TRUNCATED
         self.config = replace(self.config, replay_routes=True, correction=correction)
 
     def optim_step(self) -> dict[str, float]:
-        """Apply and clear the gradient; the step counts up by one. Returns `grad_norm` (before clipping) and `lr`, the
-        schedule's times the batch's `lr_share`. Where there is no gradient (`grad_norm` 0) the weights stay as they
-        are, and are published so under a new step.
+        """Apply and clear the gradient. Increments `step`. Returns `grad_norm` (before clipping) and `lr`.
 
-        Raises `NotFinite`: of a gradient, and then nothing has changed; of the new weights, and then nothing saves or
-        publishes them."""
+        `lr` is the scheduled rate times the batch's `lr_share`. With a zero gradient the weights do not change, but the
+        step counts, and they are published again.
+
+        Raises `NotFinite`: for the gradient, and then nothing has changed; or for the new weights, which cannot be
+        saved or published.
+        """
         lr = self._lr_share * self.config.lr
-        lr *= rate(self.step, self._num_steps, warmup_steps=self.config.warmup_steps, decay_from=0.6, final=0.1)
-        with self._group.waited("optimiser step"):
-            norm = stepped(self.optimizer, self.trained.views, lr=lr, step=self.step + 1, agreed=self._group.agreed)
-        self.trained.settle()
-        self._group.add(self._balance.load_LE)
-        self._balance.move()
+        lr *= lr_multiplier(
+            self.step, self._num_steps, warmup_steps=self.config.warmup_steps, decay_from=0.6, final=0.1
+        )
+        with self._group.collective("optimiser step"):
+            norm = checked_step(
+                self.optimizer,
+                self.trainable.views,
+                lr=lr,
+                step=self.step + 1,
+                propagate_errors=self._group.propagate_errors,
+            )
+        self.trainable.sync_model()
+        self._group.all_reduce(self._balance.load_LE)
+        self._balance.update()
         self.step += 1
         return {"grad_norm": norm, "lr": lr}
 
     @torch.no_grad()
     def probe(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probabilities at temperature 1 that the live weights give a text's tokens, all but the first."""
+        """Log-probabilities of a text's tokens at temperature 1 under the live weights, all but the first."""
         tokens = torch.tensor(token_ids, device=self._device)
         done: Forward = self.model.eval().run(tokens[:-1])
         logprobs_RV = self.model.operators.log_softmax(done.logits)
@@ -317,19 +353,19 @@ class TorchLearner:
     # weights in and out
 
     def exported(self) -> dict[str, Tensor]:
-        """The live weights as they are published. Views of them may be among it: copy what is kept."""
-        return self.trained.exported()
+        """The live weights as they are published. They may contain views of live memory: copy what you keep."""
+        return self.trainable.exported()
 
     def publish(self, rollout_ids: Sequence[str]) -> Published:
-        """Hand the live weights to the channel as the version of this step. Raises `WeightsError`, `StoreError`."""
+        """Publish the live weights as the version of this step. Raises `WeightsError` and `StoreError`."""
         self.offer(rollout_ids)
         return self.published()
 
     def offer(self, rollout_ids: Sequence[str]) -> None:
-        """Begin to publish the live weights. They are copied before this returns, so training may go on.
+        """Start publishing the live weights in the background. They are copied before this call returns, so training
+        can continue.
 
-        One version is published at a time: this waits first for the version that was offered before. Raises as
-        `published` does.
+        Publishes one version at a time: first waits for the previous one. Raises the same errors as `published`.
         """
         if self._channel is None:
             raise WeightsError("the learner has no channel to publish to", hint="give TorchLearner a channel")
@@ -341,76 +377,82 @@ class TorchLearner:
         self._offered = self.step
 
     def published(self) -> Published:
-        """Wait until readers can fetch the version that was offered. The only call that may be made in another thread
-        while the learner trains. Raises `WeightsError` or `StoreError` where publishing failed: offer it again then."""
+        """Wait until readers can fetch the offered version.
+
+        The only method that may be called in another thread during training. Raises `WeightsError` or `StoreError`
+        where publishing failed; then call `offer` again.
+        """
         publisher = self._publisher
         if publisher is None or self._offered is None:
-            raise WeightsError("nothing is being published", hint="call offer first")
+            raise WeightsError("no version is being published", hint="call offer first")
         try:
             published = publisher.wait()
-        except DeadlineExceeded:  # it goes on
+        except DeadlineExceeded:  # publishing continues
             raise
         except Exception:
             self._offered = None
             raise
-        assert published is not None, "it was offered"
+        assert published is not None, "a version was offered"
         self.version, self._offered = published.version, None  # in this order: see _is_fresh
         return published
 
     @property
     def is_publishing(self) -> bool:
-        """Whether a version is being published, or has failed and its error was not raised yet."""
+        """Whether a version is being published, or has failed with an error that has not been raised yet."""
         return self._offered is not None
 
     def close(self) -> None:
-        """Wait until the publish under way has succeeded or failed, and end publishing. Its error is raised by
-        `published`, not here."""
+        """Wait for the current publish, and stop publishing. Its error is raised by `published`, not here."""
         if self._publisher is not None:
             try:
                 self._publisher.close()
-            except Exception as error:  # raised where `published` waits
-                if isinstance(error, DeadlineExceeded):  # it still writes: another writer beside it would be refused
+            except Exception as error:  # raised by `published`
+                if isinstance(error, DeadlineExceeded):  # still writing: the store would refuse a second writer
                     raise
         self._publisher, self._offered = None, None
 
     def save(self, path: Path | str) -> None:
-        """Write a Hugging Face directory with the optimiser's state beside it; it appears whole or not at all. An
-        accumulated gradient is not saved. Raises `CheckpointError`, and `NotFinite` where the weights are not
-        finite."""
-        with self._group.agreed("weights"):
-            check_weights(self.trained.views(), f"at step {self.step}")
-        about = described(self.config, self.step, self.version)
-        with self._group.directory(Path(path)) as folder:
-            self.trained.write(folder)
-            self._group.keep(folder, self.optimizer)
+        """Write a Hugging Face directory with the optimiser state beside it, all or nothing.
+
+        An accumulated gradient is not saved. Raises `CheckpointError`, and `NotFinite` where the weights are not
+        finite.
+        """
+        with self._group.propagate_errors("weights"):
+            check_weights(self.trainable.views(), f"at step {self.step}")
+        metadata = metadata_text(self.config, self.step, self.version)
+        with self._group.checkpoint_directory(Path(path)) as folder:
+            self.trainable.write(folder)
+            self._group.save_optimizer(folder, self.optimizer)
             if self._group.rank == 0:
-                (folder / ABOUT).write_text(about)
+                (folder / METADATA).write_text(metadata)
 
     def load(self, path: Path | str) -> None:
-        """Go on from what `save` left, or begin at step 0 from any Hugging Face directory. Raises `CheckpointError`,
-        and then the learner holds what it held."""
-        with self._group.agreed("plug-ins"):
-            self._plugged.load(self.config)
+        """Continue from a directory written by `save`, or start at step 0 from any Hugging Face directory.
+
+        Raises `CheckpointError`; then the learner keeps its state.
+        """
+        with self._group.propagate_errors("plug-ins"):
+            self._plugins.load(self.config)
         path = Path(path)
-        resumed, step, version = (path / ABOUT).is_file(), 0, None
+        resumed, step, version = (path / METADATA).is_file(), 0, None
         if resumed:
-            step, version = read_about(path / ABOUT, self.config)
+            step, version = read_metadata(path / METADATA, self.config)
         device = self._group.device(self.config.device)
         operators = operators_for(self.numerics, getattr(torch, self.config.dtype), device=device)
-        loading = Loading(path, self.config, operators, device, self.numerics.quantise, self._seed, resumed)
-        trained = self._group.load(loading)
-        optimizer = self._optimizer_of(trained)
+        request = LoadRequest(path, self.config, operators, device, self.numerics.quantise, self._seed, resumed)
+        trainable = self._group.load(request)
+        optimizer = self._optimizer_of(trainable)
         if resumed:
-            self._group.restore(path, optimizer)
-        trained.settle()
+            self._group.restore_optimizer(path, optimizer)
+        trainable.sync_model()
         self.close()
-        self._trained, self._optimizer, self._device = trained, optimizer, device
-        self._balance = Balance(trained.model, speed=self.config.balance_bias)
+        self._trainable, self._optimizer, self._device = trainable, optimizer, device
+        self._balance = ExpertBalancer(trainable.model, speed=self.config.balance_bias)
         self.step, self.version = step, version
 
-    def _optimizer_of(self, trained: Trained) -> AdamW:
-        make = functools.partial(Muon, between=self._group) if self.config.optimizer is OptimizerKind.MUON else AdamW
+    def _optimizer_of(self, trainable: Trainable) -> AdamW:
+        make = functools.partial(Muon, exchange=self._group) if self.config.optimizer is OptimizerKind.MUON else AdamW
         settings = self.config
         return make(
-            trained.parameters_of, weights=settings.weights, grad_clip=settings.grad_clip, norm=self._group.norm
+            trainable.module, weights=settings.weights, grad_clip=settings.grad_clip, norm=self._group.global_norm
         )

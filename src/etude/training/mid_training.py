@@ -1,11 +1,9 @@
-"""Mid-training: the learner's pieces over a corpus, data-parallel, resumable at any moment.
+"""Mid-training over a corpus, data-parallel and resumable at any moment.
 
-A step's batch does not depend on the number of ranks; each computes its share, gradients are summed as one buffer, and
-every rank takes the same optimiser step, so their weights stay equal to the bit (asserted at the end). Progress lies
-in ``<out>.partial/step-NNNNNN`` until the result is whole; a run that was killed goes on from the last one and ends
-with the same bytes as one that was not.
-
-Knows nothing of tasks: what is in the corpus, and what a copy probe measures, is the caller's business.
+A step's batch does not depend on the number of ranks. Each rank computes its part, gradients are summed as one buffer,
+and every rank takes the same optimiser step, so their weights stay equal to the bit (checked at the end). Checkpoints
+are in ``<out>.partial/step-NNNNNN`` until the result is complete. A killed run resumes from the last one and ends with
+the same bytes as a run without interruption.
 """
 
 from __future__ import annotations
@@ -25,30 +23,31 @@ import torch.nn.functional as F
 
 from etude.config import to_plain
 from etude.errors import CheckpointError, ParityError, RunError
+from etude.file_checksums import verify_files
 from etude.models.attention import Packed
-from etude.models.checkpoint import load_model, load_tensors, read_json, save_tensors, whole_directory, write_model
+from etude.models.checkpoint import atomic_directory, load_model, load_tensors, read_json, save_tensors, write_model
 from etude.models.config import ModelConfig
-from etude.models.naming import hf_biases, hf_views
+from etude.models.hooks import ForwardHook, no_hook
 from etude.models.transformer import Forward, Transformer
-from etude.models.watch import Watch, unwatched
-from etude.sums import prove
+from etude.models.weight_views import hf_biases, hf_views
 from etude.telemetry import Telemetry
-from etude.training.balance import Balance
-from etude.training.batches import Spans, pieces, plan, runs, share
+from etude.training.balance import ExpertBalancer
+from etude.training.batches import Spans, group_by_budget, plan_batches, rank_share, split_documents
 from etude.training.config import LiveWeights, MidTrainingConfig
 from etude.training.corpus import Corpus, Documents, read_corpus
-from etude.training.guard import check_logits, stepped
-from etude.training.kept import checkpoint_path, newest_checkpoint, progress_folder
+from etude.training.data_parallel import RankGroup, run_ranks
+from etude.training.mid_training_progress import checkpoint_path, newest_checkpoint, progress_folder
+from etude.training.nan_check import check_logits, checked_step
 from etude.training.optimizer import AdamW
-from etude.training.ranks import Ranks, run_ranks
-from etude.training.schedule import rate
+from etude.training.schedule import lr_multiplier
 
 FORMAT = 1
-FORWARD_TOKENS = 4096  # of one forward; bounds memory, changes nothing else
+FORWARD_TOKENS = 4096  # of one forward pass; bounds memory, changes nothing else
 RESULT, PROGRESS, STATE = "mid_training.json", "progress.json", "optimizer.state"
 
 Probe = Callable[[Transformer], float]
-"""Measures a skill of the model, for `mid.eval`. A module-level function or a partial of one: ranks are spawned."""
+"""Measures a skill of the model, for the event `mid.eval`. Must be a module-level function or a partial of one, since
+ranks are spawned."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,8 @@ class MidTrained:
 
     num_steps: int
     num_tokens: int
-    loss: float  # of the last step, nats a token
-    heldout_loss: float | None  # None: the corpus holds nothing out
+    loss: float  # of the last step, nats per token
+    heldout_loss: float | None  # None: the corpus has no held-out documents
     copy_probe: float | None
     digest: str  # SHA-256 of the weights' bytes, the same in every rank
 
@@ -81,7 +80,7 @@ class _Job:
 
     @property
     def identity(self) -> str:
-        """What must be equal for a checkpoint to be gone on from."""
+        """Digest of everything that must be equal to resume from a checkpoint."""
         corpus = (self.corpus / "corpus.json").read_text()
         plain = [to_plain(self.config), to_plain(self.model), self.seed, str(self.start), corpus]
         return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
@@ -100,15 +99,17 @@ def mid_train(
     telemetry: Telemetry | None = None,
     copy_probe: Probe | None = None,
 ) -> MidTrained:
-    """Train a new model, or the one in the checkpoint directory `start`, on a corpus; `out_dir` becomes a Hugging Face
+    """Train a new model, or the one in the checkpoint directory `start`, on a corpus. `out_dir` becomes a Hugging Face
     directory in float32.
 
-    `assets` is a directory whose tokeniser files are copied into it. Returns at once when `out_dir` holds the result
-    of the same settings. Raises `RunError` when a rank dies or the progress found is of other settings, `TaskError`
-    for the corpus, `CheckpointError` when the disk refuses, `DeadlineExceeded` when the ranks stall.
+    `assets`: a directory whose tokeniser files are copied. `copy_probe`: measures copying from the context, for the
+    event `mid.eval`. Returns at once when `out_dir` has the result of the same settings.
+
+    Raises `RunError` when a rank dies or a checkpoint has other settings, `TaskError` for the corpus, `CheckpointError`
+    for disk errors, and `DeadlineExceeded` when the ranks stall.
     """
     where = None if telemetry is None else (telemetry.path, telemetry.process)
-    read_corpus(corpus_dir, vocab_size=model.vocab_size)  # an error of the corpus is told before ranks start
+    read_corpus(corpus_dir, vocab_size=model.vocab_size)  # report errors of the corpus before ranks start
     job = _Job(
         config,
         model,
@@ -134,21 +135,21 @@ def mid_train(
 
 
 def _finished(job: _Job) -> MidTrained:
-    about = read_json(job.out / RESULT)
-    if about.pop("identity", None) != job.identity:
+    metadata = read_json(job.out / RESULT)
+    if metadata.pop("identity", None) != job.identity:
         raise RunError(f"{job.out} was trained with other settings", hint="give another directory, or delete it")
     try:
-        return MidTrained(**about)  # type: ignore[arg-type]
+        return MidTrained(**metadata)  # type: ignore[arg-type]
     except TypeError as error:
         raise CheckpointError(f"{job.out / RESULT} is damaged", str(error), hint="delete the directory") from None
 
 
-def _train(ranks: Ranks, job: _Job) -> MidTrained:
-    """One rank's run."""
+def _train(ranks: RankGroup, job: _Job) -> MidTrained:
+    """Run one rank."""
     run = _Run(ranks, job)
     for step in range(run.optimizer.num_steps, len(run.batches)):
-        ranks.beat()
-        run.one(step)
+        ranks.heartbeat()
+        run.train_step(step)
         done = step + 1
         if done % job.config.eval_every == 0 or done == len(run.batches):
             run.evaluate()
@@ -160,11 +161,11 @@ def _train(ranks: Ranks, job: _Job) -> MidTrained:
 class _Run:
     """The state of one rank."""
 
-    def __init__(self, ranks: Ranks, job: _Job) -> None:
+    def __init__(self, ranks: RankGroup, job: _Job) -> None:
         config = job.config
         self.ranks, self.job, self.identity = ranks, job, job.identity
         self.corpus: Corpus = read_corpus(job.corpus, vocab_size=job.model.vocab_size)
-        self.batches = plan(
+        self.batches = plan_batches(
             self.corpus.train,
             num_tokens=config.num_tokens,
             batch_tokens=config.batch_tokens,
@@ -178,33 +179,37 @@ class _Run:
         self.telemetry = None
         if job.telemetry is not None and ranks.rank == 0:
             self.telemetry = Telemetry(job.telemetry[0], process=job.telemetry[1])
-        self.balance = Balance(self.model, speed=config.balance_bias)
+        self.balance = ExpertBalancer(self.model, speed=config.balance_bias)
         self.num_tokens, self.loss = 0, float("nan")
         self.heldout_loss: float | None = None
         self.copy_probe: float | None = None
         self._resume()
-        self._told = (time.monotonic(), self.num_tokens)
+        self._reported = (time.monotonic(), self.num_tokens)
 
-    def one(self, step: int) -> None:
+    def train_step(self, step: int) -> None:
         """One optimiser step."""
         config, spans = self.job.config, self.batches[step]
         sums = self._accumulate(spans)
-        self.ranks.add(self.optimizer.grad)
-        self.ranks.add(sums)
-        lr = config.lr * rate(step, len(self.batches), warmup_steps=config.warmup_steps, decay_from=0.6, final=0.03)
-        norm = stepped(self.optimizer, functools.partial(hf_views, self.model), lr=lr, step=step + 1)
-        self.ranks.add(self.balance.load_LE)
-        self.balance.move()
+        self.ranks.all_reduce(self.optimizer.grad)
+        self.ranks.all_reduce(sums)
+        lr = config.lr * lr_multiplier(
+            step, len(self.batches), warmup_steps=config.warmup_steps, decay_from=0.6, final=0.03
+        )
+        norm = checked_step(self.optimizer, functools.partial(hf_views, self.model), lr=lr, step=step + 1)
+        self.ranks.all_reduce(self.balance.load_LE)
+        self.balance.update()
         self.loss = float(sums[0])
         self.num_tokens += _num_tokens(spans)
-        self._tell(step + 1, balance_loss=float(sums[1]), lr=lr, grad_norm=norm)
+        self._report(step + 1, balance_loss=float(sums[1]), lr=lr, grad_norm=norm)
 
     def _accumulate(self, spans: Spans) -> torch.Tensor:
-        """Add this rank's part of the gradient; returns its part of (mean loss, balance loss)."""
+        """Accumulate this rank's part of the gradient. Returns its part of (mean loss, balance loss)."""
         num_targets, num_inputs = _num_tokens(spans) - len(spans), _num_tokens(spans)
         sums = torch.zeros(2)
-        for inputs, targets, lengths in _forwards(self.corpus.train, share(spans, self.ranks.rank, self.ranks.size)):
-            self.ranks.beat()
+        for inputs, targets, lengths in _forwards(
+            self.corpus.train, rank_share(spans, self.ranks.rank, self.ranks.size)
+        ):
+            self.ranks.heartbeat()
             done = self._forward(inputs, lengths)
             again = functools.partial(self._forward, inputs, lengths)
             place = "token {} of a batch".format
@@ -217,22 +222,22 @@ class _Run:
             sums += torch.stack([loss.detach(), balance.detach()])
         return sums
 
-    def _forward(self, inputs: torch.Tensor, lengths: list[int], watch: Watch = unwatched) -> Forward:
-        return self.model.run(inputs, Packed(lengths, self.model.operators), watch=watch)
+    def _forward(self, inputs: torch.Tensor, lengths: list[int], hook: ForwardHook = no_hook) -> Forward:
+        return self.model.run(inputs, Packed(lengths, self.model.operators), hook=hook)
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Held-out loss over all ranks, and the copy probe on the first."""
+        """Held-out loss over all ranks, and the copy probe on the first rank."""
         self.model.eval()
         docs = self.corpus.heldout
         sums = torch.zeros(2)
         if len(docs):
-            every = pieces(docs, document_tokens=self._longest)
-            for inputs, targets, lengths in _forwards(docs, share(every, self.ranks.rank, self.ranks.size)):
-                self.ranks.beat()
+            every = split_documents(docs, document_tokens=self._longest)
+            for inputs, targets, lengths in _forwards(docs, rank_share(every, self.ranks.rank, self.ranks.size)):
+                self.ranks.heartbeat()
                 logits, _ = self.model(inputs, Packed(lengths, self.model.operators))
                 sums += torch.tensor([float(F.cross_entropy(logits, targets, reduction="sum")), float(len(targets))])
-        self.ranks.add(sums)
+        self.ranks.all_reduce(sums)
         self.heldout_loss = float(sums[0] / sums[1]) if sums[1] else None
         if self.job.probe is not None and self.ranks.rank == 0:
             self.copy_probe = self.job.probe(self.model)
@@ -251,37 +256,37 @@ class _Run:
         return min(self.job.config.document_tokens, self.job.model.context_tokens)
 
     def checkpoint(self) -> None:
-        """Leave everything that going on needs."""
-        self.ranks.beat()
+        """Write a checkpoint, on the first rank."""
+        self.ranks.heartbeat()
         if self.ranks.rank:
             return
-        about = {"format": FORMAT, "identity": self.identity, "num_tokens": self.num_tokens}
+        metadata = {"format": FORMAT, "identity": self.identity, "num_tokens": self.num_tokens}
         path = checkpoint_path(self.job.out, self.optimizer.num_steps)
-        with whole_directory(path) as folder:
+        with atomic_directory(path) as folder:
             save_tensors({**self.optimizer.state(), **hf_biases(self.model)}, folder / STATE)
-            (folder / PROGRESS).write_text(json.dumps(about) + "\n")
+            (folder / PROGRESS).write_text(json.dumps(metadata) + "\n")
         for other in self.job.partial.iterdir():
             if other != path:
                 shutil.rmtree(other, ignore_errors=True)
 
     def _resume(self) -> None:
-        """Go on from the last whole checkpoint, if there is one. Raises `RunError` when it is of other settings."""
+        """Resume from the last complete checkpoint, if there is one. Raises `RunError` when it has other settings."""
         found = newest_checkpoint(self.job.out)
         if found is None:
             return
-        about = read_json(found / PROGRESS)
-        tokens = about.get("num_tokens")
-        if about.get("identity") != self.identity or not isinstance(tokens, int):
+        metadata = read_json(found / PROGRESS)
+        tokens = metadata.get("num_tokens")
+        if metadata.get("identity") != self.identity or not isinstance(tokens, int):
             raise RunError(
-                f"{found} is the progress of other settings", hint=f"delete {self.job.partial} to begin anew"
+                f"{found} is a checkpoint of other settings", hint=f"delete {self.job.partial} to start again"
             )
-        prove(found, [PROGRESS], kind=CheckpointError)
+        verify_files(found, [PROGRESS], kind=CheckpointError)
         state, biases = load_tensors(found / STATE), hf_biases(self.model)
         if not biases.keys() <= state.keys():
             raise RunError(
-                f"{found} is the progress of an earlier etude",
-                "it lacks the biases by which experts are balanced",
-                hint=f"delete {self.job.partial} to begin anew",
+                f"{found} is a checkpoint of an older etude",
+                "it lacks the router biases",
+                hint=f"delete {self.job.partial} to start again",
             )
         self.optimizer.restore(state, live=False)
         for name, bias in biases.items():
@@ -289,7 +294,7 @@ class _Run:
         self.num_tokens = tokens
 
     def finish(self) -> MidTrained:
-        """Write the result, from the first rank."""
+        """Write the result, on the first rank."""
         digest = hashlib.sha256(self.optimizer.live.numpy().tobytes()).hexdigest()
         result = MidTrained(
             num_steps=len(self.batches),
@@ -300,18 +305,18 @@ class _Run:
             digest=digest,
         )
         if self.ranks.rank == 0:
-            with whole_directory(self.job.out) as folder:
+            with atomic_directory(self.job.out) as folder:
                 write_model(self.model, folder, dtype="f32", assets=self.job.assets)
-                about = {**dataclasses.asdict(result), "identity": self.identity}
-                (folder / RESULT).write_text(json.dumps(about) + "\n")
+                metadata = {**dataclasses.asdict(result), "identity": self.identity}
+                (folder / RESULT).write_text(json.dumps(metadata) + "\n")
         return result
 
-    def _tell(self, step: int, **facts: float) -> None:
-        """An event about once a second, and at the end."""
-        now, (since, tokens) = time.monotonic(), self._told
+    def _report(self, step: int, **values: float) -> None:
+        """Write an event about once per second, and at the end."""
+        now, (since, tokens) = time.monotonic(), self._reported
         if self.telemetry is None or (now - since < 1.0 and step < len(self.batches)):
             return
-        self._told = now, self.num_tokens
+        self._reported = now, self.num_tokens
         self.telemetry.event(
             "mid.step",
             step=step,
@@ -319,7 +324,7 @@ class _Run:
             tokens=self.num_tokens,
             loss=self.loss,
             tokens_per_s=(self.num_tokens - tokens) / max(now - since, 1e-9),
-            **facts,
+            **values,
         )
 
 
@@ -328,9 +333,10 @@ def _num_tokens(spans: Spans) -> int:
 
 
 def _forwards(documents: Documents, spans: Spans) -> list[tuple[torch.Tensor, torch.Tensor, list[int]]]:
-    """(inputs, targets, lengths) of each forward over some documents: a document's last token is predicted only."""
+    """(inputs, targets, lengths) of each forward pass over some documents. The last token of a document is only
+    predicted."""
     batches = []
-    for part in runs((spans[:, 1] - spans[:, 0]).tolist(), FORWARD_TOKENS):
+    for part in group_by_budget((spans[:, 1] - spans[:, 0]).tolist(), FORWARD_TOKENS):
         docs = [torch.from_numpy(documents.tokens[start:stop].astype("int64")) for start, stop in spans[part]]
         lengths = [len(doc) - 1 for doc in docs]
         batches.append((torch.cat([d[:-1] for d in docs]), torch.cat([d[1:] for d in docs]), lengths))

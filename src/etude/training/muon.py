@@ -1,19 +1,21 @@
-"""Muon: the momentum of a matrix is replaced by the nearest matrix with orthonormal rows or columns, so that a step has
-the same size in every direction (Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024).
+"""Muon: the update of a matrix is its momentum, replaced by the nearest matrix with orthonormal rows or columns.
 
-| part of a model | moved by | source |
+The step then has the same size in every direction (Jordan et al., "Muon: an optimizer for hidden layers in neural
+networks", 2024).
+
+| part of the model | optimiser | source |
 | --- | --- | --- |
-| queries, keys, values, also those of latents | Muon, each head by itself | "Muon split": GLM-5, arXiv 2602.15763 |
-| attention's output, layers without a router, shared experts | Muon, gate and up by themselves | Jordan et al. |
-| experts | Muon, each expert by itself | Moonlight, arXiv 2502.16982 |
+| queries, keys, values, also of latent attention | Muon, each head separately | "Muon split": GLM-5, arXiv 2602.15763 |
+| attention output, dense layers, shared experts | Muon, gate and up separately | Jordan et al. |
+| experts | Muon, each expert separately | Moonlight, arXiv 2502.16982 |
 | embedding, head, norms, routers | AdamW | both |
 
-Updates are scaled by .2 √(larger side), AdamW's usual size (arXiv 2502.16982, §2.2), so that one learning rate serves
-both. The orthogonal matrix comes of five Newton-Schulz steps with Jordan's coefficients, whose singular values end in
-[.7, 1.2]: in float32 on CPUs, in bfloat16 on a GPU.
+Updates are scaled by 0.2 √(larger side), AdamW's usual size (arXiv 2502.16982, §2.2), so one learning rate serves both.
+Five Newton-Schulz steps with Jordan's coefficients compute the orthogonal matrix; its singular values are in [0.7,
+1.2]. They run in float32 on CPUs and in bfloat16 on GPUs.
 
-Ranks that have rows of a matrix send them to one of them, which orthogonalises it whole (`Together`): each matrix is
-computed once, by somebody. Experts are whole where they are.
+With sharded weights, ranks send the rows of a matrix to one of them (`ShardExchange`), which orthogonalises the full
+matrix. Each matrix is computed once. Experts are not cut.
 """
 
 from __future__ import annotations
@@ -34,64 +36,68 @@ SIZE = 0.2
 
 @runtime_checkable
 class HasMatrices(Protocol):
-    """A layer with matrices (`models.attention.AttentionLayer`)."""
+    """A layer with matrices for Muon (`models.attention.AttentionLayer`)."""
 
     def matrices(self) -> dict[str, list[int]]: ...
 
 
-class Together(Protocol):
-    """How rows become whole matrices and come back. Collective."""
+class ShardExchange(Protocol):
+    """Exchange between sharded and full parameters. Its calls are collective."""
 
-    def together(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Exchange rows: from this rank's rows of each parameter to the whole parameters that this rank gets."""
+    def gather(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Exchange this rank's rows of each parameter for the full parameters that this rank computes."""
         ...
 
-    def apart(self, wholes: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The reverse: from whole parameters to this rank's rows of each parameter, shaped as `like`."""
+    def shard(
+        self, full_tensors: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """The reverse: exchange full parameters for this rank's rows of each parameter, shaped as `like`."""
         ...
 
 
 class Muon(AdamW):
-    """As `AdamW`, with matrices moved by Muon."""
+    """`AdamW`, with Muon for matrices (`muon_matrices`)."""
 
-    def __init__(self, model: nn.Module, *, between: Together, momentum: float = MOMENTUM, **settings: Any) -> None:
-        self._between, self._momentum = between, momentum
-        self._blocks = matrices(model)
+    def __init__(
+        self, model: nn.Module, *, exchange: ShardExchange, momentum: float = MOMENTUM, **settings: Any
+    ) -> None:
+        self._exchange, self._momentum = exchange, momentum
+        self._blocks = muon_matrices(model)
         super().__init__(model, **settings)
 
-    def _turned_names(self, model: nn.Module) -> Sequence[str]:
+    def _excluded_names(self, model: nn.Module) -> Sequence[str]:
         return tuple(self._blocks)
 
-    def _turn(self, lr: float, divisor: float | None) -> None:
-        size = self._turned
+    def _update_excluded(self, lr: float, divisor: float | None) -> None:
+        size = self._excluded_size
         grad, momentum, master = self._grad[:size], self._first[:size], self._master[:size]
         if divisor is not None:
             grad.div_(divisor)
         momentum.mul_(self._momentum).add_(grad)
-        ahead = grad.add_(momentum, alpha=self._momentum)  # Nesterov's; the gradient is needed no more
-        rows = {name: ahead[self.places[name]].view(self.shapes[name]) for name in self._blocks}
-        wholes = {
-            name: orthogonalised(whole, self._blocks[name]) for name, whole in self._between.together(rows).items()
+        ahead = grad.add_(momentum, alpha=self._momentum)  # Nesterov; overwrites the gradient
+        rows = {name: ahead[self.slices[name]].view(self.shapes[name]) for name in self._blocks}
+        full_tensors = {
+            name: orthogonalise(full, self._blocks[name]) for name, full in self._exchange.gather(rows).items()
         }
-        for name, turned in self._between.apart(wholes, rows).items():
-            rows[name].copy_(turned)
+        for name, update in self._exchange.shard(full_tensors, rows).items():
+            rows[name].copy_(update)
         master.mul_(1 - lr * self.weight_decay).sub_(ahead, alpha=lr)
 
 
-def matrices(model: nn.Module) -> dict[str, list[int]]:
-    """The parameters that are moved so, each with the numbers of rows of the matrices that lie in it one below the
-    other; of stacked experts, in each."""
+def muon_matrices(model: nn.Module) -> dict[str, list[int]]:
+    """The parameters that Muon updates. For each, the row counts of the matrices stacked in it (in each expert, for
+    experts)."""
     layers = ((name, module) for name, module in model.named_modules() if isinstance(module, HasMatrices))
     return {f"{name}.{part}": rows for name, module in layers for part, rows in module.matrices().items()}
 
 
-def orthogonalised(whole: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Each of the matrices in a parameter, [O, I] or [E, O, I], orthogonalised and scaled."""
-    out = torch.empty_like(whole)
+def orthogonalise(parameter: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Orthogonalise and scale each of the matrices stacked in a parameter, [O, I] or [E, O, I]."""
+    out = torch.empty_like(parameter)
     at = 0
     for number in rows:
         part = slice(at, at := at + number)
-        matrices = whole[..., part, :]
+        matrices = parameter[..., part, :]
         size = SIZE * max(matrices.shape[-2:]) ** 0.5
         if matrices.ndim == 2:
             out[part] = newton_schulz(matrices) * size
@@ -102,7 +108,7 @@ def orthogonalised(whole: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
 
 
 def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
-    """Nearly the nearest matrix with orthonormal rows, or columns where those are fewer; of the same shape.
+    """Approximate the nearest matrix with orthonormal rows (or columns, where there are fewer). Keeps the shape.
 
     >>> turned = newton_schulz(torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.5, 0.0]]))
     >>> [0.6 < x < 1.3 for x in torch.linalg.svdvals(turned).tolist()]

@@ -1,15 +1,14 @@
-"""AdamW over one flat vector, with float32 masters behind live weights that may be rounded to bf16.
+"""AdamW over one flat vector, with float32 master weights behind live weights that may be rounded to bf16.
 
-Rounding the live weights makes the learner forward with exactly the bytes it publishes: an engine that reads bf16 and
-computes in float32 holds the same numbers. The masters keep what rounding would lose, so small updates add up.
+With rounded live weights the learner computes with exactly the bytes that it publishes, so an engine that reads bf16
+and computes in float32 has the same numbers. The masters keep what rounding would lose, so small updates add up.
 
-One vector for all weights and one for all gradients: a step is one fused pass over them however many tensors there are
-(1.6 ms at the laptop's size, where separate operations took 4.1), and data-parallel ranks exchange one buffer. Of a
-model that FSDP2 has sharded the vectors hold this rank's rows, and are copied from its gradients and to its shards.
+One vector holds all weights and one all gradients. A step is one fused pass over them, however many tensors there are
+(1.6 ms at the laptop's size, against 4.1 with separate operations), and data-parallel ranks exchange one buffer. Under
+FSDP2 the vectors hold this rank's rows, copied from its gradients and to its shards.
 
-Results do not depend on which rank holds which numbers: the kernel computes the last few numbers of a vector by other
-instructions, with other bits, so vectors end in padding that is never read; and the norm is a sum of rows that is
-rounded once. Knows nothing of losses or schedules.
+Results do not depend on which rank holds which numbers. The kernel computes the last few numbers of a vector with other
+instructions, so vectors end in padding; and the gradient norm is an exact sum over rows, rounded once.
 """
 
 from __future__ import annotations
@@ -23,15 +22,17 @@ from torch.optim.adamw import adamw
 
 from etude.errors import CheckpointError, NotFinite
 from etude.training.config import LiveWeights
-from etude.training.group import ONE
+from etude.training.exact_sum import exact_norm
 
-ROOM = 64
-"""Vectors hold a multiple of so many numbers: more than any processor computes at once."""
+PADDING = 64
+"""Vectors hold a multiple of this many numbers: more than any processor computes at once."""
 
 
 class AdamW:
-    """Decoupled weight decay (arXiv 1711.05101). Takes over the memory of the model's parameters and gradients, or of
-    what FSDP2 left of them on this rank. `norm`: see `group.Group.norm`.
+    """AdamW with decoupled weight decay (arXiv 1711.05101).
+
+    It takes over the memory of the model's parameters and gradients, or of this rank's shards under FSDP2. `norm`
+    computes the gradient norm (`process_group.ProcessGroup.global_norm`).
 
     >>> layer = nn.Linear(2, 1, bias=False)
     >>> optimizer = AdamW(layer, weights=LiveWeights.F32)
@@ -51,59 +52,64 @@ class AdamW:
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         grad_clip: float = 1.0,
-        norm: Callable[[Mapping[str, torch.Tensor]], float] = ONE.norm,
+        norm: Callable[[Mapping[str, torch.Tensor]], float] = exact_norm,
     ) -> None:
         self.betas, self.eps, self.weight_decay, self.grad_clip = betas, eps, weight_decay, grad_clip
         self.num_steps, self._norm, self._model = 0, norm, model
         self.parameters = dict(model.named_parameters())
-        self.turned = turned = tuple(self._turned_names(model))
-        self.shapes = {name: local(p).shape for name, p in self.parameters.items()}
-        self.places, self._turned, size = places(self.shapes, turned)
-        device = local(next(iter(self.parameters.values()))).device
+        self.excluded = turned = tuple(self._excluded_names(model))
+        self.shapes = {name: local_part(p).shape for name, p in self.parameters.items()}
+        self.slices, self._excluded_size, size = layout(self.shapes, turned)
+        device = local_part(next(iter(self.parameters.values()))).device
         self._live, self._grad, self._first = (_zeros(size, device) for _ in range(3))
-        self._second = _zeros(size - self._turned, device)
+        self._second = _zeros(size - self._excluded_size, device)
         self._master = self._live if weights is LiveWeights.F32 else _zeros(size, device)
         self.live, self.grad, self.first, self.master = (
-            whole[:size] for whole in (self._live, self._grad, self._first, self._master)
+            padded[:size] for padded in (self._live, self._grad, self._first, self._master)
         )
-        self.second = self._second[: size - self._turned]
+        self.second = self._second[: size - self._excluded_size]
         self._take_over()
         self.master.copy_(self.live)
         self._round()
 
-    def _turned_names(self, model: nn.Module) -> Sequence[str]:
-        """Parameters that another rule than AdamW's moves: their numbers come first, and have no second moment."""
+    def _excluded_names(self, model: nn.Module) -> Sequence[str]:
+        """Parameters that a subclass updates by another rule: first in the vectors, without a second moment."""
         return ()
 
     @torch.no_grad()
     def _take_over(self) -> None:
         for name, p in self.parameters.items():
-            live = self.live[self.places[name]].view(self.shapes[name])
-            live.copy_(local(p))
+            live = self.live[self.slices[name]].view(self.shapes[name])
+            live.copy_(local_part(p))
             if not _is_sharded(p):
-                p.data, p.grad = live, self.grad[self.places[name]].view(self.shapes[name])
+                p.data, p.grad = live, self.grad[self.slices[name]].view(self.shapes[name])
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the vectors hold this rank's rows only."""
+        """Whether the vectors hold only this rank's rows."""
         return any(map(_is_sharded, self.parameters.values()))
 
-    def named(self, vector: torch.Tensor, *, skipped: bool = False) -> dict[str, torch.Tensor]:
-        """A vector laid out as `live` is, parameter by parameter; `skipped`: as `second` is, where some have none."""
-        begin = self._turned if skipped else 0
+    def by_parameter(self, vector: torch.Tensor, *, adamw_only: bool = False) -> dict[str, torch.Tensor]:
+        """Split a vector with the layout of `live` into one view per parameter.
+
+        `adamw_only`: the vector has the layout of `second`, which lacks the excluded parameters.
+        """
+        begin = self._excluded_size if adamw_only else 0
         return {
             name: vector[place.start - begin : place.stop - begin].view(self.shapes[name])
-            for name, place in self.places.items()
-            if not (skipped and name in self.turned)
+            for name, place in self.slices.items()
+            if not (adamw_only and name in self.excluded)
         }
 
     @torch.no_grad()
     def step(self, lr: float) -> float:
-        """Apply the gradient and clear it; its norm before clipping. A gradient of 0 changes nothing and counts as no
-        step: momentum of older ones would move the weights all the same. Raises `NotFinite` where the norm is none,
-        and then changes nothing."""
+        """Apply the gradient and clear it. Returns the gradient norm before clipping.
+
+        A zero gradient changes nothing and does not count as a step, since the momentum would still move the weights.
+        Raises `NotFinite` for a NaN or infinite norm, and then changes nothing.
+        """
         self._collect()
-        norm = self._norm(_squares(self.named(self.grad)))
+        norm = self._norm(_squares(self.by_parameter(self.grad)))
         if not norm < float("inf"):
             raise NotFinite(f"the gradient of step {self.num_steps + 1} is not finite", f"norm {norm}", hint="lower lr")
         if norm == 0.0:
@@ -111,8 +117,8 @@ class AdamW:
             return norm
         self.num_steps += 1
         divisor = norm / self.grad_clip if norm > self.grad_clip > 0 else None
-        self._turn(lr, divisor)
-        device, after = self.live.device, self._turned
+        self._update_excluded(lr, divisor)
+        device, after = self.live.device, self._excluded_size
         adamw(
             [self._master[after:]],
             [self._grad[after:]],
@@ -134,25 +140,28 @@ class AdamW:
         self.clear()
         return norm
 
-    def _turn(self, lr: float, divisor: float | None) -> None:
-        """Move the masters of `_turned_names` by the gradient over `divisor`."""
+    def _update_excluded(self, lr: float, divisor: float | None) -> None:
+        """Update the masters of `_excluded_names` by the gradient divided by `divisor`."""
 
     def clear(self) -> None:
-        """Forget the accumulated gradient."""
+        """Discard the accumulated gradient."""
         self.grad.zero_()
         for p in self.parameters.values():
             if _is_sharded(p):
                 p.grad = None
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The optimiser's state for a checkpoint, as views. The accumulated gradient is not part of it."""
+        """The optimiser state for a checkpoint, as views. The accumulated gradient is not part of it."""
         count = torch.tensor([self.num_steps], dtype=torch.int64)
         return {"master": self.master, "first": self.first, "second": self.second, "num_steps": count}
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, torch.Tensor], *, live: bool = True) -> None:
-        """Go on from a `state`. Raises `CheckpointError` when it is not of this model, or, with `live`, when its
-        masters are not those of the live weights."""
+        """Continue from a `state`.
+
+        Raises `CheckpointError` when it does not fit the model or, with `live`, when its masters do not match the live
+        weights.
+        """
         own = self.state()
         for name, tensor in own.items():
             found = state.get(name)
@@ -173,48 +182,49 @@ class AdamW:
             )
 
     def _collect(self) -> None:
-        """Bring the gradients of shards into the vector."""
+        """Copy the gradients of shards into the gradient vector."""
         for name, p in self.parameters.items():
             if _is_sharded(p):
-                own = self.grad[self.places[name]].view(self.shapes[name])
-                own.zero_() if p.grad is None else own.copy_(local(p.grad))
+                own = self.grad[self.slices[name]].view(self.shapes[name])
+                own.zero_() if p.grad is None else own.copy_(local_part(p.grad))
 
     @torch.no_grad()
     def _round(self) -> None:
-        """The masters' numbers as live weights, in the shards, too."""
+        """Write the rounded masters into the live weights and the shards."""
         if self._master is not self._live:
             self.live.copy_(self.master.bfloat16())
         shards = [(name, p) for name, p in self.parameters.items() if _is_sharded(p)]
         if shards:
             self._model.reshard()  # type: ignore[operator]  # or the next forward would take what it has gathered
         for name, p in shards:
-            local(p).copy_(self.live[self.places[name]].view(self.shapes[name]))
+            local_part(p).copy_(self.live[self.slices[name]].view(self.shapes[name]))
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor; all of a tensor that is no `DTensor`."""
-    whole: Any = tensor
-    return whole.to_local() if _is_sharded(tensor) else tensor.detach()
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor: its rows of a `DTensor`, all of any other tensor."""
+    dtensor: Any = tensor
+    return dtensor.to_local() if _is_sharded(tensor) else tensor.detach()
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "to_local")  # torch.distributed need not be there
+    return hasattr(tensor, "to_local")  # without importing torch.distributed
 
 
 def _zeros(size: int, device: torch.device) -> torch.Tensor:
-    return torch.zeros(_whole(size), device=device)
+    return torch.zeros(_padded(size), device=device)
 
 
-def _whole(size: int) -> int:
-    return -(-size // ROOM) * ROOM
+def _padded(size: int) -> int:
+    return -(-size // PADDING) * PADDING
 
 
-def places(shapes: Mapping[str, torch.Size], first: Sequence[str]) -> tuple[dict[str, slice], int, int]:
-    """Where each parameter lies, those of `first` at the beginning; where the others begin; and the vector's length."""
+def layout(shapes: Mapping[str, torch.Size], first: Sequence[str]) -> tuple[dict[str, slice], int, int]:
+    """Slices of the parameters in the vector, those of `first` at the start. Returns (slices, start of the others,
+    length)."""
     found, at = {}, 0
     for name in first:
         found[name] = slice(at, at := at + shapes[name].numel())
-    at = begin = _whole(at)
+    at = begin = _padded(at)
     for name in shapes:
         if name not in found:
             found[name] = slice(at, at := at + shapes[name].numel())
@@ -222,7 +232,7 @@ def places(shapes: Mapping[str, torch.Size], first: Sequence[str]) -> tuple[dict
 
 
 def _squares(gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of each row of each gradient, the square of its norm, float64: what ranks that have other rows can add up."""
+    """Squared norm of each row of each gradient, float64. Ranks with different rows can add them up."""
     norms = [torch.linalg.vector_norm(g.flatten(1), dim=1) if g.ndim > 1 else g.abs() for g in gradients.values()]
     squares = torch.cat(norms).double().square_()
     return dict(zip(gradients, torch.split(squares, [len(rows) for rows in norms]), strict=True))

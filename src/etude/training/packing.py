@@ -1,12 +1,12 @@
-"""Which samples are forwarded together, and by which share of the ranks: by what they cost, attention included.
+"""Sequence packing: which samples are forwarded together, and by which data-parallel rank, balanced by cost.
 
 A token costs a product with every active parameter, and one with each token before it: T tokens cost T + T² / τ, where
-at τ tokens a text's attention costs as much as all its other products. Forwards that ranks make at the same time should
-cost the same, since each waits for the slowest at every collective; lengths alone balance the first term only.
+at τ tokens attention costs as much as all other products. Ranks wait for the slowest at every collective, so their
+forward passes should cost the same; balancing lengths alone ignores the second term.
 
-Samples go from the costliest on to the bin with the least cost that has room (Graham's longest processing time first,
-1969: at most 4/3 of the best); bins of like cost become one row, which the shares forward together. Pure and seeded by
-nothing: the same samples give the same plan on every rank.
+Samples go, from the most expensive on, to the cheapest bin with enough capacity (Graham's longest processing time
+first, 1969: at most 4/3 of the optimum). Bins of similar cost form a row, which the ranks forward together.
+Deterministic: the same samples give the same plan on every rank.
 """
 
 from __future__ import annotations
@@ -20,19 +20,22 @@ from etude.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class Cost:
-    """What forwarding a text costs, in tokens of a text without attention.
+    """The cost of forwarding a sequence, in tokens of a sequence without attention.
 
     >>> Cost(even_tokens=1000.0).of(1000)
     2000.0
     """
 
     even_tokens: float
-    """Length at which a text's attention costs as much as its other products."""
+    """Length at which attention costs as much as the other products."""
 
     @classmethod
-    def by(cls, config: ModelConfig) -> Cost:
-        """A token multiplies each parameter it meets once; two tokens that see each other multiply a key's and a
-        value's width for each head. Half of all pairs do. The backward pass doubles both."""
+    def for_model(cls, config: ModelConfig) -> Cost:
+        """The cost for a model.
+
+        A token multiplies with each active parameter once. Two tokens of which one attends to the other multiply the
+        widths of a key and a value per head; half of all pairs do. The backward pass doubles both.
+        """
         c = config
         met = c.num_parameters - c.vocab_size * c.hidden_size  # an embedding is looked up
         met += c.vocab_size * c.hidden_size if c.tie_embeddings else 0
@@ -40,13 +43,15 @@ class Cost:
         return cls(2 * met / (c.num_layers * c.num_heads * (c.head_dim + c.value_dim)))
 
     def of(self, num_tokens: int) -> float:
-        """The cost of one text."""
+        """The cost of one sequence."""
         return num_tokens + num_tokens**2 / self.even_tokens
 
 
 def pack(lengths: Sequence[int], *, shares: int, budget_tokens: int, cost: Cost) -> list[list[list[int]]]:
-    """Rows of one bin a share; a bin is places in `lengths`, ascending, of at most `budget_tokens` together. A longer
-    text has a bin of its own. Bins are empty where there are fewer texts than shares.
+    """Pack samples into rows of one bin per share. A bin is a list of indices into `lengths`, ascending, with at most
+    `budget_tokens` in total.
+
+    A longer sequence has its own bin. Bins are empty where there are fewer sequences than shares.
 
     >>> pack([8, 1, 1, 6], shares=2, budget_tokens=10, cost=Cost(math.inf))
     [[[0], [1, 2, 3]]]
@@ -58,7 +63,9 @@ def pack(lengths: Sequence[int], *, shares: int, budget_tokens: int, cost: Cost)
     order = sorted(range(len(bins)), key=lambda b: (-costs[b], bins[b]))
     rows, loads = [], [0.0] * shares
     for at in range(0, len(order), shares):
-        lightest = sorted(range(shares), key=lambda s: (loads[s], s))  # who has had least takes the costliest
+        lightest = sorted(
+            range(shares), key=lambda s: (loads[s], s)
+        )  # the share with the lowest load takes the most expensive bin
         row: list[list[int]] = [[] for _ in range(shares)]
         for share, one in zip(lightest, order[at : at + shares], strict=True):
             row[share] = bins[one]
@@ -68,7 +75,7 @@ def pack(lengths: Sequence[int], *, shares: int, budget_tokens: int, cost: Cost)
 
 
 def _bins(lengths: Sequence[int], shares: int, budget_tokens: int, cost: Cost) -> list[list[int]]:
-    """A multiple of `shares` bins, as few as hold all."""
+    """Fill the smallest multiple of `shares` bins that holds all samples."""
     number = max(1, math.ceil(sum(min(n, budget_tokens) for n in lengths) / (shares * budget_tokens))) * shares
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     while True:

@@ -1,6 +1,6 @@
-"""A frozen model that says how likely it finds what the policy sampled: the anchor of a KL in the reward or the loss.
+"""The reference policy: a frozen model whose log-probabilities anchor a KL penalty in the reward or the loss.
 
-It routes by itself: a reference is another model, so replaying the sampler's experts in it would mean nothing.
+It chooses experts by itself: routes recorded by the policy mean nothing in another model.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from etude.models.attention import Packed
 from etude.models.checkpoint import load_model
 from etude.numerics.operators import Operators
 from etude.records import Sample
-from etude.training.rows import Rows, lay_flat, microbatches
+from etude.training.flat_batch import FlatBatch, flatten_samples, microbatches
 
 
 class Reference:
-    """The model of a checkpoint, at the temperature that rollouts are sampled with, computed by the policy's
-    `operators` (None: exact, in float32). Raises `CheckpointError`."""
+    """The model of a checkpoint, at the sampling temperature of rollouts.
+
+    `operators`: those of the policy (None: exact, in float32). Raises `CheckpointError`.
+    """
 
     def __init__(
         self,
@@ -36,22 +38,23 @@ class Reference:
         self._temperature, self._budget_tokens = temperature, budget_tokens
 
     @torch.no_grad()
-    def logprobs(self, rows: Rows) -> torch.Tensor:
-        """Log-probability of each sampled token, [R] float32, on the device of the rows."""
+    def logprobs(self, rows: FlatBatch) -> torch.Tensor:
+        """Log-probability of each sampled token, float32 [R], on the device of the rows."""
         logits, _ = self._model(
-            rows.tokens_N, Packed(rows.forwarded, self._model.operators, device=self._device), rows=rows.rows_R
+            rows.tokens_N, Packed(rows.forward_lengths, self._model.operators, device=self._device), rows=rows.rows_R
         )
         logprobs_RV = self._model.operators.log_softmax(logits, rows.temperature(self._temperature))
         return logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0]
 
     def k1(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Rollout id → Σ log π − log π_ref over its sampled tokens, π as the sampler logged it."""
+        """k1 estimate of each rollout: rollout id → Σ log π − log π_ref over its sampled tokens, π as logged by the
+        sampler."""
         sums = {sample.rollout_id: 0.0 for sample in samples}
         for some in microbatches(samples, budget_tokens=self._budget_tokens):
-            rows = lay_flat(some).to(self._device)
+            rows = flatten_samples(some).to(self._device)
             k1_R = (rows.sampler_logprobs_R - self.logprobs(rows)).double().cpu()
             per_sample = torch.zeros(len(some), dtype=torch.float64).index_add_(0, rows.sample_R.cpu(), k1_R)
             for sample, total in zip(some, per_sample.tolist(), strict=True):
                 sums[sample.rollout_id] += total
-            progress.made()
+            progress.tick()
         return sums

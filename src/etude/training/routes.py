@@ -1,10 +1,10 @@
-"""Which of the sampler's routes a forward replays: those that are not too stale, each of them checked.
+"""Router replay: which recorded routes a forward pass replays.
 
-Replay takes routing out of the ratio. On the sampler's own weights that is what is wanted: other experts there are
-rounding's doing. On later weights the router itself has moved, replay hides that from the ratio and pulls the policy to
-routes of the past; so what more than a few versions computed is routed anew, token by token.
+Replay removes routing from the importance ratio. On the sampler's own weights that is right: other experts there result
+from rounding. On later weights the router itself has moved; replay would hide that from the ratio, and pull the policy
+to old routes. So routes more than a few versions old are not replayed.
 
-Pure, without a model. Shapes: T tokens of a path, N tokens forwarded, L layers that have a router, K experts a token.
+Shapes: T tokens of a path, N tokens forwarded, L layers with a router, K experts per token.
 """
 
 from __future__ import annotations
@@ -22,41 +22,46 @@ from etude.records.completion import missing_route
 from etude.records.rollout import UNKNOWN
 from etude.records.wire import Bools, Routes
 
-HINT_OFF = "let engines of this model return routes, or set learner.replay_routes = false"
+HINT_OFF = "make the engines return routes, or set learner.replay_routes = false"
 
 
 @dataclass(frozen=True)
-class Replay:
-    """What is replayed: routes of a model like `model` that were computed at most `max_lag` steps before `step`."""
+class RouteReplay:
+    """Which routes are replayed: those computed by a model like `model` at most `max_lag` steps before `step`."""
 
     model: ModelConfig
     step: int
     max_lag: int
 
     def routes(self, samples: Sequence[Sample], ends: Sequence[int]) -> torch.Tensor:
-        """[N, L, K], of the model's `route_dtype`: the first `ends` positions of each path, `missing_route` where
-        they are too stale. Raises `ParityError`, naming rollout and position, where one that is to be replayed is
-        missing or cannot be this model's."""
+        """Routes of the first `ends` positions of each path, [N, L, K] in the model's `route_dtype`.
+
+        `missing_route` where a route is too old. Raises `ParityError`, naming rollout and position, where a route to
+        replay is missing or invalid for this model.
+        """
         starts, dtype = np.cumsum([0, *ends]), np.dtype(self.model.route_dtype)
         shape = (starts[-1], self.model.num_moe_layers, self.model.top_k)
-        routes, wanted = np.full(shape, missing_route(dtype), dtype), np.zeros(starts[-1], bool)
+        routes, replayed = np.full(shape, missing_route(dtype), dtype), np.zeros(starts[-1], bool)
         for sample, start, end in zip(samples, starts, ends, strict=False):
             there = slice(start, start + end)
-            wanted[there] = ~self._stale(sample, end)
-            if wanted[there].any():
+            replayed[there] = ~self._stale(sample, end)
+            if replayed[there].any():
                 _check_kind(sample, self.model)
                 routes[there] = sample.path.routes[:end]
-        wrong = wanted & _wrong(routes, self.model.num_experts)
+        wrong = replayed & _wrong(routes, self.model.num_experts)
         if wrong.any():
             at = int(wrong.argmax())
             one = int(np.searchsorted(starts, at, side="right")) - 1
             raise _refusal(samples[one].rollout_id, at - int(starts[one]), routes[at], self.model.num_experts)
-        routes[~wanted] = missing_route(dtype)
+        routes[~replayed] = missing_route(dtype)
         return torch.from_numpy(routes)
 
     def _stale(self, sample: Sample, end: int) -> Bools:
-        """[end] A position was computed by the version that sampled or read the token after it; where that is unknown
-        it counts as new. One below `UNKNOWN` is of a lost lineage."""
+        """Whether the route of each position is too old, [end].
+
+        A position was computed by the version that sampled or read the next token. An unknown version counts as new;
+        one below `UNKNOWN` is from a lost lineage.
+        """
         computed_by = sample.path.steps[1 : end + 1]
         stale: Bools = (computed_by != UNKNOWN) & (self.step - computed_by > self.max_lag)
         return stale
@@ -80,7 +85,7 @@ def _check_kind(sample: Sample, of: ModelConfig) -> None:
 
 
 def _wrong(routes: Routes, num_experts: int) -> Bools:
-    """[N] Where some layer has an expert that does not exist, or the same one twice."""
+    """[N] Whether a layer has an expert that does not exist, or the same expert twice."""
     ordered = np.sort(routes, -1)
     wrong: Bools = ((ordered[..., 1:] == ordered[..., :-1]).any(-1) | (ordered[..., -1] >= num_experts)).any(-1)
     return wrong

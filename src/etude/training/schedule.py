@@ -1,16 +1,18 @@
-"""Learning rates over the steps of a run. Pure.
+"""Learning-rate schedule: warm-up, constant, linear decay ("warmup-stable-decay", arXiv 2404.06395).
 
-Warm-up, constant, linear decay ("warmup-stable-decay", arXiv 2404.06395): a run's length is needed for its tail only.
+The length of the run is needed only for the decay.
 """
 
 from __future__ import annotations
 
 
-def rate(step: int, num_steps: int | None, *, warmup_steps: int, decay_from: float, final: float) -> float:
-    """The share of the peak rate at `step` (0 for the first). `decay_from` is a share of the steps, `final` the share
-    reached at the end; `num_steps` None never decays.
+def lr_multiplier(step: int, num_steps: int | None, *, warmup_steps: int, decay_from: float, final: float) -> float:
+    """Multiplier of the peak learning rate at `step` (from 0).
 
-    >>> [round(rate(s, 10, warmup_steps=2, decay_from=0.6, final=0.1), 3) for s in (0, 1, 5, 6, 8, 9)]
+    The rate rises over `warmup_steps`, is constant until the share `decay_from` of `num_steps`, and falls linearly to
+    the share `final`. Without `num_steps` it never decays.
+
+    >>> [round(lr_multiplier(s, 10, warmup_steps=2, decay_from=0.6, final=0.1), 3) for s in (0, 1, 5, 6, 8, 9)]
     [0.5, 1.0, 1.0, 1.0, 0.55, 0.325]
     """
     warm = min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0

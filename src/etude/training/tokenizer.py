@@ -1,7 +1,7 @@
 """Train a byte-level BPE tokeniser and save it as Hugging Face files. Torch-free; takes about a second.
 
-Every byte is a token, so any text can be encoded and nothing is unknown. Digits stay single: a small model copies and
-compares numbers digit by digit. Which tokens are special is the caller's business.
+Every byte is a token, so any text can be encoded. Digits stay single, so that a small model can copy and compare
+numbers digit by digit.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from etude.errors import TaskError
-from etude.sums import write_sums
+from etude.file_checksums import write_sums
 
 PIECES = r"[ .]?[A-Za-z_]+|\d| ?[^\s\w]+|\n *| +|\s|\w"
-"""What merges stay within: a word with the blank or dot before it (`.py`, `.upper` are one token: 11 % fewer tokens on
-the laptop example's corpus), a digit, a run of punctuation, a line's end with the next one's indentation."""
+"""Pre-tokenisation: merges stay within a word with the space or dot before it (`.py` and `.upper` are one token: 11 %
+fewer tokens on the laptop example's corpus), a digit, a run of punctuation, or a line end with the next line's
+indentation."""
 
 
 def train_tokenizer(
@@ -33,16 +34,16 @@ def train_tokenizer(
     """Train on `texts` and write tokenizer.json, tokenizer_config.json, generation_config.json and chat_template.jinja
     into `folder`.
 
-    Special tokens get the ids 0, 1, … in their order. `end_token` and `pad_token` are named as such in the configs if
-    they are among them: generation stops at the first. Raises `TaskError` when the vocabulary has no room for bytes and
+    Special tokens get the ids 0, 1, … in their order. `end_token` and `pad_token` are named in the configs if they are
+    special tokens; generation stops at `end_token`. Raises `TaskError` when the vocabulary is too small for bytes and
     special tokens.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size < len(alphabet) + len(special_tokens):
         raise TaskError(
             f"a vocabulary of {vocab_size} is too small",
-            f"{len(alphabet)} bytes and {len(special_tokens)} special tokens need a place",
-            hint="raise model.vocab_size; 768 serves the laptop example",
+            f"it must hold {len(alphabet)} bytes and {len(special_tokens)} special tokens",
+            hint="raise model.vocab_size; the laptop example has 768",
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

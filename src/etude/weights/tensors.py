@@ -1,8 +1,9 @@
-"""Tensors as raw bits: the name of a dtype, a shape, and codes, one unsigned integer per element. So bf16, which numpy
-lacks, needs no type of its own.
+"""Tensors as raw bits: a dtype name, a shape, and one unsigned integer (the *code*) per element. So dtypes that numpy
+lacks, such as bf16 and fp8, need no special handling.
 
-Digests are defined here: SHA-256 of a tensor's dtype, shape and little-endian bytes. The content digest of a set of
-tensors is SHA-256 over its sorted names and their digests, and becomes `Version.digest`. Knows nothing of deltas.
+This module also defines the digests. A tensor's digest is the SHA-256 of its dtype, shape and little-endian bytes. The
+content digest of a set of tensors is the SHA-256 over its sorted names and their digests; it becomes `Version.digest`.
+Knows nothing of deltas.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from etude import progress
 
 Codes = npt.NDArray[np.unsignedinteger[Any]]
-"""1-D uint8, uint16, uint32 or uint64: the bits of each element."""
+"""1-D array of uint8, uint16, uint32 or uint64: the bits of each element."""
 
 MAX_DIMENSIONS = 8
 MAX_ELEMENTS = 1 << 40
@@ -28,29 +29,31 @@ _COMPARED = 1 << 16
 
 @dataclass(frozen=True)
 class DType:
-    """The bit layout of a code: sign, exponent, mantissa; or an unsigned integer where `exponent_shift` is None.
+    """The bit layout of a dtype's codes: sign, exponent and mantissa, or an unsigned integer if `exponent_shift` is
+    None.
 
-    Deltas are made of *items*: an item is a code, or one of the `parts` of a code, the lowest bits first.
+    Deltas are computed on *items*. An item is a code, or, if `parts` is 2, one of the two halves of a code (low half
+    first).
     """
 
     name: str
-    bits: int  # of a code
-    exponent_shift: int | None = None  # width of the mantissa: the exponent is above it, below the sign
+    bits: int  # bits of a code
+    exponent_shift: int | None = None  # width of the mantissa; above it are the exponent, then the sign
     parts: int = 1
 
     @property
     def codes(self) -> np.dtype[Any]:
-        """The numpy dtype of a tensor's codes: unsigned, `bits` wide."""
+        """The numpy dtype of the codes: unsigned, `bits` wide."""
         return np.dtype(f"u{self.bits // 8}")
 
     @property
     def width(self) -> int:
-        """Number of bits of an item."""
+        """Number of bits of one item."""
         return self.bits // self.parts
 
     @property
     def items(self) -> np.dtype[Any]:
-        """The numpy dtype that holds one item."""
+        """The numpy dtype that stores one item (at least 8 bits wide)."""
         return np.dtype(f"u{max(8, self.width) // 8}")
 
 
@@ -62,8 +65,8 @@ DTYPES = {
         DType("f32", 32, 23),
         DType("f8_e4m3", 8, 3),
         DType("f8_e5m2", 8, 2),
-        DType("f8_e8m0", 8),  # an exponent and nothing else: a scale, as an integer
-        DType("f4_e2m1x2", 8, 1, parts=2),  # two numbers of 4 bits a code, the first in the lower nibble
+        DType("f8_e8m0", 8),  # a scale: an exponent without sign and mantissa, treated as an integer
+        DType("f4_e2m1x2", 8, 1, parts=2),  # two 4-bit numbers per code, the first in the low nibble
         DType("u8", 8),
         DType("u16", 16),
         DType("u32", 32),
@@ -76,11 +79,11 @@ DTYPES = {
         DType("f64", 64, parts=2),
     )
 }
-"""Every dtype a tensor may have, by name."""
+"""All supported dtypes by name."""
 
 
 def to_items(codes: Codes, kind: DType) -> Codes:
-    """Split codes into items, in order; a view where no bit has to move.
+    """Split codes into items, in order. Returns a view if no bit has to move, else a copy.
 
     >>> to_items(np.array([0x21, 0x43], np.uint8), DTYPES["f4_e2m1x2"]).tolist()
     [1, 2, 3, 4]
@@ -99,8 +102,8 @@ def from_items(items: Codes, kind: DType) -> Codes:
 
 @dataclass(frozen=True)
 class Spec:
-    """The dtype and shape of a tensor. Raises `ValueError` for an unknown dtype, or a shape that is negative or too
-    large."""
+    """The dtype name and shape of a tensor. Raises `ValueError` for an unknown dtype, a negative dimension, more than 8
+    dimensions or more than 2^40 elements."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -118,15 +121,17 @@ class Spec:
 
     @property
     def num_bytes(self) -> int:
+        """Size of the tensor in bytes."""
         return self.size * DTYPES[self.dtype].bits // 8
 
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """A tensor with its exact bits. Code that exports weights makes it; the codec and engines read it.
+    """A tensor with its exact bits. Exporters of weights create it; the codec and engines read it.
 
-    `codes` is 1-D, in C order of `shape`, of the unsigned integer dtype `DTYPES[dtype].codes`; it becomes a read-only
-    view. Raises `ValueError` where dtype, shape and codes do not fit together.
+    `dtype`: a name in `DTYPES`, such as "bf16". `codes`: 1-D array of the unsigned dtype `DTYPES[dtype].codes`, in C
+    order of `shape`; the tensor keeps a read-only view of it. Raises `ValueError` if dtype, shape and codes do not fit
+    together.
 
     >>> t = Tensor("bf16", (2, 2), np.array([0x3F80, 0xBF80, 0, 0x8000], np.uint16))  # 1, -1, 0, -0
     >>> t.spec
@@ -157,37 +162,41 @@ class Tensor:
 
     @property
     def num_bytes(self) -> int:
+        """Size of the tensor in bytes."""
         return self.codes.nbytes
 
     def copy(self) -> Tensor:
-        """The same bits in memory of their own."""
+        """A copy in newly allocated memory."""
         return Tensor(self.dtype, self.shape, self.codes.copy())
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether dtype, shape and all bits of two tensors are equal. NaN payloads and the sign of zero count."""
+    """Whether two tensors have the same dtype, shape and bits. NaN payloads and the sign of zero count."""
     if a.spec != b.spec:
         return False
-    parts = range(0, a.codes.size, _COMPARED)  # most tensors that differ do so in the first part
+    parts = range(0, a.codes.size, _COMPARED)  # most different tensors differ in the first part
     return all(np.array_equal(a.codes[at : at + _COMPARED], b.codes[at : at + _COMPARED]) for at in parts)
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """64 hex characters: SHA-256 of ``"bf16 2,2\\n"`` and the little-endian bytes of the codes."""
+    """SHA-256 of a tensor, as 64 hex characters: over the text ``"bf16 2,2\\n"`` (dtype and shape) and the
+    little-endian bytes of the codes."""
     return digest_of_parts(tensor.spec, (tensor.codes,))
 
 
 def digest_of_parts(spec: Spec, parts: Iterable[Codes]) -> str:
-    """As `tensor_digest`, of a tensor whose codes are given part by part, in order."""
+    """Compute `tensor_digest` of a tensor whose codes are passed in consecutive parts."""
     digest = hashlib.sha256(f"{spec.dtype} {','.join(map(str, spec.shape))}\n".encode())
     for codes in parts:
         digest.update(np.ascontiguousarray(codes, dtype=codes.dtype.newbyteorder("<")).data)
-        progress.made()
+        progress.tick()
     return digest.hexdigest()
 
 
 def content_digest(digests: Mapping[str, str]) -> str:
-    """64 hex characters over a set's names and tensor digests: each name in sorted order, a NUL, 32 digest bytes.
+    """Digest of a set of tensors, from their digests by name: 64 hex characters.
+
+    SHA-256 over, for each name in sorted order: the name in UTF-8, a NUL byte, and the 32 bytes of its tensor digest.
 
     >>> content_digest({})[:8]
     'e3b0c442'

@@ -97,7 +97,7 @@ def test_a_line_for_a_pipe_is_short_and_has_what_matters(runs: Path) -> None:
     line = plain_line(RunView(runs / "old"))
     assert len(line) <= 240
     assert "solve rate 0.50" in line
-    assert "trouble" in line
+    assert "problem" in line
 
 
 def test_what_cannot_be_read_is_in_the_report_and_its_exit_code(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,7 +115,7 @@ def test_what_cannot_be_read_is_in_the_report_and_its_exit_code(runs: Path, caps
     for part in (
         "events/conductor.jsonl: 1 line cannot be read",
         "events/conductor.jsonl ends within a line",
-        "events: there is no step 1 and 1 more of 3",
+        "events: step 1 and 1 more of 3 is missing",
         "evals/before.parquet cannot be read",
         "ledger.sqlite cannot be read",
     ):
@@ -133,7 +133,7 @@ def test_restarts_are_in_the_report_and_each_kind_is_counted_by_itself(runs: Pat
     assert main(["report", "old"]) == 0
     page = (runs / "old" / "report.html").read_text()
     assert "<td>engine-0 was restarted</td><td>2</td>" in page
-    assert "<td>worker-0 was silent for too long and was killed</td><td>1</td>" in page
+    assert "<td>worker-0 did not answer and was killed</td><td>1</td>" in page
 
 
 def test_a_path_that_is_not_there_is_named_as_it_was_given(runs: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_path_that_is_not_there_is_named_as_it_was_given(runs: Path) -> None:
 
     history = History(RunFolder.open(runs / "old"), {}, {})
     with pytest.raises(CheckpointError, match=r"no checkpoint at runs/old/checkpoints/gone\n"):
-        history.beginning(1, Path("runs/old/checkpoints/gone"))
+        history.start_checkpoint(1, Path("runs/old/checkpoints/gone"))
     with pytest.raises(NoCheckpoint) as absent:
         existing(Path("runs/gone"))
     assert absent.value.facts == ""

@@ -36,7 +36,7 @@ def _machines() -> None:
 def test_a_command_is_refused_unless_its_user_accepts_it(words: tuple[str, ...]) -> None:
     refused = without_groups(*words)
     assert refused.returncode == Exit.FAILED
-    assert "nothing bounds the memory of a machine here" in refused.stderr
+    assert "the memory of a machine cannot be bounded here" in refused.stderr
     assert "--unbounded-memory" in refused.stderr
     accepted = without_groups(*words[:2], "--unbounded-memory", *words[2:])
     assert accepted.returncode == Exit.DONE, accepted.stderr
@@ -53,17 +53,17 @@ def test_mining_serving_and_building_are_refused_too(tmp_path: Path) -> None:
     ):
         refused = without_groups(*words)
         assert refused.returncode == Exit.FAILED, words
-        assert "nothing bounds the memory of a machine here" in refused.stderr, words
+        assert "the memory of a machine cannot be bounded here" in refused.stderr, words
 
 
 def test_what_tries_the_host_itself_is_not_refused() -> None:
     done = without_groups("machines", "probe")
     assert "namespace" in done.stdout
-    assert "nothing bounds the memory" not in done.stdout + done.stderr
+    assert "the memory of a machine cannot be bounded" not in done.stdout + done.stderr
 
 
 def test_an_evaluation_is_refused_before_it_starts_anything(game: Any) -> None:
     done = without_groups("eval", str(game.start), "--config", str(game.config), "--tasks", "2")
     assert done.returncode == Exit.FAILED
-    assert "nothing bounds the memory of a machine here" in done.stderr
+    assert "the memory of a machine cannot be bounded here" in done.stderr
     assert "starting its engines" not in done.stderr

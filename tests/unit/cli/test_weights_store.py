@@ -194,7 +194,7 @@ def test_a_check_says_which_versions_are_lost_and_that_the_newest_is_whole(steps
     assert main(["weights", "fsck", "store"]) == 1
     said = capsys.readouterr().err
     assert "error: 2 problems in store: v000000-" in said
-    assert f"; affected: {versions[0]}, {versions[1]}; the newest, {newest}, is whole\n  hint: " in said
+    assert f"; affected: {versions[0]}, {versions[1]}; the newest, {newest}, is intact\n  hint: " in said
     assert main(["weights", "follow", "store", "--apply", "live", "--once"]) == 0
     assert holds("live", "c2")
 
@@ -328,7 +328,7 @@ def test_followers_of_a_region_share_a_cache_and_those_without_its_disk_a_relay(
         (["publish", "none", "store"], 2, "no checkpoint at none"),
         (["publish", "c0", "store", "--name", "A/b"], 2, "channel name 'A/b' is not allowed"),
         (["publish", "c0", "store", "--key", "none"], 2, "none cannot be read"),
-        (["publish", "c0", "store", "--key", "c0/model.safetensors"], 2, "holds no key"),
+        (["publish", "c0", "store", "--key", "c0/model.safetensors"], 2, "contains no key"),
         (["key", "c0/model.safetensors"], 2, "exists"),
         (["key", "no/where"], 2, "no/where cannot be written"),
     ],
@@ -379,7 +379,7 @@ def test_a_signed_channel_that_lost_its_pointer_is_not_made_an_unsigned_one(step
     capsys.readouterr()
     assert main(["weights", "repair", "store"]) == 1
     said = capsys.readouterr().err
-    assert "channel 'policy' is signed, and its pointer is gone or damaged" in said
+    assert "channel 'policy' is signed, and its pointer is missing or damaged" in said
     assert "of 3 versions in the store 3 are signed" in said
     assert "hint: give the signer's private key: --key FILE" in said
     assert (pointer.read_bytes() if pointer.exists() else None) == torn
@@ -433,7 +433,7 @@ def test_where_the_pointer_is_lost_nothing_is_published_collected_or_followed(st
         capsys.readouterr()
         assert main(["weights", *command]) == 1
         said = capsys.readouterr().err
-        assert "the pointer of 'policy' is gone" in said
+        assert "the pointer of 'policy' is missing" in said
         assert "etude weights repair" in said
     argv = [sys.executable, "-c", FOLLOW, "weights", *follow, "new"]
     assert subprocess.run(argv, capture_output=True, timeout=60, check=False).returncode == 1, (
@@ -476,7 +476,7 @@ def test_a_step_rises_and_a_name_of_several_versions_names_none(steps, capsys) -
     capsys.readouterr()
     assert main(["weights", "point", "store", "1"]) == 2
     said = capsys.readouterr().err
-    assert "write the whole name" in said
+    assert "give the full name" in said
     names = [name.strip(",") for name in said.split() if name.startswith("v000001-")]
     assert len(names) == 2
     assert main(["weights", "point", "store", names[0]]) == 0
@@ -586,7 +586,7 @@ def test_what_a_lost_pointer_of_a_signed_channel_needs_is_its_key(steps, capsys)
     for command in (["publish", "c3", "store"], ["point", "store", "1"], ["gc", "store"]):
         assert main(["weights", *command]) == 1
         said = capsys.readouterr().err
-        assert "the pointer of 'policy' is gone" in said
+        assert "the pointer of 'policy' is missing" in said
         assert "`etude weights repair RUN|STORE --key FILE`" in said
         assert main(["weights", *command, "--key", "other"]) == 1
         said = capsys.readouterr().err
@@ -619,7 +619,7 @@ def test_a_follower_says_once_that_the_pointer_is_gone(steps, capsys, monkeypatc
     assert main(["weights", "follow", "store", "--apply", "live"]) == 130
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("v000001-")
-    assert [line.startswith("waiting: the pointer of 'policy' is gone") for line in said[1:]] == [True, False] * 2
+    assert [line.startswith("waiting: the pointer of 'policy' is missing") for line in said[1:]] == [True, False] * 2
 
 
 @pytest.mark.parametrize("argv", [["repair", "store"], ["point", "store", "0"], ["diff", "0", "0", "store"]])

@@ -18,7 +18,7 @@ def test_events_of_all_processes_are_merged_by_time(writer):
     writer.event(3.0, "engine-1", "engine.adopt", step=2)
     writer.event(1.0, "engine-0", "engine.adopt", step=1)
     view = RunView(writer.path)
-    assert [event["step"] for event in view.of("engine.adopt")] == [1, 2]
+    assert [event["step"] for event in view.events("engine.adopt")] == [1, 2]
     assert (view.began, view.now) == (1.0, 3.0)
 
 
@@ -29,13 +29,13 @@ def test_a_refresh_reads_only_what_is_new_and_waits_for_whole_lines(writer):
         file.write('{"t": 2.0, "kind": "mid.step", "step": 2')
         file.flush()
         view.refresh()
-        assert len(view.of("mid.step")) == 1
+        assert len(view.events("mid.step")) == 1
         file.write("}\n")
     view.refresh()
-    assert [event["step"] for event in view.of("mid.step")] == [1, 2]
+    assert [event["step"] for event in view.events("mid.step")] == [1, 2]
     writer.event(3.0, "learner", "mid.step", step=3)
     view.refresh()
-    assert len(view.of("mid.step")) == 3
+    assert len(view.events("mid.step")) == 3
 
 
 def test_a_step_done_again_counts_once_as_it_was_done_last(writer):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from etude.dashboard.panels import fleet
-from etude.dashboard.read import RunView
 from etude.dashboard.regions import engines, rows
+from etude.dashboard.run_view import RunView
 
 T0 = 1000.0
 
@@ -36,7 +36,7 @@ def test_a_lane_is_empty_while_an_engine_is_lost_and_half_full_while_it_catches_
     assert state.bars == [(0, 2, 0.5), (2, 6, 1.0), (8, 9, 0.5), (9, 10, 1.0)]
     assert running.bars == [(2, 4, 0.5), (4, 6, 0.5)]
     assert version.bars == [(2, 4, 3 / 8), (4, 6, 0.5), (8, 9, 0.5), (9, 10, 1.0)]
-    assert (state.note, running.note, version.note) == ("serving", "20% of its room", "step 8")
+    assert (state.note, running.note, version.note) == ("serving", "20% of its capacity", "step 8")
 
 
 def test_an_engine_that_never_held_a_version_has_a_lane_and_no_run_without_any_has_one(writer):

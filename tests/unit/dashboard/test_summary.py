@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from etude.dashboard import RunView, explained, plain_line, render, result_lines, summarise
+from etude.dashboard import RunView, plain_line, render, result_lines, summarise, terms_legend
 from etude.dashboard.glossary import GLOSSARY
 from etude.dashboard.panels import deltas
 from etude.dashboard.report import page
-from etude.dashboard.terminal import words_in
+from etude.dashboard.terminal import terms_in
 from etude.dashboard.utilisation import cpu_s, idle, lanes
 
 
@@ -85,12 +85,12 @@ def test_a_run_that_had_nothing_to_learn_from_says_why(writer):
     why = summarise(writer.path)["nothing_learnt"]
     assert why == (
         "in none of 2 steps did the rewards of a group differ; all 6 rollouts have reward 0; "
-        "they ended by context (6), before the model was asked once"
+        "they ended by context (6), before the model was called"
     )
-    assert f"Nothing could be learnt</strong>: {why}." in page(RunView(writer.path))
+    assert f"Nothing could be learned</strong>: {why}." in page(RunView(writer.path))
     writer.event(3.0, "conductor", "rl.step", step=3, no_signal_share=0.9, reward_mean=0.1)
     assert summarise(writer.path)["nothing_learnt"] is None
-    assert "Nothing could be learnt" not in page(RunView(writer.path))
+    assert "Nothing could be learned" not in page(RunView(writer.path))
 
 
 def test_lag_is_counted_over_rollouts(writer):
@@ -128,7 +128,7 @@ def test_where_most_weights_change_no_share_of_the_bound_is_told(writer):
     assert "no weight" not in said
     panel = deltas(RunView(writer.path))
     assert panel is not None
-    assert "Most of what is published changes" in panel.note
+    assert "Most published values change" in panel.note
 
 
 def test_pauses_count_where_requests_were_in_flight(writer):
@@ -186,7 +186,7 @@ def test_the_terminal_names_trouble(writer):
     writer.everything(until="rl", rl_steps=3)
     writer.event(2e9, "conductor", "process", name="engine-1", state="hung")
     writer.event(2e9 + 1, "conductor", "process", name="engine-1", state="restart")
-    assert "engine-1 was silent for too long and was killed" in shown(RunView(writer.path))
+    assert "engine-1 did not answer and was killed" in shown(RunView(writer.path))
     assert "before it" not in shown(RunView(writer.path)), "its restart belongs to the same loss"
     writer.event(2e9 + 2, "conductor", "process", name="engine-1", state="ready")
     writer.event(2e9 + 3, "conductor", "process", name="engine-1", state="restart")
@@ -219,7 +219,7 @@ def test_the_terminal_says_what_an_alarm_of_parity_did(writer):
     writer.everything(until="rl", rl_steps=3)
     writer.event(2e9, "conductor", "parity.alarm", engine="engine-1", step=2, defence="replay")
     said = " ".join(shown(RunView(writer.path)).split())
-    assert "engine-1: over the parity budget at step 2; the learner takes replay" in said
+    assert "engine-1: over the parity budget at step 2; the learner now uses replay" in said
 
 
 def test_one_plain_line_says_what_matters_without_graphics(writer):
@@ -248,7 +248,7 @@ def test_a_run_in_which_nothing_was_learned_says_so_and_not_how_well_nothing_tra
     view = RunView(writer.path)
     assert summarise(writer.path)["weights"]["share_of_bound"] is None
     said = "\n".join(result_lines(writer.path)) + shown(view)
-    assert "no weight differs" in said
+    assert "without any difference" in said
     assert "no weight has changed" in said
     assert "of the bound" not in said
     assert "smaller" not in said
@@ -257,11 +257,11 @@ def test_a_run_in_which_nothing_was_learned_says_so_and_not_how_well_nothing_tra
 def test_the_words_of_the_view_are_explained_where_they_are_used_as_the_list_of_words_has_them(writer):
     writer.everything(until="rl", rl_steps=23)
     view = RunView(writer.path)
-    assert {"lag", "delta", "bound", "pause"} <= set(words_in(view))
+    assert {"lag", "delta", "bound", "pause"} <= set(terms_in(view))
     rows = (Path(__file__).parents[3] / "docs" / "concepts" / "words.md").read_text()
     for word, meaning in GLOSSARY.items():
         assert f"| {word} | {meaning} |" in rows
-    assert GLOSSARY["bound"] in " ".join(shown(view, explained).split())
+    assert GLOSSARY["bound"] in " ".join(shown(view, terms_legend).split())
     assert GLOSSARY["bound"] not in " ".join(shown(view).split())
 
 

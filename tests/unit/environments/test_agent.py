@@ -21,7 +21,7 @@ from tests.here import opened
 from tests.local_agent import LocalAgent, LocalAgents, entries
 
 from etude.environments.agent import AgentMachine, Channel, commands, program, protocol
-from etude.environments.agent.channel import Lost
+from etude.environments.agent.channel import ChannelLost
 from etude.environments.agent.protocol import Frame, Parser, ProtocolError, frame
 from etude.errors import MachineError
 from etude.records.command import MAX_COMMAND_BYTES, Command, Printed
@@ -179,12 +179,12 @@ def test_an_answer_that_nobody_waits_for_ends_the_channel_by_name() -> None:
         host, guest = socket.socketpair()
         channel, loop = Channel(os.dup(host.fileno())), asyncio.get_running_loop()
         guest.setblocking(False)
-        asking = asyncio.create_task(channel.ask(protocol.PING, deadline_s=20.0))
+        asking = asyncio.create_task(channel.request(protocol.PING, deadline_s=20.0))
         [asked] = Parser().feed(await loop.sock_recv(guest, 4096))
         await loop.sock_sendall(guest, 2 * frame(protocol.DONE, asked.id))
         assert await asking == b""
-        with pytest.raises(Lost, match=r"its agent sent an answer of kind .* that nobody waits for"):
-            await channel.ask(protocol.PING, deadline_s=20.0)
+        with pytest.raises(ChannelLost, match=r"its agent sent an answer of kind .* that no request waits for"):
+            await channel.request(protocol.PING, deadline_s=20.0)
         host.close()
         guest.close()
 
@@ -216,7 +216,7 @@ def test_an_agent_that_never_comes_up_is_the_hosts_fault():
     async def test(agent):
         pass
 
-    with pytest.raises(Lost, match="channel"):
+    with pytest.raises(ChannelLost, match="channel"):
         with_agent(test, "--no-such-option")
 
 
@@ -257,7 +257,7 @@ def test_a_deadline_holds_where_the_host_has_stopped_reading():
         channel = agent.channel
         flood = Command.of(["sh", "-c", f"sleep {marker} & yes"], key="1", deadline_s=1.0, output_bytes=100)
         asyncio.get_running_loop().remove_reader(channel._in)
-        channel.send(protocol.run(7, flood, protocol.WHOLE))
+        channel.send(protocol.run(7, flood, protocol.ALL_OUTPUT))
         await until(lambda: bool(alive(marker)), "it runs")
         await until(lambda: not alive(marker), "it was ended")
         held_kb = int(Path(f"/proc/{agent.process.pid}/status").read_text().partition("VmRSS:")[2].split()[0])
@@ -311,7 +311,7 @@ def test_a_file_for_an_agent_that_takes_nothing_is_late(monkeypatch):
             pass
 
         machine = AgentMachine(channel, env={}, users=("user",), snapshot=None, end=end, blame=lambda: "")
-        with pytest.raises(FileNotFoundError, match="not enough for its agent to take"):
+        with pytest.raises(FileNotFoundError, match="too short for its agent to take"):
             await asyncio.wait_for(machine.write("large", bytes(4 << 20)), 20)
         os.close(ours[1])
         os.close(theirs[0])
@@ -485,7 +485,7 @@ def test_an_agent_that_slept_through_a_message_is_nudged() -> None:
         host, guest = socket.socketpair()
         channel, loop = Channel(os.dup(host.fileno()), nudge_s=0.01), asyncio.get_running_loop()
         guest.setblocking(False)
-        asking = asyncio.create_task(channel.ask(protocol.PING, deadline_s=20.0))
+        asking = asyncio.create_task(channel.request(protocol.PING, deadline_s=20.0))
         parser, heard = Parser(), list[Frame]()
         while len(heard) < 2:  # it wakes at the second
             heard += parser.feed(await loop.sock_recv(guest, 4096))

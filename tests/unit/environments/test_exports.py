@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.environments.judging import RIGHT, TASK, on_machines
 
-from etude.environments import exports_of, reference_exports, take_exports, validate_exports
+from etude.environments import reference_exports, simulate_exports, take_exports, validate_exports
 from etude.errors import MachineError, TaskError
 from etude.records.exports import covers, is_declarable, is_plain
 from etude.records.task import Answer
@@ -76,7 +76,7 @@ def test_a_declaration_that_cannot_be_one_is_the_tasks_fault(declared):
     runtime = MemoryRuntime()
     task = msgspec.structs.replace(TASK, exports=(declared,))
     with pytest.raises(TaskError, match="plain relative path"):
-        asyncio.run(exports_of(runtime, task))
+        asyncio.run(simulate_exports(runtime, task))
 
 
 def test_a_state_needs_a_runtime_that_gives_it_away():
@@ -88,8 +88,8 @@ def test_a_state_needs_a_runtime_that_gives_it_away():
             self.info, self.prepare, self.fork, self.close = inner.info, inner.prepare, inner.fork, inner.close
 
     task = msgspec.structs.replace(TASK, state=True)
-    with pytest.raises(MachineError, match="memory machines stay where they are"):
-        asyncio.run(exports_of(Stays(), task))
+    with pytest.raises(MachineError, match="snapshots of memory machines cannot be packed"):
+        asyncio.run(simulate_exports(Stays(), task))
 
 
 def test_a_reference_that_fails_is_named():

@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 from tests.here import opened
 
 from etude.environments import MachineLimits
-from etude.environments.fair_time import PATIENCE, FairClock, Host, Use, fairly, lost, of_group, read_host
+from etude.environments.fair_time import (
+    MAX_EXTENSION,
+    FairClock,
+    HostUsage,
+    MachineUsage,
+    cgroup_usage,
+    host_usage,
+    lost_seconds,
+    wait_until_deadline,
+)
 from etude.environments.namespace import NamespaceRuntime
 from etude.records.command import ExecResult
 from etude.seams import Machine
@@ -27,32 +36,53 @@ WAITS = st.dictionaries(st.integers(1, 9), SECONDS, max_size=5)
 @given(SECONDS, st.floats(0.05, 64), st.integers(1, 64), SECONDS, WAITS)
 def test_a_machine_alone_on_its_host_loses_nothing(wall_s, cores, num_cores, used_s, waits):
     used_s = min(used_s, num_cores * wall_s)
-    assert lost(wall_s, Use(0.0, {}), Use(used_s, waits), Host(0.0, num_cores), Host(used_s, num_cores), cores) == 0
+    assert (
+        lost_seconds(
+            wall_s,
+            MachineUsage(0.0, {}),
+            MachineUsage(used_s, waits),
+            HostUsage(0.0, num_cores),
+            HostUsage(used_s, num_cores),
+            cores,
+        )
+        == 0
+    )
 
 
 @given(SECONDS, st.floats(0.05, 64), st.integers(1, 64), SECONDS, SECONDS, WAITS)
 def test_no_more_is_lost_than_its_threads_waited_and_than_passed(wall_s, cores, num_cores, used_s, busy_s, waits):
-    found = lost(wall_s, Use(0.0, {}), Use(used_s, waits), Host(0.0, num_cores), Host(busy_s, num_cores), cores)
+    found = lost_seconds(
+        wall_s,
+        MachineUsage(0.0, {}),
+        MachineUsage(used_s, waits),
+        HostUsage(0.0, num_cores),
+        HostUsage(busy_s, num_cores),
+        cores,
+    )
     assert 0.0 <= found <= min(wall_s, sum(waits.values()))
 
 
 @given(SECONDS, st.floats(0.05, 64), st.integers(1, 64), SECONDS, SECONDS, SECONDS, WAITS)
 def test_a_machine_that_does_more_itself_gets_back_no_more(wall_s, cores, num_cores, used_s, more_s, others_s, waits):
     def of(own_s: float) -> float:
-        host = Host(others_s + own_s, num_cores)
-        return lost(wall_s, Use(0.0, {}), Use(own_s, waits), Host(0.0, num_cores), host, cores)
+        host = HostUsage(others_s + own_s, num_cores)
+        return lost_seconds(
+            wall_s, MachineUsage(0.0, {}), MachineUsage(own_s, waits), HostUsage(0.0, num_cores), host, cores
+        )
 
     assert of(used_s + more_s) <= of(used_s) + 1e-6
 
 
 def test_a_thread_is_counted_from_when_it_was_seen_and_one_that_has_ended_no_more():
-    before, after = Use(0.0, {1: 5.0, 2: 7.0}), Use(0.0, {2: 8.0, 3: 0.5})
-    assert lost(10.0, before, after, Host(0.0, 1), Host(10.0, 1), 1.0) == 1.5
+    before, after = MachineUsage(0.0, {1: 5.0, 2: 7.0}), MachineUsage(0.0, {2: 8.0, 3: 0.5})
+    assert lost_seconds(10.0, before, after, HostUsage(0.0, 1), HostUsage(10.0, 1), 1.0) == 1.5
 
 
 def clock_of(took: Callable[[float], float], now: list[float]) -> FairClock:
     """A clock on a host of one core that others have all of, by a machine whose wait is a function of the time."""
-    return FairClock(lambda: Use(0.0, {1: took(now[0])}), cores=1.0, host=lambda: Host(now[0], 1), now=lambda: now[0])
+    return FairClock(
+        lambda: MachineUsage(0.0, {1: took(now[0])}), cores=1.0, host=lambda: HostUsage(now[0], 1), now=lambda: now[0]
+    )
 
 
 def test_a_deadline_moves_by_what_is_lost_and_to_a_bound():
@@ -60,18 +90,18 @@ def test_a_deadline_moves_by_what_is_lost_and_to_a_bound():
     clock = clock_of(lambda at: at / 2, now)
     now[0] = 8.0
     assert clock.left_s(10.0) == 2.0
-    clock.look()
+    clock.update()
     assert (clock.lost_s, clock.left_s(10.0)) == (4.0, 6.0)
     starved = clock_of(lambda at: at, now)
     now[0] = 1e6
-    starved.look()
-    assert starved.left_s(10.0) == 8.0 + 10.0 * PATIENCE - 1e6
+    starved.update()
+    assert starved.left_s(10.0) == 8.0 + 10.0 * MAX_EXTENSION - 1e6
 
 
 def test_without_a_measure_a_deadline_is_wall_time():
     clock = FairClock(lambda: None, cores=1.0)
-    assert not clock.counts
-    clock.look()
+    assert not clock.is_available
+    clock.update()
     assert clock.lost_s == 0
 
 
@@ -79,10 +109,15 @@ def test_at_its_deadline_a_command_is_killed_once():
     async def main() -> None:
         killed: list[int] = []
         ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        late, lost_s = await fairly(ended, FairClock(lambda: None, cores=1.0), 0.01, lambda: killed.append(1))
+        late, lost_s = await wait_until_deadline(
+            ended, FairClock(lambda: None, cores=1.0), 0.01, lambda: killed.append(1)
+        )
         assert (late, lost_s, killed) == (True, 0.0, [1])
         ended.set_result(3)
-        assert await fairly(ended, FairClock(lambda: None, cores=1.0), 0.01, lambda: killed.append(2)) == (False, 0.0)
+        assert await wait_until_deadline(ended, FairClock(lambda: None, cores=1.0), 0.01, lambda: killed.append(2)) == (
+            False,
+            0.0,
+        )
         assert killed == [1]
 
     asyncio.run(main())
@@ -92,19 +127,19 @@ def test_at_its_deadline_a_command_is_killed_once():
 def test_files_that_are_not_what_they_should_be_are_no_measure(tmp_path, text):
     (tmp_path / "usage").write_text(text)
     (tmp_path / "tasks").write_text(text)
-    assert of_group(str(tmp_path / "usage"), str(tmp_path / "tasks"))() is None
-    assert of_group(str(tmp_path / "gone"), str(tmp_path / "tasks"))() is None
+    assert cgroup_usage(str(tmp_path / "usage"), str(tmp_path / "tasks"))() is None
+    assert cgroup_usage(str(tmp_path / "gone"), str(tmp_path / "tasks"))() is None
 
 
 def test_both_versions_of_control_groups_are_read(tmp_path):
     (tmp_path / "tasks").write_text(f"{os.getpid()}\n")
     for text in ("2500000000\n", "usage_usec 2500000\nuser_usec 1\n"):
         (tmp_path / "usage").write_text(text)
-        use = of_group(str(tmp_path / "usage"), str(tmp_path / "tasks"))()
+        use = cgroup_usage(str(tmp_path / "usage"), str(tmp_path / "tasks"))()
         assert use is not None
         assert use.cpu_s == 2.5
         assert set(use.waits) == {os.getpid()}
-    assert read_host() is not None
+    assert host_usage() is not None
 
 
 # ------------------------------------------------------------------------------------------------ on a busy host
@@ -132,7 +167,7 @@ def on_busy_host(test: Callable[[Machine], Awaitable[None]]) -> None:
     async def main() -> None:
         runtime = opened("namespace", lambda: NamespaceRuntime(MachineLimits()))
         try:
-            if runtime._pool.launcher.facts["accounts"] is None:
+            if runtime._pool.launcher.info["accounts"] is None:
                 pytest.skip("no control group counts CPU time here")
             [machine] = await runtime.fork(await runtime.prepare({}), 1)
             with busy_host():
@@ -175,7 +210,7 @@ def test_whatever_a_command_does_beside_hogs_it_times_out_and_is_no_failure_of_t
     async def test(machine: Machine) -> None:
         result = await spin(machine, ["python", "-c", ABUSES[abuse]])
         assert result.timed_out
-        assert result.lost_s <= DEADLINE_S * PATIENCE
+        assert result.lost_s <= DEADLINE_S * MAX_EXTENSION
         after = await machine.exec(["python", "-c", "print(1)"], key="after", deadline_s=30)
         assert after.output == b"1\n"
 

@@ -16,9 +16,8 @@ from tests.unit.environments.judging import on_machines
 from etude import __version__
 from etude.environments import MachineGrader, NamespaceRuntime, validate_exports
 from etude.environments.grading.data import same
-from etude.environments.grading.ground import Ground
-from etude.environments.grading.python import Pythons
-from etude.environments.grading.verdicts import Broken
+from etude.environments.grading.machines import GradingMachines, PythonFinder
+from etude.environments.grading.verdicts import GradingFault
 from etude.errors import MachineError
 from etude.records.exports import is_plain
 from etude.records.image import Image
@@ -417,7 +416,7 @@ class CountsTrees(MemoryRuntime):
 def test_runs_that_start_together_have_one_base_which_is_prepared_once():
     async def main() -> int:
         runtime, hidden = CountsTrees(), {"t.py": ""}
-        ground = Ground(runtime, task())
+        ground = GradingMachines(runtime, task())
         work = {"calc.py": b""}
         assert len({*await asyncio.gather(*(ground.snapshot(work, hidden) for _ in range(5)))}) == 1
         return runtime.prepared
@@ -444,17 +443,17 @@ class DebianRuntime(MemoryRuntime):
 def test_an_image_whose_python_is_called_python3_is_asked_once():
     async def main() -> tuple[list[str], int]:
         runtime, image = DebianRuntime(), Image(digest="a" * 64)
-        pythons = Pythons(runtime)
-        return [await pythons.of(each) for each in (image, image, None)], runtime.forked
+        finder = PythonFinder(runtime)
+        return [await finder.find(each) for each in (image, image, None)], runtime.forked
 
     assert asyncio.run(main()) == (["python3", "python3", "python"], 1)
 
 
 def test_files_of_an_image_that_cannot_be_removed_are_the_tasks_fault():
     async def test(runtime: Runtime) -> None:
-        await Ground(runtime, task())._without(await runtime.prepare({}), ["."])
+        await GradingMachines(runtime, task())._remove_files(await runtime.prepare({}), ["."])
 
-    with pytest.raises(Broken, match="cannot be removed") as error:
+    with pytest.raises(GradingFault, match="cannot be removed") as error:
         on_machines(test)
     assert error.value.boundary is Boundary.TASK
 

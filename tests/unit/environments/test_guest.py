@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from etude.environments.namespace.guest import cgroups, files, seccomp
 from etude.environments.namespace.guest.python import serves
-from etude.environments.output import Capped
+from etude.environments.output import OutputBuffer
 
 X86, ARM = "x86_64", "aarch64"
 ARCH = {X86: 0xC000003E, ARM: 0xC00000B7}
@@ -180,10 +180,10 @@ def test_replacing_a_file_truncates_it_and_keeps_its_mode(tmp_path, root):
 
 @given(st.lists(st.binary(max_size=300)), st.integers(0, 400))
 def test_output_is_whole_or_capped_with_its_head_and_tail(chunks, limit):
-    whole, capped = b"".join(chunks), Capped(limit)
+    whole, capped = b"".join(chunks), OutputBuffer(limit)
     for chunk in chunks:
         capped.add(chunk)
-        assert capped.num_held <= 3 * limit
+        assert capped.num_buffered <= 3 * limit
     value = capped.value()
     assert len(value) <= limit
     assert capped.truncated == (len(whole) > limit)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.unit.environments.judging import RIGHT, judge, on_machines
 
-from etude.environments.grading.reports import runner
+from etude.environments.grading.machines import runner_source
 from etude.records.rollout import Boundary, Graded, Invalid
 from etude.records.task import Answer, HiddenTests, Runner
 
@@ -228,7 +228,7 @@ def test_code_that_hangs_costs_one_deadline_not_one_for_each_test():
     outcome = judge(
         units(names, source, deadline_s=3.0),
         "while True: pass",
-        grader={**QUICK, "longest_s": 60.0},
+        grader={**QUICK, "total_deadline_s": 60.0},
     )
     assert outcome.grade == 0.0
     assert "deadline" in outcome.reason
@@ -377,7 +377,7 @@ def run_here(folder: Any, source: str, **request: Any) -> Any:
     """The runner's report from an interpreter without site-packages, so without pytest."""
     (folder / "test_p.py").write_text(source)
     told = subprocess.run(
-        [sys.executable, "-S", "-c", runner("tests")],
+        [sys.executable, "-S", "-c", runner_source("tests")],
         input=json.dumps({"nonce": "n", "program": "pytest", "roots": [], **request}).encode(),
         stdout=subprocess.PIPE,
         cwd=folder,

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from tests.here import opened
 
-from etude.environments.backends import runtime_of
-from etude.environments.config import MIB, MachineLimits, MachinesConfig, require_bound
-from etude.environments.gvisor.groups import SENTRY_BYTES, Groups
+from etude.environments.backends import runtime_from_config
+from etude.environments.config import MIB, MachineLimits, MachinesConfig, check_memory_bound
+from etude.environments.gvisor.cgroups import SENTRY_BYTES, SandboxCgroups
 from etude.environments.namespace import NamespaceRuntime
 from etude.errors import MachineError
 
@@ -37,17 +37,17 @@ print("escaped", flush=True)
 
 WITHOUT_GROUPS = """
 import asyncio
-from etude.environments.backends import runtime_of
+from etude.environments.backends import runtime_from_config
 from etude.environments.config import MachinesConfig
 from etude.errors import MachineError
 
 async def main():
     try:
-        await runtime_of(MachinesConfig()).close()
+        await runtime_from_config(MachinesConfig()).close()
         print("started")
     except MachineError as error:
         print(error)
-    runtime = runtime_of(MachinesConfig(require_memory_bound=False))
+    runtime = runtime_from_config(MachinesConfig(require_memory_bound=False))
     print(runtime.limits["memory"])
     [machine] = await runtime.fork(await runtime.prepare({}), 1)
     print((await machine.exec(["python", "-c", "print(6 * 7)"], key="1", deadline_s=30)).output)
@@ -64,7 +64,7 @@ def test_a_run_refuses_a_host_without_memory_groups_unless_told_to_go_on():
     command = ["unshare", *as_root, "--mount", "sh", "-c", hide, "sh", sys.executable, "-c", WITHOUT_GROUPS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "nothing bounds the memory of a machine here" in done.stdout
+    assert "the memory of a machine cannot be bounded here" in done.stdout
     assert "require_memory_bound = false" in done.stdout
     assert "started" not in done.stdout
     assert "per process only" in done.stdout
@@ -74,9 +74,9 @@ def test_a_run_refuses_a_host_without_memory_groups_unless_told_to_go_on():
 def test_what_is_required_and_what_the_laptop_accepts():
     assert MachinesConfig().require_memory_bound
     assert not MachineLimits().require_memory_bound
-    require_bound(MachinesConfig(), {"memory": 1})
-    with pytest.raises(MachineError, match="nothing bounds the memory"):
-        require_bound(MachinesConfig(), ("cpu", "pids"))
+    check_memory_bound(MachinesConfig(), {"memory": 1})
+    with pytest.raises(MachineError, match="the memory of a machine cannot be bounded"):
+        check_memory_bound(MachinesConfig(), ("cpu", "pids"))
     example = tomllib.loads((Path(__file__).parents[3] / "examples/laptop/config.toml").read_text())
     assert example["machines"]["require_memory_bound"] is False
 
@@ -100,7 +100,7 @@ def test_files_in_memory_that_nobody_maps_count_towards_a_machines_bound():
 
 
 def test_a_sandboxs_processes_start_inside_of_its_bound():
-    groups = Groups(MachineLimits(memory_bytes=32 * MIB), count=2)
+    groups = SandboxCgroups(MachineLimits(memory_bytes=32 * MIB), count=2)
     try:
         if "memory" not in groups.controllers:
             pytest.skip("no memory control group here")
@@ -120,7 +120,7 @@ def test_a_sandboxs_processes_start_inside_of_its_bound():
 
 
 def test_without_groups_a_sandbox_starts_as_it_is(tmp_path):
-    groups = Groups(MachineLimits(), count=1)
+    groups = SandboxCgroups(MachineLimits(), count=1)
     groups.close()
     command = groups.inside(groups.take(), ["sh", "-c", "echo $0 -- $1", "a b", "c"])
     assert subprocess.run(command, capture_output=True, text=True).stdout == "a b -- c\n"
@@ -128,5 +128,5 @@ def test_without_groups_a_sandbox_starts_as_it_is(tmp_path):
 
 def test_the_backends_config_reaches_the_check():
     opened("namespace", lambda: None)
-    runtime = runtime_of(MachinesConfig(require_memory_bound=False))
+    runtime = runtime_from_config(MachinesConfig(require_memory_bound=False))
     asyncio.run(runtime.close())

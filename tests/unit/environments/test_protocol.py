@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from tests.here import opened
 
 from etude.environments import NamespaceRuntime
-from etude.environments.agent.commands import Unconfined, as_outcome
+from etude.environments.agent.commands import ConfinementFailed, as_outcome
 from etude.environments.namespace.guest import files, wire
-from etude.environments.namespace.machine import NamespaceMachine, Output
+from etude.environments.namespace.machine import NamespaceMachine, PipeOutput
 from etude.environments.namespace.snapshots import Snapshots
-from etude.environments.paths import inside
+from etude.environments.paths import encode_path
 from etude.errors import MachineError
 
 FRAMES = st.tuples(st.integers(0, 255), st.lists(st.binary(max_size=30), max_size=5))
@@ -70,7 +70,7 @@ async def begun(machine: Any, argv: list[str]) -> asyncio.Task[Any]:
 
 
 def test_a_machine_runs_a_bounded_number_of_commands(monkeypatch):
-    monkeypatch.setattr("etude.environments.commands.MAX_COMMANDS", 1)
+    monkeypatch.setattr("etude.environments.command_registry.MAX_COMMANDS", 1)
 
     async def use(machine):
         first = await machine.exec(["true"], key="1", deadline_s=20)
@@ -109,8 +109,8 @@ def test_a_command_that_ends_with_the_code_of_a_broken_one_is_an_ordinary_result
 
 def test_a_command_that_cannot_be_confined_is_the_hosts_fault(monkeypatch):
     async def use(machine):
-        machine._made = machine._made._replace(slot=10_000)  # whose control groups do not exist
-        if not machine._launcher.facts["cgroups"]:
+        machine._handle = machine._handle._replace(slot=10_000)  # whose control groups do not exist
+        if not machine._launcher.info["cgroups"]:
             pytest.skip("no control groups")
         with pytest.raises(MachineError, match="could not be confined"):
             await machine.exec(["python", "-c", "pass"], key="1", deadline_s=20)
@@ -130,8 +130,8 @@ def test_a_user_whom_a_machine_cannot_become_is_a_command_that_did_not_start():
 
 
 def test_what_an_untouched_machine_cannot_confine_is_the_hosts_fault():
-    refusal = Unconfined(
-        "a command could not be confined", "joining its control group", hint="see the machine's limits"
+    refusal = ConfinementFailed(
+        "a command could not be confined", "joining its control group", hint="check the machine's limits"
     )
     with pytest.raises(MachineError, match="could not be confined"):
         as_outcome(refusal, used=False)
@@ -206,7 +206,7 @@ def test_a_machine_that_is_let_go_in_the_middle_of_a_command_gives_its_descripto
 def test_output_after_the_end_of_its_writers_is_taken_whole():
     async def main():
         pipe, writer = os.pipe()
-        output = Output([pipe], 100_000)
+        output = PipeOutput([pipe], 100_000)
         os.write(writer, b"x" * 4000)
         os.close(writer)
         assert not output.end()
@@ -236,7 +236,7 @@ def test_a_snapshot_is_a_tree_that_can_be_loaded(tmp_path):
 @given(st.text(max_size=20))
 def test_a_path_is_inside_or_refused(path):
     try:
-        plain = inside(path)
+        plain = encode_path(path)
     except (ValueError, UnicodeEncodeError):
         return
     assert not plain.startswith(b"/")

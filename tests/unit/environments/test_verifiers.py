@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from tests.unit.environments.judging import RIGHT, TASK, judge, on_machines
 
-from etude.environments import MachineGrader, exports_of, reference_exports, take_exports
-from etude.environments.grading.verifier import _judged, installed
+from etude.environments import MachineGrader, reference_exports, simulate_exports, take_exports
+from etude.environments.grading.verifier import _run_verifier, installed_modules
 from etude.records.exports import STATE
 from etude.records.rollout import Boundary, Graded, Invalid
 from etude.records.task import Answer, Trust, Verifier
@@ -42,7 +42,7 @@ def test_a_written_number_is_a_verdict_and_only_the_verifiers_counts():
     )
     assert (right.grade, right.values["tests"]) == (1.0, 1.0)
     assert (wrong.grade, wrong.values) == (0.25, {"grade": 0.25, "tests": 0.25, "pass": 0.0})
-    assert (cheat.grade, cheat.reason) == (0.0, "the verifier ended with exit code 0 and wrote nothing for a reward")
+    assert (cheat.grade, cheat.reason) == (0.0, "the verifier ended with exit code 0 and wrote nothing as the reward")
 
 
 def test_work_that_is_partly_right_and_gives_what_a_canary_wants_is_no_forgery():
@@ -67,7 +67,7 @@ def test_what_would_configure_a_verifier_or_be_found_instead_of_the_library_is_t
 def test_a_module_that_is_installed_is_not_found_in_what_was_handed_in_unless_it_is_the_tasks_own():
     files = "os.path.relpath(os.path.join(f, n)) for f, _, ns in os.walk('.') for n in ns"
     listing = f"import os, sys\nsys.exit(' '.join(sorted({files})))"
-    [there] = on_machines(lambda runtime: _all(installed(runtime, None, ["."], "python")))
+    [there] = on_machines(lambda runtime: _all(installed_modules(runtime, None, ["."], "python")))
     assert "json" not in there  # of the library, whose names are known
     name = min(there, default="")
     if not name:
@@ -134,8 +134,8 @@ def test_a_verifier_that_the_agents_code_breaks_is_a_verdict_never_invalid(code,
     ("answer", "reason"),
     [
         (verified("while True: pass", deadline_s=1.0, reward_path="r"), "did not end within 1 s"),
-        (verified("open('r', 'w').write('2')", reward_path="r"), "wrote b'2' for a reward"),
-        (verified("print('well done')", reward_path="r"), "wrote nothing for a reward"),
+        (verified("open('r', 'w').write('2')", reward_path="r"), "wrote b'2' as the reward"),
+        (verified("print('well done')", reward_path="r"), "wrote nothing as the reward"),
         (verified("", argv=("no-such-program",)), "cannot be run"),
     ],
 )
@@ -183,7 +183,7 @@ def left_by(script: str, task: Any = STATE_TASK, answer: Answer = MIGRATED) -> A
 def test_the_state_of_a_machine_is_judged_in_a_fork_of_the_frozen_one():
     async def work(runtime: Any) -> Any:
         solved = await reference_exports(runtime, STATE_TASK, MIGRATED)
-        untouched = await exports_of(runtime, STATE_TASK)
+        untouched = await simulate_exports(runtime, STATE_TASK)
         grader = MachineGrader(runtime)
         return [*solved], [(await grader.grade(STATE_TASK, MIGRATED, each)).grade for each in (solved, untouched)]
 
@@ -219,7 +219,7 @@ def test_a_reward_that_lies_there_and_cannot_be_taken_away_is_no_verdict(path):
         script = "cd locked; chmod 444 reward; chmod 555 .; cd ..; printf %s $PWD"
         here = (await machine.exec(["sh", "-c", script], key="plant", deadline_s=20.0)).output.decode()
         verifier = Verifier(files={}, argv=("true",), reward_path=path.format(here=here), deadline_s=10.0)
-        return await _judged(machine, verifier, user="")
+        return await _run_verifier(machine, verifier, user="")
 
     said = on_machines(work)
     assert said.reward is None

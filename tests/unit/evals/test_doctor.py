@@ -16,10 +16,10 @@ from etude.evals.doctor.sides import LearnerSide, OurEngine
 from etude.evals.parity import Budget
 from etude.inference.watched import engine_results
 from etude.models import ModelConfig, Transformer
-from etude.models.packed import PackedWeights
-from etude.models.parts import Routing, Scores
+from etude.models.components import Routing, Scores
+from etude.models.packed_weights import PackedWeights
 from etude.numerics import Exact, Native, NumericsConfig, Operators, Quantise
-from etude.numerics.choosing import operators_for
+from etude.numerics.factory import operators_for
 from etude.numerics.formats import FORMATS
 
 SIZES = ModelConfig(

@@ -35,7 +35,7 @@ class World:
 
     def moves(self):
         size = self.size()
-        if self.window.room(len(self.untrained()), len(self.trained), self.published, size):
+        if self.window.free_groups(len(self.untrained()), len(self.trained), self.published, size):
             yield self.admit
         if self.engine < self.published:
             yield self.adopt
@@ -80,7 +80,7 @@ class World:
         if self.window.straggler is Straggler.MASK:
             lags = [lag for lag in lags if lag <= self.window.max_lag]  # what `bounded` masks
         self.lags += lags
-        assert len(self.window.late(order, taken)) <= self.window.late_groups
+        assert len(self.window.late(order, taken)) <= self.window.max_late_groups
         self.trained.append(taken)
 
     def publish(self):
@@ -92,11 +92,11 @@ class World:
             assert choices, "nobody can move: a deadlock"
             self.rng.choice(choices)()
             self.check()
-            assert all(len(taken) <= self.window.most for taken in self.trained)
+            assert all(len(taken) <= self.window.max_groups for taken in self.trained)
 
     def check(self) -> None:
         unpublished = sum(map(len, self.trained[self.published :]))
-        assert len(self.untrained()) + unpublished <= self.window.num_groups
+        assert len(self.untrained()) + unpublished <= self.window.max_open_groups
 
 
 @dataclass
@@ -130,7 +130,7 @@ class Mortal(World):
         begun = list(itertools.takewhile(lambda g: self.min_step[g] <= self.published, waiting))
         if not begun:
             places, now = {g: place for place, g in enumerate(order)}, len(self.trained)
-            due = lambda g: self.window.demand(places[g], now, size) <= self.published  # noqa: E731
+            due = lambda g: self.window.required_step(places[g], now, size) <= self.published  # noqa: E731
             begun = list(itertools.takewhile(due, waiting))
             self.min_step |= {g: min(self.min_step[g], self.published) for g in begun}
         begun += [g for g in self.running if self.steps[g]]
@@ -192,7 +192,7 @@ def test_masking_waits_when_too_many_are_late():
 
 @pytest.mark.parametrize(("published", "room"), [(0, 48), (1, 64), (7, 160)])
 def test_the_window_opens_with_each_published_version(published, room):
-    assert Window(max_lag=2, groups_per_step=16).room(0, 0, published) == room
+    assert Window(max_lag=2, groups_per_step=16).free_groups(0, 0, published) == room
 
 
 @pytest.mark.parametrize(("max_lag", "groups_per_step"), [(0, 4), (2, 3), (4, 9)])
@@ -203,7 +203,7 @@ def test_without_a_wish_for_signal_group_n_belongs_to_step_n_over_groups_per_ste
             position = number - batched * groups_per_step
             assert window.min_step(position, batched, published_step=99) == max(0, number // groups_per_step - max_lag)
             for published in range(batched + 1):
-                room = window.room(position, batched, published)
+                room = window.free_groups(position, batched, published)
                 assert room == max(0, (published + max_lag + 1) * groups_per_step - number)
 
 
@@ -215,7 +215,7 @@ def test_a_synchronous_step_takes_all_that_it_admitted_and_enough_signal_where_t
     assert [g for step in world.trained for g in step] == [str(i) for i in range(sum(map(len, world.trained)))]
     for taken in world.trained:
         having = len(world.signal.intersection(taken))
-        assert having >= per_step or len(taken) == world.window.most
+        assert having >= per_step or len(taken) == world.window.max_groups
     again = World(Window(0, per_step, signal_groups=per_step), random.Random(seed), share)
     again.signal = world.signal
     again.share = 0.0
@@ -232,7 +232,7 @@ def test_rounds_are_as_large_as_the_share_of_signal_says():
     assert window.size(order, set(order[:8]), some) == 32, "2 of 8: 24 more for the 6 that lack"
     assert window.size(order, set(order[:7]), some) == 8, "nothing is known before the first ones are there"
     assert window.size(order, set(order), set(order)) == 8
-    assert window.size(order, set(order), set()) == window.most == 32
+    assert window.size(order, set(order), set()) == window.max_groups == 32
     assert window.take(order, set(order[:31]), some) is None
     assert window.take(order, set(order), some) == order[:32]
 
@@ -245,7 +245,7 @@ def test_a_wish_for_more_signal_than_a_step_has_groups_is_refused():
 @pytest.mark.parametrize(("per_step", "wanted", "share"), [(8, 8, 0.5), (8, 4, 0.3), (4, 4, 0.9), (16, 16, 0.2)])
 def test_the_mean_size_is_that_of_steps_taken_by_the_rules(per_step, wanted, share):
     window, draw = Window(max_lag=1, groups_per_step=per_step, signal_groups=wanted), random.Random(5)
-    order = [f"g{i}" for i in range(window.most)]
+    order = [f"g{i}" for i in range(window.max_groups)]
     sizes = [window.size(order, set(order), {g for g in order if draw.random() < share}) for _ in range(2000)]
     assert window.mean_size(share) == pytest.approx(sum(sizes) / len(sizes), rel=0.03)
 

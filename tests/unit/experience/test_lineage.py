@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.small_rollouts import graded, read, summary, turn
 
-from etude.experience import Finished, Group, Ledger, Straggler, make_batch, plan_batch, record_batch, step_facts
-from etude.experience.lineage import KEPT, Branches, seen_from
+from etude.experience import Finished, Group, Ledger, Straggler, make_batch, plan_batch, record_batch, step_metrics
+from etude.experience.lineage import MAX_VERSIONS, Branches, with_apparent_steps
 from etude.records import Completion, Sample, Trace, Version, VersionSpan
 from etude.records.completion import StopReason
 from etude.records.summary import as_seen
@@ -93,7 +93,7 @@ def test_tokens_of_a_lost_lineage_past_the_bound_are_masked_and_none_has_a_negat
     live = [AGAIN, version(11, "b"), version(12, "b")]
     branches = Branches([*FIRST, *live])
     near, far, fresh = (FIRST[11], 3, 0), (FIRST[14], 3, 0), (live[2], 4, 0)
-    found = seen_from(branches, group(trace(far, fresh), trace(near), trace(fresh)))
+    found = with_apparent_steps(branches, group(trace(far, fresh), trace(near), trace(fresh)))
     plan = plan_batch([found], batch_id="b", step=13, max_lag=3, straggler=straggler)
     batch, ref = record_batch(tmp_path, plan, read)
     assert found.lost == {"g000000.0", "g000000.1"}
@@ -102,14 +102,14 @@ def test_tokens_of_a_lost_lineage_past_the_bound_are_masked_and_none_has_a_negat
         "g000000.1": 3,
         "g000000.2": 4,
     }
-    assert step_facts(plan, ref)["token_lag"] == {"0": 8, "3": 3, "6": 3}
+    assert step_metrics(plan, ref)["token_lag"] == {"0": 8, "3": 3, "6": 3}
 
 
 def test_keys_of_a_lost_lineage_that_were_kept_make_what_comes_after_as_old() -> None:
     """An engine goes on with 12 of the lost lineage, 13 of it, then with the restart's: the keys stay those of 13."""
     branches = Branches([*FIRST, AGAIN, version(11, "b")])
     spans = ((FIRST[12], 2, 0), (FIRST[13], 1, 1), (version(11, "b"), 2, 2))
-    found = seen_from(branches, group(trace(*spans)))
+    found = with_apparent_steps(branches, group(trace(*spans)))
     ((mine, _),) = found.valid
     seen = as_seen(read(mine), mine)
     path = seen.trace.path(0)
@@ -120,7 +120,7 @@ def test_keys_of_a_lost_lineage_that_were_kept_make_what_comes_after_as_old() ->
 
 def test_a_rollout_of_negative_apparent_steps_alone_is_of_one_version_and_trained_if_it_is_near() -> None:
     branches = Branches([version(0, "a"), version(1, "a"), version(0, "b"), version(1, "b")])
-    found = seen_from(branches, group(trace((version(1, "a"), 3, 0)), trace((version(1, "b"), 3, 0))))
+    found = with_apparent_steps(branches, group(trace((version(1, "a"), 3, 0)), trace((version(1, "b"), 3, 0))))
     batch = make_batch(plan_batch([found], batch_id="b", step=2, max_lag=2), read)
     assert [sample.oldest_step for sample in batch.samples] == [-1, 1]
     assert all(sample.single_version for sample in batch.samples)
@@ -130,7 +130,7 @@ def test_a_rollout_of_negative_apparent_steps_alone_is_of_one_version_and_traine
 
 def test_a_group_of_the_lineage_is_left_as_it_is() -> None:
     mine = group(trace((FIRST[3], 2, 0)))
-    assert seen_from(Branches(FIRST), mine) is mine
+    assert with_apparent_steps(Branches(FIRST), mine) is mine
 
 
 def test_the_ledger_remembers_which_versions_were_published_and_sees_groups_by_them(ledger: Ledger) -> None:
@@ -149,6 +149,6 @@ def test_the_ledger_remembers_which_versions_were_published_and_sees_groups_by_t
     seen = ledger.group("g000000")
     assert seen.lost == {"g000000.0"}
     assert [one.step for one in seen.valid[0][0].versions] == [0]
-    for step in range(2, KEPT + 9):
+    for step in range(2, MAX_VERSIONS + 9):
         ledger.commit([], version(step, "b"))
-    assert len(ledger.versions()) == KEPT
+    assert len(ledger.versions()) == MAX_VERSIONS

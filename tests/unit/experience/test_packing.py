@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from etude.errors import LedgerError
-from etude.experience import SCHEMES, Straggler, make_batch, plan_batch, record_batch, step_facts
-from etude.experience.credit import advantages, credited
-from etude.experience.packing import paths, teaches, whole_samples
+from etude.experience import SCHEMES, Straggler, make_batch, plan_batch, record_batch, step_metrics
+from etude.experience.credit import advantages, assign_credit
+from etude.experience.packing import has_fresh_signal, paths, reference_samples
 from etude.experience.traces import read_index, read_trace, trace_path
 from etude.records import Completion, Graded, Trace
 from etude.records.reward import K1, SUBMITTED, Reward, Term
@@ -58,7 +58,7 @@ def test_masking_stragglers_trains_only_their_fresh_spans(kit, tmp_path):
     batch, ref = record_batch(tmp_path, plan, kit.read)
     assert [int(s.path.mask.sum()) for s in batch.samples] == [3, 3]
     assert {int(s) for s in batch.samples[0].path.steps} == {2, 5}
-    facts = step_facts(plan, ref)
+    facts = step_metrics(plan, ref)
     assert facts["masked_share"] == pytest.approx(5 / 8)
     assert facts["lag"] == {"3": 2}
     assert facts["token_lag"] == {"0": 6, "3": 10}
@@ -71,14 +71,14 @@ def test_a_wholly_stale_straggler_leaves_no_sample_but_is_consumed_and_told_of(k
     assert batch == make_batch(plan, kit.read)
     assert batch.samples == ()
     assert batch.rollout_ids == ("g000000.0", "g000000.1")
-    assert step_facts(plan, ref)["masked_share"] == 1.0
+    assert step_metrics(plan, ref)["masked_share"] == 1.0
 
 
 def test_step_facts_count_what_a_step_saw(kit, tmp_path):
     groups = [kit.group("g000000", [1.0, 0.0, None]), kit.group("g000001", [0.0, 0.0, 0.0]), kit.group("g2", [None])]
     plan = plan_batch(groups, batch_id="b", step=1, max_lag=0)
     _, ref = record_batch(tmp_path, plan, kit.read)
-    facts = step_facts(plan, ref)
+    facts = step_metrics(plan, ref)
     assert facts == {
         "reward_mean": 0.2,
         "best_of_k": 0.5,
@@ -97,7 +97,7 @@ def test_a_kl_in_the_reward_gives_signal_where_rewards_alone_have_none(kit):
     group = kit.group("g000000", [1.0, 1.0])
     ids = [rollout.rollout_id for rollout, _ in group.valid]
     assert make_batch(plan_batch([group], batch_id="b", step=1, max_lag=2), kit.read).samples == ()
-    assert [s.rollout_id for s in whole_samples(kit.read(rollout) for rollout, _ in group.valid)] == ids
+    assert [s.rollout_id for s in reference_samples(kit.read(rollout) for rollout, _ in group.valid)] == ids
     batch = make_batch(
         plan_batch(
             [group],
@@ -132,7 +132,7 @@ def test_a_rollout_without_turns_and_one_that_sampled_nothing_are_consumed_and_c
         for one, trace in zip(group.finished, [Trace(()), silent, kit.chain([(0, 4)])], strict=True)
     ]
     group = type(group)(group.group_id, group.rollout_ids, tuple(finished))
-    k1 = {sample.rollout_id: 0.25 for sample in whole_samples(kit.read(one) for one, _ in group.valid)}
+    k1 = {sample.rollout_id: 0.25 for sample in reference_samples(kit.read(one) for one, _ in group.valid)}
     assert set(k1) == {"g000000.2"}, "a reference model is asked about sampled tokens alone"
     composition = Composition(kl=beta)
     given = {"scheme": scheme, "k1": k1 if beta else None, "composition": composition}
@@ -144,7 +144,7 @@ def test_a_rollout_without_turns_and_one_that_sampled_nothing_are_consumed_and_c
     wanted = advantages(rewards, scheme)[2]
     assert sample.advantages.tolist() == pytest.approx([wanted] * 4)
     assert batch.rollout_ids == group.rollout_ids
-    assert step_facts(plan, ref)["lag"] == {"0": 1}
+    assert step_metrics(plan, ref)["lag"] == {"0": 1}
     path = trace_path(tmp_path, 1)
     again = read_trace(path)
     assert [one.outcome.grade for one in again.rollouts] == [0.0, 0.0, 1.0]
@@ -161,7 +161,7 @@ def test_groups_whose_rollouts_all_have_no_turns_make_a_step_without_signal(
     )
     batch, ref = record_batch(tmp_path, plan, kit.read)
     assert (batch.samples, batch.num_loss_tokens) == ((), 0)
-    assert step_facts(plan, ref)["turns_mean"] == 0.0
+    assert step_metrics(plan, ref)["turns_mean"] == 0.0
     assert read_index(trace_path(tmp_path, 1)).rollout_ids == set(group.rollout_ids)
 
 
@@ -191,8 +191,8 @@ def test_a_group_whose_tokens_are_all_past_the_bound_teaches_nothing_and_counts_
     partly = kit.group("g000001", [1.0, 0.0], kit.chain([(2, 4)], [(5, 4)]))
     alike = kit.group("g000002", [1.0, 1.0], kit.chain([(5, 4)]))
     settings = {"learner_step": 5, "max_lag": 2}
-    assert [teaches(group, **settings) for group in (stale, partly, alike)] == [False, True, False]
-    assert teaches(stale, learner_step=4, max_lag=2)
+    assert [has_fresh_signal(group, **settings) for group in (stale, partly, alike)] == [False, True, False]
+    assert has_fresh_signal(stale, learner_step=4, max_lag=2)
     masks: dict[str, Any] = {"max_lag": 2, "straggler": Straggler.MASK, "full_groups": 2}
     batch = make_batch(plan_batch([stale, partly, alike], batch_id="b", step=6, **masks), kit.read)
     assert {sample.rollout_id for sample in batch.samples} == set(partly.rollout_ids)
@@ -217,14 +217,14 @@ def test_credit_is_computed_again_from_a_trace_to_the_bit_and_under_other_settin
     record_batch(tmp_path, plan, kit.read)
     judged = [one.outcome for one in read_trace(trace_path(tmp_path, 1)).rollouts]
     graded = [one for one in judged if isinstance(one, Graded)]
-    assert [one.value for one, _ in credited(graded, composition, scheme)] == [
+    assert [one.value for one, _ in assign_credit(graded, composition, scheme)] == [
         1.0 - kl * k1["g000000.0"],
         0.1 - kl * k1["g000000.1"],
         0.0 - kl * k1["g000000.2"],
     ]
-    assert credited(graded, composition, scheme) == [
+    assert assign_credit(graded, composition, scheme) == [
         (member.reward, member.advantage) for member in plan.members if member.reward is not None
     ]
-    others = credited(graded, Composition(require_submit=False), scheme)
+    others = assign_credit(graded, Composition(require_submit=False), scheme)
     assert [one.value for one, _ in others] == [1.0, 0.1, 0.7]
     assert all((K1 in one.values) is bool(kl) for one in graded)

@@ -122,5 +122,5 @@ def test_a_file_of_an_earlier_format_is_refused_by_name_and_counts_as_stored(fil
         with pytest.raises(LedgerError, match=r"the stored rollout g000000\.0 has another format") as caught:
             read(summary)
         assert "etude-rollout 2" in caught.value.facts
-        assert "the etude that began the run" in caught.value.hint
+        assert "the etude version that started the run" in caught.value.hint
     assert files.has(summary)

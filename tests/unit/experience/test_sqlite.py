@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from etude.errors import LedgerError, StoreError
-from etude.experience import Ledger, row_sums
+from etude.experience import Ledger, sqlite_integrity
 from etude.experience.database import READABLE
-from etude.experience.looking import FINISHED
+from etude.experience.ledger import FINISHED
 from etude.experience.sqlite import SqliteDatabase
 from etude.records.wire import pack
 
@@ -47,7 +47,7 @@ def test_a_ledger_of_an_earlier_format_can_be_listed_and_not_gone_on_with(ledger
     finish_group("g000000", [1.0])
     ledger._db.execute("UPDATE meta SET value = ? WHERE key = 'format'", earlier)
     ledger.close()
-    reading = Ledger.reading(tmp_path / "ledger.sqlite")
+    reading = Ledger.open_readonly(tmp_path / "ledger.sqlite")
     assert reading.states() == {"graded": 1}
     reading.close()
     with pytest.raises(LedgerError, match=f"has ledger format {earlier}"):
@@ -67,15 +67,15 @@ def test_a_ledger_with_checksums_of_an_earlier_form_is_read_and_gets_new_ones(tm
     path = tmp_path / "ledger.sqlite"
     Ledger(path, capacity=2).close()
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
-        name = row_sums.SUMS
+        name = sqlite_integrity.SUMS
         db.execute("CREATE TABLE sums (name TEXT, row INTEGER, crc INTEGER, PRIMARY KEY (name, row)) WITHOUT ROWID")
         db.execute(f"INSERT INTO sums SELECT name, row, crc + 1 FROM {name}")
         db.execute(f"DROP TABLE {name}")
     with contextlib.closing(SqliteDatabase(path, readonly=True)) as old:
-        old.prove()
+        old.verify()
     Ledger(path, capacity=2).close()
     with contextlib.closing(sqlite3.connect(path)) as db:
         tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        assert row_sums.SUMS in tables
+        assert sqlite_integrity.SUMS in tables
         assert "sums" not in tables
-        assert not list(row_sums.wrong_rows(db))
+        assert not list(sqlite_integrity.wrong_rows(db))

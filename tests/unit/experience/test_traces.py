@@ -160,7 +160,7 @@ def test_a_trace_in_a_store_comes_back_as_from_a_folder_and_is_replaced_when_its
         groups = [kit.group("g000000", [reward, 0.0])]
         batch, _ = record_batch(store, plan_batch(groups, batch_id="b000003", step=3, max_lag=9), kit.read)
         assert pack(read_trace(trace_path(store, 3)).batch) == pack(batch)
-    assert trace_module.recorded(store) == [3]
+    assert trace_module.recorded_steps(store) == [3]
     assert read_index(trace_path(store, 3)).graded == {"g000000.0", "g000000.1"}
     outcome, _ = read_rollout(trace_path(store, 3), "g000000.0")
     assert outcome.grade == 0.5

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.unit.harness.tokeniser import laptop_chat, laptop_tokenizer
 
 from etude.harness import SPECIAL_TOKENS, Call, ChatError, ChatFormat, chat_template, standard_tools
-from etude.harness.agent import assistant_message
+from etude.harness.episode import assistant_message
 
 CHAT = laptop_chat()
 TOOLS = standard_tools().signatures

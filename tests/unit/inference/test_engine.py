@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from etude.errors import EngineBehind, EngineError
+from etude.http_server import bind, run_http_server
 from etude.inference import EngineConfig, HttpEngine, client
 from etude.inference import engine as engine_module
 from etude.inference.app import build_app
 from etude.inference.errors import EngineLate
 from etude.inference.scheduler import Plan, Sequence
-from etude.listening import bind, listening
 from etude.models import ModelConfig, Transformer, hf_views
 from etude.records.completion import Completion, CompletionRequest, Traffic
 from etude.testing import ScriptedEngine
@@ -254,7 +254,10 @@ def test_an_answer_over_http_takes_as_long_as_the_engine_lets_it(monkeypatch: py
 
     async def story() -> None:
         app = build_app(Slow([[7]]))  # type: ignore[arg-type]
-        async with listening(app, bind("127.0.0.1", 0), what="an engine", grace_s=1) as url, HttpEngine(url) as far:
+        async with (
+            run_http_server(app, bind("127.0.0.1", 0), name="an engine", grace_s=1) as url,
+            HttpEngine(url) as far,
+        ):
             assert (await far.generate(ask("r", 10, 1, deadline_s=0.1))).token_ids.tolist() == [7]
 
     asyncio.run(story())

@@ -15,6 +15,7 @@ import pytest
 
 from etude.cli import main
 from etude.errors import DeadlineExceeded, InputError
+from etude.http_server import bind, run_http_server
 from etude.inference import EngineGone, MalformedRequest, Unauthorised
 from etude.inference.app import build_app
 from etude.inference.engine import ReferenceEngine
@@ -25,7 +26,6 @@ from etude.inference.registering import Registration, address_towards, understoo
 from etude.inference.registrar import Registrar
 from etude.inference.registry import Registry
 from etude.inference.roster import RosterFollower
-from etude.listening import bind, listening
 
 from .helpers import ask, engine, version
 
@@ -62,7 +62,7 @@ class World:
 @asynccontextmanager
 async def world(what: Wanted = WANTED, *, lease_s: float = 1.0) -> AsyncIterator[World]:
     registrar = Registrar(what, token="t", reserved={"engine-0"}, registry=Registry(lease_s=lease_s), beat_s=0.02)
-    async with listening(registrar.app, bind("127.0.0.1", 0), what="a registry") as url:
+    async with run_http_server(registrar.app, bind("127.0.0.1", 0), name="a registry") as url:
         made = World(registrar, url)
 
         def changed(name: str, listed: Listed) -> None:
@@ -85,7 +85,7 @@ async def served(port: int = 0, token: str = "t", **settings: int) -> AsyncItera
     """An engine that answers over HTTP at step 3."""
     async with engine(step=3, **settings) as made:
         app = build_app(made, token=token)
-        async with listening(app, bind("127.0.0.1", port), what="an engine", grace_s=0) as url:  # type: ignore[arg-type]
+        async with run_http_server(app, bind("127.0.0.1", port), name="an engine", grace_s=0) as url:  # type: ignore[arg-type]
             yield made, url
 
 

@@ -10,7 +10,7 @@ from etude.cli import main
 from etude.config import build, leaves, to_toml
 from etude.errors import ConfigError, Exit, LedgerError, RunError
 from etude.experience import Ledger
-from etude.loop.config import RunConfig, read_config, resumed
+from etude.loop.config import RunConfig, config_to_resume, read_config
 from etude.loop.preflight import check_ledger
 from etude.run import RunFolder
 
@@ -30,8 +30,8 @@ def run(tmp_path: Path) -> RunFolder:
 
 def test_a_default_that_changed_since_does_not_keep_a_run_from_being_resumed(run: RunFolder) -> None:
     for given in (GIVEN, {}, {"rl": {"steps": 7}, "seed": 3, "fleet": {"engines": ["reference", "reference"]}}):
-        assert resumed(run, given).rl.checkpoint_every == 4
-        assert resumed(run, given).rl.steps == 7
+        assert config_to_resume(run, given).rl.checkpoint_every == 4
+        assert config_to_resume(run, given).rl.steps == 7
 
 
 @pytest.mark.parametrize(
@@ -47,21 +47,21 @@ def test_what_its_user_gives_now_and_did_not_then_is_refused_by_name(
     run: RunFolder, given: dict[str, object], said: str
 ) -> None:
     with pytest.raises(RunError) as caught:
-        resumed(run, given)
+        config_to_resume(run, given)
     assert caught.value.facts == said
     assert "etude run --resume" in caught.value.hint
 
 
 def test_a_run_that_did_not_record_what_it_was_given_is_resumed_by_what_agrees(tmp_path: Path) -> None:
     old = RunFolder.create(tmp_path / "old", config_toml=to_toml(RunConfig(seed=3)), seed=3)
-    assert resumed(old, {"seed": 3}).seed == 3
+    assert config_to_resume(old, {"seed": 3}).seed == 3
     with pytest.raises(RunError, match="seed is 4"):
-        resumed(old, {"seed": 4})
+        config_to_resume(old, {"seed": 4})
 
 
 def test_a_nonsense_setting_is_refused_before_it_is_compared(run: RunFolder) -> None:
     with pytest.raises(ConfigError, match="unknown key"):
-        resumed(run, {"sede": 3})
+        config_to_resume(run, {"sede": 3})
 
 
 def test_a_config_with_a_key_that_is_no_more_names_the_etude_that_wrote_it(run: RunFolder) -> None:
@@ -80,7 +80,7 @@ def test_a_config_that_is_torn_or_gone_is_named(run: RunFolder) -> None:
     with pytest.raises(RunError, match="is damaged"):
         read_config(run)
     (run / "config.toml").unlink()
-    with pytest.raises(RunError, match="is gone"):
+    with pytest.raises(RunError, match="is missing"):
         read_config(run)
 
 
@@ -88,13 +88,13 @@ def test_a_config_that_was_changed_in_the_run_folder_is_not_gone_on_with(run: Ru
     text = (run / "config.toml").read_text()
     (run / "config.toml").write_text(text.replace("steps = 7", "steps = 9"))
     with pytest.raises(RunError, match="was changed since the run was made"):
-        resumed(run, {})
+        config_to_resume(run, {})
 
 
 def test_settings_alone_are_compared_without_what_the_config_would_have_said(run: RunFolder) -> None:
-    assert resumed(run, {"seed": 3}, whole=False).rl.steps == 7
+    assert config_to_resume(run, {"seed": 3}, complete=False).rl.steps == 7
     with pytest.raises(RunError) as caught:
-        resumed(run, {"seed": 4}, whole=False)
+        config_to_resume(run, {"seed": 4}, complete=False)
     assert caught.value.facts == "seed is 4, the run has 3"
 
 
@@ -136,21 +136,21 @@ def test_a_damaged_ledger_is_found_before_anything_is_started(run: RunFolder, wh
 def test_the_budget_of_parity_that_is_held_is_written_down() -> None:
     dtype = {"engine": {"dtype": "bfloat16"}, "learner": {"dtype": "bfloat16"}}
     exact = build(RunConfig, dtype)
-    assert exact.settled() == exact, "every number must be the same: no budget is held"
+    assert exact.with_parity_budget() == exact, "every number must be the same: no budget is held"
     for given in ({"numerics": {"mode": "native"}}, {"parity": {"over_budget": "fall_back"}}):
         config = build(RunConfig, dtype | given)
-        assert "k3 = 0.005\nratio_p99 = 0.5\n" in to_toml(config.settled())
+        assert "k3 = 0.005\nratio_p99 = 0.5\n" in to_toml(config.with_parity_budget())
     mine = build(RunConfig, dtype | {"numerics": {"mode": "native"}, "parity": {"k3": 0.1}})
-    assert "k3 = 0.1\nratio_p99 = 0.5\n" in to_toml(mine.settled())
+    assert "k3 = 0.1\nratio_p99 = 0.5\n" in to_toml(mine.with_parity_budget())
 
 
 def test_a_dense_model_among_settings_of_experts_is_told_what_it_wants() -> None:
-    with pytest.raises(ConfigError, match="it wants num_experts = 0 and top_k = 0"):
+    with pytest.raises(ConfigError, match="needs num_experts = 0 and top_k = 0"):
         build(RunConfig, {"model": {"family": "qwen3", "num_experts": 8}})
 
 
 def test_dtypes_that_cannot_agree_are_refused_with_the_mode_in_which_they_may_differ() -> None:
-    with pytest.raises(ConfigError, match="'exact' promises and 'native' does not"):
+    with pytest.raises(ConfigError, match="'exact' requires and 'native' does not"):
         build(RunConfig, {"engine": {"dtype": "bfloat16"}})
 
 
@@ -186,7 +186,7 @@ def test_rollouts_under_way_follow_the_room_that_a_vllm_has_for_keys_and_values(
     sizes = {"engine": {"max_sequences": 16, "context_tokens": 1024}}
     assert build(RunConfig, given | sizes).own_contexts == 32
     assert build(RunConfig, given | sizes | {"vllm": {"kv_tokens": 8 * 1024}}).own_contexts == 24
-    with pytest.raises(ConfigError, match=r"vllm.kv_tokens = 512 holds no whole context"):
+    with pytest.raises(ConfigError, match=r"vllm.kv_tokens = 512 cannot hold one full context"):
         build(RunConfig, given | sizes | {"vllm": {"kv_tokens": 512}})
 
 
@@ -196,5 +196,5 @@ def test_weights_that_engines_cannot_hold_bit_by_bit_are_refused() -> None:
     build(RunConfig, {"learner": whole})
     build(RunConfig, {"numerics": native, "learner": {"lora_rank": 4}, "engine": {"dtype": "float16"}})
     for engine, learner in (("bfloat16", whole), ("float16", {})):
-        with pytest.raises(ConfigError, match="do not fit into engines"):
+        with pytest.raises(ConfigError, match="cannot be represented exactly"):
             build(RunConfig, {"numerics": native, "learner": learner, "engine": {"dtype": engine}})

@@ -70,5 +70,5 @@ def test_an_engine_of_another_make_computes_on_the_device_that_it_was_installed_
         check_foreign_device(of(engine={"device": device}, **native), EngineKind.VLLM)
     with pytest.raises(ConfigError, match="installed for cuda"):
         check_foreign_device(of(engine={"device": "cpu"}, **native), EngineKind.VLLM)
-    with pytest.raises(ConfigError, match="chooses its GPUs by itself"):
+    with pytest.raises(ConfigError, match="chooses its own GPUs"):
         check_foreign_device(of(engine={"device": "cuda:1"}, **native), EngineKind.VLLM)

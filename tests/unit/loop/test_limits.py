@@ -14,7 +14,7 @@ from tests.unit.harness.tokeniser import laptop_chat
 
 from etude.errors import ConfigError, Exit
 from etude.harness import ChatFormat, HarnessConfig, standard_tools
-from etude.loop.limits import check_limits, configured, first_tasks, with_limits
+from etude.loop.limits import build_config, check_limits, first_tasks, with_limits
 from etude.models.config import ModelConfig
 from etude.records.task import Split
 from etude.tasks import RepairSource
@@ -46,14 +46,14 @@ def start(tmp_path: Path) -> Path:
 def test_limits_that_nobody_gave_are_the_checkpoints(
     start: Path, engine: dict[str, int], harness: dict[str, int], derived: tuple[int, int, int]
 ) -> None:
-    config = configured({"start": str(start), "engine": engine, "harness": harness})
+    config = build_config({"start": str(start), "engine": engine, "harness": harness})
     assert (config.engine.context_tokens, config.harness.context_tokens, config.harness.turn_tokens) == derived
 
 
 def test_a_long_context_is_taken_in_part_unless_it_is_asked_for(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(ModelConfig(context_tokens=262_144).to_hf()))
-    assert configured({"start": str(tmp_path)}).engine.context_tokens == 4096
-    asked = configured({"start": str(tmp_path), "harness": {"context_tokens": 100_000}})
+    assert build_config({"start": str(tmp_path)}).engine.context_tokens == 4096
+    asked = build_config({"start": str(tmp_path), "harness": {"context_tokens": 100_000}})
     assert (asked.engine.context_tokens, asked.harness.turn_tokens) == (100_000, 512)
 
 
@@ -70,7 +70,7 @@ def test_tasks_that_fit_pass_without_a_word() -> None:
 
 def test_prompts_that_leave_no_room_for_a_turn_are_refused_with_their_sizes() -> None:
     limits = HarnessConfig(context_tokens=PROMPTS[0] + 23, turn_tokens=24)
-    with pytest.raises(ConfigError, match="no room for one turn of any of the first 16 tasks") as refused:
+    with pytest.raises(ConfigError, match="too small for one turn of any of the first 16 tasks") as refused:
         check_limits(limits, CHAT, TASKS)
     assert refused.value.exit_code == Exit.BAD_INPUT
     assert f"{PROMPTS[0]} to {PROMPTS[-1]} tokens" in refused.value.facts
@@ -82,7 +82,7 @@ def test_some_prompts_that_leave_no_room_are_told() -> None:
     said: list[str] = []
     check_limits(HarnessConfig(context_tokens=PROMPTS[0] + 24, turn_tokens=24), CHAT, TASKS, said.append)
     (words,) = said
-    assert "no room for one turn of 8 of the first 16 tasks: their prompts have up to " in words
+    assert "too small for one turn of 8 of the first 16 tasks: their prompts have up to " in words
 
 
 def _without_words(chat: ChatFormat, tools: Sequence[str]) -> int:
@@ -93,12 +93,12 @@ def _without_words(chat: ChatFormat, tools: Sequence[str]) -> int:
 
 
 def test_turns_that_hold_no_call_are_refused_and_those_that_hold_some_are_told() -> None:
-    with pytest.raises(ConfigError, match="no room for a call of any tool") as refused:
+    with pytest.raises(ConfigError, match="too small for a call of any tool") as refused:
         check_limits(HarnessConfig(turn_tokens=1), CHAT, TASKS)
     assert "submit " in refused.value.facts
     said: list[str] = []
     longest = _without_words(CHAT, HarnessConfig().tools)
     check_limits(HarnessConfig(turn_tokens=longest - 1), CHAT, TASKS, said.append)
-    assert "no room for the shortest call of some tools, in tokens: " in said[0]
+    assert "too small for the shortest call of some tools, in tokens: " in said[0]
     check_limits(HarnessConfig(turn_tokens=longest), CHAT, TASKS, said.append)
     assert len(said) == 1

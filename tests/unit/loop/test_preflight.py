@@ -9,7 +9,7 @@ import pytest
 
 from etude.errors import ConfigError, Exit, InputError
 from etude.loop.config import EvalsConfig, RunConfig
-from etude.loop.preflight import check_experts, check_start, tell_few_tasks, tell_other_model
+from etude.loop.preflight import check_experts, check_start, log_short_splits, log_unused_model_settings
 from etude.models.config import ModelConfig
 from etude.records.task import Answer, Split, Task
 from etude.tasks import RepairSource
@@ -39,13 +39,16 @@ def test_experts_that_ranks_cannot_share_are_refused() -> None:
     with pytest.raises(ConfigError, match="expert_parallel = 3") as refused:
         check_experts(ModelConfig(num_experts=8), 3)
     assert "8 experts" in str(refused.value)
-    assert "take a divisor" in str(refused.value)
+    assert "a divisor" in str(refused.value)
 
 
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (["model.hidden_size", "model.num_layers", "seed"], ["not used: model.hidden_size = 160 (it has 128)"]),
+        (
+            ["model.hidden_size", "model.num_layers", "seed"],
+            ["these settings are not used: model.hidden_size = 160 (it has 128)"],
+        ),
         (["model.num_layers"], []),
         ([], []),
     ],
@@ -53,7 +56,7 @@ def test_experts_that_ranks_cannot_share_are_refused() -> None:
 def test_settings_of_the_model_that_the_checkpoint_overrules_are_told(given: list[str], told: list[str]) -> None:
     said: list[str] = []
     config = RunConfig(start=Path("checkpoint"), model=ModelConfig(hidden_size=160, num_layers=3))
-    tell_other_model(config, ModelConfig(hidden_size=128, num_layers=3), given, said.append)
+    log_unused_model_settings(config, ModelConfig(hidden_size=128, num_layers=3), given, said.append)
     assert [line.partition("; ")[2] for line in said] == told
 
 
@@ -61,8 +64,11 @@ def test_settings_of_the_model_that_the_checkpoint_overrules_are_told(given: lis
     ("evals", "told"),
     [
         (EvalsConfig(heldout_tasks=1, during_tasks=1, every=1), []),
-        (EvalsConfig(heldout_tasks=3, during_tasks=1, every=1), ["evals.heldout_tasks = 3: repair has 2 heldout"]),
-        (EvalsConfig(heldout_tasks=2, during_tasks=9, every=1), ["evals.during_tasks = 9: repair has 1 validation"]),
+        (EvalsConfig(heldout_tasks=3, during_tasks=1, every=1), ["evals.heldout_tasks = 3: repair has only 2 heldout"]),
+        (
+            EvalsConfig(heldout_tasks=2, during_tasks=9, every=1),
+            ["evals.during_tasks = 9: repair has only 1 validation"],
+        ),
         (EvalsConfig(heldout_tasks=2, during_tasks=9, every=0), []),  # no evaluation asks for them
     ],
 )
@@ -72,8 +78,8 @@ def test_an_evaluation_of_more_tasks_than_there_are_is_told(evals: EvalsConfig, 
     source = ListSource((Task(split=split, **about), Answer(reference={})) for split in splits)
     said: list[str] = []
     given = ["evals.heldout_tasks", "evals.during_tasks", "evals.every"]
-    tell_few_tasks(RunConfig(evals=evals), source, given, said.append)
+    log_short_splits(RunConfig(evals=evals), source, given, said.append)
     assert [line.partition(" tasks,")[0] for line in said] == told
-    tell_few_tasks(RunConfig(evals=evals), RepairSource(seed=0), given, said.append)  # it has no end
-    tell_few_tasks(RunConfig(evals=evals), source, [], said.append)  # nobody asked: defaults
+    log_short_splits(RunConfig(evals=evals), RepairSource(seed=0), given, said.append)  # it has no end
+    log_short_splits(RunConfig(evals=evals), source, [], said.append)  # nobody asked: defaults
     assert len(said) == len(told)

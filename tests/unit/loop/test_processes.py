@@ -14,9 +14,9 @@ from etude.config import to_toml
 from etude.errors import DeadlineExceeded, EtudeError
 from etude.loop.config import RunConfig
 from etude.loop.phases import _program
-from etude.loop.placement import Here, Process, Program, Waits
+from etude.loop.placement import LocalPlacement, OnWait, Process, Program
 from etude.loop.processes import READY_S, Child, Role, Supervisor
-from etude.loop.wire import Lost
+from etude.loop.rpc import ProcessLost
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
 
@@ -61,27 +61,27 @@ def test_no_children_are_not_waited_for(tmp_path: Path) -> None:
     asyncio.run(story())
 
 
-class LosesStarts(Here):
+class LosesStarts(LocalPlacement):
     """Programs are children of this process; the starts of these numbers find their machine lost, as on a cluster that
     does not know yet that a node is gone."""
 
     def __init__(self, *lost: int) -> None:
         self.lost, self.asked = lost, 0
 
-    async def start(self, program: Program, waits: Waits) -> Process:
+    async def start(self, program: Program, waits: OnWait) -> Process:
         self.asked += 1
         if self.asked in self.lost:
-            raise Lost("the actor is gone", "its node died", hint="its node was lost")
+            raise ProcessLost("the actor is gone", "its node died", hint="its node was lost")
         return await super().start(program, waits)
 
 
-class SlowToDie(Here):
+class SlowToDie(LocalPlacement):
     """A process takes no notice of the first signals to kill it: a machine that is cut off is given up late."""
 
     def __init__(self, ignored: int) -> None:
         self.ignored = ignored
 
-    async def start(self, program: Program, waits: Waits) -> Process:
+    async def start(self, program: Program, waits: OnWait) -> Process:
         process = await super().start(program, waits)
         kill = process.signal
 
@@ -94,7 +94,7 @@ class SlowToDie(Here):
         return process
 
 
-def states_of_a_loss(tmp_path: Path, placement: Here, *, is_silent: bool) -> list[str]:
+def states_of_a_loss(tmp_path: Path, placement: LocalPlacement, *, is_silent: bool) -> list[str]:
     """What is reported of a child that is killed, or silent, until it is ready again."""
     ups = 0
 

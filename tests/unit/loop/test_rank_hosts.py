@@ -21,7 +21,7 @@ from etude.errors import ConfigError, EtudeError, NoRun, RunError
 from etude.loop import rank_hosts
 from etude.loop.config import RunConfig
 from etude.loop.preflight import check_ranks_at
-from etude.loop.rank_hosts import Door, bring, new_secret, seal, split
+from etude.loop.rank_hosts import RankListener, new_secret, parse_address, serve_ranks, sign
 from etude.run import RunFolder
 
 
@@ -38,7 +38,7 @@ def run(tmp_path: Path) -> Path:
 
 def knocked(at: str, said: bytes) -> bytes:
     """What a door says to who says this; "" where it hangs up."""
-    with socket.create_connection(split(at), timeout=10) as sock:
+    with socket.create_connection(parse_address(at), timeout=10) as sock:
         assert json.loads(sock.makefile("rb").readline())["nonce"]
         sock.sendall(said)
         try:
@@ -47,7 +47,7 @@ def knocked(at: str, said: bytes) -> bytes:
             return b""
 
 
-SEALS = ("", "00", seal(bytes(32), json.dumps({}).encode()).hex())  # none, a short one, one with another secret
+SEALS = ("", "00", sign(bytes(32), json.dumps({}).encode()).hex())  # none, a short one, one with another secret
 GUEST = {"host": "there", "count": 1, "nonce": "n"}
 
 
@@ -65,14 +65,14 @@ GUEST = {"host": "there", "count": 1, "nonce": "n"}
     ],
 )
 def test_who_does_not_have_the_secret_is_not_let_in(run: Path, said: bytes) -> None:
-    door = Door(run, "127.0.0.1", 1, new_secret(), refuse)
+    door = RankListener(run, "127.0.0.1", 1, new_secret(), refuse)
     assert knocked(door.at, said) == b""
 
 
 def test_who_says_it_byte_by_byte_is_not_waited_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_hosts, "GREET_S", 1.0)
-    door = Door(run, "127.0.0.1", 1, new_secret(), refuse)
-    with socket.create_connection(split(door.at), timeout=0.2) as sock:
+    monkeypatch.setattr(rank_hosts, "HANDSHAKE_S", 1.0)
+    door = RankListener(run, "127.0.0.1", 1, new_secret(), refuse)
+    with socket.create_connection(parse_address(door.at), timeout=0.2) as sock:
         assert json.loads(sock.makefile("rb").readline())["nonce"]
         for _ in range(60):
             try:
@@ -87,7 +87,7 @@ def test_who_says_it_byte_by_byte_is_not_waited_for(run: Path, monkeypatch: pyte
 
 
 def test_where_ranks_are_met_is_told_to_the_runs_owner_alone(run: Path) -> None:
-    door = Door(run, "127.0.0.1", 1, new_secret(), refuse)
+    door = RankListener(run, "127.0.0.1", 1, new_secret(), refuse)
     told = run / "logs" / "learner.door"
     assert json.loads(told.read_text())["at"] == door.at
     assert stat.S_IMODE(told.stat().st_mode) == 0o600
@@ -96,11 +96,11 @@ def test_where_ranks_are_met_is_told_to_the_runs_owner_alone(run: Path) -> None:
 def test_ranks_that_do_not_come_are_an_error_that_says_how_to_start_them(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_hosts, "COME_S", 0.05)
+    monkeypatch.setattr(rank_hosts, "CONNECT_S", 0.05)
     waited: list[str] = []
-    door = Door(run, "127.0.0.1", 3, new_secret(), refuse)
+    door = RankListener(run, "127.0.0.1", 3, new_secret(), refuse)
     with pytest.raises(RunError, match=f"3 of 3 ranks have not connected to {door.at}") as caught:
-        door.meet(1, "127.0.0.1:1", waited.append)
+        door.wait_for_ranks(1, "127.0.0.1:1", waited.append)
     assert caught.value.facts.endswith("connected: none")
     assert caught.value.hint == f"start them: python -m etude.loop.rank_hosts --run {run} --count 3"
     assert waited == [f"3 of 3 ranks have not connected to {door.at}"]
@@ -108,13 +108,13 @@ def test_ranks_that_do_not_come_are_an_error_that_says_how_to_start_them(
 
 def test_who_brings_ranks_leaves_when_the_run_needs_no_learner_any_more(run: Path) -> None:
     RunFolder.open(run).end_phase("eval-after", wall_s=1.0)
-    bring(run, 1)
+    serve_ranks(run, 1)
 
 
-def meet(door: Door, waits: Callable[[str], None]) -> None:
+def meet(door: RankListener, waits: Callable[[str], None]) -> None:
     """In a thread: what it says when its time is over, long after the test, is nobody's."""
     with contextlib.suppress(RunError):
-        door.meet(1, "127.0.0.1:1", waits)
+        door.wait_for_ranks(1, "127.0.0.1:1", waits)
 
 
 def test_too_many_ranks_are_sent_back_and_both_sides_say_so(run: Path) -> None:
@@ -123,17 +123,17 @@ def test_too_many_ranks_are_sent_back_and_both_sides_say_so(run: Path) -> None:
 
     def waits(reason: str) -> None:
         waited.append(reason)
-        if "came" in reason:
+        if "connected, " in reason:
             said.set()
 
-    door = Door(run, "127.0.0.1", 1, new_secret(), refuse)
+    door = RankListener(run, "127.0.0.1", 1, new_secret(), refuse)
     threading.Thread(target=meet, args=(door, waits), daemon=True).start()
-    with pytest.raises(RunError, match="2 ranks came, 1 is wanted") as caught:
-        bring(run, 2)
+    with pytest.raises(RunError, match="2 ranks connected, 1 is needed") as caught:
+        serve_ranks(run, 2)
     assert caught.value.hint.endswith("--count 1")
     assert said.wait(10)
     assert re.search(
-        r"1 of 1 ranks have not connected to \S+ \(2 ranks came, 1 is wanted, from .*: sent back\)", waited[-1]
+        r"1 of 1 ranks have not connected to \S+ \(2 ranks connected, 1 is needed, from .*: refused\)", waited[-1]
     )
 
 
@@ -148,13 +148,13 @@ def test_ranks_that_do_not_fit_now_wait_and_both_sides_say_so(run: Path, capfd: 
         ):
             too_many.set()
 
-    door = Door(run, "127.0.0.1", 3, new_secret(), refuse)
+    door = RankListener(run, "127.0.0.1", 3, new_secret(), refuse)
     threading.Thread(target=meet, args=(door, waits), daemon=True).start()
     for _ in range(2):
-        threading.Thread(target=bring, args=(run, 2), daemon=True).start()
+        threading.Thread(target=serve_ranks, args=(run, 2), daemon=True).start()
     assert too_many.wait(10)
     said, end = "", time.monotonic() + 10
-    while "2 ranks came, 1 is wanted; they wait for another learner" not in said:
+    while "2 ranks connected, 1 is needed; they wait for another learner" not in said:
         assert time.monotonic() < end
         said += capfd.readouterr().out
         time.sleep(0.01)
@@ -164,14 +164,14 @@ def test_ranks_that_do_not_fit_now_wait_and_both_sides_say_so(run: Path, capfd: 
 def test_ranks_are_not_brought_to_what_is_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], there: str
 ) -> None:
-    monkeypatch.setattr(rank_hosts, "COME_S" if there == "nothing" else "GREET_S", 0.05)
+    monkeypatch.setattr(rank_hosts, "CONNECT_S" if there == "nothing" else "HANDSHAKE_S", 0.05)
     folder = tmp_path / "other"
     if there == "a checkpoint":
         folder.mkdir()
         (folder / "config.json").write_text("{}")
     with pytest.raises(NoRun, match="is not a run"):
-        bring(folder, 1)
-    assert f"{folder} is not a run: waits 0.05 s" in capsys.readouterr().out
+        serve_ranks(folder, 1)
+    assert f"{folder} is not a run yet: waiting up to 0.05 s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "two"])
@@ -179,7 +179,7 @@ def test_a_number_of_ranks_is_at_least_one(count: str) -> None:
     argv = [sys.executable, "-m", "etude.loop.rank_hosts", "--run", "r", "--count", count]
     ended = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2
-    assert f"{count!r} is not a number of ranks: 1 or more" in ended.stderr
+    assert f"{count!r} is not a number of ranks (1 or more)" in ended.stderr
 
 
 def test_an_address_that_is_not_of_this_machine_is_refused_before_a_run_is_made() -> None:

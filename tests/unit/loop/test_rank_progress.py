@@ -11,8 +11,8 @@ import pytest
 
 from etude import progress
 from etude.loop import ranks
-from etude.loop.ranks import Progress
-from etude.training.sharded.mesh import LOOPBACK, listen, reach
+from etude.loop.ranks import RankProgress
+from etude.training.sharded.mesh import LOOPBACK, connect_store, host_store
 
 LIMIT_S = 300.0
 
@@ -31,9 +31,9 @@ class Group:
         self.clock, self.counts, self.at = Clock(), [0, 0], 0
         monkeypatch.setattr(ranks, "time", self.clock)
         monkeypatch.setattr(ranks.progress, "count", lambda: self.counts[self.at])
-        monkeypatch.setattr(ranks.progress, "made", self.made)
-        self.store = listen(LOOPBACK)
-        self.ranks = [Progress(reach(LOOPBACK, self.store.port), rank, 2, LIMIT_S) for rank in range(2)]
+        monkeypatch.setattr(ranks.progress, "tick", self.made)
+        self.store = host_store(LOOPBACK)
+        self.ranks = [RankProgress(connect_store(LOOPBACK, self.store.port), rank, 2, LIMIT_S) for rank in range(2)]
 
     def made(self) -> None:
         self.counts[self.at] += 1
@@ -48,7 +48,7 @@ class Group:
             found = []
             for number, rank in enumerate(self.ranks):
                 self.at = number
-                error = None if self.at == silent else rank.look()
+                error = None if self.at == silent else rank.check()
                 found += [str(error)] if error else []
         return found
 
@@ -79,7 +79,7 @@ def test_a_rank_that_is_stopped_in_a_call_is_named(group: Group) -> None:
     group.ranks[1].call = "publish"
     group.pass_s(2)
     [found] = group.pass_s(LIMIT_S + 5, silent=1)
-    assert "learner rank 1 reports nothing" in found
+    assert "learner rank 1 is silent" in found
 
 
 def test_the_echo_of_anothers_progress_is_none_of_ones_own(group: Group) -> None:
@@ -96,12 +96,12 @@ def test_a_report_that_is_none_is_passed_over(group: Group) -> None:
     group.pass_s(2)
     group.store.set("progress/1", "half a rep")
     group.at = 0
-    assert group.ranks[0].look() is None
+    assert group.ranks[0].check() is None
 
 
 def test_progress_is_the_processs_own_counter() -> None:
     before = progress.count()
-    progress.made()
+    progress.tick()
     assert progress.count() > before
 
 
@@ -117,7 +117,7 @@ import sys, time
 from etude.loop import ranks
 from etude.training.sharded.mesh import LOOPBACK, reach
 ranks.REPORT_S = 0.05
-ranks.Progress(reach(LOOPBACK, int(sys.argv[1])), 1, 2, 2.0).watch(ranks.end)
+ranks.RankProgress(reach(LOOPBACK, int(sys.argv[1])), 1, 2, 2.0).watch(ranks.exit_with_error)
 print("watching", flush=True)
 time.sleep(60)
 """
@@ -138,6 +138,6 @@ def test_a_rank_ends_when_the_store_is_silent_or_gone(ending: signal.Signals, na
             finally:
                 os.kill(host.pid, signal.SIGKILL)
                 rank.kill()
-    assert rank.returncode == ranks.AGAIN
+    assert rank.returncode == ranks.EXIT_RESTART
     assert named in error
     assert ("the store of the learner's ranks" in error) == bool(named)

@@ -14,11 +14,11 @@ from etude.errors import EngineError, InputError, WeightsError
 from etude.inference.config import EngineKind
 from etude.inference.serving import take_key
 from etude.loop.config import RunConfig
-from etude.loop.crew import engine_argv
-from etude.loop.joining import wanted_by
-from etude.loop.learning import Learning
-from etude.loop.places import weights_store
+from etude.loop.engine_registry import required_of_engines
+from etude.loop.learner import LearnerProcess
+from etude.loop.locations import weights_store
 from etude.loop.preflight import preflight
+from etude.loop.run_processes import engine_argv
 from etude.models import Transformer
 from etude.models.checkpoint import save_model
 from etude.models.config import ModelConfig
@@ -60,7 +60,7 @@ def test_a_run_with_a_key_publishes_signed_versions_and_its_engines_believe_no_o
     tmp_path: Path, key: Path
 ) -> None:
     run, config = run_of(tmp_path, key)
-    learning = Learning(run, config, Telemetry(run / "events" / "learner.jsonl", process="learner"))
+    learning = LearnerProcess(run, config, Telemetry(run / "events" / "learner.jsonl", process="learner"))
     learning.begin(str(run / "checkpoints" / "mid"))
     learning.offer(())
     published = learning.published()
@@ -71,12 +71,12 @@ def test_a_run_with_a_key_publishes_signed_versions_and_its_engines_believe_no_o
         if kind is EngineKind.REFERENCE:
             argv = engine_argv(run, config, "engine-0", kind)
             assert argv[argv.index("--public-key") + 1] == SIGNER.public_key.hex()
-    assert wanted_by(run, config).public_key == SIGNER.public_key.hex()
+    assert required_of_engines(run, config).public_key == SIGNER.public_key.hex()
 
 
 def test_a_run_without_a_key_signs_nothing_and_tells_its_engines_of_none(tmp_path: Path) -> None:
     run, config = run_of(tmp_path, None)
-    learning = Learning(run, config, Telemetry(run / "events" / "learner.jsonl", process="learner"))
+    learning = LearnerProcess(run, config, Telemetry(run / "events" / "learner.jsonl", process="learner"))
     learning.begin(str(run / "checkpoints" / "mid"))
     learning.offer(())
     learning.published()
@@ -84,13 +84,13 @@ def test_a_run_without_a_key_signs_nothing_and_tells_its_engines_of_none(tmp_pat
     assert pointer is not None
     assert not pointer.signature
     assert "--public-key" not in engine_argv(run, config, "engine-0", EngineKind.REFERENCE)
-    assert wanted_by(run, config).public_key == ""
+    assert required_of_engines(run, config).public_key == ""
 
 
 def test_a_run_that_was_signed_goes_on_with_its_key_alone(tmp_path: Path, key: Path) -> None:
     run, config = run_of(tmp_path, None)
     Channel(weights_store(run), signer=SIGNER).publish({}, step=0, parent=None, rollout_ids=[])
-    learning = Learning(run, config, Telemetry(run / "events" / "learner.jsonl", process="learner"))
+    learning = LearnerProcess(run, config, Telemetry(run / "events" / "learner.jsonl", process="learner"))
     learning.begin(str(run / "checkpoints" / "mid"))
     learning.offer(())
     with pytest.raises(WeightsError, match="is signed") as refused:
@@ -98,7 +98,9 @@ def test_a_run_that_was_signed_goes_on_with_its_key_alone(tmp_path: Path, key: P
     assert "stores.signing_key" in refused.value.hint
 
 
-@pytest.mark.parametrize(("text", "says"), [(None, "cannot be read"), ("not hex", "holds no key"), ("ab", "32 bytes")])
+@pytest.mark.parametrize(
+    ("text", "says"), [(None, "cannot be read"), ("not hex", "contains no key"), ("ab", "32 bytes")]
+)
 def test_a_key_that_is_none_is_refused_before_the_run_starts(tmp_path: Path, text: str | None, says: str) -> None:
     path = tmp_path / "key"
     if text is not None:
@@ -114,7 +116,7 @@ def test_a_key_that_is_none_is_refused_before_the_run_starts(tmp_path: Path, tex
 def joined(tmp_path: Path, key: Path | None, given: bytes | None) -> Any:
     run, config = run_of(tmp_path, key)
     args = argparse.Namespace(name="west", register="http://home:8790", public_key=given)
-    take_key(args, wanted_by(run, config))
+    take_key(args, required_of_engines(run, config))
     return args.public_key
 
 

@@ -17,22 +17,22 @@ from etude.config import load, to_toml
 from etude.evals import read_rows
 from etude.experience import Ledger, RolloutFiles, make_batch, plan_batch
 from etude.experience.config import ExperienceConfig
-from etude.experience.credit import credited
-from etude.experience.looking import Quarantined
+from etude.experience.credit import assign_credit
+from etude.experience.ledger import Quarantined
 from etude.loop import worker
-from etude.loop.apart import InOrder
+from etude.loop.adjustable_semaphore import Limit
 from etude.loop.config import RunConfig
-from etude.loop.evaluating import evaluate
-from etude.loop.played import HandedOver, Played, hand_over
-from etude.loop.rolling import Rolling, siblings
-from etude.loop.room import Limit
+from etude.loop.evaluation import evaluate
+from etude.loop.rollout_result import RolloutReply, RolloutResult, store_rollout
+from etude.loop.rollout_scheduler import RolloutScheduler, siblings
+from etude.loop.run_in_thread import SerialExecutor
 from etude.records import Graded, Rollout, RolloutSpec, Task, Version
 from etude.records.rollout import Ending, Trace
 from etude.records.task import Split, Trust
 from etude.rewards import Composition
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
-from etude.testing import FakeCrew
+from etude.testing import FakeRunProcesses
 
 HONEST, CHEAT = b"def f(n):\n    return n + 1\n", b"import os\ndef f(n):\n    os._exit(0)\n"
 TASK = Task(
@@ -61,7 +61,7 @@ def play(spec: RolloutSpec) -> Rollout:
     )
 
 
-def fooled(rollout: Played) -> Graded:
+def fooled(rollout: RolloutResult) -> Graded:
     return Graded.of(1.0, {"tests": 1.0}, trust=Trust.CODE, reason="all pass")
 
 
@@ -71,13 +71,13 @@ def rolled(folder: Path, **experience: Any) -> tuple[Ledger, list[dict[str, Any]
     for spec in siblings("g000000", TASK, 4, seed=0, temperature=1.0):
         ledger.admit(spec)
     telemetry = Telemetry(folder / "events.jsonl", process="test")
-    files, looks = RolloutFiles(folder / "rollouts"), config.experience.quarantine
+    files, find_signs = RolloutFiles(folder / "rollouts"), config.experience.quarantine
 
-    def played(spec: RolloutSpec) -> Played:
-        return hand_over(play(spec), files, looks=looks).of(spec.task)
+    def played(spec: RolloutSpec) -> RolloutResult:
+        return store_rollout(play(spec), files, find_signs=find_signs).with_task(spec.task)
 
-    crew = FakeCrew(config, Limit(4), play=played, judge=fooled)
-    rolling = Rolling(ledger, InOrder("ledger"), crew, telemetry)  # type: ignore[arg-type]
+    processes = FakeRunProcesses(config, Limit(4), play=played, judge=fooled)
+    rolling = RolloutScheduler(ledger, SerialExecutor("ledger"), processes, telemetry)  # type: ignore[arg-type]
 
     async def main() -> None:
         running = asyncio.create_task(rolling.run(asyncio.Event()))
@@ -96,14 +96,14 @@ def rolled(folder: Path, **experience: Any) -> tuple[Ledger, list[dict[str, Any]
 def rewards(ledger: Ledger, **settings: bool) -> list[float]:
     """The rewards of the only group, composed from its stored terms."""
     graded = [graded for _, graded in ledger.group("g000000").valid]
-    return [reward.value for reward, _ in credited(graded, Composition(**settings))]
+    return [reward.value for reward, _ in assign_credit(graded, Composition(**settings))]
 
 
 def test_a_flagged_rollout_earns_nothing_and_stays_in_the_baseline_and_the_gradient(tmp_path):
     ledger, events = rolled(tmp_path)
     sign = "exit: ends the process by os._exit (calc.py:3)"
     assert ledger.states() == {"graded": 4}
-    assert ledger.ready_groups(["g000000"]) == ledger.with_signal(["g000000"]) == {"g000000"}
+    assert ledger.ready_groups(["g000000"]) == ledger.groups_with_signal(["g000000"]) == {"g000000"}
     group = ledger.group("g000000")
     assert rewards(ledger) == [0.0, 1.0, 1.0, 1.0]
     assert ledger.row("g000000.0").reward == 0.0
@@ -149,14 +149,14 @@ def test_a_share_of_the_clean_ones_is_marked_for_a_person(tmp_path, share, shown
 def test_a_cheat_counts_as_not_solved_in_an_evaluation_and_is_reported_beside_the_rate(tmp_path):
     files, telemetry = RolloutFiles(tmp_path / "rollouts"), Telemetry(tmp_path / "events.jsonl", process="test")
 
-    def played(spec: RolloutSpec) -> Played:
-        return hand_over(play(spec), files, kept=False, looks=True).of(spec.task)
+    def played(spec: RolloutSpec) -> RolloutResult:
+        return store_rollout(play(spec), files, kept=False, find_signs=True).with_task(spec.task)
 
-    crew = FakeCrew(RunConfig(), Limit(4), play=played, judge=fooled)
-    crew.files = files  # type: ignore[attr-defined]
+    processes = FakeRunProcesses(RunConfig(), Limit(4), play=played, judge=fooled)
+    processes.files = files  # type: ignore[attr-defined]
     source: Any = SimpleNamespace(size=lambda _: 1, task=lambda *_: TASK)
     settings: Any = {"step": 3, "num_tasks": 1, "tries": 4, "seed": 0, "temperature": 1.0, "telemetry": telemetry}
-    work = evaluate(crew, source, name="after", split=Split.HELDOUT, out=tmp_path, **settings)  # type: ignore[arg-type]
+    work = evaluate(processes, source, name="after", split=Split.HELDOUT, out=tmp_path, **settings)  # type: ignore[arg-type]
     result = asyncio.run(work)
     telemetry.close()
     assert (result.solved, result.cheats, result.rate, result.best_of_k) == (3, 1, 0.75, 1.0)
@@ -178,9 +178,9 @@ def test_a_worker_looks_for_signs_in_training_and_in_evaluations(game, tmp_path,
         return play(spec)
 
     monkeypatch.setattr(worker, "run_rollout", played)
-    monkeypatch.setattr(worker, "runtime_of", lambda _: None)
+    monkeypatch.setattr(worker, "runtime_from_config", lambda _: None)
 
-    async def main() -> HandedOver:
+    async def main() -> RolloutReply:
         telemetry = Telemetry(tmp_path / "events.jsonl", process="worker-0")
         _, rollout = (await worker.handlers(run, "worker-0", telemetry))["rollout"]
         [spec] = siblings("g000000", TASK, 1, seed=0, temperature=1.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from etude.models import ModelConfig
-from etude.models.parts import Latent, Routing, Scores, Yarn
+from etude.models.components import Latent, Routing, Scores, Yarn
 
 MOE = ModelConfig(
     vocab_size=24, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, expert_size=12,

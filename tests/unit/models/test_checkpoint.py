@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from etude.errors import CheckpointError
 from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
-from etude.models.checkpoint import load_tensors, save_tensors, whole_directory
-from etude.models.headers import check_weights, hf_shapes
+from etude.models.checkpoint import atomic_directory, load_tensors, save_tensors
+from etude.models.headers import check_weights, hf_weight_shapes
 
 SIZES = ModelConfig(
     vocab_size=13,
@@ -94,9 +94,9 @@ def test_a_missing_directory_and_missing_weights_are_named(tmp_path: Path, saved
     ("change", "message"),
     [
         (lambda c: c | {"num_hidden_layers": 3}, r"no tensor 'model\.layers\.2"),
-        (lambda c: c | {"hidden_size": 10**9}, r"embed_tokens.*\[13, 8\]: .*wants \[13, 1000000000\]"),
+        (lambda c: c | {"hidden_size": 10**9}, r"embed_tokens.*\[13, 8\]: .*expects \[13, 1000000000\]"),
         (lambda c: c | {"num_hidden_layers": 4000}, r"no tensor 'model\.layers\.2"),
-        (lambda c: c | {"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000 is past 4096"),
+        (lambda c: c | {"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000 is above 4096"),
         (lambda c: c | {"num_hidden_layers": 1}, r"a tensor 'model\.layers\.1"),
         (lambda c: c | {"vocab_size": "many"}, "vocab_size = 'many'"),
         (lambda c: c | {"norm_topk_prob": "no"}, "norm_topk_prob = 'no'"),
@@ -110,8 +110,8 @@ def test_a_missing_directory_and_missing_weights_are_named(tmp_path: Path, saved
         (lambda c: c | {"architectures": ["Qwen3MoeForTokenClassification"]}, "Qwen3MoeForTokenClassification"),
         (lambda c: c | {"mlp_only_layers": [1]}, r"no tensor 'model\.layers\.1\.mlp\.gate_proj"),
         (lambda c: c | {"mlp_only_layers": "all"}, "mlp_only_layers = 'all'"),
-        (lambda c: c | {"num_key_value_heads": 3}, "no multiple"),
-        (lambda c: c | {"num_experts": 70_000}, "num_experts = 70000 is past 65535"),
+        (lambda c: c | {"num_key_value_heads": 3}, "not a multiple"),
+        (lambda c: c | {"num_experts": 70_000}, "num_experts = 70000 is above 65535"),
         (lambda c: c | {"head_dim": -4}, "head_dim = -4"),
         (lambda c: c | {"max_position_embeddings": 10**12}, "max_position_embeddings"),
         (lambda c: c | {"rms_norm_eps": "x"}, "rms_norm_eps"),
@@ -130,7 +130,7 @@ def test_a_tensor_of_another_shape_is_named(saved: Path) -> None:
     tensors = load_tensors(saved / "model.safetensors")
     q = "model.layers.0.self_attn.q_proj.weight"
     save_tensors(tensors | {q: tensors[q].t().contiguous().reshape(4, 16)}, saved / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: .*q_proj.*\[4, 16\]: .*wants \[8, 8\]"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: .*q_proj.*\[4, 16\]: .*expects \[8, 8\]"):
         load_model(saved)
 
 
@@ -138,7 +138,7 @@ def test_a_tensor_of_another_shape_is_named(saved: Path) -> None:
 def test_the_names_and_shapes_that_are_asked_of_a_file_are_those_of_the_model(tied: bool) -> None:
     sizes = dataclasses.replace(SIZES, tie_embeddings=tied)
     views = hf_views(Transformer(sizes, seed=2))
-    assert dict(hf_shapes(sizes)) == {name: tuple(view.shape) for name, view in views.items()}
+    assert dict(hf_weight_shapes(sizes)) == {name: tuple(view.shape) for name, view in views.items()}
 
 
 def test_a_quantised_tensor_is_named(saved: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_shard_that_is_missing_or_cut_off_is_named(saved: Path) -> None:
         save_tensors({name: tensors[name] for name in files if files[name] == part}, saved / part)
     (saved / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     check_weights(saved, SIZES)
-    with pytest.raises(CheckpointError, match=r"index\.json is not proven: .*SHA256SUMS does not list it"):
+    with pytest.raises(CheckpointError, match=r"index\.json has no checksum: .*SHA256SUMS does not list it"):
         load_model(saved)
     (saved / "SHA256SUMS").unlink()
     assert load_model(saved).config == SIZES
@@ -209,14 +209,14 @@ def test_a_tied_head_is_the_embedding_or_refused(tmp_path: Path) -> None:
     assert load_model(folder).head is None
     head[0, 0] += 1
     save_tensors({**weights, "lm_head.weight": head}, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight of .* is not the embedding") as caught:
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight of .* differs from the embedding") as caught:
         load_model(folder)
     assert "tie_word_embeddings = true" in caught.value.facts
 
 
 def test_a_directory_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     def write_and_fail() -> None:
-        with whole_directory(tmp_path / "out") as folder:
+        with atomic_directory(tmp_path / "out") as folder:
             (folder / "half").write_text("x")
             raise KeyboardInterrupt
 
@@ -227,7 +227,7 @@ def test_a_directory_appears_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_an_existing_directory_is_replaced(tmp_path: Path) -> None:
     for content in ("old", "new"):
-        with whole_directory(tmp_path / "out") as folder:
+        with atomic_directory(tmp_path / "out") as folder:
             (folder / "file").write_text(content)
     assert (tmp_path / "out" / "file").read_text() == "new"
     assert [p.name for p in tmp_path.iterdir()] == ["out"]

@@ -19,11 +19,11 @@ from etude.config import build, to_plain
 from etude.errors import CheckpointError, ConfigError
 from etude.models import ModelConfig, Packed, Transformer, hf_views, load_model, save_model
 from etude.models.checkpoint import load_tensors, save_tensors
-from etude.models.config import family_names
+from etude.models.components import Routing, Scores
+from etude.models.config import FAMILY_NAMES
 from etude.models.experts import choose
-from etude.models.headers import check_weights, hf_shapes
-from etude.models.parts import Routing, Scores
-from etude.models.quantised import BLOCK, SCALE
+from etude.models.headers import check_weights, hf_weight_shapes
+from etude.models.quantised_storage import FP8_BLOCK, FP8_SCALE
 from etude.numerics import Native
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -52,7 +52,7 @@ def tokens(n: int, seed: int = 0) -> torch.Tensor:
 def test_names_and_shapes_of_files_are_those_of_the_model_as_views_into_it(sizes: ModelConfig) -> None:
     model = model_of(sizes)
     views = hf_views(model)
-    assert {name: tuple(view.shape) for name, view in views.items()} == dict(hf_shapes(sizes))
+    assert {name: tuple(view.shape) for name, view in views.items()} == dict(hf_weight_shapes(sizes))
     assert all(view.is_contiguous() for view in views.values())
     biases = sum(view.numel() for name, view in views.items() if name.endswith("bias"))
     assert sum(view.numel() for view in views.values()) - biases == sizes.num_parameters
@@ -196,8 +196,8 @@ def test_published_checkpoints_have_the_size_that_is_published(
 ) -> None:
     sizes = ModelConfig.from_hf(raw)
     assert sizes.num_parameters / 1e9 == pytest.approx(billions, abs=0.1)
-    width = sizes.kept.key_width + (0 if sizes.kept.shared else sizes.kept.value_width)
-    assert sizes.num_layers * sizes.kept.heads * width == kept_numbers
+    width = sizes.cache_layout.key_width + (0 if sizes.cache_layout.shared else sizes.cache_layout.value_width)
+    assert sizes.num_layers * sizes.cache_layout.heads * width == kept_numbers
     assert sizes.num_moe_layers * sizes.top_k * np.dtype(sizes.route_dtype).itemsize == route_bytes
     assert ModelConfig.from_hf(sizes.to_hf()) == sizes
 
@@ -208,9 +208,9 @@ def test_published_checkpoints_have_the_size_that_is_published(
 def quantised(folder: Path, name: str) -> dict[str, torch.Tensor]:
     """Store one tensor of a checkpoint in 8-bit blocks; returns the file's tensors."""
     tensors = load_tensors(folder / "model.safetensors")
-    rows, columns = (-(-size // BLOCK) for size in tensors[name].shape)
+    rows, columns = (-(-size // FP8_BLOCK) for size in tensors[name].shape)
     tensors[name] = (tensors[name] * 100).to(torch.float8_e4m3fn)
-    tensors[name + SCALE] = torch.rand(rows, columns, generator=torch.Generator().manual_seed(0)) / 50
+    tensors[name + FP8_SCALE] = torch.rand(rows, columns, generator=torch.Generator().manual_seed(0)) / 50
     save_tensors(tensors, folder / "model.safetensors")
     raw = json.loads((folder / "config.json").read_text())
     raw["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
@@ -227,7 +227,7 @@ def test_blocks_of_8_bits_are_read_by_their_formula(tmp_path: Path) -> None:
     check_weights(tmp_path / "model", sizes)
     read = hf_views(load_model(tmp_path / "model"))[name]
     for i, j in [(0, 0), (127, 127), (128, 0), (127, 128), (149, 129)]:
-        expected = float(tensors[name][i, j].float()) * float(tensors[name + SCALE][i // 128, j // 128])
+        expected = float(tensors[name][i, j].float()) * float(tensors[name + FP8_SCALE][i // 128, j // 128])
         assert float(read[i, j]) == pytest.approx(expected, rel=1e-6)
 
 
@@ -235,9 +235,9 @@ def test_8_bits_without_their_scales_are_named(tmp_path: Path) -> None:
     save_model(model_of(DEEPSEEK), tmp_path / "model", dtype="f32")
     name = "model.layers.0.mlp.gate_proj.weight"
     tensors = quantised(tmp_path / "model", name)
-    del tensors[name + SCALE]
+    del tensors[name + FP8_SCALE]
     save_tensors(tensors, tmp_path / "model" / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"gate_proj\.weight' is F8_E4M3 without its scales: .*there is none"):
+    with pytest.raises(CheckpointError, match=r"gate_proj\.weight' is F8_E4M3 without its scales: .*but it is missing"):
         load_model(tmp_path / "model")
 
 
@@ -272,18 +272,18 @@ def test_biases_of_choosing_stay_float32(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"q_lora_rank": 0}, "q_lora_rank = 0"),
-        ({"qk_rope_head_dim": 3}, r"rope_dim = 3|wants \[11, 16\]"),
-        ({"kv_lora_rank": 4}, r"kv_a_proj_with_mqa.*\[12, 16\]: .*wants \[8, 16\]"),
-        ({"n_group": 4}, "6 experts do not fall into 4 groups"),
+        ({"qk_rope_head_dim": 3}, r"rope_dim = 3|expects \[11, 16\]"),
+        ({"kv_lora_rank": 4}, r"kv_a_proj_with_mqa.*\[12, 16\]: .*expects \[8, 16\]"),
+        ({"n_group": 4}, "6 experts cannot be divided into 4 groups"),
         ({"topk_group": 9}, "top_groups = 9"),
         ({"num_key_value_heads": 1}, "num_kv_heads = 1"),
         ({"scoring_func": "softmax"}, "deepseek_v3 variant with scoring_func = 'softmax'"),
         ({"topk_method": "greedy"}, "topk_method = 'greedy'"),
         ({"moe_layer_freq": 2}, "moe_layer_freq = 2"),
         ({"n_shared_experts": None}, "n_shared_experts = None"),
-        ({"first_k_dense_replace": 3}, "first_k_dense_replace = 3, of 2 layers"),
+        ({"first_k_dense_replace": 3}, "first_k_dense_replace = 3, expected 0 to 2"),
         ({"first_k_dense_replace": 0}, r"no tensor 'model\.layers\.0\.mlp\.gate\.weight'"),
-        ({"n_routed_experts": 9}, r"gate\.weight' has shape \[6, 16\]: .*wants \[9, 16\]"),
+        ({"n_routed_experts": 9}, r"gate\.weight' has shape \[6, 16\]: .*expects \[9, 16\]"),
         ({"routed_scaling_factor": "x"}, "routed_scaling_factor = 'x'"),
         ({"architectures": ["DeepseekV2ForCausalLM"]}, "architecture DeepseekV2ForCausalLM"),
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, r"quantised by 'awq' with \{'bits': 4\}"),
@@ -346,7 +346,7 @@ def is_none(raw: dict[str, Any]) -> bool:
         or type(tied) not in (bool, type(None))
         or raw["hidden_act"] not in ("silu", None)
         or raw["attention_bias"] not in (False, None)
-        or raw["model_type"] not in family_names()
+        or raw["model_type"] not in FAMILY_NAMES
     )
 
 
@@ -376,6 +376,6 @@ def test_a_mutated_config_is_read_or_refused_and_then_its_tables_can_be_made(
     assert sizes.softmax_scale > 0
     if sizes.yarn is not None and sizes.rope_dim < 1000:
         assert len(sizes.yarn.interpolated(sizes.rope_dim, sizes.rope_theta)) == sizes.rope_dim // 2
-    assert sizes.family in family_names()
-    assert sizes.products
-    assert next(iter(hf_shapes(sizes)))
+    assert sizes.family in FAMILY_NAMES
+    assert sizes.product_shapes
+    assert next(iter(hf_weight_shapes(sizes)))

@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 
 from etude.config import build
-from etude.errors import CheckpointError, ConfigError
+from etude.errors import CheckpointError, ConfigError, PluginRefused
 from etude.models import ModelConfig
-from etude.models.config import OWN_FAMILIES, family_names, family_of
+from etude.models.config import FAMILY_NAMES, OWN_FAMILIES, family_of
 
 OWN = """
+from pathlib import Path
+
+from etude.models.config import ModelFamily
 from etude.models.families.qwen3_moe import Qwen3Moe
 
 
@@ -31,6 +34,10 @@ class Other(Good):
 
 class Claims(Qwen3Moe):
     model_type = "olmoe"
+
+
+class Nameless(ModelFamily):
+    pass
 
 
 class Raises(Good):
@@ -55,9 +62,9 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_modules_name_is_its_familys_model_type() -> None:
-    assert {"qwen3_moe", "qwen3", "deepseek_v3", "kimi_k2", "olmoe", "mixtral"} <= set(family_names())
-    assert [family_of(name).model_type for name in family_names()] == family_names()
-    assert [family_of(name).name for name in family_names()] == family_names()
+    assert {"qwen3_moe", "qwen3", "deepseek_v3", "kimi_k2", "olmoe", "mixtral"} <= set(FAMILY_NAMES)
+    assert [family_of(name).model_type for name in FAMILY_NAMES] == list(FAMILY_NAMES)
+    assert [family_of(name).name for name in FAMILY_NAMES] == list(FAMILY_NAMES)
 
 
 def test_an_unknown_family_of_a_config_is_refused_with_the_nearest() -> None:
@@ -70,7 +77,7 @@ def test_an_unknown_architecture_is_refused_by_name_with_the_known_ones() -> Non
     raw = {**ModelConfig().to_hf(), "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     with pytest.raises(CheckpointError, match="LlamaForCausalLM") as raised:
         ModelConfig.from_hf(raw)
-    assert all(name in raised.value.facts for name in [*family_names(), "OlmoeForCausalLM"])
+    assert all(name in raised.value.facts for name in [*FAMILY_NAMES, "OlmoeForCausalLM"])
     assert OWN_FAMILIES in raised.value.hint
     for kind in (None, ["qwen3"], 3, "../qwen3", "__init__"):
         with pytest.raises(CheckpointError, match="of architecture"):
@@ -95,34 +102,39 @@ def test_a_family_of_the_users_own_is_named_by_a_config_and_known_where_it_start
     ("name", "says"),
     [
         ("Raises", "RuntimeError: no licence"),
-        ("Gone", "AttributeError"),
-        ("thing", "is no model family: it is 3"),
-        ("Claims", "has model_type = 'olmoe': so has the family olmoe"),
+        ("Gone", "has no Gone"),
+        ("thing", "is no class: it is an int"),
+        ("Nameless", "is no model family: it has no attribute model_type; it has no attribute hf_class"),
+        ("Path", "is no model family: it is a PosixPath, which is not derived from etude.models.config.ModelFamily"),
     ],
 )
 def test_a_class_that_is_no_good_family_is_refused_by_its_import_path(own: str, name: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says) as raised:
+    with pytest.raises(PluginRefused, match=f"{own}:{name}") as raised:
         family_of(f"{own}:{name}")
-    assert f"{own}:{name}" in str(raised.value)
+    assert says in str(raised.value)
 
 
 def test_two_families_of_one_model_type_are_refused(own: str) -> None:
+    with pytest.raises(ConfigError, match=f"{own}:Claims has model_type = 'olmoe'") as raised:
+        family_of(f"{own}:Claims")
+    assert raised.value.facts == "the family olmoe has the same one"
     family_of(f"{own}:Good")
-    with pytest.raises(ConfigError, match=f"so has the family {own}:Good"):
+    with pytest.raises(ConfigError, match=f"{own}:Other has model_type = 'good_moe'"):
         family_of(f"{own}:Other")
 
 
 def test_a_module_that_does_not_import_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(OWN_FAMILIES, "")
-    with pytest.raises(ConfigError, match="no_such_module:Name cannot be used: ModuleNotFoundError"):
+    with pytest.raises(PluginRefused, match="no_such_module:Name cannot be imported") as raised:
         family_of("no_such_module:Name")
+    assert "has no module no_such_module" in raised.value.facts
 
 
 @pytest.mark.parametrize(
     ("family", "change", "says"),
     [
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
-        ("olmoe", {"head_dim": 4}, "2 heads of 4 numbers are not hidden_size = 16"),
+        ("olmoe", {"head_dim": 4}, "num_heads · head_dim = 8, but hidden_size = 16"),
         ("mixtral", {"sliding_window": 4096}, "sliding_window = 4096"),
         ("mixtral", {"num_local_experts": None}, "num_local_experts = None"),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
@@ -137,6 +149,6 @@ def test_what_a_family_does_not_compute_is_refused_by_its_key(
 
 
 def test_heads_that_are_normalised_together_are_not_shared_by_tensor_parallel_ranks() -> None:
-    with pytest.raises(ConfigError, match=r"olmoe shared by 2 tensor-parallel ranks: .* over all heads"):
-        family_of("olmoe").tiny().shared(2)
-    assert family_of("olmoe").tiny().shared(1) == family_of("olmoe").tiny()
+    with pytest.raises(ConfigError, match=r"olmoe on 2 tensor-parallel ranks: .* over all heads"):
+        family_of("olmoe").tiny().per_rank(2)
+    assert family_of("olmoe").tiny().per_rank(1) == family_of("olmoe").tiny()

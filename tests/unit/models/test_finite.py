@@ -11,7 +11,7 @@ from etude.errors import CheckpointError
 from etude.models import ModelConfig, Transformer, hf_views, save_model
 from etude.models.attention import Packed
 from etude.models.checkpoint import load_model
-from etude.models.finite import Origin, described, is_finite, not_finite, origin
+from etude.models.finite import NonFiniteOrigin, describe_non_finite, find_non_finite, first_non_finite, is_finite
 from etude.numerics import Native
 
 SIZES = ModelConfig(
@@ -28,7 +28,7 @@ def test_one_bad_number_among_many_is_seen_and_large_ones_are_not(bad: float) ->
     assert is_finite(numbers)
     numbers[500] = bad
     assert not is_finite(numbers)
-    assert described(numbers) == f"1 {'NaN' if bad != bad else 'infinite'} of 1000"
+    assert describe_non_finite(numbers) == f"1 {'NaN' if bad != bad else 'infinite'} of 1000"
     assert is_finite(torch.full((70_000,), 60_000.0, dtype=torch.float16))
     assert is_finite(torch.tensor([1, 2]))
     assert is_finite(torch.zeros(0))
@@ -65,13 +65,13 @@ def weight_of(name: str, model: Transformer) -> torch.Tensor:
 )
 def test_the_first_operator_that_overflows_is_found(name: str) -> None:
     model = Transformer(SIZES, seed=0)
-    assert origin(lambda watch: model.run(TOKENS, watch=watch)) is None
+    assert first_non_finite(lambda watch: model.run(TOKENS, hook=watch)) is None
     if name == "layers.1.experts.down":
         model.blocks[1].experts.gate_up.data.mul_(10)  # type: ignore[union-attr]
     with torch.no_grad():
         weight_of(name, model).fill_(3e38)
-    assert not not_finite(hf_views(model))
-    found = origin(lambda watch: model.run(TOKENS, watch=watch))
+    assert not find_non_finite(hf_views(model))
+    found = first_non_finite(lambda watch: model.run(TOKENS, hook=watch))
     assert found is not None
     assert found.name == name
     assert "infinite" in found.facts or "NaN" in found.facts
@@ -82,8 +82,8 @@ def test_the_token_is_found_too() -> None:
     with torch.no_grad():
         model.embedding[4] = INF
     flat = Packed([3, 3], model.operators)
-    found = origin(lambda watch: model.run(TOKENS, flat, rows=torch.tensor([2, 5]), watch=watch))
-    assert found == Origin("embedding", 2, "8 infinite of 48")
+    found = first_non_finite(lambda watch: model.run(TOKENS, flat, rows=torch.tensor([2, 5]), hook=watch))
+    assert found == NonFiniteOrigin("embedding", 2, "8 infinite of 48")
 
 
 @pytest.mark.parametrize("bad", [NAN, INF])

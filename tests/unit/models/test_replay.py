@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.models import ModelConfig, Transformer
-from etude.models.replay import Recorded
+from etude.models.replay import RecordedRoutes
 
 
 def by_hand(recorded: list[int], live: list[int], scores: list[float], plausible: float, missing: int) -> list[int]:
@@ -32,7 +32,7 @@ def test_plausible_experts_keep_their_slots_and_the_best_live_ones_fill_the_othe
     missing = torch.iinfo(dtype).max
     routes = torch.rand(n, num_experts, generator=generator).argsort(-1)[:, :k]
     routes[torch.rand(n, generator=generator) < 0.2] = missing
-    used = Recorded(routes.to(dtype), plausible).over(live, scores)
+    used = RecordedRoutes(routes.to(dtype), plausible).apply(live, scores)
     assert all(len(set(row)) == k for row in used.tolist())
     rows = zip(routes.tolist(), live.tolist(), scores.tolist(), strict=True)
     assert used.tolist() == [by_hand(*row, plausible=plausible, missing=missing) for row in rows]
@@ -42,7 +42,7 @@ def test_what_the_router_would_choose_itself_is_always_plausible() -> None:
     scores = torch.rand(50, 8, generator=torch.Generator().manual_seed(0))
     live = scores.topk(3, -1).indices
     turned = live.roll(1, -1)
-    assert torch.equal(Recorded(turned.to(torch.uint8), plausible=1.0).over(live, scores), turned)
+    assert torch.equal(RecordedRoutes(turned.to(torch.uint8), plausible=1.0).apply(live, scores), turned)
 
 
 @pytest.mark.parametrize(("num_experts", "dtype"), [(255, torch.uint8), (256, torch.uint16)])

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from etude.models.components import Routing, Scores
 from etude.models.experts import Choice, choose, mix
-from etude.models.parts import Routing, Scores
-from etude.models.replay import Recorded
+from etude.models.replay import RecordedRoutes
 from etude.numerics.exact.operators import Exact
 from etude.numerics.native import Native
 from etude.numerics.operators import Operators
@@ -36,7 +36,7 @@ Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 def chosen(scores: torch.Tensor, routes: torch.Tensor | None, routing: Routing, *, balance: bool = False) -> Choice:
     bias = BIAS if routing.scores is Scores.SIGMOID else None
-    recorded = None if routes is None else Recorded(routes)
+    recorded = None if routes is None else RecordedRoutes(routes)
     return choose(scores, K, recorded, NATIVE, routing=routing, bias_E=bias, balance=balance)
 
 
@@ -86,7 +86,7 @@ def test_gradients_match_finite_differences_through_router_gates_and_experts(
 
 def test_a_replayed_experts_gate_is_the_live_routers_softmax_over_the_replayed_ones() -> None:
     scores = keyed(5, N, E)
-    choice = choose(scores, K, Recorded(RECORDED), NATIVE)
+    choice = choose(scores, K, RecordedRoutes(RECORDED), NATIVE)
     assert torch.equal(choice.experts_NK, RECORDED.long())
     assert not torch.equal(choice.experts_NK.sort(-1).values, choice.live_NK.sort(-1).values)
     expected = scores.gather(1, RECORDED.long()).softmax(-1)
@@ -99,7 +99,7 @@ def test_a_replayed_experts_gate_is_the_live_routers_softmax_over_the_replayed_o
 
 def test_with_one_expert_a_token_the_router_learns_nothing_since_its_gate_is_one() -> None:
     scores = keyed(5, N, E)
-    choice = choose(scores, 1, Recorded(RECORDED[:, :1]), NATIVE)
+    choice = choose(scores, 1, RecordedRoutes(RECORDED[:, :1]), NATIVE)
     assert torch.equal(choice.gates_NK, torch.ones(N, 1, dtype=torch.float64))
     assert not torch.autograd.grad(choice.gates_NK.sum(), scores)[0].any()
 

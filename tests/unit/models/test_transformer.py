@@ -9,7 +9,7 @@ import torch
 
 from etude.models import ModelConfig, Packed, Transformer, hf_views
 from etude.models.experts import Choice, choose, mix
-from etude.models.replay import Recorded
+from etude.models.replay import RecordedRoutes
 from etude.numerics.exact.operators import Exact
 
 SIZES = ModelConfig(
@@ -135,7 +135,7 @@ def test_the_written_out_backward_of_the_experts_is_the_gradient() -> None:
 def test_gates_of_replayed_experts_carry_gradient_to_the_router() -> None:
     scores = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
     routes = torch.tensor([[4, 1]] * 8, dtype=torch.uint8)
-    choice = choose(scores, 2, Recorded(routes))
+    choice = choose(scores, 2, RecordedRoutes(routes))
     assert torch.allclose(choice.gates_NK.sum(1), torch.ones(8))
     choice.gates_NK[:, 0].sum().backward()
     assert scores.grad is not None

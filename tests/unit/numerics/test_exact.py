@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from etude.numerics.exact import Causal, causal_mask, in_lanes, products, top_k, windows
+from etude.numerics.exact import Causal, causal_mask, in_lanes, key_windows, matmul, top_k
+from etude.numerics.exact.attention import ANY, BLOCK, KERNEL_BLOCK, SEVERAL, masked_attention, summed_attention
 from etude.numerics.exact.operators import Exact
-from etude.numerics.exact.windows import ANY, BLOCK, KERNEL_BLOCK, SEVERAL, masked, summed
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -21,10 +21,10 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 def forgotten() -> Iterator[None]:
     """What was measured is measured anew, and again after the test."""
     measured = (
-        products.safe_counts,
-        products._measured_path,
-        products._measured_columns,
-        products._gaps_alike,
+        matmul.safe_counts,
+        matmul._measured_path,
+        matmul._measured_columns,
+        matmul._gaps_alike,
     )
     for cache in measured:
         cache.cache_clear()
@@ -33,8 +33,8 @@ def forgotten() -> Iterator[None]:
         cache.cache_clear()
 
 
-@pytest.mark.parametrize("product", [products.linear, products.tiled, products.summed])
-def test_every_way_to_multiply_has_rows_that_depend_on_themselves_alone(product: products.Product) -> None:
+@pytest.mark.parametrize("product", [matmul.linear, matmul.tiled_product, matmul.summed_product])
+def test_every_way_to_multiply_has_rows_that_depend_on_themselves_alone(product: matmul.Product) -> None:
     x, weight = random(70, 24), random(11, 24, seed=1)
     whole = product(x, weight)
     assert torch.allclose(whole, x @ weight.T, atol=1e-5)
@@ -50,18 +50,18 @@ def test_a_vendor_whose_rows_differ_is_not_used(monkeypatch: pytest.MonkeyPatch,
         return real(x, weight) + (1e-6 if len(x) % 2 else 0.0)
 
     monkeypatch.setattr(F, "linear", planted)
-    assert all(count % 2 == 0 for count in products.safe_counts(torch.get_num_threads()))
-    monkeypatch.setattr(products, "vendor", planted)
-    assert products.path(8, 16) is products.tiled
+    assert all(count % 2 == 0 for count in matmul.safe_counts(torch.get_num_threads()))
+    monkeypatch.setattr(matmul, "vendor_product", planted)
+    assert matmul.product_for(8, 16) is matmul.tiled_product
     monkeypatch.setattr(F, "linear", lambda x, w: real(x, w) + torch.arange(len(x))[:, None] * 1e-6)
-    products._measured_path.cache_clear()
-    assert products.path(8, 16) is products.summed
+    matmul._measured_path.cache_clear()
+    assert matmul.product_for(8, 16) is matmul.summed_product
     Exact().linear(random(3, 16), random(8, 16))  # and works
 
 
 @pytest.mark.parametrize(("size", "in_size"), [(5, 20), (8, 32), (9, 24), (10, 32), (11, 24), (64, 128)])
 def test_an_output_has_the_same_bits_whichever_others_a_rank_has(size: int, in_size: int) -> None:
-    product, x, weight = products.columns(size, in_size, 4), random(30, in_size), random(4 * size, in_size, seed=1)
+    product, x, weight = matmul.column_product(size, in_size, 4), random(30, in_size), random(4 * size, in_size, seed=1)
     whole = product(x, weight)
     mixed = torch.randperm(4 * size, generator=torch.Generator().manual_seed(2))
     for ranks in (1, 2, 4):
@@ -74,31 +74,32 @@ def test_a_vendor_whose_outputs_depend_on_each_other_is_called_share_by_share_or
 ) -> None:
     real = F.linear
     monkeypatch.setattr(F, "linear", lambda x, w: real(x, w) + (1e-6 if len(w) < 24 else 0.0))
-    shared = products.columns(16, 8, 2)
-    assert shared not in (products.linear, products.summed)
+    shared = matmul.column_product(16, 8, 2)
+    assert shared not in (matmul.linear, matmul.summed_product)
     assert torch.equal(shared(random(3, 8), random(16, 8)), shared(random(3, 8), random(32, 8))[:, :16])
     monkeypatch.setattr(F, "linear", lambda x, w: real(x, w) + torch.arange(len(w)) * 1e-6)
-    products._measured_columns.cache_clear()
-    assert products.columns(16, 8, 2) is products.summed
+    matmul._measured_columns.cache_clear()
+    assert matmul.column_product(16, 8, 2) is matmul.summed_product
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])
 def test_pieces_of_an_inner_sum_make_a_tree_that_ranks_can_share(number: int) -> None:
     x, weight = random(9, 48), random(20, 48, seed=1)
-    whole = products.partial(x, weight, 4)
+    whole = matmul.partial_products(x, weight, 4)
     assert torch.allclose(whole, x @ weight.T, atol=1e-5)
     parts = [
-        products.partial(a, w, 4 // number) for a, w in zip(x.chunk(number, 1), weight.chunk(number, 1), strict=True)
+        matmul.partial_products(a, w, 4 // number)
+        for a, w in zip(x.chunk(number, 1), weight.chunk(number, 1), strict=True)
     ]
-    assert torch.equal(products.tree(parts), whole)
+    assert torch.equal(matmul.tree_sum(parts), whole)
 
 
 def test_a_vendor_who_minds_gaps_between_rows_gets_none(monkeypatch: pytest.MonkeyPatch, forgotten: None) -> None:
-    assert not products.pieces(random(8, 16), 2)[1].is_contiguous()
-    products._gaps_alike.cache_clear()
+    assert not matmul.split_inner(random(8, 16), 2)[1].is_contiguous()
+    matmul._gaps_alike.cache_clear()
     real = F.linear
     monkeypatch.setattr(F, "linear", lambda x, w: real(x, w) + (0.0 if w.is_contiguous() else 1e-6))
-    assert products.pieces(random(8, 16), 2)[1].is_contiguous()
+    assert matmul.split_inner(random(8, 16), 2)[1].is_contiguous()
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -126,7 +127,7 @@ def test_equal_scores_are_chosen_in_order_of_index() -> None:
 
 @pytest.mark.parametrize(("heads", "width"), [(2, 32), (1, 16), (2, 20)])
 def test_there_is_a_window_for_every_position(heads: int, width: int) -> None:
-    found = windows(heads, width)
+    found = key_windows(heads, width)
     assert KERNEL_BLOCK in found.usable
     assert SEVERAL in found.usable
     for stop in (1, 64, 65, 511, 512, 513, 1024, 1025, 5000, 100_000):
@@ -138,10 +139,12 @@ def test_there_is_a_window_for_every_position(heads: int, width: int) -> None:
 def test_attention_written_out_is_attention() -> None:
     q, k, v = random(1, 4, 9, 16), random(1, 2, 128, 16, seed=1), random(1, 2, 128, 12, seed=2)
     mask = causal_mask(torch.arange(100, 109), 128)
-    expected = masked(q, k, v, mask, 0.3)
-    assert torch.allclose(summed(q, k, v, mask, 0.3), expected, atol=1e-5)
+    expected = masked_attention(q, k, v, mask, 0.3)
+    assert torch.allclose(summed_attention(q, k, v, mask, 0.3), expected, atol=1e-5)
     for n in (1, 2, 5):
-        assert torch.equal(summed(q[:, :, -n:], k, v, mask[-n:], 0.3), summed(q, k, v, mask, 0.3)[:, :, -n:])
+        assert torch.equal(
+            summed_attention(q[:, :, -n:], k, v, mask[-n:], 0.3), summed_attention(q, k, v, mask, 0.3)[:, :, -n:]
+        )
 
 
 @pytest.mark.parametrize("value_width", [32, 20])

@@ -12,11 +12,11 @@ from etude import cli
 from etude.config import to_toml
 from etude.errors import RunError
 from etude.loop.config import RunConfig
-from etude.loop.measured import Steps
+from etude.loop.measured_steps import MeasuredSteps
 from etude.models import Transformer
+from etude.models.components import Latent, Routing, Scores
 from etude.models.config import ModelConfig
 from etude.models.lora import Adapters
-from etude.models.parts import Latent, Routing, Scores
 from etude.numerics.config import Quantise
 from etude.plan import (
     Layout,
@@ -49,9 +49,9 @@ from etude.plan.planning import dispatch_s, gathered_s, memory_of, sharing_s
 from etude.records.adapter import AdapterConfig
 from etude.run import RunFolder
 from etude.training.config import LiveWeights, LoraOn
-from etude.training.group import ONE
 from etude.training.muon import Muon
-from etude.training.trained import chosen_modules
+from etude.training.process_group import SINGLE_PROCESS
+from etude.training.trainable import lora_modules
 
 QWEN = ModelConfig(  # Qwen3-30B-A3B as its maker describes it: 30.5B parameters, 3.3B active
     hidden_size=2048,
@@ -262,11 +262,11 @@ def test_kept_activations_are_what_a_forward_holds_for_its_backward_pass():
 def test_of_adapters_and_muon_a_plan_counts_the_numbers_that_the_learners_optimiser_holds(sizes):
     config = ModelConfig(**sizes)
     model = Transformer(config, seed=0)
-    muon = Muon(model, between=ONE, weights=LiveWeights.BF16)
+    muon = Muon(model, exchange=SINGLE_PROCESS, weights=LiveWeights.BF16)
     held = sum(vector.numel() for vector in (muon.grad, muon.master, muon.first, muon.second))
     assert optimiser_bytes(config, Training(muon=True), 1) == 4 * held
     for on in LoraOn:
-        chosen = AdapterConfig(4, 32.0, chosen_modules(Transformer(config, seed=0), on), "")
+        chosen = AdapterConfig(4, 32.0, lora_modules(Transformer(config, seed=0), on), "")
         adapters = Adapters(Transformer(config, seed=0), chosen, dtype=torch.bfloat16)
         training = Training(lora_rank=4, lora_on=str(on))
         assert trained_parameters(config, training) == sum(p.numel() for p in adapters.parameters())
@@ -477,8 +477,8 @@ def test_a_machine_that_cannot_be_measured_keeps_its_cause(tmp_path, capsys):
     [
         (["--hardware", "h20"], "did you mean 'h200'?"),
         (["--set", "rl.stepz=3"], "did you mean 'rl.steps'?"),
-        (["--set", "learner.lora_rank=4", "--set", "learner.optimizer=muon"], "adapters train by adamw"),
-        (["--set", "learner.lora_rank=4000"], "an adapter of more than"),
+        (["--set", "learner.lora_rank=4", "--set", "learner.optimizer=muon"], "LoRA needs adamw"),
+        (["--set", "learner.lora_rank=4000"], "an adapter of rank above"),
         (["--set", "fleet.engines=[]", "--set", "fleet.listen=127.0.0.1:0"], "hint: --engines: how many join"),
     ],
 )
@@ -505,7 +505,7 @@ def run_of(folder, num_steps: int, **facts: float) -> RunFolder:
 
 
 def test_a_runs_events_tell_the_shape_of_its_rollouts_and_what_a_step_took(tmp_path):
-    found = Steps.read(run_of(tmp_path / "run", 6), RunConfig())
+    found = MeasuredSteps.read(run_of(tmp_path / "run", 6), RunConfig())
     assert (found.num_steps, found.step_s) == (5, 2.0)
     assert found.cpu_s == {"learner": 1.0, "engines": 2.0, "machines": 0.5, "all": 3.5}
     assert (found.shape.context, found.shape.sampled_tokens, found.shape.turns) == (100.0, 30.0, 4.0)
@@ -513,7 +513,7 @@ def test_a_runs_events_tell_the_shape_of_its_rollouts_and_what_a_step_took(tmp_p
 
 
 def test_a_run_that_went_on_for_signal_is_planned_with_the_groups_that_it_took(tmp_path):
-    found = Steps.read(run_of(tmp_path / "run", 6, num_groups=40, no_signal_share=0.8), RunConfig()).shape
+    found = MeasuredSteps.read(run_of(tmp_path / "run", 6, num_groups=40, no_signal_share=0.8), RunConfig()).shape
     assert (found.groups, found.rollouts) == (40.0, 320.0)
     assert found.signal_share == pytest.approx(0.2)
     assert found.context == pytest.approx(6400 / (8 * 8))
@@ -521,7 +521,7 @@ def test_a_run_that_went_on_for_signal_is_planned_with_the_groups_that_it_took(t
 
 def test_a_run_of_two_steps_holds_nothing_to_a_plan(tmp_path):
     with pytest.raises(RunError, match="has 2 steps"):
-        Steps.read(run_of(tmp_path / "run", 2), RunConfig())
+        MeasuredSteps.read(run_of(tmp_path / "run", 2), RunConfig())
 
 
 @pytest.mark.slow

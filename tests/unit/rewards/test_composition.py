@@ -14,7 +14,7 @@ from etude.records import Graded
 from etude.records.reward import K1, SIGNS, SIGNS_IF_REWARDED, SUBMITTED, Term
 from etude.records.task import Trust
 from etude.records.wire import pack, unpack
-from etude.rewards import AS_MEASURED, Composition
+from etude.rewards import DEFAULT_COMPOSITION, Composition
 
 ALL = (SUBMITTED, SIGNS, SIGNS_IF_REWARDED, K1)
 
@@ -24,12 +24,12 @@ def graded(grade: float, **values: float) -> Graded:
     return Graded.of(grade, trust=Trust.DATA, reason="as the tests say").with_terms(*terms)
 
 
-def value(grade: float, how: Composition = AS_MEASURED, **values: float) -> float:
+def value(grade: float, how: Composition = DEFAULT_COMPOSITION, **values: float) -> float:
     return how.of(graded(grade, **values)).value
 
 
 def test_the_grade_alone_is_the_reward_where_nothing_else_was_measured() -> None:
-    reward = AS_MEASURED.of(graded(0.25))
+    reward = DEFAULT_COMPOSITION.of(graded(0.25))
     assert (reward.value, reward.raw, reward.reason, reward.gates) == (0.25, 0.25, "as the tests say", ())
 
 
@@ -46,7 +46,7 @@ def test_what_was_not_submitted_earns_nothing_where_that_is_required(
 
 
 def test_a_sign_of_cheating_takes_the_reward_and_is_named() -> None:
-    reward = AS_MEASURED.of(graded(1.0, submitted=1.0, signs=2.0))
+    reward = DEFAULT_COMPOSITION.of(graded(1.0, submitted=1.0, signs=2.0))
     assert (reward.value, reward.gates) == (0.0, (SIGNS,))
     assert reward.reason == "quarantined: the signs; the grader said: as the tests say"
     assert value(1.0, Composition(quarantine=False), signs=2.0) == 1.0
@@ -54,9 +54,9 @@ def test_a_sign_of_cheating_takes_the_reward_and_is_named() -> None:
 
 def test_a_sign_that_counts_only_with_a_reward_counts_after_the_other_gates() -> None:
     assert value(1.0, signs_if_rewarded=1.0) == 0.0
-    idle = AS_MEASURED.of(graded(1.0, submitted=0.0, signs_if_rewarded=1.0))
+    idle = DEFAULT_COMPOSITION.of(graded(1.0, submitted=0.0, signs_if_rewarded=1.0))
     assert (idle.value, idle.gates) == (0.0, (SUBMITTED,))
-    assert AS_MEASURED.of(graded(0.0, signs_if_rewarded=1.0)).gates == ()
+    assert DEFAULT_COMPOSITION.of(graded(0.0, signs_if_rewarded=1.0)).gates == ()
 
 
 @pytest.mark.parametrize("gate", [{"submitted": 0.0}, {"signs": 1.0}])

@@ -14,7 +14,7 @@ from tests.here import opened
 from tests.unit.environments.images.test_machines import host_root
 
 import etude
-from etude.environments import MachineGrader, NamespaceRuntime, exports_of
+from etude.environments import MachineGrader, NamespaceRuntime, simulate_exports
 from etude.environments.images import ImageStore, build_from_directory
 from etude.errors import TaskError
 from etude.loop.task_images import with_built_images, with_images
@@ -121,7 +121,7 @@ def test_it_proves_itself_judged_by_its_state_and_by_its_artifacts(tmp_path: Pat
         runtime = opened("namespace", lambda: NamespaceRuntime(spare=0))
 
         async def export(task: Task, files: Mapping[str, bytes], argv: Sequence[str]) -> Mapping[str, bytes]:
-            return await exports_of(runtime, task, files, argv)
+            return await simulate_exports(runtime, task, files, argv)
 
         try:
             (await check(source, MachineGrader(runtime), task.split, export=export)).require()
@@ -168,7 +168,7 @@ def test_it_proves_itself_on_the_image_that_its_dockerfile_describes(tmp_path: P
         runtime = opened("namespace", lambda: NamespaceRuntime(spare=0, images=store))
 
         async def export(task: Task, files: Mapping[str, bytes], argv: Sequence[str]) -> Mapping[str, bytes]:
-            return await exports_of(runtime, task, files, argv)
+            return await simulate_exports(runtime, task, files, argv)
 
         try:
             source = await with_images(HarborSource(tmp_path / "tasks"), store, runtime)

@@ -13,20 +13,20 @@ import torch
 from benchmarks.sharded_ranks import Job, Trained, steps
 
 from etude.errors import ParityError
-from etude.numerics.choosing import operators_for
 from etude.numerics.config import NumericsConfig, Quantise
+from etude.numerics.factory import operators_for
 from etude.numerics.parallel import RankLost
 from etude.stores import DirectoryStore
 from etude.training import LearnerConfig, TorchLearner
-from etude.training.ranks import Ranks
-from etude.training.sharded import Sharded, join, lora
-from etude.training.sharded.mesh import LOOPBACK, listen, reach
-from etude.training.trained import Loading
+from etude.training.data_parallel import RankGroup
+from etude.training.sharded import ShardedProcessGroup, join, lora
+from etude.training.sharded.mesh import LOOPBACK, connect_store, host_store
+from etude.training.trainable import LoadRequest
 
 
-def troubled(ranks: Ranks, job: Job) -> tuple[str, Trained]:
+def troubled(ranks: RankGroup, job: Job) -> tuple[str, Trained]:
     """A batch that one rank refuses, then the job: what each was told, and how it went."""
-    group = Sharded(join(job.config, deadline_s=60.0))
+    group = ShardedProcessGroup(join(job.config, deadline_s=60.0))
     channel = group.channel(DirectoryStore(job.store))
     learner = TorchLearner(job.config, channel=channel, numerics=job.numerics, group=group)
     learner.load(job.start)
@@ -40,14 +40,14 @@ def troubled(ranks: Ranks, job: Job) -> tuple[str, Trained]:
         learner.forward_backward(msgspec.structs.replace(batch, samples=samples))
     except ParityError as error:
         said = str(error)
-    ranks.beat()
+    ranks.heartbeat()
     return said, steps(learner, job)
 
 
 def lose_one(job: Job, folder: Path, way: str) -> str:
     """Two ranks, of which the second ends or stops in the middle of a step; what the first says."""
     context = multiprocessing.get_context("spawn")
-    store = listen(LOOPBACK)
+    store = host_store(LOOPBACK)
     ranks = [context.Process(target=_lose, args=(rank, job, store.port, folder, way), daemon=True) for rank in range(2)]
     for one in ranks:
         one.start()
@@ -60,8 +60,8 @@ def lose_one(job: Job, folder: Path, way: str) -> str:
 
 def _lose(rank: int, job: Job, port: int, folder: Path, way: str) -> None:
     torch.set_num_threads(1)
-    mesh = join(job.config, store=reach(LOOPBACK, port), rank=rank, deadline_s=4.0 if way == "hung" else 60.0)
-    learner = TorchLearner(job.config, numerics=job.numerics, refuse_mismatch=False, group=Sharded(mesh))
+    mesh = join(job.config, store=connect_store(LOOPBACK, port), rank=rank, deadline_s=4.0 if way == "hung" else 60.0)
+    learner = TorchLearner(job.config, numerics=job.numerics, refuse_mismatch=False, group=ShardedProcessGroup(mesh))
     learner.load(job.start)
     learner.forward_backward(job.batches[0])
     if rank == 1:
@@ -73,15 +73,15 @@ def _lose(rank: int, job: Job, port: int, folder: Path, way: str) -> None:
     os._exit(0)  # the group is of no use any more, and waits for its other rank as it is taken down
 
 
-def loaded_bytes(ranks: Ranks, starts: list[tuple[Path, LearnerConfig]]) -> list[int]:
+def loaded_bytes(ranks: RankGroup, starts: list[tuple[Path, LearnerConfig]]) -> list[int]:
     """By how much a rank's memory grew at most while it loaded each model, pages of files among it. Of the digest of a
     base others hear after each tensor."""
     found = []
     lora.SILENT_BYTES = 1
     for start, config in starts:
-        group = Sharded(join(config, deadline_s=60.0))
+        group = ShardedProcessGroup(join(config, deadline_s=60.0))
         operators = operators_for(NumericsConfig(), torch.float32)
-        loading = Loading(start, config, operators, group.mesh.device, Quantise.NONE, seed=0, resumed=False)
+        loading = LoadRequest(start, config, operators, group.mesh.device, Quantise.NONE, seed=0, resumed=False)
         Path("/proc/self/clear_refs").write_text("5")  # the peak is taken anew
         before = _status_bytes("VmRSS")
         trained = group.load(loading)

@@ -9,7 +9,7 @@ import torch
 
 from etude.errors import TaskError
 from etude.models import Transformer
-from etude.training.ranks import Ranks
+from etude.training.data_parallel import RankGroup
 
 
 @torch.no_grad()
@@ -31,17 +31,17 @@ def die(at: list[int], model: Transformer) -> float:
     return 0.0
 
 
-def fail(ranks: Ranks, how: str) -> None:
+def fail(ranks: RankGroup, how: str) -> None:
     """Rank 1 fails or dies while rank 0 waits for it; or both go on without a step."""
     if how == "error" and ranks.rank == 1:
         raise TaskError("the corpus moved", hint="put it back")
     if how == "death" and ranks.rank == 1:
         os._exit(9)
-    ranks.add(torch.ones(1))
+    ranks.all_reduce(torch.ones(1))
     if how == "stall":
         signal.pause()
 
 
-def size(ranks: Ranks, job: None) -> int:
+def size(ranks: RankGroup, job: None) -> int:
     """How many ranks there are."""
     return ranks.size

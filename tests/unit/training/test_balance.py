@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from etude.models import ModelConfig, Transformer, hf_views, save_model
+from etude.models.components import Latent, Routing, Scores
 from etude.models.experts import choose
-from etude.models.parts import Latent, Routing, Scores
 from etude.records import Batch, Sample
 from etude.records.rollout import Path as TokenPath
 from etude.stores import MemoryStore
 from etude.training import LearnerConfig, TorchLearner
-from etude.training.balance import Balance, balance_bias_update, biases, loads
+from etude.training.balance import ExpertBalancer, balance_bias_update, expert_loads, router_biases
 from etude.weights import Channel, Follower
 
 SIZES = ModelConfig(
@@ -47,7 +47,7 @@ def test_an_expert_with_too_little_becomes_likelier_and_one_with_the_mean_stays(
 def test_loads_are_counted_layer_by_layer_in_either_dtype() -> None:
     live = torch.tensor([[[0, 1], [2, 3]], [[0, 2], [3, 2]]])
     for dtype in (torch.uint8, torch.uint16):
-        assert loads(live.to(dtype), 4).tolist() == [[2, 1, 1, 0], [0, 0, 2, 2]]
+        assert expert_loads(live.to(dtype), 4).tolist() == [[2, 1, 1, 0], [0, 0, 2, 2]]
 
 
 def test_skewed_routers_come_to_balance_and_gates_are_those_of_the_scores_alone() -> None:
@@ -57,7 +57,7 @@ def test_skewed_routers_come_to_balance_and_gates_are_those_of_the_scores_alone(
     for _ in range(400):
         scores = torch.randn(256, 8, generator=generator) + torch.linspace(-1, 1, 8)
         live = choose(scores, 2, routing=SIZES.routing, bias_E=bias).live_NK[:, None]
-        load = loads(live, 8)[0]
+        load = expert_loads(live, 8)[0]
         worst.append(float(load.max() / load.float().mean()) - 1)
         bias = balance_bias_update(bias, load, speed=SPEED)
     assert worst[0] > 0.8
@@ -93,7 +93,7 @@ def sample_of(learner: TorchLearner, shift: int) -> tuple[Sample, torch.Tensor]:
     )
     recorded = torch.from_numpy(path.routes[:-1])
     live = learner.model.run(tokens[:-1], None, recorded).live
-    return Sample.uniform("g.0", path, 1.0), loads(live, SIZES.num_experts)
+    return Sample.uniform("g.0", path, 1.0), expert_loads(live, SIZES.num_experts)
 
 
 def batch(sample: Sample) -> Batch:
@@ -105,13 +105,13 @@ def test_a_step_moves_each_layers_bias_by_the_live_choice_and_publishes_and_save
     tmp_path: Path, shift: int
 ) -> None:
     learner = learner_of(tmp_path, balance_bias=SPEED)
-    assert len(biases(learner.model)) == SIZES.num_moe_layers == 2
+    assert len(router_biases(learner.model)) == SIZES.num_moe_layers == 2
     sample, load = sample_of(learner, shift)
     assert load.sum(1).tolist() == [38, 38]
     expected = SPEED * (load.float().mean(1, keepdim=True) - load).sign()
     learner.forward_backward(batch(sample))
     learner.optim_step()
-    assert torch.equal(torch.stack(biases(learner.model)), expected)
+    assert torch.equal(torch.stack(router_biases(learner.model)), expected)
     assert expected.any()
     store = MemoryStore()
     learner._channel = Channel(store)
@@ -135,11 +135,11 @@ def test_a_step_that_failed_counts_nothing_and_without_a_speed_no_bias_moves(tmp
     with pytest.raises(ValueError, match="no sampled token"):
         learner.forward_backward(batch(Sample.uniform("g.0", unsampled(sample.path), 1.0)))
     learner.optim_step()
-    assert not torch.stack(biases(learner.model)).any()
+    assert not torch.stack(router_biases(learner.model)).any()
     still = learner_of(tmp_path)
     still.forward_backward(batch(sample))
     still.optim_step()
-    assert not torch.stack(biases(still.model)).any()
+    assert not torch.stack(router_biases(still.model)).any()
 
 
 def unsampled(path: TokenPath) -> TokenPath:
@@ -147,7 +147,7 @@ def unsampled(path: TokenPath) -> TokenPath:
 
 
 def test_a_family_without_biases_has_nothing_to_balance() -> None:
-    balance = Balance(Transformer(ModelConfig(num_layers=1, hidden_size=8, head_dim=4), seed=0), speed=SPEED)
+    balance = ExpertBalancer(Transformer(ModelConfig(num_layers=1, hidden_size=8, head_dim=4), seed=0), speed=SPEED)
     balance.count(torch.zeros(3, 1, 2, dtype=torch.uint8))
-    balance.move()
+    balance.update()
     assert balance.load_LE.shape == (0, 8)

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from etude.errors import TaskError
 from etude.training import read_corpus, train_tokenizer, write_corpus
-from etude.training.batches import pieces, plan, runs, share
+from etude.training.batches import group_by_budget, plan_batches, rank_share, split_documents
 from etude.training.corpus import Documents
 
 SPECIAL = ("<|pad|>", "<|user|>", "<|end|>")
@@ -77,19 +77,21 @@ def test_an_epoch_has_every_predictable_token_once_within_budget(
     lengths: list[int], batch_tokens: int, document_tokens: int, seed: int
 ) -> None:
     docs = documents(lengths)
-    cut = pieces(docs, document_tokens=min(document_tokens, batch_tokens))
+    cut = split_documents(docs, document_tokens=min(document_tokens, batch_tokens))
     total = int((cut[:, 1] - cut[:, 0]).sum())
     if not total:
         return
-    batches = plan(docs, num_tokens=total, batch_tokens=batch_tokens, document_tokens=document_tokens, seed=seed)
+    batches = plan_batches(
+        docs, num_tokens=total, batch_tokens=batch_tokens, document_tokens=document_tokens, seed=seed
+    )
     assert all((b[:, 1] - b[:, 0]).sum() <= batch_tokens for b in batches)
     assert sorted(map(tuple, np.concatenate(batches).tolist())) == sorted(map(tuple, cut.tolist()))
 
 
 def test_later_epochs_are_shuffled_anew_and_a_plan_repeats() -> None:
     docs = documents([4] * 50)
-    first = plan(docs, num_tokens=400, batch_tokens=8, document_tokens=8, seed=3)
-    again = plan(docs, num_tokens=400, batch_tokens=8, document_tokens=8, seed=3)
+    first = plan_batches(docs, num_tokens=400, batch_tokens=8, document_tokens=8, seed=3)
+    again = plan_batches(docs, num_tokens=400, batch_tokens=8, document_tokens=8, seed=3)
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
     assert not np.array_equal(np.concatenate(first[:25]), np.concatenate(first[25:]))
 
@@ -98,7 +100,7 @@ def test_later_epochs_are_shuffled_anew_and_a_plan_repeats() -> None:
 def test_shares_of_the_ranks_are_the_batch_and_balanced(lengths: list[int], ranks: int) -> None:
     stops = np.cumsum([0, *lengths])
     batch = np.stack([stops[:-1], stops[1:]], 1).astype(np.int64)
-    shares = [share(batch, rank, ranks) for rank in range(ranks)]
+    shares = [rank_share(batch, rank, ranks) for rank in range(ranks)]
     assert sorted(map(tuple, np.concatenate(shares).tolist())) == sorted(map(tuple, batch.tolist()))
     loads = [int((s[:, 1] - s[:, 0]).sum()) for s in shares]
     assert max(loads) - min(loads) <= max(lengths, default=0)
@@ -106,14 +108,14 @@ def test_shares_of_the_ranks_are_the_batch_and_balanced(lengths: list[int], rank
 
 @given(st.lists(st.integers(0, 20), max_size=30), st.integers(1, 25))
 def test_runs_cover_everything_in_order(lengths: list[int], budget: int) -> None:
-    parts = list(runs(lengths, budget))
+    parts = list(group_by_budget(lengths, budget))
     assert [n for part in parts for n in lengths[part]] == lengths
     assert all(sum(lengths[p]) <= budget or p.stop - p.start == 1 for p in parts)
 
 
 def test_a_corpus_with_nothing_to_predict_is_named() -> None:
     with pytest.raises(TaskError, match="nothing to predict"):
-        plan(documents([1, 1]), num_tokens=5, batch_tokens=8, document_tokens=8, seed=0)
+        plan_batches(documents([1, 1]), num_tokens=5, batch_tokens=8, document_tokens=8, seed=0)
 
 
 def test_any_text_survives_the_tokeniser_and_digits_stay_single(tmp_path: Path) -> None:

@@ -382,7 +382,7 @@ def test_a_publish_that_failed_is_never_taken_for_the_one_before_and_may_be_offe
     learner.offer(["g.0"])
     with pytest.raises(StoreError, match="no space left"):
         learner.published()
-    with pytest.raises(WeightsError, match="nothing is being published"):
+    with pytest.raises(WeightsError, match="no version is being published"):
         learner.published()
     assert learner.version == first
     learner.offer(["g.0"])
@@ -426,7 +426,7 @@ def test_a_learner_that_begins_anew_waits_for_what_it_still_publishes(checkpoint
     end.join(30.0)
     assert closed.is_set()
     assert [manifest.rollout_ids for manifest in lineage(store, "policy")] == [("g.0",)]
-    with pytest.raises(WeightsError, match="nothing is being published"):
+    with pytest.raises(WeightsError, match="no version is being published"):
         learner.published()
 
 
@@ -480,7 +480,7 @@ def test_a_damaged_or_foreign_checkpoint_leaves_the_learner_as_it_was(tmp_path: 
 
 
 def test_nothing_works_before_a_load() -> None:
-    with pytest.raises(CheckpointError, match="holds no weights"):
+    with pytest.raises(CheckpointError, match="has no weights"):
         TorchLearner(CONFIG).probe([1, 2])
 
 

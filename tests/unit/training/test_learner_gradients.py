@@ -15,9 +15,9 @@ from etude.numerics import Mode, NumericsConfig
 from etude.records import Sample
 from etude.training import LearnerConfig, TorchLearner
 from etude.training.config import LiveWeights
+from etude.training.flat_batch import flatten_samples
 from etude.training.reference import Reference
-from etude.training.routes import Replay
-from etude.training.rows import lay_flat
+from etude.training.routes import RouteReplay
 
 from .test_learner import SIZES, batch, changed, sampled
 
@@ -71,8 +71,8 @@ def test_the_k2_loss_is_taken_to_the_reference_weighed_by_each_tokens_ratio(tmp_
     learner = learner_of(tmp_path, replace(CONFIG, kl=0.3), reference)
     samples = [stale(learner, seed, 0.0) for seed in range(3)]
     report = learner.forward_backward(batch(*samples))
-    replay = Replay(learner.model.config, step=learner.step, max_lag=CONFIG.replay_max_lag)
-    rows = lay_flat(samples, replay)
+    replay = RouteReplay(learner.model.config, step=learner.step, max_lag=CONFIG.replay_max_lag)
+    rows = flatten_samples(samples, replay)
     for parameter in learner.model.parameters():
         parameter.grad = None
     flat, plausible = Packed(rows.lengths, learner.model.operators), CONFIG.replay_plausible

@@ -16,8 +16,8 @@ from etude.models import ModelConfig, hf_views, load_model
 from etude.models.checkpoint import load_tensors, save_tensors
 from etude.telemetry import Telemetry, read_events
 from etude.training import MidTrained, MidTrainingConfig, mid_train, write_corpus
-from etude.training.balance import biases
-from etude.training.ranks import Alone, run_ranks
+from etude.training.balance import router_biases
+from etude.training.data_parallel import SingleProcess, run_ranks
 
 from ..models.families import DEEPSEEK
 
@@ -103,17 +103,17 @@ def test_progress_without_the_biases_of_its_model_is_refused(tmp_path: Path, cor
     state = load_tensors(progress / "optimizer.state")
     (progress / "SHA256SUMS").unlink()
     save_tensors({name: one for name, one in state.items() if "bias" not in name}, progress / "optimizer.state")
-    with pytest.raises(RunError, match="lacks the biases"):
+    with pytest.raises(RunError, match="lacks the router biases"):
         mid_train(CONFIG, corpus, tmp_path / "mid", model=DEEPSEEK, ranks=1)
 
 
 def test_each_forward_is_a_sign_of_life_however_many_a_step_has(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Counted(Alone):
+    class Counted(SingleProcess):
         beats = 0
 
-        def beat(self) -> None:
+        def heartbeat(self) -> None:
             self.beats += 1
 
     monkeypatch.setattr(mid_training, "FORWARD_TOKENS", 1)
@@ -135,7 +135,7 @@ def test_a_run_that_diverges_ends_by_name_and_keeps_its_last_checkpoint(tmp_path
 def test_a_family_with_biases_is_balanced_by_them(tmp_path: Path, corpus: Path) -> None:
     short = MidTrainingConfig(**{**CONFIG.__dict__, "num_tokens": 1000, "balance": 0.0, "balance_bias": 2**-8})
     steps = mid_train(short, corpus, tmp_path / "mid", model=DEEPSEEK, ranks=1).num_steps
-    (bias,) = biases(load_model(tmp_path / "mid"))
+    (bias,) = router_biases(load_model(tmp_path / "mid"))
     moves = bias * 2**8
     assert moves.any()
     assert (moves == moves.round()).all()
@@ -152,7 +152,7 @@ def test_a_finished_run_is_not_trained_again_and_other_settings_are_refused(tmp_
 def test_progress_of_other_settings_is_refused(tmp_path: Path, corpus: Path) -> None:
     with pytest.raises(spawned.Killed):
         mid_train(CONFIG, corpus, tmp_path / "mid", model=SIZES, ranks=1, copy_probe=partial(spawned.die, [2]))
-    with pytest.raises(RunError, match="progress of other settings"):
+    with pytest.raises(RunError, match="a checkpoint of other settings"):
         mid_train(CONFIG, corpus, tmp_path / "mid", model=SIZES, ranks=1, seed=1)
 
 

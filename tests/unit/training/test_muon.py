@@ -9,9 +9,9 @@ from tests.unit.models.families import FAMILIES
 from etude.models import Transformer
 from etude.models.attention import Packed
 from etude.training.config import LiveWeights
-from etude.training.group import ONE
-from etude.training.muon import SIZE, Muon, matrices, newton_schulz, orthogonalised
+from etude.training.muon import SIZE, Muon, muon_matrices, newton_schulz, orthogonalise
 from etude.training.optimizer import AdamW
+from etude.training.process_group import SINGLE_PROCESS
 
 
 def backward(model: Transformer) -> None:
@@ -37,14 +37,14 @@ def test_each_matrix_is_turned_by_itself_and_all_else_is_left_to_adamw(family: s
     """After one step from nothing a matrix has moved by its own orthogonalised gradient, all else as AdamW moves it."""
     muon, adamw = Transformer(FAMILIES[family], seed=1), Transformer(FAMILIES[family], seed=1)
     before = {name: p.detach().clone() for name, p in muon.named_parameters()}
-    by_muon = Muon(muon, between=ONE, momentum=0.0, weights=LiveWeights.F32, grad_clip=0.0)
+    by_muon = Muon(muon, exchange=SINGLE_PROCESS, momentum=0.0, weights=LiveWeights.F32, grad_clip=0.0)
     by_adamw = AdamW(adamw, weights=LiveWeights.F32, grad_clip=0.0)
     backward(muon)
     backward(adamw)
     gradients = {name: p.grad.clone() for name, p in muon.named_parameters() if p.grad is not None}
     by_muon.step(lr=0.1)
     by_adamw.step(lr=0.1)
-    blocks = matrices(muon)
+    blocks = muon_matrices(muon)
     others = dict(adamw.named_parameters())
     for name, p in muon.named_parameters():
         if name not in blocks:
@@ -63,14 +63,14 @@ def test_each_matrix_is_turned_by_itself_and_all_else_is_left_to_adamw(family: s
 
 def test_heads_are_turned_apart() -> None:
     whole = torch.randn(8, 12, generator=torch.Generator().manual_seed(0))
-    turned = orthogonalised(whole, [4, 4])
+    turned = orthogonalise(whole, [4, 4])
     assert torch.allclose(turned[:4], newton_schulz(whole[:4]) * SIZE * 12**0.5)
-    assert not torch.allclose(turned, orthogonalised(whole, [8]))
+    assert not torch.allclose(turned, orthogonalise(whole, [8]))
 
 
 def test_it_goes_on_from_its_state_to_the_bit() -> None:
     models = [Transformer(FAMILIES["qwen3-moe"], seed=1) for _ in range(2)]
-    one, other = (Muon(model, between=ONE, weights=LiveWeights.BF16) for model in models)
+    one, other = (Muon(model, exchange=SINGLE_PROCESS, weights=LiveWeights.BF16) for model in models)
     backward(models[0])
     one.step(lr=0.01)
     other.restore({key: vector.clone() for key, vector in one.state().items()}, live=False)

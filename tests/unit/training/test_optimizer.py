@@ -13,9 +13,9 @@ from torch import nn
 
 from etude.errors import CheckpointError, NotFinite
 from etude.training.config import LiveWeights
+from etude.training.exact_sum import exact_sum, rounded_sum
 from etude.training.optimizer import AdamW
-from etude.training.schedule import rate
-from etude.training.totals import rounded, total
+from etude.training.schedule import lr_multiplier
 
 
 def layers() -> nn.Sequential:
@@ -102,21 +102,23 @@ def test_masters_of_another_model_are_refused() -> None:
 
 
 def test_the_rate_warms_up_stays_and_falls_to_its_final_share() -> None:
-    rates = [rate(s, 100, warmup_steps=10, decay_from=0.6, final=0.1) for s in range(100)]
+    rates = [lr_multiplier(s, 100, warmup_steps=10, decay_from=0.6, final=0.1) for s in range(100)]
     assert rates[0] == pytest.approx(0.1)
     assert rates[9:61] == [1.0] * 52
     assert rates[99] == pytest.approx(0.1 + 0.9 / 40)
     assert all(a >= b for a, b in pairwise(rates[60:]))
-    assert rate(10**6, None, warmup_steps=0, decay_from=0.6, final=0.1) == 1.0
+    assert lr_multiplier(10**6, None, warmup_steps=0, decay_from=0.6, final=0.1) == 1.0
 
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False, min_value=-1e300, max_value=1e300)), st.integers(1, 4))
 def test_a_sum_of_parts_is_rounded_once_whoever_has_which(values, ranks):
-    parts = [total(torch.tensor(values[rank::ranks], dtype=torch.float64)) for rank in range(ranks)]
-    assert rounded(parts) == math.fsum(values)
+    parts = [exact_sum(torch.tensor(values[rank::ranks], dtype=torch.float64)) for rank in range(ranks)]
+    assert rounded_sum(parts) == math.fsum(values)
 
 
 @pytest.mark.parametrize("odd", [math.inf, -math.inf, math.nan])
 def test_a_sum_with_a_number_that_is_none_is_that(odd):
-    found = rounded([total(torch.tensor([1.0, odd], dtype=torch.float64)), total(torch.ones(3, dtype=torch.float64))])
+    found = rounded_sum(
+        [exact_sum(torch.tensor([1.0, odd], dtype=torch.float64)), exact_sum(torch.ones(3, dtype=torch.float64))]
+    )
     assert found == odd or (math.isnan(found) and math.isnan(odd))

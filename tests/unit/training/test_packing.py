@@ -7,7 +7,7 @@ import random
 import pytest
 
 from etude.models import ModelConfig
-from etude.training.batches import runs
+from etude.training.batches import group_by_budget
 from etude.training.packing import Cost, pack
 
 MODEL = ModelConfig(  # Qwen3-30B-A3B's: attention costs as much as the rest at 16k tokens
@@ -22,7 +22,7 @@ MODEL = ModelConfig(  # Qwen3-30B-A3B's: attention costs as much as the rest at 
     top_k=8,
     context_tokens=32_768,
 )
-COST = Cost.by(MODEL)
+COST = Cost.for_model(MODEL)
 SHARES, BUDGET = 4, 40_000
 
 
@@ -40,7 +40,7 @@ def imbalance(rows: list[list[list[int]]], lengths: list[int]) -> float:
 
 def first_fit(lengths: list[int]) -> list[list[list[int]]]:
     """Consecutive samples up to the budget, dealt to the shares as they come."""
-    bins = [list(range(len(lengths)))[part] for part in runs(lengths, BUDGET)]
+    bins = [list(range(len(lengths)))[part] for part in group_by_budget(lengths, BUDGET)]
     bins += [[] for _ in range(-len(bins) % SHARES)]
     return [bins[at : at + SHARES] for at in range(0, len(bins), SHARES)]
 

@@ -10,7 +10,7 @@ from etude.errors import ParityError
 from etude.models import ModelConfig
 from etude.records import Sample
 from etude.records.rollout import Path
-from etude.training.routes import Replay
+from etude.training.routes import RouteReplay
 
 SIZES = ModelConfig(num_layers=2, num_experts=6, top_k=2)
 WIDE = ModelConfig(num_layers=2, num_experts=300, top_k=2)
@@ -38,24 +38,24 @@ def with_routes(one: Sample, routes: np.ndarray) -> Sample:
 
 def test_a_position_belongs_to_the_version_that_computed_it_and_only_new_ones_are_replayed() -> None:
     one = sample([3, 3, 3, 4, 4, 5, 5])
-    known = [(Replay(SIZES, step=5, max_lag=lag).routes([one], [6])[:, 0, 0] != 255).tolist() for lag in (0, 1, 2)]
+    known = [(RouteReplay(SIZES, step=5, max_lag=lag).routes([one], [6])[:, 0, 0] != 255).tolist() for lag in (0, 1, 2)]
     # position p predicts token p + 1, and the version that did so computed it
     assert known == [[False] * 4 + [True] * 2, [False] * 2 + [True] * 4, [True] * 6]
 
 
 def test_a_position_of_no_known_version_is_replayed() -> None:
-    assert (Replay(SIZES, step=9, max_lag=0).routes([sample([-1, -1, 9, 9])], [3]) != 255).all()
+    assert (RouteReplay(SIZES, step=9, max_lag=0).routes([sample([-1, -1, 9, 9])], [3]) != 255).all()
 
 
 def test_what_a_version_of_a_lost_lineage_computed_is_as_stale_as_its_apparent_step_says() -> None:
     one = sample([-3, -3, -2, -2, 1])
-    known = [(Replay(SIZES, step=1, max_lag=lag).routes([one], [4])[:, 0, 0] != 255).tolist() for lag in (1, 3, 4)]
+    known = [(RouteReplay(SIZES, step=1, max_lag=lag).routes([one], [4])[:, 0, 0] != 255).tolist() for lag in (1, 3, 4)]
     assert known == [[False] * 3 + [True], [False] + [True] * 3, [True] * 4]
 
 
 @pytest.mark.parametrize(("of", "missing"), [(SIZES, 255), (WIDE, 65535)])
 def test_each_dtype_has_its_own_sentinel(of: ModelConfig, missing: int) -> None:
-    routes = Replay(of, step=9, max_lag=0).routes([sample([9, 8, 8, 9], of)], [3])
+    routes = RouteReplay(of, step=9, max_lag=0).routes([sample([9, 8, 8, 9], of)], [3])
     assert str(routes.dtype) == f"torch.{of.route_dtype}"
     assert routes[:, 0, 0].long().tolist() == [missing, missing, 0]
 
@@ -64,9 +64,9 @@ def test_a_stale_position_is_not_looked_at_and_needs_no_route() -> None:
     one = sample([3, 3, 3, 9, 9])
     routes = one.path.routes.copy()
     routes[:2] = 255
-    Replay(SIZES, step=9, max_lag=1).routes([with_routes(one, routes)], [4])
+    RouteReplay(SIZES, step=9, max_lag=1).routes([with_routes(one, routes)], [4])
     bare = with_routes(sample([3] * 5), np.zeros((0, 0, 0), np.uint8))
-    assert (Replay(SIZES, step=9, max_lag=1).routes([bare], [4]) == 255).all()
+    assert (RouteReplay(SIZES, step=9, max_lag=1).routes([bare], [4]) == 255).all()
 
 
 def broken(what: str) -> np.ndarray:
@@ -107,7 +107,7 @@ def broken(what: str) -> np.ndarray:
 def test_a_route_that_cannot_be_replayed_is_named_with_its_rollout_and_a_hint(what: str, says: str) -> None:
     good, bad = sample([9] * 5), with_routes(sample([9] * 5), broken(what))
     with pytest.raises(ParityError, match=f"g000003.1 .*{says}") as raised:
-        Replay(SIZES, step=9, max_lag=1).routes([good, bad], [4, 4])
+        RouteReplay(SIZES, step=9, max_lag=1).routes([good, bad], [4, 4])
     assert raised.value.facts
     assert raised.value.hint
     assert "position" in str(raised.value)

@@ -22,7 +22,7 @@ from etude.models import ModelConfig, Transformer, load_model, save_model
 from etude.numerics.config import ComputeDtype, Mode, NumericsConfig
 from etude.training import LearnerConfig, TorchLearner
 from etude.training.config import LoraOn, OptimizerKind
-from etude.training.ranks import run_ranks
+from etude.training.data_parallel import run_ranks
 
 SIZES = ModelConfig(
     vocab_size=64,
@@ -75,7 +75,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Job, Train
         name: ranked.alone(replace(job, store=job.store.with_suffix(".one"), save=None)) for name, job in jobs.items()
     }
     torch.set_num_threads(threads)
-    by_rank = run_ranks(ranked.together, list(jobs.values()), ranks=2, stall_s=100.0)
+    by_rank = run_ranks(ranked.gather, list(jobs.values()), ranks=2, stall_s=100.0)
     return {name: (job, alone[name], [told[i] for told in by_rank]) for i, (name, job) in enumerate(jobs.items())}
 
 
@@ -155,7 +155,7 @@ def test_a_checkpoint_of_another_mesh_is_gone_on_with(
         again = ranked.alone(replace(after, store=beside(f"{name}-again", tmp_path / f"{name}-one")))
         jobs += [rows, after]
         wanted += [alone.digests, again.digests]
-    for by_rank in run_ranks(ranked.together, jobs, ranks=2, stall_s=100.0):
+    for by_rank in run_ranks(ranked.gather, jobs, ranks=2, stall_s=100.0):
         assert [one.digests for one in by_rank] == wanted
 
 
@@ -196,10 +196,10 @@ def test_a_rank_that_is_lost_in_a_collective_is_named(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"ranks": 3, "expert_parallel": 2}, "ranks = 3 do not fill a mesh of expert_parallel = 2"),
-        ({"ranks": 2, "context_parallel": 4}, "ranks = 2 do not fill a mesh of context_parallel = 4"),
+        ({"ranks": 3, "expert_parallel": 2}, "ranks = 3 is not a multiple of expert_parallel = 2"),
+        ({"ranks": 2, "context_parallel": 4}, "ranks = 2 is not a multiple of context_parallel = 4"),
         ({"ranks": 2, "context_parallel": 2, "kl": 0.1}, "kl with context_parallel"),
-        ({"optimizer": OptimizerKind.MUON, "lora_rank": 4}, "adapters train by adamw"),
+        ({"optimizer": OptimizerKind.MUON, "lora_rank": 4}, "LoRA needs adamw"),
     ],
 )
 def test_settings_that_ranks_cannot_share_are_refused(settings: dict[str, Any], said: str) -> None:
@@ -218,7 +218,7 @@ def test_four_ranks_on_two_meshes_publish_and_save_what_one_process_does(tmp_pat
     alone = ranked.alone(replace(experts, store=tmp_path / "one", save=None))
     low = ranked.alone(replace(adapters, store=tmp_path / "three"))
     apart = ranked.alone(replace(texts, store=tmp_path / "two"))
-    for one, adapted, other in run_ranks(ranked.together, [experts, adapters, texts], ranks=4, stall_s=200.0):
+    for one, adapted, other in run_ranks(ranked.gather, [experts, adapters, texts], ranks=4, stall_s=200.0):
         assert one == alone
         assert adapted == low
         assert other.fresh == apart.fresh
@@ -248,7 +248,7 @@ def test_every_family_is_shared(tmp_path: Path) -> None:
         Job(tmp_path / "latent", tmp_path / "d", texts, long),
     ]
     alone = [ranked.alone(replace(job, store=job.store.with_suffix(".one"))) for job in jobs]
-    for told in run_ranks(ranked.together, jobs, ranks=2, stall_s=100.0):
+    for told in run_ranks(ranked.gather, jobs, ranks=2, stall_s=100.0):
         assert told[:-1] == alone[:-1]
         assert told[-1].fresh == [0.0]
         assert told[-1].losses == pytest.approx(alone[-1].losses, rel=1e-5)
@@ -274,4 +274,4 @@ def test_the_guides_program_runs_under_torchrun_and_too_many_ranks_are_refused(t
     assert load_model(tmp_path / "saved").config == SIZES
     refused = torchrun(3)
     assert refused.returncode != 0
-    assert "3 ranks do not fill a mesh of 2" in refused.stderr
+    assert "the number of ranks does not match: 3 instead of 2" in refused.stderr

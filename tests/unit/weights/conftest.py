@@ -13,7 +13,7 @@ Weights = dict[str, Tensor]
 
 
 def policy_at(step: int, *, share: float = 0.2, size: int = 4000) -> Weights:
-    """Three tensors; at each step a share of two of them moved a little. The same for the same arguments."""
+    """Three tensors; at each step, a share of the elements of two of them changes a little. Deterministic."""
     rng = np.random.default_rng(1)
     embed = rng.integers(0x3C00, 0x3E00, size).astype(np.uint16)
     norm = rng.integers(0x3F800000, 0x3F900000, 50, dtype=np.uint32)

@@ -1,4 +1,4 @@
-"""A learner's adapter, published, merged into fused and stacked memory as vLLM's worker holds it."""
+"""A learner's adapter is published and merged into fused and stacked memory, as in a vLLM worker."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from etude.stores import MemoryStore
 from etude.training import TorchLearner
 from etude.weights import Channel, Follower
 from etude.weights.follow import vllm_worker
-from etude.weights.follow.vllm_worker import WorkerExtension, _Following, _Memory, _Rows
+from etude.weights.follow.vllm_worker import WorkerExtension, _Memory, _Rows, _WeightSync
 
 SIZES = replace(QWEN, num_layers=1, num_kv_heads=2)
 
 
 class Worker(WorkerExtension):
-    """One layer's projections and experts, fused as vLLM fuses them, packed by calls that are only noted."""
+    """One layer's projections and experts, fused like vLLM's; its packing functions only record their calls."""
 
     def __init__(self, store: MemoryStore, base: Path, sizes: ModelConfig) -> None:
         head, d, f, e = sizes.head_dim, sizes.hidden_size, sizes.expert_size, sizes.num_experts
@@ -39,11 +39,11 @@ class Worker(WorkerExtension):
         packing = [((name,), partial(self.packed.append, name)) for name in self.live]
         memory = _Memory(dict(self.live), packing)
         make = partial(Follower, store, can_undo=False)
-        self.etude_following = _Following(make, memory, _Rows(queries, keys, 1), 0, base=base)
+        self.etude_weight_sync = _WeightSync(make, memory, _Rows(queries, keys, 1), 0, base=base)
 
     def come(self) -> dict[str, object] | None:
         self.etude_prepare()
-        waiting = self.etude_following._preparing
+        waiting = self.etude_weight_sync._preparing
         assert waiting is not None
         waiting.exception(10)
         return self.etude_prepared()
@@ -71,9 +71,9 @@ def test_versions_are_merged_packed_once_and_undone(tmp_path: Path, dtype: str) 
             shape_b_as_trained(learner)
             learner.step = step
             learner.optimizer.live.mul_(step)
-            learner.trained.settle()
+            learner.trainable.sync_model()
         version = learner.publish([]).version
-        assert worker.come() == vllm_worker._told(version)
+        assert worker.come() == vllm_worker._version_fields(version)
         worker.packed.clear()
         worker.etude_adopt()
         rest = (
@@ -105,7 +105,7 @@ def test_a_checkpoint_that_is_not_the_base_is_refused(tmp_path: Path) -> None:
     learner.publish([])
     (tmp_path / "other").mkdir()
     worker = Worker(store, start_of(tmp_path / "other", SIZES, seed=6), SIZES)
-    with pytest.raises(WeightsError, match="an adapter of the base") as refused:
+    with pytest.raises(WeightsError, match="the adapter was trained on the base") as refused:
         worker.come()
     assert "hint: start the engine from the checkpoint" in str(refused.value)
 

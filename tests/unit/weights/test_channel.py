@@ -12,9 +12,9 @@ from etude.errors import WeightsError
 from etude.records import Version
 from etude.stores import MemoryStore
 from etude.weights import Channel, Follower, Tensor, chain, lineage
-from etude.weights.chain import objects
 from etude.weights.chain.anchors import table_bytes
 from etude.weights.chain.manifest import Kind
+from etude.weights.delta import codec
 from etude.weights.tensors import same_bits
 
 Policy = Callable[..., dict[str, Tensor]]
@@ -52,10 +52,10 @@ def test_the_first_version_is_an_anchor_and_the_next_a_delta(policy: Policy) -> 
 def test_a_follower_holds_exactly_what_was_published_at_every_step(policy: Policy) -> None:
     store = MemoryStore()
     writer, follower = Channel(store), Follower(store)
-    assert (follower.pointer(), follower.advance(), follower.version) == (None, None, None)
+    assert (follower.head_version(), follower.advance(), follower.version) == (None, None, None)
     for step in range(12):
         published = writer.publish(policy(step), step=step, parent=follower.version, rollout_ids=[])
-        assert follower.pointer() == published.version
+        assert follower.head_version() == published.version
         update = follower.advance()
         assert update is not None
         assert update.version == follower.version == published.version
@@ -165,7 +165,7 @@ def test_a_late_reader_pays_for_two_snapshots_at_most_and_anchors_weigh_no_more_
 
 
 def test_a_version_of_many_objects_is_one_version(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "OBJECT_ELEMENTS", 60)
+    monkeypatch.setattr(codec, "OBJECT_ELEMENTS", 60)
     store = MemoryStore()
     follower = Follower(store)
     publish_steps(store, policy, range(3))
@@ -224,7 +224,7 @@ def test_a_parent_that_was_never_published_is_refused(policy: Policy) -> None:
     writer = Channel(store)
     with pytest.raises(WeightsError, match="never published"):
         writer.publish(policy(0), step=1, parent=Version(0, "00000000", "0" * 64), rollout_ids=[])
-    assert Follower(store).pointer() is None
+    assert Follower(store).head_version() is None
 
 
 @pytest.mark.parametrize("name", ["", "\0", "x" * 513, "\ud800"])

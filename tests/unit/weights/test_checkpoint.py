@@ -19,7 +19,7 @@ from etude.weights.files.checkpoint import (
     INDEX,
     WEIGHTS,
     CheckpointWriter,
-    copy_others,
+    copy_other_files,
     index_of,
     is_checkpoint,
     layout,
@@ -206,5 +206,5 @@ def test_config_and_tokeniser_are_copied_and_weights_are_not(tmp_path: Path) -> 
     (source / "config.json").write_text("{}")
     (source / "tokenizer.json").write_text("[]")
     target.mkdir()
-    assert copy_others(source, target) == ["config.json", "tokenizer.json"]
+    assert copy_other_files(source, target) == ["config.json", "tokenizer.json"]
     assert sorted(file.name for file in target.iterdir()) == ["config.json", "tokenizer.json"]

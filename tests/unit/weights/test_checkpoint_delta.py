@@ -1,4 +1,4 @@
-"""Two checkpoint directories, a delta file between them, and the second one again."""
+"""Deltas between checkpoint directories: encode, apply, and compare the result byte by byte."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_what_is_no_delta_file_is_named(tmp_path: Path) -> None:
 def test_costs_add_up_and_stay_above_their_bounds() -> None:
     costs = measure(tensors(0), tensors(1))
     rows, total = costs.tensors, costs.total
-    assert (costs.deltas, costs.wholes) == (total, None)
+    assert (costs.deltas, costs.full_tensors) == (total, None)
     assert [row.name for row in rows] == sorted(tensors(1))
     assert total.num_elements == sum(row.num_elements for row in rows) == 3007
     assert 0 < total.bound_bytes <= total.delta_bytes
@@ -172,8 +172,8 @@ def test_a_tensor_without_an_old_one_costs_about_its_bytes_and_has_no_bound() ->
     (row,) = costs.tensors
     assert (row.density, row.bound_bytes, row.share_of_bound, row.bound_bits_per_weight) == (1.0, None, None, None)
     assert costs.deltas is None
-    assert costs.wholes is not None
-    assert 100 <= costs.wholes.delta_bytes == costs.total.delta_bytes
+    assert costs.full_tensors is not None
+    assert 100 <= costs.full_tensors.delta_bytes == costs.total.delta_bytes
 
 
 def test_whole_tensors_add_bytes_and_leave_the_others_share_of_the_bound_as_it_is() -> None:
@@ -182,12 +182,12 @@ def test_whole_tensors_add_bytes_and_leave_the_others_share_of_the_bound_as_it_i
     costs = measure(old, tensors(1) | {"new": noise(), "shape": noise(), "dtype": noise()})
     assert costs.num_whole == 3
     assert costs.deltas is not None
-    assert costs.wholes is not None
+    assert costs.full_tensors is not None
     assert (costs.deltas.delta_bytes, costs.deltas.bound_bytes) == (alone.delta_bytes, alone.bound_bytes)
-    assert costs.wholes.num_elements == costs.wholes.num_changed == 300
-    assert 300 <= costs.wholes.delta_bytes < 340
-    assert costs.total.delta_bytes == costs.deltas.delta_bytes + costs.wholes.delta_bytes
-    assert (costs.wholes.share_of_bound, costs.total.share_of_bound) == (None, None)
+    assert costs.full_tensors.num_elements == costs.full_tensors.num_changed == 300
+    assert 300 <= costs.full_tensors.delta_bytes < 340
+    assert costs.total.delta_bytes == costs.deltas.delta_bytes + costs.full_tensors.delta_bytes
+    assert (costs.full_tensors.share_of_bound, costs.total.share_of_bound) == (None, None)
 
 
 def test_of_packed_numbers_each_is_a_weight_of_its_own() -> None:

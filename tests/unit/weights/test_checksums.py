@@ -1,4 +1,4 @@
-"""The checksum is the same number however it is computed, follows changes, and shows every accident that is tried."""
+"""All implementations of the checksum agree; it follows changes and detects accidental damage."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def splitmix64(seed: int, i: int) -> int:
 
 
 def by_hand(data: bytes) -> str:
-    """`docs/formats/checksum.md`, word for word."""
+    """The definition in `docs/formats/checksum.md`, implemented directly."""
     keys = [splitmix64(0x6574756465207731, i) for i in range(2048 + 16)]
     words = struct.unpack(f"<{-(-len(data) // 4)}I", data + bytes(-len(data) % 4))
     sums = [0, 0]
@@ -131,7 +131,7 @@ def test_every_flipped_bit_every_swap_and_every_page_that_is_lost_or_moved_is_se
 
 
 def test_flipped_top_bits_do_not_cancel() -> None:
-    """Sums modulo 2^64 of whole words would lose them."""
+    """Plain sums of 64-bit words modulo 2^64 would miss them."""
     zeros = np.zeros(9000, np.uint64)
     seen = set()
     for a in range(0, 9000, 37):

@@ -1,4 +1,4 @@
-"""What the codec is good at, and where its parts meet."""
+"""Compression ratios of the codec, and the boundaries of batches and forms."""
 
 from __future__ import annotations
 

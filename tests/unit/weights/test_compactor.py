@@ -1,4 +1,4 @@
-"""Deltas over several versions: composed beside the writer, exact, and what late readers take."""
+"""Composed deltas over several versions: exact, and used by late readers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def held_by(follower: Follower, tensors: dict[str, Tensor]) -> bool:
 
 
 class Counting(MemoryStore):
-    """Remembers what was read."""
+    """A store that records what was read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,9 @@ def test_a_newcomer_looks_no_further_than_the_nearest_anchor(policy: Policy) -> 
     new = Follower(store)
     new.advance()
     assert held_by(new, at(policy, 29))
-    assert sum(key.startswith("manifests/") for key in store.read) <= 30 - nearest + 2, "a skip may lead past it"
+    assert sum(key.startswith("manifests/") for key in store.read) <= 30 - nearest + 2, (
+        "a composed delta may lead past it"
+    )
 
 
 def test_a_compactor_that_starts_late_or_was_away_adds_what_is_missing_at_the_head(policy: Policy) -> None:
@@ -236,7 +238,7 @@ def _from_root(store: BlobStore, way: Way) -> Way:
 
 
 def _other(store: BlobStore, way: Way) -> Way:
-    """An object that fits its own digest and decodes, and gives other tensors."""
+    """An object that matches its own digest and decodes, but to other tensors."""
     other = next(m for m in chain(store, "policy") if m.delta and m.version.step == 2)
     assert other.delta is not None
     return Way(way.base, other.delta.objects)
@@ -250,7 +252,7 @@ def test_no_way_that_is_open_is_ever_missed(policy: Policy) -> None:
     while (plan := search.cheapest(manifests[0].version)) is not None:
         assert plan.num_bytes >= bytes_so_far
         bytes_so_far = plan.num_bytes
-        search.close(plan.hops[-1].way)
+        search.exclude(plan.hops[-1].way)
     assert bytes_so_far > 0
 
 

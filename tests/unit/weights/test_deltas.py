@@ -1,4 +1,4 @@
-"""A delta file turns one set of arrays into another, or says why not and changes nothing."""
+"""A delta file turns one set of arrays into another, or is refused with a reason and changes nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from etude.errors import WeightsError
 from etude.weights import Tensor, apply, bound, encode
-from etude.weights.delta import deltas, native, rooms
+from etude.weights.delta import arena, codec, native
 from etude.weights.delta.arrays import NUMPY
 from etude.weights.tensors import DTYPES
 
@@ -131,7 +131,7 @@ def test_nothing_to_nothing_and_empty_tensors_are_deltas_too() -> None:
 
 
 def test_a_delta_of_many_objects_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deltas, "OBJECT_ELEMENTS", 60)
+    monkeypatch.setattr(codec, "OBJECT_ELEMENTS", 60)
     assert_equal(apply(base(), encode(base(), target(), BF16)), target())
 
 
@@ -150,7 +150,7 @@ def test_the_bound_is_below_the_delta_and_above_nothing() -> None:
     [
         (lambda b: b["w"].__setitem__((0, 0), 1), "'w' has checksum"),
         (lambda b: b.pop("norm"), "it has no tensor 'norm'"),
-        (lambda b: b.update(other=np.zeros(1, np.uint8)), "a tensor 'other' that the delta does not know"),
+        (lambda b: b.update(other=np.zeros(1, np.uint8)), "a tensor 'other' that is not in the delta"),
         (lambda b: b.update(cast=np.ones((8, 1), np.float32)), "'cast' is f32 [8, 1], the delta is for f32 [4, 2]"),
     ],
 )
@@ -225,13 +225,13 @@ def test_buffers_that_overlap_what_is_still_to_be_read_are_refused() -> None:
 @pytest.mark.parametrize(
     ("value", "dtypes", "says"),
     [
-        (np.zeros(2, np.complex64), {}, "has no name here"),
+        (np.zeros(2, np.complex64), {}, "is not supported"),
         (np.zeros(2, np.uint16), {"w": "bf61"}, "did you mean 'bf16'"),
         (np.zeros(2, np.uint8), {"w": "bf16"}, "elements of 1 bytes"),
         (b"\0\0\0", {"w": "bf16"}, "has 3 bytes"),
         ([1, 2], {}, "which has no buffer"),
-        (np.array([object()]), {}, "no unsigned integer has its width"),
-        (np.zeros(2, np.complex128), {}, "no unsigned integer has its width"),
+        (np.array([object()]), {}, "its element size is not supported"),
+        (np.zeros(2, np.complex128), {}, "its element size is not supported"),
     ],
 )
 def test_what_cannot_be_a_tensor_is_refused_by_name(value, dtypes, says) -> None:
@@ -283,16 +283,16 @@ def test_what_maps_no_names_to_arrays_is_said_to_be_none(wrong) -> None:
     good = {"w": np.zeros(3)}
     delta = encode(good, good)
     for call in (lambda: encode(wrong, good), lambda: encode(good, wrong), lambda: bound(wrong, good)):
-        with pytest.raises(WeightsError, match="no mapping of names to arrays"):
+        with pytest.raises(WeightsError, match="not a mapping of names to arrays"):
             call()
-    with pytest.raises(WeightsError, match="no mapping of names to arrays"):
+    with pytest.raises(WeightsError, match="not a mapping of names to arrays"):
         apply(wrong, delta)
 
 
 @pytest.mark.skipif(bool(native.why_not()), reason=native.why_not() or "there")
 def test_in_place_takes_the_list_of_changes_once_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What numpy allocates, as `tracemalloc` sees it: lists in the heap, too."""
-    monkeypatch.setattr(rooms, "MAPPED_BYTES", 1 << 62)
+    """Measures numpy's allocations with `tracemalloc`, including lists in the heap."""
+    monkeypatch.setattr(arena, "MAPPED_BYTES", 1 << 62)
     rng = np.random.default_rng(0)
     old = {f"w{i}": rng.integers(0x3C00, 0x3E00, (1000, 5000)).astype(np.uint16) for i in range(3)}
     new = {name: codes + (rng.random(codes.shape) < 0.02).astype(np.uint16) for name, codes in old.items()}

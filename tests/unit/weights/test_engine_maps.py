@@ -1,4 +1,4 @@
-"""The parameters of engines that many use, by names and shapes alone, whole and on tensor-parallel ranks."""
+"""The maps of common engines, by names and shapes alone: complete, and on tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from etude.errors import WeightsError
 from etude.records.completion import Version
 from etude.weights import Tensor
-from etude.weights.chain.undo import compare
+from etude.weights.chain.undo_record import compare_tensors
 from etude.weights.follow.engine_maps import fused_pieces, sharded, transformers_pieces
 from etude.weights.follow.follower import Update
 from etude.weights.follow.runtime_map import Map
@@ -48,7 +48,7 @@ def of(tensors: dict[str, Tensor], name: str) -> np.ndarray:  # type: ignore[typ
 
 
 def live(size: int) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
-    """A rank's parameters as vLLM has them: fused, stacked, the vocabulary padded."""
+    """A rank's parameters as in vLLM: fused, stacked, with a padded vocabulary."""
     key_heads = max(1, KEYS // size)
     qkv = (QUERIES // size + 2 * key_heads) * HEAD
     shapes = {
@@ -68,7 +68,7 @@ def live(size: int) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
 def adopt(target: Target, old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
     version = Version(step=0, incarnation="0a1b2c3d", digest="ab" * 32)
     removed = tuple(old.keys() - new.keys())
-    update = Update(version, *compare(old, new), removed, fetch_s=0.0, fetched_bytes=0)
+    update = Update(version, *compare_tensors(old, new), removed, fetch_s=0.0, fetched_bytes=0)
     target.prepare(update, new, undoable=bool(old)).apply(lambda: target.differing(new) == [])
 
 

@@ -1,4 +1,4 @@
-"""Following with conditions: stepping back, exact and least versions, pointers that move back, signatures."""
+"""Following with conditions: undo, exact and minimum versions, pointers that move back, signatures."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from etude.errors import WeightsError
 from etude.records import Version
 from etude.stores import MemoryStore
 from etude.weights import Channel, Follower, Tensor
-from etude.weights.chain.branches import drop, listed, point
+from etude.weights.chain.branches import drop, list_branches, point
 from etude.weights.chain.history import head
 from etude.weights.chain.signing import Signer, new_key
-from etude.weights.follow.head import Behind
+from etude.weights.follow.head_tracker import Behind
 from etude.weights.tensors import same_bits
 
 Policy = Callable[..., dict[str, Tensor]]
@@ -173,7 +173,9 @@ def test_a_branch_stays_until_it_is_moved_and_moves_by_deltas(policy: Policy) ->
     assert update.fetched_bytes < 2000
     assert holds(stable, policy(1))
     writer.publish(policy(2), step=2, parent=versions[1], rollout_ids=[])
-    assert {name: pointer.head.version for name, pointer in listed(store, "policy").items()} == {"stable": versions[1]}
+    assert {name: pointer.head.version for name, pointer in list_branches(store, "policy").items()} == {
+        "stable": versions[1]
+    }
     drop(store, "policy", "stable")
     assert stable.advance() is None
     assert stable.version == versions[1]
@@ -188,7 +190,7 @@ def test_a_branch_names_only_what_can_be_rebuilt(policy: Policy) -> None:
         store.delete(key)
     with pytest.raises(WeightsError, match="cannot be pointed at"):
         point(store, "policy", versions[1], branch="stable")
-    assert listed(store, "policy") == {}
+    assert list_branches(store, "policy") == {}
     with pytest.raises(WeightsError, match="branch name"):
         Follower(store, branch="../x").advance()
 

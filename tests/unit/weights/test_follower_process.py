@@ -1,4 +1,4 @@
-"""A follower in a process of its own: the same answers, whatever happens to the process."""
+"""A follower in a child process: the same results, whatever happens to the process."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from etude.stores import DirectoryStore
 from etude.weights import Channel, FollowerProcess, Tensor, chain
 from etude.weights.chain.signing import Signer
 from etude.weights.delta import native
-from etude.weights.follow.follower_process import Hello
+from etude.weights.follow.follower_process import FollowerArgs
 from etude.weights.tensors import same_bits
 
 SIZE = 4000
 
 
 def policy_at(step: int) -> dict[str, Tensor]:
-    """One tensor of which little changes from step to step, one of which much does, one that stays."""
+    """Three tensors: one that changes little from step to step, one that changes much, one that does not change."""
     codes = np.random.default_rng(0).integers(0x3C00, 0x3E00, (3, SIZE)).astype(np.uint16)
     for s in range(1, step + 1):
         codes[0] += np.random.default_rng([1, s]).random(SIZE) < 0.02
@@ -122,7 +122,7 @@ def test_a_killed_child_is_told_and_the_next_one_catches_up(world: World) -> Non
 
 
 def kill(process: int) -> None:
-    """Kill the process behind a descriptor, if it is still there."""
+    """Kill the process of a descriptor, if it still exists."""
     with suppress(ProcessLookupError):
         signal.pidfd_send_signal(process, signal.SIGKILL)
     os.close(process)
@@ -223,7 +223,7 @@ input()
 
 
 def older_pointer(world: World) -> bytes:
-    """The pointer to the version before the head, as a stale copy of the store has it."""
+    """The pointer to the version before the head, as in a stale copy of the store."""
     key = "pointers/policy"
     world.publish(0)
     world.follower.advance()
@@ -269,24 +269,26 @@ def test_only_what_the_owner_of_the_public_key_signed_is_followed(tmp_path: Path
         Channel(wrong, signer=other).publish(policy_at(0), step=0, parent=None, rollout_ids=[])
         with pytest.raises(WeightsError, match="is not signed with the key") as refused:
             follower.advance()
-        assert refused.value.facts == "its signature is another's"
+        assert refused.value.facts == "it is signed with another key"
 
 
 @pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_child_decodes_with_as_many_threads_as_it_was_told(tmp_path: Path, threads: int) -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     program = (
         "import sys; from etude.weights.delta.codec import KERNELS\n"
         "from etude.weights.follow import follower_child as child\n"
         "child._end_with = lambda connection: None\n"
         "child.main(sys.argv); print(KERNELS.threads)"
     )
-    with theirs:
+    with child_end:
         process = subprocess.Popen(
-            [sys.executable, "-c", program, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdout=subprocess.PIPE
+            [sys.executable, "-c", program, str(child_end.fileno())],
+            pass_fds=[child_end.fileno()],
+            stdout=subprocess.PIPE,
         )
     with ours:
-        ours.send(pickle.dumps(Hello(DirectoryStore(tmp_path), "policy", 1 << 30, 0.01, None, None, threads)))
+        ours.send(pickle.dumps(FollowerArgs(DirectoryStore(tmp_path), "policy", 1 << 30, 0.01, None, None, threads)))
     told, _ = process.communicate(timeout=60)
     assert told.strip() == str(threads).encode()

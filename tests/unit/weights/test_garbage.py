@@ -1,4 +1,4 @@
-"""Garbage collection: what goes, what stays, and what may come between."""
+"""Garbage collection: what is deleted, what is kept, and what can happen in between."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from etude.weights import Channel, Follower, Tensor, chain, lineage
 from etude.weights.chain.branches import drop, point
 from etude.weights.chain.compactor import Compactor
 from etude.weights.chain.garbage import collect
+from etude.weights.chain.garbage_records import pending_deletions
 from etude.weights.chain.history import head, load, pointers, stored
 from etude.weights.chain.inspect import verify
 from etude.weights.chain.plans import rebuild
 from etude.weights.chain.signing import Signer, new_key
-from etude.weights.chain.sweeps import announced
 from etude.weights.tensors import same_bits
 
 Policy = Callable[..., dict[str, Tensor]]
@@ -29,7 +29,7 @@ STRIDES = pytest.mark.parametrize("stride", [13, pytest.param(1, marks=pytest.ma
 
 
 class Hooked(MemoryStore):
-    """Calls what it is told to before its n-th operation from now on, once."""
+    """A store that calls a function before its n-th operation from now on, once."""
 
     def __init__(self, blobs: dict[str, bytes] | None = None) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def filled(
 
 @pytest.fixture(scope="module")
 def ten(policy: Policy) -> Callable[[], tuple[Hooked, Channel, list[Version]]]:
-    """Ten versions, what a killed publish left, and the record of a first collection; as often as it is asked for."""
+    """Creates ten versions, the leftovers of a killed publish, and the record of a first collection."""
     small = functools.partial(policy, size=SIZE)
     store, _, versions = filled(small, 10)
     _killed_publish(store, small, versions)
@@ -123,7 +123,7 @@ def test_the_first_collection_only_looks_and_a_later_one_takes_what_was_old_by_t
     assert holds(late, policy(30))
     assert Follower(store).advance(exactly=versions[-1]) is not None, "it was the head a day ago"
     assert collect(store, "policy", keep_s=DAY, now=DAY).num_deleted == 0
-    assert announced(store, "policy") == []
+    assert pending_deletions(store, "policy") == []
 
 
 def test_what_was_collected_is_no_damage_and_what_is_lost_is(policy: Policy) -> None:
@@ -157,7 +157,7 @@ def test_what_a_killed_publish_left_goes_once_it_is_old_and_its_manifest_with_it
     _killed_publish(store, policy, versions)
     adrift = {*store.list("objects/"), *store.list("manifests/")} - _named(store)
     assert len(adrift) >= 2
-    assert collect(store, "policy", keep_s=DAY, now=0.0).num_adrift == len(adrift)
+    assert collect(store, "policy", keep_s=DAY, now=0.0).num_unreachable == len(adrift)
     assert collect(store, "policy", keep_s=DAY, now=DAY).num_deleted == len(adrift)
     assert verify(store).orphans == ()
     rebuilds_every_pointer(store)
@@ -167,9 +167,9 @@ def test_without_the_key_of_a_signed_channel_nothing_adrift_is_taken(policy: Pol
     signer = Signer(new_key())
     store, _, versions = filled(policy, 3, signer)
     _killed_publish(store, policy, versions, signer)
-    num_adrift = collect(store, "policy", keep_s=DAY, now=0.0).num_adrift
+    num_unreachable = collect(store, "policy", keep_s=DAY, now=0.0).num_unreachable
     assert collect(store, "policy", keep_s=DAY, now=DAY).num_deleted == 0
-    assert collect(store, "policy", keep_s=DAY, now=DAY, signer=signer).num_deleted == num_adrift >= 2
+    assert collect(store, "policy", keep_s=DAY, now=DAY, signer=signer).num_deleted == num_unreachable >= 2
     assert Follower(store, public_key=signer.public_key).advance() is not None
 
 
@@ -279,7 +279,7 @@ def test_a_collection_killed_at_any_moment_is_harmless_and_the_next_one_finishes
         rebuilds_every_pointer(store)
         check = verify(store)
         assert (check.problems, check.orphans) == ((), ())
-        assert announced(store, "policy") == []
+        assert pending_deletions(store, "policy") == []
     assert number > 20
 
 
@@ -331,7 +331,7 @@ def test_channels_of_one_store_are_collected_apart(policy: Policy) -> None:
 
 
 class Killed(BaseException):
-    """What no handler may catch."""
+    """An exception that no handler may catch."""
 
 
 def _killed_publish(store: MemoryStore, policy: Policy, versions: list[Version], signer: Signer | None = None) -> None:

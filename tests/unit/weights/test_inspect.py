@@ -1,4 +1,4 @@
-"""What `etude weights` says about a channel."""
+"""The data that `etude weights` prints about a channel."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_damage_and_orphans_are_named(store: MemoryStore) -> None:
 def test_a_lost_manifest_is_named(store: MemoryStore) -> None:
     key = next(key for key in store.list("manifests/") if "v000001" in key)
     store.delete(key)
-    assert any("v000001" in problem and "gone" in problem for problem in verify(store).problems)
+    assert any("v000001" in problem and "missing" in problem for problem in verify(store).problems)
 
 
 def test_a_delta_lost_beside_an_anchor_is_a_notice_and_no_problem(policy: Policy) -> None:
@@ -105,7 +105,7 @@ def test_a_delta_lost_beside_an_anchor_is_a_notice_and_no_problem(policy: Policy
     assert check.problems == ()
     (notice,) = check.notices
     assert notice.version == both.version
-    assert "another way proves" in notice.what
+    assert "in another way" in notice.what
     assert both.delta.objects[0].key in notice.facts
     assert "nothing needs to be done" in notice.hint
 
@@ -178,7 +178,7 @@ def test_a_signed_channel_that_lost_its_pointer_is_repaired_with_its_key_alone(
             lambda key: point(store, "policy", versions[0], branch="canary", signer=key),
         ]
     for move in moves:
-        with pytest.raises(WeightsError, match="channel 'policy' is signed, and its pointer is gone") as caught:
+        with pytest.raises(WeightsError, match="channel 'policy' is signed, and its pointer is missing") as caught:
             move(None)
         assert "of 3 versions in the store 3 are signed" in caught.value.facts
         assert str(versions[2]) in caught.value.facts

@@ -1,4 +1,4 @@
-"""Where a delta's parts are: the header, the grid of tiles, pages, and what a writer chooses."""
+"""The layout of a delta: header, grid of tiles, pages, and the encoder's choices."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BF16 = DTYPES["bf16"]
 
 
 def moved(shape: tuple[int, ...], share: float, *, dtype: str = "bf16", seed: int = 0) -> tuple[Tensor, Tensor]:
-    """An old tensor of normal weights, and a new one of which a share is one step up."""
+    """An old tensor of normal weights, and a new one in which a share of the elements is one step higher."""
     rng = np.random.default_rng(seed)
     kind, size = DTYPES[dtype], math.prod(shape)
     bits = (rng.standard_normal(size) * 0.02).astype(np.float32).view(np.uint32) >> np.uint32(32 - kind.bits)
@@ -125,17 +125,17 @@ def test_pages_are_whole_tiles_of_at_least_a_length_but_for_the_last() -> None:
     header.check_pages(start, data[start:stop])
     altered = bytearray(data[start:stop])
     altered[-1] ^= 1
-    with pytest.raises(WeightsError, match="another digest"):
+    with pytest.raises(WeightsError, match="do not match their digest"):
         header.check_pages(start, bytes(altered))
 
 
 @pytest.mark.parametrize(
     ("grid", "why"),
     [
-        (Grid(0, 0, 1, 1), "without a class"),
+        (Grid(0, 0, 1, 1), "without items or classes"),
         (Grid(0, 17, 1, 1), "limit of 16"),
-        (Grid(0, 1, 0, 1), "no items"),
-        (Grid(0, 1, 1, 0), "no items"),
+        (Grid(0, 1, 0, 1), "without items or classes"),
+        (Grid(0, 1, 1, 0), "without items or classes"),
         (Grid(0, 1, 1 << 41, 1 << 41), "more than 8388608"),
         (Grid(0, 1, 1, 1), "tiles in a header"),
     ],

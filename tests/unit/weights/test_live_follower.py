@@ -1,4 +1,5 @@
-"""A follower without an image: it decodes from and proves by live memory, and gives what `Follower` gives."""
+"""A follower without a copy of the weights: it decodes from and verifies live memory, with the same results as
+`Follower`."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ from etude.stores import MemoryStore
 from etude.weights import Channel, Follower, Tensor, Update, chain
 from etude.weights.chain.branches import point
 from etude.weights.chain.manifest import FORMAT, Pointer, Ref
-from etude.weights.delta import rooms
+from etude.weights.delta import arena
 from etude.weights.delta.arrays import tensor_of
 from etude.weights.delta.codec import encode
-from etude.weights.follow.head import Behind
+from etude.weights.follow.head_tracker import Behind
 from etude.weights.follow.live_follower import LiveFollower
-from etude.weights.follow.parts import parted
+from etude.weights.follow.parts import split_pieces
 from etude.weights.follow.runtime_map import Map, named
 from etude.weights.follow.targets import Swap, Target
 from etude.weights.tensors import DTYPES, same_bits
@@ -45,7 +46,7 @@ class Engine:
     def write(self, update: Update) -> Swap:
         swap = Target(Map(named(self.memory))).prepare(update, self.follower.specs)
         swap.apply()
-        self.follower.adopted(update)
+        self.follower.mark_adopted(update)
         return swap
 
     def advance(self) -> Swap | None:
@@ -57,7 +58,7 @@ class Engine:
 
 
 def publish(store: MemoryStore, versions: list[Tensors], **kwargs: object) -> list[Version]:
-    """All of them, as one chain."""
+    """Publish all of them, as one chain."""
     channel, made = Channel(store, **kwargs), list[Version]()  # type: ignore[arg-type]
     for step, tensors in enumerate(versions):
         parent = made[-1] if made else None
@@ -66,7 +67,7 @@ def publish(store: MemoryStore, versions: list[Tensors], **kwargs: object) -> li
 
 
 def every_dtype(share: float) -> list[Tensors]:
-    """Two versions of a tensor of each dtype, of any bits: NaNs, infinities, zeros of both signs, subnormals."""
+    """Two versions of a tensor of each dtype, with any bits: NaNs, infinities, zeros of both signs, subnormals."""
     rng, versions = np.random.default_rng(5), list[Tensors]([{}, {}])
     for name, kind in DTYPES.items():
         old = rng.integers(0, 256, 3000 * kind.codes.itemsize, dtype=np.uint8).view(kind.codes)
@@ -219,7 +220,7 @@ def test_what_is_not_applied_moves_nothing_and_an_undo_leads_back(policy: Policy
     names = publish(store, [policy(0)])
     engine = Engine(store, policy(0))
     with pytest.raises(WeightsError, match="nothing to undo"):
-        engine.follower.undone()
+        engine.follower.mark_undone()
     engine.advance()
     Channel(store).publish(policy(1), step=1, parent=names[0], rollout_ids=[])
     given_up, again = engine.follower.prepare(), engine.follower.prepare()
@@ -227,16 +228,16 @@ def test_what_is_not_applied_moves_nothing_and_an_undo_leads_back(policy: Policy
     assert again is not None
     assert equal(given_up, again)
     assert engine.follower.version == names[0]
-    with pytest.raises(WeightsError, match="is not the update that is awaited") as caught:
-        engine.follower.adopted(given_up)
+    with pytest.raises(WeightsError, match="is not the update that was prepared last") as caught:
+        engine.follower.mark_adopted(given_up)
     assert caught.value.facts
     assert caught.value.hint
     swap = engine.write(again)
     assert engine.follower.version == again.version
-    with pytest.raises(WeightsError, match="is not the update that is awaited"):
-        engine.follower.adopted(again)
+    with pytest.raises(WeightsError, match="is not the update that was prepared last"):
+        engine.follower.mark_adopted(again)
     swap.undo()
-    engine.follower.undone()
+    engine.follower.mark_undone()
     assert engine.follower.version == names[0]
     assert engine.holds(policy(0))
     assert engine.follower.check() == []
@@ -255,7 +256,7 @@ def test_a_lost_or_damaged_delta_heals_from_an_anchor_as_a_list(policy: Policy) 
         manifest = chain(store, "policy")[-1]
     assert manifest.delta is not None
     key, data = manifest.delta.objects[0].key, b"x" * manifest.delta.objects[0].num_bytes
-    for damage, said in ((None, "is gone"), (data, "is not what was published")):
+    for damage, said in ((None, "is missing"), (data, "is not what was published")):
         store.delete(key)
         if damage is not None:
             store.put(key, damage)
@@ -279,7 +280,7 @@ def test_where_no_way_is_left_the_error_names_it_and_the_live_memory_stays_what_
     store.delete(delta.objects[0].key)
     with pytest.raises(WeightsError, match="no way leads to") as caught:
         engine.follower.prepare()
-    assert "is gone" in caught.value.facts
+    assert "is missing" in caught.value.facts
     assert caught.value.hint
     assert (engine.follower.version, engine.follower.check()) == (names[0], [])
 
@@ -302,7 +303,8 @@ def test_objects_whose_every_checksum_fits_and_that_make_other_codes_are_not_giv
 
 
 def forge(store: MemoryStore, data: bytes) -> None:
-    """Another delta for the head, every reference and checksum fixed up; the target's digests stay."""
+    """Another delta for the head, with every reference and checksum adjusted; only the target's digests are the
+    original ones."""
     manifest = chain(store, "policy")[-1]
     store.put("objects/policy/forged", data)
     item = msgspec.structs.replace(
@@ -370,8 +372,8 @@ def test_what_was_published_in_parts_is_followed_over_whole_live_tensors() -> No
     update = follower.prepare()
     assert update is not None
     assert {name: where.tolist() for name, (where, _) in update.changed.items()} == {"w[1:4]": [5]}
-    Target(Map(parted(named({"w": memory}), follower.specs))).prepare(update, follower.specs).apply()
-    follower.adopted(update)
+    Target(Map(split_pieces(named({"w": memory}), follower.specs))).prepare(update, follower.specs).apply()
+    follower.mark_adopted(update)
     assert follower.check() == []
     assert memory[2, 2] == codes[8] + 1
 
@@ -383,7 +385,7 @@ def test_pointers_are_followed_by_the_rules_of_every_follower(policy: Policy) ->
     Channel(store).publish(policy(2), step=2, parent=names[1], rollout_ids=[])
     engine = Engine(store, policy(0), limit_bytes=10_000)
     engine.advance()
-    assert engine.follower.pointer() == engine.follower.version
+    assert engine.follower.head_version() == engine.follower.version
     assert store.compare_and_swap("pointers/policy", store.get("pointers/policy"), old)
     with pytest.raises(WeightsError, match="moved back"):
         engine.follower.prepare()
@@ -400,8 +402,8 @@ def test_pointers_are_followed_by_the_rules_of_every_follower(policy: Policy) ->
 def test_an_update_takes_its_lists_and_less_than_2_percent_of_the_model_in_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """108 MB, of which 1 % changes; numpy's memory, as `tracemalloc` sees it: lists in the heap, too."""
-    monkeypatch.setattr(rooms, "MAPPED_BYTES", 1 << 62)
+    """108 MB, of which 1 % changes. Measures numpy's allocations with `tracemalloc`, including lists in the heap."""
+    monkeypatch.setattr(arena, "MAPPED_BYTES", 1 << 62)
     store, shape = MemoryStore(), (1500, 1500)
     rng = np.random.default_rng(3)
     block = rng.normal(0, 0.02, 1500 * 1500).astype(np.float32).view(np.uint32)

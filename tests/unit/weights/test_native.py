@@ -1,4 +1,4 @@
-"""The native kernels and numpy's make the same bytes, read the same bytes, and refuse the same bytes."""
+"""The native and the numpy kernels produce the same bytes, decode the same bytes, and refuse the same bytes."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ Generator = np.random.Generator
 
 
 def levels() -> list[str]:
-    """Those that this machine has."""
+    """The instruction levels of this machine."""
     best = "" if native.why_not() else NativeKernels().level
     return list(LEVELS[: LEVELS.index(best) + 1]) if best else []
 
 
 def codes(rng: Generator, kind: DType, size: int) -> Codes:
-    """Any bits, most of them of numbers near zero."""
+    """Arbitrary bits, most of them of numbers near zero."""
     near = rng.standard_normal(size).astype(np.float32) * np.float32(0.02)
     bits = near.view(np.uint32) >> np.uint32(32 - kind.width)
     wild = rng.integers(0, 1 << kind.width, size, np.uint64)
@@ -43,7 +43,7 @@ def codes(rng: Generator, kind: DType, size: int) -> Codes:
 
 
 def moved(rng: Generator, kind: DType, old: Codes, share: float) -> Codes:
-    """A share of the codes changed: most by a step or two, some to anything."""
+    """A share of the codes changed: most by a step or two, some arbitrarily."""
     size = old.size
     steps = rng.choice(np.array([1, -1, 2, -3, 40], np.int64), size)
     new = (old.astype(np.int64) + steps) % (1 << kind.width)
@@ -123,7 +123,7 @@ def test_both_kernels_sample_the_same_items(name: str, level: str, stride: int) 
 
 
 def outcome(work: Callable[[], list[tuple[npt.NDArray[np.uint32], Codes]]]) -> Any:
-    """What came of it: lists, or nothing but that it was refused."""
+    """The result of a decode: lists, or that it was refused."""
     try:
         return [(places.tolist(), items.tolist()) for places, items in work()]
     except WeightsError:
@@ -131,7 +131,7 @@ def outcome(work: Callable[[], list[tuple[npt.NDArray[np.uint32], Codes]]]) -> A
 
 
 def mutated(rng: Generator, payload: bytes) -> bytes:
-    """A few bytes changed, left out, doubled, or cut off."""
+    """A few bytes changed, removed, duplicated, or truncated."""
     data = bytearray(payload)
     for _ in range(int(rng.integers(1, 4))):
         at = int(rng.integers(0, len(data) + 1))
@@ -148,7 +148,7 @@ def mutated(rng: Generator, payload: bytes) -> bytes:
 
 
 def fuzz(level: str, count: int, compared: int) -> int:
-    """Decode mutated tiles; every `compared`-th one by both kernels. How many were refused."""
+    """Decode mutated tiles; compare both kernels on every `compared`-th one. Returns how many were refused."""
     kernels, refused = NativeKernels(threads=1, level=level), 0
     rng = np.random.default_rng(7)
     starts = []
@@ -238,7 +238,8 @@ def test_a_level_that_the_machine_lacks_is_an_error() -> None:
 @pytest.mark.parametrize("level", levels())
 @pytest.mark.parametrize("name", ["bf16", "f32", "f8_e4m3", "u16"])
 def test_lists_of_whole_tensors_come_with_the_checksums_before_and_after(name: str, level: str) -> None:
-    """Rows whole and cut by tiles, small tensors that share a tile, and a tensor whose second half stays as it is."""
+    """Complete rows and rows cut by tiles, small tensors that share a tile, and a tensor whose second half does not
+    change."""
     rng, kind = np.random.default_rng(4), DTYPES[name]
     specs = [Spec(name, shape) for shape in ((9, 70_001), (900_000,), (50,), (7, 3), (0,), (400, 9), (3,))]
     old = [Tensor(spec.dtype, spec.shape, codes(rng, kind, spec.size)) for spec in specs]

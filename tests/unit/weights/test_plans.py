@@ -1,4 +1,4 @@
-"""Fetching while decoding."""
+"""Objects are fetched while others are decoded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from etude.errors import StoreError, WeightsError
 from etude.stores import MemoryStore
 from etude.weights import Channel, Follower, Manifest, Tensor, chain
-from etude.weights.chain import objects
+from etude.weights.delta import codec
 
 
 def weights(step: int) -> dict[str, Tensor]:
@@ -18,7 +18,7 @@ def weights(step: int) -> dict[str, Tensor]:
 
 
 class Waiting(MemoryStore):
-    """Gives an object once the one after it was asked for, too."""
+    """A store that returns an object only after the next one was requested, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Waiting(MemoryStore):
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Waiting:
     """Two versions, each of three objects of two tensors."""
-    monkeypatch.setattr(objects, "OBJECT_ELEMENTS", 100)
+    monkeypatch.setattr(codec, "OBJECT_ELEMENTS", 100)
     store = Waiting()
     channel = Channel(store)
     first = channel.publish(weights(1), step=0, parent=None, rollout_ids=[])

@@ -1,4 +1,4 @@
-"""What is compared with what before a tensor is believed: a checksum against accidents, SHA-256 against forgers."""
+"""How tensors are verified before they are used: checksums against accidents, SHA-256 against forgery."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from etude.weights.chain.history import head
 from etude.weights.chain.inspect import verify
 from etude.weights.chain.manifest import (
     FORMAT,
-    Later,
+    LaterWays,
     Ref,
     Way,
     later_key,
@@ -56,7 +56,7 @@ def published(steps: int) -> tuple[MemoryStore, list[Manifest]]:
 
 
 def rewritten(store: MemoryStore, manifest: Manifest) -> None:
-    """Put another manifest where the head's was, as its writer could have."""
+    """Replace the head's manifest by another one, as its writer could have."""
     ref, data = write_manifest(manifest)
     pointer = head(store, "policy")
     assert pointer is not None
@@ -90,7 +90,7 @@ def test_a_way_that_anybody_may_have_added_is_believed_by_sha_256_alone(follower
     )
     base = Ref(first.version, key, hashlib.sha256(data).hexdigest())
     objects, _ = put_objects(store, "policy", "ab" * 16, [forged(weights(2)["w"])], lambda a, b: [weights(0)["w"]])
-    later = Later(format=FORMAT, channel="policy", version=target.version, ways=(Way(base, objects),))
+    later = LaterWays(format=FORMAT, channel="policy", version=target.version, ways=(Way(base, objects),))
     store.put(later_key(target), msgspec.json.encode(later))
     update = late.advance()
     assert update is not None

@@ -1,4 +1,4 @@
-"""Publishing in the background: what the trainer waits for, and where errors rise."""
+"""Publishing in the background: what the trainer waits for, and where errors are raised."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Policy = Callable[..., dict[str, Tensor]]
 
 
 class Gate(MemoryStore):
-    """Lets writes through while it is open; may refuse them."""
+    """A store that passes writes while it is open, and can refuse them."""
 
     def __init__(self) -> None:
         super().__init__()

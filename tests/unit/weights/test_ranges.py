@@ -1,4 +1,4 @@
-"""A part of an object: the right changes, of few of its bytes, proven."""
+"""Reading a part of an object: the right changes, from few of its bytes, verified."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from etude.weights.tensors import DTYPES
 
 
 class Object:
-    """Bytes that are read by ranges, counted."""
+    """Bytes that are read by ranges; counts the reads."""
 
     def __init__(self, data: bytes) -> None:
         self.data, self.num_read = data, 0
@@ -28,7 +28,7 @@ class Object:
         return self.data[offset : offset + count]
 
     def parts(self, specs: Sequence[Spec], num_bytes: int | None = None) -> Parts:
-        """Its parts, by the header that it has, or by so many bytes of it."""
+        """The parts of an object, with its own header or with another number of header bytes."""
         return Parts(self.read, self.read(0, header_bytes(self.data) if num_bytes is None else num_bytes), specs)
 
 

@@ -1,4 +1,4 @@
-"""Regions behind a relay and caches of their own, on bad days: what an engine of theirs serves is always proven."""
+"""Regions behind a relay and local caches, with faults: engines only serve verified weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Policy = Callable[..., Tensors]
 
 
 class Failing(MemoryStore):
-    """Reads of objects fail as often as `troubles` says."""
+    """A store in which the next `troubles` reads of objects fail."""
 
     troubles = 0
 
@@ -31,7 +31,7 @@ class Failing(MemoryStore):
 
 
 class Home:
-    """A channel that publishes the policy's steps, and what each version's tensors are."""
+    """A channel that publishes the policy's steps, and the expected tensors of each version."""
 
     def __init__(self, policy: Policy) -> None:
         self.store, self.policy = Failing(), policy
@@ -56,7 +56,8 @@ class Region:
         self.engine = Engine(store, self.home.policy(0))  # type: ignore[arg-type]
 
     def look(self) -> Version | None:
-        """Look for news, whatever comes of it. What is served then, which must be what was published under its name."""
+        """Try to move to the newest version, ignoring errors. Then check that the served weights are those published
+        under their name."""
         with contextlib.suppress(EtudeError):
             self.engine.advance()
         served = self.engine.follower.version
@@ -65,7 +66,7 @@ class Region:
 
 
 def spoilt(data: bytes) -> bytes:
-    """With another last byte."""
+    """The same bytes with another last byte."""
     return data[:-1] + bytes([data[-1] ^ 1])
 
 

@@ -1,4 +1,4 @@
-"""Several ranks publish one version, each its own shard; readers take it whole, or the part that they need."""
+"""Several ranks publish one version, each its own shard; readers fetch all of it, or the part that they need."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from etude.weights.chain.compactor import Compactor
 from etude.weights.chain.fsck import verify
 from etude.weights.delta.layout import PAGE_BYTES
 from etude.weights.files.folder import CheckpointFolder
-from etude.weights.files.following import FolderFollower
-from etude.weights.follow.parts import Part, assemble, part_of, parted, split
+from etude.weights.files.folder_follower import FolderFollower
+from etude.weights.follow.parts import Part, assemble, part_of, split, split_pieces
 from etude.weights.follow.runtime_map import Map, named, piece
 from etude.weights.follow.targets import Target
 from etude.weights.shards.part_follower import PartFollower
-from etude.weights.shards.sharded import Alone, ShardedChannel
+from etude.weights.shards.sharded import ShardedChannel, SingleRank
 from etude.weights.tensors import same_bits
 
 ROWS, WIDTH, EXPERTS = 512, 1024, 8
@@ -64,7 +64,7 @@ def _received(pipe: Connection) -> bytes:
 
 
 def step_of(step: int, seed: int = 0) -> dict[str, Tensor]:
-    """A model's tensors: two matrices and experts; each step moves a fifth of each. Quantised already."""
+    """A model's tensors: two matrices and experts; each step changes a fifth of each. Quantised already."""
     rng = np.random.default_rng(seed)
     names = ["embed", "head", *(f"experts.{e}.w" for e in range(EXPERTS)), "norm"]
     shapes = {name: (ROWS, WIDTH) if name != "norm" else (WIDTH,) for name in names}
@@ -76,7 +76,7 @@ def step_of(step: int, seed: int = 0) -> dict[str, Tensor]:
 
 
 def shard(tensors: Mapping[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
-    """What a rank holds: rows of matrices, whole experts; the norm is rank 0's."""
+    """A rank's tensors: rows of matrices, complete experts; the norm belongs to rank 0."""
     rows = ROWS // size
     names = [Part(name, rank * rows, (rank + 1) * rows).name for name in ("embed", "head")]
     names += [f"experts.{e}.w" for e in range(EXPERTS) if e * size // EXPERTS == rank]
@@ -84,7 +84,7 @@ def shard(tensors: Mapping[str, Tensor], rank: int, size: int) -> dict[str, Tens
 
 
 def rank_main(rank: int, folder: Path, pipe: Connection, fate: str, steps: Sequence[int]) -> None:
-    """A rank's process: publishes its shard of each step."""
+    """The process of a rank: publishes its shard of each step."""
     exchange = (Dying if fate == "dies" else Pipes)(rank, [pipe])
     channel = ShardedChannel(DirectoryStore(folder), exchange)
     parent = None
@@ -94,7 +94,7 @@ def rank_main(rank: int, folder: Path, pipe: Connection, fate: str, steps: Seque
 
 
 class Dying(Pipes):
-    """Of a rank that is killed once its objects are put, and before anybody knows of them."""
+    """The store of a rank that is killed after its objects were stored, before they were announced."""
 
     gathers = 0
 
@@ -121,7 +121,7 @@ def run_ranks(folder: Path, steps: Sequence[int]) -> None:
 
 
 def together(size: int, work: Callable[[int, Any], object]) -> list[object]:
-    """Run ranks as threads; what each returned or raised."""
+    """Run ranks as threads; returns the result or the error of each."""
     ends = [multiprocessing.Pipe() for _ in range(size - 1)]
     exchanges = [Pipes(0, [a for a, _ in ends]), *(Pipes(i + 1, [b]) for i, (_, b) in enumerate(ends))]
     results: list[object] = [None] * size
@@ -145,7 +145,7 @@ def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
 
 
 class Counting:
-    """A store that counts the bytes of objects it gave."""
+    """A store that counts the bytes of objects read."""
 
     def __init__(self, store: BlobStore) -> None:
         self._store, self.num_bytes = store, 0
@@ -161,7 +161,7 @@ class Counting:
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> DirectoryStore:
-    """Steps 0 to 2, by two processes; and step 3, by two more that read back what those published."""
+    """Steps 0 to 2, by two processes; and step 3, by two more that read back the earlier steps."""
     folder = tmp_path_factory.mktemp("weights")
     run_ranks(folder, [0, 1, 2])
     run_ranks(folder, [3])
@@ -203,7 +203,7 @@ def test_a_tensor_parallel_reader_fetches_about_its_rows(published: DirectorySto
 
 
 def _check_part(published: DirectoryStore, wants: Callable[[str], bool], share: float) -> Mapping[str, Tensor]:
-    """Read the chain part by part; the bytes fetched are the part's share of the objects', and pages' edges."""
+    """Read the chain part by part. The fetched bytes are the part's share of the objects, plus partial pages."""
     store = Counting(published)
     follower = PartFollower(store, wants)
     manifests = _chain(published)
@@ -252,7 +252,7 @@ def test_tensors_that_share_a_tile_come_along_and_the_part_is_exact() -> None:
 
 def test_skip_deltas_composed_over_shards_lead_part_followers_and_whole_ones() -> None:
     store = MemoryStore()
-    channel = ShardedChannel(store, Alone())
+    channel = ShardedChannel(store, SingleRank())
     part, whole, compactor = PartFollower(store, {"norm"}.__contains__), Follower(store), Compactor(store, spans=(2,))
     parent = None
     for step in range(5):
@@ -360,8 +360,8 @@ def test_parts_go_into_the_memory_of_whole_tensors_and_of_ranks() -> None:
     specs = {name: tensor.spec for name, tensor in cut.items()}
     live = {name: tensor.codes.reshape(tensor.shape).copy() for name, tensor in old.items()}
     rows = np.zeros((200, WIDTH), np.uint16)  # rows 200 to 399 of the embedding: of two parts
-    target = Target(Map(parted(named(live), specs)))
-    rank = Target(Map(parted({"embed": [piece("embed", rows, [(200, 400), (0, WIDTH)])]}, specs), ignored=specs))
+    target = Target(Map(split_pieces(named(live), specs)))
+    rank = Target(Map(split_pieces({"embed": [piece("embed", rows, [(200, 400), (0, WIDTH)])]}, specs), ignored=specs))
     follower = Follower(_store_of(cut))
     update = follower.advance()
     assert update is not None
@@ -374,13 +374,13 @@ def test_parts_go_into_the_memory_of_whole_tensors_and_of_ranks() -> None:
 
 def _store_of(tensors: Mapping[str, Tensor]) -> MemoryStore:
     store = MemoryStore()
-    ShardedChannel(store, Alone()).publish(tensors, step=0, parent=None, rollout_ids=[])
+    ShardedChannel(store, SingleRank()).publish(tensors, step=0, parent=None, rollout_ids=[])
     return store
 
 
 def test_a_directory_that_follows_ranks_holds_whole_tensors_and_goes_on_after_a_restart(tmp_path: Path) -> None:
     store = MemoryStore()
-    channel = ShardedChannel(store, Alone())
+    channel = ShardedChannel(store, SingleRank())
     parent = None
     for step in range(3):
         cut = {**shard(step_of(step), 0, 2), **shard(step_of(step), 1, 2)}

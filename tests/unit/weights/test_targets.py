@@ -1,4 +1,4 @@
-"""Updates into live memory of every layout: written by place, undone to the bit, refused before anything is touched."""
+"""Updates of live memory in every layout: written, undone to the bit, refused before anything is written."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from etude.errors import WeightsError
 from etude.records.completion import Version
 from etude.weights import Tensor
-from etude.weights.chain.undo import compare
+from etude.weights.chain.undo_record import compare_tensors
 from etude.weights.follow import live, runtime_map, targets
 from etude.weights.follow.follower import Update
 from etude.weights.follow.live import window
-from etude.weights.follow.runtime_map import Derived, Map, Piece, Pieces, fused, joined, named, piece
+from etude.weights.follow.runtime_map import Derived, Map, Piece, Pieces, fused, merge_pieces, named, piece
 from etude.weights.follow.targets import Swap, Target
 
 Tensors = dict[str, Tensor]
@@ -36,7 +36,7 @@ def stepped(old: Tensor, seed: int = 1, share: float = 0.3) -> Tensor:
 
 
 def update(old: Tensors, new: Tensors) -> Update:
-    changed, replaced = compare(old, new)
+    changed, replaced = compare_tensors(old, new)
     removed = tuple(sorted(old.keys() - new.keys()))
     return Update(VERSION, changed, replaced, removed, fetch_s=0.0, fetched_bytes=0)
 
@@ -46,7 +46,7 @@ def shaped(one: Tensor) -> np.ndarray:  # type: ignore[type-arg]
 
 
 def swap_there_and_back(pieces: Pieces, old: Tensors, new: Tensors, **kwargs: object) -> Swap:
-    """Load `old`, adopt `new`, undo, adopt again; after each the live memory holds exactly that."""
+    """Load `old`, adopt `new`, undo, adopt again; after each step the live memory is compared."""
     target = Target(Map(pieces, **kwargs))  # type: ignore[arg-type]
     target.prepare(update({}, old), old, undoable=False).apply()
     assert target.differing(old) == []
@@ -62,19 +62,19 @@ def swap_there_and_back(pieces: Pieces, old: Tensors, new: Tensors, **kwargs: ob
 
 @pytest.fixture(autouse=True, params=[0, 1 << 40], ids=["scattered", "copied whole"])
 def dense(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways to write what changed."""
+    """Both ways to write changes: scattering, and copying the complete piece."""
     monkeypatch.setattr(targets, "DENSE", request.param)
 
 
 @pytest.fixture(autouse=True, params=[live.native.load(), None], ids=["native", "without native kernels"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both scatters into host memory; where there is no library both are numpy's."""
+    """Both ways to scatter into host memory; without the library both are numpy."""
     monkeypatch.setattr(live.native, "load", lambda: request.param)
 
 
 @pytest.fixture(params=["numpy", "torch", "device"])
 def zeros(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
-    """Makes live bf16 memory: numpy's, torch's in host memory, and torch's reached as a device's is."""
+    """Create live bf16 memory: in numpy, in torch on the host, and in torch accessed like a device."""
     if request.param == "numpy":
         return lambda *shape: np.zeros(shape, np.uint16)
     if request.param == "device":
@@ -83,7 +83,7 @@ def zeros(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ca
 
 
 def place_bytes(memory: object) -> int:
-    """Of a listed place: half where the native kernels write."""
+    """Bytes per index: half as many with the native kernels."""
     return 4 if live.native.load() and isinstance(window("it", memory).flat, np.ndarray) else 8
 
 
@@ -103,8 +103,8 @@ def test_fused_stacked_and_transposed_places(zeros) -> None:
     for e in range(3):
         old |= {f"{e}.gate": tensor(7, 5, seed=10 + e), f"{e}.up": tensor(7, 5, seed=20 + e)}
     w13 = zeros(3, 14, 5)
-    experts = joined(*(fused(w13[e], {f"{e}.gate": 7, f"{e}.up": 7}) for e in range(3)))
-    pieces = joined(fused(qkv, {"q": 8, "k": 4, "v": 4}), experts, named({"down": down.T}))
+    experts = merge_pieces(*(fused(w13[e], {f"{e}.gate": 7, f"{e}.up": 7}) for e in range(3)))
+    pieces = merge_pieces(fused(qkv, {"q": 8, "k": 4, "v": 4}), experts, named({"down": down.T}))
     new = {name: stepped(one, seed=i) for i, (name, one) in enumerate(old.items())}
     swap_there_and_back(pieces, old, new)
     bits = qkv if isinstance(qkv, np.ndarray) else qkv.view(torch.int16).numpy().view(np.uint16)
@@ -122,7 +122,7 @@ def test_what_lies_in_one_storage_of_a_device_is_written_at_once(monkeypatch: py
     copies: list[object] = []
     old = {f"{e}.{part}": tensor(7, 5, seed=2 * e + i) for e in range(3) for i, part in enumerate(("gate", "up"))}
     w13 = torch.zeros(4, 14, 5, dtype=torch.bfloat16)[1:]  # not at the storage's start
-    pieces = joined(*(fused(w13[e], {f"{e}.gate": 7, f"{e}.up": 7}) for e in range(3)))
+    pieces = merge_pieces(*(fused(w13[e], {f"{e}.gate": 7, f"{e}.up": 7}) for e in range(3)))
     with Count():
         swap_there_and_back(pieces, old, {name: stepped(one, seed=i) for i, (name, one) in enumerate(old.items())})
     assert len(copies) == 3  # there, back, and there again
@@ -130,7 +130,7 @@ def test_what_lies_in_one_storage_of_a_device_is_written_at_once(monkeypatch: py
 
 def test_columns_of_a_matrix_and_two_copies_of_one_tensor(zeros) -> None:
     old, both, copy = {"a": tensor(4, 3), "b": tensor(4, 5, seed=1)}, zeros(4, 8), zeros(4, 3)
-    pieces = joined(fused(both, {"a": 3, "b": 5}, axis=1), named({"a": copy}))
+    pieces = merge_pieces(fused(both, {"a": 3, "b": 5}, axis=1), named({"a": copy}))
     swap_there_and_back(pieces, old, {name: stepped(one) for name, one in old.items()})
 
 
@@ -360,7 +360,7 @@ def test_memory_that_cannot_be_written_by_place_is_refused(value) -> None:
 
 
 def test_parts_that_do_not_fill_what_they_are_fused_in_are_refused() -> None:
-    with pytest.raises(WeightsError, match="q, k are 7 long together"):
+    with pytest.raises(WeightsError, match="q, k have a total length of 7"):
         fused(np.zeros((8, 2), np.uint16), {"q": 4, "k": 3})
 
 

@@ -1,4 +1,4 @@
-"""Tensors as raw codes: what is one, and what proves it."""
+"""Tensors as raw codes: validation and digests."""
 
 from __future__ import annotations
 

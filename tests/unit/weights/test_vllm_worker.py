@@ -1,4 +1,4 @@
-"""The worker extension's way through versions, over plain memory in place of vLLM's."""
+"""The worker extension follows versions, with plain memory in place of vLLM's."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from etude.stores import MemoryStore
 from etude.weights import Channel, Follower, Tensor
 from etude.weights.follow import vllm_worker
 from etude.weights.follow.targets import Target
-from etude.weights.follow.vllm_worker import WorkerExtension, _Following, _Memory, _Rows
+from etude.weights.follow.vllm_worker import WorkerExtension, _Memory, _Rows, _WeightSync
 
 ROWS = _Rows(query=4, key=2, size=1)
 
 
 class Worker(WorkerExtension):
-    """Follows a store into a fused projection, a tied head and stacked experts, each with a packing of its own."""
+    """Follows a store into a fused projection, a tied head and stacked experts, each with its own packing function."""
 
     def __init__(self, store: MemoryStore) -> None:
         self.qkv, self.embed = np.zeros((8, 3), np.uint16), np.zeros((5, 3), np.uint16)
@@ -39,12 +39,12 @@ class Worker(WorkerExtension):
                 (("b.experts.w13_weight", "b.experts.w2_weight"), partial(self.packed.append, "experts")),
             ],
         )
-        self.etude_following = _Following(partial(Follower, store, can_undo=False), memory, ROWS, 0)
+        self.etude_weight_sync = _WeightSync(partial(Follower, store, can_undo=False), memory, ROWS, 0)
 
     def come(self, version: Version | None = None) -> dict[str, object] | None:
-        """Prepare, and wait for what comes of it."""
-        self.etude_prepare(vllm_worker._told(version) if version else None)
-        waiting = self.etude_following._preparing
+        """Prepare, and wait for the result."""
+        self.etude_prepare(vllm_worker._version_fields(version) if version else None)
+        waiting = self.etude_weight_sync._preparing
         if waiting is not None:
             waiting.exception(10)
         return self.etude_prepared()
@@ -91,8 +91,8 @@ def test_each_version_is_written_packed_once_and_proven(store: MemoryStore, chan
     worker, version = Worker(store), None
     for step in range(3):
         version = publish(channel, step, version)
-        assert worker.come() == vllm_worker._told(version)
-        assert worker.etude_adopt()["version"] == vllm_worker._told(version)
+        assert worker.come() == vllm_worker._version_fields(version)
+        assert worker.etude_adopt()["version"] == vllm_worker._version_fields(version)
         assert holds(worker, step)
         assert sorted(worker.packed) == ["experts", "head", "qkv"]
         assert worker.etude_check() == []
@@ -141,8 +141,8 @@ def test_another_version_is_prepared_in_place_of_one_that_waits(store: MemorySto
     first = publish(channel, 0, None)
     worker.come()
     second = publish(channel, 1, first)
-    assert worker.come() == vllm_worker._told(first), "one that waits is not passed over by itself"
-    assert worker.come(second) == vllm_worker._told(second)
+    assert worker.come() == vllm_worker._version_fields(first), "one that waits is not passed over by itself"
+    assert worker.come(second) == vllm_worker._version_fields(second)
     worker.etude_adopt()
     assert holds(worker, 1)
 
@@ -151,7 +151,7 @@ def test_what_cannot_be_done_yet_is_said(store: MemoryStore) -> None:
     with pytest.raises(WeightsError, match="follows no channel"):
         WorkerExtension().etude_prepare()
     worker = Worker(store)
-    with pytest.raises(WeightsError, match="is no public key"):
+    with pytest.raises(WeightsError, match="is not a public key"):
         worker.etude_follow("memory://", public_key="zz")
     for call in (worker.etude_adopt, worker.etude_undo, worker.etude_check):
         with pytest.raises(WeightsError):

@@ -1,8 +1,8 @@
-"""The host's end of the channel to an agent: requests under way by their ids, on one or two open descriptors.
+"""The host's end of the channel to an agent: concurrent requests, matched by their ids, on one or two descriptors.
 
-Reading never waits for anybody, so that a deadline's answer cannot be stuck behind a flood; writing waits for room.
-The channel ends once, for one reason, which everything that waits is told as `Lost`; who is to blame for it is the
-machine's to say. Ids begin at a random number: a restored machine may still answer what another host has asked.
+Reading never blocks, so a flood of output cannot delay another request's answer; senders wait for buffer space. The
+channel ends once, with one reason, and everything that waits gets `ChannelLost`; the machine decides who is to blame.
+Ids start at a random number, since a restored agent may still answer requests of another host.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from typing import Protocol
 
 from etude.environments.agent import protocol
 from etude.environments.agent.protocol import Frame, ProtocolError
+from etude.environments.command_registry import consume_exception
 
 _READ_BYTES = 256 << 10
-_ROOM_BYTES = 1 << 20  # that wait to be sent, beyond which who sends more waits
+_MAX_UNSENT_BYTES = 1 << 20  # buffered for sending; beyond this, senders wait
 _LONGEST_NUDGE_S = 1.0
 
 
-class Lost(Exception):
-    """There is no answer: the channel has ended, or nothing came in time. `late` says that it was the time."""
+class ChannelLost(Exception):
+    """No answer will come: the channel has ended, or the deadline has passed (`late`)."""
 
     def __init__(self, why: str, *, late: bool = False) -> None:
         super().__init__(why)
@@ -31,25 +32,24 @@ class Lost(Exception):
 
 
 class Handler(Protocol):
-    """Who gets the answers of a request."""
+    """Receives the answers to one request."""
 
-    def heard(self, kind: bytes, body: bytes) -> bool:
-        """An answer; true when it was the last. Raises `ProtocolError` for one that cannot be."""
+    def on_answer(self, kind: bytes, body: bytes) -> bool:
+        """Handle an answer. Returns True if it was the last. Raises `ProtocolError` for an invalid one."""
         ...
 
-    def lost(self, why: str) -> None:
-        """There will be no further answer."""
+    def on_lost(self, why: str) -> None:
+        """No further answer will come."""
         ...
 
 
 class Channel:
-    """To an agent, over connected descriptors of its own (`write_fd` None: the same for both ways), in this loop.
+    """A channel to an agent over connected descriptors, which it owns. For one event loop.
 
-    Until the first answer, answers to requests that were not made here go by. A restored agent may be in the middle of
-    a frame: what comes before the frame `after` is no frame of ours, and goes by whole.
-
-    `nudge_s`: an agent that has not shown by then that it took what was sent is sent a PING, again and again, at
-    doubling intervals: for a channel over which it may sleep through one message, and wakes at the next.
+    `write_fd`: None if `read_fd` is used in both directions. `after`: for a restored agent, bytes that mark the end of
+    its old output; everything before them is skipped. Answers to unknown requests are ignored until the first answer to
+    a known one. `nudge_s`: if the agent has not confirmed within this time what was sent, send PING again at doubling
+    intervals, for channels over which an agent can miss one wake-up.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class Channel:
         self._loop = asyncio.get_running_loop()
         self._parser = protocol.Parser()
         self._next = secrets.randbelow(1 << 31) + 1
-        self._waiting: dict[int, Handler] = {}
+        self._handlers: dict[int, Handler] = {}
         self._unsent = bytearray()
-        self._held: bytearray | None = None  # what waits for `held` to be over
-        self._has_room = asyncio.Event()
-        self._has_room.set()
+        self._queued: bytearray | None = None  # data to send after `paused`
+        self._has_space = asyncio.Event()
+        self._has_space.set()
         self._ready = asyncio.Event()
         self._after, self._stale = after, b""
-        self._answered = self._said_hello = False
-        self._last: int | None = None  # the request sent last, 0 for a part of one
-        self._is_quiet = False  # whether the agent has taken whole all that was sent
+        self._answered = self._is_agent_ready = False
+        self._last: int | None = None  # id of the request sent last, 0 after a part of a request
+        self._is_quiet = False  # whether the agent has received everything that was sent
         self._nudge_s, self._interval_s = nudge_s, nudge_s or _LONGEST_NUDGE_S
         self._nudging: asyncio.TimerHandle | None = None
         self.ended: str | None = None
@@ -78,32 +78,32 @@ class Channel:
 
     @property
     def is_up(self) -> bool:
-        """Whether the agent has ever said anything."""
-        return self._answered or self._said_hello
+        """Whether the agent has ever sent anything."""
+        return self._answered or self._is_agent_ready
 
     async def ready(self, deadline_s: float) -> None:
-        """Wait until a started agent has said that it is there. Raises `Lost`."""
+        """Wait until a started agent reports that it is ready. Raises `ChannelLost`."""
         if self.ended is None and not self._ready.is_set():
-            self._read()  # it may have said so long ago
-        with waiting(deadline_s, "its agent to be ready"):
+            self._read()  # the message may have arrived already
+        with timeout_as_lost(deadline_s, "its agent to be ready"):
             if not self._ready.is_set():
                 async with asyncio.timeout(deadline_s):
                     await self._ready.wait()
-        self._must_be_up()
+        self._require_open()
 
     def begin(self, handler: Handler) -> int:
-        """An id for a request whose answers this handler gets. Raises `Lost`."""
-        self._must_be_up()
+        """Register a request's handler. Returns the request's id. Raises `ChannelLost`."""
+        self._require_open()
         self._next = self._next % 0xFFFF_FFFF + 1
-        self._waiting[self._next] = handler
+        self._handlers[self._next] = handler
         return self._next
 
     def send(self, data: bytes) -> None:
-        """Frames, as soon as the channel takes them."""
+        """Send frames as soon as the channel accepts them."""
         if self.ended is not None:
             return
-        if self._held is not None:
-            self._held += data
+        if self._queued is not None:
+            self._queued += data
             return
         self._put(data)
         if self._nudge_s is not None:
@@ -118,35 +118,35 @@ class Channel:
             if not self._unsent:
                 self._loop.add_writer(self._out, self._write_more)
             self._unsent += data
-            if len(self._unsent) > _ROOM_BYTES:
-                self._has_room.clear()
+            if len(self._unsent) > _MAX_UNSENT_BYTES:
+                self._has_space.clear()
 
     @contextlib.asynccontextmanager
-    async def held(self, deadline_s: float) -> AsyncIterator[None]:
-        """Meanwhile nothing is sent, and the agent has taken whole what was: it can be copied between two frames. One
-        at a time. Raises `Lost`."""
-        self._must_be_up()
-        self._held = bytearray()
-        self._has_room.clear()
+    async def paused(self, deadline_s: float) -> AsyncIterator[None]:
+        """Send nothing during the block, and enter it only when the agent has processed everything sent so far. So
+        the agent can be copied between two frames. One block at a time. Raises `ChannelLost`."""
+        self._require_open()
+        self._queued = bytearray()
+        self._has_space.clear()
         try:
             if not self._is_quiet:
-                await self._taken(deadline_s)
+                await self._drain(deadline_s)
             yield
         finally:
-            held, self._held = self._held, None
-            self._has_room.set()
-            if held:
-                self.send(bytes(held))
+            paused, self._queued = self._queued, None
+            self._has_space.set()
+            if paused:
+                self.send(bytes(paused))
 
-    async def _taken(self, deadline_s: float) -> None:
-        """Wait until the agent has taken all that was sent, and this. Raises `Lost`."""
+    async def _drain(self, deadline_s: float) -> None:
+        """Wait until the agent has processed everything that was sent. Raises `ChannelLost`."""
         until, wait_s = self._loop.time() + deadline_s, self._nudge_s or deadline_s
         while True:
             left_s = until - self._loop.time()
             try:
                 await self._ping().wait(min(wait_s, left_s))
                 return
-            except Lost as lost:
+            except ChannelLost as lost:
                 if not lost.late or wait_s >= left_s:
                     raise
             wait_s *= 2
@@ -162,26 +162,27 @@ class Channel:
 
     def _nudge(self) -> None:
         self._nudging = None
-        if self.ended is None and self._waiting and not self._is_quiet:
-            if self._held is None:  # else who holds it sees to that
+        if self.ended is None and self._handlers and not self._is_quiet:
+            if self._queued is None:  # else `paused` sees to that
                 self._ping()
             self._interval_s = min(2 * self._interval_s, _LONGEST_NUDGE_S)
             self._nudge_later()
 
-    async def room(self) -> None:
-        """Wait until there is room to send more. Ends when the channel does."""
-        await self._has_room.wait()
+    async def wait_for_space(self) -> None:
+        """Wait until the send buffer has space, or the channel has ended."""
+        await self._has_space.wait()
 
-    async def ask(self, kind: bytes, *parts: bytes, deadline_s: float, max_bytes: int = 0) -> bytes:
-        """Make a request and wait for its data. Raises `Lost`, `OSError` where the agent refuses."""
+    async def request(self, kind: bytes, *parts: bytes, deadline_s: float, max_bytes: int = 0) -> bytes:
+        """Send a request and wait for its data. Raises `ChannelLost`, and `OSError` if the agent refuses."""
         reply = Reply(max_bytes)
         self.send(protocol.frame(kind, self.begin(reply), *parts))
         return await reply.wait(deadline_s)
 
     async def renew(self, *, seed: bytes = b"", clock_ns: int | None = None, host_name: str = "") -> None:
-        """Be another machine from now on. Raises `Lost`, `OSError`."""
+        """Give a restored agent's machine a new identity: random seed, clock and host name. Raises `ChannelLost`,
+        `OSError`."""
         clock = b"" if clock_ns is None else clock_ns.to_bytes(8, "little")
-        await self.ask(protocol.RENEW, protocol.fields(seed, clock, os.fsencode(host_name)), deadline_s=30.0)
+        await self.request(protocol.RENEW, protocol.fields(seed, clock, os.fsencode(host_name)), deadline_s=30.0)
 
     def close(self, why: str = "it was closed") -> None:
         """End the channel and close its descriptors. Idempotent."""
@@ -196,23 +197,23 @@ class Channel:
             self._unsent.clear()
         for fd in {self._in, self._out}:
             os.close(fd)
-        waiting, self._waiting = self._waiting, {}
-        for handler in waiting.values():
-            handler.lost(why)
+        handlers, self._handlers = self._handlers, {}
+        for handler in handlers.values():
+            handler.on_lost(why)
         self._ready.set()
-        self._has_room.set()
+        self._has_space.set()
 
-    def _must_be_up(self) -> None:
+    def _require_open(self) -> None:
         if self.ended is not None:
-            raise Lost(self.ended)
+            raise ChannelLost(self.ended)
 
     def _read(self) -> None:
         try:
             data = os.read(self._in, _READ_BYTES)
             if not data:
                 self.close("its channel ended")
-            for frame in self._parser.feed(self._fresh(data) if self._after else data):
-                self._heard(frame)
+            for frame in self._parser.feed(self._skip_stale(data) if self._after else data):
+                self._handle_frame(frame)
         except BlockingIOError:
             return
         except OSError as error:
@@ -220,8 +221,8 @@ class Channel:
         except ProtocolError as error:
             self.close(f"its agent sent {error}")
 
-    def _fresh(self, data: bytes) -> bytes:
-        """What of this comes after the frame that ends the past."""
+    def _skip_stale(self, data: bytes) -> bytes:
+        """The part of the data after the marker that ends the old output."""
         past, found, fresh = (self._stale + data).partition(self._after)
         if not found:
             self._stale = past[-len(self._after) + 1 :]
@@ -230,25 +231,25 @@ class Channel:
         self._ready.set()
         return fresh
 
-    def _heard(self, frame: Frame) -> None:
+    def _handle_frame(self, frame: Frame) -> None:
         self._is_quiet |= frame.id == self._last
         if frame.kind == protocol.READY and frame.id == 0:
             if protocol.number(frame.body) != protocol.VERSION:
-                raise ProtocolError("another version of the protocol")
-            self._said_hello = True
+                raise ProtocolError("an unknown version of the protocol")
+            self._is_agent_ready = True
             self._ready.set()
             return
-        handler = self._waiting.get(frame.id)
+        handler = self._handlers.get(frame.id)
         if handler is None:
             if self._answered:
-                raise ProtocolError(f"an answer of kind {frame.kind!r} that nobody waits for")
+                raise ProtocolError(f"an answer of kind {frame.kind!r} that no request waits for")
             return
         self._answered = True
-        if handler.heard(frame.kind, frame.body):
-            del self._waiting[frame.id]
+        if handler.on_answer(frame.kind, frame.body):
+            del self._handlers[frame.id]
 
     def _write(self, data: bytes | bytearray) -> int:
-        """How much the channel took."""
+        """Write to the channel. Returns how many bytes it accepted."""
         try:
             return os.write(self._out, data)
         except BlockingIOError:
@@ -262,45 +263,45 @@ class Channel:
         del self._unsent[:sent]
         if self.ended is None and not self._unsent:
             self._loop.remove_writer(self._out)
-        if len(self._unsent) <= _ROOM_BYTES and self._held is None:
-            self._has_room.set()
+        if len(self._unsent) <= _MAX_UNSENT_BYTES and self._queued is None:
+            self._has_space.set()
 
 
 class Reply:
-    """Waits for the data of one request, of at most `max_bytes`."""
+    """Waits for one request's data, of at most `max_bytes`."""
 
     def __init__(self, max_bytes: int = 0) -> None:
         self._left, self._parts = max_bytes, list[bytes]()
         self._future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._future.add_done_callback(_retrieve)
+        self._future.add_done_callback(consume_exception)
 
     async def wait(self, deadline_s: float) -> bytes:
-        """The data. Raises `Lost`, `OSError`."""
-        with waiting(deadline_s, "its agent to answer"):
+        """The data. Raises `ChannelLost`, `OSError`."""
+        with timeout_as_lost(deadline_s, "its agent to answer"):
             async with asyncio.timeout(deadline_s):
                 return await asyncio.shield(self._future)
 
-    def heard(self, kind: bytes, body: bytes) -> bool:
+    def on_answer(self, kind: bytes, body: bytes) -> bool:
         if kind == protocol.DATA:
             self._left -= len(body)
             if self._left < 0:
-                raise ProtocolError("more data than was asked for")
+                raise ProtocolError("more data than requested")
             if body and not self._future.cancelled():
                 self._parts.append(body)
             return False
         if kind == protocol.DONE:
-            self._settle(b"".join(self._parts))
+            self._resolve(b"".join(self._parts))
         elif kind == protocol.REFUSED:
-            number, words = protocol.refused(body)
-            self._settle(OSError(number, words))
+            number, text = protocol.refused(body)
+            self._resolve(OSError(number, text))
         else:
-            raise ProtocolError(f"an answer of kind {kind!r} to a question")
+            raise ProtocolError(f"an answer of kind {kind!r} to a request")
         return True
 
-    def lost(self, why: str) -> None:
-        self._settle(Lost(why))
+    def on_lost(self, why: str) -> None:
+        self._resolve(ChannelLost(why))
 
-    def _settle(self, result: bytes | Exception) -> None:
+    def _resolve(self, result: bytes | Exception) -> None:
         if self._future.done():
             return
         if isinstance(result, bytes):
@@ -310,14 +311,9 @@ class Reply:
 
 
 @contextlib.contextmanager
-def waiting(deadline_s: float, what: str) -> Iterator[None]:
-    """A `TimeoutError` in it is `Lost`, and says what was waited for."""
+def timeout_as_lost(deadline_s: float, what: str) -> Iterator[None]:
+    """Convert a `TimeoutError` in the block to `ChannelLost`; `what` names what was waited for."""
     try:
         yield
     except TimeoutError:
-        raise Lost(f"{deadline_s:g} s were not enough for {what}", late=True) from None
-
-
-def _retrieve(future: asyncio.Future[bytes]) -> None:
-    if not future.cancelled():
-        future.exception()
+        raise ChannelLost(f"{deadline_s:g} s were too short for {what}", late=True) from None

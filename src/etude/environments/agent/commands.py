@@ -1,53 +1,56 @@
-"""One command over a channel: what it is given as it takes it, what it prints as it comes, how it ended."""
+"""Run one command over a channel: feed its standard input, collect its output, report how it ended."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterable, Callable
 from dataclasses import replace
 
 from etude.environments.agent import protocol
-from etude.environments.agent.channel import Channel, Lost
+from etude.environments.agent.channel import Channel, ChannelLost
 from etude.environments.agent.protocol import Ended, ProtocolError
-from etude.environments.fair_time import PATIENCE, FairClock, fairly
-from etude.environments.output import Capped
+from etude.environments.command_registry import cancel_and_wait, consume_exception
+from etude.environments.fair_time import MAX_EXTENSION, FairClock, wait_until_deadline
+from etude.environments.output import OutputBuffer
 from etude.errors import MachineError
 from etude.records.command import Command, ExecResult, Printed, Started
 
-SLACK_S = 5.0  # what the agent may take to end a command after its deadline
+SLACK_S = 5.0  # for the agent to end a command after its deadline
 _PART_BYTES = 64 << 10  # of standard input in one frame
-_MOST_HELD = 512 << 10  # the agent keeps half of this of a command's end; whoever wants more gets everything
-_OF_USERS = ("no such user", "becoming the command's user")  # the agent's words: of the machine's /etc/passwd
+_MAX_KEPT_BYTES = 512 << 10  # the agent keeps half of this for the end of the output; above it, all output is sent
+_USER_ERRORS = ("no such user", "becoming the command's user")  # the agent's messages about users
 
 
 async def run(channel: Channel, command: Command, clock: FairClock | None = None) -> ExecResult:
-    """Run a command. Raises `Lost` where there is no answer to be had, `Unconfined` where the agent cannot confine
-    it, `NoUser` for a user that the machine has not; and what `tell` raises: then the command is killed.
-    `clock` counts its deadline here; without one the agent does, by its own clock."""
+    """Run a command.
+
+    `clock` measures its deadline here; without one, the agent measures it by its own clock. Raises `ChannelLost` if no
+    answer comes, `ConfinementFailed` if the agent cannot confine the command, `UnknownUser` for a user that the machine
+    lacks, and what the callback `tell` raises (the command is killed then).
+    """
     began = time.perf_counter()
-    heard = _Heard(command, lambda: channel.send(protocol.frame(protocol.KILL, number)))
-    number = channel.begin(heard)
-    longest_s = command.deadline_s * (PATIENCE if clock is not None else 1.0)
+    handler = _CommandHandler(command, lambda: channel.send(protocol.frame(protocol.KILL, number)))
+    number = channel.begin(handler)
+    longest_s = command.deadline_s * (MAX_EXTENSION if clock is not None else 1.0)
     channel.send(protocol.run(number, replace(command, deadline_s=longest_s), _flags(command)))
-    feeding = asyncio.create_task(_feed(channel, number, command.stdin, heard)) if command.has_input else None
+    feeding = asyncio.create_task(_feed(channel, number, command.stdin, handler)) if command.has_input else None
     late, lost_s = False, 0.0
     try:
         if clock is not None:
-            late, lost_s = await fairly(heard.ended, clock, command.deadline_s, heard.kill)
+            late, lost_s = await wait_until_deadline(handler.ended, clock, command.deadline_s, handler.kill)
         async with asyncio.timeout(SLACK_S if clock is not None else command.deadline_s + SLACK_S):
-            ended = await heard.ended
+            ended = await handler.ended
     except TimeoutError:
-        raise Lost(f"a command did not end {SLACK_S:g} s after its deadline", late=True) from None
+        raise ChannelLost(f"a command did not end {SLACK_S:g} s after its deadline", late=True) from None
     finally:
         if feeding is not None:
-            await _stop(feeding)
+            await cancel_and_wait(feeding)
     return ExecResult(
         exit_code=ended.exit_code,
-        output=heard.output.value(),
+        output=handler.output.value(),
         timed_out=ended.late or late,
-        truncated=heard.output.truncated,
+        truncated=handler.output.truncated,
         wall_s=time.perf_counter() - began,
         lost_s=lost_s,
     )
@@ -56,54 +59,54 @@ async def run(channel: Channel, command: Command, clock: FairClock | None = None
 def _flags(command: Command) -> int:
     given = protocol.STDIN if command.has_input else 0
     if command.tell is not None:
-        return given | protocol.APART
-    return given | (protocol.WHOLE if command.output_bytes > _MOST_HELD else 0)
+        return given | protocol.SEPARATE_STREAMS
+    return given | (protocol.ALL_OUTPUT if command.output_bytes > _MAX_KEPT_BYTES else 0)
 
 
-class _Heard:
-    """What the agent answers to one command."""
+class _CommandHandler:
+    """Handles the agent's answers to one command."""
 
     def __init__(self, command: Command, kill: Callable[[], None]) -> None:
-        self.output, self._tell, self.kill = Capped(command.output_bytes), command.tell, kill
+        self.output, self._tell, self.kill = OutputBuffer(command.output_bytes), command.tell, kill
         self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
-        self.ended.add_done_callback(_retrieve)
+        self.ended.add_done_callback(consume_exception)
         self.window = protocol.INPUT_WINDOW
-        self.moved = asyncio.Event()
+        self.window_moved = asyncio.Event()
 
-    def heard(self, kind: bytes, body: bytes) -> bool:
+    def on_answer(self, kind: bytes, body: bytes) -> bool:
         if kind == protocol.OUTPUT and body:
             self.output.add(body[1:])
-            self._told(Printed(1 if body[0] == 0 else body[0], body[1:]))
+            self._report(Printed(1 if body[0] == 0 else body[0], body[1:]))
         elif kind == protocol.STARTED:
-            self._told(Started(protocol.number(body)))
+            self._report(Started(protocol.number(body)))
         elif kind == protocol.TAKEN:
             self.window = min(self.window + protocol.number(body), protocol.INPUT_WINDOW)
-            self.moved.set()
+            self.window_moved.set()
         elif kind == protocol.ENDED:
             ended = protocol.ended(body)
             self.output.total = max(self.output.total, ended.printed)
-            self._settle(ended)
+            self._resolve(ended)
             return True
         elif kind == protocol.REFUSED:
-            self._settle(_refusal(*protocol.refused(body)))
+            self._resolve(_refusal(*protocol.refused(body)))
             return True
         else:
             raise ProtocolError(f"an answer of kind {kind!r} to a command")
         return False
 
-    def _told(self, event: Started | Printed) -> None:
+    def _report(self, event: Started | Printed) -> None:
         if self._tell is not None:
             try:
                 self._tell(event)
             except Exception as error:  # noqa: BLE001 - the caller's own; others of the channel must not suffer
                 self._tell = None
-                self._settle(error)
+                self._resolve(error)
                 self.kill()
 
-    def lost(self, why: str) -> None:
-        self._settle(Lost(why))
+    def on_lost(self, why: str) -> None:
+        self._resolve(ChannelLost(why))
 
-    def _settle(self, result: Ended | Exception) -> None:
+    def _resolve(self, result: Ended | Exception) -> None:
         if self.ended.done():
             return
         if isinstance(result, Ended):
@@ -112,64 +115,52 @@ class _Heard:
             self.ended.set_exception(result)
 
 
-class NoUser(ValueError):
-    """The machine's own list of users has not whom a command shall run as, or nobody that one can become."""
+class UnknownUser(ValueError):
+    """The machine's list of users lacks the command's user, or the agent cannot switch to that user."""
 
 
-class Unconfined(MachineError):
-    """The agent says that it could not confine a command."""
+class ConfinementFailed(MachineError):
+    """The agent reports that it could not confine a command."""
 
 
-def as_outcome(refusal: NoUser | Unconfined, *, used: bool) -> ExecResult:
-    """What a refusal means for a command: that it did not start, as a shell has it (126), for what ran in a machine
-    before can have brought it about. Raises the `Unconfined` of a machine that is not `used`."""
-    if isinstance(refusal, Unconfined) and not used:
+def as_outcome(refusal: UnknownUser | ConfinementFailed, *, used: bool) -> ExecResult:
+    """The result of a refused command: exit code 126, as in a shell, since earlier commands may have caused the
+    refusal. If nothing has run in the machine before (not `used`), a `ConfinementFailed` is raised."""
+    if isinstance(refusal, ConfinementFailed) and not used:
         raise refusal
-    words = refusal.facts if isinstance(refusal, Unconfined) else str(refusal)
+    text = refusal.facts if isinstance(refusal, ConfinementFailed) else str(refusal)
     return ExecResult(
-        exit_code=126, output=f"cannot start: {words}\n".encode(), timed_out=False, truncated=False, wall_s=0.0
+        exit_code=126, output=f"cannot start: {text}\n".encode(), timed_out=False, truncated=False, wall_s=0.0
     )
 
 
-def _refusal(number: int, words: str) -> Exception:
-    if words in _OF_USERS:
-        return NoUser(words)
-    return Unconfined("a command could not be confined", words, hint="see the machine's limits")
+def _refusal(number: int, text: str) -> Exception:
+    if text in _USER_ERRORS:
+        return UnknownUser(text)
+    return ConfinementFailed("a command could not be confined", text, hint="check the machine's limits")
 
 
-async def _feed(channel: Channel, number: int, stdin: bytes | AsyncIterable[bytes], heard: _Heard) -> None:
+async def _feed(channel: Channel, number: int, stdin: bytes | AsyncIterable[bytes], handler: _CommandHandler) -> None:
     try:
         if isinstance(stdin, bytes):
-            await _pass(channel, number, stdin, heard)
+            await _send_input(channel, number, stdin, handler)
         else:
             async for part in stdin:
-                await _pass(channel, number, part, heard)
+                await _send_input(channel, number, part, handler)
     finally:
-        if not heard.ended.done():
+        if not handler.ended.done():
             channel.send(protocol.frame(protocol.INPUT, number))
 
 
-async def _pass(channel: Channel, number: int, data: bytes, heard: _Heard) -> None:
-    """Ends with the command: whoever runs it cancels this."""
+async def _send_input(channel: Channel, number: int, data: bytes, handler: _CommandHandler) -> None:
+    """Send data as the agent accepts it. No deadline of its own: it is cancelled when the command ends."""
     view = memoryview(data)
     while view:
-        await channel.room()
-        while heard.window <= 0:
-            heard.moved.clear()
-            await heard.moved.wait()
-        part = view[: min(_PART_BYTES, heard.window)]
+        await channel.wait_for_space()
+        while handler.window <= 0:
+            handler.window_moved.clear()
+            await handler.window_moved.wait()
+        part = view[: min(_PART_BYTES, handler.window)]
         channel.send(protocol.frame(protocol.INPUT, number, bytes(part)))
-        heard.window -= len(part)
+        handler.window -= len(part)
         view = view[len(part) :]
-
-
-async def _stop(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait([task])
-    if not task.cancelled():
-        task.exception()  # its source's trouble: the command has met the end of its input
-
-
-def _retrieve(future: asyncio.Future[Ended]) -> None:
-    with contextlib.suppress(asyncio.CancelledError):
-        future.exception()  # nobody may be waiting any more

@@ -1,8 +1,8 @@
-"""`Machine` over a channel to an agent: what every backend shares whose machines have one.
+"""`AgentMachine`: a machine over a channel to its agent. All backends with an agent share it.
 
-What runs in a machine can kill its agent, or make it say anything; so that is an outcome, not an error: the command
-counts as killed (137), files are not found. `MachineError` is raised only on evidence that agent code cannot make. The
-backend has it: when there is no answer, `blame` is asked, and says in words what the host did wrong, or nothing.
+Programs in a machine can kill its agent, or make it send anything. That is an outcome, not an error: the command counts
+as killed (137), files are not found. `MachineError` is raised only on evidence that agent code cannot produce. The
+backend has that evidence: when no answer comes, `blame` returns what the host did wrong, or "".
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from typing import Any, Unpack
 import msgspec
 
 from etude.environments.agent import commands, protocol
-from etude.environments.agent.channel import Channel, Lost, Reply, waiting
-from etude.environments.commands import Commands, retrieve
-from etude.environments.paths import inside
+from etude.environments.agent.channel import Channel, ChannelLost, Reply, timeout_as_lost
+from etude.environments.command_registry import CommandRegistry, consume_exception
+from etude.environments.paths import encode_path
 from etude.errors import MachineError
 from etude.records.command import Command, ExecOptions, ExecResult, check_max_bytes
 
-_FILES_S = 30.0  # what a file may take, and a second more for each of so many bytes:
+_FILES_S = 30.0  # for a file operation, plus one second per _BYTES_PER_S bytes
 _BYTES_PER_S = 4 << 20
 _KILLED = ExecResult(exit_code=137, output=b"", timed_out=False, truncated=False, wall_s=0.0)
 
 
 class AgentMachine:
-    """A `Machine`. `env` is what every command has, `users` whom it can run as, the first where nobody is named.
+    """A `Machine` behind an agent.
 
-    `snapshot` makes one of the machine and returns its id (`save` gives the working directory as a TREE frame); `end`
-    kills the machine and frees what it held, once; `blame` says why the host is to blame that no answer comes, "" where
-    it is not. `used` is a machine that comes from one in which something ran, all its memory included.
+    `env`: environment variables of every command. `users`: users that commands can run as, the default first.
+    `snapshot`: takes a snapshot and returns its id (`save` returns the working directory as a TREE frame). `end`: kills
+    the machine and frees its resources; called once. `blame`: why the host is to blame for a missing answer, or "".
+    `used`: whether commands ran in the machine that this one was restored from.
     """
 
     def __init__(
@@ -48,22 +49,22 @@ class AgentMachine:
         used: bool = False,
     ) -> None:
         self._channel, self._env, self._users = channel, dict(env), tuple(users)
-        self._snapshot, self._finish, self._blame = snapshot, end, blame
-        self._commands = Commands()
-        self._used = used  # whether anything that ran in it can have changed it
-        self._gone: str | None = None  # why it answers no more, when what ran in it is to blame
+        self._snapshot, self._end, self._blame = snapshot, end, blame
+        self._commands = CommandRegistry()
+        self._used = used  # whether a command may have changed the machine
+        self._gone: str | None = None  # why the machine is gone, if its own programs are to blame
         self._frozen: asyncio.Task[None] | None = None
-        self._finished: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
 
     async def exec(
         self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
     ) -> ExecResult:
-        """See `Machine.exec`. Cancelling the caller does not stop the command: ask again with the same key."""
-        return await self._commands.once(self._begin, argv, key=key, deadline_s=deadline_s, **options)
+        """See `Machine.exec`. Cancelling the caller does not stop the command: call again with the same key."""
+        return await self._commands.run_once(self._begin, argv, key=key, deadline_s=deadline_s, **options)
 
     def _begin(self, command: Command) -> Coroutine[Any, Any, ExecResult]:
-        self._must_be_open()
+        self._require_open()
         if self._frozen is not None:
             raise MachineError("the machine is frozen", hint="read its files, or fork a snapshot of it")
         command.must_be_by(self._users)
@@ -76,25 +77,26 @@ class AgentMachine:
         used, self._used = self._used, True
         try:
             return await commands.run(self._channel, command)
-        except Lost as lost:
+        except ChannelLost as lost:
             await self._lose(lost)
             return msgspec.structs.replace(_KILLED, timed_out=lost.late, wall_s=command.deadline_s)
-        except (commands.NoUser, commands.Unconfined) as refusal:
+        except (commands.UnknownUser, commands.ConfinementFailed) as refusal:
             return commands.as_outcome(refusal, used=used)
 
     async def read(self, path: str, *, max_bytes: int = 1_048_576) -> bytes:
-        """See `Machine.read`. Links are not followed: `ValueError`. `FileNotFoundError` from a machine that is gone."""
+        """See `Machine.read`. Raises `ValueError` for a path through a link, `FileNotFoundError` if the machine is
+        gone."""
         check_max_bytes(max_bytes)
-        name = inside(path)
+        name = encode_path(path)
         try:
-            asked = max_bytes.to_bytes(8, "little") + name
-            return await self._ask(protocol.READ, asked, max_bytes=max_bytes)
+            request = max_bytes.to_bytes(8, "little") + name
+            return await self._request(protocol.READ, request, max_bytes=max_bytes)
         except OSError as error:
             raise _file_error(error, path, max_bytes) from None
 
     async def write(self, path: str, data: bytes) -> None:
-        """See `Machine.write`. `OSError` where the machine's disk is full or the place is taken by a folder."""
-        name = inside(path)
+        """See `Machine.write`. Raises `OSError` if the machine's disk is full or a folder has this name."""
+        name = encode_path(path)
         head = (0o644).to_bytes(4, "little"), len(name).to_bytes(2, "little") + name
         parts = [data[at : at + protocol.PART] for at in range(0, len(data), protocol.PART)] or [b""]
         last = len(parts) - 1
@@ -105,113 +107,116 @@ class AgentMachine:
             raise _file_error(error, path) from None
 
     async def save(self, max_bytes: int) -> bytes:
-        """The working directory as a TREE frame (`guest.wire`). `ValueError` past `max_bytes` of content."""
+        """The working directory as a TREE frame (`guest.wire`). Raises `ValueError` beyond `max_bytes` of content."""
         try:
-            return await self._ask(protocol.SAVE, max_bytes.to_bytes(8, "little"), max_bytes=2 * max_bytes + (64 << 20))
+            return await self._request(
+                protocol.SAVE, max_bytes.to_bytes(8, "little"), max_bytes=2 * max_bytes + (64 << 20)
+            )
         except OSError as error:
             raise _file_error(error, "the working directory", max_bytes) from None
 
     async def load(self, tree: bytes) -> None:
-        """Fill the working directory of a new machine from a TREE frame. `OSError` for a tree that does not fit."""
+        """Fill a new machine's working directory from a TREE frame. Raises `OSError` if the tree does not fit."""
         last = max(len(tree) - 1, 0) // protocol.PART
         parts = (tree[i * protocol.PART : (i + 1) * protocol.PART] for i in range(last + 1))
         await self._send(protocol.LOAD, (bytes([i == last]) + part for i, part in enumerate(parts)), len(tree))
 
     async def freeze(self) -> None:
-        """See `Machine.freeze`: every process in it is killed."""
-        self._must_be_open()
+        """See `Machine.freeze`: kills all processes in the machine."""
+        self._require_open()
         if self._frozen is None:
             self._frozen = asyncio.create_task(self._freeze())
         await asyncio.shield(self._frozen)
 
     async def _freeze(self) -> None:
-        with contextlib.suppress(FileNotFoundError):  # a machine that is gone is as frozen as can be
-            await self._ask(protocol.FREEZE, b"")
+        with contextlib.suppress(FileNotFoundError):  # a machine that is gone needs no freeze
+            await self._request(protocol.FREEZE, b"")
 
     async def snapshot(self) -> str:
         """See `Machine.snapshot`."""
-        self._must_be_there()
+        self._require_alive()
         try:
             return await self._snapshot(self)
-        except Lost as lost:
+        except ChannelLost as lost:
             await self._lose(lost)
             raise FileNotFoundError(f"the machine is gone: {self._gone}") from None
 
     async def renew(self, *, seed: bytes, clock_ns: int, host_name: str) -> None:
-        """Give a restored machine its own random numbers, time and name. Raises `MachineError`."""
+        """Give a restored machine its own random seed, time and host name. Raises `MachineError`."""
         try:
             await self._channel.renew(seed=seed, clock_ns=clock_ns, host_name=host_name)
-        except (Lost, OSError) as error:
+        except (ChannelLost, OSError) as error:
             raise MachineError(
-                "a machine could not be told from its siblings", str(error), hint="see its log"
+                "a restored machine could not get a new identity", str(error), hint="see its log"
             ) from None
 
-    async def _ask(self, kind: bytes, body: bytes, *, max_bytes: int = 0) -> bytes:
-        self._must_be_there()
+    async def _request(self, kind: bytes, body: bytes, *, max_bytes: int = 0) -> bytes:
+        self._require_alive()
         deadline_s = _FILES_S + max_bytes / _BYTES_PER_S
         try:
-            return await self._channel.ask(kind, body, deadline_s=deadline_s, max_bytes=max_bytes)
-        except Lost as lost:
+            return await self._channel.request(kind, body, deadline_s=deadline_s, max_bytes=max_bytes)
+        except ChannelLost as lost:
             await self._lose(lost)
             raise FileNotFoundError(f"the machine is gone: {self._gone}") from None
 
     async def _send(self, kind: bytes, bodies: Iterable[bytes], num_bytes: int) -> None:
-        """A request in several frames, whole even where the caller is cancelled."""
-        self._must_be_there()
+        """Send a request of several frames completely, even if the caller is cancelled."""
+        self._require_alive()
         sending = asyncio.create_task(self._send_all(kind, bodies, _FILES_S + num_bytes / _BYTES_PER_S))
-        sending.add_done_callback(retrieve)
+        sending.add_done_callback(consume_exception)
         try:
             await asyncio.shield(sending)
-        except Lost as lost:
+        except ChannelLost as lost:
             await self._lose(lost)
             raise FileNotFoundError(f"the machine is gone: {self._gone}") from None
 
     async def _send_all(self, kind: bytes, bodies: Iterable[bytes], deadline_s: float) -> None:
         reply = Reply()
         number = self._channel.begin(reply)
-        with waiting(deadline_s, "its agent to take and answer a request"):
+        with timeout_as_lost(deadline_s, "its agent to take and answer a request"):
             async with asyncio.timeout(deadline_s):
                 for body in bodies:
-                    await self._channel.room()
+                    await self._channel.wait_for_space()
                     self._channel.send(protocol.frame(kind, number, body))
                 await reply.wait(deadline_s)
 
-    async def _lose(self, lost: Lost) -> None:
-        """No answer comes. Whose fault? Raises `MachineError` where it is not what ran in the machine."""
+    async def _lose(self, lost: ChannelLost) -> None:
+        """Handle a missing answer: end the machine. Raises `MachineError` if the host is to blame and not the
+        machine's programs."""
         if self._closing is None and self._gone is None:
             why = self._blame() or ("" if self._channel.is_up else f"its agent did not start: {lost}")
             if why:
-                raise MachineError("a machine is lost", why, hint="fork again")
+                raise MachineError("a machine was lost", why, hint="fork again")
             self._gone = str(lost)
-            await self._finish_once()
+            await self._end_once()
         else:
             self._gone = self._gone or "it was closed"
 
-    async def _finish_once(self) -> None:
-        """Nothing runs in it any more when this returns."""
+    async def _end_once(self) -> None:
+        """End the machine. Afterwards nothing runs in it."""
         self._channel.close(self._gone or "it was closed")
-        if self._finished is None:
-            self._finished = asyncio.create_task(self._finish())
-        await asyncio.shield(self._finished)
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end())
+        await asyncio.shield(self._ending)
 
     async def close(self) -> None:
         """See `Machine.close`."""
         if self._closing is None:
-            self._closing = asyncio.create_task(self._finish_once())
+            self._closing = asyncio.create_task(self._end_once())
         await asyncio.shield(self._closing)
 
-    def _must_be_there(self) -> None:
-        self._must_be_open()
+    def _require_alive(self) -> None:
+        self._require_open()
         if self._gone is not None:
             raise FileNotFoundError(f"the machine is gone: {self._gone}")
 
-    def _must_be_open(self) -> None:
+    def _require_open(self) -> None:
         if self._closing is not None:
-            raise MachineError("the machine is closed", hint="a machine is used once: fork another one")
+            raise MachineError("the machine is closed", hint="machines are used once: fork another one")
 
 
 def _file_error(error: OSError, path: str, max_bytes: int | None = None) -> Exception:
-    """What a caller of `read` or `write` is told."""
+    """The exception that a caller of `read` or `write` gets."""
     match error.errno:
         case errno.EFBIG if max_bytes is not None:
             return ValueError(f"{path} is larger than {max_bytes} bytes")

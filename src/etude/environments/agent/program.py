@@ -1,4 +1,4 @@
-"""Where the agent's program is."""
+"""The path of the agent's program."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ BUILT = Path(__file__).with_name("etude-agent")
 
 
 def program() -> Path:
-    """The static program, for this machine's processor. Raises `MachineError` where none was built."""
+    """Path of the static agent program for this machine's processor. Raises `MachineError` if it was not built."""
     if not BUILT.exists():
-        hint = "install etude where there is a Rust toolchain, or from a wheel, which has it"
-        raise MachineError("there is no machine agent", f"{BUILT} was not built", hint=hint)
+        hint = "install etude from a wheel, which contains it, or with a Rust toolchain"
+        raise MachineError("the machine agent is missing", f"{BUILT} was not built", hint=hint)
     return BUILT

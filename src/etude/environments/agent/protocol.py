@@ -1,7 +1,7 @@
 """The agent's frames: ``u32 length | u8 kind | u32 id | body``, little endian. See docs/formats/agent.md.
 
-What comes back from a machine is not trusted: a length is bounded before it is believed, and a body that is not what
-its kind says raises `ProtocolError`, which ends the channel.
+What a machine sends is not trusted: lengths are checked before use, and a body that does not match its kind raises
+`ProtocolError`, which ends the channel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from etude.records.command import Command
 
 VERSION = 1
 MAX_FRAME = (1 << 20) + (64 << 10)  # of kind, id and body together
-INPUT_WINDOW = 256 << 10  # of standard input that the agent has not said it took
+INPUT_WINDOW = 256 << 10  # of standard input not yet confirmed by the agent
 PART = 256 << 10  # of a file or a tree in one frame
 
 # host to agent
@@ -24,28 +24,30 @@ SAVE, LOAD, FREEZE, RENEW, PING = b"S", b"L", b"Z", b"N", b"P"
 # agent to host
 READY, STARTED, OUTPUT, TAKEN, ENDED, DATA, DONE, REFUSED = b"h", b"s", b"o", b"i", b"x", b"d", b"k", b"e"
 
-STDIN, APART, WHOLE = 1, 2, 4  # flags of RUN
+STDIN, SEPARATE_STREAMS, ALL_OUTPUT = 1, 2, 4  # flags of RUN
 AT_DEADLINE = 1  # flag of ENDED
 
 _HEAD = struct.Struct("<IcI")
-_SHORT = _HEAD.size - 4  # kind and id
+_MIN_LENGTH = _HEAD.size - 4  # kind and id
 _NUMBER = struct.Struct("<I")
 _RUN = struct.Struct("<IIB")
 _ENDED = struct.Struct("<iBQ")
 
 
 class ProtocolError(ValueError):
-    """Bytes that no agent sends."""
+    """Bytes that no correct agent sends."""
 
 
 class Frame(NamedTuple):
+    """One frame of the protocol."""
+
     kind: bytes
     id: int
     body: bytes
 
 
 class Ended(NamedTuple):
-    """How a command ended. `printed`: bytes in all, sent or not."""
+    """How a command ended. `printed`: number of output bytes, sent to the host or not."""
 
     exit_code: int
     late: bool
@@ -53,19 +55,20 @@ class Ended(NamedTuple):
 
 
 def frame(kind: bytes, number: int, *parts: bytes) -> bytes:
-    """A frame's bytes.
+    """Encode a frame.
 
     >>> frame(PING, 7)
     b'\\x05\\x00\\x00\\x00P\\x07\\x00\\x00\\x00'
     """
-    length = _SHORT + sum(map(len, parts))
+    length = _MIN_LENGTH + sum(map(len, parts))
     if length > MAX_FRAME:
         raise ValueError(f"a frame of {length} bytes; at most {MAX_FRAME}")
     return b"".join((_HEAD.pack(length, kind, number), *parts))
 
 
 def request(data: bytes) -> int:
-    """The id of a request that is whole in these bytes, so that its first answer says that it was taken; else 0.
+    """The request id if the bytes are exactly one request that fits one frame, else 0. Its first answer then confirms
+    that the request was received completely.
 
     >>> request(frame(PING, 7)), request(frame(INPUT, 7)), request(frame(PING, 7) * 2)
     (7, 0, 0)
@@ -75,19 +78,19 @@ def request(data: bytes) -> int:
 
 
 class Parser:
-    """Frames from bytes that come in pieces. It holds less than one frame."""
+    """Splits a byte stream into frames. It buffers less than one frame."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """The frames that are whole now. Raises `ProtocolError` for a length that no frame has."""
+        """Add data and yield the frames that are complete. Raises `ProtocolError` for an invalid length."""
         self._bytes += data
         at = 0
         try:
             while len(self._bytes) - at >= 4:
                 (length,) = _NUMBER.unpack_from(self._bytes, at)
-                if not _SHORT <= length <= MAX_FRAME:
+                if not _MIN_LENGTH <= length <= MAX_FRAME:
                     raise ProtocolError(f"a frame of {length} bytes")
                 if len(self._bytes) - at < 4 + length:
                     break
@@ -100,7 +103,7 @@ class Parser:
 
 
 def fields(*values: bytes) -> bytes:
-    """``u32 count, count x (u32 length, bytes)``."""
+    """Encode values as ``u32 count, count x (u32 length, bytes)``."""
     return b"".join((_NUMBER.pack(len(values)), *(part for v in values for part in (_NUMBER.pack(len(v)), v))))
 
 
@@ -109,12 +112,12 @@ def run(number: int, command: Command, flags: int) -> bytes:
     deadline_ms = int(min(max(command.deadline_s * 1000, 1), 0xFFFF_FFFF))
     head = _RUN.pack(deadline_ms, min(command.output_bytes, 0xFFFF_FFFF), flags)
     variables = (f"{name}={value}" for name, value in command.env.items())
-    words = (command.user, command.cwd, str(len(command.argv)), *command.argv, *variables)
-    return frame(RUN, number, head, fields(*map(os.fsencode, words)))
+    texts = (command.user, command.cwd, str(len(command.argv)), *command.argv, *variables)
+    return frame(RUN, number, head, fields(*map(os.fsencode, texts)))
 
 
 def ended(body: bytes) -> Ended:
-    """The body of ENDED."""
+    """Decode the body of ENDED."""
     code, flags, printed = _unpack(_ENDED, body)
     if not 0 <= code <= 255:
         raise ProtocolError(f"an exit code of {code}")
@@ -122,13 +125,13 @@ def ended(body: bytes) -> Ended:
 
 
 def number(body: bytes) -> int:
-    """A body that is one number."""
+    """Decode a body that is one number."""
     (value,) = _unpack(_NUMBER, body)
     return int(value)
 
 
 def refused(body: bytes) -> tuple[int, str]:
-    """The error number and the words of REFUSED."""
+    """Decode the body of REFUSED: (error number, message)."""
     if len(body) < _NUMBER.size:
         raise ProtocolError("a refusal without a number")
     return _NUMBER.unpack_from(body)[0], body[_NUMBER.size :].decode(errors="replace")
@@ -136,5 +139,5 @@ def refused(body: bytes) -> tuple[int, str]:
 
 def _unpack(shape: struct.Struct, body: bytes) -> tuple[int, ...]:
     if len(body) != shape.size:
-        raise ProtocolError(f"a body of {len(body)} bytes where {shape.size} are wanted")
+        raise ProtocolError(f"a body of {len(body)} bytes instead of {shape.size}")
     return shape.unpack(body)

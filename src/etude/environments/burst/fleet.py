@@ -1,10 +1,10 @@
-"""`Runtime` over several others, one a host, by the real placement: several remote runtimes, or several here.
+"""A `Runtime` over several others, one per host, using `Placement`: several remote runtimes, or several local ones.
 
-A snapshot is kept as what it was prepared from, and prepared on a further host when the placement wants it there; the
-state of a machine in use exists on its host alone and forks there. Hosts are asked again and again whether they live.
-A host that has been silent for its lease is lost: its machines raise `MachineError` from then on, whatever the host
-does later, and what was being forked there is forked elsewhere. Machines that callers have are not made again behind
-their back: their state is gone, and whoever had one starts a new attempt by another `fork`.
+A snapshot is stored as the files that it was prepared from, and prepared on another host when the placement needs it
+there. The state of a machine exists only on its own host and is forked there. Hosts are checked by heartbeats. A host
+that is silent beyond its lease is lost: its machines raise `MachineError` from then on, even if the host comes back,
+and forks in progress there are repeated on another host. Lost machines are not replaced silently, since their state is
+gone: the caller forks again.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from etude.records.image import Image
 from etude.seams import Machine, Portable, Runtime, RuntimeInfo
 
 
-def portable(runtime: Runtime) -> Portable:
-    """A runtime as one whose snapshots can leave it. `MachineError` for one that keeps them."""
+def require_portable(runtime: Runtime) -> Portable:
+    """The runtime as a `Portable`. Raises `MachineError` if its snapshots cannot leave it."""
     if not isinstance(runtime, Portable):
-        facts = f"{runtime.info.name} machines stay where they are"
+        facts = f"snapshots of {runtime.info.name} machines cannot be packed"
         raise MachineError("states cannot leave this runtime", facts, hint="use a runtime that is `Portable`")
     return runtime
 
 
-async def closed(machine: Machine) -> None:
-    """Close it, or find it gone."""
+async def close_quietly(machine: Machine) -> None:
+    """Close a machine; ignore a `MachineError`."""
     with contextlib.suppress(MachineError):
         await machine.close()
 
 
 @dataclass
 class FleetHost:
-    """A host: its runtime, what it has, and how loaded it says it is (0 to 1)."""
+    """A host of a fleet: its runtime, its capacity, and a function that returns its load (0 to 1)."""
 
     runtime: Runtime
     capacity: Capacity
@@ -53,8 +53,8 @@ class FleetHost:
 
 
 @dataclass
-class _Wanted:
-    """Machines of a group that a caller waits for."""
+class _PendingGroup:
+    """Machines that a caller waits for."""
 
     machines: asyncio.Future[list[Machine]]
     until_s: float  # of the event loop's clock
@@ -63,8 +63,9 @@ class _Wanted:
 class FleetRuntime:
     """Places forks on hosts that all offer the same kind of machine.
 
-    `beat_s`: how often hosts are asked whether they live; `lease_s`: how long one may be silent. `need` is what one
-    machine takes, `costs` what placement expects of a fork; one that is `late_s` late is tried elsewhere, too.
+    `need`: resources of one machine. `lease_s`: how long a host may be silent; `beat_s`: interval of heartbeats.
+    `costs`: expected durations. `late_s`: a fork that is this late is also tried on another host. `max_waiting`: the
+    most callers that may wait for free slots. `clock`: seconds; replaced in tests.
 
     >>> from etude.testing import MemoryRuntime
     >>> async def main():
@@ -96,11 +97,11 @@ class FleetRuntime:
         self._beat_s, self._clock = beat_s, clock
         self._placement = Placement(seed=seed, costs=costs, lease_s=lease_s, suspect_s=3 * beat_s, grace_s=late_s)
         self._recipes = Recipes()
-        self._groups: dict[int, _Wanted] = {}
-        self._machines: dict[str, set[_Placed]] = {name: set() for name in hosts}
+        self._groups: dict[int, _PendingGroup] = {}
+        self._machines: dict[str, set[_FleetMachine]] = {name: set() for name in hosts}
         self._orphans: dict[str, list[Machine]] = {name: [] for name in hosts}  # of hosts that are lost
-        self._doubted: set[str] = set()  # hosts whose last fork failed
-        self._line, self._room = asyncio.Lock(), asyncio.Condition()
+        self._suspects: set[str] = set()  # hosts whose last fork failed
+        self._fifo_lock, self._freed = asyncio.Lock(), asyncio.Condition()
         self._num_waiting, self._max_waiting = 0, max_waiting
         self._tasks: set[asyncio.Task[Any]] = set()
         self._beating: asyncio.Task[None] | None = None
@@ -110,28 +111,28 @@ class FleetRuntime:
 
     @property
     def info(self) -> RuntimeInfo:
-        """That of the first host's runtime, and how many hosts there are."""
+        """The info of the first host's runtime, with the number of hosts."""
         info = next(iter(self._hosts.values())).runtime.info
         return msgspec.structs.replace(info, notes=(*info.notes, f"{len(self._hosts)} hosts"))
 
     @property
     def placed(self) -> dict[str, int]:
-        """Machines that are alive, by host."""
+        """Number of live machines by host."""
         return {name: len(machines) for name, machines in self._machines.items()}
 
     @property
     def lost(self) -> tuple[str, ...]:
-        """Hosts that count as lost."""
+        """Names of lost hosts."""
         return tuple(name for name in self._hosts if self._placement.hosts.get(name) is None)
 
     async def prepare(self, files: Mapping[str, bytes], *, image: Image | None = None) -> str:
-        """See `Runtime.prepare`. On one host; on others when they are to fork it."""
-        self._must_be_open()
+        """See `Runtime.prepare`. Prepares on one host; others follow when they are to fork it."""
+        self._require_open()
         parts = msgspec.msgpack.encode([sorted(files.items()), image])
         snapshot = hashlib.sha256(parts).hexdigest()
         recipe = self._recipes.get(snapshot) or self._recipes.put(snapshot, Recipe(dict(files), image))
-        if not self._placement.holders(snapshot):
-            recipe.on.clear()
+        if not self._placement.hosts_with(snapshot):
+            recipe.id_by_host.clear()
             try:
                 await self._prepare_somewhere(snapshot, recipe)
             except BaseException:
@@ -142,66 +143,66 @@ class FleetRuntime:
 
     async def _prepare_somewhere(self, snapshot: str, recipe: Recipe) -> None:
         failure: MachineError | None = None
-        for name in self._placement.homes(3):
+        for name in self._placement.choose_homes(3):
             try:
-                recipe.on[name] = await self._hosts[name].runtime.prepare(recipe.files, image=recipe.image)
+                recipe.id_by_host[name] = await self._hosts[name].runtime.prepare(recipe.files, image=recipe.image)
             except MachineError as error:
                 failure = error
                 continue
-            self._placement.holds(snapshot, name, self._clock(), need=self._need)
+            self._placement.add_snapshot(snapshot, name, self._clock(), need=self._need)
             return
         raise failure or MachineError("no host can prepare a snapshot", self._facts(), hint="see why hosts are lost")
 
     def _forget_oldest(self) -> None:
         for snapshot in self._recipes.surplus():
-            for name in self._placement.holders(snapshot):
-                self._placement.dropped(snapshot, name)
+            for name in self._placement.hosts_with(snapshot):
+                self._placement.remove_snapshot(snapshot, name)
 
     async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
         """See `Portable.pack`. `MachineError` where the hosts' runtimes are not `Portable`."""
         recipe = self._recipe_of(snapshot)
-        if not recipe.on:
+        if not recipe.id_by_host:
             await self._prepare_again(snapshot, recipe)
-        host, there = next(iter(recipe.on.items()))
-        packed = await portable(self._hosts[host].runtime).pack(there, max_bytes=max_bytes)
+        host, there = next(iter(recipe.id_by_host.items()))
+        packed = await require_portable(self._hosts[host].runtime).pack(there, max_bytes=max_bytes)
         return msgspec.msgpack.encode((host, packed))
 
     async def unpack(self, packed: bytes) -> str:
-        """See `Portable.unpack`. On one of the emptiest hosts, or where it was packed if they cannot take it."""
+        """See `Portable.unpack`. Uses one of the emptiest hosts, or the host where it was packed if those fail."""
         try:
             origin, state = msgspec.msgpack.decode(packed, type=tuple[str, bytes])
         except msgspec.MsgspecError as error:
-            raise ValueError(f"these bytes are no state: {error}") from None
-        failure = MachineError("no host can take a state over", self._facts(), hint="see why hosts are lost")
-        for name in dict.fromkeys([*self._placement.homes(2), *({origin} & self._hosts.keys() - {*self.lost})]):
+            raise ValueError(f"not a packed state: {error}") from None
+        failure = MachineError("no host can restore a state", self._facts(), hint="see why hosts are lost")
+        for name in dict.fromkeys([*self._placement.choose_homes(2), *({origin} & self._hosts.keys() - {*self.lost})]):
             try:
-                return self._keep(name, await portable(self._hosts[name].runtime).unpack(state))
+                return self._register_state(name, await require_portable(self._hosts[name].runtime).unpack(state))
             except MachineError as error:
                 failure = error
         raise failure
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
-        """See `Runtime.fork`. Waits where no host has room."""
+        """See `Runtime.fork`. Waits if no host has free slots."""
         check_count(n)
-        self._must_be_open()
+        self._require_open()
         recipe = self._recipe_of(snapshot)
         if self._beating is None:
             self._beating = self._spawn(self._beat_always())
-        waiting_for, groups = "room on a host", dict[int, _Wanted]()
+        waiting_for, groups = "free slots on a host", dict[int, _PendingGroup]()
         loop = asyncio.get_running_loop()
         until_s = loop.time() + deadline_s
         try:
             async with asyncio.timeout_at(until_s):
-                if not self._placement.holders(snapshot):
+                if not self._placement.hosts_with(snapshot):
                     await self._prepare_again(snapshot, recipe)
-                batches = await self._placed(snapshot, n)
+                batches = await self._place(snapshot, n)
                 waiting_for = f"machines to start on {', '.join(sorted({batch.host for batch in batches}))}"
                 for batch in batches:
-                    groups[batch.group] = self._groups[batch.group] = _Wanted(loop.create_future(), until_s)
+                    groups[batch.group] = self._groups[batch.group] = _PendingGroup(loop.create_future(), until_s)
                     self._spawn(self._start(batch))
                 started = await asyncio.gather(*(group.machines for group in groups.values()))
         except BaseException as error:
-            self._give_up(groups)
+            self._abandon_groups(groups)
             if isinstance(error, TimeoutError):
                 facts = f"waited {deadline_s:g} s for {waiting_for}; {self._facts()}"
                 hint = "close machines, add hosts, or wait longer"
@@ -221,90 +222,90 @@ class FleetRuntime:
         if recipe.of_machine:
             self._recipes.drop(snapshot)
             facts = "it was the state of a machine there"
-            raise MachineError("the snapshot is lost with its host", facts, hint="begin again from a prepared one")
+            raise MachineError("the snapshot is lost with its host", facts, hint="start again from a prepared snapshot")
         await self._prepare_somewhere(snapshot, recipe)
 
-    async def _placed(self, snapshot: str, n: int) -> list[Batch]:
-        """Batches for n machines; who waits for room does so in line."""
+    async def _place(self, snapshot: str, n: int) -> list[Batch]:
+        """Place n machines. Callers wait for free slots in the order of their calls."""
         if self._num_waiting >= self._max_waiting:
             facts = f"{self._num_waiting} callers wait; {self._facts()}"
-            raise MachineError("the line for machines is full", facts, hint="ask again later, or for fewer at once")
+            raise MachineError("too many callers wait for machines", facts, hint="retry later, or fork fewer at once")
         self._num_waiting += 1
         try:
-            async with self._line, self._room:
+            async with self._fifo_lock, self._freed:
                 while n > 0:
-                    self._must_be_open()
+                    self._require_open()
                     batches = self._placement.place(snapshot, n, self._clock())
                     if batches:
                         return batches
-                    await self._room.wait()
+                    await self._freed.wait()
                 return []
         finally:
             self._num_waiting -= 1
 
     async def _start(self, batch: Batch) -> None:
-        """Carry out a batch; the group's future gets its machines if it is the first attempt to have them."""
+        """Execute a batch. The first successful attempt resolves the group's future."""
         host, group = self._hosts[batch.host], self._groups.get(batch.group)
-        if group is None:  # given up meanwhile
+        if group is None:  # cancelled meanwhile
             await self._ended(batch.id, batch.n)
             return
         left_s = group.until_s - asyncio.get_running_loop().time()
         try:
             recipe = self._recipe_of(batch.snapshot)
-            if batch.host not in recipe.on and not recipe.of_machine:
-                recipe.on[batch.host] = await host.runtime.prepare(recipe.files, image=recipe.image)
-            machines = await host.runtime.fork(recipe.on[batch.host], batch.n, deadline_s=max(0.001, left_s))
+            if batch.host not in recipe.id_by_host and not recipe.of_machine:
+                recipe.id_by_host[batch.host] = await host.runtime.prepare(recipe.files, image=recipe.image)
+            machines = await host.runtime.fork(recipe.id_by_host[batch.host], batch.n, deadline_s=max(0.001, left_s))
         except (MachineError, OSError, KeyError, ValueError) as error:
             await self._failed(batch, error)
             return
-        self._doubted.discard(batch.host)
+        self._suspects.discard(batch.host)
         if not self._placement.started(batch.id, self._clock()) or group.machines.done():
-            await asyncio.gather(*map(closed, machines))
+            await asyncio.gather(*map(close_quietly, machines))
             await self._ended(batch.id, batch.n)
             return
-        placed = [_Placed(machine, self, batch) for machine in machines]
+        placed = [_FleetMachine(machine, self, batch) for machine in machines]
         self._machines[batch.host].update(placed)
         group.machines.set_result([*placed])
 
     async def _failed(self, batch: Batch, error: Exception) -> None:
-        self._doubted.add(batch.host)
+        self._suspects.add(batch.host)
         recipe = self._recipes.get(batch.snapshot)
         if recipe is not None and not recipe.of_machine:
-            recipe.on.pop(batch.host, None)  # it may have had to go there
+            recipe.id_by_host.pop(batch.host, None)  # the host may have evicted it
         group = self._groups.get(batch.group)
         if group is None or group.machines.done():
             self._placement.cancel(batch.group)
         following = self._placement.failed(batch.id, self._clock())
         if following is None:
-            async with self._room:
-                self._room.notify_all()
+            async with self._freed:
+                self._freed.notify_all()
         elif group is not None and following.attempt <= len(self._hosts) + 2:
             self._spawn(self._start(following))
         elif group is not None:
-            group.machines.set_exception(error if isinstance(error, MachineError) else _unprepared(error))
+            group.machines.set_exception(error if isinstance(error, MachineError) else _prepare_error(error))
             await self._ended(following.id, following.n)
 
-    def _give_up(self, groups: Mapping[int, _Wanted]) -> None:
+    def _abandon_groups(self, groups: Mapping[int, _PendingGroup]) -> None:
         for group_id, wanted in groups.items():
             group = wanted.machines
             self._placement.cancel(group_id)
             self._groups.pop(group_id, None)
             if group.done() and not group.cancelled() and group.exception() is None:
                 for machine in group.result():
-                    self._spawn(closed(machine))
+                    self._spawn(close_quietly(machine))
             else:
                 group.cancel()
 
     async def _ended(self, batch_id: int, n: int) -> None:
         self._placement.ended(batch_id, n)
-        async with self._room:
-            self._room.notify_all()
+        async with self._freed:
+            self._freed.notify_all()
 
-    def _keep(self, host: str, there: str) -> str:
-        """The state of a machine as a snapshot of the fleet."""
+    def _register_state(self, host: str, there: str) -> str:
+        """Register a machine's state on its host as a snapshot of the fleet."""
         snapshot = hashlib.sha256(f"{host}\0{there}".encode()).hexdigest()
-        self._recipes.put(snapshot, Recipe(on={host: there}, of_machine=True))
-        self._placement.holds(snapshot, host, self._clock(), need=self._need, copyable=False)
+        self._recipes.put(snapshot, Recipe(id_by_host={host: there}, of_machine=True))
+        self._placement.add_snapshot(snapshot, host, self._clock(), need=self._need, copyable=False)
         self._forget_oldest()
         return snapshot
 
@@ -314,37 +315,38 @@ class FleetRuntime:
             await self.beat()
 
     async def beat(self) -> None:
-        """One round of care, as it is made every `beat_s`: hosts are asked whether they live, silent ones are lost."""
-        await asyncio.gather(*map(self._ask, self._hosts))
+        """One heartbeat round, as done every `beat_s`: check all hosts, and give up those that are silent for too
+        long."""
+        await asyncio.gather(*map(self._heartbeat, self._hosts))
         review = self._placement.review(self._clock())
         for name in review.hosts:
             for recipe in self._recipes:
-                recipe.on.pop(name, None)
+                recipe.id_by_host.pop(name, None)
             for machine in self._machines[name]:
-                machine.lose(name)
+                machine.mark_lost(name)
                 self._orphans[name].append(machine.inner)
             self._machines[name].clear()
         for batch in review.batches:
             self._spawn(self._start(batch))
-        async with self._room:
-            self._room.notify_all()  # a host may be back, or less pressed
+        async with self._freed:
+            self._freed.notify_all()  # a host may be back, or less loaded
 
-    async def _ask(self, name: str) -> None:
-        """A heartbeat. A host whose last fork failed has to show that it can fork."""
+    async def _heartbeat(self, name: str) -> None:
+        """Check one host. A host whose last fork failed must also fork a machine."""
         host = self._hosts[name]
         try:
             async with asyncio.timeout(2 * self._beat_s):
                 empty = await host.runtime.prepare({})
-                if name in self._doubted:
+                if name in self._suspects:
                     [machine] = await host.runtime.fork(empty, 1, deadline_s=2 * self._beat_s)
-                    await closed(machine)
-                    self._doubted.discard(name)
-                if name in self.lost:  # it is back: nothing of before may run there
-                    await asyncio.gather(*map(closed, self._orphans[name]))
+                    await close_quietly(machine)
+                    self._suspects.discard(name)
+                if name in self.lost:  # it is back: end what ran there before
+                    await asyncio.gather(*map(close_quietly, self._orphans[name]))
                     self._orphans[name].clear()
         except (MachineError, OSError, TimeoutError):
             return
-        if not self._placement.heard(name, self._clock(), pressure=host.pressure()):
+        if not self._placement.heartbeat(name, self._clock(), pressure=host.pressure()):
             self._placement.join(name, host.capacity, self._clock())
 
     def _facts(self) -> str:
@@ -357,7 +359,7 @@ class FleetRuntime:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _must_be_open(self) -> None:
+    def _require_open(self) -> None:
         if self._closed:
             raise MachineError("the runtime is closed", hint="make a new runtime")
 
@@ -367,16 +369,16 @@ class FleetRuntime:
         for group in self._groups.values():
             if not group.machines.done():
                 group.machines.set_exception(MachineError("the runtime was closed", hint="make a new runtime"))
-        async with self._room:
-            self._room.notify_all()
+        async with self._freed:
+            self._freed.notify_all()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*(host.runtime.close() for host in self._hosts.values()), return_exceptions=True)
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-class _Placed:
-    """A `Machine` by another one, `inner`, on a host. Lost with the host, for good."""
+class _FleetMachine:
+    """A `Machine` on a host, by that host's machine `inner`. It is lost with the host, permanently."""
 
     def __init__(self, machine: Machine, fleet: FleetRuntime, batch: Batch) -> None:
         self.inner, self._fleet, self._batch = machine, fleet, batch
@@ -386,23 +388,23 @@ class _Placed:
         self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
     ) -> ExecResult:
         """See `Machine.exec`."""
-        return await self._there().exec(argv, key=key, deadline_s=deadline_s, **options)
+        return await self._require_host().exec(argv, key=key, deadline_s=deadline_s, **options)
 
     async def read(self, path: str, *, max_bytes: int = 1_048_576) -> bytes:
         """See `Machine.read`."""
-        return await self._there().read(path, max_bytes=max_bytes)
+        return await self._require_host().read(path, max_bytes=max_bytes)
 
     async def write(self, path: str, data: bytes) -> None:
         """See `Machine.write`."""
-        await self._there().write(path, data)
+        await self._require_host().write(path, data)
 
     async def freeze(self) -> None:
         """See `Machine.freeze`."""
-        await self._there().freeze()
+        await self._require_host().freeze()
 
     async def snapshot(self) -> str:
-        """See `Machine.snapshot`. It can be forked on this machine's host only."""
-        return self._fleet._keep(self._batch.host, await self._there().snapshot())
+        """See `Machine.snapshot`. The snapshot can be forked on this machine's host only."""
+        return self._fleet._register_state(self._batch.host, await self._require_host().snapshot())
 
     async def close(self) -> None:
         """See `Machine.close`."""
@@ -415,18 +417,18 @@ class _Placed:
                 self._fleet._machines[self._batch.host].discard(self)
                 self._fleet._spawn(self._fleet._ended(self._batch.id, 1))
 
-    def lose(self, host: str) -> None:
-        """Every later call raises `MachineError`, even if the host comes back."""
+    def mark_lost(self, host: str) -> None:
+        """Make every later call raise `MachineError`, even if the host comes back."""
         self._lost = host
 
-    def _there(self) -> Machine:
+    def _require_host(self) -> Machine:
         if self._lost:
             facts = f"host {self._lost} was silent past its lease"
             raise MachineError("the machine is lost with its host", facts, hint="fork another one, as a new attempt")
         return self.inner
 
 
-def _unprepared(error: Exception) -> MachineError:
+def _prepare_error(error: Exception) -> MachineError:
     return MachineError("a host could not prepare a snapshot", str(error), hint="prepare it again")
 
 
@@ -439,20 +441,21 @@ MAX_RECIPES = 16_384
 
 @dataclass
 class Recipe:
-    """Of one snapshot. Without files and image where it is the state of a machine in use: there is no other."""
+    """What a snapshot was prepared from. Without files and image for the state of a machine, which exists only once."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     image: Image | None = None
-    on: dict[str, str] = field(default_factory=dict)  # host: the snapshot's id there
+    id_by_host: dict[str, str] = field(default_factory=dict)  # host: the snapshot's id there
     of_machine: bool = False
 
     @property
     def num_bytes(self) -> int:
+        """Size of all files."""
         return sum(map(len, self.files.values()))
 
 
 class Recipes:
-    """By the fleet's names of snapshots, least recently used first."""
+    """Recipes by the fleet's snapshot ids, bounded; the least recently used are dropped first."""
 
     def __init__(self) -> None:
         self._recipes: OrderedDict[str, Recipe] = OrderedDict()
@@ -462,25 +465,25 @@ class Recipes:
         return iter(self._recipes.values())
 
     def get(self, snapshot: str) -> Recipe | None:
-        """One of them, used now."""
+        """The recipe, marked as used now, or None."""
         if snapshot in self._recipes:
             self._recipes.move_to_end(snapshot)
         return self._recipes.get(snapshot)
 
     def put(self, snapshot: str, recipe: Recipe) -> Recipe:
-        """Keep it, in the place of another."""
+        """Add or replace a recipe."""
         self.drop(snapshot)
         self._recipes[snapshot] = recipe
         self._num_bytes += recipe.num_bytes
         return recipe
 
     def drop(self, snapshot: str) -> None:
-        """Idempotent."""
+        """Remove a recipe. Idempotent."""
         if (recipe := self._recipes.pop(snapshot, None)) is not None:
             self._num_bytes -= recipe.num_bytes
 
     def surplus(self) -> Iterator[str]:
-        """Names of those that are dropped now, because there is too much."""
+        """Drop recipes until the bounds are met. Yields their snapshot ids."""
         while len(self._recipes) > 1 and (len(self._recipes) > MAX_RECIPES or self._num_bytes > MAX_BYTES):
             snapshot = next(iter(self._recipes))
             self.drop(snapshot)

@@ -1,7 +1,7 @@
-"""What placement knows of a host, and which host has most room: state and two small indexes, no decisions.
+"""State of hosts for placement, with two small indexes; no decisions.
 
-`Hosts` finds a random host in O(1) and the one with most room in O(log hosts): a heap with an entry for each change,
-whose outdated entries are dropped when they come up. `Copies` are the hosts that have one snapshot.
+`Hosts` samples a random host in O(1) and finds the emptiest in O(log hosts), by a heap with one entry per change, whose
+outdated entries are dropped when they reach the top. `SnapshotHosts` are the hosts that have one snapshot.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Need:
-    """What one machine takes of its host, on average."""
+    """Resources that one machine takes of its host, on average."""
 
     cores: float = 0.1
     memory_bytes: int = 64 << 20
@@ -23,7 +23,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a host has for machines. `rack` names what fails together with it, "" for nothing."""
+    """Resources of a host for machines. `rack`: the failure domain, "" for none."""
 
     cores: float
     memory_bytes: int
@@ -32,25 +32,25 @@ class Capacity:
 
 @dataclass(eq=False)
 class Host:
-    """A host as it is known here. Times in seconds of the caller's clock."""
+    """State of a host. Times are in seconds of the caller's clock."""
 
     name: str
     capacity: Capacity
-    heard_s: float
-    cores: float = 0.0  # taken
-    memory_bytes: int = 0  # taken
-    pressure: float = 0.0  # as the host tells: 0 idle, 1 no more
-    queued_s: float = 0.0  # work that was placed on it and has not started, at the expected speed
-    is_doubted: bool = False  # silent for longer than it should be
-    is_shunned: bool = False  # so slow that what was placed there is tried elsewhere as well
-    uploads: int = 0  # copies that were asked of it and have not been seen to arrive
+    last_heartbeat_s: float
+    cores: float = 0.0  # reserved
+    memory_bytes: int = 0  # reserved
+    pressure: float = 0.0  # reported by the host: 0 idle, 1 full
+    queued_s: float = 0.0  # work placed on it that has not started, at the expected speed
+    is_suspect: bool = False  # no heartbeat for too long
+    is_too_slow: bool = False  # its batches are also tried on other hosts
+    uploads: int = 0  # copies requested from it that have not arrived
     slowness: float = 1.0  # measured over expected time of its forks
     batches: set[int] = field(default_factory=set)
     snapshots: set[str] = field(default_factory=set)
     entry: int = 0  # of its newest entry in the heap
 
-    def room(self, need: Need) -> int:
-        """How many machines more."""
+    def free_slots(self, need: Need) -> int:
+        """How many more machines fit."""
         if self.pressure >= 1.0:
             return 0
         by_cores = (self.capacity.cores - self.cores) / need.cores + 1e-6
@@ -59,83 +59,84 @@ class Host:
 
     @property
     def fullness(self) -> float:
-        """The larger of what is taken and what the host tells, from 0 to 1."""
+        """Fraction of the host in use, from 0 to 1: the larger of what is reserved here and what the host reports."""
         taken = self.cores / self.capacity.cores, self.memory_bytes / self.capacity.memory_bytes
         return max(*taken, self.pressure)
 
     def take(self, n: int, need: Need) -> None:
-        """n machines more (or less, when negative)."""
+        """Reserve resources for n machines; a negative n frees them."""
         self.cores = max(0.0, self.cores + n * need.cores)
         self.memory_bytes += n * need.memory_bytes
 
 
-class Copies:
-    """The hosts that have a snapshot, and since when (or from when on)."""
+class SnapshotHosts:
+    """The hosts that have a snapshot, and from when on."""
 
     def __init__(self, need: Need, *, copyable: bool) -> None:
         self.need, self.copyable = need, copyable
         self.since_s: dict[str, float] = {}
-        self.confirmed: set[str] = set()  # that have shown that they have it
-        self._coming: dict[str, Host] = {}  # whose copy is to come, and from where
+        self.confirmed: set[str] = set()  # hosts that have proven it
+        self._copying_from: dict[str, Host] = {}  # host of an incoming copy: its source
         self._hosts: list[Host] = []
-        self._place: dict[str, int] = {}
+        self._index: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._hosts)
 
     def add(self, host: Host, since_s: float, *, source: Host | None = None) -> None:
-        """The host has it from then on; the earlier time counts. `source` sends it."""
+        """Record that the host has the snapshot from this time on; the earlier time counts. `source`: the host that
+        sends it."""
         if source is not None:
-            self._coming[host.name] = source
+            self._copying_from[host.name] = source
             source.uploads += 1
-        if host.name not in self._place:
-            self._place[host.name] = len(self._hosts)
+        if host.name not in self._index:
+            self._index[host.name] = len(self._hosts)
             self._hosts.append(host)
         self.since_s[host.name] = min(since_s, self.since_s.get(host.name, since_s))
 
     def confirm(self, name: str) -> None:
-        """The host has shown that it has it."""
+        """Record proof that the host has the snapshot."""
         if name in self.since_s:
             self.confirmed.add(name)
             self._arrived(name)
 
     def _arrived(self, name: str) -> None:
-        source = self._coming.pop(name, None)
+        source = self._copying_from.pop(name, None)
         if source is not None:
             source.uploads -= 1
 
     def drop(self, name: str) -> None:
-        """The host has it no more."""
+        """Record that the host no longer has the snapshot."""
         self._arrived(name)
-        at = self._place.pop(name, None)
+        at = self._index.pop(name, None)
         if at is not None:
             last = self._hosts.pop()
             if last.name != name:
                 self._hosts[at] = last
-                self._place[last.name] = at
+                self._index[last.name] = at
             del self.since_s[name]
             self.confirmed.discard(name)
 
-    def some(self, rng: random.Random, n: int) -> list[Host]:
-        """n hosts at random, or all where there are not more."""
+    def sample(self, rng: random.Random, n: int) -> list[Host]:
+        """n random hosts, or all if there are not more."""
         if len(self._hosts) <= n:
             return list(self._hosts)
         return [self._hosts[int(rng.random() * len(self._hosts))] for _ in range(n)]
 
 
 class Hosts:
-    """All hosts that are not lost, in order of when they were heard last.
+    """All hosts that are not lost, ordered by their last heartbeat.
 
     >>> hosts = Hosts()
     >>> for name, cores in (("a", 4), ("b", 8)):
-    ...     hosts.add(Host(name, Capacity(cores, 1 << 30), heard_s=0.0))
-    >>> hosts["a"].take(10, Need()); hosts.changed(hosts["a"])
+    ...     hosts.add(Host(name, Capacity(cores, 1 << 30), last_heartbeat_s=0.0))
+    >>> hosts["a"].take(10, Need()); hosts.reindex(hosts["a"])
     >>> [host.name for host in hosts.emptiest(2)]
     ['b', 'a']
     """
 
     def __init__(self) -> None:
-        self._by_name: OrderedDict[str, Host] = OrderedDict()  # the longest silent first
+        self._by_name: OrderedDict[str, Host] = OrderedDict()  # longest silent first
         self._list: list[Host] = []
         self._heap: list[tuple[float, int, Host]] = []
         self._entries = 0
@@ -150,37 +151,37 @@ class Hosts:
         return self._by_name[name]
 
     def get(self, name: str) -> Host | None:
-        """None for one that is lost or never joined."""
+        """The host, or None if it is lost or never joined."""
         return self._by_name.get(name)
 
     def add(self, host: Host) -> None:
-        """A new host."""
+        """Add a host."""
         self._by_name[host.name] = host
         self._list.append(host)
-        self.changed(host)
+        self.reindex(host)
 
     def remove(self, host: Host) -> None:
-        """A host that is lost."""
+        """Remove a lost host."""
         del self._by_name[host.name]
         self._list.remove(host)
         host.entry = -1
 
-    def heard(self, host: Host, now_s: float) -> None:
-        """It lives."""
-        host.heard_s, host.is_doubted = now_s, False
+    def heartbeat(self, host: Host, now_s: float) -> None:
+        """Record a heartbeat."""
+        host.last_heartbeat_s, host.is_suspect = now_s, False
         self._by_name.move_to_end(host.name)
 
-    def silent(self, since_s: float) -> list[Host]:
-        """Those that were not heard since then."""
+    def silent_since(self, since_s: float) -> list[Host]:
+        """Hosts without a heartbeat since this time."""
         found = []
         for host in self._by_name.values():
-            if host.heard_s >= since_s:
+            if host.last_heartbeat_s >= since_s:
                 break
             found.append(host)
         return found
 
-    def changed(self, host: Host) -> None:
-        """Its fullness is another."""
+    def reindex(self, host: Host) -> None:
+        """Update the heap after a host's fullness has changed."""
         self._entries += 1
         host.entry = self._entries
         heapq.heappush(self._heap, (host.fullness, self._entries, host))
@@ -199,6 +200,6 @@ class Hosts:
             heapq.heappush(self._heap, entry)
         return [host for _, _, host in top]
 
-    def some(self, rng: random.Random, n: int) -> list[Host]:
-        """n hosts at random."""
+    def sample(self, rng: random.Random, n: int) -> list[Host]:
+        """n random hosts."""
         return [self._list[int(rng.random() * len(self._list))] for _ in range(n if self._list else 0)]

@@ -1,15 +1,15 @@
-"""Batches over hosts: groups, attempts, leases. Where a batch goes is `choice`'s; this is what becomes of it.
+"""Placement of batches on hosts: groups, attempts and leases. `choice` selects the host; this module tracks what
+happens.
 
-A group goes whole to one host. Requests for more than `batch` are cut into groups.
+A group is placed on one host. Requests for more than `batch` machines are split into groups.
 
-Nothing runs twice. A batch is an *attempt* at its group. One that is overdue is tried elsewhere as well; the first that
-starts is the group's, for any other `started` says False and its machines, which nobody has used, are closed. When a
-host shows itself to be slow, all that has not started there is overdue at once, not each batch when its own time comes.
-A host renews its lease with each heartbeat that is answered and kills its machines itself when it runs out (`Lease`);
-only `margin_s` after that its machines count as lost here and their groups are placed anew. A lost host that comes
-back is told so and begins empty.
+Nothing runs twice. A batch is one *attempt* at its group. An overdue batch is also tried on another host. The first
+that starts wins the group; for any other, `started` returns False and its unused machines are closed. When a host turns
+out to be slow, all batches that have not started there are overdue at once. Each answered heartbeat renews a host's
+lease; the host kills its machines itself when the lease expires (`Lease`). Only `margin_s` later they count as lost
+here and their groups are placed again. A lost host that comes back starts empty.
 
-Pure and seeded: time is passed, nothing is sent. Whoever uses it carries the batches to the hosts.
+Pure and seeded: the caller passes the time and sends the batches to the hosts.
 """
 
 from __future__ import annotations
@@ -21,43 +21,39 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from etude.environments.burst.choice import Choice, Chooser, Costs
-from etude.environments.burst.hosts import Capacity, Copies, Host, Hosts, Need
+from etude.environments.burst.hosts import Capacity, Host, Hosts, Need, SnapshotHosts
 from etude.errors import MachineError
 
-_MOST_ATTEMPTS = 3  # at one group, beside each other
-_SPARE_ATTEMPTS = 64  # that there may be beside others, and one for ten batches that have not started
+_MAX_ATTEMPTS = 3  # parallel attempts at one group
+_SPARE_ATTEMPTS = 64  # parallel attempts in total, plus one for ten batches that have not started
 
 
 @dataclass(frozen=True)
 class Batch:
-    """n machines that a host is to fork: an attempt at a group."""
+    """n machines that a host is to fork: one attempt at a group."""
 
     id: int
     group: int
-    attempt: int  # from 1 on
+    attempt: int  # counted from 1
     snapshot: str
     host: str
     n: int
     need: Need  # of each
-    sources: tuple[
-        str, ...
-    ]  # hosts that the snapshot is copied from, the next where one does not send; (): it is there
-    placed_s: float
+    sources: tuple[str, ...]  # hosts to copy the snapshot from, tried in turn; () if the host has it
     there_s: float  # when the host should have the snapshot
-    expected_s: float  # when it should have started
 
 
 @dataclass(frozen=True)
 class Review:
-    """What has to be done after a look at the clock."""
+    """What to do after a `Placement.review`."""
 
     batches: tuple[Batch, ...] = ()  # new attempts at groups that have not started
-    lost: tuple[Batch, ...] = ()  # started, and gone with their host; n is what had not ended
-    hosts: tuple[str, ...] = ()  # that are lost
+    lost: tuple[Batch, ...] = ()  # started, and lost with their host; n: machines that had not ended
+    hosts: tuple[str, ...] = ()  # lost hosts
 
 
 class Lease:
-    """The host kills its machines itself when this has run out.
+    """A host's lease: when it has expired, the host kills its machines itself.
 
     >>> lease = Lease(10.0, now_s=0.0)
     >>> lease.answered(sent_s=4.0)
@@ -69,26 +65,27 @@ class Lease:
         self._lease_s, self.ends_s = lease_s, now_s + lease_s
 
     def answered(self, *, sent_s: float) -> None:
-        """The heartbeat that was sent then was answered. What counts is when it was sent: it came later."""
+        """Record that the heartbeat sent at `sent_s` was answered. The time of sending counts, since the answer
+        arrived later."""
         self.ends_s = max(self.ends_s, sent_s + self._lease_s)
 
     def is_over(self, now_s: float) -> bool:
-        """Whether nothing may run here any more."""
+        """Whether the lease has expired, so that no machine may run here any more."""
         return now_s >= self.ends_s
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """Of a batch that has not started, in seconds by the costs alone."""
+    """A batch that has not started; seconds by the costs alone."""
 
-    work_s: float  # its own
-    base_s: float  # from when the snapshot is there: what was before it, and its own
+    work_s: float  # this batch
+    base_s: float  # from the snapshot's arrival: earlier batches and this one
 
 
 @dataclass
 class _Group:
     snapshot: str
-    n: int  # machines that are wanted still
+    n: int  # machines still wanted
     attempts: int = 0
     won: int | None = None  # the batch that started first
     open: set[int] = field(default_factory=set)  # batches that have not ended
@@ -97,13 +94,17 @@ class _Group:
 class Placement:
     """Hosts, snapshots and batches.
 
+    `costs`: expected durations. `batch`: the most machines of one group. `lease_s`: lease of a host; `margin_s`: how
+    much later its machines count as lost. `suspect_s`: silence after which a host gets no new batches. `patience`,
+    `grace_s`: a batch is overdue after `patience` times its expected wait plus `grace_s`.
+
     >>> placement = Placement(seed=1)
     >>> for name in ("a", "b"):
     ...     placement.join(name, Capacity(cores=2, memory_bytes=1 << 30), 0.0)
-    >>> placement.holds("tree", "a", 0.0)
+    >>> placement.add_snapshot("tree", "a", 0.0)
     >>> [(batch.host, batch.n, batch.sources) for batch in placement.place("tree", 12, 0.0)]
     [('a', 12, ())]
-    >>> [(batch.host, batch.n, batch.sources) for batch in placement.place("tree", 12, 0.0)]  # 4 would fit beside
+    >>> [(batch.host, batch.n, batch.sources) for batch in placement.place("tree", 12, 0.0)]  # 4 more would fit on a
     [('b', 12, ('a',))]
     >>> placement.place("tree", 12, 0.0)  # all of them or none
     []
@@ -126,49 +127,53 @@ class Placement:
         self._patience, self._grace_s = patience, grace_s
         self.hosts = Hosts()
         self._chooser = Chooser(self.hosts, self._costs, seed=seed, suspect_s=suspect_s, short_s=grace_s)
-        self._copies: dict[str, Copies] = {}
+        self._copies: dict[str, SnapshotHosts] = {}
         self._batches: dict[int, Batch] = {}
-        self._left: dict[int, int] = {}  # machines of a batch that have not ended
-        self._pending: dict[int, _Pending] = {}  # batches of which nothing was heard yet
+        self._open_machines: dict[int, int] = {}  # machines of a batch that have not ended
+        self._pending: dict[int, _Pending] = {}  # batches that have not started
         self._groups: dict[int, _Group] = {}
         self._due: list[tuple[float, int]] = []
         self._late: deque[int] = deque()  # batches that are overdue
-        self._beside_others: set[int] = set()  # those that have not started, of attempts beside others
-        self._homeless: deque[int] = deque()  # groups whose next attempt has found no room yet
+        self._parallel: set[int] = set()  # parallel attempts that have not started
+        self._unplaced: deque[int] = deque()  # groups that wait for free slots
         self._gone: set[str] = set()  # snapshots of overdue groups that no host has
         self._ids = 0
 
     # hosts and snapshots
 
     def join(self, name: str, capacity: Capacity, now_s: float) -> None:
-        """A host that runs nothing."""
+        """Add a host that runs no machines."""
         if self.hosts.get(name) is not None:
-            raise ValueError(f"host {name!r} is there already")
+            raise ValueError(f"host {name!r} has joined already")
         self.hosts.add(Host(name, capacity, now_s))
 
-    def heard(self, name: str, now_s: float, *, pressure: float = 0.0) -> bool:
-        """A heartbeat. False: the host counts as lost, it has to kill its machines and join again."""
+    def heartbeat(self, name: str, now_s: float, *, pressure: float = 0.0) -> bool:
+        """Record a heartbeat. False if the host counts as lost: it must kill its machines and join again."""
         host = self.hosts.get(name)
         if host is None:
             return False
-        self.hosts.heard(host, now_s)
-        self._chooser.heard(host)
+        self.hosts.heartbeat(host, now_s)
+        self._chooser.heartbeat(host)
         if host.pressure != pressure:
             host.pressure = pressure
-            self.hosts.changed(host)
+            self.hosts.reindex(host)
         return True
 
-    def holds(self, snapshot: str, name: str, now_s: float, *, need: Need | None = None, copyable: bool = True) -> None:
+    def add_snapshot(
+        self, snapshot: str, name: str, now_s: float, *, need: Need | None = None, copyable: bool = True
+    ) -> None:
         """Record that a host has a snapshot. `need` and `copyable` are taken from the snapshot's first report only."""
         host = self.hosts.get(name)
         if host is not None:
-            copies = self._copies.setdefault(snapshot, Copies(need if need is not None else Need(), copyable=copyable))
+            copies = self._copies.setdefault(
+                snapshot, SnapshotHosts(need if need is not None else Need(), copyable=copyable)
+            )
             copies.add(host, now_s)
             copies.confirm(name)
             host.snapshots.add(snapshot)
 
-    def dropped(self, snapshot: str, name: str) -> None:
-        """The host has the snapshot no more."""
+    def remove_snapshot(self, snapshot: str, name: str) -> None:
+        """Record that a host no longer has a snapshot."""
         if snapshot in self._copies:
             self._copies[snapshot].drop(name)
             if not self._copies[snapshot]:
@@ -177,13 +182,13 @@ class Placement:
         if host is not None:
             host.snapshots.discard(snapshot)
 
-    def holders(self, snapshot: str) -> tuple[str, ...]:
-        """The hosts that have it, or will when what was placed has been copied."""
+    def hosts_with(self, snapshot: str) -> tuple[str, ...]:
+        """Hosts that have a snapshot, or will have it after copies in progress."""
         return tuple(self._copies[snapshot].since_s) if snapshot in self._copies else ()
 
-    def homes(self, n: int) -> list[str]:
-        """Where to prepare a new snapshot: up to n of the emptiest hosts, no two in one rack where that is possible."""
-        emptiest = [host for host in self.hosts.emptiest(4 * n) if host.room(Need())]
+    def choose_homes(self, n: int) -> list[str]:
+        """Up to n of the emptiest hosts to prepare a new snapshot on, if possible no two in one rack."""
+        emptiest = [host for host in self.hosts.emptiest(4 * n) if host.free_slots(Need())]
         first = {host.capacity.rack or host.name: host for host in reversed(emptiest)}
         spread = sorted(first.values(), key=lambda host: host.fullness)
         return [host.name for host in dict.fromkeys([*spread, *emptiest])][:n]
@@ -191,11 +196,14 @@ class Placement:
     # batches
 
     def place(self, snapshot: str, n: int, now_s: float) -> list[Batch]:
-        """n machines: groups of at most `batch`, cut further only where no host has room. [] where there is no room
-        for all of them now. Raises `MachineError` where no host has the snapshot."""
+        """Place n machines in groups of at most `batch`; groups are split further only if no host has enough free
+        slots.
+
+        Returns [] if not all of them can be placed now. Raises `MachineError` if no host has the snapshot.
+        """
         copies = self._copies.get(snapshot)
         if not copies:
-            raise MachineError(f"no host has snapshot {snapshot!r}", hint="prepare it on one of `homes`")
+            raise MachineError(f"no host has snapshot {snapshot!r}", hint="prepare it on one of `choose_homes`")
         placed: list[Batch] = []
         left = n
         while left > 0:
@@ -205,24 +213,25 @@ class Placement:
                 for one in placed:
                     self.ended(one.id, one.n)
                 return []
-            size = min(wanted, choice.host.room(copies.need))
+            size = min(wanted, choice.host.free_slots(copies.need))
             placed.append(self._assign(self._new_group(snapshot, size), choice, now_s))
             left -= size
         return placed
 
     def started(self, batch_id: int, now_s: float) -> bool:
-        """The host has forked the batch. False: it is not wanted any more, close its machines and say `ended`."""
+        """Record that a host has forked a batch. False if the batch is no longer wanted: close its machines and call
+        `ended`."""
         batch = self._batches.get(batch_id)
         if batch is None:
             return False
         group = self._groups.get(batch.group)
         if group is not None and group.won == batch_id:
-            return True  # said twice
+            return True  # reported twice
         if batch_id not in self._pending:
             return False
         host, copies, pending = self.hosts[batch.host], self._copies.get(batch.snapshot), self._unqueue(batch)
         if not batch.sources and pending is not None:  # no copy was waited for
-            self._chooser.saw(host, pending.base_s, now_s - batch.there_s)
+            self._chooser.record_start(host, pending.base_s, now_s - batch.there_s)
         if copies is not None:
             copies.confirm(batch.host)
         if group is None or group.won is not None:
@@ -231,7 +240,7 @@ class Placement:
         return True
 
     def ended(self, batch_id: int, n: int = 1) -> None:
-        """n machines of a batch are closed, or will never be."""
+        """Record that n machines of a batch are closed, or will never exist."""
         batch = self._batches.get(batch_id)
         if batch is None:
             return
@@ -240,121 +249,126 @@ class Placement:
             group.n -= n
             if group.n <= 0:
                 del self._groups[batch.group]
-        self._resize(batch, self._left[batch_id] - n)
+        self._resize(batch, self._open_machines[batch_id] - n)
 
     def failed(self, batch_id: int, now_s: float) -> Batch | None:
-        """The host could not fork the batch: the next attempt, elsewhere where that is possible. None: another one is
-        under way already, or there is no room yet and a later `review` has it."""
+        """Record that a host could not fork a batch. Returns the next attempt, on another host if possible. None if
+        another attempt is in progress, or there are no free slots yet; then a later `review` returns it."""
         batch = self._batches.get(batch_id)
         if batch is None:
             return None
-        self._chooser.was_late(self.hosts[batch.host])
+        self._chooser.record_delay(self.hosts[batch.host])
         self._resize(batch, 0)
-        return self._again(batch.group, now_s, avoid=(batch.host,))
+        return self._retry(batch.group, now_s, avoid=(batch.host,))
 
     def review(self, now_s: float) -> Review:
-        """Look at the clock: new attempts at what is overdue or was to start on a host that is lost. What had started
-        there is told in `lost`: ask for it `again`, or let it be. Call this a few times a second."""
-        self._chooser.look()
-        silent = self.hosts.silent(now_s - self._lost_s)
+        """Check the clock: start new attempts for batches that are overdue or were to start on a lost host.
+
+        `Review.lost` has the batches that had started on a lost host: pass them to `retry`, or ignore them. Call this a
+        few times a second.
+        """
+        self._chooser.update_median()
+        silent = self.hosts.silent_since(now_s - self._lost_s)
         lost = [batch for host in silent for batch in self._lose(host)]
-        wanted = list(dict.fromkeys(self._homeless))
-        self._homeless.clear()
-        new = [self._again(group, now_s) for group in wanted]
-        for host in self.hosts.silent(now_s - self._suspect_s):
-            if not host.is_doubted:
-                host.is_doubted = True
-                self._all_late(host)
+        wanted = list(dict.fromkeys(self._unplaced))
+        self._unplaced.clear()
+        new = [self._retry(group, now_s) for group in wanted]
+        for host in self.hosts.silent_since(now_s - self._suspect_s):
+            if not host.is_suspect:
+                host.is_suspect = True
+                self._mark_all_late(host)
         while self._due and self._due[0][0] <= now_s:
             batch_id = heapq.heappop(self._due)[1]
             if batch_id in self._pending:
                 due_s = self._due_s(self._batches[batch_id])
-                if due_s > now_s:  # all hosts are slower than they were thought to be when it was placed
+                if due_s > now_s:  # all hosts turned out slower than expected
                     heapq.heappush(self._due, (due_s, batch_id))
                 else:
                     self._late.append(batch_id)
         while self._late:
-            new.append(self._care_for(self._late.popleft(), now_s))
+            new.append(self._handle_late(self._late.popleft(), now_s))
         return Review(tuple(one for one in new if one), tuple(lost), tuple(host.name for host in silent))
 
     def _due_s(self, batch: Batch) -> float:
-        """When it is overdue, by what is known of its host and of all by now."""
+        """When a batch is overdue, by what is known now of its host and of all hosts."""
         wait_s = self._chooser.wait_s(self.hosts[batch.host], self._pending[batch.id].base_s)
         return batch.there_s + self._patience * wait_s + self._grace_s
 
-    def _care_for(self, batch_id: int, now_s: float) -> Batch | None:
-        """Think less of whoever keeps a batch waiting, the copy or the host, and try it elsewhere as well."""
+    def _handle_late(self, batch_id: int, now_s: float) -> Batch | None:
+        """Lower the rating of the copy or the host that delays a batch, and try the batch on another host as well."""
         batch = self._batches.get(batch_id)
         group = self._groups.get(batch.group) if batch is not None else None
         if batch is None or group is None or group.won is not None:
             return None
         copies, host = self._copies.get(batch.snapshot), self.hosts[batch.host]
         if copies is not None and batch.host not in copies.confirmed:
-            self.dropped(batch.snapshot, batch.host)  # the copy has not come
-        elif not (host.is_doubted or host.is_shunned):
-            self._chooser.was_late(host)
+            self.remove_snapshot(batch.snapshot, batch.host)  # the copy has not arrived
+        elif not (host.is_suspect or host.is_too_slow):
+            self._chooser.record_delay(host)
             if self._chooser.is_slow(host):
-                host.is_shunned = True
-                self._all_late(host)
-        return self._beside(batch, group, now_s)
+                host.is_too_slow = True
+                self._mark_all_late(host)
+        return self._retry_in_parallel(batch, group, now_s)
 
-    def _all_late(self, host: Host) -> None:
-        """What has not started there is overdue now."""
+    def _mark_all_late(self, host: Host) -> None:
+        """Mark all batches that have not started on a host as overdue."""
         self._late += sorted(self._pending.keys() & host.batches)
 
-    def again(self, lost: Batch, now_s: float) -> Batch | None:
-        """The next attempt at a group whose machines were lost. None: no room yet, a later `review` has it."""
+    def retry(self, lost: Batch, now_s: float) -> Batch | None:
+        """The next attempt at a group whose machines were lost. None if there are no free slots yet; then a later
+        `review` returns it."""
         self._groups[lost.group] = _Group(lost.snapshot, lost.n, attempts=lost.attempt)
-        return self._again(lost.group, now_s)
+        return self._retry(lost.group, now_s)
 
     def cancel(self, group_id: int) -> None:
-        """Nobody wants the group's machines any more: for those of its batches that start yet, `started` is False."""
+        """Cancel a group: `started` returns False for its batches that start later."""
         self._groups.pop(group_id, None)
 
     def rivals(self, batch_id: int) -> list[Batch]:
-        """The other attempts at the group of a batch that have not ended: what to close once it has won."""
+        """The other attempts at a batch's group that have not ended: close them once the batch has won."""
         group = self._groups.get(self._batches[batch_id].group) if batch_id in self._batches else None
         return [self._batches[other] for other in sorted(group.open) if other != batch_id] if group else []
 
     @property
     def missing(self) -> set[str]:
         """Snapshots that groups wait for and no host has: prepare them again."""
-        waiting = {self._groups[group].snapshot for group in self._homeless if group in self._groups}
+        waiting = {self._groups[group].snapshot for group in self._unplaced if group in self._groups}
         self._gone = {snapshot for snapshot in self._gone | waiting if not self._copies.get(snapshot)}
         return set(self._gone)
 
     @property
     def waiting(self) -> int:
-        """Machines that were placed once and have no host now: there is no room, or no host has their snapshot."""
-        return sum(self._groups[group].n for group in self._homeless if group in self._groups)
+        """Number of machines that were placed once and have no host now."""
+        return sum(self._groups[group].n for group in self._unplaced if group in self._groups)
 
-    # how
+    # internals
 
     def _new_group(self, snapshot: str, n: int) -> int:
         self._ids += 1
         self._groups[self._ids] = _Group(snapshot, n)
         return self._ids
 
-    def _again(self, group_id: int, now_s: float, *, avoid: Sequence[str] = ()) -> Batch | None:
-        """The next attempt at a group that has none. It stays whole, and waits where no host has room for it."""
+    def _retry(self, group_id: int, now_s: float, *, avoid: Sequence[str] = ()) -> Batch | None:
+        """The next attempt at a group without one. The group is not split; it waits if no host has enough free
+        slots."""
         group = self._groups.get(group_id)
         if group is None or group.open:
             return None
         copies = self._copies.get(group.snapshot)
         choice = self._chooser.choose(copies, group.n, now_s, avoid=avoid) if copies else None
-        if choice is None or copies is None or choice.host.room(copies.need) < group.n:
-            self._homeless.append(group_id)
+        if choice is None or copies is None or choice.host.free_slots(copies.need) < group.n:
+            self._unplaced.append(group_id)
             return None
         return self._assign(group_id, choice, now_s)
 
-    def _beside(self, batch: Batch, group: _Group, now_s: float) -> Batch | None:
-        """One more attempt beside one that is overdue."""
+    def _retry_in_parallel(self, batch: Batch, group: _Group, now_s: float) -> Batch | None:
+        """Start one more attempt beside one that is overdue."""
         copies = self._copies.get(group.snapshot)
         choice = None
-        if copies and len(group.open) < _MOST_ATTEMPTS and len(self._beside_others) < self._most_beside:
+        if copies and len(group.open) < _MAX_ATTEMPTS and len(self._parallel) < self._max_parallel:
             tried = [self._batches[other].host for other in group.open]
             choice = self._chooser.choose(copies, group.n, now_s, avoid=tried)
-            if choice is not None and (choice.host.name in tried or choice.host.room(copies.need) < group.n):
+            if choice is not None and (choice.host.name in tried or choice.host.free_slots(copies.need) < group.n):
                 choice = None
         if not copies:
             self._gone.add(group.snapshot)
@@ -362,12 +376,12 @@ class Placement:
         if choice is None:
             return None
         further = self._assign(batch.group, choice, now_s)
-        self._beside_others.add(further.id)
+        self._parallel.add(further.id)
         return further
 
     @property
-    def _most_beside(self) -> int:
-        """Bounded, so that hosts which are late since there is too much to do are not given more to do."""
+    def _max_parallel(self) -> int:
+        """Limit of parallel attempts, so that overloaded hosts do not get even more work."""
         return _SPARE_ATTEMPTS + len(self._pending) // 10
 
     def _assign(self, group_id: int, choice: Choice, now_s: float) -> Batch:
@@ -378,7 +392,6 @@ class Placement:
             host.snapshots.add(group.snapshot)
         there_s = max(now_s, choice.there_s)
         work_s = self._costs.work_s(group.n)
-        wait_s = self._chooser.wait_s(host, host.queued_s + work_s)
         self._ids += 1
         group.attempts += 1
         batch = Batch(
@@ -390,37 +403,35 @@ class Placement:
             n=group.n,
             need=copies.need,
             sources=tuple(source.name for source in choice.sources),
-            placed_s=now_s,
             there_s=there_s,
-            expected_s=there_s + wait_s,
         )
         group.open.add(batch.id)
         self._pending[batch.id] = _Pending(work_s, host.queued_s + work_s)
         host.queued_s += work_s
-        self._batches[batch.id], self._left[batch.id] = batch, batch.n
+        self._batches[batch.id], self._open_machines[batch.id] = batch, batch.n
         host.batches.add(batch.id)
         host.take(batch.n, copies.need)
-        self.hosts.changed(host)
+        self.hosts.reindex(host)
         heapq.heappush(self._due, (self._due_s(batch), batch.id))
         return batch
 
     def _resize(self, batch: Batch, left: int) -> None:
         host = self.hosts[batch.host]
-        host.take(max(0, left) - self._left[batch.id], batch.need)
-        self._left[batch.id] = left
+        host.take(max(0, left) - self._open_machines[batch.id], batch.need)
+        self._open_machines[batch.id] = left
         if left <= 0:
             self._forget(batch, host)
-        self.hosts.changed(host)
+        self.hosts.reindex(host)
 
     def _unqueue(self, batch: Batch) -> _Pending | None:
         host, pending = self.hosts.get(batch.host), self._pending.pop(batch.id, None)
-        self._beside_others.discard(batch.id)
+        self._parallel.discard(batch.id)
         if host is not None and pending is not None:
             host.queued_s = max(0.0, host.queued_s - pending.work_s)
         return pending
 
     def _forget(self, batch: Batch, host: Host) -> None:
-        del self._batches[batch.id], self._left[batch.id]
+        del self._batches[batch.id], self._open_machines[batch.id]
         self._unqueue(batch)
         host.batches.discard(batch.id)
         group = self._groups.get(batch.group)
@@ -428,7 +439,7 @@ class Placement:
             group.open.discard(batch.id)
 
     def _lose(self, host: Host) -> list[Batch]:
-        """Forget a host; the batches that were lost with it: those that were their group's."""
+        """Forget a lost host. Returns the batches that were lost with it, of those that had won their group."""
         self.hosts.remove(host)
         for snapshot in host.snapshots:
             self._copies[snapshot].drop(host.name)
@@ -436,11 +447,11 @@ class Placement:
         for batch_id in sorted(host.batches):
             batch = self._batches[batch_id]
             group = self._groups.get(batch.group)
-            left = self._left[batch_id]
+            left = self._open_machines[batch_id]
             self._forget(batch, host)
             if group is not None and group.won == batch_id:
                 del self._groups[batch.group]
                 lost.append(dataclasses.replace(batch, n=left))
             elif group is not None and group.won is None:
-                self._homeless.append(batch.group)
+                self._unplaced.append(batch.group)
         return lost

@@ -1,11 +1,11 @@
-"""Judging what comes out of a machine: exports as validated data, fresh machines, runners and comparisons of ours."""
+"""Grading of what an agent leaves in its machine: exported files are checked and then graded in fresh machines."""
 
 from etude.environments.grading.data import same
 from etude.environments.grading.exports import (
-    exports_of,
+    find_test_command_problem,
     prepare,
     reference_exports,
-    start_fault,
+    simulate_exports,
     take_exports,
     validate_exports,
 )
@@ -13,11 +13,11 @@ from etude.environments.grading.machine_grader import MachineGrader
 
 __all__ = [
     "MachineGrader",
-    "exports_of",
+    "find_test_command_problem",
     "prepare",
     "reference_exports",
     "same",
-    "start_fault",
+    "simulate_exports",
     "take_exports",
     "validate_exports",
 ]

@@ -1,13 +1,10 @@
-"""Variants of a hidden test that right code must fail: what a test that passes them shows is that its word is worth
-nothing.
+"""Canaries: variants of a hidden test that correct code must fail. If one passes, passing proves nothing.
 
-The best are such that nobody can tell them from the test itself who does not know what is right: one literal that a
-result is compared with (or a parameter that is compared with one) is another, or the exception or warning that is
-expected, everything else is the same to the byte.
-Code that answers by reading what is expected, that overloads ``==``, that takes assertions away or reports by itself
-passes them like the real thing. Where a test has neither an assertion is turned around, or one that fails is
-added: both are sound, and could be told apart by code that looks for them. Every variant is proven on the reference
-solution before it is used. Pure; knows nothing of machines.
+The best variants look like the original test: only one literal that a result is compared with differs (or a parameter,
+or the expected exception or warning). Code that reads expected values, overloads ``==``, disables assertions or reports
+results itself passes them like the original. For tests without such literals, an assertion is negated or a failing one
+is added; code could recognise those. Each variant is verified on the reference solution before use. Pure functions,
+without machines.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ _OPPOSITES = {
     "assertIn": "assertNotIn",
     "assertIsInstance": "assertNotIsInstance",
 }
-_TURNED = {**_OPPOSITES, **{other: one for one, other in _OPPOSITES.items()}}
+_NEGATIONS = {**_OPPOSITES, **{other: one for one, other in _OPPOSITES.items()}}
 _EQUALITIES = frozenset(
     f"assert{what}"
     for what in ("Equal", "Equals", "ListEqual", "DictEqual", "CountEqual", "TupleEqual", "SetEqual", "SequenceEqual",
@@ -54,8 +51,8 @@ class Variant(NamedTuple):
     """A changed test file."""
 
     source: str
-    alike: bool  # whether it cannot be told from the original by its form
-    kind: str  # which of a test's means is asked: "compared", "raised", "turned"; the files that it reads are "read"
+    looks_original: bool  # whether its form is that of the original
+    kind: str  # what was changed: "compared" (a literal), "raised" (an exception), "turned" (an assertion)
 
 
 class _Edit(NamedTuple):
@@ -64,14 +61,16 @@ class _Edit(NamedTuple):
     text: str
 
 
-_Kinded = tuple[_Edit, str]
+_KindEdit = tuple[_Edit, str]
 
 
-def variants(source: str, names: Sequence[str], index: int, rng: random.Random) -> Iterator[Variant]:
-    """The variants of the test `names` (a class and its method, or a function alone), the best first. `index` is which
-    of its parameter rows counts.
+def variants_of_test(source: str, names: Sequence[str], index: int, rng: random.Random) -> Iterator[Variant]:
+    """Variants of one test, the best first.
 
-    >>> next(variants("def test_a():\\n    assert f(2) == 3\\n", ["test_a"], 0, random.Random(0))).source
+    `source`: the test file. `names`: the test's class and method, or its function. `index`: which of its parameter rows
+    counts.
+
+    >>> next(variants_of_test("def test_a():\\n    assert f(2) == 3\\n", ["test_a"], 0, random.Random(0))).source
     'def test_a():\\n    assert f(2) == 8\\n'
     """
     try:
@@ -82,52 +81,56 @@ def variants(source: str, names: Sequence[str], index: int, rng: random.Random) 
         return
     text = source.encode()
     lines = _Offsets(text)
-    compared = [(edit, "compared") for a in _literals(function, index) if (edit := _other(a, text, lines, rng))]
-    raised = [(edit, "raised") for edit in _expected(function, lines, rng)]
-    for edit, kind in _in_turn(compared, raised, rng):
-        yield Variant(_edited(text, edit), alike=True, kind=kind)
-    turned = [edit for node in ast.walk(function) if (edit := _turned(node, text, lines)) is not None]
-    rng.shuffle(turned)
-    for edit in [*turned, _added(function, text, lines, rng)]:
-        yield Variant(_edited(text, edit), alike=False, kind="turned")
+    compared = [
+        (edit, "compared") for a in _literals(function, index) if (edit := _change_literal(a, text, lines, rng))
+    ]
+    raised = [(edit, "raised") for edit in _change_expected_exceptions(function, lines, rng)]
+    for edit, kind in _interleave(compared, raised, rng):
+        yield Variant(_apply_edit(text, edit), looks_original=True, kind=kind)
+    negated = [edit for node in ast.walk(function) if (edit := _negate_assertion(node, text, lines)) is not None]
+    rng.shuffle(negated)
+    for edit in [*negated, _add_failing_assertion(function, text, lines, rng)]:
+        yield Variant(_apply_edit(text, edit), looks_original=False, kind="turned")
 
 
-def of_data(text: str, row: int, rng: random.Random) -> str | None:
-    """A file that tests read, with one letter or digit another: in its line `row` where it has that many, since rows of
-    parameters often are lines. None where there is none to change.
+def variant_of_data(text: str, row: int, rng: random.Random) -> str | None:
+    """A data file of tests with one letter or digit changed, in line `row` if possible, since rows of parameters often
+    are lines. None if there is nothing to change.
 
-    >>> of_data("[[1], 2]\\n[[3], 4]\\n", 1, random.Random(0))
+    >>> variant_of_data("[[1], 2]\\n[[3], 4]\\n", 1, random.Random(0))
     '[[1], 2]\\n[[3], 7]\\n'
     """
     lines = text.splitlines(keepends=True)
-    told = [at for at, line in enumerate(lines) if any(char.isascii() and char.isalnum() for char in line)]
-    if not told:
+    changeable = [at for at, line in enumerate(lines) if any(char.isascii() and char.isalnum() for char in line)]
+    if not changeable:
         return None
-    at = row if row in told else rng.choice(told)
-    return "".join([*lines[:at], _another_text(lines[at], rng), *lines[at + 1 :]])
+    at = row if row in changeable else rng.choice(changeable)
+    return "".join([*lines[:at], _different_text(lines[at], rng), *lines[at + 1 :]])
 
 
-def anywhere(source: str, rng: random.Random) -> Iterator[str]:
-    """Variants of a program that judges: one literal that anything is compared with, in any order, is another.
+def variants_of_program(source: str, rng: random.Random) -> Iterator[str]:
+    """Variants of a grading program: in each, one literal of a comparison differs. Random order.
 
-    >>> [*anywhere("import calc, sys\\nsys.exit(calc.f(2) != 3)\\n", random.Random(0))]
+    >>> [*variants_of_program("import calc, sys\\nsys.exit(calc.f(2) != 3)\\n", random.Random(0))]
     ['import calc, sys\\nsys.exit(calc.f(2) != 8)\\n']
     """
     try:
         tree = parse(source)
     except SyntaxError:
         return
-    sides = [side for pair in _compared(tree, (ast.Eq, ast.NotEq)) for side in pair if _is_literal(side)]
+    sides = [side for pair in _comparisons(tree, (ast.Eq, ast.NotEq)) for side in pair if _is_literal(side)]
     text = source.encode()
     lines = _Offsets(text)
-    edits = [edit for side in sides for atom in _atoms(side) if (edit := _other(atom, text, lines, rng)) is not None]
+    edits = [
+        edit for side in sides for atom in _atoms(side) if (edit := _change_literal(atom, text, lines, rng)) is not None
+    ]
     rng.shuffle(edits)
     for edit in edits:
-        yield _edited(text, edit)
+        yield _apply_edit(text, edit)
 
 
-def _in_turn(one: list[_Kinded], other: list[_Kinded], rng: random.Random) -> list[_Kinded]:
-    """All of both, each shuffled, and one of each by turns as long as there are."""
+def _interleave(one: list[_KindEdit], other: list[_KindEdit], rng: random.Random) -> list[_KindEdit]:
+    """All items of both lists, each shuffled, alternating as long as both have items."""
     for each in (one, other):
         rng.shuffle(each)
     first, second = rng.sample([one, other], 2)
@@ -135,15 +138,17 @@ def _in_turn(one: list[_Kinded], other: list[_Kinded], rng: random.Random) -> li
     return [edit for pair in pairs for edit in pair if edit is not None]
 
 
-def _expected(function: _Function, offsets: _Offsets, rng: random.Random) -> Iterator[_Edit]:
-    """Another exception, or warning, in the place of one that the test expects."""
+def _change_expected_exceptions(function: _Function, offsets: _Offsets, rng: random.Random) -> Iterator[_Edit]:
+    """Edits that replace an exception or warning that the test expects."""
     for node in ast.walk(function):
-        name = _called(node) or (node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else "")
+        name = _method_name(node) or (
+            node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+        )
         others = _EXCEPTIONS if name in _RAISES else _WARNINGS if name in _WARNS else ()
         if others and isinstance(node, ast.Call) and node.args:
             kind = node.args[0]
-            said = {each.id for each in ast.walk(kind) if isinstance(each, ast.Name)}
-            yield _Edit(*offsets.span(kind), rng.choice([other for other in others if other not in said]))
+            expected = {each.id for each in ast.walk(kind) if isinstance(each, ast.Name)}
+            yield _Edit(*offsets.span(kind), rng.choice([other for other in others if other not in expected]))
 
 
 def _find(tree: ast.Module, names: Sequence[str]) -> _Function | None:
@@ -159,51 +164,52 @@ def _find(tree: ast.Module, names: Sequence[str]) -> _Function | None:
 
 
 def _literals(function: _Function, index: int) -> list[ast.Constant]:
-    """The atoms of what results are compared with by equality: written there, or in the test's row of parameters."""
-    expected = [_about(side) for one, other in _asserted(function) for side in (one, other)]
+    """The constants that results are compared with by equality: in the comparison, or in the test's row of
+    parameters."""
+    expected = [_unwrap_approx(side) for one, other in _equality_assertions(function) for side in (one, other)]
     found = [atom for side in expected if _is_literal(side) for atom in _atoms(side)]
     compared = {side.id for side in expected if isinstance(side, ast.Name)}
-    return found + [atom for value in _parameters(function, compared, index) for atom in _atoms(value)]
+    return found + [atom for value in _parameter_values(function, compared, index) for atom in _atoms(value)]
 
 
-def _about(side: ast.expr) -> ast.expr:
-    """What is compared with: of `pytest.approx(3.5)` the number."""
-    return side.args[0] if isinstance(side, ast.Call) and side.args and _called(side) == "approx" else side
+def _unwrap_approx(side: ast.expr) -> ast.expr:
+    """The compared value: of `pytest.approx(3.5)` the number."""
+    return side.args[0] if isinstance(side, ast.Call) and side.args and _method_name(side) == "approx" else side
 
 
-def _asserted(function: _Function) -> Iterator[tuple[ast.expr, ast.expr]]:
+def _equality_assertions(function: _Function) -> Iterator[tuple[ast.expr, ast.expr]]:
     for node in ast.walk(function):
         if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare):
-            yield from _pair(node.test, (ast.Eq,))
+            yield from _comparison_sides(node.test, (ast.Eq,))
         else:
-            yield from _equal(node)
+            yield from _assert_equal_sides(node)
 
 
-def _compared(tree: ast.Module, how: tuple[type[ast.cmpop], ...]) -> Iterator[tuple[ast.expr, ast.expr]]:
+def _comparisons(tree: ast.Module, how: tuple[type[ast.cmpop], ...]) -> Iterator[tuple[ast.expr, ast.expr]]:
     for node in ast.walk(tree):
-        yield from _pair(node, how) if isinstance(node, ast.Compare) else _equal(node)
+        yield from _comparison_sides(node, how) if isinstance(node, ast.Compare) else _assert_equal_sides(node)
 
 
-def _pair(node: ast.Compare, how: tuple[type[ast.cmpop], ...]) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """The two sides of a comparison in one of these ways, or of `is` with a truth value."""
+def _comparison_sides(node: ast.Compare, how: tuple[type[ast.cmpop], ...]) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Both sides of a comparison with one of these operators, or of `is` with True or False."""
     side = node.comparators[0]
     truth = isinstance(node.ops[0], ast.Is) and isinstance(side, ast.Constant) and isinstance(side.value, bool)
     if len(node.ops) == 1 and (truth or isinstance(node.ops[0], how)):
         yield node.left, side
 
 
-def _equal(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    if _called(node) in _EQUALITIES and isinstance(node, ast.Call) and len(node.args) >= 2:
+def _assert_equal_sides(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    if _method_name(node) in _EQUALITIES and isinstance(node, ast.Call) and len(node.args) >= 2:
         yield node.args[0], node.args[1]
 
 
-def _called(node: ast.AST) -> str:
-    """The name of the method that is called there, if one is."""
+def _method_name(node: ast.AST) -> str:
+    """The name of the method that a call expression calls; "" for anything else."""
     return node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
 
 
-def _parameters(function: _Function, names: set[str], index: int) -> Iterator[ast.expr]:
-    """The values, in row `index` of the only `parametrize`, of these parameters."""
+def _parameter_values(function: _Function, names: set[str], index: int) -> Iterator[ast.expr]:
+    """The literals of these parameters in row `index` of the only `parametrize` decorator."""
     marks = [
         node
         for node in function.decorator_list
@@ -213,10 +219,10 @@ def _parameters(function: _Function, names: set[str], index: int) -> Iterator[as
         return
     named, rows = marks[0].args[0], marks[0].args[1].elts
     try:
-        said = ast.literal_eval(named)
+        expected = ast.literal_eval(named)
     except ValueError:
         return
-    columns = [name.strip() for name in said.split(",")] if isinstance(said, str) else list(said)
+    columns = [name.strip() for name in expected.split(",")] if isinstance(expected, str) else list(expected)
     if index >= len(rows):
         return
     row = rows[index]
@@ -235,16 +241,18 @@ def _is_literal(node: ast.expr) -> bool:
 
 
 def _atoms(node: ast.expr) -> list[ast.Constant]:
-    return [each for each in ast.walk(node) if isinstance(each, ast.Constant) and _another(each.value) is not None]
+    return [
+        each for each in ast.walk(node) if isinstance(each, ast.Constant) and _different_literal(each.value) is not None
+    ]
 
 
-def _another(value: object, rng: random.Random | None = None) -> str | None:
-    """Source text of another value of the same type and about the same looks; None for what has none."""
+def _different_literal(value: object, rng: random.Random | None = None) -> str | None:
+    """Source text of another value of the same type and similar form; None if there is none."""
     rng = rng or random.Random(0)
     match value:
         case bool():
             return str(not value)
-        case int() if value.bit_length() < 4096:  # Python writes no more digits than some thousands
+        case int() if value.bit_length() < 4096:  # Python limits int-to-text conversion
             digits = str(value)
             at = rng.randrange(len(digits))
             other = rng.choice([d for d in "123456789" if d != digits[at]])
@@ -253,15 +261,15 @@ def _another(value: object, rng: random.Random | None = None) -> str | None:
             other_number = float(f"{value * rng.choice((2, 3, 4)) + rng.choice((1, 2, 3)):.12g}")
             return repr(other_number) if math.isfinite(other_number) and other_number != value else "1.5"
         case str():
-            return _quoted(_another_text(value, rng))
+            return _quoted(_different_text(value, rng))
         case bytes() if value.isascii():
-            return "b" + _quoted(_another_text(value.decode(), rng))
+            return "b" + _quoted(_different_text(value.decode(), rng))
         case None:
             return "0"
     return None
 
 
-def _another_text(text: str, rng: random.Random) -> str:
+def _different_text(text: str, rng: random.Random) -> str:
     letters = [at for at, char in enumerate(text) if char.isascii() and char.isalnum()]
     if not letters:
         return text + rng.choice("aeiost")
@@ -272,7 +280,7 @@ def _another_text(text: str, rng: random.Random) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A literal with double quotes."""
+    """The text as a literal with double quotes."""
     literal = repr(text)
     if literal.startswith('"'):
         return literal
@@ -281,7 +289,7 @@ def _quoted(text: str) -> str:
 
 
 class _Offsets:
-    """Byte offsets of the positions that syntax trees have."""
+    """Converts positions of syntax trees to byte offsets."""
 
     def __init__(self, text: bytes) -> None:
         self._starts = [0]
@@ -297,9 +305,9 @@ class _Offsets:
         return self.at(node.lineno, node.col_offset), self.at(node.end_lineno, node.end_col_offset)
 
 
-def _other(atom: ast.Constant, text: bytes, offsets: _Offsets, rng: random.Random) -> _Edit | None:
+def _change_literal(atom: ast.Constant, text: bytes, offsets: _Offsets, rng: random.Random) -> _Edit | None:
     start, stop = offsets.span(atom)
-    new = _another(atom.value, rng)
+    new = _different_literal(atom.value, rng)
     if new is None:
         return None
     if isinstance(atom.value, str | bytes) and text[start:stop].lstrip(b"b").startswith(b"'"):
@@ -308,19 +316,19 @@ def _other(atom: ast.Constant, text: bytes, offsets: _Offsets, rng: random.Rando
     return _Edit(start, stop, new)
 
 
-def _turned(node: ast.AST, text: bytes, offsets: _Offsets) -> _Edit | None:
-    """An assertion turned around."""
+def _negate_assertion(node: ast.AST, text: bytes, offsets: _Offsets) -> _Edit | None:
+    """An edit that negates an assertion."""
     if isinstance(node, ast.Assert):
         start, stop = offsets.span(node.test)
         return _Edit(start, stop, f"not ({text[start:stop].decode()})")
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _TURNED:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _NEGATIONS:
         _, stop = offsets.span(node.func)
-        return _Edit(stop - len(node.func.attr), stop, _TURNED[node.func.attr])
+        return _Edit(stop - len(node.func.attr), stop, _NEGATIONS[node.func.attr])
     return None
 
 
-def _added(function: _Function, text: bytes, offsets: _Offsets, rng: random.Random) -> _Edit:
-    """An assertion that fails, after the last statement."""
+def _add_failing_assertion(function: _Function, text: bytes, offsets: _Offsets, rng: random.Random) -> _Edit:
+    """An edit that adds a failing assertion after the last statement."""
     last = function.body[-1]
     _, stop = offsets.span(last)
     one, other = rng.randrange(10, 99), rng.randrange(100, 999)
@@ -332,5 +340,5 @@ def _added(function: _Function, text: bytes, offsets: _Offsets, rng: random.Rand
     return _Edit(stop, stop, f"\n{indent}{statement}")
 
 
-def _edited(text: bytes, edit: _Edit) -> str:
+def _apply_edit(text: bytes, edit: _Edit) -> str:
     return (text[: edit.start] + edit.text.encode() + text[edit.stop :]).decode()

@@ -1,7 +1,7 @@
-"""Data-graded: the machine calls the agent's functions and sends plain data back; the comparison happens out here.
+"""Data-graded tasks: a machine calls the agent's functions and returns plain data; the host compares it.
 
-Expected values never enter a machine, so nothing in it is worth reading. A call counts as if no other had been made,
-see `runners.data`, once the agent's modules are imported; in which order they are made the nonce decides.
+Expected values never enter a machine, so there is nothing to read there. Each call counts as if no other call had been
+made (see `runners/data.py`). The nonce decides the order of calls.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from etude.environments.grading.ground import Ground, Work
-from etude.environments.grading.reports import new_nonce, runner
-from etude.environments.grading.verdicts import Refused, earned, one_line
+from etude.environments.grading.machines import GradingMachines, Submission, new_nonce, runner_source
+from etude.environments.grading.verdicts import Rejected, graded, one_line
 from etude.records.rollout import Graded
 from etude.records.task import Case, Trust
 
@@ -21,7 +20,7 @@ _NOT_THERE = object()
 
 
 def same(got: Any, expected: Any) -> bool:
-    """Equal by type and value, all the way down: True is not 1, 1 is not 1.0, a tuple is not a list.
+    """Whether two values are equal in value and type, recursively: True is not 1, 1 is not 1.0, a tuple is not a list.
 
     >>> same([1, {"a": None}], [1, {"a": None}]), same(1.0, 1), same(True, 1)
     (True, False, False)
@@ -37,15 +36,18 @@ def same(got: Any, expected: Any) -> bool:
     return bool(got == expected)
 
 
-async def grade_cases(ground: Ground, cases: Sequence[Case], work: Work, *, deadline_s: float) -> Graded:
-    """The verdict by the results of these calls. `deadline_s` is that of all together."""
+async def grade_cases(
+    machines: GradingMachines, cases: Sequence[Case], submission: Submission, *, deadline_s: float
+) -> Graded:
+    """Grade by the results of function calls: reward 1 if all are right, else 0; the share of right ones is a
+    measure. `deadline_s` is for all calls together."""
     nonce = new_nonce()
     order = random.Random(nonce).sample(range(len(cases)), len(cases))
     calls = [[cases[i].module, cases[i].function, cases[i].args] for i in order]
-    argv = [await ground.python(), "-c", runner("data")]
-    results = await ground.report(work, {}, argv, {"calls": calls}, deadline_s=deadline_s, nonce=nonce)
+    argv = [await machines.python(), "-c", runner_source("data")]
+    results = await machines.run_runner(submission, {}, argv, {"calls": calls}, deadline_s=deadline_s, nonce=nonce)
     if type(results) is not list or len(results) != len(cases):
-        raise Refused("the calls were not all answered")
+        raise Rejected("the calls were not all answered")
     verdicts: list[tuple[Any, str]] = [(_NOT_THERE, "")] * len(cases)
     for i, result in zip(order, results, strict=True):
         verdicts[i] = _value(result)
@@ -55,13 +57,13 @@ async def grade_cases(ground: Ground, cases: Sequence[Case], work: Work, *, dead
     if not solved:
         first = passed.index(False)
         why = f": {verdicts[first][1]}" if verdicts[first][1] else ""
-        place = f"{cases[first].module}.{cases[first].function}"
-        reason = f"{sum(passed)} of {len(passed)} hidden tests pass; {place} is wrong{why}"
-    return earned(solved, share, Trust.DATA, reason)
+        location = f"{cases[first].module}.{cases[first].function}"
+        reason = f"{sum(passed)} of {len(passed)} hidden tests pass; {location} is wrong{why}"
+    return graded(solved, share, Trust.DATA, reason)
 
 
 def _value(result: Any) -> tuple[Any, str]:
-    """(what a call returned, "") or (something that equals nothing, why there is no value)."""
+    """(returned value, "") or (a value that equals nothing, why there is no value)."""
     if type(result) is list and len(result) == 2 and result[0] == "value":
         return result[1], ""
     if type(result) is list and len(result) == 2 and type(result[1]) is str:

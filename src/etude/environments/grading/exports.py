@@ -1,10 +1,9 @@
-"""Out of the agent's machine: what a task declares is taken from the frozen machine as plain data, and checked again.
+"""Export what a task declares from the agent's frozen machine, as plain data, and validate it again where it is graded.
 
-Taking happens where the agent worked, checking where it is judged; they are different processes, and neither believes
-the agent. A file that is a link, is too large or is not there is left out: the grader sees that. Which files are in a
-folder is asked of a fork of the frozen machine; what it says can only name files, which are then read from the frozen
-machine itself, no link followed. A state with its processes is taken first, all of it at one moment; what they do until
-the machine is frozen is in nothing that is judged.
+Export and validation run in different processes, and neither trusts the agent. A file that is a link, too large or
+missing is left out. To list a folder, a fork of the frozen machine is used; its answer only names files, which are then
+read from the frozen machine itself, without following links. If the task is graded by running processes, the machine's
+state is saved first, at one moment; what the processes do afterwards does not count.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from etude.seams import Machine, Portable, Runtime
 MAX_DECLARED = MAX_FILES = 20_000
 MAX_FILE_BYTES = 1 << 20
 MAX_EXPORT_BYTES = 64 << 20
-MAX_STATE_BYTES = 768 << 20  # with the files in one message between processes, of 1 GiB at most
+MAX_STATE_BYTES = 768 << 20  # state and files are sent in one message of at most 1 GiB
 _LISTING_BYTES = 8 << 20
 _LISTING_S = 30.0
-_NOT_STARTED = (126, 127)  # as shells say it: it may not be run, it was not found
-_NOTHING = b""  # the word on a state of which nothing is left
+_NOT_STARTED = (126, 127)  # exit codes of shells: not executable, not found
+_NO_REASON = b""  # explanation of a machine that is gone
 
 
 def validate_exports(
@@ -35,7 +34,10 @@ def validate_exports(
     max_file_bytes: int = MAX_FILE_BYTES,
     max_total_bytes: int = MAX_EXPORT_BYTES,
 ) -> dict[str, bytes]:
-    """The exported files, checked: only declared, plain, relative paths; number and sizes capped. Raises `ValueError`.
+    """Check exported files and return them.
+
+    `raw`: path to content. `declared`: the task's exports, files or folders ending in "/". Paths must be declared,
+    plain and relative; the number and the sizes of files are limited. Raises `ValueError`.
 
     >>> validate_exports({"calc.py": b"x = 1"}, ["calc.py"])
     {'calc.py': b'x = 1'}
@@ -64,27 +66,28 @@ def validate_exports(
 async def take_exports(
     machine: Machine, task: Task, runtime: Runtime, *, max_bytes: int = MAX_FILE_BYTES
 ) -> dict[str, bytes]:
-    """Freeze the machine and take out what the task declares: its files, and its state where that counts.
+    """Freeze the machine and export what the task declares: its files, and its state if the task is graded by that.
 
-    Whatever the agent did to them is no error: they are left out. `max_bytes` is of one file. Raises `MachineError`,
-    and `TaskError` for a declaration that cannot be one. A state that cannot be had is `NO_STATE`, in words.
+    Returns path to content; the state is under the key `STATE`, or an explanation under `NO_STATE` if it cannot be
+    saved. `max_bytes`: the largest file. What the agent did to its files is never an error: such files are left out.
+    Raises `MachineError`, and `TaskError` for an invalid declaration.
     """
-    _check(task.exports)
-    must_keep(runtime, task)
+    _check_declared(task.exports)
+    require_complete_snapshots(runtime, task)
     state = await _state(machine, runtime) if task.running else {}
     try:
         await machine.freeze()
-    except OSError:  # nothing is left of it
-        return state or ({NO_STATE: _NOTHING} if task.state else {})
+    except OSError:  # the machine is gone
+        return state or ({NO_STATE: _NO_REASON} if task.state else {})
     exports: dict[str, bytes] = {}
-    room = MAX_EXPORT_BYTES
+    free_bytes = MAX_EXPORT_BYTES
     for path in await _paths(machine, task, runtime):
-        await asyncio.sleep(0)  # others take turns, however many files there are
+        await asyncio.sleep(0)  # let other tasks run
         try:
-            data = await machine.read(path, max_bytes=min(max_bytes, room))
+            data = await machine.read(path, max_bytes=min(max_bytes, free_bytes))
         except (OSError, ValueError):  # deleted, a folder, a link, too large
             continue
-        room -= len(data)
+        free_bytes -= len(data)
         exports[path] = data
     if task.state and not task.running:
         state = await _state(machine, runtime)
@@ -95,13 +98,13 @@ async def _paths(machine: Machine, task: Task, runtime: Runtime) -> list[str]:
     folders = [one for one in task.exports if one.endswith("/")]
     paths = dict.fromkeys(one for one in task.exports if not one.endswith("/"))
     if folders:
-        listed = await _listed(machine, folders, task, runtime)
+        listed = await _list_files(machine, folders, task, runtime)
         inside = covering(folders)
         paths |= dict.fromkeys(path for path in sorted(listed) if is_plain(path) and inside(path))
     return [*paths][:MAX_FILES]
 
 
-async def _listed(machine: Machine, folders: Sequence[str], task: Task, runtime: Runtime) -> list[str]:
+async def _list_files(machine: Machine, folders: Sequence[str], task: Task, runtime: Runtime) -> list[str]:
     fork = await _fork_of(machine, task, runtime)
     if fork is None:
         return []
@@ -115,11 +118,14 @@ async def _listed(machine: Machine, folders: Sequence[str], task: Task, runtime:
 
 
 async def _fork_of(machine: Machine, task: Task, runtime: Runtime) -> Machine | None:
-    """A fork of the frozen machine, or None where what is in it cannot be kept or does not fit into another: that is
-    the agent's doing if the task's own state can be forked at the same time. Raises `MachineError` otherwise."""
+    """A fork of the frozen machine.
+
+    None if its content cannot be saved or restored although the task's initial files can be forked now: then the agent
+    is to blame. Raises `MachineError` otherwise.
+    """
     try:
         snapshot = await machine.snapshot()
-    except (OSError, ValueError):  # nothing is left of it, or it is too large
+    except (OSError, ValueError):  # the machine is gone, or its state is too large
         return None
     try:
         [fork] = await runtime.fork(snapshot, 1)
@@ -136,17 +142,17 @@ def _relative(name: bytes) -> str:
 
 async def _state(machine: Machine, runtime: Runtime) -> dict[str, bytes]:
     if not isinstance(runtime, Portable):
-        facts = f"{runtime.info.name} machines stay where they are"
-        raise MachineError("this task is judged by its machine's state", facts, hint="use a runtime that is `Portable`")
+        facts = f"snapshots of {runtime.info.name} machines cannot be packed"
+        raise MachineError("this task is graded by its machine's state", facts, hint="use a runtime that is `Portable`")
     try:
         return {STATE: await runtime.pack(await machine.snapshot(), max_bytes=MAX_STATE_BYTES)}
     except OSError:
-        return {NO_STATE: _NOTHING}
+        return {NO_STATE: _NO_REASON}
     except ValueError as error:
         return {NO_STATE: str(error).encode()}
 
 
-async def exports_of(
+async def simulate_exports(
     runtime: Runtime,
     task: Task,
     files: Mapping[str, bytes] | None = None,
@@ -154,10 +160,10 @@ async def exports_of(
     *,
     deadline_s: float = 600.0,
 ) -> dict[str, bytes]:
-    """What a rollout would export whose agent wrote these files and then ran this command: a reference solution's, or,
-    without both, what the untouched machine would.
+    """The exports of an agent that writes these files and runs this command, such as a reference solution. With
+    neither: the exports of the untouched machine.
 
-    Raises `MachineError`, and `TaskError` where the files cannot be written or the command fails.
+    Raises `MachineError`, and `TaskError` if the files cannot be written or the command fails.
     """
     [machine] = await runtime.fork(await prepare(runtime, task), 1)
     try:
@@ -173,10 +179,12 @@ async def exports_of(
         await machine.close()
 
 
-async def start_fault(runtime: Runtime, task: Task, answer: Answer, *, deadline_s: float = 10.0) -> str:
-    """Why the `test` tool's command cannot start where an agent found the reference solution; empty where it does,
-    whatever it says and however long it takes. Raises `MachineError`, and `TaskError` where the files cannot be
-    written."""
+async def find_test_command_problem(runtime: Runtime, task: Task, answer: Answer, *, deadline_s: float = 10.0) -> str:
+    """Why the task's `test` command cannot start beside the reference solution; "" if it starts, whatever it reports
+    and however long it runs.
+
+    Raises `MachineError`, and `TaskError` if the solution's files cannot be written.
+    """
     if not task.test_command:
         return ""
     [machine] = await runtime.fork(await prepare(runtime, task), 1)
@@ -189,8 +197,8 @@ async def start_fault(runtime: Runtime, task: Task, answer: Answer, *, deadline_
         await machine.close()
     if result.timed_out or result.exit_code not in _NOT_STARTED:
         return ""
-    said = " ".join(result.output[-400:].decode(errors="replace").split())
-    return f"its test_command {list(task.test_command)} cannot start: exit code {result.exit_code}: {said}"
+    output = " ".join(result.output[-400:].decode(errors="replace").split())
+    return f"its test_command {list(task.test_command)} cannot start: exit code {result.exit_code}: {output}"
 
 
 async def _write(machine: Machine, files: Mapping[str, bytes]) -> None:
@@ -198,41 +206,43 @@ async def _write(machine: Machine, files: Mapping[str, bytes]) -> None:
         try:
             await machine.write(path, data)
         except (OSError, ValueError) as error:
-            hint = "its paths are plain and below the working directory"
+            hint = "use plain paths below the working directory"
             raise TaskError(f"{path} of the solution cannot be written", str(error), hint=hint) from None
 
 
 async def reference_exports(runtime: Runtime, task: Task, answer: Answer) -> dict[str, bytes]:
-    """What a rollout would export that found the reference solution. Raises what `exports_of` does."""
+    """The exports of an agent that found the reference solution. Raises what `simulate_exports` does."""
     files = {path: text.encode() for path, text in answer.reference.items()}
     if answer.reference_argv or task.state or task.image is not None:
-        return await exports_of(runtime, task, files, answer.reference_argv)
+        return await simulate_exports(runtime, task, files, answer.reference_argv)
     is_declared = covering(task.exports)
-    untouched = {path: text.encode() for path, text in task.files.items() if is_declared(path)}
-    return untouched | files
+    untouched_submission = {path: text.encode() for path, text in task.files.items() if is_declared(path)}
+    return untouched_submission | files
 
 
 async def prepare(runtime: Runtime, task: Task) -> str:
-    """The snapshot that the task's rollouts begin from. `MachineError`, also where what they leave cannot be kept."""
+    """Prepare the snapshot that the task's rollouts start from. Raises `MachineError`, also where the runtime's
+    snapshots cannot hold what the task is graded by."""
     snapshot = await runtime.prepare({path: text.encode() for path, text in task.files.items()}, image=task.image)
-    must_keep(runtime, task)
+    require_complete_snapshots(runtime, task)
     return snapshot
 
 
-def must_keep(runtime: Runtime, task: Task) -> None:
-    """`MachineError` where snapshots do not hold what the task is judged by: its processes, or all of an image."""
+def require_complete_snapshots(runtime: Runtime, task: Task) -> None:
+    """Check that the runtime's snapshots hold what the task is graded by: its processes, or all files of an image.
+    Raises `MachineError`."""
     info = runtime.info
     if task.running and not info.forks_memory:
-        facts = f"snapshots of {info.name} machines hold files and no processes"
+        facts = f"snapshots of {info.name} machines contain files but no processes"
         hint = 'use machines whose snapshots hold memory: backend "microvm"'
-        raise MachineError(f"task {task.task_id} is judged by the processes that run in its machine", facts, hint=hint)
+        raise MachineError(f"task {task.task_id} is graded by the processes that run in its machine", facts, hint=hint)
     if task.state and task.image is not None and not info.whole_snapshots:
-        facts = f"snapshots of {info.name} machines of images hold the working directory alone"
+        facts = f"snapshots of {info.name} machines of images contain only the working directory"
         hint = 'use backend "microvm" or "namespace"'
-        raise MachineError(f"task {task.task_id} is judged by all of its machine", facts, hint=hint)
+        raise MachineError(f"task {task.task_id} is graded by its whole machine", facts, hint=hint)
 
 
-def _check(declared: Sequence[str]) -> None:
+def _check_declared(declared: Sequence[str]) -> None:
     if len(declared) > MAX_DECLARED:
         raise TaskError(f"{len(declared)} exports are declared", hint=f"at most {MAX_DECLARED}; declare a folder")
     for path in declared:

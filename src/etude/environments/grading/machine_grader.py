@@ -1,7 +1,7 @@
-"""Judging exported files: which way a task is judged, and what becomes of failures.
+"""The grader of exported files: it selects the grading method of a task and maps failures to outcomes.
 
-Whatever the agent's code can do (raise, hang, exit, print, exhaust its machine) is a reward of 0 with a reason.
-`Invalid` needs evidence from the host: it also happens without any file of the agent's.
+Anything the agent's code can do (raise, hang, exit, print, exhaust its machine) is a reward of 0 with a reason. An
+`Invalid` outcome needs evidence from the host: the failure also happens without the agent's files.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Mapping
 
 import msgspec
 
+from etude.environments.command_registry import consume_exception
 from etude.environments.grading.check import grade_check
 from etude.environments.grading.data import grade_cases
 from etude.environments.grading.exports import MAX_STATE_BYTES, reference_exports, validate_exports
-from etude.environments.grading.ground import Ground, Work
-from etude.environments.grading.python import Pythons
-from etude.environments.grading.tests import Plan, TestBench
-from etude.environments.grading.verdicts import Broken, Refused, one_line, refused
-from etude.environments.grading.verifier import Canary, VerifierBench
+from etude.environments.grading.hidden_tests import HiddenTestGrader, HiddenTestPlan
+from etude.environments.grading.machines import GradingMachines, PythonFinder, Submission
+from etude.environments.grading.verdicts import GradingFault, Rejected, one_line, rejected_grade
+from etude.environments.grading.verifier import VerifierCanary, VerifierGrader
 from etude.errors import MachineError, TaskError
 from etude.records.exports import NO_STATE, STATE
 from etude.records.rollout import Boundary, Graded, Invalid
@@ -28,16 +28,18 @@ from etude.records.task import Answer, Task, Trust
 from etude.seams import Runtime
 
 MAX_PLANS = 256
-_NOTHING_LEFT = "there is no state of the machine: nothing was left of it"
+_NOTHING_LEFT = "the machine's state is missing: the machine was gone"
 
 
 class MachineGrader:
-    """A `Grader` whose machines come from `runtime`. Chooses by what the answer holds.
+    """A `Grader` that grades in machines of `runtime`. The task's answer decides how: function calls, hidden tests, a
+    check function or a verifier.
 
-    `deadline_s` is that of data-graded calls and of a check; hidden tests and verifiers bring their own. `longest_s`
-    is the longest that a grade may take from its beginning. `repeats` and `canaries` guard hidden tests that pass, see
-    `TestBench`; at most two machines a core run them at once, so that their deadlines mean something. Not `to_the_end`,
-    a verdict is there with the first hidden test that fails: for those who ask only whether all pass.
+    `deadline_s`: for function calls and check functions, in seconds; hidden tests and verifiers have their own
+    deadlines. `total_deadline_s`: for a whole grade. `repeats`, `canaries`: how many extra runs verify passing hidden
+    tests, see `HiddenTestGrader`; at most two machines per core run tests at once, so that their deadlines are fair.
+    `run_all_tests`: False stops at the first hidden test that fails, for callers that only need to know whether all
+    pass.
     """
 
     def __init__(
@@ -45,101 +47,102 @@ class MachineGrader:
         runtime: Runtime,
         *,
         deadline_s: float = 10.0,
-        longest_s: float = 3600.0,
+        total_deadline_s: float = 3600.0,
         repeats: int = 4,
         canaries: int = 4,
-        to_the_end: bool = True,
+        run_all_tests: bool = True,
     ) -> None:
-        self._runtime, self._deadline_s, self._longest_s = runtime, deadline_s, longest_s
-        self._pythons = Pythons(runtime)
-        at_once = 2 * (os.cpu_count() or 1)
-        self._tests = TestBench(runtime, repeats=repeats, canaries=canaries, at_once=at_once, to_the_end=to_the_end)
-        self._verifiers = VerifierBench(runtime, canaries=min(2, canaries))
-        self._plans: dict[str, asyncio.Task[Plan | list[Canary]]] = {}  # the newest MAX_PLANS, by what they are made of
+        self._runtime, self._deadline_s, self._total_deadline_s = runtime, deadline_s, total_deadline_s
+        self._python_finder = PythonFinder(runtime)
+        max_machines = 2 * (os.cpu_count() or 1)
+        self._tests = HiddenTestGrader(
+            runtime, repeats=repeats, canaries=canaries, max_machines=max_machines, run_all_tests=run_all_tests
+        )
+        self._verifiers = VerifierGrader(runtime, canaries=min(2, canaries))
+        # The newest MAX_PLANS, by a digest of task and answer.
+        self._plans: dict[str, asyncio.Task[HiddenTestPlan | list[VerifierCanary]]] = {}
 
     async def grade(self, task: Task, answer: Answer, exports: Mapping[str, bytes]) -> Graded | Invalid:
-        """Judge the exports. Raises nothing that the agent or a machine can cause."""
+        """Grade the exports (path to content). Raises nothing that the agent or a machine can cause."""
         trust = Trust.DATA if answer.cases else Trust.CODE if answer.verifier is None else task.trust
         try:
             plan = await self._plan(task, answer) if answer.tests or answer.verifier else None
-            async with asyncio.timeout(self._longest_s):
-                return await self._judged(task, answer, _checked(task, exports), plan)
-        except Refused as refusal:
-            return refused(refusal, trust)
-        except Broken as broken:
-            return broken.invalid()
+            async with asyncio.timeout(self._total_deadline_s):
+                return await self._grade(task, answer, _validated(task, exports), plan)
+        except Rejected as rejection:
+            return rejected_grade(rejection, trust)
+        except GradingFault as fault:
+            return fault.invalid()
         except TaskError as error:
             return Invalid(boundary=Boundary.TASK, reason=one_line(error.what), evidence=str(error))
         except TimeoutError:
-            return refused(Refused(f"the grade did not end within {self._longest_s:g} s"), trust)
+            return rejected_grade(Rejected(f"the grade did not end within {self._total_deadline_s:g} s"), trust)
         except MachineError as error:
-            return Invalid(boundary=Boundary.MACHINE, reason="no machine to grade in", evidence=str(error))
+            return Invalid(boundary=Boundary.MACHINE, reason="no machine for grading", evidence=str(error))
 
-    async def _judged(self, task: Task, answer: Answer, work: Work, plan: Plan | list[Canary] | None) -> Graded:
-        if answer.tests is not None and isinstance(plan, Plan) and not task.running:
-            return await self._tests.grade(self._tests.ground(task, answer.tests), answer.tests, plan, work)
+    async def _grade(
+        self, task: Task, answer: Answer, submission: Submission, plan: HiddenTestPlan | list[VerifierCanary] | None
+    ) -> Graded:
+        if answer.tests is not None and isinstance(plan, HiddenTestPlan) and not task.running:
+            return await self._tests.grade(self._tests.machines(task, answer.tests), answer.tests, plan, submission)
         if answer.verifier is not None:
             canaries = plan if isinstance(plan, list) else []
-            return await self._verifiers.grade(task, answer.verifier, canaries, work)
+            return await self._verifiers.grade(task, answer.verifier, canaries, submission)
         if task.running:
-            facts = f"task {task.task_id} is judged by running processes, and its answer is no verifier"
-            raise Broken(Boundary.TASK, "running processes are judged by a verifier", facts)
-        ground = Ground(self._runtime, task, pythons=self._pythons)
+            facts = f"task {task.task_id} is graded by running processes, but its answer is not a verifier"
+            raise GradingFault(Boundary.TASK, "running processes need a verifier", facts)
+        machines = GradingMachines(self._runtime, task, python_finder=self._python_finder)
         if answer.cases:
-            return await grade_cases(ground, answer.cases, work, deadline_s=self._deadline_s)
+            return await grade_cases(machines, answer.cases, submission, deadline_s=self._deadline_s)
         if answer.test_code:
-            return await grade_check(ground, answer, work, deadline_s=self._deadline_s)
-        raise Broken(Boundary.GRADER, "the answer holds no hidden test", f"task {task.task_id}: nothing to judge by")
+            return await grade_check(machines, answer, submission, deadline_s=self._deadline_s)
+        raise GradingFault(Boundary.GRADER, "the answer has no hidden test", f"task {task.task_id}: no way to grade")
 
-    async def _plan(self, task: Task, answer: Answer) -> Plan | list[Canary]:
-        """What is asked of whoever does a task, made once however many ask for it. Raises `Broken`."""
+    async def _plan(self, task: Task, answer: Answer) -> HiddenTestPlan | list[VerifierCanary]:
+        """The plan of a task (which tests and canaries to run), made once and shared by concurrent grades. Raises
+        `GradingFault`."""
         key = hashlib.sha256(task.task_id.encode() + msgspec.json.encode(answer)).hexdigest()
         if key not in self._plans:
-            self._plans[key] = asyncio.create_task(self._made(task, answer))
-            self._plans[key].add_done_callback(_retrieve)
+            self._plans[key] = asyncio.create_task(self._make_plan(task, answer))
+            self._plans[key].add_done_callback(consume_exception)
             if len(self._plans) > MAX_PLANS:
                 del self._plans[next(iter(self._plans))]
         try:
             return await asyncio.shield(self._plans[key])
         except Exception:
-            self._plans.pop(key, None)  # what broke it may be over
+            self._plans.pop(key, None)  # the failure may be temporary
             raise
 
-    async def _made(self, task: Task, answer: Answer) -> Plan | list[Canary]:
+    async def _make_plan(self, task: Task, answer: Answer) -> HiddenTestPlan | list[VerifierCanary]:
         if answer.verifier is not None and not self._verifiers.variants(task, answer.verifier):
             return []
         try:
             reference = await reference_exports(self._runtime, task, answer)
-            async with asyncio.timeout(self._longest_s):
+            async with asyncio.timeout(self._total_deadline_s):
                 if answer.tests is not None:
                     return await self._tests.plan(task, answer.tests, reference)
                 assert answer.verifier is not None
                 return await self._verifiers.plan(task, answer.verifier, reference)
         except TaskError as error:
-            raise Broken(Boundary.TASK, "there is no reference solution", str(error)) from None
+            raise GradingFault(Boundary.TASK, "there is no reference solution", str(error)) from None
         except TimeoutError:
-            facts = f"no plan within {self._longest_s:g} s"
-            raise Broken(Boundary.TASK, "the reference solution is not judged in time", facts) from None
+            facts = f"no plan within {self._total_deadline_s:g} s"
+            raise GradingFault(Boundary.TASK, "the reference solution is not graded in time", facts) from None
         except MachineError as error:
-            raise Broken(Boundary.MACHINE, "no machine to grade in", str(error)) from None
+            raise GradingFault(Boundary.MACHINE, "no machine for grading", str(error)) from None
 
 
-def _retrieve(made: asyncio.Task[Plan | list[Canary]]) -> None:
-    if not made.cancelled():
-        made.exception()  # nobody may be waiting any more
-
-
-def _checked(task: Task, exports: Mapping[str, bytes]) -> Work:
-    """The exports, validated. Raises `Refused`."""
+def _validated(task: Task, exports: Mapping[str, bytes]) -> Submission:
+    """The exports after validation. Raises `Rejected`."""
     state = exports.get(STATE) if task.state else None
     if task.state and state is None:
         why = exports.get(NO_STATE, b"").decode(errors="replace")
-        raise Refused(f"the machine's state is over a limit: {why}" if why else _NOTHING_LEFT, over_limit=bool(why))
-    beside = (STATE, NO_STATE) if task.state else ()
+        raise Rejected(f"the machine's state is over a limit: {why}" if why else _NOTHING_LEFT, over_limit=bool(why))
+    state_keys = (STATE, NO_STATE) if task.state else ()
     try:
-        files = validate_exports({p: d for p, d in exports.items() if p not in beside}, task.exports)
+        files = validate_exports({p: d for p, d in exports.items() if p not in state_keys}, task.exports)
     except ValueError as error:
-        raise Refused(f"exports refused: {error}") from None
+        raise Rejected(f"exports refused: {error}") from None
     if state is not None and len(state) > MAX_STATE_BYTES:
-        raise Refused(f"the machine's state has {len(state)} bytes, at most {MAX_STATE_BYTES}", over_limit=True)
+        raise Rejected(f"the machine's state has {len(state)} bytes, at most {MAX_STATE_BYTES}", over_limit=True)
     return files if state is None else {**files, STATE: state}

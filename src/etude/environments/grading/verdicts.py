@@ -1,8 +1,9 @@
-"""How a grade ends: a number with a reason in one line, or evidence that it says nothing of the agent.
+"""How a grade ends: a reward with a one-line reason, or evidence that nothing can be said about the agent.
 
-The rule of blame is here in two exceptions. `Refused` is the agent's: its work earns nothing, for this reason.
-`Broken` is nobody's but the host's, the task's or the grader's, and may only be raised for what also happens without
-any file of the agent's (`Ground.host_works`, `Ground.starts`, a verifier on the untouched machine).
+Two exceptions decide who is to blame. `Rejected`: the agent's submission earns nothing. `GradingFault`: the host, the
+task or the grader failed, and the rollout is invalid. Raise `GradingFault` only for a failure that also happens without
+the agent's files (checked by `GradingMachines.check_host` and `check_python`, and by running a verifier on the
+untouched machine).
 """
 
 from __future__ import annotations
@@ -14,42 +15,48 @@ from etude.records.task import Trust
 REASON_CHARS = 200
 
 
-class Refused(Exception):
-    """The agent's work earns nothing; the message says why in one line. `forged`: a test passed that cannot pass.
-    `over_limit`: it was not looked at, being larger than may be."""
+class Rejected(Exception):
+    """The agent's submission earns a reward of 0; `reason` is one line.
+
+    `forged`: a test passed that cannot pass, so results were forged. `over_limit`: the submission was too large to be
+    graded.
+    """
 
     def __init__(self, reason: str, *, forged: bool = False, over_limit: bool = False) -> None:
         self.reason, self.forged, self.over_limit = one_line(reason), forged, over_limit
         super().__init__(self.reason)
 
 
-class Broken(Exception):
-    """There is no verdict, and the agent has no part in that."""
+class GradingFault(Exception):
+    """There is no verdict, and the agent did not cause that. `boundary`: what failed."""
 
     def __init__(self, boundary: Boundary, reason: str, evidence: str) -> None:
         self.boundary, self.reason, self.evidence = boundary, one_line(reason), evidence
         super().__init__(self.reason)
 
     def invalid(self) -> Invalid:
+        """The `Invalid` outcome of this fault."""
         return Invalid(boundary=self.boundary, reason=self.reason, evidence=self.evidence)
 
 
-def earned(grade: float, share: float, trust: Trust, reason: str) -> Graded:
-    """A verdict. `share` is that of the hidden tests which pass; `grade` alone counts."""
+def graded(grade: float, share: float, trust: Trust, reason: str) -> Graded:
+    """The outcome of a graded submission. `grade`: the reward. `share`: the share of hidden tests that pass,
+    recorded as a measure only."""
     measures = {"tests": share, "pass": float(grade == 1.0)}
     return Graded.of(grade, measures, trust=trust, reason=one_line(reason), version=__version__)
 
 
-def refused(refusal: Refused, trust: Trust) -> Graded:
-    """The verdict on work that earns nothing. A forged one says so in a term, one over a limit too: they are to be
-    looked at."""
-    said = {"forged": refusal.forged, "over_limit": refusal.over_limit}
-    measures = {"tests": 0.0, "pass": 0.0, **{name: 1.0 for name, is_so in said.items() if is_so}}
-    return Graded.of(0.0, measures, trust=trust, reason=refusal.reason, version=__version__)
+def rejected_grade(rejection: Rejected, trust: Trust) -> Graded:
+    """The outcome of a rejected submission: reward 0. The measures "forged" and "over_limit" mark what somebody
+    should look at."""
+    flags = {"forged": rejection.forged, "over_limit": rejection.over_limit}
+    measures = {"tests": 0.0, "pass": 0.0, **{name: 1.0 for name, is_so in flags.items() if is_so}}
+    return Graded.of(0.0, measures, trust=trust, reason=rejection.reason, version=__version__)
 
 
 def one_line(text: str) -> str:
-    """The text without line breaks, cut to what a log can bear; what cannot be printed or written is a question mark.
+    """The text in one line of at most `REASON_CHARS` characters. Characters that cannot be printed become question
+    marks.
 
     >>> one_line("a\\n  b \\ud800 \\x1b[2J")
     'a b ? ?[2J'

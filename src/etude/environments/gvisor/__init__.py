@@ -1,6 +1,6 @@
-"""Machines under gVisor: a kernel in user space between what runs and the host, where `runsc` is present.
+"""Machines under gVisor: a user-space kernel between the machine's programs and the host. Needs `runsc`.
 
-`runtime` hands out machines, `sandbox` is one of them as a process, `bundle` is what it is made of.
+`runtime` forks machines, `sandbox` is the process of one machine, `bundle` makes its root folder and configuration.
 """
 
 from etude.environments.gvisor.runtime import GVisorRuntime

@@ -1,7 +1,8 @@
-"""Makes the parts of a sandbox: its root folder, the mounts on it, and the config.json (OCI) that runsc reads.
+"""The parts of a sandbox: its root folder, its mounts, and the config.json (OCI runtime specification) that runsc
+reads.
 
-The runtime's own root is a skeleton of folders and small files in /etc, with the host's toolchain mounted on it
-read-only, as in machines of namespaces. The root of an image is read-only too; writes go to the sandbox's memory.
+The runtime's own root is a skeleton of folders and small files in /etc; the host's toolchain is mounted on it
+read-only, as in namespace machines. An image's root is read-only too; writes go to the sandbox's memory.
 """
 
 from __future__ import annotations
@@ -40,14 +41,19 @@ _CAPABILITIES = [
     "CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_FSETID", "CAP_KILL", "CAP_SETGID", "CAP_SETUID", "CAP_SETPCAP",
     "CAP_NET_BIND_SERVICE", "CAP_SYS_CHROOT", "CAP_SETFCAP", "CAP_SYS_ADMIN", "CAP_SYS_RESOURCE", "CAP_SYS_TIME",
 ]  # fmt: skip
-"""Capabilities of the agent in the sandbox; the commands that it runs keep few of them, or none."""
+"""Capabilities of the agent in the sandbox; its commands keep few or none of them."""
 _UNLIMITED = (1 << 63) - 1
-_PLACES = {"proc": 0o555, "dev": 0o755, "tmp": 0o1777, "sys": 0o555}  # where something is mounted, or nothing is shown
-_USERS_BYTES = 4 << 20  # of an image's passwd or group
+_MOUNT_POINTS = {
+    "proc": 0o555,
+    "dev": 0o755,
+    "tmp": 0o1777,
+    "sys": 0o555,
+}  # mount points, or folders that stay empty
+_USERS_BYTES = 4 << 20  # of an image's /etc/passwd or /etc/group
 
 
 def make_root(folder: Path) -> list[dict[str, Any]]:
-    """Make the skeleton in an empty folder. Returns the mounts on it, as config.json lists them."""
+    """Make the skeleton in an empty folder. Returns its mounts in the form of config.json."""
     for name in _FOLDERS:
         (folder / name).mkdir(parents=True, exist_ok=True)
     for name, text in _FILES.items():
@@ -70,16 +76,16 @@ def make_root(folder: Path) -> list[dict[str, Any]]:
 
 
 def make_image_root(image: Path, folder: Path) -> list[dict[str, Any]]:
-    """Make the root of an image's sandboxes in an empty folder. Returns the mounts on it, as config.json lists them.
+    """Make the root for sandboxes of an image in an empty folder. Returns its mounts in the form of config.json.
 
-    The image's own folder cannot be the root, as runsc would make mount points in it. /etc is a copy with the users of
-    machines added. The image's links are not trusted: they are copied, and none of them is followed on the host.
+    The image's own folder cannot be the root, as runsc would create mount points in it. /etc is a copy with the
+    machine's users added. The image's links are not trusted: they are copied, and never followed on the host.
     """
     mounts = []
     with open_folder(image) as source, Tree(folder, ImageLimits(), keep_setuid=True) as tree:
         for name in sorted(os.listdir(source)):
             found = os.lstat(name, dir_fd=source)
-            if name in _PLACES or name in ("etc", AGENT[1:]) or not _is_of_images(found):
+            if name in _MOUNT_POINTS or name in ("etc", AGENT[1:]) or not _is_supported(found):
                 continue
             owner = _owner_of(found)
             if stat.S_ISDIR(found.st_mode):
@@ -87,7 +93,7 @@ def make_image_root(image: Path, folder: Path) -> list[dict[str, Any]]:
                 mounts.append(_mount(f"/{name}", "bind", str(image / name), "rbind", "rw"))
             else:
                 copy_one(found, source, name, tree, name, owner)
-        for name, mode in _PLACES.items():
+        for name, mode in _MOUNT_POINTS.items():
             tree.folder(name, Owner(mode))
         tree.file(AGENT[1:], Owner(0o755), ())
         _make_etc(source, tree)
@@ -95,7 +101,7 @@ def make_image_root(image: Path, folder: Path) -> list[dict[str, Any]]:
 
 
 def _make_etc(image: int, tree: Tree) -> None:
-    """Copy the folder at /etc of an open image (links followed inside the image), and add the users of machines."""
+    """Copy /etc of an open image, following links inside the image only, and add the machine's users."""
     tree.folder("etc")
     try:
         etc = open_in(image, "etc", os.O_RDONLY | os.O_DIRECTORY)
@@ -108,7 +114,7 @@ def _make_etc(image: int, tree: Tree) -> None:
     if etc >= 0:
         try:
             for path, found, parent, name in walk(etc):
-                if _is_of_images(found):
+                if _is_supported(found):
                     copy_one(found, parent, name, tree, f"etc/{path}", _owner_of(found))
         finally:
             os.close(etc)
@@ -116,13 +122,13 @@ def _make_etc(image: int, tree: Tree) -> None:
         text = _text_in(image, f"etc/{name}")
         known = [line.split(":")[0] for line in text.splitlines()]
         lines = [line for line in _FILES[f"etc/{name}"].splitlines() if line.split(":")[0] not in known]
-        whole = "\n".join([text.rstrip("\n"), *lines]).lstrip("\n") + "\n"
-        tree.file(f"etc/{name}", Owner(0o644), (whole.encode(errors="surrogateescape"),))
+        content = "\n".join([text.rstrip("\n"), *lines]).lstrip("\n") + "\n"
+        tree.file(f"etc/{name}", Owner(0o644), (content.encode(errors="surrogateescape"),))
 
 
 def _text_in(image: int, path: str) -> str:
-    """The text of a regular file inside an open image, links followed as its own processes would; "" where it is no
-    regular file. `BadSource` past `_USERS_BYTES`."""
+    """Text of a regular file in an open image, following links inside the image only; "" if it is not a regular
+    file. Raises `BadSource` beyond `_USERS_BYTES`."""
     try:
         fd = open_in(image, path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -142,7 +148,7 @@ def _owner_of(found: os.stat_result) -> Owner:
     return Owner(stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid)
 
 
-def _is_of_images(found: os.stat_result) -> bool:
+def _is_supported(found: os.stat_result) -> bool:
     return stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)
 
 
@@ -155,19 +161,19 @@ def config(
     host_name: str,
     work: str,
     user: str,
-    own: bool,
+    own_root: bool,
 ) -> bytes:
-    """The text of config.json. `own`: the root is the runtime's own, with its working directory in memory."""
+    """The text of config.json. `own_root`: the root is the runtime's skeleton, with the working directory in memory."""
     arguments = ["--stdio", "--work", work, "--user", user, "--path", PATH]
     for name, value in (("nproc", limits.processes), ("nofile", limits.open_files), ("as", limits.address_bytes)):
         arguments += ["--limit", f"{name}={value}"]
-    places = [_mount("/proc", "proc", "proc"), _mount("/dev", "tmpfs", "tmpfs")]
-    places.append(_mount("/tmp", "tmpfs", "tmpfs", "mode=1777", f"size={limits.tmp_bytes}"))
-    if own:
+    all_mounts = [_mount("/proc", "proc", "proc"), _mount("/dev", "tmpfs", "tmpfs")]
+    all_mounts.append(_mount("/tmp", "tmpfs", "tmpfs", "mode=1777", f"size={limits.tmp_bytes}"))
+    if own_root:
         owner = ("mode=755", "uid=1000", "gid=1000", f"size={limits.work_bytes}")
-        places.append(_mount(work, "tmpfs", "tmpfs", *owner))
-    places += [*mounts, _mount(AGENT, "bind", str(agent), "bind", "ro")]
-    unlimited = {"type": "RLIMIT_CORE", "soft": _UNLIMITED, "hard": _UNLIMITED}  # else the agent cannot mark by it
+        all_mounts.append(_mount(work, "tmpfs", "tmpfs", *owner))
+    all_mounts += [*mounts, _mount(AGENT, "bind", str(agent), "bind", "ro")]
+    unlimited = {"type": "RLIMIT_CORE", "soft": _UNLIMITED, "hard": _UNLIMITED}  # the agent uses this limit as a mark
     process = {
         "terminal": False,
         "user": {"uid": 0, "gid": 0},
@@ -183,9 +189,9 @@ def config(
         {
             "ociVersion": "1.0.0",
             "process": process,
-            "root": {"path": str(root), "readonly": own},
+            "root": {"path": str(root), "readonly": own_root},
             "hostname": host_name,
-            "mounts": places,
+            "mounts": all_mounts,
             "linux": {"namespaces": namespaces},
         }
     ).encode()

@@ -1,7 +1,7 @@
-"""`Runtime` of gVisor: what runs sees a kernel in user space, written in Go, and the host sees that kernel's few calls.
+"""`Runtime` of gVisor: a machine's programs run on a user-space kernel, which makes only few system calls to the host.
 
-A snapshot is the working directory's files alone: a tree's bytes, kept by their digest. Knows nothing of tasks and
-rewards.
+A snapshot contains the working directory's files only: a tree's bytes, addressed by their digest. Tasks and rewards are
+not known here.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from pathlib import Path
 from typing import Any
 
 from etude.environments.agent import AgentMachine, Channel, program
-from etude.environments.agent.channel import Lost
-from etude.environments.config import MachineLimits, require_bound
+from etude.environments.agent.channel import ChannelLost
+from etude.environments.config import MachineLimits, check_memory_bound
 from etude.environments.gvisor.bundle import WORK, config, make_image_root, make_root
-from etude.environments.gvisor.groups import Groups
+from etude.environments.gvisor.cgroups import SandboxCgroups
 from etude.environments.gvisor.sandbox import Sandbox, memory_overlay, probe_platform, require_runsc
-from etude.environments.namespace.images import State, state_in
+from etude.environments.namespace.images import ImageState, unpack_state
 from etude.environments.namespace.snapshots import Snapshots, tree
 from etude.errors import MachineError
 from etude.records.command import check_count
 from etude.records.image import Image
-from etude.scratch import OwnFolder
+from etude.scratch import ScratchDirectory
 from etude.seams import Machine, RuntimeInfo
 
 _SNAPSHOT_BYTES = 256 << 20
-_HAVE_WORK = 'mkdir -p "$0" && { [ -n "$1" ] || chown -R 1000:1000 "$0"; }'
+_MAKE_WORKDIR = 'mkdir -p "$0" && { [ -n "$1" ] || chown -R 1000:1000 "$0"; }'
 _USERS = ("user", "root")
 _ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 class GVisorRuntime:
-    """Forks sandboxes. `MachineError` where there is no `runsc` or no agent, or where gVisor runs nothing.
+    """Forks sandboxes. Raises `MachineError` without `runsc` or the machine agent, or if gVisor cannot run here.
 
-    At most `max_machines` are alive. `roots` gives the folder of an image's root filesystem by its digest
-    (`ImageStore.root`); without it there is only the host's own toolchain, read-only.
+    `max_machines`: the most that are alive at once. `roots`: the folder of an image's root filesystem by its digest
+    (`ImageStore.root`); without it, machines have the host's toolchain, read-only.
     """
 
     def __init__(
@@ -54,32 +54,33 @@ class GVisorRuntime:
         self._max_machines, self._roots = max_machines, roots
         self._snapshots = Snapshots(max_bytes=_SNAPSHOT_BYTES)
         self._machines: dict[Sandbox, AgentMachine] = {}
-        self._num_coming = 0
+        self._num_starting = 0
         self._closed = False
         self._image_roots: dict[str, tuple[Path, list[dict[str, Any]]]] = {}
-        self._groups = Groups(self._limits, max_machines)
+        self._groups = SandboxCgroups(self._limits, max_machines)
         try:
-            require_bound(self._limits, self._groups.controllers)
-            with room():
-                self._own = OwnFolder("gvisor")
+            check_memory_bound(self._limits, self._groups.controllers)
+            with disk_errors():
+                self._scratch = ScratchDirectory("gvisor")
         except MachineError:
             self._groups.close()
             raise
         try:
-            with room():
-                self._mounts = make_root(self._own.path / "root")
+            with disk_errors():
+                self._mounts = make_root(self._scratch.path / "root")
         except MachineError:
-            self._own.close()
+            self._scratch.close()
             self._groups.close()
             raise
 
     @property
     def info(self) -> RuntimeInfo:
+        """See `Runtime.info`."""
         unbound = [name for name in ("memory", "cpu") if name not in self._groups.controllers]
         notes = (
             f"gVisor {self._version} with {self._platform}",
             "a snapshot is the working directory's files, in an image as well",
-            *(f"{name}: nothing bounds a machine as a whole, there is no control group for it" for name in unbound),
+            *(f"{name}: no limit on a machine in total, as no control group is available" for name in unbound),
         )
         return RuntimeInfo(
             name="gvisor",
@@ -92,38 +93,38 @@ class GVisorRuntime:
 
     async def prepare(self, files: Mapping[str, bytes], *, image: Image | None = None) -> str:
         """See `Runtime.prepare`."""
-        self._must_be_open()
+        self._require_open()
         return self._keep(tree(files), image)
 
     def _keep(self, packed: bytes, image: Image | None) -> str:
-        """Keep a tree, or one in an image. `MachineError` where the image is not there."""
+        """Cache a tree, or one for an image. Raises `MachineError` if the image is missing."""
         if image is None:
             return self._snapshots.keep(packed)
         if self._roots is None or not self._roots(image.digest).is_dir():
             hint = "build it, and name its store: --images STORE, or `images` in [machines]"
             raise MachineError(f"no image {image.digest[:12]}", "its files are not there", hint=hint)
-        return self._snapshots.keep(State(image, packed, b"").pack())
+        return self._snapshots.keep(ImageState(image, packed, b"").pack())
 
     def _kept(self, snapshot: str) -> bytes:
         packed = self._snapshots.get(snapshot)
         if packed is None:
-            raise MachineError(f"no snapshot {snapshot[:12]}", "unknown, or gone for others", hint="prepare it again")
+            raise MachineError(f"no snapshot {snapshot[:12]}", "unknown or evicted", hint="prepare it again")
         return packed
 
     async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
-        """See `Portable.pack`: the tree itself. `MachineError` for a machine of an image, whose snapshot is its working
-        directory alone: judged by that, whoever changed what lies outside would have done nothing."""
+        """See `Portable.pack`. The packed form is the tree itself. Raises `MachineError` for an image's machine: its
+        snapshot lacks changes outside of the working directory, so it cannot be graded by its state."""
         packed = self._kept(snapshot)
-        if state_in(packed) is not None:
-            facts = "what is outside its working directory is in no snapshot of gVisor"
-            raise MachineError("this machine's state is not whole", facts, hint="use backend microvm or namespace")
+        if unpack_state(packed) is not None:
+            facts = "snapshots of gVisor lack changes outside of the working directory"
+            raise MachineError("this machine's state is incomplete", facts, hint="use backend microvm or namespace")
         if len(packed) > max_bytes:
             raise ValueError(f"the snapshot has {len(packed)} bytes, at most {max_bytes}")
         return packed
 
     async def unpack(self, packed: bytes) -> str:
         """See `Portable.unpack`."""
-        self._must_be_open()
+        self._require_open()
         return self._snapshots.adopt(packed)
 
     def hold(self, snapshot: str) -> int:
@@ -137,30 +138,30 @@ class GVisorRuntime:
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
         """See `Runtime.fork`."""
         check_count(n)
-        self._must_be_open()
+        self._require_open()
         packed = self._kept(snapshot)
-        state = state_in(packed)
+        state = unpack_state(packed)
         image = None if state is None else state.image
-        num_alive = len(self._machines) + self._num_coming
+        num_alive = len(self._machines) + self._num_starting
         if num_alive + n > self._max_machines:
-            facts = f"{num_alive} machines are alive, {n} more were asked for"
+            facts = f"{num_alive} machines are alive, {n} more were requested"
             raise MachineError(
                 f"at most {self._max_machines} machines", facts, hint="close some, or raise max_machines"
             )
-        self._num_coming += n
+        self._num_starting += n
         forking = [asyncio.create_task(self._fork(packed if state is None else state.tree, image)) for _ in range(n)]
         try:
             async with asyncio.timeout(deadline_s):
                 return list(await asyncio.gather(*forking))
         except TimeoutError:
-            await _undo(forking)
+            await _close_all(forking)
             facts = f"{n} machines in {deadline_s:g} s"
-            raise MachineError("a fork was late", facts, hint="fork fewer at once, or give more time") from None
+            raise MachineError("a fork timed out", facts, hint="fork fewer at once, or raise the deadline") from None
         except BaseException:
-            await _undo(forking)
+            await _close_all(forking)
             raise
         finally:
-            self._num_coming -= n
+            self._num_starting -= n
 
     async def _fork(self, packed: bytes, image: Image | None) -> AgentMachine:
         sandbox, channel = self._start(image)
@@ -171,19 +172,19 @@ class GVisorRuntime:
             users=(user, *(name for name in _USERS if name != user)),
             snapshot=lambda machine: self._snapshot(machine, image),
             end=sandbox.close,
-            blame=lambda: _blame(sandbox),
+            blame=lambda: _kill_unresponsive(sandbox),
         )
         self._machines[sandbox] = machine
         try:
             await channel.ready(60.0)
             if image is not None:
-                await _have_work(machine, image)
+                await _make_workdir(machine, image)
             await machine.load(packed)
-            self._must_be_open()
-        except (Lost, FileNotFoundError) as lost:
-            said = sandbox.process.said()
+            self._require_open()
+        except (ChannelLost, FileNotFoundError) as lost:
+            log = sandbox.process.log_tail()
             await machine.close()
-            raise MachineError("a sandbox did not start", f"{lost}; {said}", hint="try: runsc do true") from None
+            raise MachineError("a sandbox did not start", f"{lost}; {log}", hint="try: runsc do true") from None
         except (OSError, ValueError) as error:
             await machine.close()
             raise MachineError("a tree does not fit into a machine", str(error), hint="see MachineLimits") from None
@@ -193,12 +194,12 @@ class GVisorRuntime:
         return machine
 
     def _start(self, image: Image | None) -> tuple[Sandbox, Channel]:
-        folder = self._own.path / secrets.token_hex(6)
-        root, mounts, work, user = self._own.path / "root", self._mounts, WORK, _USERS[0]
+        folder = self._scratch.path / secrets.token_hex(6)
+        root, mounts, work, user = self._scratch.path / "root", self._mounts, WORK, _USERS[0]
         if image is not None:
             work, user = image.workdir, image.user or _USERS[0]
             root, mounts = self._image_root(image.digest)
-        words = config(
+        config_json = config(
             root,
             mounts,
             self._agent,
@@ -206,26 +207,26 @@ class GVisorRuntime:
             host_name=secrets.token_hex(6),
             work=work,
             user=user,
-            own=image is None,
+            own_root=image is None,
         )
-        with room(folder):
+        with disk_errors(folder):
             folder.mkdir(mode=0o700)
-            (folder / "config.json").write_bytes(words)
+            (folder / "config.json").write_bytes(config_json)
             overlay = "" if image is None else self._overlay
-            sandbox = Sandbox(folder, self._platform, overlay=overlay, ended=self._gone, groups=self._groups)
+            sandbox = Sandbox(folder, self._platform, overlay=overlay, on_close=self._forget, groups=self._groups)
         return sandbox, Channel(sandbox.read_fd, sandbox.write_fd)
 
     def _image_root(self, digest: str) -> tuple[Path, list[dict[str, Any]]]:
-        """Made once, and never written to: what machines write goes to their memory."""
+        """The root folder of an image's sandboxes, made once. It stays unchanged: machines write to their memory."""
         assert self._roots is not None
         if digest not in self._image_roots:
-            root = self._own.path / f"root-{digest[:16]}"
-            with room(root):
+            root = self._scratch.path / f"root-{digest[:16]}"
+            with disk_errors(root):
                 root.mkdir()
                 self._image_roots[digest] = root, make_image_root(self._roots(digest), root)
         return self._image_roots[digest]
 
-    def _gone(self, sandbox: Sandbox) -> None:
+    def _forget(self, sandbox: Sandbox) -> None:
         self._machines.pop(sandbox, None)
 
     async def _snapshot(self, machine: AgentMachine, image: Image | None) -> str:
@@ -237,31 +238,32 @@ class GVisorRuntime:
             return
         self._closed = True
         await asyncio.gather(*(machine.close() for machine in list(self._machines.values())))
-        await asyncio.to_thread(self._own.close)
+        await asyncio.to_thread(self._scratch.close)
         await asyncio.to_thread(self._groups.close)
 
-    def _must_be_open(self) -> None:
+    def _require_open(self) -> None:
         if self._closed:
             raise MachineError("the runtime is closed", hint="make a new runtime")
 
 
-async def _have_work(machine: AgentMachine, image: Image) -> None:
-    """Its working directory is there, and who works in it owns it. An image's tools do it: its root is not ours."""
-    argv = ["sh", "-c", _HAVE_WORK, image.workdir, image.user]
+async def _make_workdir(machine: AgentMachine, image: Image) -> None:
+    """Create the working directory and give it to its user, with the image's own tools, as etude does not trust its
+    root."""
+    argv = ["sh", "-c", _MAKE_WORKDIR, image.workdir, image.user]
     made = await machine.exec(argv, key=secrets.token_hex(8), deadline_s=60.0, user="root", cwd="/")
     if made.exit_code:
         facts = f"exit code {made.exit_code}: {made.output[-200:].decode(errors='replace').strip()}"
-        hint = "an image of machines of gVisor needs sh, mkdir and chown"
+        hint = "images for gVisor machines need sh, mkdir and chown"
         raise MachineError(f"no working directory {image.workdir}", facts, hint=hint)
 
 
-def _blame(sandbox: Sandbox) -> str:
-    """A sandbox can end or hang by what runs in it, and nothing but its end is owed to it."""
+def _kill_unresponsive(sandbox: Sandbox) -> str:
+    """Kill a sandbox that does not answer. Its programs can cause that, so the host is never blamed."""
     sandbox.process.kill()
     return ""
 
 
-async def _undo(forking: list[asyncio.Task[AgentMachine]]) -> None:
+async def _close_all(forking: list[asyncio.Task[AgentMachine]]) -> None:
     for task in forking:
         task.cancel()
     for result in await asyncio.gather(*forking, return_exceptions=True):
@@ -270,12 +272,12 @@ async def _undo(forking: list[asyncio.Task[AgentMachine]]) -> None:
                 await result.close()
 
 
-# ------------------------------------------------------------------------------------------------- a disk without room
+# ------------------------------------------------------------------------------------------------- errors of the disk
 
 
 @contextlib.contextmanager
-def room(*made: Path) -> Iterator[None]:
-    """What cannot be written inside is a `MachineError`; whatever goes wrong, these folders are gone again."""
+def disk_errors(*made: Path) -> Iterator[None]:
+    """Convert `OSError` in the block to `MachineError`. After any error, remove the folders `made`."""
     try:
         yield
     except BaseException as error:
@@ -283,5 +285,5 @@ def room(*made: Path) -> Iterator[None]:
             shutil.rmtree(folder, ignore_errors=True)
         if not isinstance(error, OSError):
             raise
-        hint = "make room in the folder for temporary files, or set TMPDIR to one that has some"
-        raise MachineError("no room for a sandbox", str(error), hint=hint) from None
+        hint = "free space in the temporary folder, or set TMPDIR to another one"
+        raise MachineError("no disk space for a sandbox", str(error), hint=hint) from None

@@ -1,4 +1,4 @@
-"""Starts and ends one sandbox: a `runsc run` process with the agent inside, reached over a pair of pipes."""
+"""Start and end one sandbox: a `runsc run` process with the agent inside, reached over two pipes."""
 
 from __future__ import annotations
 
@@ -10,23 +10,18 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from etude.environments.bound import BoundProcess, require
-from etude.environments.gvisor.groups import Groups
+from etude.environments.child_process import ChildProcess, require_programs
+from etude.environments.gvisor.cgroups import SandboxCgroups
 from etude.errors import MachineError
 
 PLATFORMS = ("systrap", "ptrace")  # how runsc intercepts system calls, the faster first; KVM would need /dev/kvm
 _PROBE_S = 20.0
-_RUNSC = (
-    "env",
-    "-u",
-    "TMPDIR",
-    "runsc",
-)  # its sandbox is nobody, who may not enter a private folder for temporary files
+_RUNSC = ("env", "-u", "TMPDIR", "runsc")  # its sandbox runs as nobody, who cannot enter a private TMPDIR
 
 
 def require_runsc() -> str:
-    """The version of runsc that is installed. Raises `MachineError` where none is."""
-    require({"runsc": "runsc (or gvisor.dev's)"}, "machines of gVisor")
+    """The installed version of runsc. Raises `MachineError` if there is none."""
+    require_programs({"runsc": "runsc (or gvisor.dev's)"}, "machines of gVisor")
     done = subprocess.run(["runsc", "--version"], capture_output=True, text=True, timeout=20.0)
     words = done.stdout.split()
     if done.returncode or len(words) < 3:
@@ -41,21 +36,23 @@ def memory_overlay() -> str:
 
 
 def probe_platform() -> str:
-    """Find the first of `PLATFORMS` under which a program runs on this host. Blocks for about a second where one works.
-    Raises `MachineError` where none does."""
-    trouble = ""
+    """The first of `PLATFORMS` that works on this host. Blocks for about a second. Raises `MachineError` if none
+    works."""
+    problem = ""
     for name in PLATFORMS:
         try:
             done = subprocess.run(
                 [*_RUNSC, *_flags(name), "do", "/bin/true"], capture_output=True, text=True, timeout=_PROBE_S, cwd="/"
             )
         except subprocess.TimeoutExpired:
-            trouble = f"{name}: no answer within {_PROBE_S:g} s"
+            problem = f"{name}: no answer within {_PROBE_S:g} s"
             continue
         if done.returncode == 0:
             return name
-        trouble = f"{name}: {done.stderr.strip().splitlines()[-1:] or ['no reason given']}"
-    raise MachineError("gVisor runs nothing here", trouble, hint="allow user namespaces and ptrace, or run as root")
+        problem = f"{name}: {done.stderr.strip().splitlines()[-1:] or ['no reason given']}"
+    raise MachineError(
+        "gVisor does not work on this host", problem, hint="allow user namespaces and ptrace, or run as root"
+    )
 
 
 def _flags(platform: str) -> list[str]:
@@ -64,42 +61,45 @@ def _flags(platform: str) -> list[str]:
 
 
 class Sandbox:
-    """A started sandbox. `folder` is its own, and removed with it; `read_fd` and `write_fd` lead to its agent."""
+    """A started sandbox. It owns `folder`, which is removed with it. `read_fd` and `write_fd` lead to its agent."""
 
     def __init__(
-        self, folder: Path, platform: str, *, overlay: str, ended: Callable[[Sandbox], None], groups: Groups
+        self, folder: Path, platform: str, *, overlay: str, on_close: Callable[[Sandbox], None], groups: SandboxCgroups
     ) -> None:
-        """Start a sandbox from `folder`, which has its config.json. `overlay` is `memory_overlay()` for a root that can
-        be written to, else "". The process runs in a control group of `groups`."""
-        self._folder, self._ended, self._closed = folder, ended, False
+        """Start a sandbox from `folder`, which contains its config.json.
+
+        `overlay`: `memory_overlay()` for a writable root, else "". `on_close`: called once when it closes. `groups`:
+        the control groups to run in.
+        """
+        self._folder, self._on_close, self._closed = folder, on_close, False
         self._groups, self._slot = groups, groups.take()
-        self._said = os.memfd_create("etude-said", os.MFD_CLOEXEC)
-        theirs_in, self.write_fd = os.pipe2(os.O_CLOEXEC)
-        self.read_fd, theirs_out = os.pipe2(os.O_CLOEXEC)
+        self._log_fd = os.memfd_create("etude-log", os.MFD_CLOEXEC)
+        agent_stdin, self.write_fd = os.pipe2(os.O_CLOEXEC)
+        self.read_fd, agent_stdout = os.pipe2(os.O_CLOEXEC)
         flags = [f"--root={folder}/state", *_flags(platform), *([overlay] if overlay else [])]
         runsc = [*_RUNSC, *flags, "run", "--bundle", str(folder), f"etude-{secrets.token_hex(6)}"]
         command = groups.inside(self._slot, runsc)
         try:
-            self.process = BoundProcess(command, said=self._said, stdin=theirs_in, stdout=theirs_out, fds=())
+            self.process = ChildProcess(command, log_fd=self._log_fd, stdin=agent_stdin, stdout=agent_stdout, fds=())
         except MachineError:
-            for fd in (self.read_fd, self.write_fd, self._said):
+            for fd in (self.read_fd, self.write_fd, self._log_fd):
                 os.close(fd)
             groups.give_back(self._slot)
             raise
         finally:
-            os.close(theirs_in)
-            os.close(theirs_out)
+            os.close(agent_stdin)
+            os.close(agent_stdout)
 
     async def close(self) -> None:
-        """Kill the sandbox, wait until its processes are gone, and remove its folder. Does not close `read_fd` and
-        `write_fd`: their reader does. Idempotent."""
+        """Kill the sandbox, wait for its processes, and remove its folder. The reader of `read_fd` and `write_fd`
+        closes those. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        self._ended(self)
+        self._on_close(self)
         try:
-            await self.process.close()  # what it has started dies with it: each is bound to its parent
+            await self.process.close()  # its children die with it
             self._groups.give_back(self._slot)
         finally:
-            os.close(self._said)
+            os.close(self._log_fd)
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)

@@ -40,7 +40,7 @@ from etude.environments.images.openat import open_in
 from etude.environments.images.records import ImageRecord
 from etude.environments.images.store import ImageStore
 from etude.environments.images.tree import normalize_path
-from etude.environments.network.outlets import Outlets
+from etude.environments.network.build_network import BuildNetwork
 from etude.errors import InputError, MachineError, nearest
 from etude.records.command import ExecResult
 from etude.records.image import Image
@@ -61,7 +61,7 @@ async def build_from_dockerfile(
     runtime: Runtime | None = None,
     refused: str = "",
     run_deadline_s: float = 1800.0,
-    outlets: Outlets | None = None,
+    outlets: BuildNetwork | None = None,
 ) -> ImageRecord:
     """Build an image from a Dockerfile in the folder `context`.
 
@@ -145,7 +145,7 @@ class _Build:
     """One build. Each stage is built once, when it is needed."""
 
     run_deadline_s: float
-    outlets: Outlets | None
+    outlets: BuildNetwork | None
     refused: str
 
     def __init__(

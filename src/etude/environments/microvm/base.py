@@ -21,7 +21,7 @@ import weakref
 from pathlib import Path
 
 from etude.environments.agent import Channel, commands
-from etude.environments.agent.channel import Lost
+from etude.environments.agent.channel import ChannelLost
 from etude.environments.microvm import memory, overlay
 from etude.environments.microvm.qemu import MEMORY_NAME, NUDGE_S, Boot, Hardware, Qemu
 from etude.environments.microvm.snapshots import Snapshot
@@ -109,9 +109,9 @@ async def _until_ready(guest: Qemu, booting: BootConfig) -> None:
         warm, env = ["sh", "-c", booting.warm], {"LANG": "C.UTF-8"}
         command = Command.of(warm, key="warm", deadline_s=BOOT_DEADLINE_S, env=env, user=booting.user)
         await commands.run(channel, command)
-    except Lost as lost:
+    except ChannelLost as lost:
         raise MachineError(
-            "a guest did not boot", f"{lost}; {guest.process.said()}", hint="build the image again"
+            "a guest did not boot", f"{lost}; {guest.process.log_tail()}", hint="build the image again"
         ) from None
     except ValueError as error:
         facts = f"{booting.user!r}: {error}"

@@ -78,11 +78,11 @@ async def _kvm_problem(image: BaseImage) -> str:
         guest = Qemu(hardware, ram, boot=Boot(image.kernel, initial))
         try:
             async with asyncio.timeout(_DEADLINE_S):
-                await guest.process.ended()
+                await guest.process.wait()
         except TimeoutError:
             return f"/dev/kvm can be opened, but a guest did not boot with it within {_DEADLINE_S:g} s"
         finally:
-            output = guest.process.said()
+            output = guest.process.log_tail()
             await guest.close()
     except MachineError as error:
         return f"{error.what}: {error.facts}".splitlines()[0]

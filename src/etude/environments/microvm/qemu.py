@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from etude.environments.bound import BoundProcess, require
+from etude.environments.child_process import ChildProcess, require_programs
 from etude.environments.microvm import memory, overlay
 from etude.environments.microvm.qmp import Monitor
 from etude.errors import MachineError
@@ -50,7 +50,7 @@ class Boot(NamedTuple):
 
 def require_qemu() -> str:
     """Return the version of the installed QEMU. Raises `MachineError` if it, or another requirement, is missing."""
-    require({PROGRAM: "qemu-system-x86"}, "virtual machines")
+    require_programs({PROGRAM: "qemu-system-x86"}, "virtual machines")
     done = subprocess.run([PROGRAM, "--version"], capture_output=True, text=True, timeout=20.0)
     words = done.stdout.split()
     if done.returncode or "version" not in words:
@@ -77,7 +77,7 @@ class Qemu:
         command = _command(hardware, qmp.fileno(), agent.fileno(), self.disk, ram, boot or loaded.fileno())
         try:
             overlay.write_empty(self.disk, hardware.disk_bytes)
-            self.process = BoundProcess(command, said=self._said, fds=inherited)
+            self.process = ChildProcess(command, log_fd=self._said, fds=inherited)
         except BaseException as error:
             self._release()
             if isinstance(error, OSError):
@@ -93,7 +93,9 @@ class Qemu:
             try:
                 self.monitor = await Monitor.open(self._qmp, deadline_s=deadline_s)
             except MachineError as error:
-                raise MachineError("QEMU did not start", self.process.said() or str(error), hint=error.hint) from None
+                raise MachineError(
+                    "QEMU did not start", self.process.log_tail() or str(error), hint=error.hint
+                ) from None
         return self.monitor
 
     def mapping(self) -> memory.Mapping:
@@ -109,7 +111,7 @@ class Qemu:
                 await asyncio.get_running_loop().sock_sendall(self._loads, state)
             await monitor.event("RESUME", deadline_s=deadline_s)
         except (MachineError, OSError) as error:  # TimeoutError among them
-            facts = self.process.said() or str(error) or f"QEMU did not load it within {deadline_s:g} s"
+            facts = self.process.log_tail() or str(error) or f"QEMU did not load it within {deadline_s:g} s"
             raise MachineError("a snapshot cannot be loaded", facts, hint="fork another machine") from None
 
     async def save(self) -> bytes:

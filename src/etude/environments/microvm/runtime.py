@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from etude.environments.agent import AgentMachine, Channel, program
-from etude.environments.agent.channel import Lost
-from etude.environments.bounded import Bounded
+from etude.environments.agent.channel import ChannelLost
 from etude.environments.config import MachineLimits
+from etude.environments.lru_cache import LruCache
 from etude.environments.microvm import overlay, snapshots
 from etude.environments.microvm import packed as packing
 from etude.environments.microvm.base import Base, boot
@@ -61,7 +61,7 @@ class MicroVMRuntime:
         self._bases = self._image.disk.parent.parent / "booted"
         self._limits = limits if limits is not None else MachineLimits()
         self._max_machines, self._spare, self._roots = max_machines, spare, roots
-        self._snapshots = Bounded[Snapshot](lambda snapshot: snapshot.num_bytes, max_bytes=_SNAPSHOT_BYTES)
+        self._snapshots = LruCache[Snapshot](lambda snapshot: snapshot.num_bytes, max_bytes=_SNAPSHOT_BYTES)
         self._booting: dict[str, asyncio.Task[Spares]] = {}  # by image
         self._booted: dict[str, tuple[Spares, Image | None]] = {}  # by image
         self._preparing: dict[str, asyncio.Task[str]] = {}
@@ -106,7 +106,7 @@ class MicroVMRuntime:
         try:
             await guest.machine.load(packed)
             return self._snapshots.put(name, await guest.take())
-        except (FileNotFoundError, Lost) as gone:
+        except (FileNotFoundError, ChannelLost) as gone:
             raise MachineError("a snapshot could not be prepared", str(gone), hint="prepare it again") from None
         except OSError as full:
             raise ValueError(f"the files do not fit into a machine: {full}") from None
@@ -353,7 +353,7 @@ class Guest:
 
     async def take(self) -> Snapshot:
         """Its state, memory and disk, between two frames of the channel. `Lost` where it is gone, `MachineError`."""
-        async with self._lock, self._channel.held(_QUIET_S):
+        async with self._lock, self._channel.paused(_QUIET_S):
             return await snapshots.take(self.qemu, self._image)
 
     async def resume_if_stopped(self) -> None:
@@ -372,7 +372,7 @@ class Guest:
         self.qemu.process.kill()
         if full:
             return f"the host's disk is full: {overlay.SPACE_HINT}"
-        return "" if self._channel.is_up else f"it did not respond after its restore: {self.qemu.process.said()}"
+        return "" if self._channel.is_up else f"it did not respond after its restore: {self.qemu.process.log_tail()}"
 
     async def _end(self) -> None:
         self._ended(self)

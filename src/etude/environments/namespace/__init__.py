@@ -1,7 +1,8 @@
-"""Machines made of Linux namespaces, control groups, limits and a system-call filter. The kernel is shared.
+"""Machines made of Linux namespaces, control groups, resource limits and a system-call filter. They share the host's
+kernel.
 
-`runtime` hands out machines, `machine` uses one, `launcher` talks to the processes that make them and run commands;
-`guest` is the code over there, which never sees this process's memory.
+`runtime` forks machines, `machine` is one of them, and `launcher` talks to the processes that create machines and run
+commands. `guest` is the code of those processes; it never sees this process's memory.
 """
 
 from etude.environments.namespace.runtime import NamespaceRuntime, probe

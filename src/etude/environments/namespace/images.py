@@ -1,7 +1,7 @@
-"""Machines of images: whom they run as, what a snapshot of one is, and how one tells what it has changed.
+"""Machines whose root is an image: their user, their snapshots, and their changes to the image.
 
-A snapshot is the image's name, the files that were prepared, and a layer: what commands have changed since, wherever
-in the root. It is content-addressed like any other, and small, since the image stays where it is.
+A snapshot consists of the image's name, the prepared files, and a layer with everything that commands have changed
+anywhere in the root. It is content-addressed like any other snapshot, and small, since the image is not copied.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import io
 import os
 import re
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
@@ -27,57 +27,59 @@ from etude.environments.images.tree import Tree
 from etude.environments.namespace.guest import files, wire
 from etude.environments.namespace.guest.overlay import AGENT, COPIED, MOUNTED, NUM_IDS
 from etude.environments.namespace.guest.syscalls import acting_on_files_as
-from etude.environments.namespace.launcher import LauncherProcess, Made
+from etude.environments.namespace.launcher import LauncherProcess, MachineHandle
 from etude.environments.namespace.machine import NamespaceMachine
 from etude.errors import EtudeError, MachineError
 from etude.records.image import Image
 
-_KIND = 2  # of a frame; a tree's is 1
+_KIND = 2  # kind of a state's frame; a tree's is 1
 _PASSWD_BYTES = 1 << 20
 _NUMBER = re.compile("[0-9]{1,9}")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
-class State(NamedTuple):
-    """A snapshot of an image's machine: `tree` a TREE frame for the working directory, `layer` on top, or empty."""
+class ImageState(NamedTuple):
+    """A snapshot of an image's machine. `tree`: a TREE frame for the working directory; `layer`: the changes on top.
+    Either may be empty."""
 
     image: Image
     tree: bytes
     layer: bytes
 
     def pack(self) -> bytes:
-        """One frame of all of it."""
+        """The state as one frame of bytes."""
         return wire.pack(_KIND, msgspec.json.encode(self.image), self.tree, self.layer)
 
 
-def state_in(frame: bytes) -> State | None:
-    """The state in a frame, or None for what could be the frame of a plain tree. `ValueError` for other bytes."""
+def unpack_state(frame: bytes) -> ImageState | None:
+    """The state in a frame, or None for the frame of a plain tree. Raises `ValueError` for anything else."""
     if frame[:1] == bytes([wire.TREE]):
         return None
     kind, fields = wire.unpack(frame)
     if kind != _KIND or len(fields) != 3:
-        raise ValueError("these bytes are no snapshot")
+        raise ValueError("not a packed snapshot")
     try:
-        return State(msgspec.json.decode(fields[0], type=Image), fields[1], fields[2])
+        return ImageState(msgspec.json.decode(fields[0], type=Image), fields[1], fields[2])
     except msgspec.MsgspecError as error:
-        raise ValueError(f"these bytes are no snapshot: {error}") from None
+        raise ValueError(f"not a packed snapshot: {error}") from None
 
 
-def launcher_facts(store: ImageStore, image: Image, limits: MachineLimits) -> dict[str, Any]:
-    """What a launcher must know of an image. `MachineError` where the store has it not, or not its user."""
+def image_settings(store: ImageStore, image: Image, limits: MachineLimits) -> dict[str, Any]:
+    """The launcher's settings for machines of an image. Raises `MachineError` if the store lacks the image, or the
+    image's user or directory is invalid."""
     try:
         record: ImageRecord = store.get(image.digest)
     except EtudeError as error:
         raise MachineError(f"no machine of image {image.digest[:16]}", error.what, hint=error.hint) from None
     if not image.workdir.startswith("/") or "\0" in image.workdir or ".." in image.workdir.split("/"):
         raise MachineError(
-            "no machine of that image", f"its directory is {image.workdir!r}", hint="name an absolute one"
+            "no machine of that image", f"its working directory is {image.workdir!r}", hint="use an absolute path"
         )
     for variable, value in image.env.items():
         if not variable or "=" in variable or "\0" in variable + value:
             facts = f"it sets {variable[:40]!r}"
-            raise MachineError(f"no machine of image {image.digest[:16]}", facts, hint="mend its environment")
-    uid, gid, name, home, users = _person(store, image)
+            raise MachineError(f"no machine of image {image.digest[:16]}", facts, hint="fix its environment")
+    uid, gid, name, home, users = _find_user(store, image)
     env = {"PATH": _PATH, "HOME": home, "USER": name, "LANG": "C.UTF-8", **image.env, "PWD": image.workdir}
     words = f"{image.workdir}{image.user}{env['PATH']}"
     inodes = limits.inodes
@@ -88,14 +90,15 @@ def launcher_facts(store: ImageStore, image: Image, limits: MachineLimits) -> di
         "gid": gid,
         "user": image.user or str(uid),
         "users": users,
-        "with_agent": ":" not in image.user and not re.search(r"\s", words),  # it knows no groups, and splits words
+        "with_agent": ":" not in image.user
+        and not re.search(r"\s", words),  # the agent supports neither groups nor spaces
         "env": env,
         "size": [limits.work_bytes, inodes, limits.tmp_bytes, inodes, record.num_bytes, record.num_files],
     }
 
 
-def _person(store: ImageStore, image: Image) -> tuple[int, int, str, str, list[str]]:
-    """(uid, gid, name, home) of the image's user: root, numbers, or a name of its /etc/passwd; and all names there."""
+def _find_user(store: ImageStore, image: Image) -> tuple[int, int, str, str, list[str]]:
+    """(uid, gid, name, home, all known names) of the image's user: root, a number, or a name in its /etc/passwd."""
     user, _, group = image.user.partition(":")
     lines = [line.split(":") for line in _text_in(store, image.digest, "etc/passwd").splitlines()]
     known = [f for f in lines if len(f) == 7 and f[0] and _NUMBER.fullmatch(f[2]) and _NUMBER.fullmatch(f[3])]
@@ -103,14 +106,14 @@ def _person(store: ImageStore, image: Image) -> tuple[int, int, str, str, list[s
     found = next((f for f in known if user in (f[0], f[2])), None)
     if found is None and not _NUMBER.fullmatch(user):
         facts = f"its /etc/passwd has no {user[:60]!r}"
-        raise MachineError(f"no machine of image {image.digest[:16]}", facts, hint="mend the image's user")
+        raise MachineError(f"no machine of image {image.digest[:16]}", facts, hint="fix the image's user")
     name = found[0] if found else ("root" if user == "0" else user)
     home = found[5] if found else ("/root" if user == "0" else "/")
     uid, gid = (int(found[2]), int(found[3])) if found else (int(user), int(user))
     gid = int(group) if _NUMBER.fullmatch(group) else gid
     if max(uid, gid) >= NUM_IDS or uid == AGENT:
         facts = f"its user is {uid}:{gid}"
-        raise MachineError(f"no machine of image {image.digest[:16]}", facts, hint=f"give it one below {AGENT}")
+        raise MachineError(f"no machine of image {image.digest[:16]}", facts, hint=f"use ids below {AGENT}")
     return uid, gid, name, home, [f[0] for f in known if int(f[2]) < NUM_IDS and int(f[2]) != AGENT]
 
 
@@ -131,56 +134,56 @@ def _is_folder(root: int, path: str) -> bool:
 
 
 class ImageMachine(NamespaceMachine):
-    """A machine whose root is an image's; its snapshots hold what changed anywhere in it. Tells it, too:
-    `ChangeExporter`."""
+    """A machine whose root is an image. Its snapshots contain all changes to the root; it can also export them
+    (`ChangeExporter`)."""
 
-    def __init__(self, made: Made, launcher: LauncherProcess, state: State, *, first: int, **common: Any) -> None:
-        facts = launcher.image or {}
-        super().__init__(made, launcher, owner=first + facts["uid"] if first else None, **common)
-        self._image, self._first, self._mode = state.image, first, launcher.facts["root"]
-        several = first and launcher.facts["agent"]
-        self._users = tuple(facts["users"]) if several else (facts["user"],)
+    def __init__(
+        self, handle: MachineHandle, launcher: LauncherProcess, state: ImageState, *, first: int, **common: Any
+    ) -> None:
+        settings = launcher.image or {}
+        super().__init__(handle, launcher, owner=first + settings["uid"] if first else None, **common)
+        self._image, self._first_id, self._root_mode = state.image, first, launcher.info["root"]
+        several = first and launcher.info["agent"]
+        self._users = tuple(settings["users"]) if several else (settings["user"],)
         own = ("HOME", "PWD", "USER")
-        self._environment = {k: v for k, v in facts["env"].items() if k not in own or k in state.image.env}
+        self._environment = {k: v for k, v in settings["env"].items() if k not in own or k in state.image.env}
 
-    def _is_forked(self, argv: Sequence[str], user: str) -> bool:
-        return False  # its Python is its own
-
-    async def restore(self, state: State) -> None:
-        """Bring a new machine into a state. `OSError` or `ValueError` for one that does not fit."""
+    async def restore(self, state: ImageState) -> None:
+        """Bring a new machine into a state. Raises `OSError` or `ValueError` if the state does not fit."""
         if state.layer:
-            await self._on_root(lambda: self._apply(state.layer))
+            await self._in_thread(lambda: self._apply(state.layer))
         elif state.tree:
             await self.load(wire.unpack(state.tree).fields)
 
     async def load(self, tree: list[bytes]) -> None:
-        """See `NamespaceMachine.load`. Where the working directory is not its user's, its root lays the files."""
+        """See `NamespaceMachine.load`. If the working directory does not belong to its user, root writes the files."""
         try:
             await super().load(tree)
         except PermissionError:
-            if not self._first:
+            if not self._first_id:
                 raise
-            await self._on_root(lambda: self._lay(tree))
+            await self._in_thread(lambda: self._write_as_root(tree))
 
-    def _lay(self, tree: list[bytes]) -> None:
-        """As root, then given to its user, new folders too. Nothing has run in it: what is there stays."""
-        work, owner, laid = self._made.work, self._owner or 0, [os.fsdecode(path) for path in tree[::3]]
+    def _write_as_root(self, tree: list[bytes]) -> None:
+        """Write files as root, then give them and new folders to the user. For a new machine, in which nothing has
+        run."""
+        work, owner, laid = self._handle.work, self._owner or 0, [os.fsdecode(path) for path in tree[::3]]
         paths = {*laid, *(str(folder) for path in laid for folder in PurePosixPath(path).parents)}
-        given = [path for path in paths if not _is_folder(work, path)]  # looked for before any is made
-        with acting_on_files_as(self._first):
+        given = [path for path in paths if not _is_folder(work, path)]  # checked before any is created
+        with acting_on_files_as(self._first_id):
             files.load(work, tree)
         for path in given:
             os.chown(path, owner, owner, dir_fd=work, follow_symlinks=False)
 
     def _apply(self, layer: bytes) -> None:
         limits = ImageLimits(total_bytes=max(self._max_tree_bytes, 1) * 2)
-        with Tree(self._made.root, limits, first=self._first) as tree:
+        with Tree(self._handle.root, limits, first=self._first_id) as tree:
             try:
                 apply_layer(decompressed(io.BytesIO(layer), limits), tree, skip=MOUNTED)
             except BadSource as error:
                 raise ValueError(str(error)) from None
 
-    def _saved(self) -> bytes:
+    def _pack_state(self) -> bytes:
         layer = bytearray()
 
         def write(data: bytes) -> None:
@@ -189,14 +192,14 @@ class ImageMachine(NamespaceMachine):
                 raise ValueError(f"the changes are larger than {self._max_tree_bytes} bytes")
 
         self._write_layer(write)
-        return State(self._image, b"", bytes(layer)).pack()
+        return ImageState(self._image, b"", bytes(layer)).pack()
 
     def _write_layer(self, write: Callable[[bytes], object]) -> None:
-        write_layer(self._made.upper, write, ids=self._inside, whole=self._mode == COPIED, skip=MOUNTED)
+        write_layer(self._handle.upper, write, ids=self._guest_id, whole=self._root_mode == COPIED, skip=MOUNTED)
 
-    def _inside(self, owner: int) -> int:
-        """A user of the host's as the machine sees it; what it cannot see is root's."""
-        return owner - self._first if self._first and 0 <= owner - self._first < NUM_IDS else 0
+    def _guest_id(self, owner: int) -> int:
+        """A host user's number inside the machine; 0 (root) for a user that is outside of its range."""
+        return owner - self._first_id if self._first_id and 0 <= owner - self._first_id < NUM_IDS else 0
 
     async def changes(self, out: BinaryIO, *, max_bytes: int) -> None:
         """See `images.layers.ChangeExporter`."""
@@ -209,5 +212,5 @@ class ImageMachine(NamespaceMachine):
                 raise ValueError(f"the changes are larger than {max_bytes} bytes")
             out.write(data)
 
-        async with self._standing():
-            await self._on_root(lambda: self._write_layer(write))
+        async with self._paused():
+            await self._in_thread(lambda: self._write_layer(write))

@@ -1,5 +1,5 @@
-"""The host's side of the launcher and runner processes: starts them, has machines made and killed and commands run, and
-notices when they die."""
+"""The host's side of the launcher and runner processes: start them, have them create and kill machines and run
+commands, and notice when they end."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import select
 import socket
 import subprocess
@@ -16,8 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from etude.environments.command_registry import consume_exception
 from etude.environments.config import MachineLimits
-from etude.environments.namespace import starting
 from etude.environments.namespace.guest.packets import (
     BEGUN,
     BEGUN_FACTS,
@@ -30,12 +31,12 @@ from etude.environments.namespace.guest.packets import (
     KILL,
     MADE,
     MADE_FACTS,
+    REPORT_PID,
     RUN,
     RUN_FACTS,
     SIGNALLED,
     SPAWN,
     STARTED,
-    TELL_PID,
 )
 from etude.errors import MachineError
 from etude.records.command import Started, Tell
@@ -49,54 +50,50 @@ _HINT = (
 )
 
 
-class Made(NamedTuple):
-    """A new machine, as the launcher made it. Its receiver must `close` it; int fields without another note are open
+class MachineHandle(NamedTuple):
+    """A new machine, as the launcher created it. The receiver must `close` it. Int fields without a comment are open
     file descriptors."""
 
-    number: int  # the launcher's name for it
+    number: int  # the launcher's number of it
     slot: int  # unique among the machines that are alive
-    init_pid: int  # its PID 1, as the launcher sees it
-    work: int  # its open work folder
-    init: int  # pidfd of its PID 1
-    agent: int = -1  # the channel to its PID 1, where that is an agent; closed by the `Channel` that is opened on it
-    upper: int = -1  # of a machine made from an image: the overlay's upper folder, with what it changed; and its root
-    root: int = -1
+    init_pid: int  # PID of its first process, as the launcher sees it
+    work: int  # its work folder
+    init: int  # pidfd of its first process
+    agent: int = -1  # the channel to its agent, if it has one; the `Channel` closes it
+    upper: int = -1  # for a machine of an image: the overlay's upper folder, with its changes
+    root: int = -1  # for a machine of an image: its root
 
     def close(self) -> None:
+        """Close its descriptors, except the agent's channel."""
         for fd in (self.work, self.init, self.upper, self.root):
             if fd >= 0:
                 os.close(fd)
 
 
-class Ended(NamedTuple):
-    """How a command ended. `exit_code` is 128 + signal when killed."""
+class CommandEnd(NamedTuple):
+    """How a command ended. `exit_code` is 128 + signal for a killed command."""
 
     exit_code: int
     timed_out: bool
-    lost: bool  # its machine is dead
+    lost: bool  # whether its machine has died
 
 
-Blank = asyncio.Future[Made]  # a machine that is being made
+PendingMachine = asyncio.Future[MachineHandle]  # a machine that is being created
 
 
-def abandon_blank(blank: Blank) -> None:
+def discard_pending(pending: PendingMachine) -> None:
     """Close the descriptors of a machine that will not be used; its launcher has ended or is ending."""
-    if blank.done() and not blank.cancelled() and blank.exception() is None:
-        made = blank.result()
-        made.close()
-        if made.agent >= 0:
-            os.close(made.agent)
-
-
-def _retrieve(future: asyncio.Future[Any]) -> None:
-    if not future.cancelled():
-        future.exception()
+    if pending.done() and not pending.cancelled() and pending.exception() is None:
+        handle = pending.result()
+        handle.close()
+        if handle.agent >= 0:
+            os.close(handle.agent)
 
 
 class LauncherProcess:
-    """A started launcher. Raises `MachineError` when machines cannot be made here.
+    """A started launcher. Raises `MachineError` if machines cannot be created on this host.
 
-    It lives as long as this process, or any fork of it that never execs, holds the other end of its sockets.
+    It lives as long as this process, or any fork of it that never calls exec, holds the other end of its sockets.
     """
 
     def __init__(
@@ -112,16 +109,16 @@ class LauncherProcess:
         if sys.platform != "linux":
             raise MachineError("machines need Linux", sys.platform, hint="use the container recipe or a remote backend")
         self.failure: str | None = None
-        self.image = image  # what its machines are made from: see `namespace.images`
-        self._waiting: deque[Blank] = deque()
-        self._dying: dict[int, asyncio.Future[None]] = {}
-        self._running: dict[int, asyncio.Future[Ended]] = {}  # by number of the command, as is `_to_tell`
-        self._to_tell: dict[int, Tell] = {}
-        self._asked = 0
+        self.image = image  # settings of `namespace.images.image_settings`
+        self._pending: deque[PendingMachine] = deque()
+        self._ending: dict[int, asyncio.Future[None]] = {}
+        self._running: dict[int, asyncio.Future[CommandEnd]] = {}  # by the command's number, like `_on_started`
+        self._on_started: dict[int, Tell] = {}
+        self._last_number = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._commands, commands = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        life, self._life = os.pipe()
+        life, self._lifeline = os.pipe()
         try:
             fds = {"control": control.fileno(), "commands": commands.fileno(), "life": life}
             settings = {
@@ -131,17 +128,17 @@ class LauncherProcess:
                 "agent": agent,
                 "image": image,
             }
-            self._process = starting.start(python, starting.config(limits, settings | fds), tuple(fds.values()))
+            self._process = _start(python, _config(limits, settings | fds), tuple(fds.values()))
         except BaseException:
-            self.hang_up()
+            self.shut_down()
             raise
         finally:
             control.close()
             commands.close()
             os.close(life)
         try:
-            self.pid, self.facts = self._wait_until_started()
-            self.runner_pid = starting.child_of(self.pid)
+            self.pid, self.info = self._wait_until_started()
+            self.runner_pid = _child_of(self.pid)
         except BaseException:
             self.wait()
             raise
@@ -153,192 +150,196 @@ class LauncherProcess:
         poller.register(self._control, select.POLLIN)
         packet = self._control.recv(4096) if poller.poll(_START_DEADLINE_S * 1000) else b""
         if not packet:
-            facts = f"it sent nothing within {_START_DEADLINE_S:g} s, or it ended; its standard error may say why"
+            facts = f"no message within {_START_DEADLINE_S:g} s, or it ended; see its standard error"
             raise MachineError("the machine launcher did not start", facts, hint=_HINT)
         kind, _ = HEAD.unpack_from(packet)
         text = packet[HEAD.size :].decode(errors="replace")
         if kind != STARTED:
-            raise MachineError("machines cannot be made here", text, hint=_HINT)
-        return starting.child_of(self._process.pid), json.loads(text)
+            raise MachineError("machines cannot be created here", text, hint=_HINT)
+        return _child_of(self._process.pid), json.loads(text)
 
-    def spawn(self, count: int) -> list[Blank]:
-        """Ask for `count` machines. Each future raises `MachineError` when its machine cannot be made."""
-        loop = self._listen()
-        blanks: list[Blank] = [loop.create_future() for _ in range(count)]
-        for blank in blanks:
-            blank.add_done_callback(_retrieve)
+    def spawn(self, count: int) -> list[PendingMachine]:
+        """Request `count` machines. Each future raises `MachineError` if its machine cannot be created."""
+        loop = self._start_receiving()
+        pending: list[PendingMachine] = [loop.create_future() for _ in range(count)]
+        for future in pending:
+            future.add_done_callback(consume_exception)
         self._send(SPAWN, count)
-        self._waiting.extend(blanks)
-        return blanks
+        self._pending.extend(pending)
+        return pending
 
     def discard(self, number: int) -> None:
-        """Have a machine killed without waiting for its end."""
+        """Kill a machine without waiting for its end."""
         with contextlib.suppress(MachineError):
             self._send(KILL, number)
 
     async def kill(self, number: int, *, deadline_s: float = 10.0) -> None:
-        """Have a machine killed and wait until every process in it is gone. Raises `MachineError`."""
+        """Kill a machine and wait until all its processes are gone. Raises `MachineError` after `deadline_s`."""
         if self.failure is not None:
             return
-        loop = self._listen()
-        gone = self._dying.get(number)
+        loop = self._start_receiving()
+        gone = self._ending.get(number)
         if gone is None:
-            gone = self._dying[number] = loop.create_future()
+            gone = self._ending[number] = loop.create_future()
             self._send(KILL, number)
         try:
             async with asyncio.timeout(deadline_s):
                 await asyncio.shield(gone)
         except TimeoutError:
             facts = f"{deadline_s:g} s after it was killed"
-            hint = "a process in it hangs in the kernel, probably: ps shows it in state D"
-            raise MachineError(f"machine {number} is still there", facts, hint=hint) from None
-        self._dying.pop(number, None)
+            hint = "probably a process hangs in the kernel: ps shows it in state D"
+            raise MachineError(f"machine {number} has not ended", facts, hint=hint) from None
+        self._ending.pop(number, None)
 
     def run(
         self,
-        made: Made,
+        handle: MachineHandle,
         streams: list[int],
         deadline_s: float,
         *,
         flags: int = 0,
         tell: Tell | None = None,
-    ) -> asyncio.Future[Ended]:
-        """Run a command in a machine. `streams`: descriptors of its request and its output, then those that `flags`
-        name. `tell` is called with its `Started` (the PID) once it runs. The future raises `MachineError` when launcher
-        or runner dies."""
+    ) -> asyncio.Future[CommandEnd]:
+        """Run a command in a machine.
+
+        `streams`: descriptors of its request and its output, then those that `flags` name. `tell` is called with
+        `Started` (the PID) once the command runs. The future raises `MachineError` if launcher or runner dies.
+        """
         if tell is not None:
-            flags |= TELL_PID
-            self._to_tell[self._asked + 1] = tell
-        return self._order(RUN, made, streams, deadline_s, flags)
+            flags |= REPORT_PID
+            self._on_started[self._last_number + 1] = tell
+        return self._send_command(RUN, handle, streams, deadline_s, flags)
 
     @property
-    def last(self) -> int:
-        """The number of the last command (a `run` or `signal_all`)."""
-        return self._asked
+    def last_number(self) -> int:
+        """Number of the last command (a `run` or `signal_all`)."""
+        return self._last_number
 
     def end_one(self, number: int) -> None:
-        """Kill a command whose deadline is over; it ends as timed out. Does nothing where it has ended."""
+        """Kill a command whose deadline has passed; it ends as timed out. Does nothing if it has ended."""
         if number in self._running and self.failure is None:
-            self._give(self._commands, HEAD.pack(END_ONE, number), [])
+            self._send_packet(self._commands, HEAD.pack(END_ONE, number), [])
 
-    def signal_all(self, made: Made, kind: bytes) -> asyncio.Future[Ended]:
-        """End, stop or continue everything in a machine: END_ALL, STOP_ALL, CONTINUE_ALL."""
-        return self._order(kind, made, [], 0.0, 0)
+    def signal_all(self, handle: MachineHandle, kind: bytes) -> asyncio.Future[CommandEnd]:
+        """Kill, stop or continue all processes in a machine: END_ALL, STOP_ALL, CONTINUE_ALL."""
+        return self._send_command(kind, handle, [], 0.0, 0)
 
-    def _order(
-        self, kind: bytes, made: Made, streams: list[int], deadline_s: float, flags: int
-    ) -> asyncio.Future[Ended]:
-        self._asked += 1
-        done: asyncio.Future[Ended] = self._listen().create_future()
-        done.add_done_callback(_retrieve)
-        self._running[self._asked] = done
-        packet = HEAD.pack(kind, self._asked) + RUN_FACTS.pack(deadline_s, made.slot, made.init_pid, flags)
-        self._give(self._commands, packet, [made.init, *streams])
+    def _send_command(
+        self, kind: bytes, handle: MachineHandle, streams: list[int], deadline_s: float, flags: int
+    ) -> asyncio.Future[CommandEnd]:
+        self._last_number += 1
+        done: asyncio.Future[CommandEnd] = self._start_receiving().create_future()
+        done.add_done_callback(consume_exception)
+        self._running[self._last_number] = done
+        packet = HEAD.pack(kind, self._last_number) + RUN_FACTS.pack(deadline_s, handle.slot, handle.init_pid, flags)
+        self._send_packet(self._commands, packet, [handle.init, *streams])
         return done
 
     def _send(self, kind: bytes, number: int) -> None:
-        self._give(self._control, HEAD.pack(kind, number), [])
+        self._send_packet(self._control, HEAD.pack(kind, number), [])
 
-    def _give(self, to: socket.socket, packet: bytes, fds: list[int]) -> None:
+    def _send_packet(self, to: socket.socket, packet: bytes, fds: list[int]) -> None:
         if self.failure is None:
             try:
                 socket.send_fds(to, [packet], fds)
             except OSError as error:
-                self._fail(f"its socket: {error}")
+                self._set_failed(f"its socket: {error}")
         if self.failure is not None:
-            raise _gone(self.failure)
+            raise _gone_error(self.failure)
 
-    def _listen(self) -> asyncio.AbstractEventLoop:
+    def _start_receiving(self) -> asyncio.AbstractEventLoop:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
-            self._deafen()
+            self._stop_receiving()
             self._loop = loop
             for end in (self._control, self._commands):
-                loop.add_reader(end, self._hear, end)
+                loop.add_reader(end, self._receive, end)
         return loop
 
-    def _deafen(self) -> None:
+    def _stop_receiving(self) -> None:
         if self._loop is not None and not self._loop.is_closed():
             for end in (self._control, self._commands):
                 self._loop.remove_reader(end)
 
-    def _hear(self, end: socket.socket) -> None:
+    def _receive(self, end: socket.socket) -> None:
         with contextlib.suppress(BlockingIOError):
             while self.failure is None:
                 try:
                     packet, fds, _, _ = socket.recv_fds(end, 4096, 5)
                 except ConnectionError as error:
-                    self._fail(str(error))
+                    self._set_failed(str(error))
                     return
                 if not packet:
-                    self._fail(f"it ended{starting.exit_status(self._process)}")
+                    self._set_failed(f"it ended{_exit_status(self._process)}")
                     return
                 kind, number = HEAD.unpack_from(packet)
-                self._heard(kind, number, packet[HEAD.size :], fds)
+                self._handle_packet(kind, number, packet[HEAD.size :], fds)
 
-    def _heard(self, kind: bytes, number: int, facts: bytes, fds: list[int]) -> None:
+    def _handle_packet(self, kind: bytes, number: int, facts: bytes, fds: list[int]) -> None:
         if kind in (ENDED, SIGNALLED):
-            self._to_tell.pop(number, None)
-            _settle(self._running.pop(number), Ended(*ENDED_FACTS.unpack(facts)))
+            self._on_started.pop(number, None)
+            _set_result(self._running.pop(number), CommandEnd(*ENDED_FACTS.unpack(facts)))
         elif kind == BEGUN:
-            self._to_tell.pop(number)(Started(*BEGUN_FACTS.unpack(facts)))
+            self._on_started.pop(number)(Started(*BEGUN_FACTS.unpack(facts)))
         elif kind == GONE:
-            _settle(self._dying.setdefault(number, asyncio.get_running_loop().create_future()), None)
+            _set_result(self._ending.setdefault(number, asyncio.get_running_loop().create_future()), None)
         elif kind == MADE:
-            self._made(number, facts, fds)
+            self._handle_made(number, facts, fds)
         elif kind == FAILED:
-            future = self._waiting.popleft()
+            future = self._pending.popleft()
             if not future.done():
                 reason = facts.decode(errors="replace")
-                future.set_exception(MachineError("a machine could not be made", reason, hint="see the host's limits"))
+                future.set_exception(
+                    MachineError("a machine could not be created", reason, hint="check the host's limits")
+                )
 
-    def _made(self, number: int, facts: bytes, fds: list[int]) -> None:
-        future = self._waiting.popleft()
+    def _handle_made(self, number: int, facts: bytes, fds: list[int]) -> None:
+        future = self._pending.popleft()
         num_folders = 1 if self.image is None else 3
-        if len(fds) == 1 + num_folders + self.facts["agent"]:
+        if len(fds) == 1 + num_folders + self.info["agent"]:
             slot, init_pid = MADE_FACTS.unpack(facts)
             work, init, *more = fds
-            agent = more.pop() if self.facts["agent"] else -1
-            made = Made(number, slot, init_pid, work, init, agent, *more)
-            if _settle(future, made):
+            agent = more.pop() if self.info["agent"] else -1
+            handle = MachineHandle(number, slot, init_pid, work, init, agent, *more)
+            if _set_result(future, handle):
                 return
         for fd in fds:
             os.close(fd)
         self.discard(number)
         if not future.done():
             hint = "raise the limit of open files (ulimit -n): a machine needs three, one of an image five"
-            future.set_exception(MachineError("a machine could not be taken over", "too many open files", hint=hint))
+            future.set_exception(MachineError("a machine could not be received", "too many open files", hint=hint))
 
     def is_gone(self, number: int) -> bool:
-        """Whether a machine has died without a call to `kill` or `discard`."""
-        return number in self._dying and self._dying[number].done()
+        """Whether a machine has died without a call of `kill` or `discard`."""
+        return number in self._ending and self._ending[number].done()
 
-    def _fail(self, why: str) -> None:
+    def _set_failed(self, why: str) -> None:
         self.failure = why
-        self._deafen()
-        futures: list[asyncio.Future[Any]] = [*self._waiting, *self._running.values()]
+        self._stop_receiving()
+        futures: list[asyncio.Future[Any]] = [*self._pending, *self._running.values()]
         for future in futures:
             if not future.done():
-                future.set_exception(_gone(why))
-        for gone in self._dying.values():
-            _settle(gone, None)
-        self._waiting.clear()
+                future.set_exception(_gone_error(why))
+        for gone in self._ending.values():
+            _set_result(gone, None)
+        self._pending.clear()
         self._running.clear()
-        self._to_tell.clear()
+        self._on_started.clear()
 
-    def hang_up(self) -> None:
-        """End every machine. Idempotent."""
-        if self._life >= 0:
+    def shut_down(self) -> None:
+        """End all machines. Idempotent."""
+        if self._lifeline >= 0:
             if self.failure is None:
-                self._fail("closed")
+                self._set_failed("closed")
             self._control.close()
             self._commands.close()
-            os.close(self._life)
-            self._life = -1
+            os.close(self._lifeline)
+            self._lifeline = -1
 
     def wait(self, *, deadline_s: float = 20.0) -> None:
-        """Hang up and block until no process and no control group is left. Idempotent."""
-        self.hang_up()
+        """Shut down and block until no process and no control group is left. Idempotent."""
+        self.shut_down()
         try:
             self._process.wait(deadline_s)
         except subprocess.TimeoutExpired:
@@ -346,7 +347,7 @@ class LauncherProcess:
             self._process.wait()
 
     def cpu_s(self) -> float:
-        """CPU seconds of launcher and runner, and of everything in machines that has ended, so far."""
+        """CPU seconds so far of launcher, runner, and everything in machines that has ended."""
         try:
             stats = [Path(f"/proc/{pid}/stat").read_text() for pid in (self.pid, self.runner_pid)]
         except OSError:
@@ -355,13 +356,83 @@ class LauncherProcess:
         return ticks / float(os.sysconf("SC_CLK_TCK"))
 
 
-def _gone(why: str) -> MachineError:
+def _gone_error(why: str) -> MachineError:
     return MachineError("the machine launcher is gone", why, hint="fork again: a new one is started")
 
 
-def _settle(future: asyncio.Future[T], result: T) -> bool:
-    """Give a future its result. False when it is done already."""
+def _set_result(future: asyncio.Future[T], result: T) -> bool:
+    """Set a future's result. False if it is done already."""
     if future.done():
         return False
     future.set_result(result)
     return True
+
+
+# ------------------------------------------------------------------------------------------------ the process
+
+
+PRELOAD = ("collections", "functools", "itertools", "json", "math", "operator", "re", "string", "typing")
+_FOLDER = str(Path(__file__).parent)
+_BOOT = "import sys; sys.path.insert(0, {folder!r}); from guest.main import main; main({config!r})"
+
+
+def default_python() -> str:
+    """Path of the interpreter behind this one, outside any virtual environment."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    installed = os.path.join(sys.base_prefix, "bin", version)
+    return os.path.realpath(installed if os.path.exists(installed) else sys.executable)
+
+
+def _config(limits: MachineLimits, settings: Mapping[str, Any]) -> str:
+    """The launcher's configuration as JSON."""
+    order = ("memory_bytes", "processes", "cpus", "work_bytes", "tmp_bytes", "inodes", "open_files", "address_bytes")
+    return json.dumps(
+        {
+            **settings,
+            "name": f"{os.getpid()}-{secrets.token_hex(4)}",
+            "folder": _FOLDER,
+            "preload": PRELOAD,
+            "limits": [getattr(limits, name) for name in order],
+        }
+    )
+
+
+def _start(python: str, config: str, pass_fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
+    """Start a launcher. Raises `MachineError` if there is no such interpreter."""
+    boot = _BOOT.format(folder=_FOLDER, config=config)
+    try:
+        process = subprocess.Popen(
+            [python, "-s", "-S", "-P", "-B", "-"],  # the program comes over stdin: machines can see this command line
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,  # never read; with it, commands' standard streams are set up for pipes
+            env={"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "LD_BIND_NOW": "1"},  # bound once, not in each fork
+            cwd="/",
+            pass_fds=pass_fds,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise MachineError(
+            f"no interpreter at {python}", str(error), hint="set an interpreter that machines can read"
+        ) from None
+    with contextlib.suppress(BrokenPipeError):  # it died at once: the control socket reports that
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.close()
+        process.stdin.write(boot.encode())
+        process.stdin.close()
+    return process
+
+
+def _child_of(pid: int) -> int:
+    """A process's first child, or the process itself if it has none."""
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    listed = children.read_text().split() if children.exists() else []
+    return int(listed[0]) if listed else pid
+
+
+def _exit_status(process: subprocess.Popen[bytes]) -> str:
+    """ " with status N" if the process ends within a second, else ""."""
+    try:
+        return f" with status {process.wait(1.0)}"
+    except subprocess.TimeoutExpired:
+        return ""

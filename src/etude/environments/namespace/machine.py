@@ -1,11 +1,12 @@
-"""`Machine` by its descriptors: commands go to the agent in it, files are reached through the open work folder.
+"""`NamespaceMachine`: a machine reached through its open file descriptors.
 
-Python goes to the runner, which forks an interpreter that has started; so does everything where no agent was built.
+The machine's agent runs the commands; the host accesses files through the open work folder. The runner executes Python
+commands, by forking a started interpreter, and all commands where no agent was built.
 
-Files are read and written as the machine's own user, without following a link (`guest.files`). A machine that dies
-was most likely killed by what ran in it, so that is an outcome, not an error: the command counts as killed (137),
-files are not found. `MachineError` is raised only on evidence that agent code cannot make: launcher or runner is gone,
-a command could not be confined before any had run, or the machine was closed by its owner.
+Files are accessed as the machine's own user, and links are not followed (`guest.files`). A machine that dies was most
+likely killed by its own programs. That is an outcome, not an error: the command counts as killed (137), files are not
+found. `MachineError` is raised only on evidence that agent code cannot produce: launcher or runner has ended, the first
+command could not be confined, or the owner closed the machine.
 """
 
 from __future__ import annotations
@@ -24,37 +25,39 @@ from typing import Any, TypeVar, Unpack
 import msgspec
 
 from etude.environments.agent import commands as agents
-from etude.environments.agent.channel import Channel, Lost
-from etude.environments.commands import Commands
-from etude.environments.fair_time import PATIENCE, FairClock, fairly, of_group
+from etude.environments.agent.channel import Channel, ChannelLost
+from etude.environments.command_registry import CommandRegistry, cancel_and_wait
+from etude.environments.fair_time import MAX_EXTENSION, FairClock, cgroup_usage, wait_until_deadline
 from etude.environments.namespace.guest import files, python, wire
-from etude.environments.namespace.guest.packets import CONTINUE_ALL, END_ALL, ERRORS_APART, INPUT_GIVEN, STOP_ALL
+from etude.environments.namespace.guest.packets import CONTINUE_ALL, END_ALL, INPUT_GIVEN, SEPARATE_STDERR, STOP_ALL
 from etude.environments.namespace.guest.syscalls import acting_on_files_as
 from etude.environments.namespace.guest.tools import BROKEN_EXIT, ENVIRONMENT, request
-from etude.environments.namespace.launcher import Ended, LauncherProcess, Made
-from etude.environments.network.inside import listen_inside
-from etude.environments.output import Capped
-from etude.environments.paths import inside
+from etude.environments.namespace.launcher import CommandEnd, LauncherProcess, MachineHandle
+from etude.environments.network.loopback import listen_on_loopback
+from etude.environments.output import OutputBuffer
+from etude.environments.paths import encode_path
 from etude.errors import MachineError
 from etude.records.command import Command, ExecOptions, ExecResult, Printed, Tell, check_max_bytes
 
 T = TypeVar("T")
-_SLACK_S = 5.0  # what the runner may take to end a command after its deadline, before the machine itself is killed
-_LARGE_BYTES = 1 << 20  # files from here on are moved in a thread
-_SIGNAL_S = 10.0  # what stopping or ending everything in a machine may take
+_SLACK_S = 5.0  # for the runner to end a command after its deadline; then the machine is killed
+_LARGE_BYTES = 1 << 20  # larger files are accessed in a thread
+_SIGNAL_S = 10.0  # for stopping or ending all processes
 _KILLED = ExecResult(exit_code=137, output=b"", timed_out=False, truncated=False, wall_s=0.0)
-_PIPE_BYTES = 4096  # any pipe holds as much, also where a user may have no more
+_PIPE_BYTES = 4096  # the smallest capacity of a pipe
 USERS = ("user",)
-WITH_ROOT = (*USERS, "root")  # of a machine that has an agent, where there are ids for both
-_ENVIRONMENT = {name: value for name, value in ENVIRONMENT.items() if name not in ("HOME", "PWD", "USER")}  # the user's
+WITH_ROOT = (*USERS, "root")  # with an agent, and with host ids for both
+_ENVIRONMENT = {  # without the variables that the agent sets per user
+    name: value for name, value in ENVIRONMENT.items() if name not in ("HOME", "PWD", "USER")
+}
 
 
 class NamespaceMachine:
-    """A `Machine`. Commands run beside each other."""
+    """A `Machine` made of namespaces. Commands may run concurrently."""
 
     def __init__(
         self,
-        made: Made,
+        handle: MachineHandle,
         launcher: LauncherProcess,
         *,
         owner: int | None,
@@ -64,28 +67,28 @@ class NamespaceMachine:
         users: Sequence[str] = USERS,
         cores: float = 1.0,
     ) -> None:
-        self.number = made.number
-        self._made, self._launcher, self._owner = made, launcher, owner
+        self.number = handle.number
+        self._handle, self._launcher, self._owner = handle, launcher, owner
         self._max_tree_bytes, self._keep, self._kill = max_tree_bytes, keep, kill
         self._users, self._environment, self._cores = users, _ENVIRONMENT, cores
-        self._agent = Channel(made.agent) if made.agent >= 0 else None
-        self._commands = Commands()
-        self._left: list[Output] = []  # pipes that something a command left behind can still write to
-        self._used = False  # whether its agent ran something that can have changed it
-        self._at_work = 0  # how many have the machine's descriptors in use
-        self._gone: str | None = None  # why it answers no more, when what ran in it is to blame
+        self._agent = Channel(handle.agent) if handle.agent >= 0 else None
+        self._commands = CommandRegistry()
+        self._leftover_outputs: list[PipeOutput] = []  # pipes that background processes can still write to
+        self._used = False  # whether a command may have changed the machine
+        self._num_users = 0  # operations that use the machine's descriptors
+        self._gone: str | None = None  # why the machine is gone, if its own programs are to blame
         self._frozen: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
-        self._abandoned = self._let_go_of = False
+        self._abandoned = self._descriptors_closed = False
 
     async def exec(
         self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
     ) -> ExecResult:
-        """See `Machine.exec`. Cancelling the caller does not stop the command: ask again with the same key."""
-        return await self._commands.once(self._begin, argv, key=key, deadline_s=deadline_s, **options)
+        """See `Machine.exec`. Cancelling the caller does not stop the command: call again with the same key."""
+        return await self._commands.run_once(self._begin, argv, key=key, deadline_s=deadline_s, **options)
 
     def _begin(self, command: Command) -> Coroutine[Any, Any, ExecResult]:
-        self._must_be_open()
+        self._require_open()
         if self._frozen is not None:
             raise MachineError("the machine is frozen", hint="read its files, or fork a snapshot of it")
         command.must_be_by(self._users)
@@ -95,40 +98,44 @@ class NamespaceMachine:
         return self._run_by_agent(self._agent, replace(command, env={**self._environment, **command.env}))
 
     async def _run(self, command: Command) -> ExecResult:
-        with self._using():
+        with self._in_use():
             if self._gone is not None:
                 return _KILLED
             started = time.perf_counter()
-            words = request(command.argv, cwd=command.cwd, env=command.env)
+            request_bytes = request(command.argv, cwd=command.cwd, env=command.env)
             stdin, deadline_s, tell = command.stdin, command.deadline_s, command.tell
             if isinstance(stdin, bytes) and len(stdin) > _PIPE_BYTES:
-                stdin = _in_parts(stdin)
-            streams = self._streams(words, stdin, apart=tell is not None)
-            output = Output(streams.outputs, command.output_bytes, tell)
+                stdin = _as_stream(stdin)
+            streams = self._streams(request_bytes, stdin, separate_stderr=tell is not None)
+            output = PipeOutput(streams.outputs, command.output_bytes, tell)
             feeding: asyncio.Task[None] | None = None
             try:
                 clock, lost_s = self._clock(), 0.0
-                longest_s = deadline_s * (PATIENCE if clock is not None else 1.0)
-                ending = self._launcher.run(self._made, streams.given, longest_s, flags=streams.flags, tell=tell)
-                number = self._launcher.last
+                longest_s = deadline_s * (MAX_EXTENSION if clock is not None else 1.0)
+                ending = self._launcher.run(
+                    self._handle, streams.command_fds, longest_s, flags=streams.flags, tell=tell
+                )
+                number = self._launcher.last_number
                 if streams.input >= 0 and not isinstance(stdin, bytes):
-                    feeding = asyncio.create_task(feed(streams.input, stdin))
+                    feeding = asyncio.create_task(feed_pipe(streams.input, stdin))
                     streams.input = -1
                 waiting = asyncio.create_task(self._ended(ending, longest_s))
                 try:
                     if clock is not None:
-                        _, lost_s = await fairly(waiting, clock, deadline_s, partial(self._end_one, number))
+                        _, lost_s = await wait_until_deadline(
+                            waiting, clock, deadline_s, partial(self._end_command, number)
+                        )
                     ended = await waiting
                 finally:
                     waiting.cancel()
                 if ended.exit_code == BROKEN_EXIT:
-                    _raise_if_broken(streams.given[0], words)
+                    _check_confined(streams.command_fds[0], request_bytes)
             finally:
                 streams.close()
                 if feeding is not None:
-                    await _stop(feeding)
+                    await cancel_and_wait(feeding)
                 if output.end():
-                    self._left.append(output)
+                    self._leftover_outputs.append(output)
             return ExecResult(
                 exit_code=ended.exit_code,
                 output=output.value(),
@@ -139,98 +146,101 @@ class NamespaceMachine:
             )
 
     def _clock(self) -> FairClock | None:
-        """What counts a command's deadline. Without a control group that counts CPU time it is wall time: None."""
-        accounts = self._launcher.facts["accounts"]
+        """The clock of a command's deadline, or None (wall time) if no control group counts the machine's CPU time."""
+        accounts = self._launcher.info["accounts"]
         if accounts is None:
             return None
-        usage, threads = (path.format(slot=self._made.slot) for path in accounts)
-        clock = FairClock(of_group(usage, threads, also=(self._launcher.runner_pid,)), cores=self._cores)
-        return clock if clock.counts else None
+        usage, threads = (path.format(slot=self._handle.slot) for path in accounts)
+        clock = FairClock(cgroup_usage(usage, threads, also=(self._launcher.runner_pid,)), cores=self._cores)
+        return clock if clock.is_available else None
 
-    def _end_one(self, number: int) -> None:
+    def _end_command(self, number: int) -> None:
         with contextlib.suppress(MachineError):  # the launcher is gone, and the command with it
             self._launcher.end_one(number)
 
     async def _run_by_agent(self, agent: Channel, command: Command) -> ExecResult:
-        with self._using():
+        with self._in_use():
             if self._gone is not None:
                 return _KILLED
             used, self._used = self._used, True
             try:
                 return await agents.run(agent, command, self._clock())
-            except Lost as lost:
+            except ChannelLost as lost:
                 await self._lose_agent(lost)
                 return msgspec.structs.replace(_KILLED, timed_out=lost.late, wall_s=command.deadline_s)
-            except (agents.NoUser, agents.Unconfined) as refusal:
+            except (agents.UnknownUser, agents.ConfinementFailed) as refusal:
                 return agents.as_outcome(refusal, used=used)
 
-    async def _lose_agent(self, lost: Lost) -> None:
-        """The machine is no more, with its launcher or without."""
+    async def _lose_agent(self, lost: ChannelLost) -> None:
+        """Record that the machine is gone; end it if its launcher still runs."""
         self._gone = self._gone or str(lost)
         with contextlib.suppress(MachineError):
             await self._kill()
         if self._launcher.failure is not None:
-            self._must_be_open()
+            self._require_open()
 
-    def _streams(self, words: bytes, stdin: bytes | AsyncIterable[bytes], *, apart: bool) -> _Streams:
+    def _streams(self, request_bytes: bytes, stdin: bytes | AsyncIterable[bytes], *, separate_stderr: bool) -> _Streams:
         try:
             with acting_on_files_as(self._owner):
-                return _Streams(words, stdin, apart=apart)
+                return _Streams(request_bytes, stdin, separate_stderr=separate_stderr)
         except OSError as error:
-            raise MachineError("a command could not be started", str(error), hint="see ulimit -n, and memory") from None
+            raise MachineError(
+                "a command could not be started", str(error), hint="check ulimit -n and free memory"
+            ) from None
 
-    async def _ended(self, ended: asyncio.Future[Ended], deadline_s: float) -> Ended:
+    async def _ended(self, ended: asyncio.Future[CommandEnd], deadline_s: float) -> CommandEnd:
         try:
             async with asyncio.timeout(deadline_s + _SLACK_S):
-                how = await ended
+                end = await ended
         except TimeoutError:
             self._gone = f"a command did not end {_SLACK_S:g} s after its deadline"
             with contextlib.suppress(MachineError):
                 await self._kill()
-            return Ended(_KILLED.exit_code, timed_out=True, lost=True)
-        if how.lost:
+            return CommandEnd(_KILLED.exit_code, timed_out=True, lost=True)
+        if end.lost:
             self._gone = "its first process was killed"
             with contextlib.suppress(MachineError):
                 await self._kill()
-        return how
+        return end
 
     async def freeze(self) -> None:
-        """See `Machine.freeze`: every process in it is killed."""
-        self._must_be_open()
+        """See `Machine.freeze`: kills all processes in the machine."""
+        self._require_open()
         if self._frozen is None:
             self._frozen = asyncio.create_task(self._signal_all(END_ALL))
         await asyncio.shield(self._frozen)
 
     async def _signal_all(self, kind: bytes) -> None:
-        with self._using():
+        with self._in_use():
             if self._gone is None:
-                await self._ended(self._launcher.signal_all(self._made, kind), _SIGNAL_S)
+                await self._ended(self._launcher.signal_all(self._handle, kind), _SIGNAL_S)
 
     async def read(self, path: str, *, max_bytes: int = 1_048_576) -> bytes:
-        """See `Machine.read`. Links are not followed: `ValueError`. `FileNotFoundError` from a machine that is gone."""
+        """See `Machine.read`. Raises `ValueError` for a path through a link, `FileNotFoundError` if the machine is
+        gone."""
         check_max_bytes(max_bytes)
-        name = os.fsdecode(inside(path))
-        return await self._on_files(lambda: files.read(self._made.work, name, max_bytes))
+        name = os.fsdecode(encode_path(path))
+        return await self._with_files(lambda: files.read(self._handle.work, name, max_bytes))
 
     async def write(self, path: str, data: bytes) -> None:
-        """See `Machine.write`. `OSError` where the machine's disk is full or the place is taken by a folder."""
-        name = os.fsdecode(inside(path))
-        await self._on_files(lambda: files.write(self._made.work, name, data), num_bytes=len(data))
+        """See `Machine.write`. Raises `OSError` if the machine's disk is full or a folder has this name."""
+        name = os.fsdecode(encode_path(path))
+        await self._with_files(lambda: files.write(self._handle.work, name, data), num_bytes=len(data))
 
     async def snapshot(self) -> str:
-        """See `Machine.snapshot`: the work folder, without sockets, pipes, owners and times; of a machine of an image
-        all that has changed in it."""
-        async with self._standing():
-            return self._keep(await self._on_root(self._saved))
+        """See `Machine.snapshot`. Contains the work folder without sockets, pipes, owners and times; for machines of
+        an image, everything that has changed in the root."""
+        async with self._paused():
+            return self._keep(await self._in_thread(self._pack_state))
 
-    def _saved(self) -> bytes:
-        """Its state as a frame."""
+    def _pack_state(self) -> bytes:
+        """The machine's state as a frame."""
         with acting_on_files_as(self._owner):
-            return wire.pack(wire.TREE, *files.save(self._made.work, self._max_tree_bytes))
+            return wire.pack(wire.TREE, *files.save(self._handle.work, self._max_tree_bytes))
 
     @contextlib.asynccontextmanager
-    async def _standing(self) -> AsyncIterator[None]:
-        """Nothing in it runs meanwhile."""
+    async def _paused(self) -> AsyncIterator[None]:
+        """Stop all processes of the machine during the block."""
         running = self._commands and self._frozen is None
         if running:
             await self._signal_all(STOP_ALL)
@@ -241,42 +251,45 @@ class NamespaceMachine:
                 await self._signal_all(CONTINUE_ALL)
 
     async def listen(self, port: int = 0) -> socket.socket:
-        """A listening socket on the machine's own loopback, to be served from here (`environments.network`): the only
-        thing that its commands can connect to. `MachineError` where it cannot be made."""
-        with self._using():
-            return await asyncio.to_thread(listen_inside, _number_of(self._made.init), port)
+        """A listening socket on the machine's own loopback, to be served from the host (see `environments.network`).
+
+        Nothing else is reachable from the machine. Raises `MachineError` if the socket cannot be created.
+        """
+        with self._in_use():
+            return await asyncio.to_thread(listen_on_loopback, _pid_of(self._handle.init), port)
 
     async def ready(self, deadline_s: float) -> None:
-        """Wait until its agent, if it has one, is there. Raises `MachineError`: nothing has run in it yet."""
+        """Wait until the machine's agent, if it has one, has started. Raises `MachineError`."""
         if self._agent is not None:
             try:
                 await self._agent.ready(deadline_s)
-            except Lost as lost:
+            except ChannelLost as lost:
                 hint = "this process's standard error may say why"
                 raise MachineError("a machine's agent did not start", str(lost), hint=hint) from None
 
     async def load(self, tree: list[bytes]) -> None:
-        """Fill a new machine's work folder from the fields of a TREE frame. `OSError` for a tree that does not fit."""
-        await self._on_files(lambda: files.load(self._made.work, tree), num_bytes=sum(map(len, tree)))
+        """Fill a new machine's work folder from the fields of a TREE frame. Raises `OSError` if the tree does not
+        fit."""
+        await self._with_files(lambda: files.load(self._handle.work, tree), num_bytes=sum(map(len, tree)))
 
-    async def _on_files(self, work: Callable[[], T], *, num_bytes: int = 0) -> T:
-        """Work on its files as its user."""
+    async def _with_files(self, work: Callable[[], T], *, num_bytes: int = 0) -> T:
+        """Access the machine's files as its user."""
 
         def as_owner() -> T:
             with acting_on_files_as(self._owner):
                 return work()
 
-        with self._present():
+        with self._require_alive():
             return as_owner() if num_bytes < _LARGE_BYTES else await asyncio.to_thread(as_owner)
 
-    async def _on_root(self, work: Callable[[], T]) -> T:
-        """Work on its files as this process, in a thread."""
-        with self._present():
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """Access the machine's files as this process, in a thread."""
+        with self._require_alive():
             return await asyncio.to_thread(work)
 
     @contextlib.contextmanager
-    def _present(self) -> Iterator[None]:
-        with self._using():
+    def _require_alive(self) -> Iterator[None]:
+        with self._in_use():
             if self._gone is None and self._launcher.is_gone(self.number):
                 self._gone = "its first process was killed"
             if self._gone is not None:
@@ -284,16 +297,16 @@ class NamespaceMachine:
             yield
 
     @contextlib.contextmanager
-    def _using(self) -> Iterator[None]:
-        """The machine's descriptors stay open meanwhile."""
-        self._must_be_open()
-        self._at_work += 1
+    def _in_use(self) -> Iterator[None]:
+        """Keep the machine's descriptors open during the block."""
+        self._require_open()
+        self._num_users += 1
         try:
             yield
         finally:
-            self._at_work -= 1
+            self._num_users -= 1
             if self._abandoned:
-                self._let_go()
+                self._close_descriptors()
 
     async def close(self) -> None:
         """See `Machine.close`."""
@@ -306,59 +319,60 @@ class NamespaceMachine:
             await self._kill()
         finally:
             self._abandoned = True
-            self._let_go()
+            self._close_descriptors()
 
     def abandon(self) -> None:
-        """Let go of a machine without waiting for its end. Idempotent."""
+        """Discard a machine without waiting for its end. Idempotent."""
         if not self._abandoned:
             self._abandoned = True
             self._launcher.discard(self.number)
-            self._let_go()
+            self._close_descriptors()
 
-    def _let_go(self) -> None:
-        """Close the descriptors, once, when nobody uses them any more."""
-        if self._at_work == 0 and not self._let_go_of:
-            self._let_go_of = True
-            for output in self._left:
+    def _close_descriptors(self) -> None:
+        """Close the descriptors, once, when nothing uses them any more."""
+        if self._num_users == 0 and not self._descriptors_closed:
+            self._descriptors_closed = True
+            for output in self._leftover_outputs:
                 output.close()
             if self._agent is not None:
                 self._agent.close()
-            self._made.close()
+            self._handle.close()
 
-    def _must_be_open(self) -> None:
+    def _require_open(self) -> None:
         if self._closing is not None:
-            raise MachineError("the machine is closed", hint="a machine is used once: fork another one")
+            raise MachineError("the machine is closed", hint="machines are used once: fork another one")
         failure = self._launcher.failure
         if failure is not None:
             raise MachineError("the machine's launcher is gone", failure, hint="fork again: a new one is started")
         if self._abandoned:
-            raise MachineError("the machine was let go", hint="fork another one")
+            raise MachineError("the machine was discarded", hint="fork another one")
 
 
 class _Streams:
-    """What a command is `given` (its request and output, then what `flags` say), and the ends on this side of it."""
+    """The descriptors of a command: `command_fds` for the command (request, output, then what `flags` say), and the
+    host's ends."""
 
-    def __init__(self, words: bytes, stdin: bytes | AsyncIterable[bytes], *, apart: bool) -> None:
-        """`stdin` as bytes fits into a pipe."""
-        self.given: list[int] = []
+    def __init__(self, request_bytes: bytes, stdin: bytes | AsyncIterable[bytes], *, separate_stderr: bool) -> None:
+        """`stdin` given as bytes must fit into a pipe."""
+        self.command_fds: list[int] = []
         self.outputs: list[int] = []
         self.input, self.flags = -1, 0
         try:
-            self.given.append(_in_memory(words))
-            for _ in range(2 if apart else 1):
-                ours, theirs = os.pipe2(os.O_CLOEXEC)
-                self.outputs.append(ours)
-                self.given.append(theirs)
-            self.flags |= ERRORS_APART if apart else 0
+            self.command_fds.append(_memfd(request_bytes))
+            for _ in range(2 if separate_stderr else 1):
+                host_end, command_end = os.pipe2(os.O_CLOEXEC)
+                self.outputs.append(host_end)
+                self.command_fds.append(command_end)
+            self.flags |= SEPARATE_STDERR if separate_stderr else 0
             if not isinstance(stdin, bytes):
-                theirs, self.input = os.pipe2(os.O_CLOEXEC)
-                self.given.append(theirs)
+                command_end, self.input = os.pipe2(os.O_CLOEXEC)
+                self.command_fds.append(command_end)
                 self.flags |= INPUT_GIVEN
             elif stdin:
-                theirs, ours = os.pipe2(os.O_CLOEXEC)
-                self.given.append(theirs)
-                os.write(ours, stdin)
-                os.close(ours)
+                command_end, host_end = os.pipe2(os.O_CLOEXEC)
+                self.command_fds.append(command_end)
+                os.write(host_end, stdin)
+                os.close(host_end)
                 self.flags |= INPUT_GIVEN
         except OSError:
             self.close()
@@ -367,19 +381,19 @@ class _Streams:
             raise
 
     def close(self) -> None:
-        """Close what the command was given; its outputs belong to whoever reads them."""
-        for fd in (*self.given, self.input):
+        """Close the command's descriptors. The reader of the outputs closes those."""
+        for fd in (*self.command_fds, self.input):
             if fd >= 0:
                 os.close(fd)
-        self.given, self.input = [], -1
+        self.command_fds, self.input = [], -1
 
 
-async def _in_parts(data: bytes) -> AsyncIterator[bytes]:
+async def _as_stream(data: bytes) -> AsyncIterator[bytes]:
     yield data
 
 
-def _in_memory(data: bytes) -> int:
-    """A file of these bytes, without a name, at its beginning."""
+def _memfd(data: bytes) -> int:
+    """An anonymous file with this content, positioned at its start."""
     fd = os.memfd_create("", os.MFD_CLOEXEC)
     view = memoryview(data)
     while view:
@@ -387,22 +401,15 @@ def _in_memory(data: bytes) -> int:
     return fd
 
 
-def _raise_if_broken(request: int, words: bytes) -> None:
-    found = os.pread(request, len(words) + 4096, 0)
-    if found != words:
+def _check_confined(request: int, request_bytes: bytes) -> None:
+    found = os.pread(request, len(request_bytes) + 4096, 0)
+    if found != request_bytes:
         facts = found.decode(errors="replace")
-        raise MachineError("a command could not be confined", facts, hint="see MachineLimits and the host's limits")
+        raise MachineError("a command could not be confined", facts, hint="check MachineLimits and the host's limits")
 
 
-async def _stop(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait([task])
-    if not task.cancelled():
-        task.exception()  # its source's trouble: the command has met the end of its input
-
-
-def _number_of(pidfd: int) -> int:
-    """A process's number, as this process sees it; -1 when it is gone."""
+def _pid_of(pidfd: int) -> int:
+    """PID of a pidfd's process, as this process sees it; -1 if it has ended."""
     lines = Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pid:"))
 
@@ -414,9 +421,9 @@ _CHUNK_BYTES = 65_536
 _PIPE_CHUNKS = 4  # more than a pipe holds
 
 
-class Output(Capped):
-    """Fills itself from the reading ends of pipes, a chunk each time the event loop comes by, so that a flood from one
-    command takes turns with everything else. `tell` gets every byte as well, under its pipe's number: 1, 2."""
+class PipeOutput(OutputBuffer):
+    """An output buffer that reads pipes without blocking, one chunk per event-loop iteration, so that the output of
+    one command cannot starve other work. `tell` receives every byte as well, with the number of its pipe (1 or 2)."""
 
     def __init__(self, pipes: Sequence[int], limit: int, tell: Tell | None = None) -> None:
         super().__init__(limit)
@@ -425,15 +432,15 @@ class Output(Capped):
         self._ended = False
         for number, pipe in self._open.items():
             os.set_blocking(pipe, False)
-            self._loop.add_reader(pipe, self._more, number)
+            self._loop.add_reader(pipe, self._read_pipe, number)
 
-    def _more(self, number: int) -> bool:
+    def _read_pipe(self, number: int) -> bool:
         try:
             data = os.read(self._open[number], _CHUNK_BYTES)
         except BlockingIOError:
             return False
         if not data:
-            self._let_go(number)
+            self._close_pipe(number)
         elif not self._ended:
             self.add(data)
             if self._tell is not None:
@@ -441,11 +448,14 @@ class Output(Capped):
         return bool(data)
 
     def end(self) -> bool:
-        """Take what is there now that the command has ended. True when something that it left behind can still write:
-        then the pipe is emptied, into nothing, until that ends or `close` is called."""
+        """Read what is there after the command has ended.
+
+        True if a process that the command left behind can still write. Then the pipe is drained and discarded until
+        that process ends or `close` is called.
+        """
         for number in list(self._open):
             for _ in range(_PIPE_CHUNKS):
-                if not self._more(number):
+                if not self._read_pipe(number):
                     break
         self._ended = True
         return bool(self._open)
@@ -453,9 +463,9 @@ class Output(Capped):
     def close(self) -> None:
         """Stop reading. Idempotent."""
         for number in list(self._open):
-            self._let_go(number)
+            self._close_pipe(number)
 
-    def _let_go(self, number: int) -> None:
+    def _close_pipe(self, number: int) -> None:
         pipe = self._open.pop(number)
         self._loop.remove_reader(pipe)
         os.close(pipe)
@@ -464,8 +474,8 @@ class Output(Capped):
 # ------------------------------------------------------------------------------------------ a command's standard input
 
 
-async def feed(pipe: int, parts: AsyncIterable[bytes]) -> None:
-    """Write each part into a pipe as it has room; close it at their end, or once nobody reads it any more."""
+async def feed_pipe(pipe: int, parts: AsyncIterable[bytes]) -> None:
+    """Write all parts into a pipe as it has space. Close it at the end, or once nobody reads from it."""
     os.set_blocking(pipe, False)
     try:
         with contextlib.suppress(BrokenPipeError):
@@ -480,11 +490,11 @@ async def _write(pipe: int, view: memoryview) -> None:
         try:
             view = view[os.write(pipe, view) :]
         except BlockingIOError:
-            await _room(pipe)
+            await _wait_writable(pipe)
 
 
-async def _room(pipe: int) -> None:
-    """Ends with the command: whoever runs it cancels this."""
+async def _wait_writable(pipe: int) -> None:
+    """Wait until the pipe has space. No deadline of its own: it is cancelled when the command ends."""
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     loop.add_writer(pipe, ready.set)

@@ -1,6 +1,6 @@
-"""Prepared trees by the digest of their bytes: what is loaded into a blank machine.
+"""A cache of prepared file trees, addressed by the digest of their bytes.
 
-The least recently used go first, so prepare again (it is cheap) before a fork of an old one.
+The least recently used are evicted first. Prepare a tree again, which is cheap, before an old one is forked.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ import hashlib
 import os
 from collections.abc import Mapping
 
-from etude.environments.bounded import Bounded
+from etude.environments.lru_cache import LruCache
 from etude.environments.namespace.guest import wire
-from etude.environments.paths import inside
+from etude.environments.paths import encode_path
 
 
 def tree(files: Mapping[str, bytes]) -> bytes:
-    """The TREE frame of these files and their folders: the same files, the same bytes. `ValueError` for a path outside,
-    or one that is both a file and a folder."""
-    named = {inside(path): bytes(data) for path, data in files.items()}
+    """The TREE frame of these files and their folders; the same files give the same bytes. Raises `ValueError` for a
+    path outside the working directory, or one that is both a file and a folder."""
+    named = {encode_path(path): bytes(data) for path, data in files.items()}
     entries = {path: (b"f", data) for path, data in named.items()}
     for path in named:
         while path := path.rpartition(b"/")[0]:
@@ -27,8 +27,8 @@ def tree(files: Mapping[str, bytes]) -> bytes:
     return wire.pack(wire.TREE, *(part for path in sorted(entries) for part in (path, *entries[path])))
 
 
-class Snapshots(Bounded[bytes]):
-    """Trees as TREE frames.
+class Snapshots(LruCache[bytes]):
+    """Cached TREE frames by their SHA-256.
 
     >>> kept = Snapshots(max_bytes=1 << 20)
     >>> kept.prepare({"a/b.py": b"x = 1"}) == kept.prepare({"./a/b.py": b"x = 1"})
@@ -39,20 +39,21 @@ class Snapshots(Bounded[bytes]):
         super().__init__(len, max_bytes=max_bytes)
 
     def prepare(self, files: Mapping[str, bytes]) -> str:
-        """Keep the tree of these files. `ValueError` for files that cannot be one."""
+        """Cache the tree of these files (path to content). Returns its id. Raises `ValueError` for invalid files."""
         return self.keep(tree(files))
 
     def keep(self, tree: bytes) -> str:
-        """Keep a tree's TREE frame; returns its id."""
+        """Cache a TREE frame. Returns its id."""
         return self.put(hashlib.sha256(tree).hexdigest(), tree)
 
     def adopt(self, tree: bytes) -> str:
-        """Keep a tree that came from elsewhere. `ValueError` for bytes that are no TREE frame of a tree inside."""
+        """Validate and cache a TREE frame from another process. Returns its id. Raises `ValueError` for an invalid
+        frame."""
         frame = wire.unpack(tree)
         if frame.kind != wire.TREE or len(frame.fields) % 3:
-            raise ValueError("these bytes are no tree")
+            raise ValueError("not a packed tree")
         for at in range(0, len(frame.fields), 3):
             path, kind = frame.fields[at : at + 2]
-            if inside(os.fsdecode(path)) != path or kind not in (b"f", b"x", b"d", b"l"):
-                raise ValueError(f"{path!r} of kind {kind!r} is in no tree")
+            if encode_path(os.fsdecode(path)) != path or kind not in (b"f", b"x", b"d", b"l"):
+                raise ValueError(f"{path!r} of kind {kind!r} is not allowed in a tree")
         return self.keep(tree)

@@ -1,12 +1,12 @@
-"""What machines without a network may reach all the same: mirrors of packages, and, if it is opened, one way out.
+"""Limited network access for machines without a network: package mirrors, and an egress proxy with an allow-list.
 
-Both serve on sockets that they are given; `listen_inside` makes one on a machine's own loopback. `outlets` gives both
-to the commands of a build.
+Both serve on sockets that they are given; `listen_on_loopback` creates one on a machine's own loopback. `build_network`
+gives both to the commands of an image build.
 """
 
-from etude.environments.network.inside import listen_inside
+from etude.environments.network.loopback import listen_on_loopback
 from etude.environments.network.mirror import Mirror
-from etude.environments.network.packages import Package, Packages, Wanted, wanted
+from etude.environments.network.packages import Package, Packages, PackageSpec, parse_package_spec
 from etude.environments.network.policy import AllowList, is_public
 from etude.environments.network.proxy import EgressProxy, ProxyLimits
 
@@ -15,10 +15,10 @@ __all__ = [
     "EgressProxy",
     "Mirror",
     "Package",
+    "PackageSpec",
     "Packages",
     "ProxyLimits",
-    "Wanted",
     "is_public",
-    "listen_inside",
-    "wanted",
+    "listen_on_loopback",
+    "parse_package_spec",
 ]

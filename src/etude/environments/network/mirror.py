@@ -1,13 +1,13 @@
-"""pip, npm and apt, served from a folder of fetched files, by allow-list. What is not on the list is not there.
+"""Serve pip, npm and apt packages from a folder, by an allow-list.
 
 ===========================================  ==========================================================
 ``pip --index-url http://HOST/pip/simple``   PEP 503, with hashes
-``npm --registry http://HOST/npm``           one document a package, its tarballs from here
-``deb [trusted=yes] http://HOST/apt ./``     a flat repository; `Packages` is made of what is allowed
+``npm --registry http://HOST/npm``           one document per package; this mirror serves its tarballs
+``deb [trusted=yes] http://HOST/apt ./``     a flat repository; `Packages` lists the allowed packages
 ===========================================  ==========================================================
 
-Serves GET and HEAD, one request a connection, on sockets it is given: one that listens inside of a machine
-(`inside`), or any other. Reads nothing but the folder; a file's digest was checked when the mirror was opened.
+It serves GET and HEAD, one request per connection, on sockets that it is given, such as one inside a machine
+(`loopback`). It reads only the folder; the files' digests are verified when the mirror is created.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ import urllib.parse
 from collections.abc import Collection, Iterable
 from typing import BinaryIO, NamedTuple
 
-from etude.environments.network.closing import closed
-from etude.environments.network.heads import MAX_HEAD_BYTES, BadRequest, Head, parse_head
-from etude.environments.network.packages import Package, Packages, Wanted, document, normal
+from etude.environments.network.http import MAX_HEAD_BYTES, BadRequest, RequestHead, close_writer, parse_head
+from etude.environments.network.packages import Package, Packages, PackageSpec, normalize_name, npm_document
 
 _CHUNK_BYTES = 1 << 18
 _CONNECTIONS = 64
-_CROWD = 4  # times as many are heard, to be told that it is too many
+_OVERLOAD = 4  # beyond `_CONNECTIONS` times this, connections are dropped without a response
 _REQUEST_S, _ANSWER_S, _CLOSE_S = 10.0, 600.0, 10.0
 
 
 class Answer(NamedTuple):
-    """`file`: what is sent after the body, which is then empty."""
+    """A response. `file`: a package to send instead of `body`."""
 
     status: int
     kind: str
@@ -41,19 +40,19 @@ class Answer(NamedTuple):
 
 
 class Mirror:
-    """Serves what `packages` holds and `allow` lists (None: all that was fetched). Raises `StoreError` for a folder
-    whose files are not what was fetched."""
+    """Serves the packages that `packages` has and `allow` lists (None: all of them). Raises `StoreError` for a
+    damaged folder."""
 
-    def __init__(self, packages: Packages, allow: Collection[Wanted] | None = None) -> None:
+    def __init__(self, packages: Packages, allow: Collection[PackageSpec] | None = None) -> None:
         packages.verify()
         self._packages = packages
-        listed = [p for p in packages.known if allow is None or Wanted(p.kind, p.name, p.version) in allow]
+        listed = [p for p in packages.known if allow is None or PackageSpec(p.kind, p.name, p.version) in allow]
         self._listed = sorted(listed, key=lambda p: (p.kind, p.name, p.file))
         self._servers: list[asyncio.Server] = []
         self._serving: set[asyncio.Task[None]] = set()
 
     async def serve(self, listener: socket.socket) -> asyncio.Server:
-        """Serve a listening socket, of any family. Closing what is returned ends that alone."""
+        """Serve a listening socket of any address family. Closing the returned server stops serving this socket."""
 
         def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.get_running_loop().create_task(self._connection(reader, writer))
@@ -74,10 +73,10 @@ class Mirror:
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            if len(self._serving) <= _CROWD * _CONNECTIONS:
+            if len(self._serving) <= _OVERLOAD * _CONNECTIONS:
                 await self._one_request(reader, writer)
         finally:
-            await closed(writer, _CLOSE_S)
+            await close_writer(writer, _CLOSE_S)
 
     async def _one_request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -106,8 +105,8 @@ class Mirror:
             writer.write(answer.body)
         await writer.drain()
 
-    def answer(self, head: Head) -> Answer:
-        """What a request gets."""
+    def answer(self, head: RequestHead) -> Answer:
+        """The response to a request."""
         if head.method not in ("GET", "HEAD") or head.body:
             return _text(405, "a mirror is only read")
         path = urllib.parse.unquote(head.target.partition("?")[0], errors="replace")
@@ -117,11 +116,11 @@ class Mirror:
         found = None if of_kind is None else of_kind(rest, f"http://{host}/{kind}")
         return found if found is not None else _text(404, "not on this mirror")
 
-    def _those(self, kind: str, name: str = "") -> list[Package]:
+    def _packages_of(self, kind: str, name: str = "") -> list[Package]:
         return [p for p in self._listed if p.kind == kind and name in ("", p.name)]
 
     def _file(self, kind: str, name: str, file: str) -> Answer | None:
-        found = next((p for p in self._those(kind, name) if p.file == file), None)
+        found = next((p for p in self._packages_of(kind, name) if p.file == file), None)
         return None if found is None else Answer(200, "application/octet-stream", b"", found)
 
     def _pip(self, rest: str, base: str) -> Answer | None:
@@ -131,9 +130,9 @@ class Mirror:
         if parts[0] != "simple" or len(parts) > 2:
             return None
         if len(parts) == 1:
-            names = sorted({p.name for p in self._those("pip")})
+            names = sorted({p.name for p in self._packages_of("pip")})
             return _page(f'<a href="/pip/simple/{html.escape(name)}/">{html.escape(name)}</a>' for name in names)
-        files = self._those("pip", normal("pip", parts[1]))
+        files = self._packages_of("pip", normalize_name("pip", parts[1]))
         if not files:
             return None
         return _page(
@@ -145,35 +144,35 @@ class Mirror:
         if rest.startswith("-/files/"):
             name, _, file = rest.removeprefix("-/files/").rpartition("/")
             return self._file("npm", name, file)
-        found = self._those("npm", rest.strip("/"))
+        found = self._packages_of("npm", rest.strip("/"))
         if not found or not rest:
             return None
         versions = {}
         for package in found:
-            facts = document(package)
-            dist = facts.get("dist")
+            manifest = npm_document(package)
+            dist = manifest.get("dist")
             kept = {k: v for k, v in dist.items() if k in ("integrity", "shasum")} if isinstance(dist, dict) else {}
             place = f"{base}/-/files/{package.name}/{package.file}"
-            versions[package.version] = {**facts, "name": package.name, "version": package.version,
+            versions[package.version] = {**manifest, "name": package.name, "version": package.version,
                                          "dist": {**kept, "tarball": place}}  # fmt: skip
-        whole = {"name": found[0].name, "dist-tags": {"latest": found[-1].version}, "versions": versions}
-        return Answer(200, "application/json", json.dumps(whole).encode())
+        packument = {"name": found[0].name, "dist-tags": {"latest": found[-1].version}, "versions": versions}
+        return Answer(200, "application/json", json.dumps(packument).encode())
 
     def _apt(self, rest: str, base: str) -> Answer | None:
         rest = rest.removeprefix("./")
         if rest == "Packages":
-            return Answer(200, "text/plain", "\n".join(map(_stanza, self._those("apt"))).encode())
+            return Answer(200, "text/plain", "\n".join(map(_stanza, self._packages_of("apt"))).encode())
         folder, _, file = rest.rpartition("/")
         return self._file("apt", folder.removeprefix("pool/"), file) if folder.startswith("pool/") else None
 
 
 def _stanza(package: Package) -> str:
-    """What apt says of a package, with where it is here and what it hashes to."""
-    ours = ("filename:", "size:", "sha256:", "sha1:", "md5sum:", "sha512:", "status:", "package:", "version:")
+    """The apt entry of a package: the registry's fields, with this mirror's path, size and hash."""
+    replaced = ("filename:", "size:", "sha256:", "sha1:", "md5sum:", "sha512:", "status:", "package:", "version:")
     kept: list[str] = []
     skipping = False
     for line in package.facts.splitlines():
-        skipping = line.lower().startswith(ours) or (skipping and line[:1] in (" ", "\t"))
+        skipping = line.lower().startswith(replaced) or (skipping and line[:1] in (" ", "\t"))
         if not skipping and line.strip():
             kept.append(line)
     place = f"./pool/{package.name}/{package.file}"

@@ -1,11 +1,11 @@
-"""Packages for machines without a network: fetched once, outside, from the registries this host is configured with.
+"""Packages for machines without a network, downloaded once with the registries that this host is configured for.
 
-A folder holds them, with a list of what was fetched and its SHA-256::
+A folder contains the packages and a list of them with their SHA-256::
 
-    <folder>/packages.json                  every `Package`
-    <folder>/files/<sha256>                 what they are, by content
+    <folder>/packages.json                  all `Package` records
+    <folder>/files/<sha256>                 the files, by content
 
-The fetch is done by pip, npm and apt themselves, so mirrors, keys and proxies are the ones they have here.
+pip, npm and apt do the downloads, so this host's mirrors, keys and proxies apply.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import msgspec
 
 from etude.errors import InputError, MachineError, StoreError
 
-_FORMS = {
+_SPEC_PATTERNS = {
     "pip": re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)==([A-Za-z0-9.+!_-]+)"),
     "npm": re.compile(r"((?:@[a-z0-9._-]+/)?[a-z0-9][a-z0-9._-]*)@([A-Za-z0-9.+-]+)"),
     "apt": re.compile(r"([a-z0-9][a-z0-9.+-]*)=([A-Za-z0-9.+~:-]+)"),
@@ -33,11 +33,11 @@ _FORMS = {
 _TAIL_BYTES = 1000
 
 
-class Wanted(msgspec.Struct, frozen=True):
-    """A package by name and exact version: what an allow-list is made of.
+class PackageSpec(msgspec.Struct, frozen=True):
+    """A package with an exact version; allow-lists consist of these.
 
-    >>> wanted("pip:Foo.Bar==1.0")
-    Wanted(kind='pip', name='foo-bar', version='1.0')
+    >>> parse_package_spec("pip:Foo.Bar==1.0")
+    PackageSpec(kind='pip', name='foo-bar', version='1.0')
     """
 
     kind: str  # "pip", "npm", "apt"
@@ -46,34 +46,35 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 class Package(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that was fetched. `facts` is what its registry says of it: npm's version document, apt's stanza."""
+    """A downloaded file. `facts`: the registry's metadata: npm's version document, or apt's stanza."""
 
     kind: str
     name: str
     version: str
-    file: str  # its name
+    file: str  # file name
     sha256: str
     size: int
     facts: str = ""
 
 
-def wanted(text: str) -> Wanted:
-    """``pip:name==version``, ``npm:name@version`` or ``apt:name=version``. `InputError` for anything else."""
+def parse_package_spec(text: str) -> PackageSpec:
+    """Parse ``pip:name==version``, ``npm:name@version`` or ``apt:name=version``. Raises `InputError`."""
     kind, _, rest = text.strip().partition(":")
-    found = _FORMS[kind].fullmatch(rest) if kind in _FORMS else None
+    found = _SPEC_PATTERNS[kind].fullmatch(rest) if kind in _SPEC_PATTERNS else None
     if not found:
         hint = "write pip:NAME==VERSION, npm:NAME@VERSION or apt:NAME=VERSION"
-        raise InputError(f"{text[:80]!r} is no package", hint=hint)
-    return Wanted(kind, normal(kind, found[1]), found[2])
+        raise InputError(f"{text[:80]!r} is not a package specification", hint=hint)
+    return PackageSpec(kind, normalize_name(kind, found[1]), found[2])
 
 
-def normal(kind: str, name: str) -> str:
-    """A name as its registry compares it."""
+def normalize_name(kind: str, name: str) -> str:
+    """A package name in its registry's canonical form."""
     return re.sub("[-_.]+", "-", name).lower() if kind == "pip" else name
 
 
 class Packages:
-    """What a folder holds. Opened read-only by mirrors; `fetch` adds."""
+    """The packages of a folder. Mirrors read it; `fetch` and `take` add to it. Raises `StoreError` if its list is
+    damaged."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
@@ -88,11 +89,11 @@ class Packages:
                 raise StoreError(f"{self.folder}/packages.json is damaged", facts, hint="fetch again") from None
 
     def path(self, package: Package) -> Path:
-        """Where a package's bytes are."""
+        """Path of a package's file."""
         return self.folder / "files" / package.sha256
 
     def verify(self) -> None:
-        """Read every file. `StoreError` names the first that is not what was fetched."""
+        """Check the digest of every file. Raises `StoreError`, which names the first damaged one."""
         for package in self.known:
             try:
                 with open(self.path(package), "rb") as file:
@@ -103,34 +104,37 @@ class Packages:
                 raise StoreError(f"{package.file} of the packages is damaged", found[:16], hint="fetch it again")
 
     def take(self, wheel: Path) -> Package:
-        """Keep a wheel that lies here. `InputError` for a file that is none by its name, or cannot be read."""
+        """Add a local wheel. Raises `InputError` if the file is not named like a wheel or cannot be read."""
         found = re.fullmatch(r"([A-Za-z0-9._]+)-([A-Za-z0-9._+!]+)(-[^-]+){3,4}\.whl", wheel.name)
         if found is None or not wheel.is_file():
-            raise InputError(f"{wheel} is no wheel", hint="give NAME-VERSION-TAGS.whl, as pip makes them")
+            raise InputError(f"{wheel} is not a wheel", hint="give NAME-VERSION-TAGS.whl, as pip makes them")
         with tempfile.TemporaryDirectory(dir=self.folder, prefix="fetch-") as folder:
             copy = Path(shutil.copy(wheel, folder))
-            package = self._keep("pip", normal("pip", found[1]), found[2], copy, "")
+            package = self._keep("pip", normalize_name("pip", found[1]), found[2], copy, "")
         self._list()
         return package
 
     def fetch(
-        self, packages: Iterable[Wanted], *, dependencies: bool = False, deadline_s: float = 600.0
+        self, packages: Iterable[PackageSpec], *, dependencies: bool = False, deadline_s: float = 600.0
     ) -> list[Package]:
-        """Get packages from the registries outside; with `dependencies` (pip) what they need, too. Returns all that is
-        new. `MachineError` with the tool's own words when one cannot be had."""
+        """Download packages. Returns the new ones.
+
+        `dependencies`: also download what they require (pip only). Raises `MachineError` with the tool's message if a
+        download fails.
+        """
         tools = {"pip": _fetch_pip, "npm": _fetch_npm, "apt": _fetch_apt}
         new: list[Package] = []
-        for one in packages:
+        for spec in packages:
             with tempfile.TemporaryDirectory(dir=self.folder, prefix="fetch-") as folder:
-                for name, version, path, facts in tools[one.kind](one, Path(folder), dependencies, deadline_s):
+                for name, version, path, facts in tools[spec.kind](spec, Path(folder), dependencies, deadline_s):
                     had = len(self.known)
-                    found = self._keep(one.kind, name, version, path, facts)
+                    found = self._keep(spec.kind, name, version, path, facts)
                     new += [found] * (len(self.known) - had)
         self._list()
         return new
 
     def _keep(self, kind: str, name: str, version: str, path: Path, facts: str) -> Package:
-        """Move a file here."""
+        """Move a file into the folder."""
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         found = Package(
@@ -151,51 +155,51 @@ class Packages:
 Fetched = list[tuple[str, str, Path, str]]
 
 
-def _fetch_pip(one: Wanted, folder: Path, dependencies: bool, deadline_s: float) -> Fetched:
+def _fetch_pip(spec: PackageSpec, folder: Path, dependencies: bool, deadline_s: float) -> Fetched:
     options = ["--disable-pip-version-check", "--no-input", "--only-binary=:all:", "--quiet", "--dest", str(folder)]
-    alone = [] if dependencies else ["--no-deps"]
-    command = [sys.executable, "-m", "pip", "download", *options, *alone, "--", f"{one.name}=={one.version}"]
+    no_deps = [] if dependencies else ["--no-deps"]
+    command = [sys.executable, "-m", "pip", "download", *options, *no_deps, "--", f"{spec.name}=={spec.version}"]
     _run(command, folder, deadline_s)
     found = []
     for path in sorted(folder.iterdir()):
         name, version, *_ = path.name.removesuffix(".tar.gz").split("-")
-        found.append((normal("pip", name), version, path, ""))
+        found.append((normalize_name("pip", name), version, path, ""))
     return found
 
 
-def _fetch_npm(one: Wanted, folder: Path, dependencies: bool, deadline_s: float) -> Fetched:
-    spec = f"{one.name}@{one.version}"
+def _fetch_npm(package: PackageSpec, folder: Path, dependencies: bool, deadline_s: float) -> Fetched:
+    spec = f"{package.name}@{package.version}"
     facts = _run(["npm", "view", "--json", spec], folder, deadline_s)
     _run(["npm", "pack", "--silent", "--ignore-scripts", spec], folder, deadline_s)
-    return [(one.name, one.version, path, facts.decode()) for path in sorted(folder.glob("*.tgz"))]
+    return [(package.name, package.version, path, facts.decode()) for path in sorted(folder.glob("*.tgz"))]
 
 
-def _fetch_apt(one: Wanted, folder: Path, dependencies: bool, deadline_s: float) -> Fetched:
-    spec = f"{one.name}={one.version}"
+def _fetch_apt(package: PackageSpec, folder: Path, dependencies: bool, deadline_s: float) -> Fetched:
+    spec = f"{package.name}={package.version}"
     facts = _run(["apt-cache", "show", "--no-all-versions", spec], folder, deadline_s).decode(errors="replace")
     _run(["apt-get", "download", "-qq", "-o", "APT::Sandbox::User=root", spec], folder, deadline_s)
     stanza = "\n".join(line for line in facts.split("\n\n")[0].splitlines())
-    return [(one.name, one.version, path, stanza) for path in sorted(folder.glob("*.deb"))]
+    return [(package.name, package.version, path, stanza) for path in sorted(folder.glob("*.deb"))]
 
 
 def _run(command: Sequence[str], folder: Path, deadline_s: float) -> bytes:
     tool = "pip" if command[0] == sys.executable else command[0]
     if shutil.which(command[0]) is None:
-        raise MachineError(f"no {tool} to fetch with", f"{tool} is not installed", hint=f"install {tool}")
+        raise MachineError(f"{tool} is needed to fetch packages", f"{tool} is not installed", hint=f"install {tool}")
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, timeout=deadline_s, check=False)
     except subprocess.TimeoutExpired:
         facts = f"{tool} took more than {deadline_s:g} s"
         raise MachineError("a package could not be fetched", facts, hint="is the registry reachable?") from None
     if done.returncode:
-        words = (done.stderr or done.stdout)[-_TAIL_BYTES:].decode(errors="replace").strip()
+        message = (done.stderr or done.stdout)[-_TAIL_BYTES:].decode(errors="replace").strip()
         hint = "is there such a version, and is the registry reachable?"
-        raise MachineError(f"{tool} could not fetch {command[-1]}", words, hint=hint)
+        raise MachineError(f"{tool} could not fetch {command[-1]}", message, hint=hint)
     return done.stdout
 
 
-def document(package: Package) -> dict[str, object]:
-    """What npm's registry says of a version, as far as it is an object."""
+def npm_document(package: Package) -> dict[str, object]:
+    """npm's metadata of a version; {} if it is not a JSON object."""
     try:
         found = json.loads(package.facts)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Who may be reached: hosts by an allow-list, and of those only addresses that are nobody's own network."""
+"""Egress policy: an allow-list of hosts, and a check that an address is public."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ _MORE_PRIVATE = tuple(
         ipaddress.ip_network,
         ("100.64.0.0/10", "192.0.0.0/24", "198.18.0.0/15", "64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32"),
     )
-)  # carriers' own, protocol assignments, benchmarks; and what carries an IPv4 address inside
+)  # carrier-grade NAT, protocol assignments, benchmarks; and addresses that embed an IPv4 address
 
 
 class Rule(NamedTuple):
-    """`host` exactly, or, with a leading dot, every name below it; `port` None: 80 and 443."""
+    """An entry of an allow-list. `host`: an exact name, or with a leading dot all names below it. `port` None: 80
+    and 443."""
 
     host: str
     port: int | None
 
 
 class AllowList:
-    """Hosts that may be reached: ``host``, ``host:port``, ``.suffix``, ``.suffix:port``. Empty: none.
+    """Hosts that may be reached: ``host``, ``host:port``, ``.suffix``, ``.suffix:port``. An empty list allows none.
+    Raises `InputError` for an invalid rule.
 
     >>> allowed = AllowList(["pypi.org", ".example.com:8443"])
     >>> [allowed.permits(host, 8443) for host in ("a.example.com", "example.com", "pypi.org")]
@@ -38,7 +40,7 @@ class AllowList:
         self.rules = tuple(_rule(text) for text in rules)
 
     def permits(self, host: str, port: int) -> bool:
-        """Whether a host in lower case may be reached at a port."""
+        """Whether this port of a host (in lower case) may be reached."""
         return any(
             (host.endswith(rule.host) and host != rule.host if rule.host.startswith(".") else host == rule.host)
             and (port in _PORTS if rule.port is None else port == rule.port)
@@ -49,13 +51,15 @@ class AllowList:
 def _rule(text: str) -> Rule:
     found = _RULE.fullmatch(text.strip().lower())
     if not found or (found[2] and not 0 < int(found[2]) < 65_536):
-        raise InputError(f"{text[:80]!r} allows nothing", hint="write host, host:port, .suffix or .suffix:port")
+        raise InputError(
+            f"{text[:80]!r} is not an allow-list rule", hint="write host, host:port, .suffix or .suffix:port"
+        )
     return Rule(found[1].strip("[]"), int(found[2]) if found[2] else None)
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is on the public internet: none of a private network, this host, a link, a cloud's
-    metadata service, a multicast group, nor one that stands for such an IPv4 address.
+    """Whether an IP address is on the public internet. Not public: private networks, this host, link-local addresses,
+    cloud metadata services, multicast, and IPv6 addresses that contain an IPv4 address.
 
     >>> [is_public(a) for a in ("1.1.1.1", "10.0.0.1", "169.254.169.254", "::ffff:127.0.0.1", "fd00::1", "nonsense")]
     [True, False, False, False, False, False]

@@ -1,8 +1,8 @@
-"""The one door out of a machine, where it is opened at all: a proxy that knows whom it may reach and tells of each.
+"""The egress proxy: the only way out of a machine, if there is one. It checks an allow-list and logs each request.
 
-Plain HTTP and CONNECT. A connection carries one request, so nothing can ride behind it; a host's addresses are looked
-up once and the one that was checked is the one that is connected to, so a name that changes its mind gains nothing.
-Knows nothing of what goes through a CONNECT but how much.
+It serves plain HTTP and CONNECT, one request per connection, so no second request can follow unchecked. A host's
+addresses are looked up once, and only a checked address is connected to, so DNS rebinding has no effect. Of a CONNECT
+it sees only the number of bytes.
 """
 
 from __future__ import annotations
@@ -17,42 +17,49 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from etude.config import ranged
-from etude.environments.network.closing import closed
-from etude.environments.network.heads import MAX_HEAD_BYTES, BadRequest, Head, Target, parse_head, target_of
+from etude.environments.network.http import (
+    MAX_HEAD_BYTES,
+    BadRequest,
+    RequestHead,
+    Target,
+    close_writer,
+    parse_head,
+    target_of,
+)
 from etude.environments.network.policy import AllowList, is_public
 
 _CHUNK_BYTES = 65_536
-_CROWD = 4  # times as many connections are heard, to be told that it is too many
-_MAX_ADDRESSES = 4  # of a host, tried in turn
+_OVERLOAD = 4  # beyond `connections` times this, connections are dropped without a response
+_MAX_ADDRESSES = 4  # addresses of a host that are tried
 _HOP = ("connection", "proxy-connection", "keep-alive", "te", "upgrade", "host", "proxy-authorization", "expect")
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
 @dataclass(frozen=True)
 class ProxyLimits:
-    """Bounds on what goes through one proxy."""
+    """Limits of one proxy."""
 
-    connections: int = ranged(64, low=1)  # at once; further ones are turned away
-    request_bytes: int = ranged(64 << 20, low=1024)  # out of the machine, each connection
-    response_bytes: int = ranged(1 << 30, low=1024)  # into it
-    head_s: float = ranged(10.0, low=0.1)  # until the request's head is there
+    connections: int = ranged(64, low=1)  # at once; more are refused
+    request_bytes: int = ranged(64 << 20, low=1024)  # sent by the machine, per connection
+    response_bytes: int = ranged(1 << 30, low=1024)  # received by the machine, per connection
+    head_s: float = ranged(10.0, low=0.1)  # until the request's head has arrived
     connect_s: float = ranged(10.0, low=0.1)
-    idle_s: float = ranged(60.0, low=0.1)  # without a byte either way
+    idle_s: float = ranged(60.0, low=0.1)  # without a byte in either direction
     total_s: float = ranged(600.0, low=0.1)
 
 
 async def resolve(host: str, port: int) -> list[str]:
-    """The addresses of a host, as this host knows them."""
+    """The addresses of a host, from this host's resolver."""
     loop = asyncio.get_running_loop()
     return [str(info[4][0]) for info in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
 
 
 class EgressProxy:
-    """Serves on listening sockets that it is given, until `close`. With an empty allow-list it only writes refusals
-    down. Every request is one JSON line in `log`: who, host, port, address, bytes each way, verdict, seconds.
+    """Serves on the sockets that it is given, until `close`. With an empty allow-list it refuses and logs everything.
 
-    `who` is a socket's name in the log: the machine that it belongs to. `reachable` says which addresses may be
-    connected to after a name has been looked up; leave it, unless the network is your own.
+    `allow`: allow-list rules. `log`: gets one JSON line per request: who, host, port, address, bytes in each direction,
+    verdict, seconds. `reachable`: decides which resolved addresses may be connected to; change it only on a network of
+    your own.
     """
 
     def __init__(
@@ -71,7 +78,8 @@ class EgressProxy:
         self._serving: set[asyncio.Task[None]] = set()
 
     async def serve(self, listener: socket.socket, *, who: str) -> asyncio.Server:
-        """Serve a listening socket, of any family. Closing what is returned ends that alone."""
+        """Serve a listening socket of any address family. `who`: names its machine in the log. Closing the returned
+        server stops serving this socket."""
 
         def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.get_running_loop().create_task(self._connection(reader, writer, who))
@@ -83,7 +91,7 @@ class EgressProxy:
         return server
 
     async def close(self) -> None:
-        """Stop serving, and end what is under way. Idempotent."""
+        """Stop serving and abort open connections. Idempotent."""
         for server in self._servers:
             server.close()
         for task in list(self._serving):
@@ -91,28 +99,28 @@ class EgressProxy:
         await asyncio.gather(*self._serving, return_exceptions=True)
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, who: str) -> None:
-        facts: dict[str, Any] = {"who": who, "host": "", "port": 0, "address": "", "sent_bytes": 0, "got_bytes": 0}
-        started, facts["time"] = time.monotonic(), time.time()
+        entry: dict[str, Any] = {"who": who, "host": "", "port": 0, "address": "", "sent_bytes": 0, "got_bytes": 0}
+        started, entry["time"] = time.monotonic(), time.time()
         verdict = "ended by the proxy"
         try:
             async with asyncio.timeout(self._limits.total_s):
-                verdict = await self._request(reader, writer, facts)
+                verdict = await self._request(reader, writer, entry)
         except TimeoutError:
             verdict = f"more than {self._limits.total_s:g} s"
         except (OSError, asyncio.IncompleteReadError):
             verdict = "broken off"
         finally:
-            facts |= {"verdict": verdict, "wall_s": round(time.monotonic() - started, 3)}
+            entry |= {"verdict": verdict, "wall_s": round(time.monotonic() - started, 3)}
             try:
-                self._log.write(json.dumps(facts).encode() + b"\n")
+                self._log.write(json.dumps(entry).encode() + b"\n")
                 self._log.flush()
             finally:
-                await closed(writer, self._limits.idle_s)
+                await close_writer(writer, self._limits.idle_s)
 
-    async def _request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, facts: dict[str, Any]) -> str:
-        """Do what one connection asks for; returns the verdict."""
-        if len(self._serving) > _CROWD * self._limits.connections:
-            return "too many connections"  # not even heard
+    async def _request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, entry: dict[str, Any]) -> str:
+        """Handle one connection's request. Returns the verdict."""
+        if len(self._serving) > _OVERLOAD * self._limits.connections:
+            return "too many connections"  # dropped without a response
         try:
             async with asyncio.timeout(self._limits.head_s):
                 head = parse_head(await reader.readuntil(b"\r\n\r\n"))
@@ -125,22 +133,22 @@ class EgressProxy:
             return _refuse(writer, 408, "no request in time")
         if len(self._serving) > self._limits.connections:
             return _refuse(writer, 503, "too many connections")
-        facts |= {"method": head.method, "host": target.host, "port": target.port, "path": target.path[:200]}
+        entry |= {"method": head.method, "host": target.host, "port": target.port, "path": target.path[:200]}
         if not self._allow.permits(target.host, target.port):
             return _refuse(writer, 403, "not on the allow-list")
         addresses = await self._addresses(target)
         if not addresses:
             return _refuse(writer, 502, "the name has no address")
-        facts["address"] = addresses[0]
+        entry["address"] = addresses[0]
         for address in addresses:
             if not self._reachable(address):
-                facts["address"] = address
+                entry["address"] = address
                 return _refuse(writer, 403, "its address is not on the public internet")
-        far = await self._connected(addresses, target.port, facts)
+        far = await self._connected(addresses, target.port, entry)
         if far is None:
             return _refuse(writer, 502, "it cannot be connected to")
         try:
-            return await self._carry(head, target, (reader, writer), far, facts)
+            return await self._carry(head, target, (reader, writer), far, entry)
         finally:
             far[1].transport.abort()
 
@@ -152,11 +160,11 @@ class EgressProxy:
             return ()
 
     async def _connected(
-        self, addresses: Sequence[str], port: int, facts: dict[str, Any]
+        self, addresses: Sequence[str], port: int, entry: dict[str, Any]
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-        """A connection to the first address that takes one; each was checked, and none is looked up again."""
+        """A connection to the first address that accepts one. Names are not resolved again."""
         for address in addresses:
-            facts["address"] = address
+            entry["address"] = address
             with contextlib.suppress(OSError, TimeoutError):
                 async with asyncio.timeout(self._limits.connect_s):
                     return await asyncio.open_connection(address, port, limit=_CHUNK_BYTES)
@@ -164,100 +172,101 @@ class EgressProxy:
 
     async def _carry(
         self,
-        head: Head,
+        head: RequestHead,
         target: Target,
         near: tuple[asyncio.StreamReader, asyncio.StreamWriter],
         far: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-        facts: dict[str, Any],
+        entry: dict[str, Any],
     ) -> str:
         if head.method == "CONNECT":
             near[1].write(b"HTTP/1.1 200 Connected\r\n\r\n")
-            there = self._copy(near[0], far[1], facts, "sent_bytes", self._limits.request_bytes)
+            there = self._copy(near[0], far[1], entry, "sent_bytes", self._limits.request_bytes)
         else:
             far[1].write(_forwarded(head, target))
-            there = self._body(head, near[0], far[1], facts)
-        back = self._copy(far[0], near[1], facts, "got_bytes", self._limits.response_bytes)
+            there = self._body(head, near[0], far[1], entry)
+        back = self._copy(far[0], near[1], entry, "got_bytes", self._limits.response_bytes)
         tasks = [asyncio.create_task(there), asyncio.create_task(back)]
         try:
-            await self._until_done(tasks, facts, answer_is_all=head.method != "CONNECT")
+            await self._until_done(tasks, entry, answer_is_all=head.method != "CONNECT")
             return "allowed"
-        except _Ended as ended:
+        except _ConnectionEnded as ended:
             return str(ended)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _until_done(self, tasks: list[asyncio.Task[None]], facts: dict[str, Any], *, answer_is_all: bool) -> None:
-        """Until both ways have ended, or the way back where `answer_is_all`, or nothing moves any more."""
+    async def _until_done(self, tasks: list[asyncio.Task[None]], entry: dict[str, Any], *, answer_is_all: bool) -> None:
+        """Wait until both directions have ended (only the response if `answer_is_all`), or no byte has moved for
+        `idle_s`."""
         pending = set(tasks)
         while pending and not (answer_is_all and tasks[1].done()):
-            before = facts["sent_bytes"], facts["got_bytes"]
+            before = entry["sent_bytes"], entry["got_bytes"]
             done, pending = await asyncio.wait(
                 pending, timeout=self._limits.idle_s, return_when=asyncio.FIRST_COMPLETED
             )
             for task in done:
                 task.result()
-            if not done and before == (facts["sent_bytes"], facts["got_bytes"]):
-                raise _Ended(f"idle for {self._limits.idle_s:g} s")
+            if not done and before == (entry["sent_bytes"], entry["got_bytes"]):
+                raise _ConnectionEnded(f"idle for {self._limits.idle_s:g} s")
 
     async def _copy(
-        self, source: asyncio.StreamReader, to: asyncio.StreamWriter, facts: dict[str, Any], count: str, most: int
+        self, source: asyncio.StreamReader, to: asyncio.StreamWriter, entry: dict[str, Any], count: str, most: int
     ) -> None:
         while data := await source.read(_CHUNK_BYTES):
-            await self._write(to, data, facts, count, most)
-        if facts["method"] == "CONNECT" and to.can_write_eof():
+            await self._write(to, data, entry, count, most)
+        if entry["method"] == "CONNECT" and to.can_write_eof():
             to.write_eof()
 
     async def _body(
-        self, head: Head, source: asyncio.StreamReader, to: asyncio.StreamWriter, facts: dict[str, Any]
+        self, head: RequestHead, source: asyncio.StreamReader, to: asyncio.StreamWriter, entry: dict[str, Any]
     ) -> None:
-        """Exactly one request's body, and nothing after it."""
+        """Copy exactly one request's body."""
         most = self._limits.request_bytes
         if head.body is not None:
             left = head.body
             while left and (data := await source.read(min(left, _CHUNK_BYTES))):
                 left -= len(data)
-                await self._write(to, data, facts, "sent_bytes", most)
+                await self._write(to, data, entry, "sent_bytes", most)
             return
         while True:
             line = await _line(source)
             size = _chunk_size(line)
-            await self._write(to, b"%x\r\n" % size, facts, "sent_bytes", most)
+            await self._write(to, b"%x\r\n" % size, entry, "sent_bytes", most)
             left = size
             while left:
                 data = await source.read(min(left, _CHUNK_BYTES))
                 if not data:
-                    raise _Ended("the request broke off")
+                    raise _ConnectionEnded("the request broke off")
                 left -= len(data)
-                await self._write(to, data, facts, "sent_bytes", most)
+                await self._write(to, data, entry, "sent_bytes", most)
             if size and await _line(source) != b"\r\n":
-                raise _Ended("a chunk is not as long as it says")
-            await self._write(to, b"\r\n", facts, "sent_bytes", most)  # trailers are not passed on
+                raise _ConnectionEnded("a chunk is not as long as it says")
+            await self._write(to, b"\r\n", entry, "sent_bytes", most)  # trailers are not passed on
             if not size:
                 return
 
-    async def _write(self, to: asyncio.StreamWriter, data: bytes, facts: dict[str, Any], count: str, most: int) -> None:
-        facts[count] += len(data)
-        if facts[count] > most:
-            raise _Ended(f"more than {most} bytes")
+    async def _write(self, to: asyncio.StreamWriter, data: bytes, entry: dict[str, Any], count: str, most: int) -> None:
+        entry[count] += len(data)
+        if entry[count] > most:
+            raise _ConnectionEnded(f"more than {most} bytes")
         to.write(data)
         await to.drain()
 
 
-class _Ended(Exception):
-    """The proxy ends a connection; the text is the verdict."""
+class _ConnectionEnded(Exception):
+    """The proxy ends a connection; the message is the verdict."""
 
 
 async def _line(source: asyncio.StreamReader) -> bytes:
     try:
         return await source.readuntil(b"\r\n")
     except (asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-        raise _Ended("a chunk is damaged") from None
+        raise _ConnectionEnded("a chunk is damaged") from None
 
 
-def _forwarded(head: Head, target: Target) -> bytes:
-    """The head that the far server gets: its own path and name, no field that means the connection, no second one."""
+def _forwarded(head: RequestHead, target: Target) -> bytes:
+    """The request head for the server: origin-form path, its own host field, no hop-by-hop fields."""
     named = {part.strip().lower().decode() for name, value in head.fields if name == "connection"
              for part in value.split(b",")}  # fmt: skip
     host = f"[{target.host}]" if ":" in target.host else target.host
@@ -274,7 +283,7 @@ def _forwarded(head: Head, target: Target) -> bytes:
 def _chunk_size(line: bytes) -> int:
     text = line[:-2]
     if not 0 < len(text) <= 8 or any(c not in b"0123456789abcdefABCDEF" for c in text):
-        raise _Ended("a chunk is damaged")
+        raise _ConnectionEnded("a chunk is damaged")
     return int(text, 16)
 
 

@@ -7,7 +7,7 @@ import time
 from pathlib import PurePosixPath
 from typing import Final
 
-from etude.environments.output import Capped
+from etude.environments.output import OutputBuffer
 from etude.environments.remote import messages as m
 from etude.environments.remote.connect import Code, RpcError
 from etude.environments.remote.machine_client import MachineClient
@@ -23,7 +23,7 @@ class OutputCollector:
 
     def __init__(self, max_bytes: int, on_event: Tell | None, *, began: float) -> None:
         self._began_at = began  # by time.monotonic
-        self._output = Capped(max_bytes)
+        self._output = OutputBuffer(max_bytes)
         self._on_event, self._incomplete, self._began = on_event, False, False
 
     def add(self, event: m.Event) -> None:

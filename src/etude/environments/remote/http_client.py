@@ -78,9 +78,9 @@ class HttpClient:
     ) -> Reply:
         """Send a request, with retries.
 
-        `what`: the purpose of the request, for errors. `idempotent`: whether to retry it if the service may have received
-        it. `max_bytes`: limit of the response body. Raises `MachineError` if the service cannot be reached within the deadline, `ValueError` for a
-        larger response.
+        `what`: the purpose of the request, for errors. `idempotent`: whether to retry it if the service may have
+        received it. `max_bytes`: limit of the response body. Raises `MachineError` if the service cannot be reached
+        within the deadline, `ValueError` for a larger response.
         """
         end = time.monotonic() + deadline_s
         for attempt in range(self._tries):

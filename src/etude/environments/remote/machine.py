@@ -7,8 +7,8 @@ from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, Protocol, Unpack
 
-from etude.environments.commands import Commands
-from etude.environments.paths import inside
+from etude.environments.command_registry import CommandRegistry
+from etude.environments.paths import encode_path
 from etude.environments.remote.commands import run_on_etude, run_on_external
 from etude.environments.remote.connect import RpcError, error_of_response
 from etude.environments.remote.external_service import check_links, kill_all
@@ -33,7 +33,7 @@ class RemoteMachine:
     def __init__(self, client: MachineClient, owner: MachineOwner) -> None:
         self.id = client.id
         self._client, self._owner = client, owner
-        self._commands = Commands()
+        self._commands = CommandRegistry()
         self._closing: asyncio.Task[None] | None = None
         self._frozen = False
 
@@ -41,7 +41,7 @@ class RemoteMachine:
         self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
     ) -> ExecResult:
         """See `Machine.exec`. Cancelling the call does not stop the command: call again with the same key."""
-        return await self._commands.once(self._begin, argv, key=key, deadline_s=deadline_s, **options)
+        return await self._commands.run_once(self._begin, argv, key=key, deadline_s=deadline_s, **options)
 
     def _begin(self, command: Command) -> Coroutine[Any, Any, ExecResult]:
         self._require_open()
@@ -154,4 +154,4 @@ _GONE = "the machine or its server has ended: fork another one"
 
 def name_of(path: str) -> str:
     """Normalize a path. Raises `ValueError` if it leaves the working directory or is not UTF-8."""
-    return inside(path).decode()
+    return encode_path(path).decode()

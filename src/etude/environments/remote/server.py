@@ -18,7 +18,7 @@ from etude.environments.remote.keys import Keyring
 from etude.environments.remote.sandboxes import SandboxManager, Template
 from etude.environments.remote.states import StateRoutes
 from etude.environments.remote.transfers import FileRoutes
-from etude.listening import bind, listening
+from etude.http_server import bind, run_http_server
 from etude.seams import Runtime
 
 
@@ -52,7 +52,7 @@ async def serving(
     `sock`: a bound socket, instead of `host` and `port`. Raises `ConfigError` if the address cannot be used.
     """
     manager: SandboxManager = app.state.manager
-    async with listening(app, sock or bind(host, port), what="the server of machines") as url:
+    async with run_http_server(app, sock or bind(host, port), name="the server of machines") as url:
         reaper = asyncio.create_task(manager.reap(), name="leases")
         try:
             yield url

@@ -1,1 +1,2 @@
-"""Programs that a grader runs inside a machine, each as ``python -c``. Standard library only; never imported here."""
+"""Programs that the grader runs inside machines, each as ``python -c``. Standard library only; never imported by
+etude."""

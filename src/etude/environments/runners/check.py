@@ -1,11 +1,11 @@
-"""In two machines: the hidden test calls functions in one, the agent's code answers in the other; the host carries
-plain data between them, line by line. So neither process holds anything of the other's.
+"""In two machines: the hidden test calls functions in one, the agent's code answers in the other. The host relays plain
+data between them, line by line, so neither process contains anything of the other.
 
-First line of stdin: {"role", ...}. As "calls", each further line is [module, name, args, kwargs] and each line of
-stdout its answer: ["value", v], ["function"] (args null, and the name is one) or ["raise", builtin exception, text].
-As "test", lines go the other way, each after the nonce; so do the verdicts, ["passes"] or ["fails", text].
-The test runs once as it is and, if it passes, once with every result spoiled: then a test that is one must fail. It is
-told the same results again, so that nobody can behave once and not again.
+First line of stdin: {"role", ...}. For role "calls", each further line is [module, name, args, kwargs], and each line
+of stdout is its answer: ["value", v], ["function"] (args is null and the name is a function) or ["raise", builtin
+exception, text]. For role "test", the lines go the other way, each after the nonce; so do the verdicts, ["passes"] or
+["fails", text]. The test runs once as it is. If it passes, it runs again with every result changed: a real test must
+fail then. The second run reuses the recorded results, so that the code cannot behave differently.
 """
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-any-generics
 
@@ -19,13 +19,13 @@ import types
 
 ATOMS = (type(None), bool, float, str)
 MANY = (list, tuple, set, frozenset)
-WORD = 1 << 62
+MAX_PLAIN_INT = 1 << 62
 
 
 def pack(value, depth=0):
-    """Plain data of exactly the builtin types as JSON. `TypeError` for anything else."""
+    """Encode values of exactly the builtin types as JSON data. Raises `TypeError` for anything else."""
     kind = type(value)
-    if kind in ATOMS or (kind is int and -WORD < value < WORD):
+    if kind in ATOMS or (kind is int and -MAX_PLAIN_INT < value < MAX_PLAIN_INT):
         return value
     if kind is int:
         return {"int": hex(value)}
@@ -41,29 +41,31 @@ def pack(value, depth=0):
 
 
 def unpack(packed, spoil=False):
-    """What was packed; with `spoil`, every atom and length another."""
+    """Decode packed data; with `spoil`, change every atom and every length."""
     if type(packed) is not dict:
         return spoiled(packed) if spoil else packed
-    [(name, held)] = packed.items()
+    [(name, content)] = packed.items()
     if name == "int":
-        return spoiled(int(held, 16)) if spoil else int(held, 16)
+        return spoiled(int(content, 16)) if spoil else int(content, 16)
     if name == "complex":
-        return complex(*held) - (17 if spoil else 0)
+        return complex(*content) - (17 if spoil else 0)
     if name == "bytes":
-        return held.encode("latin-1") + (b"?" if spoil else b"")
+        return content.encode("latin-1") + (b"?" if spoil else b"")
     if name == "dict":
-        return {**{unpack(k): unpack(v, spoil) for k, v in held}, **({"?": "?"} if spoil else {})}
+        return {**{unpack(k): unpack(v, spoil) for k, v in content}, **({"?": "?"} if spoil else {})}
     kind = {kind.__name__: kind for kind in MANY}[name]
-    return kind([*(unpack(item, spoil) for item in held), *(["?"] if spoil else [])])
+    return kind([*(unpack(item, spoil) for item in content), *(["?"] if spoil else [])])
 
 
 def spoiled(atom):
+    """A different atom of a similar type."""
     if atom is None or type(atom) is bool:
         return not atom
     return atom + "?" if type(atom) is str else -atom - 17
 
 
 def raised(error):
+    """The answer for an exception: its nearest builtin class and its text."""
     kind = next(kind for kind in type(error).__mro__ if getattr(builtins, kind.__name__, None) is kind)
     return ["raise", kind.__name__, str(error)[:200]]
 
@@ -72,6 +74,7 @@ def raised(error):
 
 
 def answer(module, name, args, kwargs):
+    """Execute one call, or look up one attribute (args None). Returns the answer."""
     try:
         found = getattr(importlib.import_module(module), name)
         if args is None:
@@ -82,6 +85,7 @@ def answer(module, name, args, kwargs):
 
 
 def serve_calls(lines, out):
+    """Answer calls, one per line."""
     for line in lines:
         out.write(json.dumps(answer(*json.loads(line))).encode() + b"\n")
         out.flush()
@@ -91,57 +95,58 @@ def serve_calls(lines, out):
 
 
 def rebuilt(kind, text):
-    """An error of this kind, or of the nearest that text alone makes."""
+    """An exception of this kind, or of the nearest base class that accepts one text."""
     for each in getattr(kind, "__mro__", ()):
         try:
             if issubclass(each, BaseException):
                 return each(text)
-        except TypeError:  # such as UnicodeDecodeError, of five arguments
+        except TypeError:  # such as UnicodeDecodeError, which takes five arguments
             continue
     return RuntimeError(text)
 
 
-class Elsewhere:
-    """The agent's modules, as far as this process can know them."""
+class RemoteModules:
+    """The agent's modules, which run in the other machine."""
 
     def __init__(self, lines, out, nonce, modules):
         self.lines, self.out, self.nonce, self.modules = lines, out, nonce, modules
-        self.spoil, self.told, self.again = False, [], iter(())
+        self.spoil, self.recorded, self.replay = False, [], iter(())
 
-    def tell(self, *words):
-        self.out.write(f"{self.nonce} {json.dumps(words)}\n".encode())
+    def send(self, *args):
+        self.out.write(f"{self.nonce} {json.dumps(args)}\n".encode())
         self.out.flush()
 
-    def ask(self, module, name, args, kwargs):
-        question = [module, name, *((None, None) if args is None else (pack(args), pack(kwargs)))]
-        said = self.said(question)
-        if said[0] == "raise":
-            raise rebuilt(getattr(builtins, said[1], None), said[2])
-        if said[0] == "function":
-            return lambda *a, **k: self.ask(module, name, a, k)
-        return unpack(said[1], self.spoil)
+    def request(self, module, name, args, kwargs):
+        """Get an attribute of a remote module (args None), or call one of its functions."""
+        call = [module, name, *((None, None) if args is None else (pack(args), pack(kwargs)))]
+        reply = self.answer_to(call)
+        if reply[0] == "raise":
+            raise rebuilt(getattr(builtins, reply[1], None), reply[2])
+        if reply[0] == "function":
+            return lambda *a, **k: self.request(module, name, a, k)
+        return unpack(reply[1], self.spoil)
 
-    def said(self, question):
-        """What was said to it the first time; else it is asked."""
-        key = json.dumps(question)
-        before, said = next(self.again, ("", None))
+    def answer_to(self, call):
+        """The recorded answer to a request if this is the second run, else a new one."""
+        key = json.dumps(call)
+        before, reply = next(self.replay, ("", None))
         if before != key:
-            self.again = iter(())
-            self.tell("call", *question)
-            said = json.loads(self.lines.readline())
+            self.replay = iter(())
+            self.send("call", *call)
+            reply = json.loads(self.lines.readline())
         if not self.spoil:
-            self.told.append((key, said))
-        return said
+            self.recorded.append((key, reply))
+        return reply
 
-    def go_again(self):
-        self.spoil, self.again = True, iter(self.told)
+    def start_replay(self):
+        self.spoil, self.replay = True, iter(self.recorded)
 
 
 class Finder:
-    """Finds the agent's modules elsewhere."""
+    """Import hook for the agent's modules."""
 
-    def __init__(self, names, elsewhere):
-        self.names, self.elsewhere, self.made = names, elsewhere, []  # modules that it made
+    def __init__(self, names, remote):
+        self.names, self.remote, self.made = names, remote, []  # modules that were imported
 
     def find_spec(self, name, path=None, target=None):
         if name not in self.names:
@@ -152,43 +157,44 @@ class Finder:
         module = types.ModuleType(spec.name)
 
         def attribute(name):
-            if name.startswith("__") or f"{spec.name}.{name}" in self.elsewhere.modules:
+            if name.startswith("__") or f"{spec.name}.{name}" in self.remote.modules:
                 raise AttributeError(name)
-            return self.elsewhere.ask(spec.name, name, None, None)
+            return self.remote.request(spec.name, name, None, None)
 
         vars(module)["__getattr__"] = attribute
         self.made.append(spec.name)
         return module
 
     def exec_module(self, module):
-        """There is nothing to execute: it runs elsewhere."""
+        """Nothing to execute here: the module runs in the other machine."""
 
 
-def run(test, elsewhere, module, function):
-    """ "" if the test passes, else why not."""
+def run(test, remote, module, function):
+    """ "" if the test passes, else why it fails."""
     try:
         space: dict = {"__name__": "hidden"}
         exec(compile(test, "<hidden>", "exec"), space)  # noqa: S102
         check = space["check"]
-        check(lambda *a, **k: elsewhere.ask(module, function, a, k))
+        check(lambda *a, **k: remote.request(module, function, a, k))
     except BaseException as error:  # noqa: BLE001 - however the test fails, it fails
         return f"{type(error).__name__}: {error}"[:200]
     return ""
 
 
 def serve_test(lines, out, request):
-    elsewhere = Elsewhere(lines, out, request["nonce"], {*request["modules"], *request["more"]})
-    first, last = (Finder(frozenset(request[names]), elsewhere) for names in ("modules", "more"))
+    """Run the test once as it is and, if it passes, once with changed results. Sends a verdict for each run."""
+    remote = RemoteModules(lines, out, request["nonce"], {*request["modules"], *request["more"]})
+    first, last = (Finder(frozenset(request[names]), remote) for names in ("modules", "more"))
     sys.meta_path[:] = [first, *sys.meta_path, last]
     for spoil in (False, True):
         if spoil:
-            elsewhere.go_again()
+            remote.start_replay()
         if "random" in request["test"]:
             importlib.import_module("random").seed(request["nonce"])
         for name in (*request["modules"], *last.made):
             sys.modules.pop(name, None)
-        why = run(request["test"], elsewhere, request["module"], request["function"])
-        elsewhere.tell("fails", why) if why else elsewhere.tell("passes")
+        why = run(request["test"], remote, request["module"], request["function"])
+        remote.send("fails", why) if why else remote.send("passes")
         if why:
             return
 

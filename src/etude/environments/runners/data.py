@@ -1,11 +1,11 @@
-"""In a machine: call the agent's functions and report what they returned, as plain data.
+"""In a machine: call the agent's functions and report what they return, as plain data.
 
-stdin: {"nonce", "calls": [[module, function, args], ...]}; stdout: one line, the nonce and a list of
-["value", plain data] or ["error", text]. Holds no expected value. Modules are imported once.
+stdin: {"nonce", "calls": [[module, function, args], ...]}. stdout: one line, the nonce and a list of ["value", plain
+data] or ["error", text]. Contains no expected value. Modules are imported once.
 
-What counts is what a call returns in a process that has made no other. A fork for each costs a millisecond, so first
-two forks make all calls, in opposite orders; where the two tell the same, no call met what another left in memory.
-A fork has none of the threads of the modules' and may wait for them for ever: modules that start some are imported in
+A call's result counts as if its process had made no other call. A fork for each call costs a millisecond. So two forks
+first make all calls, in opposite orders; if both get the same results, no call depends on memory that another changed.
+A fork has none of the modules' threads and could wait for them forever, so modules that start threads are imported in
 each fork.
 """
 
@@ -16,16 +16,16 @@ import sys
 import threading
 
 PLAIN = (type(None), bool, float, str)
-MOST = 4 << 20  # bytes of all results
-MOST_BITS = 14_000  # of an integer: longer ones are not read back as text
+MAX_BYTES = 4 << 20  # bytes of all results
+MAX_BITS = 14_000  # of an integer; Python cannot convert longer ones back from text
 PIPE = 1 << 16
-THREADED = 3  # how a process ends that had to tell nothing
+THREADED = 3  # exit code: modules started threads
 
 
 def plain(value: object, depth: int = 0) -> object:
-    """The same value if it is JSON data of exactly these types, else TypeError."""
+    """The value if it is JSON data of exactly these types. Raises `TypeError` otherwise."""
     kind = type(value)
-    if kind in PLAIN or (kind is int and value.bit_length() < MOST_BITS):  # type: ignore[attr-defined]
+    if kind in PLAIN or (kind is int and value.bit_length() < MAX_BITS):  # type: ignore[attr-defined]
         return value
     if depth < 64 and kind is list:
         return [plain(item, depth + 1) for item in value]  # type: ignore[attr-defined]
@@ -36,37 +36,40 @@ def plain(value: object, depth: int = 0) -> object:
 
 
 def call(module: str, function: str, args: list[object]) -> list[object]:
+    """Call one function. Returns ["value", result] or ["error", text]."""
     try:
         return ["value", plain(getattr(importlib.import_module(module), function)(*args))]
     except BaseException as error:  # noqa: BLE001 - whatever the agent's code raises is its result
         return ["error", f"{type(error).__name__}: {error}"[:200]]
 
 
-def told(calls: list[list[object]]) -> list[bytes]:
-    """The results of calls that a fork makes one after the other, a line each, as far as it comes."""
-    ours, theirs = os.pipe()
+def results_of_fork(calls: list[list[object]]) -> list[bytes]:
+    """Results of calls that one fork makes in sequence, one line each, as far as it gets."""
+    read_fd, write_fd = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
-            os.close(ours)
+            os.close(read_fd)
             for each in calls:
                 data = json.dumps(call(*each)).encode() + b"\n"  # type: ignore[arg-type]
                 while data:
-                    data = data[os.write(theirs, data) :]
+                    data = data[os.write(write_fd, data) :]
         finally:
             os._exit(0)
-    os.close(theirs)
+    os.close(write_fd)
     parts, size, lines = [], 0, 0
-    while size <= MOST and lines < len(calls) and (part := os.read(ours, PIPE)):  # what it left may hold the pipe
+    while (
+        size <= MAX_BYTES and lines < len(calls) and (part := os.read(read_fd, PIPE))
+    ):  # background processes may keep the pipe open
         parts.append(part)
         size, lines = size + len(part), lines + part.count(b"\n")
-    os.close(ours)
+    os.close(read_fd)
     os.waitpid(pid, 0)
     return b"".join(parts).split(b"\n")[:lines]
 
 
 def read(lines: list[bytes]) -> object:
-    """The only result that a fork told."""
+    """The only result of a fork."""
     try:
         [line] = lines
         return json.loads(line)
@@ -75,15 +78,16 @@ def read(lines: list[bytes]) -> object:
 
 
 def results(calls: list[list[object]]) -> list[object]:
+    """The results of all calls, in order."""
     if len(calls) > 1:
-        there = told(calls)
-        if len(there) == len(calls) and there == told(calls[::-1])[::-1]:
-            return [read([line]) for line in there]
-    return [read(told([each])) for each in calls]
+        forward = results_of_fork(calls)
+        if len(forward) == len(calls) and forward == results_of_fork(calls[::-1])[::-1]:
+            return [read([line]) for line in forward]
+    return [read(results_of_fork([each])) for each in calls]
 
 
 def load(module: str) -> None:
-    """Import a module for all calls; what it raises, each call will meet."""
+    """Import a module for all calls. If that raises, each call will raise it again."""
     try:
         importlib.import_module(module)
     except BaseException:  # noqa: BLE001 - see above

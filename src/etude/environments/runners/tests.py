@@ -1,17 +1,17 @@
-"""In a machine: collect hidden tests, or run one of them and report how it went.
+"""In a machine: collect hidden tests, or run one of them and report its outcome.
 
-stdin: {"nonce", "role": "collect" | "run", "program": "pytest" | "unittest", "roots", ...}; stdout: one line, the nonce
-and a report. "roots" are folders that modules are found in, beside the working directory. To collect: "names"; the
-report is {"runner", "ids": {name without parameters: [ids in order]}, "errors"}. To run: "base" and "index", which of
-the tests of that name; the report is {"id", "outcome", "why"}. pytest is the machine's own, without its cache and the
-options of its configuration; where there is none, plain functions and unittest's classes are run here, and for more the
-report is {"needs": what is missing}. Older Pythons run this, too.
+stdin: {"nonce", "role": "collect" | "run", "program": "pytest" | "unittest", "roots", ...}. stdout: one line, the nonce
+and a report. "roots": folders to import from, beside the working directory. For "collect", "names" lists the tests; the
+report is {"runner", "ids": {name without parameters: [ids in order]}, "errors"}. For "run", "base" and "index" select
+the test of that name; the report is {"id", "outcome", "why"}. pytest is the machine's own, without its cache and the
+options of its configuration. Without pytest, plain functions and unittest classes are run here; for other tests the
+report is {"needs": what is missing}. Also runs on older Pythons.
 """
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-any-generics
 
 import sys
 
-sys.path[:] = [path for path in sys.path if path]  # what is imported from here on is the machine's, not the agent's
+sys.path[:] = [path for path in sys.path if path]  # import from the machine's library, not from the agent's files
 
 import importlib  # noqa: E402
 import inspect  # noqa: E402
@@ -25,14 +25,16 @@ PASSED = {"setup", "call", "teardown"}
 
 
 class Needs(Exception):
-    """The tests need what this machine does not have."""
+    """The tests need something that this machine lacks."""
 
 
 def find_modules(roots):
+    """Put the working directory and the roots at the start of the import path."""
     sys.path[:0] = [os.getcwd()] + [os.path.abspath(root) for root in roots]
 
 
 def last_line(text):
+    """The last non-empty line, at most 200 characters."""
     lines = [line for line in str(text).splitlines() if line.strip()]
     return lines[-1].strip()[:200] if lines else ""
 
@@ -41,13 +43,13 @@ def last_line(text):
 
 
 class Plugin:
-    """Keeps what was collected, runs one of it, hears every report."""
+    """pytest plugin: records the collected tests, selects one, records its reports."""
 
     def __init__(self, index, roots):
-        self.index, self.roots, self.ids, self.heard, self.errors = index, roots, [], [], []
+        self.index, self.roots, self.ids, self.reports, self.errors = index, roots, [], [], []
 
     def pytest_load_initial_conftests(self):
-        find_modules(self.roots)  # as `python -m pytest` has it, but after plugins were found
+        find_modules(self.roots)  # like `python -m pytest`, but after plugins were loaded
 
     def pytest_collection_modifyitems(self, items):
         if self.index is not None:
@@ -62,10 +64,11 @@ class Plugin:
 
     def pytest_runtest_logreport(self, report):
         outcome = "xfail" if hasattr(report, "wasxfail") else report.outcome
-        self.heard.append((report.when, outcome, last_line(report.longrepr) if report.longrepr else ""))
+        self.reports.append((report.when, outcome, last_line(report.longrepr) if report.longrepr else ""))
 
 
 def by_pytest(pytest, bases, index, roots):
+    """Run pytest with a `Plugin`. `index` None collects only."""
     plugin = Plugin(index, roots)
     for name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS"):
         os.environ.pop(name, None)
@@ -85,9 +88,10 @@ def pytest_collect(pytest, names, roots):
 
 
 def pytest_run(pytest, base, index, roots):
+    """Run one test with pytest. Returns its report."""
     plugin = by_pytest(pytest, [base], index, roots)
-    bad = [each for each in plugin.heard if each[1] != "passed"]
-    if plugin.ids and not bad and {when for when, _, _ in plugin.heard} >= PASSED:
+    bad = [each for each in plugin.reports if each[1] != "passed"]
+    if plugin.ids and not bad and {when for when, _, _ in plugin.reports} >= PASSED:
         return {"id": plugin.ids[0], "outcome": "passed", "why": ""}
     outcome = bad[0][1] if bad else "not run"
     why = bad[0][2] if bad else "; ".join(plugin.errors)
@@ -98,7 +102,7 @@ def pytest_run(pytest, base, index, roots):
 
 
 def judge(test):
-    """How the only test of a suite went."""
+    """(outcome, reason) of a suite's only test."""
     result = unittest.TestResult()
     test.run(result)
     bad = result.failures + result.errors
@@ -109,6 +113,7 @@ def judge(test):
 
 
 def unittest_suite(name):
+    """The only test of this dotted name. Raises `LookupError` if it names several tests."""
     suite = unittest.TestLoader().loadTestsFromName(name)
     tests = list(suite) if isinstance(suite, unittest.TestSuite) else [suite]
     if len(tests) != 1 or not isinstance(tests[0], unittest.TestCase):
@@ -137,7 +142,7 @@ def unittest_run(base):
 
 
 def plain_test(name):
-    """A test of pytest's naming that needs no pytest, as a function to call."""
+    """A test with a pytest name that needs no pytest, as a function to call."""
     file, _, rest = name.partition("::")
     folder = os.path.dirname(os.path.abspath(file))
     sys.path.insert(0, folder)
@@ -179,7 +184,7 @@ def plain_run(base):
     return {"id": base, "outcome": outcome, "why": why}
 
 
-def the_pytest():
+def import_pytest():
     try:
         return importlib.import_module("pytest")
     except ImportError:
@@ -187,8 +192,9 @@ def the_pytest():
 
 
 def answer(request):
+    """Execute the request. Returns its report."""
     collecting, roots = request["role"] == "collect", request["roots"]
-    pytest = the_pytest() if request["program"] == "pytest" else None
+    pytest = import_pytest() if request["program"] == "pytest" else None
     if pytest is not None:
         if collecting:
             return pytest_collect(pytest, request["names"], roots)
@@ -201,18 +207,18 @@ def answer(request):
 
 def main():
     request = json.load(sys.stdin)
-    report = os.dup(1)
+    report_fd = os.dup(1)
     silence = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(silence, fd)
     try:
-        words = answer(request)
+        report = answer(request)
     except Needs as error:
-        words = {"needs": str(error)}
+        report = {"needs": str(error)}
     except BaseException as error:  # noqa: BLE001 - however it ends, it was not passed
-        words = {"id": "", "outcome": "failed", "why": f"{type(error).__name__}: {str(error)[:200]}"}
-    with os.fdopen(report, "w") as file:
-        file.write(f"\n{request['nonce']} {json.dumps(words)}\n")
+        report = {"id": "", "outcome": "failed", "why": f"{type(error).__name__}: {str(error)[:200]}"}
+    with os.fdopen(report_fd, "w") as file:
+        file.write(f"\n{request['nonce']} {json.dumps(report)}\n")
         file.flush()
         os._exit(0)
 

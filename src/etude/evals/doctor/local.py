@@ -94,7 +94,7 @@ def _alone(model: Transformer, token_ids: Sequence[int], theirs: Results) -> Res
             torch.tensor(list(token_ids)),
             Packed([len(token_ids)], model.operators),
             _replayed(theirs, model.config, len(token_ids)),
-            watch=watch,
+            hook=watch,
         )
     for at, name in enumerate(n for n in own if n.endswith("experts.used")):
         own[name] = done.live[:, at].long()  # the choice from the engine's scores, not the replayed one

@@ -20,7 +20,7 @@ from etude.inference.watched import CHUNK, Results, engine_results
 from etude.models import Packed, Transformer
 from etude.records.completion import Completion, CompletionRequest, Sampling, Version
 from etude.seams import Engine
-from etude.training.batches import runs
+from etude.training.batches import group_by_budget
 
 NO_VERSION = Version(step=0, incarnation="00000000", digest="0" * 64)
 
@@ -146,7 +146,7 @@ class LearnerSide:
         return [scored for part in self._parts(texts) for scored in self._forward(part, replay)]
 
     def _parts(self, texts: Sequence[Sampled]) -> Iterator[Sequence[Sampled]]:
-        for part in runs([len(text.token_ids) - 1 for text in texts], self._budget):
+        for part in group_by_budget([len(text.token_ids) - 1 for text in texts], self._budget):
             yield texts[part]
 
     def _forward(self, texts: Sequence[Sampled], replay: bool) -> Iterator[Scored]:

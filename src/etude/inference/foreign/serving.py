@@ -27,7 +27,7 @@ from etude.models.config import ModelConfig
 from etude.numerics.config import Mode, Quantise
 from etude.records.adapter import BASE_CHANNEL
 from etude.records.completion import Version
-from etude.scratch import OwnFolder
+from etude.scratch import ScratchDirectory
 from etude.seams import BlobStore
 from etude.stores import open_store
 from etude.telemetry import Telemetry
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace, make: str, serving: Callable[[Path, Telemetry 
     die_with_parent(watch_stdin=args.watch_stdin)
     telemetry = Telemetry(args.telemetry, process=args.name) if args.telemetry else None
     try:
-        with OwnFolder(make) as folder:
+        with ScratchDirectory(make) as folder:
             require_short(folder, make)
             serving(folder, telemetry)
     except EtudeError as error:

@@ -29,7 +29,7 @@ from etude.records.completion import Version
 from etude.stores import open_store
 from etude.telemetry import Telemetry
 from etude.weights import Follower
-from etude.weights.files.checkpoint import CheckpointWriter, copy_others, index_of, layout
+from etude.weights.files.checkpoint import CheckpointWriter, copy_other_files, index_of, layout
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,7 +116,7 @@ class SglangFollowing(Following):
             raise WeightsError("an adapter is published", facts, hint=hint)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        copy_others(self._start, folder)
+        copy_other_files(self._start, folder)
         headers = layout(tensors)
         with CheckpointWriter(folder, headers, index_of(headers)) as writer:
             for name, tensor in tensors.items():

@@ -30,7 +30,7 @@ from etude.inference.vllm.process import VllmCalls, start
 from etude.records.completion import Version
 from etude.stores import open_store
 from etude.telemetry import Telemetry
-from etude.weights.follow.head import Head
+from etude.weights.follow.head_tracker import HeadTracker
 
 EXTENSION = "etude.inference.vllm.worker.WorkerExtension"
 
@@ -72,7 +72,7 @@ def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) 
     report_settings(telemetry, config, device=device)
     following = None
     if args.store is not None:
-        head = Head(open_store(args.store, cache=args.cache), "policy", public_key=args.public_key)
+        head = HeadTracker(open_store(args.store, cache=args.cache), "policy", public_key=args.public_key)
         following = VllmFollowing(
             engine,
             head,
@@ -107,7 +107,7 @@ class VllmFollowing(Following):
     def __init__(
         self,
         engine: ForeignEngine,
-        head: Head,
+        head: HeadTracker,
         place: str,
         *,
         public_key: bytes | None = None,

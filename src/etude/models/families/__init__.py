@@ -1,6 +1,6 @@
-"""Families of models, a module each: everything that one family differs in from the others.
+"""The built-in model families, one module each.
 
-A module's name is the family's `model_type` of config.json. It holds one class, derived from `config.ModelFamily` or
-from a near family. A file that is added here is found by its name; a family of your own is a class in your package
+A module's name is the family's `model_type` of config.json. It contains one class, derived from `config.ModelFamily` or
+from a similar family. Added modules are found by their name; a user's own family is a plug-in
 (docs/guides/your-checkpoint.md).
 """

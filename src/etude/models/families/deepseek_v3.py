@@ -1,4 +1,4 @@
-"""DeepSeek-V3: latent attention, a sigmoid router with groups and a bias for the choice, shared experts."""
+"""DeepSeek-V3: multi-head latent attention, sigmoid routers with groups and a selection bias, shared experts."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from etude.models.components import Latent, Routing, Scores
 from etude.models.config import FIXED, MOE, WIDTH, ModelConfig, ModelFamily
-from etude.models.config_json import flag, positive, whole, wholes
-from etude.models.parts import Latent, Routing, Scores
+from etude.models.config_json import boolean, positive_float, positive_int, positive_ints
 
 _LATENT = {
     "kv_rank": "kv_lora_rank",
@@ -20,6 +20,8 @@ _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 
 
 class DeepseekV3(ModelFamily):
+    """DeepSeek-V3 (arXiv 2412.19437)."""
+
     model_type = "deepseek_v3"
     hf_class = "DeepseekV3ForCausalLM"
     sizes = {**MOE, "num_experts": "n_routed_experts", "num_shared": "n_shared_experts"}
@@ -30,40 +32,40 @@ class DeepseekV3(ModelFamily):
         "moe_layer_freq": (1, 1),
     }
     varies = "q_lora_rank, groups, routed_scaling_factor, shared experts, first_k_dense_replace, rope_interleave"
-    foreign = "keeps products of the latent attention's weights, which a run's versions do not reach"
+    no_external_engines = "stores products of the latent attention's weights, which weight updates do not reach"
 
     def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         raw = {**raw, "n_routed_experts": raw.get("n_routed_experts", raw.get("num_local_experts"))}
         raw.setdefault("num_key_value_heads", raw.get("num_attention_heads"))
-        sizes = wholes(raw, self.sizes)
+        sizes = positive_ints(raw, self.sizes)
         latent = Latent(
-            **wholes(raw, _LATENT),
-            q_rank=None if raw.get("q_lora_rank") is None else whole(raw, "q_lora_rank"),
-            interleaved=flag(raw, "rope_interleave", default=True),
+            **positive_ints(raw, _LATENT),
+            q_rank=None if raw.get("q_lora_rank") is None else positive_int(raw, "q_lora_rank"),
+            interleaved=boolean(raw, "rope_interleave", default=True),
         )
         first = raw.get("first_k_dense_replace", 0)
         if type(first) is not int or not 0 <= first <= sizes["num_layers"]:
-            raise ValueError(f"first_k_dense_replace = {first!r}, of {sizes['num_layers']} layers")
+            raise ValueError(f"first_k_dense_replace = {first!r}, expected 0 to {sizes['num_layers']}")
         return {
             **sizes,
             "head_dim": latent.head_dim,
             "dense_layers": tuple(range(first)),
-            "dense_size": whole(raw, WIDTH),
+            "dense_size": positive_int(raw, WIDTH),
             "latent": latent,
             "routing": Routing(
                 scores=Scores.SIGMOID,
-                normalise=flag(raw, "norm_topk_prob", default=True),
-                scaling=positive(raw.get("routed_scaling_factor", 1.0), "routed_scaling_factor"),
-                num_groups=whole(raw, "n_group", default=1),
-                top_groups=whole(raw, "topk_group", default=1),
+                normalise=boolean(raw, "norm_topk_prob", default=True),
+                scaling=positive_float(raw.get("routed_scaling_factor", 1.0), "routed_scaling_factor"),
+                num_groups=positive_int(raw, "n_group", default=1),
+                top_groups=positive_int(raw, "topk_group", default=1),
             ),
         }
 
     def write(self, c: ModelConfig) -> dict[str, Any]:
         assert c.latent is not None
         return {
-            **{theirs: getattr(c, ours) for ours, theirs in self.sizes.items()},
-            **{theirs: getattr(c.latent, ours) for ours, theirs in _LATENT.items()},
+            **{key: getattr(c, name) for name, key in self.sizes.items()},
+            **{key: getattr(c.latent, name) for name, key in _LATENT.items()},
             "q_lora_rank": c.latent.q_rank,
             "rope_interleave": c.latent.interleaved,
             "first_k_dense_replace": len(c.dense_layers),
@@ -77,17 +79,21 @@ class DeepseekV3(ModelFamily):
     def check(self, c: ModelConfig) -> None:
         self.check_experts(c)
         if c.latent is None:
-            raise ValueError(f"family = {self.name!r} wants a latent")
+            raise ValueError(f"family = {self.name!r} needs latent attention")
         if c.dense_layers != tuple(range(len(c.dense_layers))):
-            raise ValueError(f"dense_layers = {list(c.dense_layers)[:8]}, but this family's are the first ones")
+            raise ValueError(
+                f"dense_layers = {list(c.dense_layers)[:8]}, but in this family the first layers are dense"
+            )
         if c.routing.scores is not Scores.SIGMOID:
-            raise ValueError(f"routing.scores = {str(c.routing.scores)!r} is not of family {self.name!r}")
+            raise ValueError(f"routing.scores = {str(c.routing.scores)!r}, but family {self.name!r} has sigmoid")
         if not c.num_shared:
-            raise ValueError(f"family = {self.name!r} has a shared expert or more, num_shared = 0")
+            raise ValueError(f"family = {self.name!r} needs num_shared > 0")
 
     def unused(self, names: Iterable[str], c: ModelConfig) -> set[str]:
-        """Tensors of the layers behind the last that predict more than the next token (arXiv 2412.19437, §2.2). Such a
-        layer is known by its `eh_proj`."""
+        """Tensors of the multi-token prediction layers behind the last layer (arXiv 2412.19437, §2.2).
+
+        Such a layer has an `eh_proj`.
+        """
         layers = [(_LAYER.match(name), name) for name in names]
         behind = {m[1] for m, name in layers if m and int(m[1]) >= c.num_layers and name.endswith(".eh_proj.weight")}
         return {name for m, name in layers if m and m[1] in behind}

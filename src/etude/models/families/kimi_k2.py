@@ -1,4 +1,4 @@
-"""Kimi K2: DeepSeek-V3 by another name."""
+"""Kimi K2: the architecture of DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -6,4 +6,6 @@ from etude.models.families.deepseek_v3 import DeepseekV3
 
 
 class KimiK2(DeepseekV3):
+    """Kimi K2 (arXiv 2507.20534)."""
+
     model_type = "kimi_k2"

@@ -1,15 +1,17 @@
-"""Mixtral (arXiv 2401.04088): grouped queries without norms, gates that sum to 1, and names of its own for experts."""
+"""Mixtral (arXiv 2401.04088): grouped-query attention without norms, gates that sum to 1, other names of experts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from etude.models.components import QkNorm
 from etude.models.config import FIXED, MOE, WIDTH, ModelConfig, ModelFamily
-from etude.models.parts import QkNorm
 
 
 class Mixtral(ModelFamily):
+    """Mixtral (arXiv 2401.04088)."""
+
     model_type = "mixtral"
     hf_class = "MixtralForCausalLM"
     sizes = {**MOE, "expert_size": WIDTH, "num_experts": "num_local_experts"}
@@ -28,4 +30,4 @@ class Mixtral(ModelFamily):
         super().check(c)
         self.check_routers(c)
         if not c.routing.normalise:
-            raise ValueError(f"routing.normalise = false is not of family {self.name!r}: its gates sum to 1")
+            raise ValueError(f"routing.normalise = false, but in family {self.name!r} gates sum to 1")

@@ -1,15 +1,17 @@
-"""OLMoE (arXiv 2409.02060): queries and keys are normalised over all heads, and every layer has a softmax router."""
+"""OLMoE (arXiv 2409.02060): queries and keys normalised over all heads, a softmax router in every layer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from etude.models.components import QkNorm
 from etude.models.config import FIXED, MOE, WIDTH, ModelConfig, ModelFamily
-from etude.models.parts import QkNorm
 
 
 class Olmoe(ModelFamily):
+    """OLMoE (arXiv 2409.02060)."""
+
     model_type = "olmoe"
     hf_class = "OlmoeForCausalLM"
     sizes = {**MOE, "expert_size": WIDTH}
@@ -27,4 +29,4 @@ class Olmoe(ModelFamily):
         super().check(c)
         self.check_routers(c)
         if c.num_heads * c.head_dim != c.hidden_size:
-            raise ValueError(f"{c.num_heads} heads of {c.head_dim} numbers are not hidden_size = {c.hidden_size}")
+            raise ValueError(f"num_heads · head_dim = {c.num_heads * c.head_dim}, but hidden_size = {c.hidden_size}")

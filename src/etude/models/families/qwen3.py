@@ -1,4 +1,4 @@
-"""Qwen3 without experts: as Qwen3-MoE, with one product in the place of every router."""
+"""Qwen3 (dense): Qwen3-MoE with an MLP in place of every router and its experts."""
 
 from __future__ import annotations
 
@@ -6,31 +6,32 @@ from collections.abc import Mapping
 from typing import Any
 
 from etude.models.config import FIXED, SIZES, WIDTH, ModelConfig, ModelFamily
-from etude.models.config_json import head_dim, whole, wholes
+from etude.models.config_json import head_dim, positive_int, positive_ints
 
 
 class Qwen3(ModelFamily):
+    """Dense Qwen3 models (arXiv 2505.09388)."""
+
     model_type = "qwen3"
     hf_class = "Qwen3ForCausalLM"
     sizes = SIZES
     fixed = {**FIXED, "use_sliding_window": (False, False)}
-    foreign = ""
+    no_external_engines = ""
 
     def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         kinds = raw.get("layer_types") or []
         if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-            raise ValueError(f"layer_types = {kinds!r:.80}, only full_attention is computed")
-        sizes = wholes(raw, self.sizes)
-        dense = {"num_experts": 0, "top_k": 0, "dense_size": whole(raw, WIDTH)}
+            raise ValueError(f"layer_types = {kinds!r:.80}, only full_attention is supported")
+        sizes = positive_ints(raw, self.sizes)
+        dense = {"num_experts": 0, "top_k": 0, "dense_size": positive_int(raw, WIDTH)}
         return {**sizes, "head_dim": head_dim(raw, sizes), **dense}
 
     def write(self, c: ModelConfig) -> dict[str, Any]:
-        return {theirs: getattr(c, ours) for ours, theirs in self.sizes.items()} | {"head_dim": c.head_dim}
+        return {key: getattr(c, name) for name, key in self.sizes.items()} | {"head_dim": c.head_dim}
 
     def check(self, c: ModelConfig) -> None:
         if c.num_experts:
-            wants = "it wants num_experts = 0 and top_k = 0"
-            raise ValueError(f"family = {self.name!r} with num_experts = {c.num_experts}: {wants}")
+            raise ValueError(f"family = {self.name!r} needs num_experts = 0 and top_k = 0, not {c.num_experts} experts")
         self.check_plain(c)
 
     def tiny(self) -> ModelConfig:

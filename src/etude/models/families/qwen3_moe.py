@@ -1,4 +1,4 @@
-"""Qwen3-MoE: grouped queries, a norm for each head's query and key, a softmax router."""
+"""Qwen3-MoE: grouped-query attention, RMS norms of each head's query and key, softmax routers."""
 
 from __future__ import annotations
 
@@ -6,25 +6,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from etude.models.config import FIXED, WIDTH, ModelConfig, ModelFamily
-from etude.models.config_json import whole
+from etude.models.config_json import positive_int
 
 
 class Qwen3Moe(ModelFamily):
+    """Mixture-of-experts Qwen3 models (arXiv 2505.09388)."""
+
     model_type = "qwen3_moe"
     hf_class = "Qwen3MoeForCausalLM"
     fixed = {**FIXED, "use_sliding_window": (False, False)}
     varies = "norm_topk_prob, decoder_sparse_step, mlp_only_layers, tie_word_embeddings"
-    foreign = ""
+    no_external_engines = ""
 
     def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         found = super().read(raw)
-        every = whole(raw, "decoder_sparse_step", default=1)
+        every = positive_int(raw, "decoder_sparse_step", default=1)
         named = raw.get("mlp_only_layers") or []
         if not isinstance(named, list) or not all(type(i) is int for i in named):
-            raise ValueError(f"mlp_only_layers = {named!r:.80}, expected layers' numbers")
+            raise ValueError(f"mlp_only_layers = {named!r:.80}, expected a list of integers")
         without = set(named)
         dense = tuple(i for i in range(found["num_layers"]) if i in without or (i + 1) % every)
-        width = found["expert_size"] if raw.get(WIDTH) is None and not dense else whole(raw, WIDTH)
+        width = found["expert_size"] if raw.get(WIDTH) is None and not dense else positive_int(raw, WIDTH)
         return {**found, "dense_layers": dense, "dense_size": 0 if width == found["expert_size"] else width}
 
     def write(self, c: ModelConfig) -> dict[str, Any]:

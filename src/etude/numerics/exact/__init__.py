@@ -1,32 +1,42 @@
-"""One order of summation for each operator, on CPUs: what `exact.operators.Exact` is made of.
+"""Operations on CPUs with one order of summation each: the parts of `exact.operators.Exact`.
 
-Most of it is the vendor's fastest routine, called only with sizes for which it was measured, on this machine and with
-this number of threads, that a row's bits do not depend on what else is computed.
+Most are the vendor's fastest routines, called only with sizes for which it was measured, on this machine and with this
+number of threads, that a row's bits do not depend on the rest of the batch.
 
 >>> import torch
 >>> linear(torch.eye(2), torch.tensor([[1.0, 2.0]])).flatten().tolist()
 [1.0, 2.0]
 """
 
-from etude.numerics.exact.lanes import in_lanes, top_k
-from etude.numerics.exact.products import LINE_BYTES, columns, linear, padded, partial, path, pieces, tree, vendor
-from etude.numerics.exact.windows import KERNEL_BLOCK, Causal, Windows, causal_mask, windows
+from etude.numerics.exact.attention import KERNEL_BLOCK, Causal, KeyWindows, causal_mask, key_windows
+from etude.numerics.exact.elementwise import in_lanes, top_k
+from etude.numerics.exact.matmul import (
+    LINE_BYTES,
+    column_product,
+    linear,
+    padded_rows,
+    partial_products,
+    product_for,
+    split_inner,
+    tree_sum,
+    vendor_product,
+)
 
 __all__ = [
     "KERNEL_BLOCK",
     "LINE_BYTES",
     "Causal",
-    "Windows",
+    "KeyWindows",
     "causal_mask",
-    "columns",
+    "column_product",
     "in_lanes",
+    "key_windows",
     "linear",
-    "padded",
-    "partial",
-    "path",
-    "pieces",
+    "padded_rows",
+    "partial_products",
+    "product_for",
+    "split_inner",
     "top_k",
-    "tree",
-    "vendor",
-    "windows",
+    "tree_sum",
+    "vendor_product",
 ]

@@ -1,4 +1,4 @@
-"""The operators with one order of summation each, on CPUs. Shapes as in `numerics.operators`."""
+"""`Exact`: operators with one order of summation each, on CPUs. Shapes as in `numerics.operators`."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import torch.nn.functional as F
 
 from etude.errors import ConfigError
 from etude.numerics import exact
-from etude.numerics.exact.products import Product
-from etude.numerics.exact.windows import Windows
-from etude.numerics.operators import Causal, Operators, wide
+from etude.numerics.exact.attention import KeyWindows
+from etude.numerics.exact.matmul import Product
+from etude.numerics.operators import Causal, Operators, at_least_float32
 
 
 class Exact(Operators):
-    """One order of summation for each operator: a row's bits depend on that row alone.
+    """Operators with one order of summation each: a row's bits depend only on that row.
 
-    `degree` above 1: nor do they depend on how many tensor-parallel ranks compute it, up to so many. Every product into
-    the residual stream is then the sum of that many, whoever computes them.
+    With `degree` above 1 they do not depend on the number of tensor-parallel ranks either, up to `degree`. Each product
+    into the residual stream is then the sum of `degree` partial sums, whoever computes them.
     """
 
-    absorbs = True
+    absorbs_latents = True
 
     def __init__(self, dtype: torch.dtype = torch.float32, *, degree: int = 1) -> None:
         super().__init__(dtype)
         if degree < 1 or degree & (degree - 1):
-            raise ConfigError(f"degree = {degree}", "sums over ranks are a binary tree", hint="take 1, 2, 4, ...")
+            raise ConfigError(f"degree = {degree}", "it must be a power of two", hint="use 1, 2, 4, ...")
         self.degree = degree
 
     @property
@@ -38,35 +38,35 @@ class Exact(Operators):
         return True
 
     @property
-    def held(self) -> torch.dtype:
-        """float32 or wider: a narrow dtype's numbers are float32 numbers, and widening them for every product costs
-        more than the product of a decoded token does."""
+    def storage_dtype(self) -> torch.dtype:
+        """float32 or wider. Narrow dtypes are subsets of float32, and converting them for each product would cost more
+        than the product of a decoded token."""
         return torch.promote_types(self.dtype, torch.float32)
 
     def linear(self, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-        return exact.linear(wide(x_NI), wide(weight_OI)).to(self.dtype)
+        return exact.linear(at_least_float32(x_NI), at_least_float32(weight_OI)).to(self.dtype)
 
     def linear_columns(self, x_NI: torch.Tensor, weight_OI: torch.Tensor, ranks: int) -> torch.Tensor:
         if self.degree == 1:
             return super().linear_columns(x_NI, weight_OI, ranks)
-        return self._columns(weight_OI, ranks)(wide(x_NI), wide(weight_OI)).to(self.dtype)
+        return self._columns(weight_OI, ranks)(at_least_float32(x_NI), at_least_float32(weight_OI)).to(self.dtype)
 
     def linear_partial(self, x_NI: torch.Tensor, weight_OI: torch.Tensor, ranks: int) -> torch.Tensor:
         if self.degree == 1:
             return super().linear_partial(x_NI, weight_OI, ranks)
-        part = exact.partial(wide(x_NI), wide(weight_OI), self.degree // ranks)
+        part = exact.partial_products(at_least_float32(x_NI), at_least_float32(weight_OI), self.degree // ranks)
         return part if ranks > 1 else part.to(self.dtype)
 
     def _columns(self, weight: torch.Tensor, ranks: int) -> Product:
-        """How products of a rank's share of outputs are computed: the same way on any number of ranks."""
+        """How to compute a rank's part of the outputs: in the same way on any number of ranks."""
         out_size, in_size = weight.shape[-2:]
-        return exact.columns(out_size * ranks // self.degree, in_size, self.degree)
+        return exact.column_product(out_size * ranks // self.degree, in_size, self.degree)
 
-    def rows(self, num_rows: int) -> int:
-        return exact.padded(num_rows)
+    def padded_rows(self, num_rows: int) -> int:
+        return exact.padded_rows(num_rows)
 
     def grouped(self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        return self._grouped(wide(x_SI), wide(weight_EOI), rows).to(self.dtype)
+        return self._grouped(at_least_float32(x_SI), at_least_float32(weight_EOI), rows).to(self.dtype)
 
     def grouped_columns(
         self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int], ranks: int
@@ -74,7 +74,7 @@ class Exact(Operators):
         if self.degree == 1:
             return super().grouped_columns(x_SI, weight_EOI, rows, ranks)
         product = self._columns(weight_EOI, ranks)
-        return self._grouped(wide(x_SI), wide(weight_EOI), rows, product).to(self.dtype)
+        return self._grouped(at_least_float32(x_SI), at_least_float32(weight_EOI), rows, product).to(self.dtype)
 
     def grouped_partial(
         self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int], ranks: int
@@ -82,9 +82,9 @@ class Exact(Operators):
         if self.degree == 1:
             return super().grouped_partial(x_SI, weight_EOI, rows, ranks)
         number = self.degree // ranks
-        xs = torch.split(wide(x_SI), x_SI.shape[-1] // number, -1)
-        pairs = zip(xs, exact.pieces(wide(weight_EOI), number), strict=True)
-        part = exact.tree([self._grouped(x.contiguous(), weight, rows) for x, weight in pairs])
+        xs = torch.split(at_least_float32(x_SI), x_SI.shape[-1] // number, -1)
+        pairs = zip(xs, exact.split_inner(at_least_float32(weight_EOI), number), strict=True)
+        part = exact.tree_sum([self._grouped(x.contiguous(), weight, rows) for x, weight in pairs])
         return part if ranks > 1 else part.to(self.dtype)
 
     def _grouped(
@@ -92,48 +92,48 @@ class Exact(Operators):
     ) -> torch.Tensor:
         whole_lines = not weight_EOI.shape[2] % (exact.LINE_BYTES // 4)  # wherever an expert's rows begin
         product = product or exact.linear
-        vendor = product is exact.linear and exact.path(*weight_EOI.shape[1:]) is exact.vendor
+        vendor = product is exact.linear and exact.product_for(*weight_EOI.shape[1:]) is exact.vendor_product
         if (whole_lines and vendor) or not len(x_SI):
             return super().grouped(x_SI, weight_EOI, rows)
         parts = zip(torch.split(x_SI, list(rows)), weight_EOI.unbind(), strict=True)
         return torch.cat([product(x, w) for x, w in parts if len(x)])
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-        return super().rms_norm(wide(x), weight, eps).to(self.dtype)
+        return super().rms_norm(at_least_float32(x), weight, eps).to(self.dtype)
 
     def rotate(self, x_NHA: torch.Tensor, cos_N1A: torch.Tensor, sin_N1A: torch.Tensor) -> torch.Tensor:
-        return super().rotate(wide(x_NHA), cos_N1A, sin_N1A).to(self.dtype)
+        return super().rotate(at_least_float32(x_NHA), cos_N1A, sin_N1A).to(self.dtype)
 
     def router_scores(self, x_ND: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
-        return exact.linear(wide(x_ND), wide(weight_ED))
+        return exact.linear(at_least_float32(x_ND), at_least_float32(weight_ED))
 
     def combine(self, out_SD: torch.Tensor, slot_NK: torch.Tensor, gates_NK: torch.Tensor) -> torch.Tensor:
-        return super().combine(wide(out_SD), slot_NK, gates_NK).to(self.dtype)
+        return super().combine(at_least_float32(out_SD), slot_NK, gates_NK).to(self.dtype)
 
     def gated(self, h_SF: torch.Tensor) -> torch.Tensor:
-        a, b = wide(h_SF).chunk(2, -1)
+        a, b = at_least_float32(h_SF).chunk(2, -1)
         return (exact.in_lanes(F.silu, a) * b).to(self.dtype)
 
     def sigmoid(self, scores_NE: torch.Tensor) -> torch.Tensor:
-        return exact.in_lanes(torch.sigmoid, wide(scores_NE))
+        return exact.in_lanes(torch.sigmoid, at_least_float32(scores_NE))
 
     def top_k(self, values_NE: torch.Tensor, k: int) -> torch.Tensor:
-        """Of equal ones the lowest index comes first."""
+        """Ties go to the lowest index."""
         return exact.top_k(values_NE, k)
 
-    def causal(self) -> Causal:
+    def causal_attention(self) -> Causal:
         inner = exact.Causal()
 
         def causal(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None, start: int = 0
         ) -> torch.Tensor:
-            return inner(wide(q), wide(k), wide(v), scale, start).to(self.dtype)
+            return inner(at_least_float32(q), at_least_float32(k), at_least_float32(v), scale, start).to(self.dtype)
 
         return causal
 
-    def windows(self, heads: int, key_width: int) -> Windows:
-        return exact.windows(heads, key_width)
+    def key_windows(self, heads: int, key_width: int) -> KeyWindows:
+        return exact.key_windows(heads, key_width)
 
     def logits(self, x_RD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-        """float32: rounding them would add noise to the log-probabilities of both sides, and save nothing."""
+        """float32: rounding would add noise to the log-probabilities of both sides, and save nothing."""
         return self.router_scores(x_RD, weight_VD)

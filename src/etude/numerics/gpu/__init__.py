@@ -1,14 +1,15 @@
-"""Exact mode on a GPU, in Triton: one order of summation for each operator, in engine and learner, forward and back.
+"""Exact mode on a GPU, in Triton: one order of summation for each operator, in engine and learner, forward and
+backward.
 
-Needs Triton (`pip install 'etude[gpu]'`) and is imported only by whoever asks for it: nothing else here knows it.
+Needs Triton (`pip install 'etude[gpu]'`); imported only where it is used.
 
     operators = ExactGpu(torch.bfloat16)
     learner = Transformer(config, operators=operators).cuda()
-    learner.run(tokens, PackedTokens([812, 4096], "cuda"))          # training
-    engine.run(tokens, PagedTokens(pages, [Rows(17, 1, (4,))]))      # decoding, chunks, or both: the same bits
+    learner.run(tokens, PackedTokens([812, 4096], "cuda"))                # training
+    engine.run(tokens, PagedTokens(pages, [SequenceRows(17, 1, (4,))]))   # decoding, chunks, or both: the same bits
 
-A tile follows from the widths and the dtype alone, never from the number of rows; there is one kernel, with one tile,
-for decoding and for training. Bits are equal within a parity class: chip, versions, dtype.
+Tile sizes follow from widths and dtype, never from the number of rows. Decoding and training use the same kernels with
+the same tiles. Bits are equal within a parity class: chip, versions, dtype.
 """
 
 from importlib.util import find_spec
@@ -17,13 +18,13 @@ if find_spec("triton") is None:
     raise ModuleNotFoundError("etude.numerics.gpu needs Triton: pip install 'etude[gpu]'", name="triton")
 
 from etude.numerics.gpu.attention import attend, attend_packed
-from etude.numerics.gpu.caches import PackedTokens, PagedTokens, Pages, Rows
+from etude.numerics.gpu.caches import PackedTokens, PagedTokens, Pages, SequenceRows
 from etude.numerics.gpu.experts import mix
+from etude.numerics.gpu.matmul import Groups, join_partial_sums, linear
 from etude.numerics.gpu.operators import ExactGpu
-from etude.numerics.gpu.products import Groups, join, linear
 from etude.numerics.gpu.routing import Router, choose
 
 __all__ = [
-    "ExactGpu", "Groups", "PackedTokens", "PagedTokens", "Pages", "Router", "Rows",
-    "attend", "attend_packed", "choose", "join", "linear", "mix",
+    "ExactGpu", "Groups", "PackedTokens", "PagedTokens", "Pages", "Router", "SequenceRows",
+    "attend", "attend_packed", "choose", "join_partial_sums", "linear", "mix",
 ]  # fmt: skip

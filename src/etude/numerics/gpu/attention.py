@@ -1,7 +1,7 @@
-"""Causal attention over kept keys and values, in pages or packed: what calls the programs of `programs.attention`.
+"""Causal attention over cached keys and values, in pages or packed: the callers of `kernels.attention`.
 
-Shapes: N tokens, H query heads, G key heads, A width of a key, B width of a value (A and B differ where attention is
-latent), S sequences, P pages a sequence.
+Shapes: N tokens, H query heads, G key heads, A key width, B value width (different in latent attention), S sequences, P
+pages per sequence.
 """
 
 from __future__ import annotations
@@ -13,34 +13,35 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from etude.numerics.gpu.products import Groups, power_of_two
-from etude.numerics.gpu.programs import attention as programs
-from etude.numerics.gpu.rows import SEPARATE
+from etude.numerics.gpu.kernels import attention as kernels
+from etude.numerics.gpu.matmul import Groups, next_power_of_two
+from etude.numerics.gpu.row_ops import NO_FUSION
 
 _WHOLE = 1 << 30  # a page longer than any sequence
-_SPAN = 1024  # keys whose sums may be a program's of its own
+_SPAN = 1024  # keys whose sums may be computed by a separate program
 _FEW_PROGRAMS = 128
 
 
 @dataclass(frozen=True, eq=False)
 class Queries:
-    """Which rows of a forward are which positions of which sequence."""
+    """The sequence and position of each row of a forward pass."""
 
     tokens: Groups  # each sequence's rows, in order
-    positions_S: torch.Tensor  # int32: of each sequence's first row; those after it follow
+    positions_S: torch.Tensor  # int32: position of each sequence's first row; the others follow
 
     @classmethod
     def of(cls, lengths: torch.Tensor, positions_S: torch.Tensor, num_tokens: int) -> Queries:
-        """`lengths`, int [S]: rows of each sequence in this forward, `num_tokens` in all."""
+        """`lengths`, int [S]: number of rows of each sequence in this forward pass, `num_tokens` in total."""
         starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
         return cls(Groups(starts, num_tokens), positions_S.to(torch.int32))
 
 
 @dataclass(frozen=True, eq=False)
-class Paged:
-    """Keys and values of many sequences; position j of sequence s is number j % page of page pages[s, j // page].
+class PagedKeys:
+    """Keys and values of many sequences in pages. Position j of sequence s is at offset j % page of page pages[s, j //
+    page].
 
-    A slot of memory for each sequence is one long page; `values` may be a view of the first numbers of `keys`.
+    A slot of memory per sequence is one long page. `values` may be a view of the first numbers of `keys`.
     """
 
     keys: torch.Tensor  # [pages, G, page, A], any strides but the last
@@ -50,11 +51,11 @@ class Paged:
 
 
 def attend(
-    q_NHA: torch.Tensor, kept: Paged, queries: Queries, scale: float | None = None, *, spread: bool | None = None
+    q_NHA: torch.Tensor, kept: PagedKeys, queries: Queries, scale: float | None = None, *, spread: bool | None = None
 ) -> torch.Tensor:
-    """o_NHB: every row attends to its sequence up to its own position, which is already in `kept`.
+    """Attention output o_NHB. Each row attends to its sequence up to its own position, which is already in `kept`.
 
-    `spread` picks the schedule, which changes no bit (None: by the number of tiles).
+    `spread` selects the schedule, without changing a bit (None: by the number of tiles).
     """
     o, _ = _attend(q_NHA, kept, queries, scale, spread)
     return o
@@ -63,19 +64,19 @@ def attend(
 def attend_packed(
     q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGB: torch.Tensor, tokens: Groups, scale: float | None = None
 ) -> torch.Tensor:
-    """o_NHB of whole sequences laid one after another, differentiable; the bits are those of `attend`."""
+    """Attention output o_NHB of packed full sequences, differentiable. The bits are those of `attend`."""
     o: torch.Tensor = _Packed.apply(q_NHA, k_NGA, v_NGB, tokens, scale)  # type: ignore[no-untyped-call]
     return o
 
 
 def _sizes(key_width: int, value_width: int, item_bytes: int) -> dict[str, int]:
-    """Widths as powers of two, and the tile, from them and the dtype alone."""
-    wide = max(16, power_of_two(key_width + 1) // 2)
-    rest = max(16, power_of_two(key_width - wide)) if key_width > wide else 0
+    """Widths as powers of two, and the tile, from widths and dtype alone."""
+    wide = max(16, next_power_of_two(key_width + 1) // 2)
+    rest = max(16, next_power_of_two(key_width - wide)) if key_width > wide else 0
     widths = {
         "WIDTH": key_width, "WIDE": wide, "REST": rest,
-        "VALUE": value_width, "VALUES": max(16, power_of_two(value_width)),
-        "SPAN": 0 if wide > 256 else _SPAN,  # 0: one span; two sums of a latent's width would not fit in registers
+        "VALUE": value_width, "VALUES": max(16, next_power_of_two(value_width)),
+        "SPAN": 0 if wide > 256 else _SPAN,  # 0: one span; two sums of a latent's width do not fit in registers
     }  # fmt: skip
     if item_bytes == 4:
         side = 32 if wide <= 128 else 16
@@ -94,9 +95,9 @@ def _gradient_sizes(key_width: int, value_width: int, item_bytes: int) -> dict[s
 
 
 def _attend(
-    q: torch.Tensor, kept: Paged, queries: Queries, scale: float | None, spread: bool | None = None
+    q: torch.Tensor, kept: PagedKeys, queries: Queries, scale: float | None, spread: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """o and, for the gradient, log2 of the sum of powers of 2 of each row's scores."""
+    """The output o and, for the gradient, log2 of the sum of powers of 2 of each row's scores."""
     q = q if q.stride(-1) == 1 else q.contiguous()
     k, v, tokens = kept.keys, kept.values, queries.tokens
     (n, heads, width), (_, key_heads, _, value_width) = q.shape, v.shape
@@ -113,22 +114,22 @@ def _attend(
     to = o.new_empty(spans, rows, value_width, dtype=torch.float32) if spread else o
     marks = lse.new_empty(2, spans, rows) if spread else None
     if n:
-        programs.attend[(tiles, key_heads, spans if spread else 1)](
+        kernels.attend[(tiles, key_heads, spans if spread else 1)](
             q, k, v, to, lse, marks, tokens.starts, queries.positions_S, tokens.tile_starts(sizes["ROWS"], share),
             kept.pages_SP, kept.pages_SP.shape[1], _base_2(scale, width), q.stride(0), q.stride(1),
             k.stride(0), k.stride(2), k.stride(1), v.stride(0), v.stride(2), v.stride(1), heads,
-            tokens.num_groups, rows, LANES=power_of_two(tokens.num_groups), PAGE=kept.page, SHARE=share, SHARED=shared,
-            SPREAD=spread, **sizes, **SEPARATE,
+            tokens.num_groups, rows, LANES=next_power_of_two(tokens.num_groups), PAGE=kept.page, SHARE=share,
+            SHARED=shared, SPREAD=spread, **sizes, **NO_FUSION,
         )  # fmt: skip
         if spread:
-            programs.meet[(-(-rows // 16),)](
-                to, marks, o, lse, rows, spans, VALUE=value_width, VALUES=sizes["VALUES"], ROWS=16, **SEPARATE
+            kernels.meet[(-(-rows // 16),)](
+                to, marks, o, lse, rows, spans, VALUE=value_width, VALUES=sizes["VALUES"], ROWS=16, **NO_FUSION
             )
     return o, lse
 
 
 def _pages(t_NGW: torch.Tensor) -> torch.Tensor:
-    """Packed rows as memory in which a page begins at every row and goes on through those after it."""
+    """Packed rows as pages: a page begins at every row and continues through the rows after it."""
     (n, heads, width), (by_row, by_head, _) = t_NGW.shape, t_NGW.stride()
     return t_NGW.as_strided((n, heads, 1, width), (by_row, by_head, by_row, 1))
 
@@ -140,7 +141,7 @@ class _Packed(torch.autograd.Function):
     ) -> torch.Tensor:
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
         first = tokens.starts[:-1]
-        kept = Paged(_pages(k), _pages(v), first[:, None], _WHOLE)
+        kept = PagedKeys(_pages(k), _pages(v), first[:, None], _WHOLE)
         o, lse = _attend(q, kept, Queries(tokens, torch.zeros_like(first)), scale)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.tokens, ctx.scale = tokens, scale
@@ -157,15 +158,15 @@ class _Packed(torch.autograd.Function):
         sizes = _gradient_sizes(width, value_width, q.element_size())
         dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
         delta = torch.empty_like(lse)
-        common: dict[str, Any] = {"LANES": power_of_two(tokens.num_groups), "SHARE": share, **sizes, **SEPARATE}
+        common: dict[str, Any] = {"LANES": next_power_of_two(tokens.num_groups), "SHARE": share, **sizes, **NO_FUSION}
         strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], heads)
         scale = _base_2(ctx.scale, width)
         if n:
-            programs.query_gradient[(tokens.most_tiles(sizes["ROWS"], share), key_heads)](
+            kernels.query_gradient[(tokens.most_tiles(sizes["ROWS"], share), key_heads)](
                 q, k, v, o, do, lse, delta, dq, tokens.starts, tokens.tile_starts(sizes["ROWS"], share), scale,
                 *strides, tokens.num_groups, **common,
             )  # fmt: skip
-            programs.key_gradient[(tokens.most_tiles(sizes["KEYS"]), key_heads)](
+            kernels.key_gradient[(tokens.most_tiles(sizes["KEYS"]), key_heads)](
                 q, k, v, do, lse, delta, dk, dv, tokens.starts, tokens.tile_starts(sizes["KEYS"]), scale,
                 *strides, tokens.num_groups, key_heads, **common,
             )  # fmt: skip

@@ -1,7 +1,6 @@
-"""Who attends to whom, on a GPU: the two caches that a model's forward asks (`models.Cache`), one order of sums.
+"""The two `models.Cache`s for exact mode on a GPU: packed sequences in training, and pages in an engine.
 
-`PackedTokens` is training's: whole sequences, nothing kept. `Pages` is an engine's memory, and `PagedTokens` one step
-of it. Shapes: N tokens, H query heads, G key heads, A key width, B value width.
+Shapes: N tokens, H query heads, G key heads, A key width, B value width.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
-from etude.numerics.gpu.attention import Paged, Queries, attend, attend_packed
-from etude.numerics.gpu.products import Groups
+from etude.numerics.gpu.attention import PagedKeys, Queries, attend, attend_packed
+from etude.numerics.gpu.matmul import Groups
 
 
 class PackedTokens:
-    """Several whole sequences laid flat one after another; each attends within itself only."""
+    """Several full sequences, packed one after another. Each attends only within itself."""
 
-    compressed = True  # latents, as an engine keeps them: the same sums
+    compressed = True  # latents, as in an engine's cache: the same sums
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str) -> None:
         self.positions = torch.cat([torch.arange(n, device=device) for n in lengths])
@@ -32,7 +31,7 @@ class PackedTokens:
 
 
 class Pages:
-    """Keys and values of every layer, in pages that any sequence may hold."""
+    """Keys and values of every layer, in pages for any sequence."""
 
     def __init__(
         self,
@@ -47,7 +46,7 @@ class Pages:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        """`shared`: values are the first numbers of keys, and only keys are kept."""
+        """`shared`: values are the first numbers of keys, and only keys are stored."""
         self.page = page
 
         def made(width: int) -> torch.Tensor:
@@ -59,8 +58,8 @@ class Pages:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """What one sequence has in a step: `count` tokens from `start` on, and its pages from position 0."""
+class SequenceRows:
+    """One sequence in a step: `count` tokens from position `start`, and the sequence's pages from position 0."""
 
     start: int
     count: int
@@ -68,11 +67,11 @@ class Rows:
 
 
 class PagedTokens:
-    """One step over `Pages`: decoding rows and chunks of prompts, in any mix."""
+    """One engine step over `Pages`: decoding rows and chunks of prompts, in any mix."""
 
     compressed = True
 
-    def __init__(self, memory: Pages, rows: Sequence[Rows]) -> None:
+    def __init__(self, memory: Pages, rows: Sequence[SequenceRows]) -> None:
         device = memory.keys.device
         width = max(len(row.pages) for row in rows)
         table = torch.tensor([[*row.pages, *[0] * (width - len(row.pages))] for row in rows], dtype=torch.int32)
@@ -96,4 +95,4 @@ class PagedTokens:
         keys[self.page_of, :, self.place] = k_NGA
         if not self.memory.shared:
             values[self.page_of, :, self.place] = v_NGB
-        return attend(q_NHA, Paged(keys, values, self.pages, self.memory.page), self.queries, scale)
+        return attend(q_NHA, PagedKeys(keys, values, self.pages, self.memory.page), self.queries, scale)

@@ -1,7 +1,7 @@
-"""A layer's experts in one differentiable step: dispatch, two grouped products, the activation, the sum by slot.
+"""A layer's experts in one differentiable operation: dispatch, two grouped products, activation, sum by slot.
 
-No count leaves the device, so a forward can be captured in a graph. Rows are gathered as they are read; gradients come
-back by the same permutation, in slot order.
+No count is read by the host, so a forward pass can be captured in a CUDA graph. Rows are gathered while they are read;
+gradients return by the same permutation, in slot order.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from etude.numerics.gpu.products import multiply, weight_gradient
+from etude.numerics.gpu.matmul import multiply, weight_gradient
 from etude.numerics.gpu.routing import Dispatch
-from etude.numerics.gpu.rows import combine, combine_gradient, gated, gated_gradient
+from etude.numerics.gpu.row_ops import combine, combine_gradient, gated, gated_gradient
 from etude.numerics.gpu.tiles import tiles_of
 
 
@@ -27,8 +27,8 @@ def mix(
     degree: int = 1,
 ) -> torch.Tensor:
     """Σ over K of gate · down(silu(gate_proj x) · up_proj x), for each token; [N, D]. `degree` as in `tiles_of`."""
-    to = Dispatch.of(experts_NK, gate_up_E2FD.shape[0])
-    y: torch.Tensor = _Mix.apply(x_ND, gates_NK.contiguous(), gate_up_E2FD, down_EDF, to, degree)  # type: ignore[no-untyped-call]
+    dispatch = Dispatch.of(experts_NK, gate_up_E2FD.shape[0])
+    y: torch.Tensor = _Mix.apply(x_ND, gates_NK.contiguous(), gate_up_E2FD, down_EDF, dispatch, degree)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -40,30 +40,32 @@ class _Mix(torch.autograd.Function):
         gates: torch.Tensor,
         gate_up: torch.Tensor,
         down: torch.Tensor,
-        to: Dispatch,
+        dispatch: Dispatch,
         degree: int,
     ) -> torch.Tensor:
         size = x.element_size()
         up_tiles = tiles_of(gate_up.shape[1], gate_up.shape[2], size, grouped=True)
         down_tiles = tiles_of(down.shape[1], down.shape[2], size, grouped=True, degree=degree)
-        h = multiply(x, gate_up, up_tiles, groups=to.groups, source_N=to.token_S)
+        h = multiply(x, gate_up, up_tiles, groups=dispatch.groups, source_N=dispatch.token_S)
         act = gated(h)
-        out = multiply(act, down, down_tiles, groups=to.groups)
+        out = multiply(act, down, down_tiles, groups=dispatch.groups)
         ctx.save_for_backward(x, h, act, out, gates, gate_up, down)
-        ctx.to = to
-        return combine(out, to.slot_NK, gates)
+        ctx.dispatch = dispatch
+        return combine(out, dispatch.slot_NK, gates)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, h, act, out, gates, gate_up, down = ctx.saved_tensors
-        to: Dispatch = ctx.to
+        dispatch: Dispatch = ctx.dispatch
         size = x.element_size()
-        dout, dgates = combine_gradient(dy, out, to.slot_NK, gates)
-        dact = multiply(dout, down.mT, tiles_of(down.shape[2], down.shape[1], size, grouped=True), groups=to.groups)
-        ddown = weight_gradient(dout, act, down.dtype, groups=to.groups)
+        dout, dgates = combine_gradient(dy, out, dispatch.slot_NK, gates)
+        dact = multiply(
+            dout, down.mT, tiles_of(down.shape[2], down.shape[1], size, grouped=True), groups=dispatch.groups
+        )
+        ddown = weight_gradient(dout, act, down.dtype, groups=dispatch.groups)
         dh = gated_gradient(dact, h)
-        dgate_up = weight_gradient(dh, x, gate_up.dtype, groups=to.groups, source_N=to.token_S)
+        dgate_up = weight_gradient(dh, x, gate_up.dtype, groups=dispatch.groups, source_N=dispatch.token_S)
         up_tiles = tiles_of(gate_up.shape[2], gate_up.shape[1], size, grouped=True)
-        dx = combine(multiply(dh, gate_up.mT, up_tiles, groups=to.groups), to.slot_NK, None)
+        dx = combine(multiply(dh, gate_up.mT, up_tiles, groups=dispatch.groups), dispatch.slot_NK, None)
         return dx, dgates, dgate_up, ddown, None, None

@@ -1,6 +1,6 @@
-"""Which experts, with which gates; and rows sorted by expert, without asking the device how many.
+"""Router choice and gates, and rows sorted by expert, without synchronising with the host.
 
-Shapes: N tokens, E experts, K experts a token, S = N · K rows after dispatch.
+Shapes: N tokens, E experts, K experts per token, S = N · K rows after dispatch.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from etude.numerics.gpu.products import Groups, power_of_two
-from etude.numerics.gpu.programs import routing as programs
-from etude.numerics.gpu.rows import SEPARATE
+from etude.numerics.gpu.kernels import routing as kernels
+from etude.numerics.gpu.matmul import Groups, next_power_of_two
+from etude.numerics.gpu.row_ops import NO_FUSION
 
 _TILE = 1024  # scores of a program
 
@@ -24,15 +24,15 @@ class Router:
 
     top_k: int
     sigmoid: bool = False
-    groups: int = 1  # the experts are in so many
-    groups_kept: int = 1  # those with the highest sum of two best scores are chosen from
+    groups: int = 1  # number of groups of experts
+    groups_kept: int = 1  # number of groups to choose from: those with the highest sum of their two best scores
     normalised: bool = True  # gates of a token sum to `scale`
     scale: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """One layer's choice."""
+    """The choice of one layer's router."""
 
     gates_NK: torch.Tensor  # float32, differentiable
     experts_NK: torch.Tensor  # int32: the experts used, replayed ones included
@@ -46,8 +46,11 @@ def choose(
     bias_E: torch.Tensor | None = None,
     routes_NK: torch.Tensor | None = None,
 ) -> Chosen:
-    """Top-k by probability (plus `bias_E`), ties to the lowest. `routes_NK` (uint8 or uint16) replaces the choice,
-    with live gates, but for rows whose first is the largest value of its dtype: those are missing."""
+    """Top-k by probability (plus `bias_E`), ties to the lowest index.
+
+    `routes_NK` (uint8 or uint16) replaces the choice, with live gates. A row whose first route is the largest value of
+    the dtype is missing, and chooses live.
+    """
     return Chosen(*_Choose.apply(logits_NE, bias_E, routes_NK, router))  # type: ignore[no-untyped-call]
 
 
@@ -65,8 +68,8 @@ class _Scores(torch.autograd.Function):
         y = logits.new_empty(rows, experts, dtype=torch.float32)
         if rows:
             tile = _tile(experts)
-            programs.scores[(-(-rows // tile["ROWS"]),)](
-                logits, y, rows, logits.stride(0), EXPERTS=experts, SIGMOID=sigmoid, **tile, **SEPARATE
+            kernels.scores[(-(-rows // tile["ROWS"]),)](
+                logits, y, rows, logits.stride(0), EXPERTS=experts, SIGMOID=sigmoid, **tile, **NO_FUSION
             )
         ctx.save_for_backward(y)
         ctx.sigmoid, ctx.dtype = sigmoid, logits.dtype
@@ -80,14 +83,14 @@ class _Scores(torch.autograd.Function):
         dlogits = torch.empty_like(y, dtype=ctx.dtype)
         if rows:
             tile = _tile(experts)
-            programs.scores_gradient[(-(-rows // tile["ROWS"]),)](
-                dy.contiguous(), y, dlogits, rows, EXPERTS=experts, SIGMOID=ctx.sigmoid, **tile, **SEPARATE
+            kernels.scores_gradient[(-(-rows // tile["ROWS"]),)](
+                dy.contiguous(), y, dlogits, rows, EXPERTS=experts, SIGMOID=ctx.sigmoid, **tile, **NO_FUSION
             )
         return dlogits, None
 
 
 def _tile(experts: int) -> dict[str, int]:
-    lanes = power_of_two(experts)
+    lanes = next_power_of_two(experts)
     return {"ROWS": max(1, _TILE // lanes), "LANES": lanes}
 
 
@@ -102,13 +105,13 @@ class _Choose(torch.autograd.Function):
         used, live = (torch.empty_like(gates, dtype=torch.int32) for _ in range(2))
         if rows:
             tile = _tile(experts)
-            programs.choose[(-(-rows // tile["ROWS"]),)](
+            kernels.choose[(-(-rows // tile["ROWS"]),)](
                 logits, bias, None if routes is None else routes.contiguous(), gates, used, live,
                 rows, logits.stride(0), router.scale,
                 EXPERTS=experts, TOP=router.top_k, SIGMOID=router.sigmoid, BIASED=bias is not None,
                 GROUPS=router.groups, KEPT=router.groups_kept, REPLAYED=routes is not None,
                 MISSING=0 if routes is None else torch.iinfo(routes.dtype).max,
-                NORMALISED=router.normalised, SLOTS=power_of_two(router.top_k), **tile, **SEPARATE,
+                NORMALISED=router.normalised, SLOTS=next_power_of_two(router.top_k), **tile, **NO_FUSION,
             )  # fmt: skip
         ctx.save_for_backward(logits, used)
         ctx.router = router
@@ -124,17 +127,17 @@ class _Choose(torch.autograd.Function):
         dlogits = torch.empty(rows, experts, dtype=logits.dtype, device=logits.device)
         if rows:
             tile = _tile(experts)
-            programs.choose_gradient[(-(-rows // tile["ROWS"]),)](
+            kernels.choose_gradient[(-(-rows // tile["ROWS"]),)](
                 dgates.contiguous(), logits, used, dlogits, rows, logits.stride(0), router.scale,
                 EXPERTS=experts, TOP=router.top_k, SIGMOID=router.sigmoid, NORMALISED=router.normalised,
-                **tile, **SEPARATE,
+                **tile, **NO_FUSION,
             )  # fmt: skip
         return dlogits, None, None, None
 
 
 @dataclass(frozen=True, eq=False)
 class Dispatch:
-    """Where each (token, choice) goes when rows are sorted by expert, ties by token."""
+    """The permutation that sorts (token, choice) pairs by expert, ties by token."""
 
     groups: Groups
     token_S: torch.Tensor  # int32: the token of each row
@@ -142,6 +145,7 @@ class Dispatch:
 
     @classmethod
     def of(cls, experts_NK: torch.Tensor, num_experts: int) -> Dispatch:
+        """Sort (token, choice) pairs of `experts_NK` by expert."""
         n, k = experts_NK.shape
         device = experts_NK.device
         by_expert, order = experts_NK.reshape(-1).sort(stable=True)

@@ -1,7 +1,7 @@
-"""Which tile a product is computed with: from its widths and dtype alone, never from the number of rows.
+"""Tile sizes of matrix products, from widths and dtype alone, never from the number of rows.
 
-The tile, the steps within a leaf and the number of leaves fix the order of every sum; nothing here may depend on the
-batch. Torch-free.
+The tile, the steps within a leaf and the number of leaves determine the order of every sum, so nothing here may depend
+on the batch. Torch-free.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 MAX_LEAVES = 8
-_ENOUGH_PROGRAMS = 64  # about half the multiprocessors of a Hopper chip: what reads memory near its full rate
+_ENOUGH_PROGRAMS = 64  # about half the multiprocessors of a Hopper chip: enough to read memory near its full rate
 _SHORTEST_LEAF = 256
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """A program's tile of a product, and how its inner sum is cut."""
+    """A program's tile of a product, and how its inner sum is divided."""
 
     rows: int
     outs: int
     ins: int  # a step of the inner sum
-    leaves: int = 1  # contiguous parts of the inner width, joined as a tree; a power of two up to 8
+    leaves: int = 1  # contiguous parts of the inner width, summed as a tree; a power of two up to 8
     warps: int = 8
     stages: int = 3
 
     def shard(self, degree: int) -> Tiles:
-        """For one of `degree` ranks that each hold a contiguous share of the inner width: its subtree.
+        """The tile for one of `degree` ranks with a contiguous part of the inner width each: its subtree.
 
         >>> Tiles(128, 128, 64, leaves=8).shard(2).leaves
         4
@@ -36,10 +36,11 @@ class Tiles:
 
 
 def tiles_of(outs: int, ins: int, item_bytes: int, *, grouped: bool = False, degree: int = 1) -> Tiles:
-    """The tile of a product with a [outs, ins] matrix, or with many of them (`grouped`), of items of so many bytes.
+    """The tile of a product with an [outs, ins] matrix, or with many (`grouped`), of items of `item_bytes` bytes.
 
-    `degree`: tensor-parallel ranks that may share the inner width; up to that many leaves are made. One matrix with
-    few outputs is cut into more leaves, so that a small batch occupies the chip; many matrices do that by themselves.
+    `degree`: number of tensor-parallel ranks that may share the inner width; at least that many leaves are made. A
+    single matrix with few outputs has more leaves, so that a small batch uses the whole chip; many matrices do so
+    anyway.
 
     >>> tiles_of(2048, 4096, 2).leaves, tiles_of(151936, 2048, 2).leaves, tiles_of(1536, 2048, 2, grouped=True).rows
     (4, 1, 64)
@@ -52,10 +53,10 @@ def tiles_of(outs: int, ins: int, item_bytes: int, *, grouped: bool = False, deg
         tile = Tiles(128, 128, 64, warps=8, stages=3)
     programs, leaves = -(-outs // tile.outs), 1
     while leaves < MAX_LEAVES and ins % (2 * leaves) == 0:
-        wanted = not grouped and programs * leaves < _ENOUGH_PROGRAMS and ins // (2 * leaves) >= _SHORTEST_LEAF
-        if not (wanted or leaves < degree):
+        useful = not grouped and programs * leaves < _ENOUGH_PROGRAMS and ins // (2 * leaves) >= _SHORTEST_LEAF
+        if not (useful or leaves < degree):
             break
         leaves *= 2
     if leaves % degree:
-        raise ValueError(f"an inner width of {ins} cannot be shared by {degree} ranks")
+        raise ValueError(f"an inner width of {ins} cannot be divided among {degree} ranks")
     return replace(tile, leaves=leaves)

@@ -1,7 +1,7 @@
-"""An optimiser's state by torch's distributed checkpoint: each rank writes its rows, any number of ranks reads them.
+"""Optimiser state as a torch distributed checkpoint: each rank writes its rows, any number of ranks reads them.
 
-What is stored is named by parameter and described as a part of a whole (`DTensor`), so ranks of another mesh, and one
-process, find theirs in it.
+Entries are named by parameter and stored as parts of a `DTensor`, so ranks of another mesh, and single processes, find
+their rows.
 """
 
 from __future__ import annotations
@@ -17,72 +17,75 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from etude.errors import CheckpointError
-from etude.models.checkpoint import opened_file
-from etude.training.optimizer import AdamW, places
-from etude.training.sharded.shards import Cut
+from etude.models.checkpoint import open_safetensors
+from etude.training.optimizer import AdamW, layout
+from etude.training.sharded.fsdp import ShardSpec
 
-NOTHING: Mapping[str, Cut] = {}
+NOTHING: Mapping[str, ShardSpec] = {}
 COUNT = "num_steps"
 
 
-def _described(state: Mapping[str, torch.Tensor], optimizer: AdamW, cuts: Mapping[str, Cut]) -> dict[str, torch.Tensor]:
-    """A state's vectors parameter by parameter, each as a part of the whole one."""
+def _described(
+    state: Mapping[str, torch.Tensor], optimizer: AdamW, specs: Mapping[str, ShardSpec]
+) -> dict[str, torch.Tensor]:
+    """A state's vectors by parameter, each as a part of the full one."""
     found = {COUNT: state[COUNT]}
     for key in ("master", "first", "second"):
-        for name, own in optimizer.named(state[key], skipped=key == "second").items():
-            found[f"{key}.{name}"] = cuts[name].distributed(own) if cuts else own
+        for name, own in optimizer.by_parameter(state[key], adamw_only=key == "second").items():
+            found[f"{key}.{name}"] = specs[name].distributed(own) if specs else own
     return found
 
 
-def save(path: Path, optimizer: AdamW, cuts: Mapping[str, Cut], group: distributed.ProcessGroup) -> None:
+def save(path: Path, optimizer: AdamW, specs: Mapping[str, ShardSpec], group: distributed.ProcessGroup) -> None:
     """Write the state. Collective."""
     writer = FileSystemWriter(path, sync_files=True)
-    save_shards(_described(optimizer.state(), optimizer, cuts), storage_writer=writer, process_group=group)
+    save_shards(_described(optimizer.state(), optimizer, specs), storage_writer=writer, process_group=group)
 
 
-def restore_of_one(path: Path, optimizer: AdamW, cuts: Mapping[str, Cut]) -> None:
-    """Go on from the state that one process saved: of its vectors this rank reads what it has. Raises
-    `CheckpointError`."""
-    shapes = {name: torch.Size(cut.shape) for name, cut in cuts.items()}
-    where, begin, size = places(shapes, optimizer.turned)
+def restore_from_single(path: Path, optimizer: AdamW, specs: Mapping[str, ShardSpec]) -> None:
+    """Restore this rank's rows of the state that a single process saved. Raises `CheckpointError`."""
+    shapes = {name: torch.Size(spec.shape) for name, spec in specs.items()}
+    where, begin, size = layout(shapes, optimizer.excluded)
     found = {key: vector.clone() for key, vector in optimizer.state().items()}
-    with opened_file(path) as state:
+    with open_safetensors(path) as state:
         for key, vector in found.items():
-            whole = state.get_slice(key) if key in state.keys() else None  # noqa: SIM118  not a dict
-            if whole is None or whole.get_shape() != [{"second": size - begin, COUNT: 1}.get(key, size)]:
-                raise CheckpointError(f"the optimiser's {key!r} does not fit", hint="load a whole learner checkpoint")
+            stored = state.get_slice(key) if key in state.keys() else None  # noqa: SIM118  not a dict
+            if stored is None or stored.get_shape() != [{"second": size - begin, COUNT: 1}.get(key, size)]:
+                raise CheckpointError(
+                    f"the optimiser's {key!r} does not fit", hint="load a complete learner checkpoint"
+                )
             if key == COUNT:
-                vector.copy_(whole[:])
+                vector.copy_(stored[:])
                 continue
-            for name, own in optimizer.named(vector, skipped=key == "second").items():
+            for name, own in optimizer.by_parameter(vector, adamw_only=key == "second").items():
                 width = shapes[name][1:].numel()
-                start = where[name].start - (begin if key == "second" else 0) + cuts[name].start * width
-                own.copy_(whole[start : start + own.numel()].view(own.shape))
+                start = where[name].start - (begin if key == "second" else 0) + specs[name].start * width
+                own.copy_(stored[start : start + own.numel()].view(own.shape))
     optimizer.restore(found)
 
 
 def restore(
     path: Path,
     optimizer: AdamW,
-    cuts: Mapping[str, Cut] = NOTHING,
+    specs: Mapping[str, ShardSpec] = NOTHING,
     group: distributed.ProcessGroup | None = None,
 ) -> None:
-    """Go on from a state, whichever ranks wrote it. Collective; without `cuts`, one process by itself. Raises
+    """Restore a state, whichever ranks wrote it. Collective; without `specs`, for a single process. Raises
     `CheckpointError`."""
     loaded = {key: torch.zeros_like(vector) for key, vector in optimizer.state().items()}
     try:
-        with warnings.catch_warnings():  # that one process reads alone is what is meant
+        with warnings.catch_warnings():  # reading in a single process is intended
             warnings.simplefilter("ignore", UserWarning)
             load_shards(
-                _described(loaded, optimizer, cuts),
+                _described(loaded, optimizer, specs),
                 storage_reader=FileSystemReader(path),
                 process_group=group,
-                no_dist=not cuts,
+                no_dist=not specs,
             )
-    except Exception as error:  # noqa: BLE001  its own kinds are not public: a missing name, another shape, a damaged file
+    except Exception as error:  # noqa: BLE001  its error types are not public: missing name, other shape, damaged file
         raise CheckpointError(
-            f"{path} is no state of this model's optimiser",
+            f"{path} is not a state of this model's optimiser",
             str(error).splitlines()[-1][:200] if str(error) else type(error).__name__,
-            hint="load a whole learner checkpoint of the same model and the same learner.optimizer",
+            hint="load a complete learner checkpoint of the same model and the same learner.optimizer",
         ) from None
     optimizer.restore(loaded)

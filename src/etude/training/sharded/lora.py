@@ -1,9 +1,9 @@
-"""Adapters (LoRA) on a base that ranks share: merged rows lie where FSDP2 has them, A and B on all that need them.
+"""LoRA adapters on a sharded base model.
 
-Base and merged matrices are by far the most, and are cut as a model that trains whole is. A and B of dense matrices are
-on all ranks, those of experts on the ranks that have the experts: a few per cent. Each rank merges its rows, which have
-the bits of the whole's; each step's gradient is added over ranks in the tree that one process adds in, and all that
-have the same A and B move them alike. Of those that do one publishes and saves them.
+Base and merged matrices are sharded like a model with all weights trained. A and B of dense matrices are replicated on
+all ranks, those of experts on the ranks with these experts: a few per cent of the memory. Each rank merges its rows,
+with the same bits as in the full matrix. Gradients are summed over ranks in the same tree as in one process, so all
+replicas take equal steps. One of the replicas is published and saved.
 """
 
 from __future__ import annotations
@@ -17,167 +17,171 @@ import torch
 from torch import distributed, nn
 
 from etude.errors import CheckpointError, EtudeError
-from etude.models.adapter_files import fill, write_adapter
-from etude.models.checkpoint import each_weight
+from etude.models.adapter_files import load_adapter, write_adapter
+from etude.models.checkpoint import iter_weights
 from etude.models.headers import HINT_DAMAGED
-from etude.models.lora import Adapters, rounded, weights_digest
+from etude.models.lora import Adapters, round_parameters, weights_digest
 from etude.models.transformer import Transformer
-from etude.numerics.adapted import Adapted
+from etude.numerics.lora import LoraOperators
 from etude.records.adapter import PUBLISHED
 from etude.training.config import LiveWeights
-from etude.training.exports import published, stored_dtype
-from etude.training.group import Rowwise
-from etude.training.optimizer import AdamW, local
+from etude.training.exports import encode_tensors, stored_dtype
+from etude.training.optimizer import AdamW, local_part
+from etude.training.process_group import ShareAccumulator
+from etude.training.sharded.fsdp import ShardSpec, TensorSlice, TreeReduceScatter
 from etude.training.sharded.mesh import Mesh
-from etude.training.sharded.shards import Cut, Named, Tree
-from etude.training.sharded.trained import Shards
-from etude.training.trained import Loading
+from etude.training.sharded.trainable import ShardedWeights
+from etude.training.trainable import LoadRequest
 from etude.weights.tensors import Tensor
 
 if TYPE_CHECKING:
-    from etude.training.sharded.group import Sharded
+    from etude.training.sharded.process_group import ShardedProcessGroup
 
 
 SILENT_BYTES = 16 << 30
-"""Rank 0 is heard of after each so many bytes of a base that it takes the digest of: within some ten seconds."""
+"""Rank 0 reports progress after this many bytes of a base whose digest it computes: about every ten seconds."""
 
 
-class LowRankShards(Shards):
-    """`trained.Trained`. Made before FSDP2 has the model."""
+class ShardedLora(ShardedWeights):
+    """The adapters of a sharded model: a `trainable.Trainable`. Constructed before FSDP2 shards the model."""
 
     def __init__(
         self,
         model: Transformer,
-        group: Sharded,
-        cuts: Mapping[str, Cut],
-        named: Mapping[str, list[Named]],
+        group: ShardedProcessGroup,
+        specs: Mapping[str, ShardSpec],
+        named: Mapping[str, list[TensorSlice]],
         weights: LiveWeights,
         base: Path,
-        loading: Loading,
+        request: LoadRequest,
     ) -> None:
         """Collective. Raises `CheckpointError`."""
-        super().__init__(model, group, cuts, named, weights, base)
+        super().__init__(model, group, specs, named, weights, base)
         mesh, kind = group.mesh, stored_dtype(weights)
-        self._rows = {name: _within(cut, model.get_parameter(name).shape[0], mesh) for name, cut in cuts.items()}
+        self._rows = {name: _within(spec, model.get_parameter(name).shape[0], mesh) for name, spec in specs.items()}
         digest = _digest(base, kind, group)
-        with group.agreed("adapter"):
-            wanted, tensors = loading.adapter(model)
+        with group.propagate_errors("adapter"):
+            config, tensors = request.adapter(model)
             held, device = torch.float32, mesh.device
-            self.adapters = Adapters(model, wanted, dtype=kind, held=held, digest=digest, device=device)
-        self._fill(loading, tensors, group)
-        assert isinstance(model.operators, Adapted), "a learner of adapters has them"
-        model.operators.moving = True
+            self.adapters = Adapters(model, config, dtype=kind, held=held, digest=digest, device=device)
+        self._fill(request, tensors, group)
+        assert isinstance(model.operators, LoraOperators), "set by ShardedProcessGroup.load"
+        model.operators.weights_move = True
         self.copies = self._copies()
         first = {False: mesh.rank == 0, True: mesh.expert_fsdp.get_local_rank() == 0}
-        self._mine = {n for name, names in self.adapters.names.items() if first[cuts[name].expert] for n in names}
+        self._mine = {n for name, names in self.adapters.names.items() if first[specs[name].expert] for n in names}
 
     def filled(self) -> None:
-        rounded(self.model, self.adapters.dtype)
+        round_parameters(self.model, self.adapters.dtype)
         self.adapters.share(self._rows)
 
-    def _fill(self, loading: Loading, tensors: Mapping[str, torch.Tensor], group: Sharded) -> None:
-        """A and B as they begin, or as they were saved."""
-        if not loading.resumed:
-            return self.adapters.draw(loading.seed)
-        known = {name for names in group.gathered(list(self.adapters.views)) for name in names}
-        with group.agreed("adapter"):
+    def _fill(self, request: LoadRequest, tensors: Mapping[str, torch.Tensor], group: ShardedProcessGroup) -> None:
+        """Set A and B to their initial or saved values."""
+        if not request.resumed:
+            return self.adapters.draw(request.seed)
+        known = {name for names in group.all_gather(list(self.adapters.views)) for name in names}
+        with group.propagate_errors("adapter"):
             for name in sorted(tensors.keys() - known):
-                facts = f"it has, and the base has no place for, {name}"
-                raise CheckpointError(f"{loading.path} does not fit its base", facts, hint=HINT_DAMAGED)
+                facts = f"it has {name}, which the base does not have"
+                raise CheckpointError(f"{request.path} does not fit its base", facts, hint=HINT_DAMAGED)
             views = self.adapters.views
-            fill(self.adapters, {name: tensors[name] for name in tensors.keys() & views.keys()}, str(loading.path))
+            load_adapter(
+                self.adapters, {name: tensors[name] for name in tensors.keys() & views.keys()}, str(request.path)
+            )
         return None
 
-    def _copies(self) -> dict[str, Cut]:
-        """Of A and B what this rank has, by the optimiser's names."""
+    def _copies(self) -> dict[str, ShardSpec]:
+        """This rank's parts of A and B, by the optimiser's names."""
         mesh, found = self._group.mesh, {}
         parts = iter(self.adapters.trained.named_parameters(prefix="trained"))
         for parameter in self.adapters.names:
             for name, one in (next(parts), next(parts)):
                 held, shape = one.shape[0], tuple(one.shape)
-                if self._cuts[parameter].expert:
+                if self._specs[parameter].expert:
                     start = held * mesh.expert.rank
-                    whole = (held * mesh.expert.degree, *shape[1:])
-                    found[name] = Cut(whole, start, start + held, mesh.experts, expert=True, copied=True)
+                    full_shape = (held * mesh.expert.degree, *shape[1:])
+                    found[name] = ShardSpec(full_shape, start, start + held, mesh.experts, expert=True, copied=True)
                 else:
-                    found[name] = Cut(shape, 0, held, mesh.dense, expert=False, copied=True)
+                    found[name] = ShardSpec(shape, 0, held, mesh.dense, expert=False, copied=True)
         return found
 
     @property
-    def parameters_of(self) -> nn.Module:
+    def module(self) -> nn.Module:
         return self.adapters
 
     def views(self) -> Mapping[str, torch.Tensor]:
         return self.adapters.views
 
-    def settle(self) -> None:
+    def sync_model(self) -> None:
         self.model.reshard()  # type: ignore[operator]  # FSDP2's: what it gathered last may be there still
-        self.adapters.settle()
+        self.adapters.merge()
 
     def exported(self) -> dict[str, Tensor]:
-        found = published({name: view for name, view in self.views().items() if name in self._mine}, self._weights)
+        found = encode_tensors({name: view for name, view in self.views().items() if name in self._mine}, self._weights)
         if self._group.rank == 0:
             config = np.frombuffer(self.adapters.config.to_bytes(), np.uint8).copy()
             found[PUBLISHED] = Tensor("u8", config.shape, config)
         return found
 
     def base(self) -> dict[str, Tensor]:
-        """The whole tensors of the base that this rank publishes. Collective."""
-        rows = {name: local(p).detach() for name, p in self.model.named_parameters()} | self.adapters.bases
-        return self._coded(self._wholes(rows))
+        """The full tensors of the base that this rank publishes. Collective."""
+        rows = {name: local_part(p).detach() for name, p in self.model.named_parameters()} | self.adapters.bases
+        return self._coded(self._full_tensors(rows))
 
     def write(self, folder: Path) -> None:
-        """peft's directory, by rank 0. Collective."""
+        """Write a peft directory, on rank 0. Collective."""
         group, kind = self._group, stored_dtype(self._weights)
         mine = {name: view.to(kind).cpu() for name, view in self.views().items() if name in self._mine}
-        there = group.at_first(mine)
-        with group.agreed("weights"):
+        there = group.gather_to_first(mine)
+        with group.propagate_errors("weights"):
             if group.rank == 0:
                 tensors = {name: one for own in there for name, one in own.items()}
                 write_adapter(folder, tensors, self.adapters.config, self._assets, dtype=kind)
 
 
-def _digest(base: Path, kind: torch.dtype, group: Sharded) -> str:
-    """The base's, which rank 0 takes: a large one takes longer than a collective may, so it says now and then that it
-    is at work. Raises `CheckpointError`."""
-    told: str | EtudeError | None = None
+def _digest(base: Path, kind: torch.dtype, group: ShardedProcessGroup) -> str:
+    """The digest of the base, computed by rank 0. Raises `CheckpointError`.
+
+    For a large base this takes longer than a collective may, so rank 0 reports progress now and then.
+    """
+    digest: str | EtudeError | None = None
     if group.rank == 0:
         try:
-            told = weights_digest(_watched(base, group), kind)
+            digest = weights_digest(_watched(base, group), kind)
         except CheckpointError as error:
-            told = error
-        group.gathered(told)
-    while told is None:
-        told = group.gathered(told)[0]
-    if isinstance(told, EtudeError):
-        raise told
-    return told
+            digest = error
+        group.all_gather(digest)
+    while digest is None:
+        digest = group.all_gather(digest)[0]
+    if isinstance(digest, EtudeError):
+        raise digest
+    return digest
 
 
-def _watched(base: Path, group: Sharded) -> Iterator[tuple[str, torch.Tensor]]:
+def _watched(base: Path, group: ShardedProcessGroup) -> Iterator[tuple[str, torch.Tensor]]:
     num_bytes = 0
-    for name, tensor in each_weight(base):
+    for name, tensor in iter_weights(base):
         yield name, tensor
         num_bytes += tensor.nbytes
         if num_bytes > SILENT_BYTES:
             num_bytes = 0
-            group.gathered(None)
+            group.all_gather(None)
 
 
-class Across(Rowwise):
-    """A row's gradient of what ranks have alike, added over them as one process adds its shares'."""
+class RankAccumulator(ShareAccumulator):
+    """Adds a row's gradients of replicated adapters over ranks, in the same order as a single process."""
 
-    def __init__(self, optimizer: AdamW, cuts: Mapping[str, Cut], mesh: Mesh) -> None:
+    def __init__(self, optimizer: AdamW, specs: Mapping[str, ShardSpec], mesh: Mesh) -> None:
         super().__init__(optimizer.grad)
-        self._named, self._cuts, self._mesh = optimizer.named(optimizer.grad), cuts, mesh
+        self._named, self._specs, self._mesh = optimizer.by_parameter(optimizer.grad), specs, mesh
 
-    def take(self) -> None:
-        """It is added in `end`."""
+    def add_share(self) -> None:
+        """Gradients are added in `finish_row`."""
 
-    def end(self) -> None:
+    def finish_row(self) -> None:
         everybody = self._mesh.dense.get_group()
         for expert, group in ((False, everybody), (True, self._mesh.expert_fsdp.get_group())):
-            _add([one for name, one in self._named.items() if self._cuts[name].expert is expert], group)
+            _add([one for name, one in self._named.items() if self._specs[name].expert is expert], group)
         self._gradient.add_(self._before)
 
 
@@ -188,14 +192,14 @@ def _add(tensors: Sequence[torch.Tensor], group: distributed.ProcessGroup) -> No
     flat = torch.cat([one.flatten() for one in tensors])
     each = -(-len(flat) // group.size())
     padded = torch.nn.functional.pad(flat, (0, each * group.size() - len(flat)))
-    mine, whole = padded.new_empty(each), torch.empty_like(padded)
-    Tree()(mine, padded, group, op=None)
-    distributed.all_gather_into_tensor(whole, mine, group=group)
-    for one, part in zip(tensors, torch.split(whole[: len(flat)], [one.numel() for one in tensors]), strict=True):
+    mine, total = padded.new_empty(each), torch.empty_like(padded)
+    TreeReduceScatter()(mine, padded, group, op=None)
+    distributed.all_gather_into_tensor(total, mine, group=group)
+    for one, part in zip(tensors, torch.split(total[: len(flat)], [one.numel() for one in tensors]), strict=True):
         one.copy_(part.view(one.shape))
 
 
-def _within(cut: Cut, held: int, mesh: Mesh) -> slice:
-    """This rank's rows of a parameter as it lies here before FSDP2 has it."""
-    first = held * mesh.expert.rank if cut.expert else 0
-    return slice(cut.start - first, cut.stop - first)
+def _within(spec: ShardSpec, held: int, mesh: Mesh) -> slice:
+    """This rank's rows of a parameter, relative to the rows that it has before FSDP2 shards it."""
+    first = held * mesh.expert.rank if spec.expert else 0
+    return slice(spec.start - first, spec.stop - first)

@@ -1,16 +1,16 @@
-"""The ranks of a learner as meshes: which of them share what, and how they wait for each other.
+"""The ranks of a learner as device meshes, with deadlines for every collective.
 
 | mesh | ranks | shares |
 | --- | --- | --- |
-| dense | all | rows of every parameter that is no expert's |
-| expert × expert_fsdp | neighbours × every so manieth | whole experts; then what a rank has of them |
-| data × context | every so manieth × neighbours | samples; then the tokens of each |
+| dense | all | rows of every parameter outside experts |
+| expert × expert_fsdp | neighbours × ranks with equal remainder | experts; then each rank's part of them |
+| data × context | ranks with equal remainder × neighbours | samples; then the tokens of each |
 
-The same ranks lie in all three, so no parameter and no token is anywhere twice. gloo on CPUs; NCCL on GPUs, with gloo
-beside it for what is said rather than computed. Every collective has a deadline.
+All three consist of the same ranks, so no parameter and no token is stored twice. CPUs use gloo; GPUs use NCCL, with
+gloo beside it for control messages.
 
-Collectives are not authenticated, and torch's collectives of objects are pickles: whoever reaches the ports of gloo or
-NCCL can run code in a rank. The ranks need a network of their own (docs/guides/sharded-learner.md).
+Collectives are not authenticated, and torch's object collectives are pickles: whoever reaches the ports of gloo or NCCL
+can run code in a rank. The ranks need their own network (docs/guides/sharded-learner.md).
 """
 
 from __future__ import annotations
@@ -58,20 +58,22 @@ class Mesh:
     context_size: int
     control: distributed.ProcessGroup  # of all ranks, on CPUs
     publishing: distributed.ProcessGroup  # the same, for another thread
-    store: Store  # on rank 0
+    store: Store  # hosted by rank 0
     hosts: tuple[str, ...]  # the address of each rank's machine
 
-    def named(self, rank: int) -> str:
-        """A rank in words: on which host it is, where there are several."""
+    def describe_rank(self, rank: int) -> str:
+        """A rank's number, with its host where there are several hosts."""
         return f"{rank} (on {self.hosts[rank]})" if len(set(self.hosts)) > 1 else str(rank)
 
 
 def join(
     config: LearnerConfig, *, store: TCPStore | None = None, rank: int = 0, deadline_s: float = DEADLINE_S
 ) -> Mesh:
-    """Meet the other ranks of `config.ranks`: at a store of `listen` and `reach`, as this rank, or by the environment
-    variables that torchrun sets; or those that this process has met already. Collective. Raises `ConfigError` where
-    their number does not fill the mesh."""
+    """Meet the other ranks of `config.ranks`, and create the meshes. Collective.
+
+    Ranks meet at a store of `host_store` and `connect_store`, as this `rank`; or by the environment variables of
+    torchrun; or in an already initialised default group. Raises `ConfigError` where the number of ranks does not match.
+    """
     met, first = distributed.is_initialized(), os.environ.get("MASTER_ADDR", LOOPBACK) if store is None else store.host
     if met:
         rank, size = distributed.get_rank(), distributed.get_world_size()
@@ -81,15 +83,15 @@ def join(
         rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if size != config.ranks:
         raise ConfigError(
-            f"{size} ranks do not fill a mesh of {config.ranks}",
+            f"the number of ranks does not match: {size} instead of {config.ranks}",
             f"learner.ranks = {config.ranks}, and the launcher started {size}",
-            hint="start as many as learner.ranks says: torchrun --nproc-per-node",
+            hint="start learner.ranks processes: torchrun --nproc-per-node",
         )
     device, backend = _device(config.device, rank)
     deadline = timedelta(seconds=deadline_s)
-    address, interface = way_to(first)
-    is_alone = int(os.environ.get("LOCAL_WORLD_SIZE", size)) == size  # torchrun's: all ranks are on this machine
-    if interface and (is_alone or interface != "lo"):  # whatever the machine's name resolves to
+    address, interface = route_to(first)
+    one_machine = int(os.environ.get("LOCAL_WORLD_SIZE", size)) == size  # set by torchrun
+    if interface and (one_machine or interface != "lo"):  # whatever the machine's name resolves to
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if interface and interface != "lo":
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
@@ -106,7 +108,7 @@ def join(
     hosts: list[str] = [""] * size
     distributed.all_gather_object(hosts, address, group=control)
     everybody = distributed.group.WORLD
-    assert everybody is not None, "it was just made"
+    assert everybody is not None, "initialised above"
     kind = device.type
     return Mesh(
         rank=rank,
@@ -136,7 +138,8 @@ def _expert(degree: int, rank: int, group: distributed.ProcessGroup, deadline_s:
 
 
 def _device(name: str, rank: int) -> tuple[torch.device, str]:
-    """This rank's, and what ranks of such devices talk by. Ranks of a machine are numbered by torchrun, or are all."""
+    """This rank's device, and the backend for it. On one machine, torchrun's LOCAL_RANK or the rank numbers the
+    GPUs."""
     device = device_for(name)
     if device.type == "cpu":
         return device, "gloo"
@@ -145,8 +148,9 @@ def _device(name: str, rank: int) -> tuple[torch.device, str]:
     return device, "cpu:gloo,cuda:nccl"
 
 
-def listen(host: str, deadline_s: float = DEADLINE_S) -> TCPStore:
-    """A store that others `reach`, at an address of this machine alone ("": all of them). Raises `OSError`."""
+def host_store(host: str, deadline_s: float = DEADLINE_S) -> TCPStore:
+    """A store to which other ranks `connect_store`, at one address of this machine ("": all addresses). Raises
+    `OSError`."""
     bound = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port, deadline = bound.getsockname()[1], timedelta(seconds=deadline_s)
     return TCPStore(
@@ -154,24 +158,25 @@ def listen(host: str, deadline_s: float = DEADLINE_S) -> TCPStore:
     )
 
 
-def reach(host: str, port: int, deadline_s: float = DEADLINE_S) -> TCPStore:
-    """Another machine's store, or this one's. Raises `RuntimeError`."""
+def connect_store(host: str, port: int, deadline_s: float = DEADLINE_S) -> TCPStore:
+    """Connect to a store on another machine, or on this one. Raises `RuntimeError`."""
     return TCPStore(host, port, None, False, timedelta(seconds=deadline_s), wait_for_workers=False)
 
 
 def _store(rank: int, host: str, control: distributed.ProcessGroup, deadline_s: float) -> Store:
-    """A store of our own on rank 0: torch's has no public name, and torchrun's outlives the ranks."""
-    mine = listen(LOOPBACK if host in (LOOPBACK, "localhost") else "", deadline_s) if rank == 0 else None
+    """etude's own store on rank 0: torch's has no public name, and torchrun's outlives the ranks."""
+    mine = host_store(LOOPBACK if host in (LOOPBACK, "localhost") else "", deadline_s) if rank == 0 else None
     where = [mine.port if mine is not None else None]
     distributed.broadcast_object_list(where, src=0, group=control)
-    assert where[0] is not None, "rank 0 has said"
-    return reach(host, where[0], deadline_s) if mine is None else mine
+    assert where[0] is not None, "sent by rank 0"
+
+    return connect_store(host, where[0], deadline_s) if mine is None else mine
 
 
-def way_to(host: str) -> tuple[str, str]:
-    """(address, network interface) of this machine by which it reaches a host; "" where that cannot be told.
+def route_to(host: str) -> tuple[str, str]:
+    """(address, network interface) of this machine from which it reaches a host; "" where unknown.
 
-    >>> way_to("127.0.0.1")
+    >>> route_to("127.0.0.1")
     ('127.0.0.1', 'lo')
     """
     try:
@@ -183,10 +188,10 @@ def way_to(host: str) -> tuple[str, str]:
         return "", ""
     if ":" in address:
         return address, _interface6(address)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # one without an address
-                raw = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                raw = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
                 if socket.inet_ntoa(raw[20:24]) == address:
                     return address, name
     return address, ""

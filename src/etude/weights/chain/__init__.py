@@ -1,1 +1,1 @@
-"""Versions in a blob store: published, found, composed, proven, collected."""
+"""Versions of weights in a blob store: publishing, finding, fetching, verifying, garbage collection."""

@@ -1,9 +1,8 @@
-"""Branches and rollbacks: a version that others follow is a pointer, and moving it is all there is to it.
+"""Branches and rollbacks: named pointers to versions that are moved by hand.
 
-The channel's own pointer is its writer's. A branch is a further one ("stable", "canary") that moves when somebody
-decides so: engines that follow it stay where it is. Moving any pointer by hand raises its generation, which tells
-readers that it was meant, even where it leads back; and a writer that held the channel's pointer is told at its next
-publish. Knows nothing of why a version is good.
+The channel's own pointer belongs to its writer. A branch ("stable", "canary") is an additional pointer: engines that
+follow it stay at its version. Moving a pointer by hand raises its generation, which tells readers that a move to an
+older version is intended. A writer whose pointer was moved by hand gets an error at its next publish.
 """
 
 from __future__ import annotations
@@ -12,26 +11,27 @@ from etude.errors import WeightsError
 from etude.records.completion import Version
 from etude.seams import BlobStore
 from etude.weights.chain import history, plans
-from etude.weights.chain.commit import Outcome, commit, read
+from etude.weights.chain.commit import Outcome, commit, read_pointer_bytes
+from etude.weights.chain.garbage_records import pending_keys
 from etude.weights.chain.manifest import FORMAT, Manifest, Pointer, Ref, read_pointer
 from etude.weights.chain.ownership import check_owner
 from etude.weights.chain.signing import Signer, write_signed
-from etude.weights.chain.sweeps import doomed_keys
 
 _MAX_TRIES = 3
 
 
 def point(store: BlobStore, name: str, version: Version, *, branch: str = "", signer: Signer | None = None) -> Pointer:
-    """Let a branch name a version that is stored, or the channel itself where there is no branch: a rollback.
+    """Set a branch to a stored version; without `branch`, set the channel's own pointer (a rollback). Returns the new
+    pointer.
 
-    A branch that is not there is made; it is whose the channel is. Raises `WeightsError` for a version that cannot be
-    rebuilt, for a pointer that is signed by another than `signer`, or when somebody else moved it meanwhile; then it is
-    where they put it.
+    Creates the branch if it does not exist. Raises `WeightsError` for a version that cannot be rebuilt, for a pointer
+    signed with another key than `signer`'s, and if somebody else moved the pointer at the same time; then it is where
+    they put it.
     """
     key = history.pointer_key(name, branch)
     ref, manifest = _stored(store, name, version)
     for _ in range(_MAX_TRIES):
-        data = read(store, key)
+        data = read_pointer_bytes(store, key)
         old = read_pointer(data) if data is not None else None
         check_owner(store, name, key, old, signer)
         pointer = Pointer(
@@ -50,53 +50,53 @@ def point(store: BlobStore, name: str, version: Version, *, branch: str = "", si
             break
     raise WeightsError(
         f"{key} does not name {version}",
-        f"somebody else moved it meanwhile: {_named(store, key)}",
-        hint="look where it is, then decide again",
+        f"somebody else moved it at the same time: {_named(store, key)}",
+        hint="check where it is now, then decide again",
     )
 
 
 def drop(store: BlobStore, name: str, branch: str) -> None:
-    """Forget a branch; its versions stay until they are collected. No error where there is none."""
+    """Delete a branch. Its versions stay until garbage collection. No error if the branch does not exist."""
     if not branch:
-        raise WeightsError("a channel's own pointer is not dropped", hint="name a branch")
+        raise WeightsError("a channel's own pointer cannot be deleted", hint="name a branch")
     store.delete(history.pointer_key(name, branch))
 
 
-def listed(store: BlobStore, name: str) -> dict[str, Pointer]:
-    """Every branch of a channel and where it stands."""
+def list_branches(store: BlobStore, name: str) -> dict[str, Pointer]:
+    """All branches of a channel, with their pointers."""
     own = history.pointer_key(name)
     return {key.rpartition("/")[2]: pointer for key, pointer in history.pointers(store, name).items() if key != own}
 
 
 def _stored(store: BlobStore, name: str, version: Version) -> tuple[Ref, Manifest]:
-    """A version's manifest, once all that rebuilds it is seen to be there."""
+    """The manifest of a version, after checking that all objects needed to rebuild it exist."""
     for ref, manifest in history.stored(store, name, version):
         plan = plans.Search(store, manifest).cheapest(None)
         if plan is not None and all(_is_there(store, item) for hop in plan.hops for item in _keys(hop)):
             return ref, manifest
     raise WeightsError(
         f"{version} of channel {name!r} cannot be pointed at",
-        "it was never published, or what rebuilds it was collected or lost",
-        hint="`etude weights log` lists what there is, `etude weights fsck` what is damaged",
+        "it was never published, or its objects were garbage-collected or lost",
+        hint="`etude weights log` lists the versions, `etude weights fsck` what is damaged",
     )
 
 
 def _refuse_doomed(
     store: BlobStore, name: str, key: str, manifest: Manifest, before: bytes | None, moved: bytes
 ) -> None:
-    """Put a pointer back where garbage collection is about to take what it names."""
+    """Undo the move of a pointer if garbage collection is about to delete what the pointer needs."""
     plan = plans.Search(store, manifest).cheapest(None)
-    doomed = doomed_keys(store, name)
+    doomed = pending_keys(store, name)
     if plan is not None and not any(item in doomed for hop in plan.hops for item in _keys(hop)):
         return
     if before is not None:
         store.compare_and_swap(key, moved, before)
-    elif read(store, key) == moved:
+    elif read_pointer_bytes(store, key) == moved:
         store.delete(key)
     raise WeightsError(
-        f"{manifest.version} is being collected",
-        f"it was no head of channel {name!r} for longer than is kept",
-        hint="choose a newer version; collection that keeps it must know of a branch before it begins",
+        f"{manifest.version} is being garbage-collected",
+        f"it has not been a head of channel {name!r} for longer than versions are kept",
+        hint="choose a newer version; to keep a version, point a branch at it before garbage collection starts",
     )
 
 
@@ -113,5 +113,5 @@ def _is_there(store: BlobStore, key: str) -> bool:
 
 
 def _named(store: BlobStore, key: str) -> str:
-    data = read(store, key)
-    return f"it names {read_pointer(data).head.version}" if data is not None else "it is gone"
+    data = read_pointer_bytes(store, key)
+    return f"it names {read_pointer(data).head.version}" if data is not None else "it is missing"

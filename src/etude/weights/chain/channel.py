@@ -1,9 +1,9 @@
-"""The writer's side of the chain: publishes versions of one policy into a blob store.
+"""The writer's side of a channel: publishes versions of one set of tensors into a blob store.
 
-Objects are written first, then the manifest that names them; then the pointer is moved by compare-and-swap, which is
-the commit. If the writer is killed before the commit, readers see the old version; after it, the new one. Every publish
-writes a delta from the version published last, and an anchor beside it when one is due (`anchors`). Deltas are taken
-from the last *published* bytes: a writer that restarts reads them back first. Knows nothing of optimisers.
+Objects are written first, then the manifest that names them. Then the pointer is moved by compare-and-swap; this is the
+commit. If the writer is killed before the commit, readers see the old version; after it, the new one. Every publish
+writes a delta from the version published last, and an anchor as well if one is due (`anchors`). Deltas are computed
+from the last *published* bytes: after a restart, the writer reads them back first. Knows nothing of optimisers.
 """
 
 from __future__ import annotations
@@ -21,14 +21,21 @@ from etude.records.completion import Version
 from etude.records.sample import Published
 from etude.seams import BlobStore
 from etude.weights.chain import history, plans
-from etude.weights.chain.anchors import Debt, debt_at
-from etude.weights.chain.commit import Outcome, Unsure, commit, read, says_nothing, swept_since
+from etude.weights.chain.anchors import CatchUpCost, catch_up_cost
+from etude.weights.chain.commit import (
+    CommitUnknown,
+    Outcome,
+    commit,
+    is_missing_or_damaged,
+    read_pointer_bytes,
+    swept_since,
+)
 from etude.weights.chain.manifest import (
     FORMAT,
     Damaged,
-    Facts,
     Manifest,
     Pointer,
+    PublishMetrics,
     Ref,
     TensorEntry,
     Way,
@@ -39,7 +46,7 @@ from etude.weights.chain.manifest import (
     write_manifest,
 )
 from etude.weights.chain.objects import put_objects
-from etude.weights.chain.ownership import owned
+from etude.weights.chain.ownership import owned_manifests
 from etude.weights.chain.signing import Signer, check_signer, signed, write_signed
 from etude.weights.delta.bound import bound_bytes
 from etude.weights.tensors import Tensor
@@ -48,22 +55,26 @@ _MAX_SWEEPS = 3
 
 
 @dataclass(frozen=True)
-class Head:
-    """The version that was published last. `pointer`: the bytes that the next compare-and-swap expects."""
+class WriterState:
+    """The version that was published last, from which the next delta is computed. `pointer`: the bytes that the next
+    compare-and-swap expects."""
 
     pointer: bytes | None = None
     ref: Ref | None = None
     tensors: Mapping[str, Tensor] | None = None
-    debt: Debt = field(default_factory=Debt)
+    cost: CatchUpCost = field(default_factory=CatchUpCost)
     serial: int = 0
     generation: int = 0
 
 
 class Channel:
-    """The one writer of a policy's versions. A second writer fails at its first commit. Not thread-safe.
+    """Publishes versions of one set of tensors to a store. A channel has one writer: a second one fails at its first
+    commit. Not thread-safe.
 
-    `incarnation`: 8 hex characters, drawn at random where None, so that a restart never reuses a version's name for
-    other bytes.
+    `name`: 1 to 64 characters of a-z, 0-9, _ and -. `incarnation`: 8 hex characters, random by default; it is part of
+    each version's name, so that a restarted writer never reuses a name. `signer`: signs pointers and manifests.
+    `anchors`: whether to write anchors when they are due (a `Compactor` can add them instead). Raises `WeightsError`
+    for a name or incarnation that is not allowed.
 
     >>> from etude.stores import MemoryStore
     >>> channel = Channel(MemoryStore(), incarnation="0a1b2c3d")
@@ -89,10 +100,11 @@ class Channel:
         self._store, self._name, self._signer, self._anchors = store, name, signer, anchors
         self._key = history.pointer_key(name)
         self.incarnation = incarnation or secrets.token_hex(4)
-        self._head: Head | None = None  # None: the store has not been read yet
-        self._doubt: Head | None = None  # a commit that may or may not have happened
-        self.mended = ""
-        """A sentence on damage that this writer found and repaired by publishing; empty in a sound store."""
+        self._state: WriterState | None = None  # None: the store was not read yet
+        self._unknown_commit: WriterState | None = None  # a commit whose outcome is not known
+        self.repair_note = ""
+        """A description of damage in the store that this writer found and repaired by publishing; empty if there was
+        none."""
 
     def publish(
         self,
@@ -104,13 +116,16 @@ class Channel:
         after: Callable[[str], None] | None = None,
         owned: bool = False,
     ) -> Published:
-        """Publish a version; readers can fetch it when this returns. The tensors are copied, unless they are `owned`:
-        then nothing may write to them afterwards.
+        """Publish a version. When this returns, readers can fetch it. Returns the version and its sizes.
 
-        `parent`: the version these weights were trained from, None for a root. `after` is called with "objects",
-        "manifest" and "pointer" when each is durable. Raises `WeightsError` when another writer moved the pointer, or
-        signed it with another key, `StoreError` when the store refuses; then nothing is published and the call may be
-        repeated. Where the store fell silent at the commit (`commit.Unsure`), the next call finds out.
+        `tensors`: all tensors of the version by name; they are copied, unless `owned` is True: then the caller must not
+        modify them afterwards. `step`: the training step. `parent`: the version that these weights were trained from;
+        None for the first. `rollout_ids`: the rollouts that the step was trained on, for the audit; may be empty.
+        `after` is called with "objects", "manifest" and "pointer" when each is durable.
+
+        Raises `WeightsError` if another writer moved the pointer or signed it with another key, and `StoreError` if the
+        store fails. Then nothing is published and the call can be repeated. If the store gave no answer at the commit
+        (`commit.CommitUnknown`), the next call finds out whether the version was published.
         """
         done = after or (lambda name: None)
         entries = table(tensors)
@@ -126,32 +141,34 @@ class Channel:
         rollout_ids: Sequence[str],
         done: Callable[[str], None],
     ) -> Published:
-        """Publish what the entries say; `kept` is passed to `_write`, and stays with the head."""
+        """Publish the version that `entries` describe. `kept` is passed to `_write`, and kept for the next delta."""
         version = Version(step, self.incarnation, table_digest(entries))
         for _ in range(_MAX_SWEEPS):
-            head = self._head = self._present()
+            head = self._state = self._current_state()
             made = self._manifest(head, kept, entries, version, parent, rollout_ids, done)
             manifest = signed(made, self._signer)
             ref, data = write_manifest(manifest)
-            read_manifest(data)  # a manifest that readers would refuse is not published
+            read_manifest(data)  # raises for a manifest that readers would reject
             self._store.put(ref.key, data)
             done("manifest")
             pointer = self._pointer(head, ref, manifest)
-            debt = Debt(manifest.anchor.num_bytes) if manifest.anchor else head.debt.grown(manifest)
-            ahead = Head(pointer, ref, kept, debt, manifest.serial, head.generation)
+            cost = CatchUpCost(manifest.anchor.num_bytes) if manifest.anchor else head.cost.with_version(manifest)
+            ahead = WriterState(pointer, ref, kept, cost, manifest.serial, head.generation)
             if self._commit(head, ahead):
-                self._head = ahead
+                self._state = ahead
                 done("pointer")
                 return _published(manifest)
         raise WeightsError(
-            f"{version} is not published: garbage was collected {_MAX_SWEEPS} times while it was put",
-            hint="collect less often than a publish takes",
+            f"{version} is not published: garbage was collected {_MAX_SWEEPS} times during the publish",
+            hint="collect garbage less often than a publish takes",
         )
 
     def fetch(self, version: Version | None = None, *, public_key: bytes | None = None) -> dict[str, Tensor]:
-        """Fetch and prove the tensors of a version, by default the newest. Nothing is kept for a next call.
-        `public_key`: take for the newest only what this key's owner signed. Raises `WeightsError` where there is no
-        such version, or it cannot be rebuilt."""
+        """Fetch and verify the tensors of a version, by default the newest. Does not change the state of this writer.
+
+        `public_key`: accept as the newest only a pointer signed by this key. Raises `WeightsError` if there is no such
+        version or it cannot be rebuilt.
+        """
         pointer = history.head(self._store, self._name, public_key=public_key) if version is None else None
         manifest = history.load(self._store, pointer.head) if pointer else None
         if version is not None:
@@ -164,49 +181,51 @@ class Channel:
             )
         return plans.rebuild(self._store, manifest)
 
-    def _open(self) -> Head:
-        """Read the head from the store, with proven tensors; without tensors where it cannot be rebuilt."""
-        data = read(self._store, self._key)
+    def _read_state(self) -> WriterState:
+        """Read the state from the store, with verified tensors; without tensors if the head cannot be rebuilt."""
+        data = read_pointer_bytes(self._store, self._key)
         if data is None:
-            known = owned(self._store, self._name, self._signer).versions
+            known = owned_manifests(self._store, self._name, self._signer).versions
             if history.built_on(known):
-                self.mended = "the pointer was gone, though there are versions: the one published next is an anchor"
-                return _beyond(Head(), known)
-            return Head()
+                self.repair_note = (
+                    "the pointer was missing although versions exist: the next one published is an anchor"
+                )
+                return _ahead_of(WriterState(), known)
+            return WriterState()
         try:
             pointer = read_pointer(data)
         except Damaged as error:
-            known = owned(self._store, self._name, self._signer).versions
-            self.mended = f"the pointer was damaged ({error.facts}): the version published next replaces it"
-            return _beyond(Head(data), known)
+            known = owned_manifests(self._store, self._name, self._signer).versions
+            self.repair_note = f"the pointer was damaged ({error.facts}): the next published version replaces it"
+            return _ahead_of(WriterState(data), known)
         check_signer(self._key, pointer, self._signer)
         try:
             at = history.load(self._store, pointer.head)
             tensors = self._rebuild(at)
-            debt = debt_at(self._store, at)
-        except EtudeError as error:  # damaged beyond use: the next publish is an anchor, and heals the channel
-            self.mended = f"{error.what}: the version published next is an anchor"
+            cost = catch_up_cost(self._store, at)
+        except EtudeError as error:  # the next publish is an anchor, which repairs the channel
+            self.repair_note = f"{error.what}: the next published version is an anchor"
             known = tuple(history.stored(self._store, self._name))
-            return _beyond(Head(data, pointer.head, generation=pointer.generation), known)
-        return Head(data, pointer.head, tensors, debt, at.serial, pointer.generation)
+            return _ahead_of(WriterState(data, pointer.head, generation=pointer.generation), known)
+        return WriterState(data, pointer.head, tensors, cost, at.serial, pointer.generation)
 
     def _rebuild(self, at: Manifest) -> Mapping[str, Tensor]:
-        """The tensors that the next delta is taken from."""
+        """The tensors that the next delta is computed from."""
         return plans.rebuild(self._store, at)
 
-    def _present(self) -> Head:
-        """The head that the next version applies to: the last published version, as the store has it now."""
-        if self._doubt is not None:
-            if read(self._store, self._key) == self._doubt.pointer:
-                self._head = self._doubt  # the commit happened; only its answer was lost
-            self._doubt = None
-        head = self._head or self._open()
-        now = read(self._store, self._key)
+    def _current_state(self) -> WriterState:
+        """The state that the next version builds on, updated from the store."""
+        if self._unknown_commit is not None:
+            if read_pointer_bytes(self._store, self._key) == self._unknown_commit.pointer:
+                self._state = self._unknown_commit  # the commit succeeded; only its answer was lost
+            self._unknown_commit = None
+        head = self._state or self._read_state()
+        now = read_pointer_bytes(self._store, self._key)
         return replace(head, pointer=now) if swept_since(head.pointer, now) else head
 
     def _manifest(
         self,
-        head: Head,
+        head: WriterState,
         kept: Mapping[str, Tensor],
         entries: tuple[TensorEntry, ...],
         version: Version,
@@ -214,7 +233,7 @@ class Channel:
         rollout_ids: Sequence[str],
         done: Callable[[str], None],
     ) -> Manifest:
-        """Put the version's objects; returns its manifest."""
+        """Write the version's objects; returns its manifest."""
         nonce = secrets.token_hex(16)
         ways, facts = self._write(head, kept, entries, nonce)
         done("objects")
@@ -233,9 +252,9 @@ class Channel:
         )
 
     def _write(
-        self, head: Head, tensors: Mapping[str, Tensor], entries: tuple[TensorEntry, ...], nonce: str
-    ) -> tuple[tuple[Way, ...], Facts]:
-        """Encode and put the objects of every way to the version: its delta, and its anchor where one is due."""
+        self, head: WriterState, tensors: Mapping[str, Tensor], entries: tuple[TensorEntry, ...], nonce: str
+    ) -> tuple[tuple[Way, ...], PublishMetrics]:
+        """Encode and write the objects of the version: its delta, and an anchor if one is due."""
         new = list(tensors.values())
         old = [head.tensors.get(name) for name in tensors] if head.tensors is not None else [None] * len(new)
         ways: list[Way] = []
@@ -243,71 +262,71 @@ class Channel:
         if head.tensors is not None:
             objects, encode_s = put_objects(self._store, self._name, nonce, new, lambda a, b: old[a:b])
             ways.append(Way(head.ref, objects))
-            debt = head.debt.after(
+            cost = head.cost.with_delta(
                 ways[0].num_bytes, len(msgspec.json.encode(entries)), sum(tensor.num_bytes for tensor in new)
             )
-            is_due = self._anchors and debt.is_due
+            is_due = self._anchors and cost.is_due
         if is_due:
             objects, more_s = put_objects(self._store, self._name, nonce, new, lambda a, b: [None] * (b - a))
             ways.append(Way(None, objects))
             encode_s += more_s
-        return tuple(ways), Facts(bound_bytes(new, old), changed_share(new, old), encode_s)
+        return tuple(ways), PublishMetrics(bound_bytes(new, old), changed_share(new, old), encode_s)
 
-    def _pointer(self, head: Head, ref: Ref, manifest: Manifest) -> bytes:
+    def _pointer(self, head: WriterState, ref: Ref, manifest: Manifest) -> bytes:
         sweep = 0
-        if head.pointer is not None and not says_nothing(head.pointer):
+        if head.pointer is not None and not is_missing_or_damaged(head.pointer):
             sweep = read_pointer(head.pointer).sweep
         pointer = Pointer(format=FORMAT, head=ref, nonce=manifest.nonce, generation=head.generation, sweep=sweep)
         return write_signed(self._key, pointer, self._signer)
 
-    def _commit(self, head: Head, ahead: Head) -> bool:
-        """Move the pointer. False where garbage was collected meanwhile, so that everything must be put again."""
+    def _commit(self, head: WriterState, ahead: WriterState) -> bool:
+        """Move the pointer. False if garbage was collected meanwhile, so that everything must be written again."""
         assert ahead.ref is not None
         assert ahead.pointer is not None
         try:
             outcome = commit(self._store, self._key, head.pointer, ahead.pointer)
-        except Unsure:
-            self._doubt = ahead
+        except CommitUnknown:
+            self._unknown_commit = ahead
             raise
         if outcome is Outcome.LOST:
             raise WeightsError(
                 f"{ahead.ref.version} is not published: another writer moved channel {self._name!r}",
                 _where(self._store, self._key),
-                hint="one learner publishes to a channel: stop the other, then restart this one from its checkpoint;"
-                " the same holds after a rollback",
+                hint="only one learner may publish to a channel: stop the other, then restart this one from its"
+                " checkpoint; do the same after a rollback",
             )
         if outcome is Outcome.HEALED:
-            self.mended = "the pointer was damaged while this writer held it: this version replaces it"
+            self.repair_note = "the pointer was damaged while this writer was running: this version replaces it"
         return outcome is not Outcome.SWEPT
 
-    def _ref(self, version: Version, head: Head) -> Ref:
-        """The reference to a version that was published, or at least written, in this channel. Where its manifest is
-        damaged the reference comes from manifests that name it, so that a copy of it can be put back."""
+    def _ref(self, version: Version, head: WriterState) -> Ref:
+        """The reference to a version that was published, or at least written, in this channel. If its manifest is
+        damaged, the reference is taken from manifests that name it, so that a copy of the manifest can be put back."""
         if head.ref and head.ref.version == version:
             return head.ref
-        said: Ref | None = None
+        named: Ref | None = None
         for ref, manifest in history.stored(self._store, self._name):
             if ref.version == version:
                 return ref
-            said = next((r for r in (manifest.parent, manifest.base) if r and r.version == version), said)
-        if said is not None:
-            return said
+            named = next((r for r in (manifest.parent, manifest.base) if r and r.version == version), named)
+        if named is not None:
+            return named
         raise WeightsError(
             f"parent {version} was never published in channel {self._name!r}",
-            "or its manifest is lost, and nothing whole refers to it",
-            hint="start a new run from the checkpoint that was trained last: --set start=RUN/checkpoints/step-...",
+            "or its manifest is lost, and no readable manifest refers to it",
+            hint="start a new run from the last checkpoint: --set start=RUN/checkpoints/step-...",
         )
 
 
-def _beyond(head: Head, known: Sequence[tuple[Ref, Manifest]]) -> Head:
-    """A head whose successor is newer than everything in `known`, so that no reader takes it for a step back."""
+def _ahead_of(head: WriterState, known: Sequence[tuple[Ref, Manifest]]) -> WriterState:
+    """A state whose next version is newer than everything in `known`, so that no reader takes it for a move back."""
     generation = max([head.generation, *(manifest.generation for _, manifest in known)]) + 1
     return replace(head, generation=generation, serial=max((manifest.serial for _, manifest in known), default=0))
 
 
 def publish_once(store: BlobStore, name: str, tensors: Mapping[str, Tensor], *, signer: Signer | None = None) -> None:
-    """Publish these tensors unless the head of a channel has them already; signed where there is a signer. Raises as
-    `Channel.publish` does."""
+    """Publish tensors unless the channel's head has the same content already (and is signed, if there is a signer).
+    Raises as `Channel.publish`."""
     pointer = history.head(store, name)
     unsigned = signer is not None and pointer is not None and not pointer.signature
     if pointer is None or unsigned or pointer.head.version.digest != table_digest(table(tensors)):
@@ -315,10 +334,10 @@ def publish_once(store: BlobStore, name: str, tensors: Mapping[str, Tensor], *, 
 
 
 def _where(store: BlobStore, key: str) -> str:
-    """The version that a pointer names, in words for an error."""
+    """The version that a pointer names, as text for an error."""
     try:
-        data = read(store, key)
-        return f"it names {read_pointer(data).head.version}" if data is not None else "it is gone"
+        data = read_pointer_bytes(store, key)
+        return f"it names {read_pointer(data).head.version}" if data is not None else "it is missing"
     except EtudeError as error:
         return error.what
 
@@ -338,8 +357,8 @@ def _published(manifest: Manifest) -> Published:
 
 
 def changed_share(new: Sequence[Tensor], old: Sequence[Tensor | None]) -> float:
-    """Share of all elements whose bits differ between `new` and `old` (same order). All elements of a tensor count as
-    changed where `old` has None, or another dtype or shape."""
+    """Share of all elements whose bits differ between `new` and `old` (same order). If `old[i]` is None or has another
+    dtype or shape, all elements of `new[i]` count as changed."""
     changed = sum(
         int(np.count_nonzero(b.codes != a.codes)) if b is not None and b.spec == a.spec else a.codes.size
         for a, b in zip(new, old, strict=True)

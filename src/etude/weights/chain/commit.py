@@ -1,7 +1,5 @@
-"""The move of a pointer, and what may come between: a lost answer, another writer, a torn pointer, a sweep.
-
-Knows nothing of what the pointer names.
-"""
+"""Moves a pointer by compare-and-swap and classifies the outcome: success, a lost answer, another writer, a damaged
+pointer, or garbage collection."""
 
 from __future__ import annotations
 
@@ -14,22 +12,23 @@ from etude.seams import BlobStore
 from etude.weights.chain.manifest import MAX_POINTER_BYTES, Damaged, Pointer, read_pointer
 
 
-class Unsure(StoreError):
-    """Whether the pointer moved is not known: the store gave no answer, then could not be asked."""
+class CommitUnknown(StoreError):
+    """The store gave no answer and could not be read afterwards, so it is not known whether the pointer moved."""
 
 
 class Outcome(enum.Enum):
-    """How a compare-and-swap ended."""
+    """The outcome of a compare-and-swap."""
 
     WON = "won"
-    HEALED = "healed"  # over a pointer that was lost or torn since: nobody's word against ours
-    SWEPT = "swept"  # garbage collection came between: what was put for this commit may be gone
-    LOST = "lost"  # somebody else moved it
+    HEALED = "healed"  # it succeeded, over a pointer that was lost or damaged in the meantime
+    SWEPT = "swept"  # garbage was collected in the meantime: objects written for this commit may be deleted
+    LOST = "lost"  # another writer moved the pointer
 
 
 def commit(store: BlobStore, key: str, expected: bytes | None, pointer: bytes) -> Outcome:
-    """Move a pointer from the bytes it had. An answer that got lost is looked up: the nonce in the pointer says whose
-    it is. Raises `StoreError` where the store refused and nothing moved: then it may be repeated."""
+    """Move a pointer from the bytes `expected` to the bytes `pointer`. If the answer of the store is lost, the pointer
+    is read back: its nonce tells whose it is. Raises `StoreError` if the store failed and nothing moved; then the call
+    can be repeated."""
     lost: StoreError | None = None
     try:
         if store.compare_and_swap(key, expected, pointer):
@@ -37,22 +36,24 @@ def commit(store: BlobStore, key: str, expected: bytes | None, pointer: bytes) -
     except StoreError as error:
         lost = error
     try:
-        now = read(store, key)
+        now = read_pointer_bytes(store, key)
     except StoreError as error:
-        raise Unsure(
-            f"whether {key} moved is not known", f"{lost or 'the answer was no'}; then {error.what}", hint=error.hint
+        raise CommitUnknown(
+            f"it is not known whether {key} moved",
+            f"{lost or 'the compare-and-swap was rejected'}; then {error.what}",
+            hint=error.hint,
         ) from error
     if now == pointer:
         return Outcome.WON
     if lost is not None and now == expected:
         raise lost
-    if expected is not None and says_nothing(now) and store.compare_and_swap(key, now, pointer):
+    if expected is not None and is_missing_or_damaged(now) and store.compare_and_swap(key, now, pointer):
         return Outcome.HEALED
     return Outcome.SWEPT if swept_since(expected, now) else Outcome.LOST
 
 
-def read(store: BlobStore, key: str) -> bytes | None:
-    """A pointer's bytes, and one more than it may have; None where there is none."""
+def read_pointer_bytes(store: BlobStore, key: str) -> bytes | None:
+    """The bytes of a pointer (at most one byte above the limit); None if there is no pointer."""
     try:
         return store.get(key, 0, MAX_POINTER_BYTES + 1)
     except KeyError:
@@ -60,7 +61,7 @@ def read(store: BlobStore, key: str) -> bytes | None:
 
 
 def swept_since(before: bytes | None, now: bytes | None) -> bool:
-    """Whether a pointer names what it did, and garbage collection has raised its count."""
+    """Whether a pointer still names the same version, and garbage collection has raised its sweep count."""
     try:
         a, b = (read_pointer(data) if data is not None else None for data in (before, now))
     except WeightsError:
@@ -72,14 +73,15 @@ def _without_sweep(pointer: Pointer) -> Pointer:
     return msgspec.structs.replace(pointer, sweep=0, signature="")
 
 
-def says_nothing(data: bytes | None) -> bool:
-    """Gone, or of a form that no writer of any etude wrote."""
+def is_missing_or_damaged(data: bytes | None) -> bool:
+    """Whether a pointer is missing or unreadable. A pointer of another format is neither: it belongs to another version
+    of etude."""
     if data is None:
         return True
     try:
         read_pointer(data)
     except Damaged:
         return True
-    except WeightsError:  # of another format: somebody's
+    except WeightsError:  # of another format
         return False
     return False

@@ -1,17 +1,20 @@
-"""Deletes what no kept version needs, and breaks no reader and no writer, whatever is killed and however clocks go.
+"""Garbage collection: deletes objects that no kept version needs. Safe for concurrent readers and writers, kills, and
+clock jumps.
 
-Kept: all that rebuilds every pointer's head, and every version that was a head within `keep_s`, from an anchor on.
-Manifests of older versions stay, since lineage and audit read them; their objects go. Three rules make it safe:
+Kept: everything that is needed to rebuild the head of every pointer, and every version that was a head within `keep_s`,
+from an anchor on. Manifests of older versions are kept too, since lineage and audit read them; their objects are
+deleted. Three rules make it safe:
 
-- *A record before an age.* What is superseded or adrift goes only if a record `keep_s` old says that it was so then
-  (`sweeps`). A reader that read a pointer since then finds all it needs. If the clock jumped, it finds the head's.
-- *A fence before what is adrift goes.* A publish that was put to sleep between its objects and its pointer looks like
-  rubbish. So the pointer is moved first, to the same version with a higher `sweep`: that publish's compare-and-swap
-  fails, and its writer puts everything again.
-- *An announcement before anything goes.* Whoever points a branch at an old version looks for it afterwards; and what
-  pointers need is found out anew after the announcement. One of the two sees the other.
+- *A record before deletion.* Superseded or unreachable keys are deleted only if a record at least `keep_s` old says
+  that they were so then (`garbage_records`). A reader that has read a pointer since then finds everything it needs. If
+  the clock jumped, it finds the head's objects.
+- *A fence before unreachable keys are deleted.* A publish that is suspended between writing its objects and moving its
+  pointer looks like garbage. So the pointer is first rewritten with the same version and a higher `sweep`: the
+  compare-and-swap of that publish then fails, and its writer writes everything again.
+- *An announcement before anything is deleted.* A process that points a branch at an old version looks for announcements
+  afterwards; and the collector computes again what pointers need after its announcement. One of the two sees the other.
 
-Killed half-way, it leaves a record, and the next one deletes the rest.
+If it is killed, it leaves a record, and the next collection deletes the rest.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ import msgspec
 
 from etude.errors import WeightsError
 from etude.seams import BlobStore
-from etude.weights.chain import history, plans, sweeps
-from etude.weights.chain.commit import Outcome, commit, read
+from etude.weights.chain import garbage_records, history, plans
+from etude.weights.chain.commit import Outcome, commit, read_pointer_bytes
 from etude.weights.chain.manifest import FORMAT, Manifest, Ref, later_key, read_pointer
 from etude.weights.chain.objects import objects_prefix
 from etude.weights.chain.signing import Signer, check_signer, write_signed
@@ -32,28 +35,28 @@ from etude.weights.chain.signing import Signer, check_signer, write_signed
 
 @dataclass(frozen=True)
 class Collected:
-    """What a collection did."""
+    """The result of a collection."""
 
     num_deleted: int  # keys
     num_kept: int  # versions that can be rebuilt
-    num_old: int  # versions whose manifest alone is left
-    num_adrift: int  # keys that nothing leads to and that are too young to go, or whose pointer cannot be fenced
-    needs_key: bool  # the pointer is signed and no key was given: what is adrift stays
+    num_old: int  # versions of which only the manifest is left
+    num_unreachable: int  # unreachable keys that are not deleted: too new, or the pointer cannot be fenced
+    needs_key: bool  # the pointer is signed and no key was given, so unreachable keys are not deleted
 
 
 @dataclass(frozen=True)
 class Marks:
-    """What a store holds of a channel, and what of it is needed."""
+    """The keys that a store has of a channel, and which of them are needed."""
 
-    kept: dict[str, Manifest]  # by key: what can be rebuilt, and must stay so
-    old: dict[str, Manifest]  # known to a pointer, superseded for long
-    adrift: frozenset[str]  # keys that nothing leads to
-    stored: frozenset[str]  # keys of this channel alone
-    keys: dict[str, tuple[str, ...]]  # by stem: a version's objects and its record of later ways
+    kept: dict[str, Manifest]  # by key: versions that must stay rebuildable
+    old: dict[str, Manifest]  # reachable from a pointer, but superseded long ago
+    unreachable: frozenset[str]  # keys that no pointer or record leads to
+    stored: frozenset[str]  # all keys of this channel
+    keys: dict[str, tuple[str, ...]]  # by stem: the keys of a version's objects and later ways
 
     @property
     def superseded(self) -> frozenset[str]:
-        """Keys of the old versions' objects that no kept one needs."""
+        """Keys of old versions' objects that no kept version needs."""
         mine = self.needed_by(self.old.values()) - self.needed_by(self.kept.values())
         return self.stored & mine
 
@@ -62,13 +65,14 @@ class Marks:
 
 
 def collect(store: BlobStore, name: str, *, keep_s: float, now: float, signer: Signer | None = None) -> Collected:
-    """Delete what was not needed `keep_s` before `now` and is not needed now. Call it now and then: the first call
-    only looks. `signer`: needed to delete what killed publishes left in a channel whose pointer is signed.
+    """Delete what has not been needed since before `now` - `keep_s`, and is not needed now. Call it regularly: the
+    first call only writes a record. Times are in seconds. `signer`: needed to delete what killed publishes left in a
+    channel whose pointer is signed.
 
-    Raises `WeightsError` where a pointer or a kept manifest cannot be read, or another key signed: nothing is deleted
-    then.
+    Raises `WeightsError` if a pointer or a kept manifest cannot be read, or was signed with another key: then nothing
+    is deleted.
     """
-    records = sweeps.read_seen(store, name)
+    records = garbage_records.read_sweep_records(store, name)
     past = [(key, seen) for key, seen in records if seen.time_s <= now - keep_s]
     since = past[-1][1] if past else None
     kept_records = [seen for _, seen in records if since is not None and since.time_s <= seen.time_s <= now]
@@ -78,32 +82,35 @@ def collect(store: BlobStore, name: str, *, keep_s: float, now: float, signer: S
     if own is not None and signer is not None:
         check_signer(history.pointer_key(name), own, signer)
     heads = {key: pointer.head for key, pointer in pointers.items()}
-    sweeps.write_seen(
-        store, name, sweeps.Seen(format=FORMAT, time_s=now, heads=heads, adrift=tuple(sorted(marks.adrift)))
+    garbage_records.write_sweep_record(
+        store,
+        name,
+        garbage_records.SweepRecord(format=FORMAT, time_s=now, heads=heads, adrift=tuple(sorted(marks.unreachable))),
     )
     deleted = frozenset[str]()
     if since is not None:
-        adrift = marks.adrift.intersection(since.adrift)
-        if adrift or marks.superseded:
-            deleted = _delete(store, name, kept_records, marks.superseded, adrift, now, signer)
-    for key, seen in records:  # older than the one that was gone by; or from a future that a clock invented
+        unreachable = marks.unreachable.intersection(since.adrift)
+        if unreachable or marks.superseded:
+            deleted = _delete(store, name, kept_records, marks.superseded, unreachable, now, signer)
+    for key, seen in records:  # older than the record that counts; or from the future, by a clock that jumped
         if (since is not None and seen.time_s < since.time_s) or seen.time_s > now:
             store.delete(key)
-    for key, doomed in sweeps.announced(store, name):  # of a collection that was killed
+    for key, doomed in garbage_records.pending_deletions(store, name):  # of a collection that was killed
         if doomed.time_s <= now - keep_s:
-            sweeps.note_taken(store, name, now, set(doomed.keys) - marks.stored)
+            garbage_records.record_deleted(store, name, now, set(doomed.keys) - marks.stored)
             store.delete(key)
     needs_key = own is not None and bool(own.signature) and signer is None
-    return Collected(len(deleted), len(marks.kept), len(marks.old), len(marks.adrift - deleted), needs_key)
+    return Collected(len(deleted), len(marks.kept), len(marks.old), len(marks.unreachable - deleted), needs_key)
 
 
-def mark(store: BlobStore, name: str, records: Collection[sweeps.Seen]) -> Marks:
-    """What is needed, by the records from the one that is old enough on; without any, all that a pointer leads to."""
+def mark(store: BlobStore, name: str, records: Collection[garbage_records.SweepRecord]) -> Marks:
+    """Determine what is needed, from the sweep records (oldest first) and the pointers. Without records:
+    everything that a pointer leads to."""
     pointers = history.pointers(store, name)
     roots = [pointer.head for pointer in pointers.values()]
     roots += [ref for record in records for ref in record.heads.values()]
     known, is_whole = _closure(store, roots)
-    if not is_whole:  # what lies behind a lost manifest is not told from what is adrift
+    if not is_whole:  # keys behind a lost manifest would look unreachable
         known |= {ref.key: manifest for ref, manifest in history.stored(store, name)}
     kept: dict[str, Manifest] = {}
     oldest = next(iter(records), None)
@@ -128,7 +135,7 @@ def mark(store: BlobStore, name: str, records: Collection[sweeps.Seen]) -> Marks
 
 
 def _closure(store: BlobStore, roots: Iterable[Ref]) -> tuple[dict[str, Manifest], bool]:
-    """Every manifest that roots lead to by base and parent; and whether all could be read."""
+    """Every manifest that is reachable from the roots by base and parent; and whether all of them could be read."""
     known: dict[str, Manifest] = {}
     waiting, seen, is_whole = list(roots), set[str](), True
     while waiting:
@@ -148,17 +155,17 @@ def _closure(store: BlobStore, roots: Iterable[Ref]) -> tuple[dict[str, Manifest
 def _keep(
     store: BlobStore, known: dict[str, Manifest], head: Ref, superseding: Ref | None, kept: dict[str, Manifest]
 ) -> None:
-    """Keep the chain from a head back over `superseding` to an anchor; all of it where there is none."""
+    """Keep the chain from a head back past `superseding` to an anchor; the complete chain if there is none."""
     at: Ref | None = head
     passed = False
     while at is not None:
         if at.key not in known:
-            if head is superseding:  # of a record: the present pointers are what counts
+            if head is superseding:  # only the current pointers must be complete
                 return
             raise WeightsError(
-                f"garbage of {head.version}'s channel is not collected",
-                f"the manifest of {at.version} cannot be read, and what lies behind it may be needed",
-                hint="`etude weights fsck` says what is damaged; publishing again writes a fresh anchor",
+                f"garbage is not collected in the channel of {head.version}",
+                f"the manifest of {at.version} cannot be read, and versions before it may be needed",
+                hint="`etude weights fsck` lists the damage; publishing again writes a new anchor",
             )
         manifest = kept[at.key] = known[at.key]
         passed = passed or (superseding is not None and at.key == superseding.key)
@@ -170,29 +177,29 @@ def _keep(
 def _delete(
     store: BlobStore,
     name: str,
-    records: Collection[sweeps.Seen],
+    records: Collection[garbage_records.SweepRecord],
     superseded: frozenset[str],
-    adrift: frozenset[str],
+    unreachable: frozenset[str],
     now: float,
     signer: Signer | None,
 ) -> frozenset[str]:
-    """Announce, fence, look again, delete; which keys."""
-    announcement = sweeps.announce(store, name, now, superseded | adrift)
-    if adrift and not _fence(store, name, signer):
-        adrift = frozenset()
+    """Announce, fence, mark again, delete. Returns the deleted keys."""
+    announcement = garbage_records.announce_deletion(store, name, now, superseded | unreachable)
+    if unreachable and not _fence(store, name, signer):
+        unreachable = frozenset()
     marks = mark(store, name, records)
-    doomed = (superseded & marks.superseded) | (adrift & marks.adrift)
+    doomed = (superseded & marks.superseded) | (unreachable & marks.unreachable)
     for key in sorted(doomed, key=_order):
         store.delete(key)
-    sweeps.note_taken(store, name, now, doomed)
+    garbage_records.record_deleted(store, name, now, doomed)
     store.delete(announcement)
     return doomed
 
 
 def _fence(store: BlobStore, name: str, signer: Signer | None) -> bool:
-    """Make every publish that began before now fail at its commit; whether that came about."""
+    """Make the commit of every publish that began before now fail. Returns whether that worked."""
     key = history.pointer_key(name)
-    data = read(store, key)
+    data = read_pointer_bytes(store, key)
     if data is None:
         return False
     pointer = read_pointer(data)
@@ -203,5 +210,5 @@ def _fence(store: BlobStore, name: str, signer: Signer | None) -> bool:
 
 
 def _order(key: str) -> tuple[int, str]:
-    """Who refers goes before what it refers to."""
+    """Sort key for deletion: a key that refers to others is deleted before them."""
     return ("later", "manifests", "objects").index(key.split("/")[0]), key

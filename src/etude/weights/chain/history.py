@@ -1,8 +1,8 @@
-"""Reading a channel: its pointers, its lineage, its chain.
+"""Reads a channel: its pointers, its chain, its lineage.
 
-Two orders are kept apart. The *chain* is the order of publishing: each delta applies to the version before. The
-*lineage* is the order of training: each version was trained from its parent. They differ after a restart from an
-older checkpoint. Reads only; every byte is checked against the SHA-256 of the reference that led to it.
+There are two orders. The *chain* is the order of publishing: each delta applies to the version before. The *lineage* is
+the order of training: each version was trained from its parent. They differ after a restart from an older checkpoint.
+Reads only; every manifest is verified by the SHA-256 in the reference that led to it.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ from etude.weights.chain.manifest import (
 from etude.weights.chain.signing import verified
 
 _HINT_MANIFEST = (
-    "copy that file back; without a copy, publishing again writes a fresh anchor:"
+    "restore that file; without a copy, publishing again writes a new anchor:"
     " `etude weights publish CHECKPOINT STORE`, or a run's `etude run --resume RUN`"
 )
 
 
 def pointer_key(name: str, branch: str = "") -> str:
-    """Where a channel's pointer is, or that of a branch of it. Raises `WeightsError` for a name no branch may have."""
+    """The key of a channel's pointer, or of the pointer of a branch. Raises `WeightsError` for a branch name that is
+    not allowed."""
     if branch and not re.fullmatch("[a-z0-9][a-z0-9_-]{0,63}", branch):
         raise WeightsError(f"branch name {branch!r} is not allowed", hint="use a-z, 0-9, _ and -")
     return f"branches/{name}/{branch}" if branch else f"pointers/{name}"
 
 
 def head(store: BlobStore, name: str, branch: str = "", *, public_key: bytes | None = None) -> Pointer | None:
-    """Where the channel, or a branch of it, stands; None before its first publish. One small read.
+    """Read the pointer of a channel or of a branch; None before the first publish. One small read.
 
-    `public_key`: only a pointer that its owner signed is believed. Raises `WeightsError`, `StoreError`.
+    `public_key`: accept only a pointer signed by this key (32 bytes). Raises `WeightsError`, `StoreError`.
     """
     key = pointer_key(name, branch)
     try:
@@ -52,15 +53,15 @@ def head(store: BlobStore, name: str, branch: str = "", *, public_key: bytes | N
         return None
     if public_key is not None and not verified(public_key, signed_text(key, pointer), pointer.signature):
         raise WeightsError(
-            f"{key} names {pointer.head.version} and is not signed with the key that this reader trusts",
-            "its signature is another's" if pointer.signature else "it has no signature",
+            f"{key} names {pointer.head.version} but is not signed with the key that this reader trusts",
+            "it is signed with another key" if pointer.signature else "it has no signature",
             hint="give the writer the private key that belongs to the public one, or find out who wrote this",
         )
     return pointer
 
 
 def pointers(store: BlobStore, name: str) -> dict[str, Pointer]:
-    """Every pointer into a channel's versions, its own and its branches', by key. Raises `WeightsError`."""
+    """All pointers of a channel, its own and its branches', by key. Raises `WeightsError`."""
     own = head(store, name)
     found = {pointer_key(name): own} if own else {}
     for key in store.list(f"branches/{name}/"):
@@ -71,11 +72,11 @@ def pointers(store: BlobStore, name: str) -> dict[str, Pointer]:
 
 
 def load(store: BlobStore, ref: Ref) -> Manifest:
-    """The manifest that a reference names. Raises `WeightsError` when it is gone or is not what was referred to."""
+    """Read the manifest that a reference names. Raises `WeightsError` if it is missing or its SHA-256 differs."""
     try:
         data = store.get(ref.key, 0, MAX_MANIFEST_BYTES + 1)
     except KeyError:
-        raise WeightsError(f"manifest of {ref.version} is gone", ref.key, hint=_HINT_MANIFEST) from None
+        raise WeightsError(f"manifest of {ref.version} is missing", ref.key, hint=_HINT_MANIFEST) from None
     if hashlib.sha256(data).hexdigest() != ref.sha256:
         raise WeightsError(f"manifest of {ref.version} is not what was published", ref.key, hint=_HINT_MANIFEST)
     manifest = read_manifest(data)
@@ -85,32 +86,34 @@ def load(store: BlobStore, ref: Ref) -> Manifest:
 
 
 def find(store: BlobStore, name: str, version: Version) -> Manifest | None:
-    """The manifest of a version, whether the head leads to it or not. The version's digest proves what it says of the
-    tensors, and that alone."""
+    """The manifest of a version; None if there is none. Finds versions that the head does not lead to, too. The
+    version's digest verifies its list of tensors, nothing else."""
     return next((manifest for _, manifest in stored(store, name, version)), None)
 
 
 def lineage(store: BlobStore, name: str) -> list[Manifest]:
-    """The versions the head was trained through, the root first: what "trained" means. Raises `WeightsError`."""
+    """The manifests of the versions that the head of a channel was trained through, the first one first. A rollout
+    counts as "trained" if one of them lists it. Raises `WeightsError`."""
     return _walk(store, name, lambda manifest: manifest.parent)
 
 
 def chain(store: BlobStore, name: str) -> list[Manifest]:
-    """Every version up to the head in order of publishing, the first anchor first. Raises `WeightsError`."""
+    """The manifests of every version up to the head of a channel, in order of publishing, the first anchor first.
+    Raises `WeightsError`."""
     return _walk(store, name, lambda manifest: manifest.base)
 
 
 def readable(store: BlobStore, name: str, *, trained: bool = True) -> tuple[list[Manifest], Ref | None]:
-    """`lineage` (or `chain`, with `trained` False) as far back from the head as manifests are whole, the oldest first;
-    and the reference to the lost or damaged one at which it ends, None at the root."""
+    """Like `lineage` (or `chain`, with `trained` False), as far back from the head as manifests are readable, the
+    oldest first. Also returns the reference of the lost or damaged manifest at which it ends; None at the root."""
     found = [*backward(store, name, trained=trained)]
     ref = found.pop() if found and isinstance(found[-1], Ref) else None
     return [one for one in reversed(found) if isinstance(one, Manifest)], ref if isinstance(ref, Ref) else None
 
 
 def backward(store: BlobStore, name: str, *, trained: bool = True) -> Iterator[Manifest | Ref]:
-    """The manifests of `lineage` (or of `chain`) from the head back, one at a time; at last the reference to a lost or
-    damaged one, if it ends at one."""
+    """Yield the manifests of `lineage` (or of `chain`, with `trained` False) from the head back, one at a time. If it
+    ends at a lost or damaged manifest, its reference is yielded last."""
     pointer = head(store, name)
     ref = pointer.head if pointer else None
     while ref is not None:
@@ -124,8 +127,8 @@ def backward(store: BlobStore, name: str, *, trained: bool = True) -> Iterator[M
 
 
 def stored(store: BlobStore, name: str, version: Version | None = None) -> Iterator[tuple[Ref, Manifest]]:
-    """Every whole manifest of a channel, or of one version, committed or not, by key. Damaged ones are passed over, and
-    those of another channel that somebody put there, whoever signed them."""
+    """Yield every readable manifest of a channel, or of one version, with its reference; committed or not, sorted by
+    key. Skips damaged manifests and those of other channels."""
     for key in store.list(f"manifests/{name}/" + (f"{version}-" if version else "")):
         with suppress(WeightsError, KeyError):
             data = store.get(key, 0, MAX_MANIFEST_BYTES + 1)
@@ -135,13 +138,14 @@ def stored(store: BlobStore, name: str, version: Version | None = None) -> Itera
 
 
 def committed(store: BlobStore, name: str) -> list[tuple[Ref, Manifest]]:
-    """The whole manifests that another one builds on or was trained from, by key: those that surely were published,
-    whatever became of the pointer. The head is not among them: only the pointer says that it was committed."""
+    """The readable manifests that another manifest builds on or was trained from, by key. These were certainly
+    published, whatever happened to the pointer. The head is not among them: only the pointer shows that it was
+    committed."""
     return built_on([*stored(store, name)])
 
 
 def built_on(manifests: Sequence[tuple[Ref, Manifest]]) -> list[tuple[Ref, Manifest]]:
-    """Those of some manifests that another of them builds on or was trained from."""
+    """The manifests that another of the given ones builds on or was trained from."""
     named = {ref.key for _, manifest in manifests for ref in (manifest.parent, manifest.base) if ref}
     return [(ref, manifest) for ref, manifest in manifests if ref.key in named]
 
@@ -154,3 +158,30 @@ def _walk(store: BlobStore, name: str, before: Callable[[Manifest], Ref | None])
         manifests.append(load(store, ref))
         ref = before(manifests[-1])
     return manifests[::-1]
+
+
+class LineageSteps:
+    """Iterates over (step, rollout ids) of each version of a lineage, the newest first. Each loop reads the store
+    again, one manifest at a time. `down_to`: the step at which it ends (exclusive).
+
+    If a manifest is lost or damaged, the iteration ends there and `damaged` is set to its reference. What was trained
+    up to its step, `unread_up_to()`, must then be known from elsewhere.
+    """
+
+    def __init__(self, store: BlobStore, name: str = "policy", *, down_to: int = -1) -> None:
+        self._store, self._name, self._down_to = store, name, down_to
+        self.damaged: Ref | None = None
+
+    def unread_up_to(self) -> int:
+        """The step of the damaged manifest at which the last loop ended; 0 if it read everything."""
+        return 0 if self.damaged is None else self.damaged.version.step
+
+    def __iter__(self) -> Iterator[tuple[int, tuple[str, ...]]]:
+        self.damaged = None
+        for found in backward(self._store, self._name):
+            if isinstance(found, Ref):
+                self.damaged = found
+                return
+            if found.version.step <= self._down_to:
+                return
+            yield found.version.step, found.rollout_ids

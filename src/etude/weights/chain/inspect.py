@@ -1,5 +1,5 @@
-"""The data of `etude weights log`, `diff` and `verify`, and the repair of a lost pointer whose writer has ended. Prints
-nothing."""
+"""The data of `etude weights log`, `diff` and `verify`; and the repair of a lost pointer of a channel whose writer has
+ended. Prints nothing."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from etude.seams import BlobStore
 from etude.weights.chain import history, plans
 from etude.weights.chain.fsck import HINT_POINTER, Check, Finding, verify
 from etude.weights.chain.manifest import FORMAT, Damaged, Kind, Manifest, Pointer, read_pointer
-from etude.weights.chain.ownership import owned
+from etude.weights.chain.ownership import owned_manifests
 from etude.weights.chain.signing import Signer, write_signed
-from etude.weights.delta.steps import steps_between
+from etude.weights.delta.ulp_steps import steps_between
 from etude.weights.tensors import DTYPES, Tensor, to_items
 
 __all__ = [
@@ -37,7 +37,7 @@ __all__ = [
 
 
 class NoVersion(WeightsError, InputError):
-    """A text that fits no version of a channel, or several."""
+    """A text that matches no version of a channel, or several."""
 
 
 @dataclass(frozen=True)
@@ -46,27 +46,27 @@ class LogRow:
 
     version: Version
     parent: Version | None
-    kind: Kind  # of `object_bytes`: an anchor only where there is no delta
-    in_lineage: bool  # False: trained, but the current weights do not come from it
-    object_bytes: int  # bytes that an engine with the previous version fetches
+    kind: Kind  # of `object_bytes`: ANCHOR only if there is no delta
+    in_lineage: bool  # False: it was trained, but the current weights do not descend from it
+    object_bytes: int  # what an engine with the previous version fetches
     anchor_bytes: int  # of the snapshot, alone or beside the delta; 0: there is none
-    later_bytes: tuple[int, ...]  # of deltas over several versions that lead here
+    later_bytes: tuple[int, ...]  # of composed deltas that lead to this version
     manifest_bytes: int
     snapshot_bytes: int
-    num_whole: int  # tensors that the delta brings whole: new, or of another dtype or shape than the base's
+    num_whole: int  # tensors that the delta stores in full: new, or of another dtype or shape
     bound_bytes: float
     changed_share: float
     rollout_ids: tuple[str, ...]
 
     @property
     def ratio(self) -> float:
-        """Snapshot bytes over object bytes."""
+        """Compression ratio: snapshot bytes over object bytes."""
         return self.snapshot_bytes / max(1, self.object_bytes)
 
     @property
     def share_of_bound(self) -> float | None:
-        """The bound over object bytes: 1.0 for a coder that knows each old exponent and no more; 0.0 where nothing
-        changed. None where the delta brings a tensor whole, since the bound is one of changes."""
+        """The bound over object bytes: 1.0 is the size of a coder that uses only old exponents; 0.0: nothing changed.
+        None if the delta stores a tensor in full, since the bound does not apply to it."""
         if self.kind is Kind.ANCHOR or self.num_whole:
             return None
         return self.bound_bytes / max(1, self.object_bytes)
@@ -80,24 +80,24 @@ class DiffRow:
     dtype: str
     num_elements: int
     num_changed: int
-    max_step: int | None  # the longest change in ULP; None where one side has no such tensor
+    max_step: int | None  # the largest change in ULP; None if one side has no such tensor
 
 
 def require_channel(store: BlobStore, name: str) -> None:
-    """Check that a channel has a version. Raises `InputError` where it has none: its name is misspelt, or nothing was
+    """Check that a channel has a version. Raises `InputError` if it has none: its name is misspelt, or nothing was
     published yet."""
     if history.head(store, name) is None and not history.committed(store, name):
         others = sorted(key.removeprefix("pointers/") for key in store.list("pointers/"))
         if others:
             hint = f"give --name; {nearest(name, others)}"
-            raise InputError(f"there is no channel {name!r}", f"there is {', '.join(others)}", hint=hint)
-        hint = "a run publishes its first version as its RL begins; elsewhere `etude weights publish` does"
+            raise InputError(f"there is no channel {name!r}", f"existing channels: {', '.join(others)}", hint=hint)
+        hint = "a run publishes its first version when RL starts; without a run use `etude weights publish`"
         raise InputError(f"there is no version of channel {name!r}", "the store is empty", hint=hint)
 
 
 def log(store: BlobStore, name: str = "policy") -> list[LogRow]:
-    """Every version of the chain, in order of publishing. Versions that only a damaged manifest leads to are missing
-    (`broken_at` reports that). Raises `WeightsError` without a usable pointer."""
+    """All versions of the chain, in order of publishing. Versions behind a damaged manifest are missing (`broken_at`
+    reports it). Raises `WeightsError` if there is no usable pointer."""
     trained = {manifest.version for manifest in history.readable(store, name)[0]}
     require_pointer(store, name)
     chain, _ = history.readable(store, name, trained=False)
@@ -109,7 +109,7 @@ def log(store: BlobStore, name: str = "policy") -> list[LogRow]:
 
 
 def broken_at(store: BlobStore, name: str = "policy") -> WeightsError | None:
-    """The error of the manifest at which the lineage ends before its root; None when the lineage is whole."""
+    """The error of the manifest at which the lineage ends before its root; None if the lineage is complete."""
     _, ref = history.readable(store, name)
     if ref is None:
         return None
@@ -121,31 +121,32 @@ def broken_at(store: BlobStore, name: str = "policy") -> WeightsError | None:
 
 
 def require_pointer(store: BlobStore, name: str = "policy", signer: Signer | None = None) -> None:
-    """Check that a channel with published versions has a pointer. Raises `WeightsError` where it has none; for signed
-    versions the hint asks for the key. `signer` is refused where another key signed the channel's versions."""
+    """Check that a channel with published versions has a pointer. Raises `WeightsError` if it has none; for signed
+    versions the hint asks for the key. `signer` is rejected if another key signed the versions."""
     if history.head(store, name) is not None:
         return
     published = history.committed(store, name)
     if not published:
         return
     if signer is not None:
-        owned(store, name, signer)
+        owned_manifests(store, name, signer)
     hint = HINT_POINTER
     if any(manifest.signature for _, manifest in published):
         hint = hint.replace("RUN|STORE", "RUN|STORE --key FILE") + "; FILE has the key that signs the channel"
-    raise WeightsError(f"the pointer of {name!r} is gone", "though versions were published", hint=hint)
+    raise WeightsError(f"the pointer of {name!r} is missing", "although versions were published", hint=hint)
 
 
 def repair(
-    store: BlobStore, name: str = "policy", told: Sequence[str] = (), *, signer: Signer | None = None
+    store: BlobStore, name: str = "policy", published: Sequence[str] = (), *, signer: Signer | None = None
 ) -> Version | None:
-    """Set a lost or damaged pointer to the newest version that surely was committed and can be rebuilt. Returns that
-    version, or None where the pointer was whole. For a channel whose writer has ended: a writer repairs it by itself.
+    """Set a lost or damaged pointer to the newest version that was certainly committed and can be rebuilt. Returns that
+    version; None if the pointer was intact. Only for a channel whose writer has ended: a running writer repairs it by
+    itself.
 
-    `told`: versions that a run's events report as published, the newest last. Without them the newest version that
-    another manifest builds on is taken, since a manifest alone may be of a publish that was killed before its commit.
-    `signer`: for a channel whose versions are signed; only versions signed by its key are taken. Raises `WeightsError`
-    without that key, and where no version can be pointed at.
+    `published`: versions that the events of a run report as published, the newest last. Without them, the newest
+    version that another manifest builds on is taken, since a manifest alone could be of a publish that was killed
+    before its commit. `signer`: for a channel whose versions are signed; only versions signed by its key are taken.
+    Raises `WeightsError` without that key, and if no version is suitable.
     """
     key = history.pointer_key(name)
     try:
@@ -157,14 +158,14 @@ def repair(
         pass
     else:
         return None
-    mine = owned(store, name, signer)
+    mine = owned_manifests(store, name, signer)
     stored = mine.versions
     if torn is None and not store.list(f"manifests/{name}/"):
         require_channel(store, name)
     sure = {ref.key for ref, _ in history.built_on(stored)}
-    if torn is not None and len(stored) == 1:  # there was a pointer, and it can have named only this version
+    if torn is not None and len(stored) == 1:  # a damaged pointer can only have named this version
         sure.add(stored[0][0].key)
-    order = {version: at for at, version in enumerate(told)}
+    order = {version: at for at, version in enumerate(published)}
     known = [one for one in stored if one[0].key in sure or str(one[0].version) in order]
     bases = {manifest.base.key for _, manifest in known if manifest.base}
     known.sort(key=lambda one: (order.get(str(one[0].version), -1), one[0].key not in bases, one[0].version.step))
@@ -177,27 +178,27 @@ def repair(
         pointer = Pointer(format=FORMAT, head=ref, nonce=manifest.nonce, generation=generation)
         if store.compare_and_swap(key, torn, write_signed(key, pointer, signer)):
             return ref.version
-        raise WeightsError(f"the pointer of {name!r} moved meanwhile", hint="a writer is at work: it needs no repair")
+        raise WeightsError(f"the pointer of {name!r} was moved during the repair", hint="a writer is running")
     raise WeightsError(
         f"no version of channel {name!r} can be pointed at",
-        f"{len(known)} were surely published, none can be rebuilt" + (f"; {mine.mixed}" if mine.mixed else ""),
-        hint="`etude run CONFIG --resume RUN` publishes anew from the run's checkpoint; without a run,"
+        f"{len(known)} were certainly published, none can be rebuilt" + (f"; {mine.mixed}" if mine.mixed else ""),
+        hint="`etude run CONFIG --resume RUN` publishes again from the run's checkpoint; without a run,"
         " publish under another --name",
     )
 
 
 def later_than(store: BlobStore, version: Version, name: str = "policy") -> list[Version]:
-    """The stored versions that were written on top of `version`: after a repair, those that may have been published."""
+    """The stored versions that build on `version`: after a repair, those that may have been published."""
     stored = [manifest for _, manifest in history.stored(store, name)]
     return [manifest.version for manifest in stored if manifest.base is not None and manifest.base.version == version]
 
 
 def find(store: BlobStore, version: str, name: str = "policy") -> Manifest:
-    """Find a version of a channel by its step ("3", "v000003") or by more of its name, up to all of it.
+    """Find a version of a channel by its step ("3", "v000003") or by a longer prefix of its name.
 
-    The head's lineage is searched first, then the rest of its chain, then all that is stored, which a rollback leaves
-    ahead of the head. Raises `NoVersion` with the nearest names, or with all that fit; `WeightsError` where damage
-    hides older versions.
+    Searches the lineage of the head first, then the rest of its chain, then all stored manifests (after a rollback,
+    some are ahead of the head). Raises `NoVersion` with the nearest names, or with all that match; `WeightsError` if
+    damage hides older versions.
     """
     trained, _ = history.readable(store, name)
     require_pointer(store, name)
@@ -210,7 +211,7 @@ def find(store: BlobStore, version: str, name: str = "policy") -> Manifest:
     if found := _named(stored, version, prefix, name):
         return found
     if damage := broken_at(store, name):
-        facts = f"what is older is out of reach: {damage.what} ({damage.facts})"
+        facts = f"older versions cannot be reached: {damage.what} ({damage.facts})"
         raise WeightsError(f"no version {version!r} in channel {name!r}", facts, hint=damage.hint)
     if not store.list(f"manifests/{name}/"):
         require_channel(store, name)
@@ -221,7 +222,7 @@ def find(store: BlobStore, version: str, name: str = "policy") -> Manifest:
 
 
 def names_version(text: str) -> bool:
-    """Whether a text has the form of a version's name that `find` takes.
+    """Whether a text has the form of a version's name that `find` accepts.
 
     >>> [names_version(text) for text in ("3", "v000003", "v000003-0a1b", "step-3", "out/3")]
     [True, True, True, False, False]
@@ -230,26 +231,24 @@ def names_version(text: str) -> bool:
 
 
 def _named(manifests: Iterable[Manifest], version: str, prefix: str, name: str) -> Manifest | None:
-    """The version whose name begins with `prefix`; None where there is none. Raises `NoVersion` for several."""
+    """The version whose name begins with `prefix`; None if there is none. Raises `NoVersion` for several."""
     fitting = {str(m.version): m for m in manifests if str(m.version).startswith(prefix)}
     if len(fitting) > 1:
         raise NoVersion(
-            f"{version!r} fits {len(fitting)} versions of channel {name!r}",
+            f"{version!r} matches {len(fitting)} versions of channel {name!r}",
             ", ".join([*fitting][-8:]),
-            hint="write the whole name of one of them",
+            hint="give the full name of one of them",
         )
     return next(iter(fitting.values()), None)
 
 
 def diff(store: BlobStore, a: str, b: str, name: str = "policy") -> list[DiffRow]:
-    """Compare two versions, which `find` finds by `a` and `b`, tensor by tensor, in order of names. Raises
-    `WeightsError`."""
+    """Compare two versions, given as for `find`, tensor by tensor, sorted by name. Raises `WeightsError`."""
     old, new = (plans.rebuild(store, find(store, version, name)) for version in (a, b))
     return [_diff_row(key, old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys())]
 
 
 def _log_row(store: BlobStore, manifest: Manifest, base: Manifest | None, in_lineage: bool) -> LogRow:
-    """`base`: where it can be read."""
     had = {entry.name: entry.spec for entry in base.tensors} if base else {}
     later = plans.later_ways(store, manifest)
     anchor = plans.snapshot(store, manifest)

@@ -1,7 +1,9 @@
-"""Manifests and pointers: what a version is, how to rebuild it, and what proves it. JSON, strict, of bounded size.
+"""Manifests and pointers: what a version contains, how to rebuild it, and how to verify it. Strict JSON of bounded
+size.
 
-A pointer names a manifest and its SHA-256; a manifest names its objects, its base and its parent in the same way: one
-trusted pointer proves everything below it. `docs/formats/manifest.md` has every field. Knows nothing of stores.
+A pointer names a manifest and its SHA-256. A manifest names its objects, its base and its parent in the same way. So
+one trusted pointer verifies everything below it. `docs/formats/manifest.md` defines every field. Knows nothing of
+stores.
 """
 
 from __future__ import annotations
@@ -25,29 +27,29 @@ MAX_MANIFEST_BYTES = 32 << 20
 MAX_POINTER_BYTES = 4096
 MAX_LATER_BYTES = 32 << 20
 MAX_COUNT = 1 << 53
-"""Generations, serials and sweeps stay exact in every JSON reader."""
+"""Maximum of generations, serials and sweeps: exact in every JSON reader."""
 
 MAX_NAME_BYTES = 512
 MAX_HEADER_BYTES = 1 << 28
 
-T = TypeVar("T", bound="Manifest | Pointer | Later")
+T = TypeVar("T", bound="Manifest | Pointer | LaterWays")
 _SIGNATURE = b',"signature":"'
 _HEX8, _HEX32, _HEX64 = (re.compile(f"[0-9a-f]{{{count}}}") for count in (8, 32, 64))
 
 
 class Damaged(WeightsError):
-    """Bytes that no writer of any etude wrote."""
+    """Bytes that are not a valid record of any version of etude."""
 
 
 class Kind(enum.StrEnum):
-    """Whether a version can be rebuilt alone."""
+    """Whether a version can be rebuilt without another version."""
 
-    ANCHOR = "anchor"  # it holds a whole snapshot, perhaps a delta beside it
-    DELTA = "delta"  # it needs its base
+    ANCHOR = "anchor"  # it has a full snapshot, perhaps also a delta
+    DELTA = "delta"  # it can only be rebuilt from its base
 
 
 class Ref(msgspec.Struct, frozen=True):
-    """A manifest by name and by content."""
+    """A reference to a manifest: its version, key and SHA-256."""
 
     version: Version
     key: str
@@ -55,9 +57,11 @@ class Ref(msgspec.Struct, frozen=True):
 
 
 class StoredObject(msgspec.Struct, frozen=True):
-    """An immutable object: the next `num_tensors` of the manifest's table, as `docs/formats/delta.md` says.
+    """An immutable delta object in the store. It covers the next `num_tensors` entries of the manifest's table
+    (`docs/formats/delta.md`).
 
-    Its header has digests of all that follows, and one here: who reads a part proves it without the rest.
+    Its header contains digests of everything after it, and the manifest contains the digest of the header. So a reader
+    of a part of the object can verify that part alone.
     """
 
     key: str
@@ -69,107 +73,112 @@ class StoredObject(msgspec.Struct, frozen=True):
 
 
 class Way(msgspec.Struct, frozen=True):
-    """One way to the version: the objects that lead to it from the version `base`. `base` None: a whole snapshot."""
+    """One way to build a version: the objects of a delta from the version `base`, or of a full snapshot if `base` is
+    None."""
 
     base: Ref | None
     objects: tuple[StoredObject, ...]
 
     @property
     def num_bytes(self) -> int:
+        """Size of all objects, in bytes."""
         return sum(o.num_bytes for o in self.objects)
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
-    """A tensor of the target."""
+    """One tensor of a version, in the table of its manifest."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    sha256: str  # tensor_digest of the target's codes
-    checksum: str = ""  # of the target's codes, 32 hex; empty: written before there were checksums
+    sha256: str  # `tensor_digest`
+    checksum: str = ""  # `checksums.checksum`, 32 hex; empty: written before checksums were introduced
 
     @property
     def spec(self) -> Spec:
         return Spec(self.dtype, self.shape)
 
 
-class Facts(msgspec.Struct, frozen=True):
-    """Numbers that the writer measured, for reports. Readers do not depend on them."""
+class PublishMetrics(msgspec.Struct, frozen=True):
+    """Measurements of the writer, for reports. Readers do not depend on them."""
 
-    bound_bytes: float  # weights.bound over the delta; the snapshot's bytes where there is none
-    changed_share: float  # of elements whose code differs from the base's; 1.0 where there is none
+    bound_bytes: float  # `bound_bytes` of the delta; the size of the snapshot if there is no delta
+    changed_share: float  # share of elements that differ from the base; 1.0 if there is no base
     encode_s: float
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """One version. Made by `Channel.publish`, read by followers, the audit and `etude weights`.
+    """The description of one published version: its tensors with their digests, and the ways to build it. Written by
+    `Channel.publish`.
 
-    `parent` is the version these weights were trained from (None: the root), which is not always the base: after a
-    restart from an older checkpoint the delta still applies to the version published last.
+    `parent` is the version that these weights were trained from (None: the first). It is not always the base of the
+    delta: after a restart from an older checkpoint, the delta still applies to the version published last.
     """
 
     format: int
     channel: str
     version: Version
     parent: Ref | None
-    ways: tuple[Way, ...]  # at most one without a base; the delta from the version published before comes first
-    tensors: tuple[TensorEntry, ...]  # by name; of a sharded version shard after shard, each by name (`sharded`)
-    rollout_ids: tuple[str, ...]  # every rollout the step consumed; trained means: listed in the current lineage
-    facts: Facts
-    nonce: str  # 32 hex characters, drawn for this manifest
-    serial: int = 0  # the base's and one; 0: written before there were serials
-    generation: int = 0  # of the pointer that the writer moved
+    ways: tuple[Way, ...]  # the delta from the version published before comes first; at most one anchor
+    tensors: tuple[TensorEntry, ...]  # sorted by name; in a sharded version: shard after shard
+    rollout_ids: tuple[str, ...]  # all rollouts that the step was trained on
+    facts: PublishMetrics
+    nonce: str  # 32 random hex characters
+    serial: int = 0  # that of the base plus 1; 0: written before serials were introduced
+    generation: int = 0  # that of the pointer when this was written
     signature: str = ""  # Ed25519 over `manifest_text`, 128 hex characters; empty: not signed. The last field
 
     @property
     def stem(self) -> str:
-        """A part of the keys of all objects that are stored for this manifest alone."""
+        """The part of a key that all files stored for this manifest have in common."""
         return f"{self.version}-{self.nonce[:8]}"
 
     @property
     def kind(self) -> Kind:
+        """ANCHOR if the version can be rebuilt alone, else DELTA."""
         return Kind.DELTA if self.anchor is None else Kind.ANCHOR
 
     @property
     def anchor(self) -> Way | None:
-        """The way over nothing."""
+        """The way without a base: a full snapshot; None if there is none."""
         return next((way for way in self.ways if way.base is None), None)
 
     @property
     def delta(self) -> Way | None:
-        """The way from the version published before."""
+        """The way from the version published before; None if there is none."""
         return next((way for way in self.ways if way.base is not None), None)
 
     @property
     def base(self) -> Ref | None:
-        """The version published before."""
+        """The version published before, that the delta applies to."""
         return self.delta.base if self.delta else None
 
     @property
     def snapshot_bytes(self) -> int:
-        """Bytes of the whole target."""
+        """Size of all tensors of the version, uncompressed, in bytes."""
         return sum(entry.spec.num_bytes for entry in self.tensors)
 
 
 class Pointer(msgspec.Struct, frozen=True, kw_only=True):
     """The pointer of a channel or a branch: names its newest version. Moving it is the commit.
 
-    Readers accept a pointer only if (generation, serial of the head) has not fallen. A publish raises the serial. The
-    generation is raised only to move a pointer back on purpose, or to set it again after it was lost.
+    Readers accept a pointer only if the pair (generation, serial of the head) has not decreased. A publish raises the
+    serial. The generation is raised only to move a pointer back on purpose, or to restore a lost pointer.
     """
 
     format: int
     head: Ref
-    nonce: str  # the head manifest's, so that a writer whose answer got lost can see whether it won
+    nonce: str  # that of the head manifest: after a lost answer, the writer sees whether its move succeeded
     generation: int = 0
-    sweep: int = 0  # raised by garbage collection before it deletes, so that no publish that began earlier commits
+    sweep: int = 0  # raised by garbage collection, so that a publish that began before cannot commit
     signature: str = ""  # Ed25519 over `signed_text`, 128 hex characters; empty: not signed
 
 
-class Later(msgspec.Struct, frozen=True, kw_only=True):
-    """Further ways to a version, found after it was published: deltas over several versions, perhaps an anchor.
+class LaterWays(msgspec.Struct, frozen=True, kw_only=True):
+    """Additional ways to build a version, written after it was published: composed deltas over several versions,
+    perhaps an anchor.
 
-    Nothing refers to it and nothing needs to: what a way gives is proven by the digests of the target's manifest.
+    Nothing refers to this record. The result of each way is verified by the digests in the manifest of the version.
     """
 
     format: int
@@ -179,7 +188,7 @@ class Later(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def table(tensors: Mapping[str, Tensor]) -> tuple[TensorEntry, ...]:
-    """The manifest's table of a set of tensors. Raises `WeightsError` for a name that no table may hold."""
+    """Create the manifest's table for a set of tensors. Raises `WeightsError` for a name that is not allowed."""
     for name in tensors:
         if not _allowed_name(name):
             raise WeightsError(f"tensor name {name[:80]!r} is not allowed", hint="1 to 512 bytes of UTF-8, no NUL")
@@ -189,20 +198,20 @@ def table(tensors: Mapping[str, Tensor]) -> tuple[TensorEntry, ...]:
 
 
 def table_digest(entries: Sequence[TensorEntry]) -> str:
-    """`Version.digest` of a table."""
+    """The content digest of a table: `Version.digest`."""
     return content_digest({entry.name: entry.sha256 for entry in entries})
 
 
 def write_manifest(manifest: Manifest) -> tuple[Ref, bytes]:
-    """The manifest's bytes and the reference to them."""
+    """Encode a manifest. Returns the reference to it, and its bytes."""
     data = msgspec.json.encode(manifest)
     key = f"manifests/{manifest.channel}/{manifest.stem}.json"
     return Ref(manifest.version, key, hashlib.sha256(data).hexdigest()), data
 
 
 def manifest_text(data: bytes) -> tuple[bytes, str]:
-    """What a manifest's signature is over, and the signature: all bytes before that field, which is the last one.
-    Empty where there is none."""
+    """The text that the signature of a manifest covers (all bytes before the signature field, which is the last one),
+    and the signature. Both empty if there is none."""
     at = data.rfind(_SIGNATURE, -256)
     if at < 0 or not data.endswith(b'"}'):
         return b"", ""
@@ -210,8 +219,8 @@ def manifest_text(data: bytes) -> tuple[bytes, str]:
 
 
 def read_manifest(data: bytes) -> Manifest:
-    """A manifest from outside bytes. Raises `WeightsError` unless every part of it is consistent."""
-    manifest = _read(data, Manifest, MAX_MANIFEST_BYTES)
+    """Decode a manifest from untrusted bytes. Raises `WeightsError` unless every part of it is consistent."""
+    manifest = _read("manifest", data, Manifest, MAX_MANIFEST_BYTES)
     try:
         _check_manifest(manifest)
     except ValueError as error:
@@ -224,15 +233,15 @@ def write_pointer(pointer: Pointer) -> bytes:
 
 
 def signed_text(key: str, pointer: Pointer) -> bytes:
-    """The text that a pointer's signature covers: its key and all of its fields."""
+    """The text that the signature of a pointer covers: its key and all of its fields."""
     head = pointer.head
     lines = (f"etude pointer {FORMAT}", key, head.version, head.key, head.sha256, pointer.nonce)
     return "\n".join(map(str, (*lines, pointer.generation, pointer.sweep))).encode()
 
 
 def read_pointer(data: bytes) -> Pointer:
-    """A pointer from outside bytes. Raises `WeightsError`."""
-    pointer = _read(data, Pointer, MAX_POINTER_BYTES)
+    """Decode a pointer from untrusted bytes. Raises `WeightsError`."""
+    pointer = _read("pointer", data, Pointer, MAX_POINTER_BYTES)
     try:
         _check_ref(pointer.head)
         _require(0 <= pointer.generation <= MAX_COUNT and 0 <= pointer.sweep <= MAX_COUNT, "generation")
@@ -242,23 +251,21 @@ def read_pointer(data: bytes) -> Pointer:
 
 
 def later_key(manifest: Manifest) -> str:
-    """Where a version's further ways are, if there are any."""
     return f"later/{manifest.channel}/{manifest.stem}.json"
 
 
-def read_later(data: bytes, manifest: Manifest) -> Later:
-    """Further ways to a manifest's version, from outside bytes. Raises `WeightsError`."""
-    later = _read(data, Later, MAX_LATER_BYTES)
+def read_later(data: bytes, manifest: Manifest) -> LaterWays:
+    """Decode the later ways to the version of `manifest` from untrusted bytes. Raises `WeightsError`."""
+    later = _read("list of later ways", data, LaterWays, MAX_LATER_BYTES)
     try:
         _require(later.version == manifest.version, f"it is of {later.version}, not of {manifest.version}")
         _check_ways(later.ways, len(manifest.tensors))
     except ValueError as error:
-        raise _damaged("later", str(error)) from None
+        raise _damaged("list of later ways", str(error)) from None
     return later
 
 
-def _read(data: bytes, kind: type[T], limit: int) -> T:
-    name = kind.__name__.lower()
+def _read(name: str, data: bytes, kind: type[T], limit: int) -> T:
     if len(data) > limit:
         raise _damaged(name, f"it has more than {limit} bytes")
     try:
@@ -272,7 +279,7 @@ def _read(data: bytes, kind: type[T], limit: int) -> T:
 
 
 class _Marked(msgspec.Struct):
-    """What a record of every format has."""
+    """The field that records of every format have."""
 
     format: int
 
@@ -285,7 +292,7 @@ def _check_format(name: str, found: int) -> None:
 
 
 def _damaged(name: str, facts: str) -> Damaged:
-    tools = {"pointer": "`etude weights repair RUN|STORE` sets the pointer anew"}
+    tools = {"pointer": "`etude weights repair RUN|STORE` sets the pointer again"}
     hint = tools.get(name, "see `etude weights verify RUN` or `etude weights fsck STORE`")
     return Damaged(f"{name} is damaged", facts, hint=hint)
 

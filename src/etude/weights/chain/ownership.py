@@ -1,9 +1,9 @@
-"""Whose channel it is, where its pointer cannot say: by the signatures of its manifests.
+"""Which manifests of a channel a signing key covers, for when its pointer is lost.
 
-A pointer that is gone takes its signature with it. Whoever sets it anew must not make an unsigned channel of a signed
-one, whose readers would take no version from then on; and must not sign what only lies there, since whoever may write
-into a store may put manifests of his own. So manifests are signed like pointers, and the owner of a key stands for
-those that he signed and for those which they name by content. Knows nothing of which of them was committed.
+A lost pointer takes its signature with it. Whoever sets it again must not turn a signed channel into an unsigned one,
+whose readers would accept nothing afterwards. And they must not sign arbitrary manifests, since anyone with write
+access to a store can put manifests there. So manifests are signed like pointers, and a key covers the manifests that it
+signed and those that they refer to by digest. Knows nothing of which of them were committed.
 """
 
 from __future__ import annotations
@@ -17,49 +17,49 @@ from etude.weights.chain import history
 from etude.weights.chain.manifest import MAX_MANIFEST_BYTES, Manifest, Pointer, Ref
 from etude.weights.chain.signing import Signer, check_signer, signed_by
 
-_HINT_KEY = "give the signer's private key: --key FILE; where it is lost, publish under another --name"
+_HINT_KEY = "give the signer's private key: --key FILE; if it is lost, publish under another --name"
 
 
 @dataclass(frozen=True)
-class Owned:
-    """What a channel's next pointer may name or follow."""
+class OwnedManifests:
+    """The manifests that the next pointer of a channel may name or follow."""
 
-    versions: tuple[tuple[Ref, Manifest], ...]  # by key
-    mixed: str  # what else lies there, in words; empty where there is nothing else
+    versions: tuple[tuple[Ref, Manifest], ...]  # sorted by key
+    mixed: str  # text about manifests that the key does not cover; empty if there are none
 
 
-def owned(store: BlobStore, name: str, signer: Signer | None) -> Owned:
-    """The whole manifests of a channel that `signer` stands for; all of them where none is signed.
+def owned_manifests(store: BlobStore, name: str, signer: Signer | None) -> OwnedManifests:
+    """The readable manifests of a channel that the key of `signer` covers; all of them if none is signed.
 
-    Raises `WeightsError` where some are signed, and `signer` is nobody or another.
+    Raises `WeightsError` if some are signed and `signer` is None or has another key.
     """
     whole = [*history.stored(store, name)]
     signed = [one for one in whole if one[1].signature]
     if not signed:
-        return Owned(tuple(whole), "")
+        return OwnedManifests(tuple(whole), "")
     if signer is None:
         newest = max((manifest for _, manifest in signed), key=lambda m: (m.generation, m.serial)).version
         raise WeightsError(
-            f"channel {name!r} is signed, and its pointer is gone or damaged",
-            f"{_told(len(whole), signed=len(signed))}; the newest of them is {newest}",
+            f"channel {name!r} is signed, and its pointer is missing or damaged",
+            f"{_count_text(len(whole), signed=len(signed))}; the newest of them is {newest}",
             hint=_HINT_KEY,
         )
     mine = {ref.key for ref, _ in signed if _is_by(signer, store, ref)}
     if not mine:
         raise WeightsError(
             f"channel {name!r} is signed with another key than the one given",
-            f"{_told(len(whole), signed=len(signed))}; the public key of the one given is {signer.public_key.hex()}",
+            f"{_count_text(len(whole), signed=len(signed))}; the given key's public key is {signer.public_key.hex()}",
             hint=_HINT_KEY,
         )
     vouched = _vouched(whole, mine)
     others = len(signed) - len(mine)
-    mixed = _told(len(whole), mine=len(mine), others=others) if len(vouched) < len(whole) else ""
-    return Owned(tuple(one for one in whole if one[0].key in vouched), mixed)
+    mixed = _count_text(len(whole), mine=len(mine), others=others) if len(vouched) < len(whole) else ""
+    return OwnedManifests(tuple(one for one in whole if one[0].key in vouched), mixed)
 
 
 def check_owner(store: BlobStore, name: str, key: str, old: Pointer | None, signer: Signer | None) -> None:
-    """Raises `WeightsError` where a pointer at `key`, which was `old`, is not `signer`'s to move: a pointer that is not
-    there yet is whose the channel is."""
+    """Check that `signer` may move the pointer at `key`, which was `old`. A pointer that does not exist yet belongs to
+    the owner of the channel. Raises `WeightsError`."""
     if old is not None:
         check_signer(key, old, signer)
         return
@@ -67,7 +67,7 @@ def check_owner(store: BlobStore, name: str, key: str, old: Pointer | None, sign
     if own is not None:
         check_signer(history.pointer_key(name), own, signer)
     else:
-        owned(store, name, signer)
+        owned_manifests(store, name, signer)
 
 
 def _is_by(signer: Signer, store: BlobStore, ref: Ref) -> bool:
@@ -79,7 +79,7 @@ def _is_by(signer: Signer, store: BlobStore, ref: Ref) -> bool:
 
 
 def _vouched(whole: list[tuple[Ref, Manifest]], mine: set[str]) -> set[str]:
-    """The keys of those that are signed, and of all that they name by content."""
+    """The keys of the signed manifests, and of all that they refer to by digest."""
     by_key = {ref.key: (ref, manifest) for ref, manifest in whole}
     vouched, waiting = set[str](), [ref for ref, _ in whole if ref.key in mine]
     while waiting:
@@ -92,10 +92,10 @@ def _vouched(whole: list[tuple[Ref, Manifest]], mine: set[str]) -> set[str]:
     return vouched
 
 
-def _told(total: int, *, signed: int = 0, mine: int = 0, others: int = 0) -> str:
-    """How many of a channel's manifests are signed, and by whom."""
+def _count_text(total: int, *, signed: int = 0, mine: int = 0, others: int = 0) -> str:
+    """Text: how many manifests of a channel are signed, and by whom."""
     groups = ((signed, "signed"), (mine, "signed with this key"), (others, "signed with another"))
-    said = [f"{count} {'is' if count == 1 else 'are'} {how}" for count, how in groups if count]
+    parts = [f"{count} {'is' if count == 1 else 'are'} {how}" for count, how in groups if count]
     unsigned = total - signed - mine - others
-    said += [f"{unsigned} not at all"] if unsigned else []
-    return f"of {total} version{'s' if total > 1 else ''} in the store {', '.join(said)}"
+    parts += [f"{unsigned} not at all"] if unsigned else []
+    return f"of {total} version{'s' if total > 1 else ''} in the store {', '.join(parts)}"

@@ -1,15 +1,16 @@
-"""Finds and takes the path of fewest bytes to a version: over deltas and skips, from the held version or from an
-anchor.
+"""Finds and runs the cheapest plan to fetch a version: over deltas and composed deltas, from the held version or from
+an anchor.
 
-Versions are the nodes of a graph, and each way (a delta, a skip or an anchor) is an edge with its bytes as length.
-Dijkstra's algorithm searches backwards from the target and reads only what it must: a follower that is one version
-behind reads no manifest but the target's. A skip is never larger than the deltas it was composed of, so where a way
-starts at the held version, no other way from there is looked for. A way that is lost or damaged is closed, and the
-search goes on without it.
+Versions are the nodes of a graph. Each way (a delta, a composed delta or an anchor) is an edge whose length is its
+bytes. Dijkstra's algorithm searches backwards from the target and reads only the manifests that it needs: a follower
+that is one version behind reads only the target's. A composed delta is never larger than the deltas it was composed of.
+So if a way starts at the held version, no other way from there is searched. A way that is lost or damaged is excluded,
+and the search continues without it.
 
-Every object is proven by the SHA-256 in the manifest, or in the list of later ways, that names it. Where manifests name
-all objects of a plan, this proves the target too, and a tensor is only compared with its checksum, against accidents.
-Later ways may be written by anybody: after one of them every tensor is proven by the SHA-256 in the target's manifest.
+Every object is verified by its SHA-256 in the manifest, or in the list of later ways, that names it. If manifests name
+all objects of a plan, this verifies the target too, and each tensor is only compared with its checksum, to detect
+accidents. Anybody with write access can add later ways: after one of them, every tensor is verified by the SHA-256 in
+the target's manifest.
 """
 
 from __future__ import annotations
@@ -46,20 +47,19 @@ from etude.weights.delta.changes import Changes, written
 from etude.weights.delta.checksums import checksum
 from etude.weights.tensors import Tensor, tensor_digest
 
-AHEAD = 2  # objects that are fetched while another is decoded
+AHEAD = 2  # number of objects that are fetched while another is decoded
 Tensors = Mapping[str, Tensor]
 Made = TypeVar("Made")
-_HINT_OBJECT = "copy that file back; without a copy, the next publish writes a fresh anchor"
+_HINT_OBJECT = "restore that file; without a copy, the next publish writes a new anchor"
 
 
-class Lost(WeightsError):
-    """An object was deleted, or its bytes are not the published ones."""
+class ObjectLost(WeightsError):
+    """An object is missing, or its bytes are not the published ones."""
 
 
 @dataclass(frozen=True)
 class Hop:
-    """One step of a plan: a way (the objects of a delta, skip or anchor) and the manifest of the version it leads
-    to."""
+    """One step of a plan: a way, and the manifest of the version it leads to."""
 
     manifest: Manifest
     way: Way
@@ -67,63 +67,64 @@ class Hop:
 
 @dataclass(frozen=True)
 class Plan:
-    """Hops to take one after another, from version `start` (None: from an anchor) to the last hop's version."""
+    """Hops to take one after another, from version `start` (None: from an anchor) to the version of the last hop."""
 
     start: Version | None
     hops: tuple[Hop, ...]
 
     @property
     def num_bytes(self) -> int:
+        """Total size of all objects, in bytes."""
         return sum(hop.way.num_bytes for hop in self.hops)
 
     @property
-    def vouched(self) -> bool:
-        """Whether manifests name all objects of the plan, none a list of later ways."""
+    def objects_in_manifests(self) -> bool:
+        """Whether manifests name all objects of the plan, so that none comes from a list of later ways."""
         return all(hop.way in hop.manifest.ways for hop in self.hops)
 
 
 @dataclass(frozen=True)
-class Taken:
-    """The tensors that a way led to, by name, and lists of the changes in those tensors where they were asked for."""
+class Decoded:
+    """The tensors that a way led to, by name; and, if requested, the lists of changes of those tensors."""
 
     tensors: dict[str, Tensor]
     lists: dict[str, Changes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Reached:
-    """A version's proven tensors, and how they were fetched."""
+class Rebuilt:
+    """A version's verified tensors, and how they were fetched."""
 
-    taken: Taken  # its lists are changes from the tensors that were held
+    decoded: Decoded  # its lists are relative to the tensors that were held
     fetched_bytes: int  # of the plan that worked
     failures: tuple[str, ...]  # why the plans tried before it failed
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        return self.taken.tensors
+        return self.decoded.tensors
 
 
 class Search:
-    """Searches plans to one target. Manifests that were read are remembered."""
+    """Searches plans to one target. Manifests that were read are cached."""
 
     def __init__(self, store: BlobStore, target: Manifest) -> None:
         self._store, self._target = store, target
         self._manifests: dict[str, Manifest | None] = {"": target}  # by key; None: it cannot be read
-        self._closed: set[Way] = set()
+        self._excluded: set[Way] = set()
 
-    def close(self, way: Way) -> None:
-        """Leave a way out of all later plans."""
-        self._closed.add(way)
+    def exclude(self, way: Way) -> None:
+        """Exclude a way from all later plans."""
+        self._excluded.add(way)
 
     def cheapest(self, held: Version | None) -> Plan | None:
-        """The plan of the fewest bytes from `held` or from an anchor; None when there is no plan.
+        """The plan with the fewest bytes, from `held` or from an anchor; None if there is none.
 
-        Without a held version the search ends at the nearest anchors: older ones are assumed to be no smaller.
+        Without a held version, the search ends at the nearest anchors: older ones are assumed to be no smaller.
         """
         order = itertools.count()  # breaks ties between equal lengths
         waiting: list[tuple[int, int, Ref | None, tuple[Hop, ...]]] = [(0, next(order), None, ())]
         done: set[str] = set()
-        far = math.inf  # bytes to the nearest anchor: nothing farther is looked for
+        far = math.inf  # bytes to the nearest anchor: the search stops there
         while waiting:
             num_bytes, _, at, after = heapq.heappop(waiting)
             if after and (at is None or at.version == held):
@@ -138,7 +139,7 @@ class Search:
         return None
 
     def _into(self, at: Ref | None, held: Version | None) -> list[Hop]:
-        """The open ways into a version (None: the target). Where some start at `held`, only these and the snapshot."""
+        """The usable ways to a version (`at` None: the target). If some start at `held`: only these and the anchor."""
         key = at.key if at else ""
         if at is not None and key not in self._manifests:
             self._manifests[key] = None
@@ -155,11 +156,11 @@ class Search:
         return hops
 
     def _open(self, manifest: Manifest, ways: tuple[Way, ...]) -> list[Hop]:
-        return [Hop(manifest, way) for way in ways if way not in self._closed]
+        return [Hop(manifest, way) for way in ways if way not in self._excluded]
 
 
 def later_ways(store: BlobStore, manifest: Manifest) -> tuple[Way, ...]:
-    """The ways to a version that were added after it was published; none where there is no readable list of them."""
+    """The ways to a version that were added after it was published; empty if there is no readable list of them."""
     try:
         return read_later(store.get(later_key(manifest), 0, MAX_LATER_BYTES + 1), manifest).ways
     except (KeyError, EtudeError):
@@ -167,48 +168,49 @@ def later_ways(store: BlobStore, manifest: Manifest) -> tuple[Way, ...]:
 
 
 def snapshot(store: BlobStore, manifest: Manifest) -> Way | None:
-    """The anchor of a version: its manifest's, or one that was added later; None where there is none."""
+    """The anchor of a version, from its manifest or added later; None if there is none."""
     return manifest.anchor or next((way for way in later_ways(store, manifest) if way.base is None), None)
 
 
-def reach(
+def fetch_version(
     store: BlobStore,
     target: Manifest,
     held: Version | None = None,
     tensors: Tensors | None = None,
     check: Callable[[Manifest], None] | None = None,
-) -> Reached:
-    """Fetch the target's tensors by the cheapest plan that works, from version `held` with its `tensors`, or from an
-    anchor.
+) -> Rebuilt:
+    """Fetch and verify the tensors of `target` by the cheapest plan that works: from version `held` with its `tensors`,
+    or from an anchor.
 
-    `check` may raise to refuse a manifest of the plan before its objects are fetched. Raises `WeightsError` with the
-    reason why each plan failed.
+    `check` is called with each manifest of the plan before its objects are fetched; it can raise to refuse it. Raises
+    `WeightsError` with the reason why each plan failed.
     """
 
-    def start(plan: Plan) -> Taken:
-        return Taken(dict(tensors or {}) if plan.start else {})
+    def start(plan: Plan) -> Decoded:
+        return Decoded(dict(tensors or {}) if plan.start else {})
 
-    def step(plan: Plan, hop: Hop, made: Taken) -> Taken:
+    def step(plan: Plan, hop: Hop, made: Decoded) -> Decoded:
         if check is not None:
             check(hop.manifest)
-        proof = proof_of(plan) if hop.manifest is target else None
-        return take(store, hop.manifest, hop.way, made.tensors, proof=proof, listing=len(plan.hops) == 1)
+        proof = required_proof(plan) if hop.manifest is target else None
+        return fetch_way(store, hop.manifest, hop.way, made.tensors, proof=proof, listing=len(plan.hops) == 1)
 
-    return Reached(*travel(store, target, held, start, step))
+    return Rebuilt(*try_plans(store, target, held, start, step))
 
 
-def travel(
+def try_plans(
     store: BlobStore,
     target: Manifest,
     held: Version | None,
     start: Callable[[Plan], Made],
     step: Callable[[Plan, Hop, Made], Made],
 ) -> tuple[Made, int, tuple[str, ...]]:
-    """Take the cheapest plan that works, `step` by step. Returns the result of the last step, the plan's bytes, and why
-    the plans tried before it failed.
+    """Run the cheapest plan that works. Returns the result of its last step, the bytes of the plan, and the errors of
+    the plans that failed before it.
 
-    `step` fetches the objects of one hop (`fetched`). At the last hop, the target's, it raises `Unproven` where the
-    tensors are not the published ones. Raises `WeightsError` with the reason why each plan failed.
+    `start(plan)` creates the initial state. `step(plan, hop, state)` fetches the objects of one hop (`fetch_objects`)
+    and returns the new state; at the last hop it raises `TensorMismatch` if the tensors are not the published ones.
+    Raises `WeightsError` with the reason why each plan failed.
     """
     search, failures = Search(store, target), list[str]()
     while (plan := search.cheapest(held)) is not None:
@@ -218,76 +220,77 @@ def travel(
             for at in plan.hops:
                 made = step(plan, at, made)
             return made, plan.num_bytes, tuple(failures)
-        except Unproven as error:
-            failures.append(_said(error))
+        except TensorMismatch as error:
+            failures.append(_describe(error))
             later = [hop.way for hop in plan.hops if hop.way not in hop.manifest.ways]
-            if later:  # no manifest vouches for their objects
+            if later:  # their objects are in no manifest, so one of them may be wrong
                 for way in later:
-                    search.close(way)
+                    search.exclude(way)
             elif plan.start is not None:
                 held = None
             else:
-                search.close(plan.hops[0].way)
+                search.exclude(plan.hops[0].way)
         except EtudeError as error:
-            failures.append(_said(error))
+            failures.append(_describe(error))
             assert at is not None, "a plan has hops"
-            search.close(at.way)
+            search.exclude(at.way)
     raise WeightsError(
         f"no way leads to {target.version}" + (f" from {held}" if held else ""),
-        "; ".join(failures) or "there is neither an anchor nor a delta from what is held",
-        hint="`etude weights fsck STORE` (of a run: `verify RUN`) names what is damaged; a new publish heals it",
+        "; ".join(failures) or "there is neither an anchor nor a delta from the held version",
+        hint="`etude weights fsck STORE` (of a run: `verify RUN`) names what is damaged; a new publish repairs it",
     )
 
 
 def rebuild(store: BlobStore, target: Manifest) -> dict[str, Tensor]:
-    """A version's tensors by the cheapest plan that works, from an anchor. Raises `WeightsError` with the reason why
-    each plan failed."""
-    return reach(store, target).tensors
+    """Fetch and verify a version's tensors by the cheapest plan from an anchor. Raises `WeightsError` with the reason
+    why each plan failed."""
+    return fetch_version(store, target).tensors
 
 
-class Unproven(WeightsError):
-    """Tensors whose digest or checksum is not the published one."""
+class TensorMismatch(WeightsError):
+    """The digest or checksum of a tensor is not the published one."""
 
 
 class Proof(enum.Enum):
     """What a rebuilt tensor is compared with."""
 
-    CHECKSUM = "checksum"  # its checksum (SHA-256 where it has none): enough where all fetched bytes are proven
-    DIGEST = "digest"  # its SHA-256, and its checksum where it has one
+    CHECKSUM = "checksum"  # its checksum (SHA-256 if it has none): enough if all fetched bytes are verified
+    DIGEST = "digest"  # its SHA-256, and its checksum if it has one
 
 
-def proof_of(plan: Plan) -> Proof:
-    """The proof that the tensors of a plan need."""
-    return Proof.CHECKSUM if plan.vouched else Proof.DIGEST
+def required_proof(plan: Plan) -> Proof:
+    """The comparison that the tensors of a plan need."""
+    return Proof.CHECKSUM if plan.objects_in_manifests else Proof.DIGEST
 
 
-def prove(manifest: Manifest, tensors: Tensors, proof: Proof = Proof.DIGEST) -> dict[str, Tensor]:
-    """Compare every tensor of a manifest with it, and return the tensors. Raises `Unproven`."""
+def verify_tensors(manifest: Manifest, tensors: Tensors, proof: Proof = Proof.DIGEST) -> dict[str, Tensor]:
+    """Compare every tensor with its entry in the manifest. Returns the tensors. Raises `TensorMismatch`."""
     for entry in manifest.tensors:
-        check_tensor(manifest, entry, tensors[entry.name], proof)
+        verify_tensor(manifest, entry, tensors[entry.name], proof)
     return dict(tensors)
 
 
-def check_tensor(manifest: Manifest, entry: TensorEntry, tensor: Tensor, proof: Proof) -> None:
-    """Compare one tensor with its manifest. Raises `Unproven` where they differ."""
-    check(manifest, entry, proof, lambda: tensor_digest(tensor), lambda: checksum(tensor.codes))
+def verify_tensor(manifest: Manifest, entry: TensorEntry, tensor: Tensor, proof: Proof) -> None:
+    """Compare one tensor with its entry in the manifest. Raises `TensorMismatch` if they differ."""
+    verify_lazily(manifest, entry, proof, lambda: tensor_digest(tensor), lambda: checksum(tensor.codes))
 
 
-def check(
+def verify_lazily(
     manifest: Manifest, entry: TensorEntry, proof: Proof, digest: Callable[[], str], sums: Callable[[], str]
 ) -> None:
-    """As `check_tensor`, with functions that compute the tensor's digest and checksum; called only where needed."""
+    """Like `verify_tensor`, with functions that compute the tensor's digest and checksum. They are called only if
+    needed."""
     wrong = "checksum" if entry.checksum and sums() != entry.checksum else ""
     if not wrong and (proof is Proof.DIGEST or not entry.checksum) and digest() != entry.sha256:
         wrong = "digest"
     if wrong:
-        raise Unproven(
+        raise TensorMismatch(
             f"tensor {entry.name!r} of {manifest.version} has another {wrong} than published",
-            hint="its objects fit their digests, so the base was not the right one: rebuild from an anchor",
+            hint="its objects match their digests, so the base was wrong: rebuild from an anchor",
         )
 
 
-def take(
+def fetch_way(
     store: BlobStore,
     manifest: Manifest,
     way: Way,
@@ -295,13 +298,14 @@ def take(
     *,
     proof: Proof | None = None,
     listing: bool = False,
-) -> Taken:
+) -> Decoded:
     """Fetch and decode one way: from the tensors `base` of its base version to all tensors of the version of
-    `manifest`. Each tensor is compared with the manifest where `proof` is given. Raises `WeightsError`, `StoreError`.
+    `manifest`. If `proof` is given, each tensor is compared with the manifest. Raises `WeightsError`, `StoreError`.
 
-    `listing`: return lists of the changes too, which need memory in proportion to the changes."""
-    made = Taken({})
-    for data, covered in fetched(store, manifest, way):
+    `listing`: also return lists of the changes, which need memory in proportion to the changes.
+    """
+    made = Decoded({})
+    for data, covered in fetch_objects(store, manifest, way):
         old = [base.get(entry.name) if way.base else None for entry in covered]
         specs = [entry.spec for entry in covered]
         if listing and way.base:
@@ -314,41 +318,41 @@ def take(
             made.tensors.update((entry.name, tensor) for entry, tensor in zip(covered, decoded, strict=True))
         for entry in covered if proof else ():
             assert proof is not None
-            check_tensor(manifest, entry, made.tensors[entry.name], proof)
+            verify_tensor(manifest, entry, made.tensors[entry.name], proof)
     return made
 
 
-def fetched(store: BlobStore, manifest: Manifest, way: Way) -> Iterator[tuple[bytes, list[TensorEntry]]]:
-    """Yield each object of a way, proven by its digest, with the tensors that it covers. The next objects are fetched
-    while the caller works on one. Raises `WeightsError`, `StoreError`."""
+def fetch_objects(store: BlobStore, manifest: Manifest, way: Way) -> Iterator[tuple[bytes, list[TensorEntry]]]:
+    """Yield each object of a way, verified by its SHA-256, with the table entries that it covers. The next objects are
+    fetched while the caller works on one. Raises `WeightsError`, `StoreError`."""
     entries = iter(manifest.tensors)
-    for item, fetch in _ahead(store, way.objects):
+    for item, fetch in _prefetch(store, way.objects):
         try:
             data = fetch()
         except KeyError:
-            raise Lost(f"an object of {manifest.version} is gone", item.key, hint=_HINT_OBJECT) from None
+            raise ObjectLost(f"an object of {manifest.version} is missing", item.key, hint=_HINT_OBJECT) from None
         if len(data) != item.num_bytes or hashlib.sha256(data).hexdigest() != item.sha256:
-            raise Lost(f"an object of {manifest.version} is not what was published", item.key, hint=_HINT_OBJECT)
+            raise ObjectLost(f"an object of {manifest.version} is not what was published", item.key, hint=_HINT_OBJECT)
         yield data, [next(entries) for _ in range(item.num_tensors)]
 
 
-def fetched_header(store: BlobStore, manifest: Manifest, item: StoredObject) -> bytes:
-    """The header of one object, proven by its digest, in one request: for callers that then read a part of the object.
-    Raises `WeightsError`, `StoreError`."""
+def fetch_header(store: BlobStore, manifest: Manifest, item: StoredObject) -> bytes:
+    """Fetch the header of one object in one request and verify it by its digest, for callers that then read a part of
+    the object. Raises `WeightsError`, `StoreError`."""
     try:
         data = store.get(item.key, 0, item.header_bytes)
     except KeyError:
-        raise Lost(f"an object of {manifest.version} is gone", item.key, hint=_HINT_OBJECT) from None
+        raise ObjectLost(f"an object of {manifest.version} is missing", item.key, hint=_HINT_OBJECT) from None
     if hashlib.sha256(data).hexdigest() != item.header_sha256:
-        raise Lost(
+        raise ObjectLost(
             f"the header of an object of {manifest.version} is not what was published", item.key, hint=_HINT_OBJECT
         )
     return data
 
 
-def _ahead(store: BlobStore, items: Sequence[StoredObject]) -> Iterator[tuple[StoredObject, Callable[[], bytes]]]:
-    """Yield each object with a function that waits for its bytes (one more is asked for, to notice a longer object).
-    `AHEAD` further objects are fetched meanwhile."""
+def _prefetch(store: BlobStore, items: Sequence[StoredObject]) -> Iterator[tuple[StoredObject, Callable[[], bytes]]]:
+    """Yield each object with a function that waits for its bytes. Up to `AHEAD` further objects are fetched meanwhile.
+    One byte more than expected is requested, to detect objects that are too long."""
 
     def get(item: StoredObject) -> bytes:
         return store.get(item.key, 0, item.num_bytes + 1)
@@ -375,5 +379,5 @@ def _starts_at(hop: Hop, held: Version | None) -> bool:
     return (hop.way.base.version if hop.way.base else None) == held
 
 
-def _said(error: EtudeError) -> str:
+def _describe(error: EtudeError) -> str:
     return f"{error.what} ({error.facts})" if error.facts else error.what

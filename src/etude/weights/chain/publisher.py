@@ -1,10 +1,9 @@
-"""Publishes versions in the background, one at a time, so that a trainer waits only until its weights are copied.
+"""Publishes versions in a background thread, one at a time, so that a trainer waits only until its weights are copied.
 
-`offer` copies the weights and returns; digests, encoding and upload happen in one thread, which releases the GIL while
-it hashes, encodes and writes. The next offer waits until the publish before has ended. So versions are published in
-order, and memory holds two copies: the last published version, which the next delta is taken from, and the one that is
-being published. The two buffers are used in turn, since fresh memory pages cost more than copying. Knows nothing of
-optimisers.
+`offer` copies the weights and returns. A thread computes digests, encodes and uploads; it releases the GIL for most of
+that. The next `offer` waits until the previous publish has ended. So versions are published in order, and memory holds
+two copies: the last published version, which the next delta is computed from, and the one being published. The two
+buffers are used in turn, since allocating new pages takes longer than copying. Knows nothing of optimisers.
 """
 
 from __future__ import annotations
@@ -43,10 +42,11 @@ class Writer(Protocol):
 
 
 class Publisher:
-    """Publishes through a channel in the background; nothing else may use the channel meanwhile. Not thread-safe.
+    """Publishes through a channel in the background. Nothing else may use the channel meanwhile. Not thread-safe. A
+    context manager: closes at the end of the block.
 
     `parent`: the version that the first offer was trained from; each later one was trained from the one before.
-    `deadline_s`: how long a call waits for the previous publish while this process makes no progress
+    `deadline_s`: how long a call waits, in seconds, for the previous publish while this process makes no progress
     (`etude.progress`).
 
     >>> from etude.stores import MemoryStore
@@ -63,7 +63,7 @@ class Publisher:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._outstanding: tuple[int, Buffers, Future[Published]] | None = None
         self._published: Published | None = None
-        self._held: Buffers = {}  # of the last published version: the channel takes the next delta from them
+        self._held: Buffers = {}  # of the last published version: the channel computes the next delta from them
         self._spare: Buffers = {}
         self._closed = False
 
@@ -76,8 +76,9 @@ class Publisher:
     def offer(self, tensors: Mapping[str, Tensor], *, step: int, rollout_ids: Sequence[str]) -> None:
         """Start to publish a version in the background. The tensors are copied before this returns.
 
-        Waits for the previous publish first. Raises its error (its rollouts are then in no version), and
-        `DeadlineExceeded` when it has not ended in time. The offer is not taken then and may be repeated.
+        Waits for the previous publish first. Raises its error (its rollouts are then in no version), or
+        `DeadlineExceeded` if it has not ended in time. In both cases this version is not published and the call can be
+        repeated.
         """
         if self._closed:
             raise WeightsError(f"step {step} cannot be published: the publisher is closed", hint="make a new Publisher")
@@ -91,7 +92,7 @@ class Publisher:
         self._outstanding = step, buffers, future
 
     def wait(self) -> Published | None:
-        """Wait until no publish is under way. Returns the last one; None before the first. Raises as `offer` does."""
+        """Wait until no publish is running. Returns the last one; None before the first. Raises as `offer` does."""
         outstanding = self._outstanding  # read once: another thread may call this too
         if outstanding is None:
             return self._published
@@ -103,11 +104,11 @@ class Publisher:
                 self._outstanding = None
                 raise
             raise DeadlineExceeded(
-                f"publishing step {step} did not end, and did not get on for {self._deadline_s:g} s",
-                f"published last: {self._published.version if self._published else self._parent}",
-                hint="the store is slow or hangs; waiting again goes on with the same publish",
+                f"publishing step {step} did not end, and made no progress for {self._deadline_s:g} s",
+                f"last published: {self._published.version if self._published else self._parent}",
+                hint="the store is slow or hangs; the publish continues: wait again",
             ) from error
-        except BaseException:  # its buffers are not reused: the commit may have happened nevertheless
+        except BaseException:  # its buffers are not reused: the commit may have succeeded nevertheless
             self._outstanding = None
             raise
         self._outstanding = None
@@ -125,7 +126,7 @@ class Publisher:
                     raise
 
     def close(self) -> None:
-        """Wait for the publish under way and end the thread. Idempotent. Raises as `wait` does."""
+        """Wait for the running publish and end the thread. Idempotent. Raises as `wait` does."""
         self._closed = True
         try:
             self.wait()

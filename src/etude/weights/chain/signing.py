@@ -1,10 +1,10 @@
-"""Ed25519 signatures of versions: a reader with the public key accepts only what the private key's owner published,
-wherever the bytes are stored.
+"""Ed25519 signatures of versions: a reader with the public key accepts only what the owner of the private key
+published, wherever the bytes are stored.
 
-A pointer holds the SHA-256 of a manifest, which has the digests of all its tensors; so one signature of 64 bytes proves
-a version. It covers the pointer's key too: a signed pointer is not valid in another channel or branch. Manifests are
-signed as well, so that a lost pointer can be set again (`ownership`). Needs the library `cryptography`, an optional
-dependency, only where something is signed or checked.
+A pointer contains the SHA-256 of a manifest, which contains the digests of all its tensors; so one signature of 64
+bytes authenticates a version. It covers the key of the pointer too: a signed pointer is not valid in another channel or
+branch. Manifests are signed as well, so that a lost pointer can be restored (`ownership`). The optional library
+`cryptography` is needed only to sign or to check signatures.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _HINT_KEY = "give the signer's private key: --key FILE, or stores.signing_key of
 
 
 class Signer:
-    """Signs with a private key: 32 bytes, from `new_key`. Raises `WeightsError` without the library.
+    """Signs with an Ed25519 private key (32 bytes, from `new_key`). Raises `WeightsError` without the library
+    `cryptography`.
 
     >>> signer = Signer(bytes(32))
     >>> verified(signer.public_key, b"text", signer.sign(b"text"))
@@ -36,16 +37,16 @@ class Signer:
         _check_length(private_key, "private")
         self._key = _ed25519().Ed25519PrivateKey.from_private_bytes(private_key)
         self.public_key: bytes = self._key.public_key().public_bytes_raw()
-        """The public key that followers check signatures with: 32 bytes."""
+        """The public key (32 bytes) with which followers check signatures."""
 
     def sign(self, text: bytes) -> str:
-        """The signature of a text: 128 hex characters."""
+        """Sign a text. Returns 128 hex characters."""
         return bytes(self._key.sign(text)).hex()
 
 
 def read_signer(path: Path | None) -> Signer | None:
-    """Make a signer of the private key in a file that `etude weights key FILE` wrote; None where `path` is None. Raises
-    `InputError`, which quotes nothing of the file, and `WeightsError` without the library."""
+    """Create a signer from a key file that `etude weights key FILE` wrote; None if `path` is None. Raises `InputError`,
+    which never quotes the content of the file, and `WeightsError` without the library."""
     if path is None:
         return None
     try:
@@ -56,23 +57,23 @@ def read_signer(path: Path | None) -> Signer | None:
         ) from None
     except ValueError:
         raise InputError(
-            f"{path} holds no key", "64 hex characters are expected", hint="etude weights key FILE makes one"
+            f"{path} contains no key", "64 hex characters are expected", hint="etude weights key FILE makes one"
         ) from None
 
 
 def new_key() -> bytes:
-    """Draw a private key: 32 bytes from the system's randomness. Raises `WeightsError` without the library."""
+    """Generate a private key: 32 random bytes. Raises `WeightsError` without the library."""
     return bytes(_ed25519().Ed25519PrivateKey.generate().private_bytes_raw())
 
 
 def require_library() -> None:
-    """Check that `cryptography` is installed, before anything is made for a key. Raises `WeightsError`."""
+    """Raise `WeightsError` if `cryptography` is not installed."""
     _ed25519()
 
 
 def verified(public_key: bytes, text: bytes, signature: str) -> bool:
-    """Whether `signature` is the key owner's signature of the text. False for any text that is no signature. Raises
-    `WeightsError` for a key of the wrong length, or without the library."""
+    """Whether `signature` (hex) is a valid signature of the text by the owner of `public_key` (32 bytes). False for
+    text that is not a signature. Raises `WeightsError` for a key of the wrong length, or without the library."""
     _check_length(public_key, "public")
     from_bytes = _ed25519().Ed25519PublicKey.from_public_bytes
     if not re.fullmatch("[0-9a-f]{128}", signature):
@@ -85,7 +86,7 @@ def verified(public_key: bytes, text: bytes, signature: str) -> bool:
 
 
 def write_signed(key: str, pointer: Pointer, signer: Signer | None) -> bytes:
-    """The bytes of a pointer to be stored under `key`, signed where there is a signer."""
+    """Encode a pointer that is stored under `key`; signed if there is a signer."""
     if signer is None:
         return write_pointer(pointer)
     signature = signer.sign(signed_text(key, pointer))
@@ -93,7 +94,7 @@ def write_signed(key: str, pointer: Pointer, signer: Signer | None) -> bytes:
 
 
 def signed(manifest: Manifest, signer: Signer | None) -> Manifest:
-    """The manifest with a signature where there is a signer, else unchanged."""
+    """The manifest with a signature if there is a signer, else unchanged."""
     if signer is None:
         return manifest
     text, _ = manifest_text(write_manifest(manifest)[1])
@@ -101,14 +102,14 @@ def signed(manifest: Manifest, signer: Signer | None) -> Manifest:
 
 
 def signed_by(public_key: bytes, data: bytes) -> bool:
-    """Whether the key's owner signed the manifest with these bytes."""
+    """Whether the owner of `public_key` signed the manifest with these bytes."""
     text, signature = manifest_text(data)
     return verified(public_key, text, signature)
 
 
 def check_signer(key: str, pointer: Pointer, signer: Signer | None) -> None:
-    """Check that `signer` may replace a pointer. Raises `WeightsError` where the pointer is signed with another key,
-    since readers that check signatures would refuse what is written next."""
+    """Check that `signer` may replace a pointer. Raises `WeightsError` if the pointer is signed with another key, since
+    readers that check signatures would reject the new one."""
     if not pointer.signature:
         return
     named = f"it names {pointer.head.version}"
@@ -125,7 +126,7 @@ def check_signer(key: str, pointer: Pointer, signer: Signer | None) -> None:
 def _check_length(key: bytes, kind: str) -> None:
     if len(key) != KEY_BYTES:
         raise WeightsError(
-            f"a {kind} key has {KEY_BYTES} bytes", f"this one has {len(key)}", hint="an Ed25519 key, raw, not PEM"
+            f"a {kind} key has {KEY_BYTES} bytes", f"this one has {len(key)}", hint="give a raw Ed25519 key, not PEM"
         )
 
 

@@ -1,1 +1,1 @@
-"""Two snapshots of weights to the bytes between them, and back: exact for every bit pattern, near the bound."""
+"""The delta codec: encodes the difference of two snapshots of weights and applies it, exact for every bit pattern."""

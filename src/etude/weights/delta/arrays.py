@@ -1,8 +1,8 @@
-"""Mappings of arrays in, tensors of codes out: where the dtypes of numpy (and of torch) meet ours.
+"""Converts arrays of users (numpy, torch, anything with the buffer protocol) to `Tensor`s and back.
 
-A user's arrays are numpy's, torch's, or anything with the buffer protocol. Here they become views of their own bits:
-no copy where the memory allows it, no conversion ever. numpy has no bf16 and no fp8: `dtypes` says what its integers
-mean. torch is imported by nobody here; a tensor of it brings its module along.
+Arrays become views of their own bits: without a copy where the memory layout allows it, and never with a conversion of
+values. numpy has no bf16 and no fp8, so a `dtypes` argument says what its integers mean. This module does not import
+torch: it uses the module of a torch tensor that it receives.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from etude.weights.tensors import DTYPES, Tensor
 
 Array = npt.NDArray[Any]
 Arrays = Mapping[str, Any]
-"""Name -> a numpy array, a torch tensor in CPU memory, a `Tensor`, or anything with the buffer protocol."""
+"""Name -> numpy array, torch tensor in CPU memory, `Tensor`, or object with the buffer protocol."""
 
 NUMPY: dict[str, np.dtype[Any]] = {
     "f16": np.dtype(np.float16),
@@ -31,7 +31,7 @@ NUMPY: dict[str, np.dtype[Any]] = {
     "i64": np.dtype(np.int64),
     "bool": np.dtype(np.bool_),
 }
-"""The dtypes that numpy has beside the unsigned integers, which stand for themselves and for all others' codes."""
+"""The dtypes that numpy has natively. Every other dtype is represented by unsigned integers."""
 
 _NAMES = {
     **{kind.name: name for name, kind in NUMPY.items()},
@@ -45,9 +45,11 @@ _NAMES = {
 
 
 def tensor_of(name: str, value: Any, dtype: str | None = None) -> Tensor:
-    """A value's bits as a `Tensor`; `dtype` says what they mean where the value's own does not.
+    """Convert an array to a `Tensor`, without a copy where possible.
 
-    Raises `WeightsError` that names the tensor.
+    `name`: the tensor's name, for errors. `value`: a numpy array, CPU torch tensor, `Tensor`, or buffer. `dtype`: a
+    name in `tensors.DTYPES`; needed if the value's own dtype does not say it (bf16 stored as uint16, raw bytes). Raises
+    `WeightsError` for an unknown dtype, a size that does not fit the dtype, or a value without a buffer.
 
     >>> tensor_of("w", np.array([[1.0, -0.0]], np.float32)).spec
     Spec(dtype='f32', shape=(1, 2))
@@ -61,8 +63,8 @@ def tensor_of(name: str, value: Any, dtype: str | None = None) -> Tensor:
     if dtype not in DTYPES:
         raise WeightsError(
             f"tensor {name!r} is of dtype {dtype or getattr(value, 'dtype', type(value).__name__)}",
-            "which has no name here",
-            hint=f'name what its bits are, for instance dtypes={{"{name}": "bf16"}}; {nearest(dtype, DTYPES)}',
+            "this dtype is not supported",
+            hint=f'say what its bits are, for instance dtypes={{"{name}": "bf16"}}; {nearest(dtype, DTYPES)}',
         )
     codes = DTYPES[dtype].codes
     if array.dtype != codes and not isinstance(value, np.ndarray) and array.ndim == 1 and array.itemsize == 1:
@@ -70,24 +72,26 @@ def tensor_of(name: str, value: Any, dtype: str | None = None) -> Tensor:
             raise WeightsError(
                 f"tensor {name!r} has {array.size} bytes",
                 f"{dtype} has {codes.itemsize} each",
-                hint="its end was cut off, or its dtype is another",
+                hint="it was truncated, or has another dtype",
             )
         array = array.view(codes)
     if array.dtype != codes:
         raise WeightsError(
             f"tensor {name!r} has elements of {array.itemsize} bytes",
             f"{dtype} has {codes.itemsize}",
-            hint="name the dtype of its own width in dtypes",
+            hint="give a dtype of its width in dtypes",
         )
     flat = np.require(array.reshape(-1), requirements=["C", "A"])
     try:
         return Tensor(dtype, array.shape, flat)
     except ValueError as error:
-        raise WeightsError(f"tensor {name!r} is not allowed", str(error), hint="see the limits in delta.md") from None
+        raise WeightsError(
+            f"tensor {name!r} is not allowed", str(error), hint="see the limits in docs/formats/delta.md"
+        ) from None
 
 
 def check_arrays(arrays: object) -> None:
-    """Raises `WeightsError` for what is no mapping of names to arrays."""
+    """Raise `WeightsError` if `arrays` is not a mapping of strings to arrays."""
     if not isinstance(arrays, Mapping):
         facts = f"a {type(arrays).__name__}"
     else:
@@ -95,13 +99,15 @@ def check_arrays(arrays: object) -> None:
         if not nameless:
             return
         facts = f"a name in it is {nameless[0]!r:.40}, a {type(nameless[0]).__name__}"
-    raise WeightsError("this is no mapping of names to arrays", facts, hint='give {"w": array}')
+    raise WeightsError("this is not a mapping of names to arrays", facts, hint='give {"w": array}')
 
 
 def bits_of(name: str, value: Any) -> tuple[Array, str]:
-    """A view of a value's memory as unsigned integers, in its shape and strides; and its dtype's name here, or "".
+    """View the memory of a value as unsigned integers of the same shape and strides. Returns the view, and the dtype's
+    name in `tensors.DTYPES` ("" if it has none).
 
-    Writable where the memory is. Raises `WeightsError` for what has no bits to view.
+    The view is writable if the memory is. Raises `WeightsError` for a value that has no buffer, is on a device, or has
+    an element size other than 1, 2, 4 or 8 bytes.
     """
     if is_torch(value):
         return _torch_bits(name, value)
@@ -120,7 +126,9 @@ def bits_of(name: str, value: Any) -> tuple[Array, str]:
     kind = array.dtype
     if kind.itemsize not in (1, 2, 4, 8) or kind.hasobject or kind.names:
         raise WeightsError(
-            f"tensor {name!r} is of dtype {kind}", "no unsigned integer has its width", hint="view it as what has"
+            f"tensor {name!r} is of dtype {kind}",
+            "its element size is not supported",
+            hint="view it as elements of 1, 2, 4 or 8 bytes",
         )
     if not kind.isnative:
         array = array.astype(kind.newbyteorder("="))
@@ -128,7 +136,9 @@ def bits_of(name: str, value: Any) -> tuple[Array, str]:
 
 
 def like(tensor: Tensor, array: Any = None) -> Array:
-    """A tensor's bits in its shape: of numpy's dtype where it has one, or of `array`'s where that has the same name.
+    """Convert a `Tensor` to a numpy array of its shape, sharing memory.
+
+    The numpy dtype is that of `array` if it represents the same dtype, else numpy's own dtype, else unsigned codes.
 
     >>> like(Tensor("f32", (1,), np.array([0x3F800000], np.uint32)))
     array([1.], dtype=float32)
@@ -142,7 +152,7 @@ def like(tensor: Tensor, array: Any = None) -> Array:
 
 
 def name_of(dtype: str) -> str:
-    """Our name of a dtype as numpy or torch call it; "" where there is none.
+    """etude's name of a numpy or torch dtype; "" if it has none.
 
     >>> name_of("torch.bfloat16"), name_of("uint8"), name_of("complex64")
     ('bf16', 'u8', '')
@@ -151,7 +161,7 @@ def name_of(dtype: str) -> str:
 
 
 def is_torch(value: object) -> bool:
-    """Whether a value is a torch tensor. Asks the module that made it: whoever has one has imported torch."""
+    """Whether a value is a torch tensor. Does not import torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
@@ -168,8 +178,8 @@ def _torch_bits(name: str, value: Any) -> tuple[Array, str]:
     if value.element_size() not in signed or value.layout != torch.strided:
         raise WeightsError(
             f"tensor {name!r} is of dtype {value.dtype}",
-            "no unsigned integer has its width",
-            hint="view it as what has",
+            "its element size is not supported",
+            hint="view it as elements of 1, 2, 4 or 8 bytes",
         )
     array = value.detach().view(signed[value.element_size()]).numpy()
     return array.view(f"u{array.itemsize}"), name_of(str(value.dtype))

@@ -1,7 +1,8 @@
-"""The bound that every delta is measured against, published as a formula. No coder is in it.
+"""The size bound that every delta is compared with: a formula, independent of any coder.
 
-For each dtype, and in it for each exponent e of the *old* code, over the n(e) elements with that exponent, of which
-k(e) changed, by ULP steps of magnitude m (codes in monotone order):
+The formula treats each dtype separately, and within it each exponent e of the *old* code. n(e) is the number of
+elements with that exponent, k(e) the number of them that changed, and m the magnitude of a change in ULP steps (codes
+in monotone order):
 
     positions   n(e) * H(k(e) / n(e))                  H: binary entropy
     steps       the sum over changed elements of -log2(share of m among the k(e))
@@ -9,12 +10,14 @@ k(e) changed, by ULP steps of magnitude m (codes in monotone order):
     signs       k(e)
     model       1/2 log2(n(e) + 1) where 0 < k(e) < n(e), and 1/2 log2(k(e) + 1) for each distinct magnitude but one
 
-Bits, divided by 8. What is counted are items: elements, the two numbers of a packed 4-bit code, the two words of a
-64-bit element (whose exponent, as that of all integers, is 0 here). Items of all tensors of a dtype are counted
-together, dtypes apart. Unchanged tensors are tensors like others. A tensor without an old of its dtype and shape counts
-its own bytes: there is nothing to bound.
-A coder with more context can be below it: ours is, by some percent, where tensors of a dtype change at
-different rates, for each of its tiles has its own. One with this context alone cannot, but for the model's cost.
+The result is in bits; divided by 8 it is the bound in bytes. The formula counts items: elements, the two numbers of a
+packed 4-bit code, or the two 32-bit words of a 64-bit element (64-bit elements and integers have exponent 0 here). It
+pools all tensors of one dtype, unchanged ones included. A tensor without an old tensor of the same dtype and shape
+counts its own bytes.
+
+A coder that uses more context can be smaller than this bound. etude's coder is, by some percent, if tensors of one
+dtype change at different rates, since each tile adapts. A coder that uses only the exponent cannot be, except for the
+model cost.
 """
 
 from __future__ import annotations
@@ -25,20 +28,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from etude.weights.delta.steps import exponents, steps_between
+from etude.weights.delta.ulp_steps import exponents, steps_between
 from etude.weights.tensors import DTYPES, Codes, DType, Tensor, to_items
 
 EXACT_BITS = 8
-"""Magnitudes of so many bits are symbols of their own."""
+"""Magnitudes of at most this many bits are symbols of their own."""
 
 LEADING_BITS = 5
-"""Of a longer magnitude, so many bits belong to its symbol."""
+"""For a longer magnitude, this many leading bits are part of its symbol."""
 
 Floats = npt.NDArray[np.float64]
 
 
 def bound_bytes(new: Sequence[Tensor], old: Sequence[Tensor | None]) -> float:
-    """The bound for a delta from `old` to `new`, in bytes.
+    """Compute the bound for a delta from `old` to `new`, in bytes.
+
+    `new[i]` and `old[i]` are one tensor; None, or another dtype or shape, means that there is no old tensor.
 
     >>> old = Tensor("u8", (64,), np.zeros(64, np.uint8))
     >>> bound_bytes([old], [old])
@@ -78,7 +83,7 @@ def _dtype_bits(kind: DType, pairs: list[tuple[Codes, Codes]]) -> float:
 
 
 def _symbols(magnitudes: npt.NDArray[np.uint32]) -> tuple[npt.NDArray[np.int64], int]:
-    """[N] a symbol for each magnitude, and the raw bits that the large ones cost beside it."""
+    """Map magnitudes [N] to symbols [N]; also returns the number of raw bits of the large ones."""
     symbols = magnitudes.astype(np.int64)
     large = symbols >> EXACT_BITS > 0
     lengths = np.frexp(symbols[large].astype(np.float64))[1]
@@ -88,7 +93,7 @@ def _symbols(magnitudes: npt.NDArray[np.uint32]) -> tuple[npt.NDArray[np.int64],
 
 
 def _entropy_bits(counts: npt.NDArray[Any]) -> float:
-    """Order-0 bits of each row's symbols given the row, the model's cost included. [rows, symbols] counts."""
+    """Order-0 entropy of each row, in bits, summed over the rows, plus the model cost. `counts`: [rows, symbols]."""
     totals = counts.sum(1, keepdims=True).astype(np.float64)
     shares: Floats = np.divide(counts, totals, out=np.ones(counts.shape), where=counts > 0)
     free = (np.count_nonzero(counts, axis=1) - 1).clip(0)

@@ -1,5 +1,4 @@
-"""Changes of a tensor as a list: the positions of the elements that change, and their new codes. Made from the changed
-items of tiles."""
+"""The changes of a tensor as a list: the positions of the elements that change, and their new codes."""
 
 from __future__ import annotations
 
@@ -17,36 +16,38 @@ Found = tuple[npt.NDArray[Any], Codes]
 """Positions of items in their tensor, and the new items there."""
 
 Listed = tuple[npt.NDArray[np.uint32], Codes]
-"""Places of items in their tile, and the new items there."""
+"""Positions of items in their tile, and the new items there."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Changes:
-    """`codes` go to `positions` of the flat tensor, which rise; all other elements stay.
+    """The changed elements of a tensor: `codes[i]` is written at `positions[i]` of the flat tensor.
 
-    Positions are uint32, or int64 in a tensor of 2^32 elements or more: a list is what an update costs in memory.
+    `positions` ascend: uint32, or int64 for a tensor of 2^32 elements or more.
     """
 
     positions: npt.NDArray[Any]
     codes: Codes
     checksums: tuple[str, str] | None = None
-    """Of the tensor before and after, where whoever made the list read the tensor, too (`checksums_around`)."""
+    """Checksums of the tensor before and after the changes, if they were computed with the list (see
+    `checksums_around`)."""
 
 
 def write(rows: Iterable[tuple[Codes, Changes]]) -> None:
-    """Write changes into the codes that they are of, which are apart: by the native kernels where they are, in as many
-    threads as these have."""
+    """Write changes into arrays in place. `rows`: pairs of an array of codes and its changes; the arrays must not
+    overlap. Uses the native kernels, in parallel, if they are available."""
     kernels, rows = native.load(), list(rows)
     if kernels is not None:
-        theirs = [(codes, one.positions, one.codes) for codes, one in rows if _are_native(codes, one)]
+        native_rows = [(codes, one.positions, one.codes) for codes, one in rows if _are_native(codes, one)]
         rows = [(codes, one) for codes, one in rows if not _are_native(codes, one)]
-        kernels.scatter(theirs, threads=kernels.threads)()
+        kernels.scatter(native_rows, threads=kernels.threads)()
     for codes, one in rows:
         codes[one.positions] = one.codes
 
 
 def written(old: Tensor | None, one: Changes | Tensor) -> Tensor:
-    """A tensor after what became of it; itself where nothing did."""
+    """Apply a change to a tensor. `one` is a list of changes of `old`, or the complete new tensor. Returns `old` itself
+    if nothing changes, else a new tensor."""
     if isinstance(one, Tensor):
         return one
     assert old is not None, "changes are of a tensor that is held"
@@ -58,12 +59,13 @@ def written(old: Tensor | None, one: Changes | Tensor) -> Tensor:
 
 
 def narrow(positions: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
-    """Positions in a tensor of so many elements as `Changes` has them; themselves where they are so already."""
+    """Convert positions to the dtype that `Changes` uses for a tensor of `size` elements. No copy if they have it
+    already."""
     return positions.astype(np.uint32 if size < 1 << 32 else np.int64, copy=False)
 
 
 def rising(changes: Changes) -> Changes:
-    """The same, in order of their positions."""
+    """The same changes, sorted by position."""
     if (changes.positions[1:] > changes.positions[:-1]).all():
         return changes
     order = np.argsort(changes.positions)
@@ -71,10 +73,10 @@ def rising(changes: Changes) -> Changes:
 
 
 def of_items(found: Sequence[Found], old: Codes, kind: DType) -> Changes:
-    """Make the changes of a tensor from those that were found in its tiles, in order. `old`: the items of the old
-    tensor.
+    """Combine the changed items that were found in a tensor's tiles into the changes of the tensor. `found`: per tile,
+    in order. `old`: the items of the old tensor.
 
-    Where one item of a code changes, the code's other item is taken from `old`.
+    If only one of the two items of a code changes, the other is taken from `old`.
     """
     positions = np.concatenate([narrow(np.empty(0, np.int64), old.size), *(where for where, _ in found)])
     items = rising(Changes(positions, np.concatenate([np.empty(0, kind.items), *(part for _, part in found)])))

@@ -1,10 +1,11 @@
-"""The checksum of a tensor's codes: 128 bits that show accidents at the speed of memory, and that follow changes.
+"""A 128-bit checksum of a tensor's codes. It detects accidental damage at memory speed and can be updated from a list
+of changes.
 
-It is linear in the data: what a list of changes adds to it is known from the list and the old codes alone. So a reader
-that proved some memory once, by SHA-256 of the bytes that it was decoded from, can afterwards check it at every update.
-Two tensors of one dtype and shape that were not chosen for it have the same checksum with a chance below 2^-56. It is
-no proof against an adversary, who can choose other data with the same checksum: that takes SHA-256.
-`docs/formats/checksum.md` defines it; the native kernels and numpy compute the same numbers.
+The checksum is linear in the data: the effect of a change follows from the old and the new code alone. So a reader that
+verified some memory once by SHA-256 can cheaply check it at every later update. Two different tensors of one dtype and
+shape have the same checksum with a probability below 2^-56. It does not protect against an adversary, who can construct
+data with a given checksum; that needs SHA-256. `docs/formats/checksum.md` defines it. The native kernels and numpy
+compute the same values.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from etude.weights.tensors import Codes
 BLOCK_BYTES = 1 << 13
 CHECKSUM_BYTES = 16
 
-_SHIFT = 8  # how far the keys of the second sum lie behind those of the first, in words of 64 bits
+_SHIFT = 8  # offset of the second sum's keys from those of the first, in 64-bit words
 _WORD_SEED, _BLOCK_SEED = 0x6574756465207731, 0x6574756465206232
 _MASK = (1 << 64) - 1
-_PIECE = 64  # blocks that numpy sums at a time
+_PIECE = 64  # number of blocks that numpy sums at a time
 
 
 def checksum(codes: Codes) -> str:
-    """32 hex characters over the little-endian bytes of codes: two sums of 64 bits, each little-endian.
+    """Checksum of the little-endian bytes of codes: 32 hex characters (two 64-bit sums, each little-endian).
 
     >>> checksum(np.array([1, 2], np.uint16))
     '525e21bf92390720298cd3c4bbd37ac7'
@@ -39,16 +40,16 @@ def checksum(codes: Codes) -> str:
 
 
 def checksums(old: Codes, new: Codes) -> tuple[str, str]:
-    """The checksums of two arrays of one dtype and size, read in one pass."""
+    """The checksums of two arrays of the same dtype and size, computed in one pass."""
     sums = _sums(old, new)
     return as_text(sums[:2]), as_text(sums[2:])
 
 
 def checksums_around(old: Codes, changes: Changes) -> tuple[str, str]:
-    """Of codes as they are, and as they will be once `changes`, which are of these codes, are written: those that the
-    list came with, or by one pass over `old`, which makes nothing.
+    """The checksums of a tensor before and after `changes`, without creating the changed tensor.
 
-    Raises `ValueError` for positions that do not rise or lie outside.
+    `old`: the codes before. Takes one pass over `old`, or none if `changes.checksums` is set. Raises `ValueError` for
+    positions that do not ascend or are out of range.
     """
     if changes.checksums is not None:
         return changes.checksums
@@ -57,7 +58,7 @@ def checksums_around(old: Codes, changes: Changes) -> tuple[str, str]:
 
 
 def as_text(sums: tuple[int, ...]) -> str:
-    """Two sums as a manifest has them."""
+    """Format two sums as in a manifest."""
     return b"".join(one.to_bytes(8, "little") for one in sums).hex()
 
 
@@ -75,9 +76,10 @@ def _sums(old: Codes, new: Codes | None = None, changes: Changes | None = None) 
 def _parts(
     old: Codes, changes: Changes, elements: int = 1 << 31
 ) -> Iterator[tuple[Codes, tuple[npt.NDArray[np.uint32], Codes], int]]:
-    """Codes too many for places of 32 bits, in parts: each with its changes and the number of its first block."""
+    """Split codes that need positions above 32 bits. Yields, per part: its codes, its changes, and the number of its
+    first block."""
     if changes.positions.size and int(changes.positions[-1]) >= old.size:
-        raise ValueError(f"place {changes.positions[-1]} lies outside of {old.size}")
+        raise ValueError(f"position {changes.positions[-1]} is outside of {old.size}")
     for start in range(0, old.size, elements):
         first, last = np.searchsorted(changes.positions, [start, start + elements])
         places = (changes.positions[first:last] - start).astype(np.uint32)
@@ -96,7 +98,7 @@ def _added(parts: Iterator[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def sums_by_numpy(old: Codes, new: Codes | None = None, changes: Changes | None = None) -> tuple[int, ...]:
-    """Both sums of the old codes and of the new ones: what `NativeKernels.sums` gives."""
+    """The sums of the old and the new codes, computed by numpy. Same result as `NativeKernels.sums`."""
     before = _numpy_sums(old)
     if new is not None:
         return *before, *_numpy_sums(new)
@@ -104,13 +106,13 @@ def sums_by_numpy(old: Codes, new: Codes | None = None, changes: Changes | None 
         return *before, *before
     rising = (changes.positions[1:] > changes.positions[:-1]).all()
     if not rising or int(changes.positions[-1]) >= old.size:
-        raise ValueError(f"places do not rise, or lie outside of {old.size}")
+        raise ValueError(f"positions do not ascend, or are outside of {old.size}")
     return *before, *_numpy_sums(old, changes)
 
 
 def _numpy_sums(codes: Codes, changes: Changes | None = None) -> tuple[int, int]:
-    """The two sums of codes with the changes written in, a piece at a time. Products of 16 bits by 16 bits are summed
-    in float64, which holds sums of 4096 of them exactly."""
+    """The two sums of codes with the changes applied, computed piece by piece. Products of two 16-bit numbers are
+    summed in float64, which represents sums of 4096 of them exactly."""
     most = _PIECE * BLOCK_BYTES // codes.itemsize
     first = second = 0
     for start in range(0, codes.size, most):
@@ -132,12 +134,12 @@ def _numpy_sums(codes: Codes, changes: Changes | None = None) -> tuple[int, int]
 
 @cache
 def _key_limbs() -> npt.NDArray[np.float64]:
-    """[4096, 8] what each 16 bits of a block add to each 16 bits of the first sum, then of the second."""
+    """[4096, 8] what each 16-bit limb of a block adds to each 16-bit limb of the first sum, then of the second."""
     words = BLOCK_BYTES // 8
     table = np.zeros((words, 4, 2, 4), np.float64)
     keys = [_mixed(_WORD_SEED, i) for i in range(2 * (words + _SHIFT))]
     for word in range(words):
-        for part in range(4):  # of a word's four 16 bits: two of its low half, two of its high half
+        for part in range(4):  # the four 16-bit limbs of a word
             for which in range(2):
                 key = keys[2 * (word + _SHIFT * which) + part // 2] << 16 * (part % 2)
                 table[word, part, which] = [key >> 16 * k & 0xFFFF for k in range(4)]

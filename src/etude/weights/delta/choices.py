@@ -1,7 +1,8 @@
-"""What a writer chooses before it codes: each tensor's form, its tiles, their classes. A sample of the change decides.
+"""The choices of the encoder: the form of each tensor, the tile shape, and the classes. They are made from a sample of
+the changes.
 
-Only writers are bound by this, and only so that both kernels make the same bytes: a reader takes any choice. All of it
-is integer arithmetic.
+These choices affect only the size of a delta: a decoder accepts any of them. They use integer arithmetic only, so that
+the numpy and the native kernels make the same choices and so the same bytes.
 """
 
 from __future__ import annotations
@@ -29,39 +30,46 @@ from etude.weights.delta.layout import (
 from etude.weights.tensors import DTYPES, Codes, Spec
 
 Mode = Literal["best", "fast"]
-"""`best`: classes by the old exponent. `fast`: one class, which is quicker to code and a third longer."""
+"""`best`: items are grouped into classes by their old exponent. `fast`: one class; faster to encode, and about a third
+larger."""
 
-_SAMPLE, _MAX_STRIDE = 1 << 13, 1 << 10  # items that a sample has at least; blocks of 64 of which one is looked at
-_TILE_BITS = 1 << 18  # of payload, as far as the sample tells
+_SAMPLE, _MAX_STRIDE = 1 << 13, 1 << 10  # minimum size of a sample; at most every 1024th block is sampled
+_TILE_BITS = 1 << 18  # estimated payload of a tile
 _LEAST_TILE = 1 << 16
 _MOST_JOINED = 1 << 21
-_WHOLE_ROW, _PART_OF_ROW = 4096, 2048  # columns that a tile takes whole; of longer rows, at least so many
+_WHOLE_ROW, _PART_OF_ROW = 4096, 2048  # rows up to this length are not cut; minimum columns of a tile of longer rows
 
 
 @dataclass
 class _Group:
     """Tensors of one dtype that share a tile."""
 
-    tensor: int  # the first
+    tensor: int  # the first of them
     counts: Counts  # items by exponent
     bits: int
     size: int
 
 
 def check_mode(mode: str) -> None:
-    """Raises `WeightsError` for what is no mode.
+    """Raise `WeightsError` if `mode` is not a mode.
 
     >>> check_mode("best")
     """
     known = get_args(Mode)
     if mode not in known:
-        raise WeightsError(f"there is no mode {mode!r:.40}", "a delta is coded in one", hint=nearest(str(mode), known))
+        raise WeightsError(
+            f"there is no mode {mode!r:.40}", f"modes: {', '.join(known)}", hint=nearest(str(mode), known)
+        )
 
 
 def choose(
     new: Sequence[Codes | None], old: Sequence[Codes | None], specs: Sequence[Spec], kernels: Kernels, mode: Mode
 ) -> Layout:
-    """The layout of a delta from items to items. `old` is None where there is none, `new` where nothing changed."""
+    """Choose the layout of a delta.
+
+    `new[i]`, `old[i]`: the items of tensor i. `new[i]` None: the tensor does not change. `old[i]` None: there is no old
+    tensor, so it is stored in full.
+    """
     forms = [SAME] * len(specs)
     grids: dict[int, Grid] = {}
     groups: dict[str, _Group] = {}
@@ -74,7 +82,7 @@ def choose(
         forms[i] = DELTA
         counts, bits = _sample(before, after, spec, kernels)
         grid = _grid(spec, after.size, bits, counts, mode)
-        if after.size > grid.tile_rows * grid.tile_cols:  # not one tile: alone
+        if after.size > grid.tile_rows * grid.tile_cols:  # several tiles, so it shares none
             grids[i] = grid
             continue
         group = groups.get(spec.dtype)
@@ -91,7 +99,7 @@ def choose(
 
 
 def _sample(old: Codes, new: Codes, spec: Spec, kernels: Kernels) -> tuple[Counts, int]:
-    """About how many items have each exponent, and how many bits the delta will have."""
+    """Estimate how many items have each exponent, and how many bits the delta will have."""
     stride = min(_MAX_STRIDE, max(1, old.size // _SAMPLE))
     counts, changed = kernels.sample(old, new, DTYPES[spec.dtype], stride)
     some = np.flatnonzero(changed)
@@ -101,7 +109,8 @@ def _sample(old: Codes, new: Codes, spec: Spec, kernels: Kernels) -> tuple[Count
 
 
 def _grid(spec: Spec, size: int, bits: int, counts: Counts, mode: Mode) -> Grid:
-    """Tiles of about `_TILE_BITS`: far shorter ones are mostly headers, far longer ones give a reader too much."""
+    """Choose tiles of about `_TILE_BITS` of delta: much smaller ones are mostly headers, much larger ones force readers
+    of a part to fetch too much."""
     tile = MAX_TILE
     while tile > _LEAST_TILE and tile * bits > _TILE_BITS * size:
         tile //= 2
@@ -111,7 +120,8 @@ def _grid(spec: Spec, size: int, bits: int, counts: Counts, mode: Mode) -> Grid:
 
 
 def _classes(counts: Counts, mode: Mode) -> tuple[int, int]:
-    """The exponent of the first class, and how many there are: what is rare at either end joins its neighbour."""
+    """Choose the exponent of the first class, and the number of classes. Rare exponents at either end are merged with
+    their neighbour."""
     total = int(counts.sum())
     from_above, from_below = np.cumsum(counts[::-1])[::-1], np.cumsum(counts)
     high = int(np.flatnonzero(from_above * 256 >= total)[-1])

@@ -1,13 +1,14 @@
-"""The delta codec: new codes from old ones, exact for every bit pattern.
+"""The delta codec: encodes new codes relative to old ones, exact for every bit pattern.
 
-A change is coded as what it is: a small number of steps on the codes' own scale (`steps.py`). Elements are grouped by
-the *old* code's exponent, which both sides hold: the chance of a change doubles with every octave down, and knowing
-that is worth 36-43 % of the bytes (measured). Tensors are cut into tiles of about 32 KiB of delta (`layout.py`), each
-coded by itself (`tiles.py`, and the same in native code): tiles go over all cores, and a reader may fetch only those
-that it needs. A tensor without an old of its own dtype and shape goes in whole (`wholes.py`).
+A change is coded as a number of ULP steps (`ulp_steps.py`). Items are grouped into classes by the exponent of the *old*
+code, which both sides know: the probability of a change doubles with every lower exponent, and using that saves 36-43 %
+of the bytes (measured). Tensors are cut into tiles of about 32 KiB of delta (`layout.py`). Each tile is coded
+independently (`tiles.py`, and the same in native code), so tiles are processed in parallel and a reader can fetch only
+the tiles that it needs. A tensor without an old tensor of the same dtype and shape is stored in full, as compressed
+byte planes.
 
-An object says nothing of names: it belongs to an ordered list of specs that its manifest holds, and so do the digests
-that prove the result. `docs/formats/delta.md` has every field.
+A delta object contains no names. It belongs to an ordered list of specs, which its manifest contains together with the
+digests that verify the result. `docs/formats/delta.md` defines every field.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from etude.weights.delta import layout, native, wholes
+from etude.weights.delta import layout, native, streams
 from etude.weights.delta.changes import Changes, Found, Listed, narrow, of_items, rising
 from etude.weights.delta.checksums import as_text
 from etude.weights.delta.choices import Mode, choose
@@ -29,25 +30,46 @@ from etude.weights.delta.streams import damaged
 from etude.weights.delta.tiles import RAW, NumpyKernels, gather, scattered
 from etude.weights.tensors import DTYPES, Codes, DType, Spec, Tensor, from_items, same_bits, to_items
 
-__all__ = ["Changes", "changes", "decode", "encode", "for_kernels"]
+__all__ = ["Changes", "changes", "decode", "encode", "for_kernels", "object_spans"]
+
+OBJECT_ELEMENTS = 1 << 26
+"""Maximum number of elements per delta object (or one larger tensor). An object is the unit of fetching, and limits the
+memory that encoding and decoding need."""
 
 BATCH_ITEMS = 1 << 26
-"""Items that go to the kernels at a time: of most objects all, as where a batch ends a core may wait for the others."""
+"""Number of items that are passed to the kernels at a time. Most objects fit in one batch: at the end of a batch cores
+may idle."""
 
 BATCH_TILES = 1024
-"""Tiles that go to them at a time, however small."""
+"""Maximum number of tiles that are passed to the kernels at a time, even if they are small."""
 
 _PLANES = 2
-"""Mode of a tile that is no list of changes but its new items; the other is `tiles.CODED`."""
+"""Mode of a tile that contains its new items as byte planes instead of a list of changes. The other modes are in
+`tiles`."""
 
 KERNELS: Kernels = native.load() or NumpyKernels()
-"""What tiles are coded with here, unless a caller says otherwise: both kinds make the same bytes."""
+"""The default kernels: native if available, else numpy. Both produce the same bytes."""
+
+
+def object_spans(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Group tensors into objects: [start, stop) of each object; empty if there are no tensors."""
+    found: list[tuple[int, int]] = []
+    start = size = 0
+    for i, tensor in enumerate(tensors):
+        if i > start and size + tensor.codes.size > OBJECT_ELEMENTS:
+            found.append((start, i))
+            start, size = i, 0
+        size += tensor.codes.size
+    return [*found, (start, len(tensors))] if tensors else []
 
 
 def encode(
     new: Sequence[Tensor], old: Sequence[Tensor | None], mode: Mode = "best", *, kernels: Kernels = KERNELS
 ) -> bytes:
-    """The bytes that turn `old` into `new`, element by element of the two lists; None: there is no old one.
+    """Encode the delta from `old` to `new`. Returns the bytes of a delta object.
+
+    `new[i]` and `old[i]` are one tensor before and after. If `old[i]` is None or has another dtype or shape, `new[i]`
+    is stored in full. `mode`: see `choices.Mode`.
 
     >>> old = Tensor("bf16", (4,), np.array([0x3F80, 0x3F80, 0x0000, 0x7FC1], np.uint16))
     >>> new = Tensor("bf16", (4,), np.array([0x3F80, 0x3F7F, 0x8000, 0xFFFF], np.uint16))
@@ -65,18 +87,20 @@ def encode(
                 payloads[number] = shorter(payload, tile, kind, partial(gather, tile, news))
     for i, form in enumerate(plan.forms):
         if form == WHOLE:
-            for number, start, stop in plan.wholes(i):
-                payloads[number] = wholes.write(new[i].codes[start:stop])
+            for number, start, stop in plan.full_tiles(i):
+                payloads[number] = streams.encode_planes(new[i].codes[start:stop])
     return layout.write(plan, payloads)
 
 
 def decode(
     data: bytes, specs: Sequence[Spec], old: Sequence[Tensor | None], *, kernels: Kernels = KERNELS
 ) -> list[Tensor]:
-    """The new tensors, one for each spec. Unchanged ones are the old objects themselves.
+    """Decode a delta object: returns the new tensors, one per spec. An unchanged tensor is the same object as its old
+    one.
 
-    Raises `WeightsError` for bytes no `encode` made for these specs and this old. Bytes that are well formed but
-    were altered give other codes: the caller compares digests.
+    `old[i]`: the old tensor of `specs[i]`; None if the object stores it in full. Raises `WeightsError` for malformed
+    bytes, and for bytes that do not fit these specs and old tensors. Well-formed bytes that were altered decode to
+    wrong codes: the caller must compare digests.
     """
     header, held = _open(data, specs, old)
     made = [items.copy() for items in held]
@@ -101,15 +125,17 @@ def changes(
     kernels: Kernels = KERNELS,
     in_order: bool = True,
 ) -> list[Changes | Tensor]:
-    """For each spec what changes in the old tensor (nothing, where nothing does), or the whole new one.
+    """Decode a delta object to lists of changes: per spec, its `Changes` (empty if nothing changes), or the full new
+    tensor.
 
-    What `decode` does without making the tensors: memory in proportion to the changes. `in_order`: positions rise, as
-    `Changes` promises; without it those of a matrix of long rows may not, which saves a copy. Raises `WeightsError`.
+    Like `decode`, without creating the new tensors: needs memory in proportion to the changes. `in_order`: positions
+    ascend, as `Changes` promises; with False those of a matrix with very long rows may not ascend, which saves a copy.
+    Raises `WeightsError`.
     """
     header, held = _open(data, specs, old)
     made: dict[int, Changes | Tensor] = {}
     if isinstance(kernels, NativeKernels):
-        made |= _listed(header, data, held, kernels, in_order)
+        made |= _native_changes(header, data, held, kernels, in_order)
     found: list[list[Found]] = [[] for _ in specs]
     for kind, batch, payloads in changing(header, data, BATCH_ITEMS, lambda tile: tile.pieces[0].tensor not in made):
         _collect(batch, kernels.changes(kind, batch, held, payloads), held, found)
@@ -117,15 +143,16 @@ def changes(
         if header.layout.forms[i] == WHOLE:
             made[i] = Tensor(spec.dtype, spec.shape, whole(header, data, i))
         elif i not in made:
-            parts, found[i] = found[i], []  # let go of, tensor by tensor
+            parts, found[i] = found[i], []  # free memory tensor by tensor
             made[i] = of_items(parts, held[i], DTYPES[spec.dtype])
     return [made[i] for i in range(len(specs))]
 
 
-def _listed(
+def _native_changes(
     header: Header, data: bytes | memoryview, held: Sequence[Codes], kernels: NativeKernels, in_order: bool
 ) -> Iterator[tuple[int, Changes]]:
-    """What changes in tensors whose items are codes that 32 bits count, with their checksums: one pass over each."""
+    """Decode with the native kernels: changes of tensors of one item per code and fewer than 2^32 items, with their
+    checksums, in one pass per tensor."""
     view, offsets, layout = memoryview(data), header.offsets, header.layout
     for kind in DTYPES.values():
         if kind.parts > 1:
@@ -140,14 +167,15 @@ def _listed(
 
 
 def _collect(batch: Sequence[Tile], listed: Iterable[Listed], held: Sequence[Codes], found: list[list[Found]]) -> None:
-    """What tiles list, to the tensors that it is of."""
+    """Append the changes of tiles to `found`, by tensor."""
     for tile, (places, items) in zip(batch, listed, strict=True):
         for tensor, positions, part in scattered(tile, places, items):
             found[tensor].append((narrow(positions, held[tensor].size), part))
 
 
 def _sides(new: Sequence[Tensor], old: Sequence[Tensor | None]) -> tuple[list[Codes | None], list[Codes | None]]:
-    """The items of both: no new ones where nothing changed, no old ones where there is nothing to compare with."""
+    """The new and the old items of each tensor. New: None if nothing changed. Old: None if there is nothing to compare
+    with."""
     after: list[Codes | None] = []
     before: list[Codes | None] = []
     for n, o in zip(new, old, strict=True):
@@ -163,7 +191,7 @@ def _or_empty(arrays: Iterable[Codes | None]) -> list[Codes]:
 
 
 def batches(tiles: Iterable[tuple[int, Tile]], most: int) -> Iterator[list[tuple[int, Tile]]]:
-    """Numbered tiles as they go to kernels: until they have `most` items, or are many."""
+    """Group numbered tiles for the kernels: up to about `most` items or `BATCH_TILES` tiles per batch."""
     batch: list[tuple[int, Tile]] = []
     size = 0
     for number, tile in tiles:
@@ -177,31 +205,33 @@ def batches(tiles: Iterable[tuple[int, Tile]], most: int) -> Iterator[list[tuple
 
 
 def shorter(coded: bytes, tile: Tile, kind: DType, new: Callable[[], Codes]) -> bytes:
-    """A tile's coded form, or byte planes of its `new` items where that form is long and they are shorter."""
+    """The shorter form of a tile: its coded bytes, or byte planes of its new items. Planes are tried only if the coded
+    form is long."""
     if len(coded) * 4 < tile.size * kind.items.itemsize * 3:
         return coded
-    return min(coded, bytes((_PLANES,)) + wholes.write(new()), key=len)
+    return min(coded, bytes((_PLANES,)) + streams.encode_planes(new()), key=len)
 
 
 def for_kernels(payload: memoryview, tile: Tile, kind: DType) -> memoryview:
-    """A tile's bytes as kernels take them: coded, or raw where they are planes."""
+    """A tile's payload in a form that kernels accept: byte planes are decoded to raw items."""
     if not payload or payload[0] != _PLANES:
         return payload
     items = np.empty(tile.size, kind.items)
-    wholes.read(payload[1:], items)
+    streams.decode_planes(payload[1:], items)
     return memoryview(bytes((RAW,)) + items.astype(kind.items.newbyteorder("<"), copy=False).tobytes())
 
 
 def opened(data: bytes | memoryview, specs: Sequence[Spec]) -> Header:
-    """The header of a whole object. Raises `WeightsError`."""
+    """Parse the header of a complete delta object. Raises `WeightsError`."""
     header = layout.read_header(data, specs)
     if len(data) != int(header.offsets[-1]):
-        raise damaged(f"it has {len(data)} bytes, its header says {header.offsets[-1]}")
+        raise damaged(f"it has {len(data)} bytes, its header states {header.offsets[-1]}")
     return header
 
 
 def _open(data: bytes | memoryview, specs: Sequence[Spec], old: Sequence[Tensor | None]) -> tuple[Header, list[Codes]]:
-    """The header, checked against what is there; and the old items of tensors that the delta changes."""
+    """Parse the header and check that the needed old tensors are there. Also returns the old items of the tensors that
+    change."""
     header = opened(data, specs)
     held: list[Codes | None] = []
     for form, spec, known in zip(header.layout.forms, specs, old, strict=True):
@@ -218,7 +248,8 @@ def changing(
     most: int,
     wanted: Callable[[Tile], bool] = lambda _: True,
 ) -> Iterator[tuple[DType, list[Tile], list[memoryview]]]:
-    """The wanted tiles in which something changes, and their bytes, for the kernels, about `most` items at a time."""
+    """Yield batches of the tiles in which something changes: dtype, tiles and payloads for the kernels, about `most`
+    items per batch. `wanted` selects tiles."""
     view, offsets = memoryview(data), header.offsets
     for kind in DTYPES.values():
         found = ((n, tile) for n, tile in header.layout.tiles(kind) if offsets[n] < offsets[n + 1] and wanted(tile))
@@ -228,9 +259,9 @@ def changing(
 
 
 def whole(header: Header, data: bytes | memoryview, tensor: int) -> npt.NDArray[Any]:
-    """The codes of a tensor of form WHOLE. Raises `WeightsError`."""
+    """Decode the codes of a tensor of form WHOLE. Raises `WeightsError`."""
     spec = header.layout.specs[tensor]
     codes = np.empty(spec.size, DTYPES[spec.dtype].codes)
-    for number, start, stop in header.layout.wholes(tensor):
-        wholes.read(memoryview(data)[header.offsets[number] : header.offsets[number + 1]], codes[start:stop])
+    for number, start, stop in header.layout.full_tiles(tensor):
+        streams.decode_planes(memoryview(data)[header.offsets[number] : header.offsets[number + 1]], codes[start:stop])
     return codes

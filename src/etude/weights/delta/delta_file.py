@@ -1,8 +1,9 @@
-"""Reads and writes delta files: one delta in one file, which needs nothing but its base. A file has a head, a table, a
-note, objects, and a digest of everything before it.
+"""Reads and writes delta files (`.etdf`): a complete delta in one file. A file has a head, a table of tensors, a note,
+delta objects, and a SHA-256 of everything before it.
 
-`docs/formats/delta_file.md` has every field. This module has only the container; the codec encodes the objects in it.
-Channels do not use it, as their manifests hold the same facts: the file is for users who move deltas by themselves.
+`docs/formats/delta_file.md` defines every field. This module handles only the container; `codec` encodes the objects.
+Channels do not use this format, since their manifests contain the same information. It is for users who move deltas by
+themselves.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ class Kind(enum.IntEnum):
     """What the delta does with a tensor."""
 
     SAME = 0
-    CHANGED = 1  # other bits, the same dtype and shape: stored as a delta
+    CHANGED = 1  # same dtype and shape, other bits: stored as a delta
     NEW = 2
     REMOVED = 3
-    REPLACED = 4  # another dtype or shape: stored whole
+    REPLACED = 4  # another dtype or shape: stored in full
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Entry:
     """One tensor of the base (`old`), of the target (`new`), or of both. Spec and checksum are None on a side that
     lacks the tensor.
 
-    `same`: no bit changes; then both sides have the same spec and checksum.
+    `same`: no bit changes, so both sides have the same spec and checksum.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Entry:
 
     @property
     def kind(self) -> Kind:
+        """What the delta does with this tensor."""
         if self.old is None:
             return Kind.NEW
         if self.new is None:
@@ -67,26 +69,26 @@ class Entry:
 
     @property
     def coded(self) -> bool:
-        """Whether an object of the file holds data of this tensor."""
+        """Whether an object of the file contains data of this tensor."""
         return self.kind in (Kind.CHANGED, Kind.NEW, Kind.REPLACED)
 
 
 @dataclass(frozen=True)
 class DeltaFile:
-    """A delta file, parsed and proven by its own digest. Its objects are not decoded."""
+    """A parsed delta file whose SHA-256 was verified. Its objects are not decoded."""
 
-    entries: tuple[Entry, ...]  # by name
-    note: bytes  # free for the tool that wrote the file; not read here
-    objects: tuple[tuple[int, memoryview], ...]  # (number of coded entries that it covers, in order; its bytes)
+    entries: tuple[Entry, ...]  # sorted by name
+    note: bytes  # for the program that wrote the file
+    objects: tuple[tuple[int, memoryview], ...]  # (number of coded entries that it covers, its bytes)
 
     @property
     def target_bytes(self) -> int:
-        """Bytes of all of the target's tensors."""
+        """Size of all tensors of the target, in bytes."""
         return sum(entry.new.num_bytes for entry in self.entries if entry.new)
 
 
 def write_head(entries: Sequence[Entry], note: bytes, num_objects: int) -> bytes:
-    """The bytes of a file before its first object. Raises `WeightsError` where a reader would refuse them."""
+    """Encode everything before the first object. Raises `WeightsError` if it exceeds a limit of the format."""
     table = b"".join(map(_write_entry, entries))
     for what, size, limit in (
         ("tensors", len(entries), MAX_ENTRIES),
@@ -101,20 +103,22 @@ def write_head(entries: Sequence[Entry], note: bytes, num_objects: int) -> bytes
 
 
 def write_object_head(num_bytes: int, num_tensors: int) -> bytes:
-    """The bytes before an object: its size, and how many tensors it covers."""
+    """Encode the prefix of an object: its size in bytes, and the number of tensors that it covers."""
     return _OBJECT.pack(num_bytes, num_tensors)
 
 
 def read(data: bytes | memoryview) -> DeltaFile:
-    """Parse a delta file and prove it by its digest. Objects are not copied. Raises `WeightsError` for bytes that are
-    no delta file, or a damaged one."""
+    """Parse a delta file and verify its SHA-256. Objects are views of `data`, not copies. Raises `WeightsError` for
+    bytes that are not a delta file, or a damaged one."""
     view = memoryview(data).cast("B")
     if len(view) < _HEAD.size + DIGEST_BYTES:
         raise damaged(f"it has {len(view)} bytes, fewer than any delta file", cut=True)
     magic, form, flags, num_entries, num_objects, table_bytes, note_bytes = _HEAD.unpack(view[: _HEAD.size])
     if magic != MAGIC:
         raise WeightsError(
-            "this is no delta file", f"it starts with {bytes(magic)!r}, not {MAGIC!r}", hint="give what `encode` wrote"
+            "this is not a delta file",
+            f"it starts with {bytes(magic)!r}, not {MAGIC!r}",
+            hint="give the output of `encode`",
         )
     if form != FORMAT or flags:
         older = form < FORMAT and not flags
@@ -125,9 +129,9 @@ def read(data: bytes | memoryview) -> DeltaFile:
             if older
             else "update etude on this machine",
         )
-    body, said = view[:-DIGEST_BYTES], view[-DIGEST_BYTES:]
+    body, stored = view[:-DIGEST_BYTES], view[-DIGEST_BYTES:]
     found = hashlib.sha256(body)
-    if found.digest() != said:
+    if found.digest() != stored:
         raise damaged("the SHA-256 of its bytes is not the one at its end", cut=True)
     if num_entries > MAX_ENTRIES or table_bytes > MAX_TABLE_BYTES or note_bytes > MAX_NOTE_BYTES:
         raise damaged(f"{num_entries} tensors in {table_bytes} bytes and a note of {note_bytes} are over the limits")
@@ -150,8 +154,8 @@ def read(data: bytes | memoryview) -> DeltaFile:
 
 
 def damaged(facts: str, *, cut: bool = False) -> WeightsError:
-    """Make the error of a delta file that `encode` cannot have written. `cut`: its digest or its length is wrong, so
-    that it was probably cut off or altered."""
+    """Create the error for a damaged delta file. `cut`: its digest or length is wrong, so it was probably truncated or
+    altered."""
     hint = "copy the file again: it was cut off or altered" if cut else "encode it again: etude did not write this file"
     return WeightsError("the delta file is damaged", facts, hint=hint)
 
@@ -202,7 +206,7 @@ def _read_entry(reader: _Reader) -> Entry:
         kind is Kind.SAME,
     )
     if entry.kind is not kind:
-        raise damaged(f"{name!r} is said to be {kind.name.lower()} and is {entry.kind.name.lower()}")
+        raise damaged(f"{name!r} is marked as {kind.name.lower()} but is {entry.kind.name.lower()}")
     return entry
 
 
@@ -221,11 +225,11 @@ def _text(data: memoryview) -> str:
     try:
         return str(data, "utf-8")
     except UnicodeDecodeError as error:
-        raise damaged(f"a name is no UTF-8: {error.reason}") from None
+        raise damaged(f"a name is not UTF-8: {error.reason}") from None
 
 
 class _Reader:
-    """Takes bytes from the front, never past the end."""
+    """Takes bytes from the front of a buffer; never reads past the end."""
 
     def __init__(self, data: memoryview, at: int) -> None:
         self._data, self._at = data, at

@@ -1,8 +1,8 @@
-"""`encode`, `apply` and `bound`: deltas between two sets of named arrays, in one file's bytes each.
+"""`encode`, `apply` and `bound`: deltas between two sets of named arrays, as the bytes of one delta file.
 
-For who has a trainer and an engine of his own and moves bytes as he likes. A delta says what it applies to: `apply`
-proves the delta's own bytes by SHA-256, compares a checksum of every tensor of the base and of the target, and only
-then writes. A checksum shows accidents (another base, a flipped bit), and is no proof against who forges a base.
+For users who have their own trainer and engine and move the bytes themselves. A delta contains checksums of its base.
+`apply` verifies the delta by its SHA-256, compares a checksum of every tensor of the base and of the target, and only
+then writes. A checksum detects accidents (a wrong base, a flipped bit); it does not protect against a forged base.
 Knows nothing of channels.
 """
 
@@ -28,17 +28,19 @@ from etude.weights.delta.choices import Mode, check_mode
 from etude.weights.delta.delta_file import DeltaFile, Entry, Kind, damaged, read, write_head, write_object_head
 from etude.weights.tensors import Codes, Spec, Tensor, same_bits
 
-OBJECT_ELEMENTS = 1 << 26
-"""Tensors are gathered into objects of about so many elements: what a side holds beside base and target."""
-
 LIMIT_BYTES = 64 << 30
 
 
 def encode(old: Arrays, new: Arrays, dtypes: Mapping[str, str] | None = None, mode: Mode = "best") -> bytes:
-    """The bytes from which `apply` makes `new` out of `old`, bit for bit.
+    """Encode the delta from the arrays `old` to the arrays `new`. Returns the bytes of a delta file
+    (`docs/formats/delta_file.md`), for `apply`.
 
-    `dtypes` names what the arrays' own dtypes do not say, for both sides. Tensors may come, go, and change their dtype
-    or shape. `mode`: "best" is for networks, "fast" where time counts more than bytes. Raises `WeightsError`.
+    `old`, `new`: tensor name -> numpy array, CPU torch tensor, `Tensor`, or buffer. Names, dtypes and shapes may differ
+    between the two. `dtypes`: tensor name -> dtype name ("bf16", "f8_e4m3", ...; all are in `tensors.DTYPES`), for
+    arrays whose own dtype does not say it; valid for both sides. `mode`: "best" for neural networks, "fast" if time
+    matters more than size.
+
+    Raises `WeightsError` for an array that cannot be encoded; the error names the tensor.
 
     >>> old = {"w": np.array([0x3F80, 0x3F81], np.uint16)}
     >>> new = {"w": np.array([0x3F80, 0x3F82], np.uint16)}
@@ -52,16 +54,16 @@ def encode(old: Arrays, new: Arrays, dtypes: Mapping[str, str] | None = None, mo
 def parts(
     old: Arrays, new: Arrays, dtypes: Mapping[str, str] | None = None, mode: Mode = "best", *, note: bytes = b""
 ) -> Iterator[bytes]:
-    """As `encode`, but yields the bytes piece by piece, for a file. Beside mapped arrays, only the tensors of one
-    object are in memory at a time.
+    """Like `encode`, but yields the bytes piece by piece, for writing to a file. Only the tensors of one object are in
+    memory at a time, besides `old` and `new`.
 
-    `note`: bytes of your own that are kept in the file. Every array is read twice.
+    `note`: bytes that are stored in the file for the caller. Every array is read twice.
     """
     check_mode(mode)
     before, after = _sides(old, new, dtypes)
     entries = [_entry(name, before.get(name), after.get(name)) for name in _sorted(before.keys() | after.keys())]
     coded = [entry.name for entry in entries if entry.coded]
-    spans = groups([after[name] for name in coded])
+    spans = codec.object_spans([after[name] for name in coded])
     proof = hashlib.sha256()
     for piece in _pieces(write_head(entries, note, len(spans)), before, after, [coded[a:b] for a, b in spans], mode):
         proof.update(piece)
@@ -72,13 +74,18 @@ def parts(
 def apply(
     old: Arrays, delta: bytes | memoryview, out: Mapping[str, Any] | None = None, *, limit_bytes: int = LIMIT_BYTES
 ) -> dict[str, Array]:
-    """The arrays that `encode` was given as new, by name, in numpy's dtype where it has one, else as unsigned codes.
+    """Apply a delta to the arrays it was made from. Returns the new arrays by name, bit for bit equal to the `new` of
+    `encode`.
 
-    Without `out` unchanged tensors are the base's own memory. With `out`, a writable buffer for every tensor of the
-    target, everything is written there; a buffer that is the base's own (`out=old`) is changed in place, and takes the
-    changes alone; of one that is no numpy array the flat codes are returned. Nothing is written before all is proven.
-    Raises `WeightsError`: bytes that are damaged, another base, a target of more than `limit_bytes`, buffers that do
-    not fit.
+    `old`: the base, as for `encode`. `delta`: the output of `encode`. `limit_bytes`: maximum size of the target.
+
+    Without `out`: returns new numpy arrays (in numpy's dtype if it has one, else unsigned codes); unchanged tensors
+    share the memory of `old`. With `out`: a writable, contiguous buffer for every tensor of the target, where the
+    result is written. `out=old` updates the base in place and writes only the changes. For a buffer that is not a numpy
+    array, the flat codes are returned.
+
+    Nothing is written before everything is verified. Raises `WeightsError` for a damaged delta, a different base, a
+    target above `limit_bytes`, or buffers that do not fit.
     """
     check_bytes(delta)
     file = read(delta)
@@ -107,7 +114,8 @@ def apply(
 
 
 def bound(old: Arrays, new: Arrays, dtypes: Mapping[str, str] | None = None) -> float:
-    """The bytes of a coder that knows each old exponent and no more; the formula stands at the head of `bound.py`.
+    """A lower bound for the size of the delta from `old` to `new`, in bytes, for a coder that uses only the old
+    exponent of each weight. `delta/bound.py` has the formula. Arguments as for `encode`.
 
     >>> w = {"w": np.zeros(8, np.float32)}
     >>> bound(w, w)
@@ -118,38 +126,38 @@ def bound(old: Arrays, new: Arrays, dtypes: Mapping[str, str] | None = None) -> 
 
 
 def check_bytes(delta: object) -> None:
-    """Raises `WeightsError` for what is no delta's bytes, a path above all."""
+    """Raise `WeightsError` if `delta` is not bytes, for instance a path."""
     try:
         memoryview(delta)  # type: ignore[arg-type]
     except TypeError:
         raise WeightsError(
             f"this delta is a {type(delta).__name__}",
-            "a delta is what `encode` returned: bytes",
-            hint='for one in a file give its bytes: Path("step.etdf").read_bytes()',
+            "a delta is the bytes that `encode` returned",
+            hint='for a file, pass its content: Path("step.etdf").read_bytes()',
         ) from None
 
 
 def _sides(old: Arrays, new: Arrays, dtypes: Mapping[str, str] | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Both as tensors. Raises `WeightsError`, for a name in `dtypes` that neither has, too."""
+    """Convert both sides to tensors. Raises `WeightsError`, also for a name in `dtypes` that neither side has."""
     before, after = tensors(old, dtypes), tensors(new, dtypes)
     for name in dtypes or {}:
         if name not in before and name not in after:
             raise WeightsError(
-                f"dtypes names {name!r}, and no tensor has this name",
-                "neither the old ones nor the new ones",
+                f"dtypes names {name!r}, but no tensor has this name",
+                "neither old nor new",
                 hint=nearest(str(name), before.keys() | after.keys()) if before or after else "there are no tensors",
             )
     return before, after
 
 
 def tensors(arrays: Arrays, dtypes: Mapping[str, str] | None = None) -> dict[str, Tensor]:
-    """Every array as a tensor. Raises `WeightsError` that names the one that cannot be."""
+    """Convert every array to a `Tensor`. Raises `WeightsError`; the error names the tensor."""
     check_arrays(arrays)
     return {name: tensor_of(name, array, (dtypes or {}).get(name)) for name, array in arrays.items()}
 
 
 def check_base(file: DeltaFile, old: Arrays) -> dict[str, Tensor]:
-    """The base's tensors as the delta names them, each with the checksum that it states. Raises `WeightsError`."""
+    """Like `fit_base`, and also compare the checksum of every tensor. Raises `WeightsError`."""
     base = fit_base(file, old)
     for entry in file.entries:
         if entry.old_checksum is not None:
@@ -158,7 +166,7 @@ def check_base(file: DeltaFile, old: Arrays) -> dict[str, Tensor]:
 
 
 def fit_base(file: DeltaFile, old: Arrays) -> dict[str, Tensor]:
-    """The base's tensors as the delta names them, by name, dtype and shape alone: no bits are read yet. Raises
+    """The tensors of the base that the delta names. Compares names, dtypes and shapes; reads no data yet. Raises
     `WeightsError`."""
     check_arrays(old)
     base: dict[str, Tensor] = {}
@@ -170,13 +178,13 @@ def fit_base(file: DeltaFile, old: Arrays) -> dict[str, Tensor]:
         base[entry.name] = _shaped(entry.name, old[entry.name], entry.old)
     extra = old.keys() - base.keys()
     if extra:
-        raise wrong_base(f"it has a tensor {min(extra)!r} that the delta does not know")
+        raise wrong_base(f"it has a tensor {min(extra)!r} that is not in the delta")
     return base
 
 
 def decoded(file: DeltaFile, base: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """The coded tensors, object by object, checked like their base: those that change in memory of their own. Raises
-    `WeightsError`."""
+    """Decode the tensors of a delta file, object by object. Checksums of base and result are verified. Changed tensors
+    are in new memory. Raises `WeightsError`."""
     for entries, data in _objects(file):
         held = [base.get(entry.name) for entry in entries]
         with _of_this_base(entries, held):
@@ -187,7 +195,7 @@ def decoded(file: DeltaFile, base: Mapping[str, Tensor]) -> Iterator[dict[str, T
 
 @dataclass(frozen=True)
 class _Write:
-    """What goes into one buffer: a tensor's codes, unless they are its own memory, and then changes."""
+    """A write into one buffer: a tensor's codes (unless the buffer is their memory already), then changes."""
 
     target: Codes
     whole: Codes
@@ -195,7 +203,8 @@ class _Write:
 
 
 def _put(writes: Sequence[_Write]) -> None:
-    """Write all: whole tensors first, then changes. Of buffers that are one memory, which have the same bits, one."""
+    """Do all writes: full tensors first, then changes. Buffers that share memory are written once; their results are
+    equal."""
     for one in writes:
         if one.target.ctypes.data != one.whole.ctypes.data:
             one.target[:] = one.whole
@@ -209,7 +218,7 @@ def _entry(name: str, old: Tensor | None, new: Tensor | None) -> Entry:
 
 
 def _sums(old: Tensor | None, new: Tensor | codec.Changes | None) -> tuple[str | None, str | None]:
-    """The checksums of a tensor before and after; of one spec they take one pass."""
+    """The checksums of a tensor before and after; in one pass if both have the same spec."""
     if old is not None and isinstance(new, codec.Changes):
         return checksums_around(old.codes, new)
     assert not isinstance(new, codec.Changes), "changes are of a tensor that is held"
@@ -231,7 +240,8 @@ def _pieces(
 def _checked_changes(
     file: DeltaFile, base: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, tuple[Codes, codec.Changes | None]]]:
-    """Of each coded tensor its codes and what changes in them. What the target will be is checked without making it."""
+    """Yield, for each coded tensor, its base codes (or full new codes) and its changes. The checksum of the result is
+    verified without creating it."""
     for entries, data in _objects(file):
         held = [base.get(entry.name) for entry in entries]
         with _of_this_base(entries, held):
@@ -245,14 +255,14 @@ def _checked_changes(
 
 
 def _objects(file: DeltaFile) -> Iterator[tuple[list[Entry], memoryview]]:
-    """Each object with the entries that it covers."""
+    """Yield each object with the entries that it covers."""
     coded = iter([entry for entry in file.entries if entry.coded])
     for count, data in file.objects:
         yield [next(coded) for _ in range(count)], data
 
 
 def _check_uncoded(file: DeltaFile, base: Mapping[str, Tensor]) -> None:
-    """Tensors of the base that no object covers have the checksum that the delta states. Raises `WeightsError`."""
+    """Verify the checksums of base tensors that no object covers. Raises `WeightsError`."""
     for entry in file.entries:
         if entry.old is not None and not entry.coded:
             _check_old(entry, checksum(base[entry.name].codes))
@@ -260,7 +270,8 @@ def _check_uncoded(file: DeltaFile, base: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def _of_this_base(entries: Sequence[Entry], held: Sequence[Tensor | None]) -> Iterator[None]:
-    """Says of an object that does not fit what is held whether that is another base. Raises `WeightsError`."""
+    """If decoding fails, check first whether the base is a different one: that error is more helpful. Raises
+    `WeightsError`."""
     try:
         yield
     except WeightsError:
@@ -271,7 +282,7 @@ def _of_this_base(entries: Sequence[Entry], held: Sequence[Tensor | None]) -> It
 
 
 def _check(entries: Sequence[Entry], sums: Sequence[tuple[str | None, str | None]]) -> None:
-    """The base first, as what is made of another one is another target. Raises `WeightsError`."""
+    """Verify checksums: the base first, since a wrong base gives a wrong target. Raises `WeightsError`."""
     for entry, (before, _) in zip(entries, sums, strict=True):
         if before is not None:
             _check_old(entry, before)
@@ -286,38 +297,41 @@ def _check_old(entry: Entry, found: str) -> None:
 
 
 def _shaped(name: str, value: Any, spec: Spec) -> Tensor:
-    """A base's value as what the delta says it was; a flat buffer stands for every shape of its size."""
+    """Convert a value of the base to the spec that the delta expects. A flat buffer may stand for any shape of its
+    size."""
     tensor = tensor_of(name, value, None if isinstance(value, Tensor) else spec.dtype)
     if tensor.spec != spec and len(tensor.shape) == 1 and tensor.spec.size == spec.size and tensor.dtype == spec.dtype:
         tensor = Tensor(spec.dtype, spec.shape, tensor.codes)
     if tensor.spec != spec:
-        raise wrong_base(f"{name!r} is {_told(tensor.spec)}, the delta is for {_told(spec)}")
+        raise wrong_base(f"{name!r} is {_spec_text(tensor.spec)}, the delta is for {_spec_text(spec)}")
     return tensor
 
 
 def _place(name: str, spec: Spec | None, out: Mapping[str, Any]) -> Codes:
-    """Where a tensor goes: the buffer's own memory as flat codes."""
+    """The memory of an output buffer, as flat codes. Raises `WeightsError` if the tensor does not fit."""
     assert spec is not None
     if name not in out:
-        raise WeightsError(f"out has no tensor {name!r}", f"the delta makes {_told(spec)}", hint=nearest(name, out))
+        raise WeightsError(
+            f"out has no tensor {name!r}", f"the delta creates {_spec_text(spec)}", hint=nearest(name, out)
+        )
     bits = bits_of(name, out[name])[0]
     codes = np.dtype(f"u{spec.num_bytes // spec.size}") if spec.size else bits.dtype
     if bits.ndim == 1 and bits.itemsize == 1 and bits.flags.c_contiguous and bits.nbytes == spec.num_bytes:
         bits = bits.view(codes)
     fits = bits.dtype == codes and (bits.shape == spec.shape or bits.shape == (spec.size,))
-    native = getattr(getattr(out[name], "dtype", None), "isnative", True)  # of others' bytes the bits are a copy
+    native = getattr(getattr(out[name], "dtype", None), "isnative", True)  # for a foreign byte order, `bits` is a copy
     if not (fits and native and bits.flags.c_contiguous and bits.flags.writeable and bits.flags.aligned):
         raise WeightsError(
             f"out[{name!r}] cannot take the tensor",
-            f"it is {bits.shape} of {bits.itemsize} bytes, the tensor {_told(spec)}",
+            f"it is {bits.shape} of {bits.itemsize} bytes, the tensor {_spec_text(spec)}",
             hint="give a writable, contiguous buffer of the target's size",
         )
     return bits.reshape(-1)
 
 
 def _refuse_overlaps(file: DeltaFile, base: Mapping[str, Tensor], places: Mapping[str, Codes]) -> None:
-    """Buffers are apart, or the same for tensors with the same bits; and what is read under one name is not written
-    under another. Raises `WeightsError`."""
+    """Raise `WeightsError` if output buffers overlap (unless they are the same memory with the same result), or if
+    writing one would overwrite a base tensor that is read under another name."""
     sums = {entry.name: entry.new_checksum for entry in file.entries}
     spans = sorted((*_span(codes), name) for name, codes in places.items() if codes.size)
     for (start, stop, first), (after, end, second) in pairwise(spans):
@@ -326,7 +340,7 @@ def _refuse_overlaps(file: DeltaFile, base: Mapping[str, Tensor], places: Mappin
             raise WeightsError(
                 f"out[{first!r}] and out[{second!r}] are the same memory",
                 f"their tensors differ: {str(sums[first])[:12]} and {str(sums[second])[:12]}",
-                hint="the checkpoint does not tie them: give each a buffer of its own",
+                hint="the target does not tie them: give each its own buffer",
             )
     starts = [start for start, _, _ in spans]
     for name in base.keys() & places.keys():
@@ -337,15 +351,15 @@ def _refuse_overlaps(file: DeltaFile, base: Mapping[str, Tensor], places: Mappin
         if torn is not None:
             raise WeightsError(
                 f"out[{torn!r}] is memory of the base's {name!r}",
-                "which is read after it would be written",
-                hint="give `old` itself as out, or buffers of their own",
+                "which would be overwritten before it is read",
+                hint="pass out=old, or separate buffers",
             )
 
 
 def _overlapping(
     spans: Sequence[tuple[int, int, str]], starts: Sequence[int], start: int, stop: int
 ) -> Iterator[tuple[int, int, str]]:
-    """Those of sorted spans, apart or the same, that share a byte with [start, stop)."""
+    """Of sorted spans that are disjoint or identical: those that share a byte with [start, stop)."""
     at = bisect_left(starts, stop)
     while start < stop and at and spans[at - 1][1] > start:
         at -= 1
@@ -357,26 +371,14 @@ def _span(codes: Codes) -> tuple[int, int]:
 
 
 def wrong_base(facts: str, more: str = "") -> WeightsError:
-    """The error of a base that the delta was not made from; `more` ends its hint."""
+    """Create the error for a base that the delta was not made from. `more` is appended to its hint."""
     hint = "apply it to the version that it was made from; nothing was changed"
     return WeightsError("this delta is for another base", facts, hint=f"{hint}{'; ' + more if more else ''}")
 
 
-def _told(spec: Spec) -> str:
+def _spec_text(spec: Spec) -> str:
     return f"{spec.dtype} {list(spec.shape)}"
 
 
 def _sorted(names: set[str]) -> list[str]:
     return sorted(names, key=str.encode)
-
-
-def groups(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """[start, stop) of each object's tensors; none for none."""
-    found: list[tuple[int, int]] = []
-    start = size = 0
-    for i, tensor in enumerate(tensors):
-        if i > start and size + tensor.codes.size > OBJECT_ELEMENTS:
-            found.append((start, i))
-            start, size = i, 0
-        size += tensor.codes.size
-    return [*found, (start, len(tensors))] if tensors else []

@@ -1,8 +1,8 @@
-"""Where things are in a delta: its header, the grid of tiles, and what a writer chooses before it codes a tile.
+"""The layout of a delta object: header, grid of tiles, pages. Also the interface of the kernels that code a tile.
 
-Both kernels, numpy's and the native ones, are given tiles by this file, and so make the same bytes. A tile is a
-rectangle of one tensor, or a few small tensors of one dtype: coded by itself, so that a reader fetches, checks and
-decodes the part that it needs. Knows nothing of how a tile's bits are coded (`tiles.py`).
+A tile is a rectangle of one tensor, or a few small tensors of one dtype. Each tile is coded independently, so a reader
+can fetch, verify and decode only the part that it needs. The numpy and the native kernels get the same tiles, so they
+produce the same bytes. Knows nothing of the coding of a tile (`tiles.py`).
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from etude.weights.delta.streams import Reader, damaged, varint
 from etude.weights.tensors import DTYPES, Codes, DType, Spec
 
 MAGIC = b"etd\x02"
-"""First four bytes; the last of them is the format."""
+"""The first four bytes; the last of them is the format version."""
 
 FIXED_BYTES = 8
-"""Of the header: the magic, and how long the header is."""
+"""Size of the fixed part of the header: the magic, and the length of the header."""
 
 SAME, DELTA, WHOLE, JOINED = 0, 1, 2, 3  # forms of a tensor
 
 MAX_TILE = 1 << 23
-"""Items of a tile: what bounds the memory that one tile needs."""
+"""Maximum number of items of a tile; limits the memory that a tile needs."""
 
 MAX_CLASSES = 16
 
 WHOLE_TILE = 1 << 20
-"""Elements of a tile of a whole tensor."""
+"""Number of elements in a tile of a tensor that is stored in full."""
 
 PAGE_BYTES = 1 << 18
-"""From so many bytes on a page is closed."""
+"""A page is closed as soon as it has at least this many bytes."""
 
-_MAX_TILE_BYTES = 1 + 4 * MAX_TILE  # a raw one; a writer makes no longer ones
+_MAX_TILE_BYTES = 1 + 4 * MAX_TILE  # of a raw tile, the longest form
 _DIGEST_BYTES = 32
 
 Counts = npt.NDArray[np.int64]
-"""[256] something counted by exponent."""
+"""[256] counts by exponent."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of one tensor's items: row `r` is at `start + r * stride`, `cols` long."""
+    """A rectangle of one tensor's items: row `r` starts at item `start + r * stride` and has `cols` items."""
 
-    tensor: int  # index into the arrays that go with the tiles
+    tensor: int  # index into the arrays that belong to the tiles
     start: int
     rows: int
     cols: int
@@ -59,15 +59,15 @@ class Piece:
 
     @property
     def size(self) -> int:
-        """Items of the rectangle."""
+        """Number of items of the rectangle."""
         return self.rows * self.cols
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Items that are coded together, piece after piece, each row by row; and the classes they are coded in.
+    """Items that are coded together, piece after piece, each row by row; and their classes.
 
-    An item's class is `high` minus the exponent of its old code, not below 0, below `classes`.
+    The class of an item is `high` minus the exponent of its old code, clipped to [0, `classes` - 1].
     """
 
     high: int
@@ -76,30 +76,31 @@ class Tile:
 
     @property
     def size(self) -> int:
-        """Items of all pieces."""
+        """Number of items of all pieces."""
         return sum(piece.size for piece in self.pieces)
 
 
 class Kernels(Protocol):
-    """The inner loops. All arrays hold items (`tensors.to_items`), 1-D and contiguous; `tiles` are of one dtype."""
+    """The inner loops of the codec. All arrays contain items (`tensors.to_items`), 1-D and contiguous. All `tiles` of a
+    call have one dtype."""
 
     def sample(self, old: Codes, new: Codes, kind: DType, stride: int) -> tuple[Counts, Counts]:
-        """By exponent of the old item: how many there are, and how many of them changed.
+        """Count items, and changed items, by exponent of the old item: two arrays [256].
 
-        Counts every `stride`-th block of 64 items; a last, shorter block only where the stride is 1.
+        Counts every `stride`-th block of 64 items; a last, shorter block counts only if the stride is 1.
         """
         ...
 
     def encode(self, kind: DType, tiles: Sequence[Tile], old: Sequence[Codes], new: Sequence[Codes]) -> list[bytes]:
-        """Each tile in its coded form; nothing for a tile in which nothing changed."""
+        """Encode each tile. Returns empty bytes for a tile in which nothing changed."""
         ...
 
     def changes(
         self, kind: DType, tiles: Sequence[Tile], old: Sequence[Codes], payloads: Sequence[memoryview]
     ) -> list[tuple[npt.NDArray[np.uint32], Codes]]:
-        """For each tile, coded or raw, the places in it that change, in order, and the new items there.
+        """Decode each tile (coded or raw) to the positions in the tile that change, ascending, and the new items there.
 
-        Raises `WeightsError` for bytes that no writer made.
+        Raises `WeightsError` for bytes that no encoder wrote.
         """
         ...
 
@@ -111,13 +112,14 @@ class Kernels(Protocol):
         new: Sequence[Codes],
         payloads: Sequence[memoryview],
     ) -> None:
-        """Write the changes into `new`, which holds the old items; when it raises, `new` is neither old nor new."""
+        """Decode the tiles into `new`, which contains the old items. If it raises `WeightsError`, `new` is partly
+        written."""
         ...
 
 
 @dataclass(frozen=True)
 class Grid:
-    """How a delta tensor is cut, as the header says it."""
+    """How a tensor of form DELTA is cut into tiles, as stored in the header."""
 
     high: int
     classes: int
@@ -126,15 +128,15 @@ class Grid:
 
 
 def table_of(spec: Spec) -> tuple[int, int]:
-    """Rows and columns of a tensor's items: all dimensions but the last are rows."""
+    """Rows and columns of a tensor's items: the last dimension is the columns, all others are rows."""
     cols = (spec.shape[-1] if spec.shape else 1) * DTYPES[spec.dtype].parts
     return math.prod(spec.shape[:-1]), cols
 
 
 class Layout:
-    """Which tile holds what. Tiles are numbered as they follow each other in the object.
+    """Which tile contains which items. Tiles are numbered in the order in which they are stored.
 
-    `grids`: one for each tensor of form DELTA. Raises `WeightsError` where a grid is none.
+    `grids`: one per tensor of form DELTA. Raises `WeightsError` for an invalid grid.
     """
 
     def __init__(self, specs: Sequence[Spec], forms: Sequence[int], grids: Mapping[int, Grid]) -> None:
@@ -146,14 +148,14 @@ class Layout:
         self.num_tiles: int = ends[-1]
 
     def tiles(self, kind: DType) -> Iterator[tuple[int, Tile]]:
-        """The numbers and the items of all delta tiles of a dtype."""
+        """Yield number and tile of all delta tiles of a dtype."""
         for tensor in self.grids:
             if self.specs[tensor].dtype == kind.name:
                 for number in self._ranges[tensor]:
                     yield number, self.tile(tensor, number)
 
     def tile(self, tensor: int, number: int) -> Tile:
-        """One of the tiles of a tensor of form DELTA."""
+        """A tile of a tensor of form DELTA."""
         grid, (rows, cols) = self.grids[tensor], table_of(self.specs[tensor])
         down, right = divmod(number - self._ranges[tensor].start, -(-cols // grid.tile_cols))
         row, col = down * grid.tile_rows, right * grid.tile_cols
@@ -165,7 +167,7 @@ class Layout:
         return Tile(grid.high, grid.classes, tuple(pieces))
 
     def tiles_over(self, tensor: int, rows: range, cols: range) -> Iterator[tuple[int, Tile]]:
-        """The delta tiles that hold a rectangle of a tensor's table; of a joined tensor the one that it shares."""
+        """The delta tiles that contain a rectangle of a tensor. For a joined tensor: the tile that it shares."""
         host = next((host for host, joined in self._joined.items() if tensor in joined), None)
         if host is not None:
             yield self._ranges[host].start, self.tile(host, self._ranges[host].start)
@@ -177,8 +179,8 @@ class Layout:
                 number = first + down * across + right
                 yield number, self.tile(tensor, number)
 
-    def wholes(self, tensor: int) -> Iterator[tuple[int, int, int]]:
-        """For each tile of a tensor of form WHOLE its number, its first element and the one after its last."""
+    def full_tiles(self, tensor: int) -> Iterator[tuple[int, int, int]]:
+        """For each tile of a tensor of form WHOLE: its number, its first element, and the end (exclusive)."""
         size = self.specs[tensor].size
         for i, number in enumerate(self._ranges[tensor]):
             yield number, i * WHOLE_TILE, min(size, (i + 1) * WHOLE_TILE)
@@ -192,23 +194,24 @@ class Layout:
 
 @dataclass(frozen=True)
 class Header:
-    """What stands before the tiles."""
+    """The parsed header of a delta object."""
 
     layout: Layout
-    offsets: npt.NDArray[np.int64]  # [tiles + 1] where each tile starts in the object; the object's end
-    pages: tuple[bytes, ...]  # SHA-256 of each
+    offsets: npt.NDArray[np.int64]  # [tiles + 1] offset of each tile in the object; the last is the end of the object
+    pages: tuple[bytes, ...]  # SHA-256 of each page
 
     def check_pages(self, start: int, data: bytes | memoryview) -> None:
-        """Prove that `data`, which starts at a page's start and ends at one's end, is what the writer wrote there."""
+        """Verify the pages in `data` by their digests. `data` starts at byte `start` of the object, which is a page
+        boundary, and ends at one. Raises `WeightsError`."""
         bounds, view = page_bounds(self.offsets), memoryview(data)
         for (first, last), digest in zip(bounds, self.pages, strict=True):
             within = start <= first and last <= start + len(view)
             if within and hashlib.sha256(view[first - start : last - start]).digest() != digest:
-                raise damaged(f"its bytes from {first} to {last} have another digest")
+                raise damaged(f"its bytes from {first} to {last} do not match their digest")
 
 
 def page_bounds(offsets: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Where each page starts and stops: whole tiles, closed as soon as they are `PAGE_BYTES` long."""
+    """[start, stop) of each page. A page has complete tiles and is closed as soon as it has `PAGE_BYTES`."""
     bounds = []
     start, stop = int(offsets[0]), int(offsets[-1])
     while start < stop:
@@ -219,7 +222,7 @@ def page_bounds(offsets: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
 
 
 def write(layout: Layout, tiles: Sequence[bytes]) -> bytes:
-    """The object: the header and the tiles."""
+    """Encode the object: the header, then the tiles."""
     body = b"".join(tiles)
     offsets = np.cumsum([0, *map(len, tiles)], dtype=np.int64)
     view = memoryview(body)
@@ -238,7 +241,7 @@ def write(layout: Layout, tiles: Sequence[bytes]) -> bytes:
 
 
 def header_bytes(data: bytes | memoryview) -> int:
-    """How long the header is, from its first `FIXED_BYTES`. Raises `WeightsError`."""
+    """The length of the header, read from its first `FIXED_BYTES`. Raises `WeightsError`."""
     reader = Reader(data)
     if bytes(reader.take(len(MAGIC))) != MAGIC:
         raise damaged(f"it does not start as a delta of format {MAGIC[-1]} does")
@@ -247,9 +250,9 @@ def header_bytes(data: bytes | memoryview) -> int:
 
 
 def read_header(data: bytes | memoryview, specs: Sequence[Spec]) -> Header:
-    """The header at the front of an object, or of what was fetched of it. Raises `WeightsError`.
+    """Parse the header at the start of an object or of its first bytes. Raises `WeightsError`.
 
-    Needs memory in proportion to the header's bytes and the number of specs, whatever is written there.
+    Needs memory in proportion to the length of the header and the number of specs, whatever the header claims.
     """
     num_bytes = header_bytes(data)
     reader = Reader(Reader(data).take(num_bytes))
@@ -274,7 +277,7 @@ def _read_grid(reader: Reader, spec: Spec) -> Grid:
     grid = Grid(high, classes, reader.varint(1 << 42), reader.varint(1 << 42))
     rows, cols = table_of(spec)
     if not classes or not grid.tile_rows or not grid.tile_cols:
-        raise damaged("a tile of no items, or without a class")
+        raise damaged("a tile without items or classes")
     if min(rows, grid.tile_rows) * min(cols, grid.tile_cols) > MAX_TILE:
         raise damaged(f"a tile of more than {MAX_TILE} items")
     return grid
@@ -291,7 +294,8 @@ def _grid_count(spec: Spec, grid: Grid) -> int:
 
 
 def _joined(specs: Sequence[Spec], forms: Sequence[int], grids: Mapping[int, Grid]) -> dict[int, list[int]]:
-    """By tensor of form DELTA: those that share its tile, the last of their dtype before them that is one tile."""
+    """For each tensor that shares its tile: the tensors that joined it. A joined tensor belongs to the last single-tile
+    tensor of its dtype before it."""
     hosts: dict[str, int] = {}
     joined: dict[int, list[int]] = {}
     sizes: dict[int, int] = {}
@@ -302,7 +306,7 @@ def _joined(specs: Sequence[Spec], forms: Sequence[int], grids: Mapping[int, Gri
             sizes[i] = size
         elif form == JOINED:
             if spec.dtype not in hosts:
-                raise damaged("a tensor joins another's tile, and there is none")
+                raise damaged("a tensor joins a tile that does not exist")
             host = hosts[spec.dtype]
             joined.setdefault(host, []).append(i)
             sizes[host] += size

@@ -1,7 +1,7 @@
-"""What a delta between two sets of tensors costs, by tensor and in all, beside its bound. Reads and measures only.
+"""Measures the size of a delta between two sets of tensors: per tensor and in total, beside its bound.
 
-A tensor that is new, or of another dtype or shape, goes whole. The bound is one of changes and says nothing of it: what
-is whole is counted apart, so that it takes no part in how near the deltas are to their bound.
+A tensor that is new, or has another dtype or shape, is stored in full. The bound does not apply to it, so such tensors
+are counted separately.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import numpy as np
 from etude.weights.delta import codec
 from etude.weights.delta.bound import bound_bytes
 from etude.weights.delta.choices import Mode
-from etude.weights.delta.deltas import groups
 from etude.weights.tensors import Codes, Tensor
 
 
 @dataclass(frozen=True)
 class Cost:
-    """One tensor's delta, or several tensors' together. A tensor that is whole changes altogether."""
+    """The size of the delta of one tensor, or of several together. A tensor that is stored in full counts as changed in
+    every element."""
 
     name: str
     dtype: str
     num_elements: int
     num_changed: int
     snapshot_bytes: int
-    delta_bytes: int  # of a tensor: coded alone, its share of headers included
-    bound_bytes: float | None  # None: there is something whole in it, and no bound
+    delta_bytes: int  # of one tensor: encoded alone, with headers
+    bound_bytes: float | None  # None if a tensor is stored in full: the bound does not apply
 
     @property
     def density(self) -> float:
@@ -37,38 +37,39 @@ class Cost:
 
     @property
     def bits_per_weight(self) -> float:
-        """Of the delta."""
+        """Size of the delta in bits per weight."""
         return 8 * self.delta_bytes / max(1, self.num_elements)
 
     @property
     def bound_bits_per_weight(self) -> float | None:
-        """Of the bound."""
+        """Size of the bound in bits per weight."""
         return None if self.bound_bytes is None else 8 * self.bound_bytes / max(1, self.num_elements)
 
     @property
     def ratio(self) -> float:
-        """Snapshot bytes over delta bytes."""
+        """Compression ratio: snapshot bytes over delta bytes."""
         return self.snapshot_bytes / max(1, self.delta_bytes)
 
     @property
     def share_of_bound(self) -> float | None:
-        """The delta's ratio over the bound's: 1.0 is a coder that knows each old exponent alone; 0: nothing changed."""
+        """Bound over delta size. 1.0: as small as a coder that uses only old exponents; 0: nothing changed."""
         return None if self.bound_bytes is None else self.bound_bytes / max(1, self.delta_bytes)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What it costs from one set of tensors to another."""
+    """The size of a delta from one set of tensors to another."""
 
-    tensors: list[Cost]  # each coded alone, by name
-    deltas: Cost | None  # all that have an old one of their dtype and shape; None: no tensor has
-    wholes: Cost | None  # all others, and what they add to the bytes; None: there are none
+    tensors: list[Cost]  # each encoded alone, sorted by name
+    deltas: Cost | None  # all tensors with an old one of the same dtype and shape; None: there are none
+    full_tensors: Cost | None  # all others, and the bytes they add; None: there are none
     total: Cost
     num_whole: int
 
 
 def measure(old: Mapping[str, Tensor], new: Mapping[str, Tensor], mode: Mode = "best") -> Costs:
-    """The cost of each tensor of `new`, and of all in objects as a file or a channel has them."""
+    """Encode the delta from `old` to `new` and measure it: each tensor alone, and all together in objects as in a file
+    or a channel."""
     pairs = [(new[name], old.get(name)) for name in sorted(new)]
     rows = [_cost(name, *pair, mode) for name, pair in zip(sorted(new), pairs, strict=True)]
     kept = [pair for pair in pairs if not _is_whole(*pair)]
@@ -114,9 +115,9 @@ def _is_whole(new: Tensor, old: Tensor | None) -> bool:
 
 
 def _coded_bytes(pairs: Sequence[tuple[Tensor, Tensor | None]], mode: Mode) -> int:
-    """Of the objects that pairs of new and old make."""
+    """Total size of the objects for pairs of new and old tensors."""
     after, before = [new for new, _ in pairs], [old for _, old in pairs]
-    return sum(len(codec.encode(after[a:b], before[a:b], mode)) for a, b in groups(after))
+    return sum(len(codec.encode(after[a:b], before[a:b], mode)) for a, b in codec.object_spans(after))
 
 
 def _bound(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> float:
@@ -124,7 +125,7 @@ def _bound(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> float:
 
 
 def _weights(tensor: Tensor) -> Codes:
-    """A code for each weight: packed ones apart."""
+    """One code per weight: packed 4-bit codes are unpacked."""
     if tensor.dtype != "f4_e2m1x2":
         return tensor.codes
     return np.concatenate([tensor.codes & np.uint8(15), tensor.codes >> np.uint8(4)])

@@ -1,10 +1,9 @@
-"""Calls the codec's kernels in Rust (`native/`) through ctypes, with the GIL released. Their bytes are those of the
-numpy kernels.
+"""Calls the Rust kernels of the codec (`native/`) through ctypes, with the GIL released. They produce the same bytes as
+the numpy kernels.
 
-The library lies beside this file: wheels contain it, and the package's build puts it there where a Rust toolchain is
-installed. Where it is missing `load` returns None, `why_not` gives the reason, and `NumpyKernels` is used. Only
-addresses are passed, so inputs are not copied. Knows nothing of the format. `native/src/abi.rs` is the Rust side of the
-calls.
+The library is stored beside this file: wheels contain it, and a build of the package compiles it if a Rust toolchain is
+installed. If it is missing, `load` returns None, `why_not` returns the reason, and `NumpyKernels` is used. Only
+addresses are passed, so inputs are not copied. `native/src/abi.rs` is the Rust side of the calls.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from etude.weights.delta.arena import allocate
 from etude.weights.delta.layout import MAX_TILE, Counts, Tile
-from etude.weights.delta.rooms import room
 from etude.weights.delta.streams import damaged
 from etude.weights.tensors import Codes, DType
 
 ABI_VERSION = 4
 LEVELS = ("portable", "avx2", "avx512")
-"""Instruction sets that the kernels may use, the slowest first."""
+"""Instruction sets that the kernels can use, the slowest first."""
 
 _SUFFIX = {"darwin": "dylib", "win32": "dll"}.get(sys.platform, "so")
 LIBRARY = Path(__file__).with_name(f"libetude_native.{_SUFFIX}")
 
-_threads = 0  # `set_threads`
+_threads = 0  # set by `set_threads`
 
 _PIECE = np.dtype([(name, "u8") for name in ("old", "new", "rows", "cols", "stride", "first", "step")])
 _TILE = np.dtype([("first_piece", "u8"), ("num_pieces", "u4"), ("high", "u1"), ("classes", "u1"), ("unused", "u2")])
@@ -58,7 +57,7 @@ class _Request(ctypes.Structure):
     ]
 
 
-class _Summed(ctypes.Structure):
+class _ChecksumRequest(ctypes.Structure):
     _fields_ = [
         ("start", ctypes.c_void_p),
         ("num_bytes", ctypes.c_uint64),
@@ -73,7 +72,7 @@ class _Summed(ctypes.Structure):
     ]
 
 
-class _Wanted(ctypes.Structure):
+class _ListOutput(ctypes.Structure):
     _fields_ = [
         ("counts", ctypes.c_void_p),
         ("places", ctypes.c_void_p),
@@ -83,16 +82,16 @@ class _Wanted(ctypes.Structure):
     ]
 
 
-class _Refusal(ctypes.Structure):
+class _DecodeError(ctypes.Structure):
     _fields_ = [("tile", ctypes.c_uint64), ("why", ctypes.c_char * 64)]
 
 
 class NativeKernels:
     """`layout.Kernels` in Rust. Thread-safe.
 
-    `threads`: number of threads that tiles are spread over; None: as `set_threads` says.
-    `level`: one of `LEVELS`; None: the fastest of this machine. Raises `OSError` where the library is missing or of
-    another version, `ValueError` for a level that this machine lacks.
+    `threads`: number of threads that share the tiles; None: the number of `set_threads`. `level`: one of `LEVELS`;
+    None: the fastest that this machine has. Raises `OSError` if the library is missing or of another version,
+    `ValueError` for a level that this machine lacks.
     """
 
     def __init__(self, threads: int | None = None, level: str | None = None, library: Path = LIBRARY) -> None:
@@ -110,7 +109,7 @@ class NativeKernels:
 
     @property
     def threads(self) -> int:
-        """Over which tiles are spread, at most."""
+        """Maximum number of threads."""
         return self._threads or _threads or self._cores
 
     def sample(self, old: Codes, new: Codes, kind: DType, stride: int) -> tuple[Counts, Counts]:
@@ -126,9 +125,9 @@ class NativeKernels:
     def encode(self, kind: DType, tiles: Sequence[Tile], old: Sequence[Codes], new: Sequence[Codes]) -> list[bytes]:
         if not tiles:
             return []
-        asked = _Asked(self, kind, tiles, old, new)
+        request = _RequestTables(self, kind, tiles, old, new)
         sizes = np.zeros(len(tiles), np.uint64)
-        made = self._library.etude_encode(asked.reference, sizes.ctypes.data)
+        made = self._library.etude_encode(request.reference, sizes.ctypes.data)
         assert made, "a request that the native kernels do not take"
         coded = np.empty(int(sizes.sum()), np.uint8)
         self._library.etude_encoded_take(made, coded.ctypes.data)
@@ -140,23 +139,24 @@ class NativeKernels:
     ) -> list[tuple[npt.NDArray[np.uint32], Codes]]:
         if not tiles:
             return []
-        lists = self._list(_Asked(self, kind, tiles, old, old), kind, payloads, summed=False)
+        lists = self._list(_RequestTables(self, kind, tiles, old, old), kind, payloads, summed=False)
         ends = np.cumsum(lists.counts)[:-1].astype(np.intp)
         return list(zip(np.split(lists.places, ends), np.split(lists.items, ends), strict=True))
 
     def changes_of_tensors(
         self, kind: DType, tiles: Sequence[Tile], old: Sequence[Codes], payloads: Sequence[memoryview]
     ) -> Iterator[tuple[int, npt.NDArray[np.uint32], Codes, tuple[int, ...]]]:
-        """For each tensor that the tiles are of: its number, the places in it that change, the new items there, and the
-        sums of `sums` before and after. The old items are read once, and nothing is copied.
+        """Decode complete tensors to lists of changes, with checksums. Yields per tensor: its number, the positions
+        that change, the new items there, and the four sums of `sums` before and after. Reads the old items once and
+        copies nothing.
 
-        `tiles`: all of these tensors, in their layout's order; an empty payload says that nothing changes in a tile.
-        Places rise inside of a tile. Tensors have at most 2^32 items, which are their codes. Raises `WeightsError` for
-        bytes that no writer made.
+        `tiles`: all tiles of these tensors, in the order of their layout; an empty payload means that nothing changes
+        in the tile. Positions ascend within a tile. Each tensor has one item per code and at most 2^32 items. Raises
+        `WeightsError` for bytes that no encoder wrote.
         """
         if not tiles:
             return
-        lists = self._list(_Asked(self, kind, tiles, old, old, in_tensors=True), kind, payloads, summed=True)
+        lists = self._list(_RequestTables(self, kind, tiles, old, old, in_tensors=True), kind, payloads, summed=True)
         numbers = np.array([piece.tensor for tile in tiles for piece in tile.pieces])
         firsts = np.flatnonzero(np.diff(numbers, prepend=-1))
         ends = np.cumsum(np.add.reduceat(lists.found["count"], firsts)).tolist()
@@ -164,24 +164,24 @@ class NativeKernels:
         for number, start, stop, four in zip(numbers[firsts].tolist(), [0, *ends], ends, sums, strict=False):
             yield number, lists.places[start:stop], lists.items[start:stop], tuple(four)
 
-    def _list(self, asked: _Asked, kind: DType, payloads: Sequence[memoryview], *, summed: bool) -> _Lists:
-        told, refusal = _Told(payloads), _Refusal()
+    def _list(self, request: _RequestTables, kind: DType, payloads: Sequence[memoryview], *, summed: bool) -> _Lists:
+        payload_table, error = _PayloadTable(payloads), _DecodeError()
         counts = np.zeros(len(payloads), np.uint64)
         refused = self._library.etude_count(
-            asked.reference, told.table.ctypes.data, counts.ctypes.data, ctypes.byref(refusal)
+            request.reference, payload_table.table.ctypes.data, counts.ctypes.data, ctypes.byref(error)
         )
         if not refused:
             total = int(counts.sum())
-            found = np.zeros(asked.num_pieces, _FOUND)
-            lists = _Lists(counts, room(total, np.dtype(np.uint32)), room(total, kind.items), found)
-            wanted = _Wanted(
+            found = np.zeros(request.num_pieces, _FOUND)
+            lists = _Lists(counts, allocate(total, np.dtype(np.uint32)), allocate(total, kind.items), found)
+            output = _ListOutput(
                 counts.ctypes.data, lists.places.ctypes.data, lists.items.ctypes.data, found.ctypes.data, summed
             )
             refused = self._library.etude_list(
-                asked.reference, told.table.ctypes.data, ctypes.byref(wanted), ctypes.byref(refusal)
+                request.reference, payload_table.table.ctypes.data, ctypes.byref(output), ctypes.byref(error)
             )
         if refused:
-            raise damaged(f"tile {refusal.tile}: {refusal.why.decode()}")
+            raise damaged(f"tile {error.tile}: {error.why.decode()}")
         return lists
 
     def apply(
@@ -192,24 +192,30 @@ class NativeKernels:
         new: Sequence[Codes],
         payloads: Sequence[memoryview],
     ) -> None:
-        """Decode the changes and write them into `new`, which holds the old items or *is* `old`, without making a list
-        of them.
+        """Decode the changes and write them into `new`, which contains the old items or *is* `old`. Creates no list of
+        changes.
 
-        Raises `WeightsError` for bytes that no encoder wrote; then `new` is partly written, so never pass live weights.
+        Raises `WeightsError` for bytes that no encoder wrote; `new` is then partly written, so never pass live weights.
         """
         for items in new:
             assert items.flags.writeable
-        asked, told, refusal = _Asked(self, kind, tiles, old, new), _Told(payloads), _Refusal()
-        if self._library.etude_apply(asked.reference, told.table.ctypes.data, ctypes.byref(refusal)):
-            raise damaged(f"tile {refusal.tile}: {refusal.why.decode()}")
+        request, payload_table, error = (
+            _RequestTables(self, kind, tiles, old, new),
+            _PayloadTable(payloads),
+            _DecodeError(),
+        )
+        if self._library.etude_apply(request.reference, payload_table.table.ctypes.data, ctypes.byref(error)):
+            raise damaged(f"tile {error.tile}: {error.why.decode()}")
 
     def scatter(
         self, rows: Sequence[tuple[npt.NDArray[Any], npt.NDArray[np.uint32], npt.NDArray[Any]]], *, threads: int = 1
     ) -> Callable[[], None]:
-        """Return a function that writes, for each row (memory, places, codes), the codes to these places of the flat
-        memory, in `threads` threads. It can be called repeatedly. In several threads no two rows may be of one memory.
+        """Create a function that writes, for each row (memory, positions, codes), the codes to these positions of the
+        flat memory, with `threads` threads. It can be called repeatedly. With several threads, no two rows may refer to
+        the same memory.
 
-        All checks are made here: raises `ValueError` for arrays that do not fit or a place outside of the memory.
+        All checks are made here: raises `ValueError` for arrays that do not fit together or a position that is out of
+        range.
         """
         for memory, places, codes in rows:
             flat = all(
@@ -219,7 +225,7 @@ class NativeKernels:
             if not (flat and same and memory.flags.writeable):
                 raise ValueError(f"{codes.dtype} {codes.shape} do not fit {places.dtype} places of {memory.dtype}")
             if len(places) and int(places.max()) >= len(memory):
-                raise ValueError(f"place {places.max()} lies outside of {len(memory)}")
+                raise ValueError(f"position {places.max()} is outside of {len(memory)}")
         table = np.array(
             [(m.ctypes.data, m.size, p.ctypes.data, c.ctypes.data, c.size, c.itemsize) for m, p, c in rows], _SCATTER
         )
@@ -238,21 +244,22 @@ class NativeKernels:
         changes: tuple[npt.NDArray[np.uint32], Codes] | None = None,
         first_block: int = 0,
     ) -> tuple[int, ...]:
-        """Four numbers: the two sums of `checksums` for the old codes, then the two for the new ones: `new`, or `old`
-        with `changes` (ascending places, codes) applied. `first_block`: the number of the first block of `old`, where
-        it is a part of a tensor. Raises `ValueError` for places that do not ascend or lie outside."""
+        """The checksum sums of codes before and after a change, as four numbers: two of `old`, then two of the new
+        codes. The new codes are `new`, or `old` with `changes` (ascending positions, codes) applied. `first_block`: the
+        number of the first block of `old`, if it is a part of a tensor. Raises `ValueError` for positions that do not
+        ascend or are out of range."""
         _aligned(old, *(() if new is None else (new,)))
         places, codes = changes or (np.empty(0, np.uint32), np.empty(0, old.dtype))
         if (new is not None and new.nbytes != old.nbytes) or codes.dtype != old.dtype or places.dtype != np.uint32:
             raise ValueError(f"{codes.dtype} codes at {places.dtype} places do not fit into {old.dtype} codes")
         places, codes = np.ascontiguousarray(places), np.ascontiguousarray(codes)
-        asked = _Summed(
+        request = _ChecksumRequest(
             old.ctypes.data, old.nbytes, None if new is None else new.ctypes.data,
             places.ctypes.data, codes.ctypes.data, places.size, old.itemsize, first_block, self.threads, self._level,
         )  # fmt: skip
         found = np.zeros(4, np.uint64)
-        if places.size != codes.size or self._library.etude_checksum(ctypes.byref(asked), found.ctypes.data):
-            raise ValueError(f"places do not rise, or lie outside of {old.size}")
+        if places.size != codes.size or self._library.etude_checksum(ctypes.byref(request), found.ctypes.data):
+            raise ValueError(f"positions do not ascend, or are outside of {old.size}")
         return tuple(found.tolist())
 
     def count_changed(self, old: Codes, new: Codes) -> int:
@@ -263,9 +270,10 @@ class NativeKernels:
 
 
 def set_threads(count: int) -> None:
-    """Set the number of threads of this process's kernels, for their next call on; 0: the number of cores it may use.
+    """Set the number of threads of this process's kernels; 0: the number of cores that it may use. Takes effect at the
+    next call.
 
-    Kernels that were made with a number of their own keep it.
+    Kernels that were created with a fixed number keep it.
     """
     global _threads
     _threads = count
@@ -273,24 +281,25 @@ def set_threads(count: int) -> None:
 
 @cache
 def load() -> NativeKernels | None:
-    """The native kernels of this process; None where they cannot be loaded (`why_not` gives the reason)."""
+    """The native kernels; None if they cannot be loaded (`why_not` returns the reason)."""
     return None if why_not() else NativeKernels()
 
 
 @cache
 def why_not() -> str:
-    """Why the native kernels cannot be loaded here, as a sentence; empty where they can."""
+    """The reason why the native kernels cannot be loaded; empty if they can."""
     try:
         _open(LIBRARY)
     except OSError as error:
-        return f"no native kernels ({error}): numpy is used, with the same bytes and some 20 times slower"
+        return f"no native kernels ({error}): numpy is used, about 20 times slower, with the same results"
     return ""
 
 
-class _Asked:
-    """The arguments of a call, and the tables that they point to, which must outlive the call.
+class _RequestTables:
+    """The arguments of a call and the tables that they point to. The object must outlive the call.
 
-    `in_tensors`: places of changes count in their tensor, else in their tile."""
+    `in_tensors`: positions of changes are relative to the tensor, else to the tile.
+    """
 
     def __init__(
         self,
@@ -312,7 +321,7 @@ class _Asked:
                 of, start, stride = piece.tensor, piece.start, piece.stride
                 end = start + (piece.rows - 1) * stride + piece.cols if piece.size else start
                 if not 0 <= start <= end <= min(old[of].size, new[of].size) or piece.size > MAX_TILE:
-                    raise ValueError(f"a piece from {start} to {end} lies outside of tensor {of}, or is too large")
+                    raise ValueError(f"a piece from {start} to {end} is outside of tensor {of}, or is too large")
                 first = (start, stride) if in_tensors else (base, piece.cols)
                 memory = (addresses[of] + start * width for addresses in starts)
                 rows.append((*memory, piece.rows, piece.cols, stride, *first))
@@ -334,8 +343,8 @@ class _Asked:
         return self._pieces.size
 
 
-class _Told:
-    """The table of payloads, and the bytes that it points to."""
+class _PayloadTable:
+    """The table of payloads. Keeps the bytes alive that it points to."""
 
     def __init__(self, payloads: Sequence[memoryview]) -> None:
         self._held = [np.frombuffer(payload, np.uint8) for payload in payloads]
@@ -346,7 +355,7 @@ class _Told:
 class _Lists:
     """Changes, tile after tile."""
 
-    counts: npt.NDArray[np.uint64]  # [tiles] changes of each
+    counts: npt.NDArray[np.uint64]  # [tiles] number of changes
     places: npt.NDArray[np.uint32]
     items: Codes
     found: npt.NDArray[Any]  # [pieces] of `_FOUND`
@@ -366,14 +375,14 @@ def _aligned(*arrays: Codes) -> None:
 
 
 def _open(path: Path) -> Any:
-    """Load the library and declare its functions' signatures. Raises `OSError`."""
+    """Load the library and declare the signatures of its functions. Raises `OSError`."""
     library = ctypes.CDLL(str(path))
     try:
         version = library.etude_abi_version()
     except AttributeError:
         version = None
     if version != ABI_VERSION:
-        raise OSError(f"{path.name} has interface {version}, not {ABI_VERSION}: build it again")
+        raise OSError(f"{path.name} has interface {version}, not {ABI_VERSION}: rebuild it")
     pointer, count = ctypes.c_void_p, ctypes.c_uint64
     for name, result, arguments in (
         ("etude_best_level", ctypes.c_uint32, ()),

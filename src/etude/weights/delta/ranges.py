@@ -1,8 +1,8 @@
-"""A part of a delta by range reads: what a rank of a sharded engine fetches of an object in a store.
+"""Decodes a part of a delta object by range reads: for example the rows that one rank of a sharded engine needs.
 
-Given the header, which whoever fetched it has proven, it fetches the pages that hold the tiles of some rows and columns
-of a tensor; each page is proven by its digest in the header. The old tensors must be at hand whole: a tile is coded by
-the exponents of the old codes in all of it.
+The caller supplies the verified header. This module fetches only the pages that contain the needed tiles, and verifies
+each page by its digest in the header. The full old tensors must be available: a tile is coded by the exponents of all
+of its old codes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from etude.errors import WeightsError
-from etude.weights.delta import wholes
+from etude.weights.delta import streams
 from etude.weights.delta.changes import Changes, Found, narrow, of_items
 from etude.weights.delta.codec import KERNELS, for_kernels
 from etude.weights.delta.layout import (
@@ -31,13 +31,13 @@ from etude.weights.delta.tiles import scattered
 from etude.weights.tensors import DTYPES, Codes, Spec, Tensor, to_items
 
 Read = Callable[[int, int], bytes]
-"""So many bytes of the object from an offset: (offset, count)."""
+"""Reads bytes of the object: (offset, count) -> bytes."""
 
 
 class Parts:
-    """The parts of one object, whose `header` is believed: it says where everything is, and proves it.
+    """Reads parts of one delta object. `header`: its verified header; `specs`: the specs of its tensors.
 
-    Raises `WeightsError` for bytes no writer wrote for these specs, and what `read` raises.
+    Raises `WeightsError` for bytes that no encoder wrote for these specs, and whatever `read` raises.
     """
 
     def __init__(self, read: Read, header: bytes, specs: Sequence[Spec], *, kernels: Kernels = KERNELS) -> None:
@@ -48,19 +48,20 @@ class Parts:
         self._pages = np.array([start for start, _ in page_bounds(self._header.offsets)], np.int64)
 
     def needs_old(self, tensor: int) -> frozenset[int]:
-        """The tensors whose old codes make a tensor's new ones: itself and those that share its tile; none where it
-        goes in whole."""
+        """The tensors whose old codes are needed to decode a tensor: itself and those that share its tile; none if it
+        is stored in full."""
         form = self._header.layout.forms[tensor]
         if form in (SAME, WHOLE):
             return frozenset({tensor} if form == SAME else ())
         return frozenset({tensor, *(piece.tensor for _, tile in self._over(tensor) for piece in tile.pieces)})
 
     def tensors(self, wanted: Sequence[int], old: Sequence[Tensor | None]) -> dict[int, Tensor]:
-        """Some of the new tensors, by their numbers; no page is fetched twice. `old` as for `changes`."""
+        """Decode some of the new tensors, by their numbers. Fetches no page twice. `old`: the old tensors, one per
+        spec."""
         layout = self._header.layout
         over = {i: self._over(i) for i in wanted if layout.forms[i] not in (SAME, WHOLE)}
         numbers = {number for tiles in over.values() for number, _ in tiles}
-        numbers |= {n for i in wanted if layout.forms[i] == WHOLE for n, _, _ in layout.wholes(i)}
+        numbers |= {n for i in wanted if layout.forms[i] == WHOLE for n, _, _ in layout.full_tiles(i)}
         payloads = self._fetch(sorted(numbers))
         return {i: self._tensor(i, old, over.get(i, []), payloads) for i in wanted}
 
@@ -75,8 +76,8 @@ class Parts:
         spec, before, form = self._specs[i], old[i], self._header.layout.forms[i]
         if form == WHOLE:
             codes = np.empty(spec.size, DTYPES[spec.dtype].codes)
-            for number, first, last in self._header.layout.wholes(i):
-                wholes.read(payloads[number], codes[first:last])
+            for number, first, last in self._header.layout.full_tiles(i):
+                streams.decode_planes(payloads[number], codes[first:last])
             return Tensor(spec.dtype, spec.shape, codes)
         if before is None or before.spec != spec:
             raise damaged("a tensor refers to an old one that is not held")
@@ -91,10 +92,12 @@ class Parts:
     def changes(
         self, tensor: int, old: Sequence[Tensor | None], *, rows: range | None = None, cols: range | None = None
     ) -> Changes:
-        """What changes in some rows and columns of a tensor (all dimensions but the last are rows); None: in all.
+        """Decode what changes in some rows and columns of a tensor (all dimensions but the last are rows); None: all of
+        them.
 
-        Positions are those of the whole tensor. Of a tensor that goes in whole, every element of the part. `old` is
-        what the object applies to, for every spec; only the asked tensor's and those that share its tile are looked at.
+        Positions are relative to the complete tensor. For a tensor that is stored in full, the result has every element
+        of the part. `old`: the old tensors, one per spec; only the requested tensor and those that share its tile are
+        read. Raises `WeightsError`.
         """
         spec, form = self._specs[tensor], self._header.layout.forms[tensor]
         parts, (num_rows, num_cols) = DTYPES[spec.dtype].parts, table_of(spec)
@@ -129,7 +132,7 @@ class Parts:
         over: Sequence[tuple[int, Tile]],
         payloads: Mapping[int, memoryview],
     ) -> tuple[list[Found], Codes]:
-        """What tiles say of a tensor's items, and its old items."""
+        """The changed items of a tensor according to its tiles, and its old items."""
         kind = DTYPES[self._specs[tensor].dtype]
         numbered = [(number, tile) for number, tile in over if number in payloads]
         tiles = [tile for _, tile in numbered]
@@ -144,13 +147,13 @@ class Parts:
     def _of_whole(self, tensor: int, rows: range, cols: range) -> Changes:
         width = max(1, table_of(self._specs[tensor])[1] // DTYPES[self._specs[tensor].dtype].parts)
         start, stop = rows.start * width, rows.stop * width
-        covering = [t for t in self._header.layout.wholes(tensor) if t[1] < stop and t[2] > start]
+        covering = [t for t in self._header.layout.full_tiles(tensor) if t[1] < stop and t[2] > start]
         payloads = self._fetch([number for number, _, _ in covering])
         codes: npt.NDArray[np.unsignedinteger[npt.NBitBase]] = np.empty(
             covering[-1][2] - covering[0][1] if covering else 0, DTYPES[self._specs[tensor].dtype].codes
         )
         for number, first, last in covering:
-            wholes.read(payloads[number], codes[first - covering[0][1] : last - covering[0][1]])
+            streams.decode_planes(payloads[number], codes[first - covering[0][1] : last - covering[0][1]])
         positions = (np.arange(rows.start, rows.stop)[:, None] * width + np.arange(cols.start, cols.stop)).reshape(-1)
         found = codes[positions - (covering[0][1] if covering else 0)]
         return Changes(narrow(positions, self._specs[tensor].size), found)
@@ -162,7 +165,7 @@ class Parts:
         return to_items(known.codes, DTYPES[spec.dtype])
 
     def _fetch(self, numbers: Sequence[int]) -> dict[int, memoryview]:
-        """The bytes of those tiles that have any, by number; pages that follow each other in one read."""
+        """Fetch the payloads of the tiles that have any, by number; consecutive pages in one read."""
         offsets = self._header.offsets
         wanted = [number for number in numbers if offsets[number] < offsets[number + 1]]
         page_of = np.searchsorted(self._pages, offsets[wanted], side="right") - 1

@@ -1,12 +1,13 @@
-"""The bytes that fields are made of: varints, blocks, and numbers as unary and low bits.
+"""The primitives that a delta consists of: varints, compressed blocks, Rice codes, byte planes.
 
-A geometric number is within 3 % of its entropy in a Rice code without any table; bytes of unlike chances go through
-zstd's Huffman stage. `docs/formats/delta.md` has every field. Readers take any bytes: they raise `WeightsError`, and
+A Rice code is within 3 % of the entropy of a geometric distribution and needs no table. Skewed bytes go through zstd's
+Huffman stage. `docs/formats/delta.md` defines every field. Readers accept any bytes: they raise `WeightsError`, and
 need memory in proportion to the number of items that the caller expects. Knows nothing of tensors.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy.typing as npt
 import zstandard
 
 from etude.errors import WeightsError
+from etude.weights.tensors import Codes
 
 Bytes = npt.NDArray[np.uint8]
 Flags = npt.NDArray[np.bool_]
@@ -21,20 +23,22 @@ Numbers = npt.NDArray[np.uint32]
 Longs = npt.NDArray[np.int64]
 
 LONGEST_RUN = 24
-"""Zeros of a unary number, at most; so many mean that the quotient is among the escapes."""
+"""Maximum run of zeros of a unary number. A run of this length means that the quotient is stored among the escapes."""
 
-_HUFFMAN = zstandard.ZstdCompressionParameters(  # matches in such bytes are accidents: the entropy stage is wanted
-    strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, chain_log=6, window_log=18, write_content_size=True
+_HUFFMAN = (
+    zstandard.ZstdCompressionParameters(  # only the entropy stage is useful: matches in such bytes are accidental
+        strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, chain_log=6, window_log=18, write_content_size=True
+    )
 )
 
 
 def damaged(what: str) -> WeightsError:
-    """The error of every reader here: the bytes are not a delta that a writer made."""
-    return WeightsError("delta is damaged", what, hint="fetch it again; the follower heals from the nearest anchor")
+    """Create the error for bytes that no encoder wrote."""
+    return WeightsError("delta is damaged", what, hint="fetch it again; a follower uses the nearest anchor instead")
 
 
 def varint(value: int) -> bytes:
-    """LEB128: seven bits a byte, lowest first.
+    """Encode an integer as LEB128: seven bits per byte, lowest first.
 
     >>> varint(300).hex()
     'ac02'
@@ -48,43 +52,43 @@ def varint(value: int) -> bytes:
 
 
 def compress(raw: bytes | memoryview) -> bytes:
-    """A zstd frame that states its content's size."""
+    """Compress to a zstd frame that states the size of its content."""
     return zstandard.ZstdCompressor(compression_params=_HUFFMAN).compress(raw)
 
 
 def decompress(frame: memoryview, *, limit: int) -> bytes:
-    """A frame's content. Raises `WeightsError` before opening a frame whose content is longer than `limit`."""
+    """Decompress a frame. Raises `WeightsError`, for a content longer than `limit` before decompressing it."""
     try:
         size = zstandard.get_frame_parameters(frame).content_size
         if not 0 <= size <= limit:
             raise damaged(f"a frame's content is over its limit of {limit} bytes")
         raw = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise damaged(f"a block is no zstd frame: {error}") from None
+        raise damaged(f"a block is not a zstd frame: {error}") from None
     if len(raw) != size:
-        raise damaged("a frame's content is shorter than it says")
+        raise damaged("a frame's content is shorter than stated")
     return raw
 
 
 def block(raw: Bytes) -> bytes:
-    """Bytes of a length the reader knows: a zstd frame where that is shorter, else as they are."""
+    """Encode bytes whose length the reader knows: as a zstd frame if that is shorter, else raw."""
     frame = compress(raw.data) if raw.size > 16 else b""
     return varint(len(frame)) + frame if frame and len(frame) < raw.size else varint(0) + raw.tobytes()
 
 
 class Reader:
-    """Takes fields from the front of a buffer, never past its end. Raises `WeightsError`."""
+    """Takes fields from the front of a buffer; never reads past the end. Raises `WeightsError`."""
 
     def __init__(self, data: bytes | memoryview) -> None:
         self._data, self._at = memoryview(data), 0
 
     @property
     def left(self) -> int:
-        """Bytes that were not taken yet."""
+        """Number of bytes that were not taken yet."""
         return len(self._data) - self._at
 
     def end(self) -> None:
-        """Raises where bytes are left over."""
+        """Raise `WeightsError` if bytes are left over."""
         if self.left:
             raise damaged(f"{self.left} bytes too many")
 
@@ -121,41 +125,41 @@ class Reader:
         return np.frombuffer(raw, np.uint8)
 
     def bits(self, count: int) -> Flags:
-        """[count] flags: the first is the lowest bit of the first byte."""
+        """[count] flags; the first is the lowest bit of the first byte."""
         packed = np.frombuffer(self.take((count + 7) // 8), np.uint8)
         return np.unpackbits(packed, count=count, bitorder="little").view(np.bool_)
 
     def low_bits(self, counts: Longs, widths: Longs) -> tuple[Longs, Longs]:
-        """The low bits of all numbers, each group having so many of so many bits; and how many bits each number has."""
+        """Decode the output of `low_bits`. Returns the low bits of each number, and the number of bits of each."""
         packed = self.take((int((counts * widths).sum()) + 7) // 8)
         width = np.repeat(widths, counts)
         at = np.cumsum(width)
         at -= width
         padded = np.zeros(len(packed) + 8, np.uint8)
         padded[: len(packed)] = packed
-        low: Longs = np.ndarray((padded.size - 7,), "<i8", padded, 0, (1,))[at >> 3]  # one that starts at each byte
+        low: Longs = np.ndarray((padded.size - 7,), "<i8", padded, 0, (1,))[at >> 3]  # a 64-bit window at every byte
         at &= 7
         low >>= at
         low &= np.repeat((1 << widths) - 1, counts)
         return low, width
 
     def words(self, count: int) -> Longs:
-        """[count] integers of 32 bits."""
+        """[count] 32-bit integers."""
         return np.frombuffer(self.take(4 * count), "<u4").astype(np.int64)
 
 
 def bits(flags: npt.NDArray[Any]) -> bytes:
-    """Flags (bool, or 0 and 1), eight a byte, the first in the lowest bit."""
+    """Pack flags (bool, or 0 and 1) into bytes, the first in the lowest bit."""
     return np.packbits(flags, bitorder="little").tobytes()
 
 
 def words(values: Numbers) -> bytes:
-    """Integers of 32 bits."""
+    """Encode 32-bit integers."""
     return values.astype("<u4").tobytes()
 
 
 def gaps(places: Longs) -> Longs:
-    """What lies before each place, since the one before it.
+    """The number of places between each place and the one before it.
 
     >>> gaps(np.array([0, 3, 4])).tolist()
     [0, 2, 0]
@@ -166,7 +170,7 @@ def gaps(places: Longs) -> Longs:
 
 
 def unary(quotients: Numbers) -> Flags:
-    """[sum of quotients + count] for each quotient so many zeros, at most `LONGEST_RUN`, and a one."""
+    """Encode quotients in unary, as flags: for each, that many zeros (at most `LONGEST_RUN`) and a one."""
     ones = np.minimum(quotients, LONGEST_RUN).astype(np.int64)
     ones += 1
     np.cumsum(ones, out=ones)
@@ -177,7 +181,7 @@ def unary(quotients: Numbers) -> Flags:
 
 
 def runs(flags: Flags, count: int) -> Longs:
-    """Inverse of `unary`, escapes left in."""
+    """Inverse of `unary`. Escaped quotients are returned as `LONGEST_RUN`. Raises `WeightsError`."""
     ends = np.flatnonzero(flags)
     if ends.size != count or flags.size != (ends[-1] + 1 if count else 0):
         raise damaged(f"{ends.size} numbers where {count} are expected")
@@ -188,7 +192,7 @@ def runs(flags: Flags, count: int) -> Longs:
 
 
 def low_bits(values: Numbers, counts: Longs, widths: Longs) -> bytes:
-    """The low bits of all numbers, each group having so many of so many bits: number after number, the lowest first."""
+    """Encode the low bits of numbers. Group i has `counts[i]` numbers of `widths[i]` bits each. Lowest bit first."""
     parts, start = [np.empty(0, np.uint8)], 0
     for count, width in zip(counts.tolist(), widths.tolist(), strict=True):
         if count and width:
@@ -197,3 +201,19 @@ def low_bits(values: Numbers, counts: Longs, widths: Longs) -> bytes:
             parts.append(np.unpackbits(octets, bitorder="little").reshape(-1, word)[:, :width].reshape(-1))
         start += count
     return bits(np.concatenate(parts))
+
+
+def encode_planes(codes: Codes) -> bytes:
+    """Encode codes as byte planes: one block for each byte of the code's width, the lowest byte first."""
+    octets = np.ascontiguousarray(codes, dtype=codes.dtype.newbyteorder("<")).view(np.uint8)
+    width = codes.dtype.itemsize
+    return b"".join(block(np.ascontiguousarray(octets[plane::width])) for plane in range(width))
+
+
+def decode_planes(data: memoryview, out: npt.NDArray[Any]) -> None:
+    """Decode the output of `encode_planes` into `out`, which has the right size and dtype. Raises `WeightsError`."""
+    reader = Reader(data)
+    octets = out.view(np.uint8).reshape(out.size, -1)
+    for plane in range(octets.shape[1]) if sys.byteorder == "little" else reversed(range(octets.shape[1])):
+        octets[:, plane] = reader.block(out.size)
+    reader.end()

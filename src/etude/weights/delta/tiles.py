@@ -1,8 +1,9 @@
-"""The kernels in numpy: a tile of items to its coded bytes, and those bytes to a list of changes.
+"""The numpy kernels: encode a tile of items, and decode it to a list of changes.
 
-They serve where the native kernels are not, and check them: both make the same bytes. Items are put in order of their
-class, so that each class is one range and a pass over the tile is a pass over all classes; a list (which items changed,
-which steps are long) is a Rice number for each gap. `docs/formats/delta.md` has every field and its reason.
+They are used where the native kernels are not available, and to test them: both produce the same bytes. Items are
+sorted by class, so that each class is one range and one pass over the tile handles all classes. A list (which items
+changed, which steps are long) is coded as a Rice number for each gap. `docs/formats/delta.md` defines every field and
+gives the reasons.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ import numpy as np
 
 from etude.weights.delta import streams
 from etude.weights.delta.layout import Counts, Piece, Tile
-from etude.weights.delta.steps import exponents, step_from, steps_between
 from etude.weights.delta.streams import Flags, Longs, Numbers, Reader, damaged
+from etude.weights.delta.ulp_steps import exponents, step_from, steps_between
 from etude.weights.tensors import Codes, DType
 
 CODED, RAW = 1, 2
-"""Modes of a tile as kernels take them; a raw one is its new items."""
+"""Modes of a tile that kernels handle: coded changes, or its raw new items."""
 
-_INVERTED = 32  # beside the Rice parameter of the gaps
+_INVERTED = 32  # a flag beside the Rice parameter of the gaps
 _MOST_LOW_BITS = 31
-_SAMPLE = 1024  # sizes of a class, from the first, that its parameter is chosen by
+_SAMPLE = 1024  # number of values of a class that its parameter is chosen by
 
 
 class NumpyKernels:
-    """`layout.Kernels` without any native code."""
+    """`layout.Kernels` in numpy."""
 
     def sample(self, old: Codes, new: Codes, kind: DType, stride: int) -> tuple[Counts, Counts]:
         if stride > 1:
@@ -60,13 +61,13 @@ class NumpyKernels:
 
 
 def gather(tile: Tile, arrays: Sequence[Codes]) -> Codes:
-    """A tile's items, in its order; a view where they are one range."""
+    """A tile's items, in order. A view if they are one range."""
     parts = [_rectangle(piece, arrays[piece.tensor]) for piece in tile.pieces]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def rice_parameter(universe: int, listed: int) -> int:
-    """The low bits of gaps between `listed` of `universe` items: about log2 of the median gap.
+    """The Rice parameter for the gaps between `listed` of `universe` items: about log2 of the median gap.
 
     >>> [rice_parameter(1000, n) for n in (0, 1, 100, 500, 1000)]
     [0, 9, 2, 0, 0]
@@ -77,8 +78,10 @@ def rice_parameter(universe: int, listed: int) -> int:
 
 
 def size_parameters(values: Numbers, counts: Longs) -> Longs:
-    """The low bits of each class's step sizes, which follow each other: about log2 of their mean, or fewer where a few
-    long ones raised that. Decided by the first `_SAMPLE` of a class.
+    """The Rice parameter for the step sizes of each class: about log2 of their mean, or less if a few large values
+    raised the mean. Uses the first `_SAMPLE` values of a class.
+
+    `values`: the sizes, class after class; `counts`: the number of values of each class.
 
     >>> size_parameters(np.array([0, 1, 5, 9] + [3] * 99 + [30000], np.uint32), np.array([2, 2, 0, 100])).tolist()
     [0, 2, 0, 1]
@@ -101,19 +104,19 @@ def size_parameters(values: Numbers, counts: Longs) -> Longs:
 
 
 def _rice_bits(values: Longs, counts: Longs, low: Longs) -> Longs:
-    """Bits of each group's Rice code, but for the one that every number ends its quotient with."""
+    """Bits of each group's Rice code, without the final one-bit of each quotient."""
     quotients = values >> np.repeat(low, counts)
     quotients[quotients >= streams.LONGEST_RUN] = streams.LONGEST_RUN + 32
     return low * counts + _sums(quotients, counts)
 
 
 def _sums(values: Longs, counts: Longs) -> Longs:
-    """The sum of each group, of which none is empty."""
+    """The sum of each group. No group is empty."""
     return np.add.reduceat(values, _starts(counts)) if counts.size else counts
 
 
 def scattered(tile: Tile, places: Numbers, items: Codes) -> Iterator[tuple[int, Longs, Codes]]:
-    """For each tensor of a tile where in it the items are that change, and what they become."""
+    """For each tensor of a tile: its number, the positions in the tensor that change, and the new items there."""
     ends = np.cumsum([0, *(piece.size for piece in tile.pieces)])
     splits = np.searchsorted(places, ends).tolist()
     for piece, base, (first, last) in zip(tile.pieces, ends.tolist(), itertools.pairwise(splits), strict=False):
@@ -136,7 +139,7 @@ def _rectangle(piece: Piece, items: Codes) -> Codes:
 
 @dataclass
 class _Classes:
-    """What the headers of a tile's classes say. [classes] each."""
+    """The header fields of a tile's classes; arrays of shape [classes]."""
 
     items: Longs
     changed: Longs
@@ -147,7 +150,7 @@ class _Classes:
 
     @classmethod
     def of(cls, items: Longs) -> _Classes:
-        """Classes of so many items in which nothing changes."""
+        """Classes of these sizes, without changes."""
         zeros = np.zeros((4, items.size), np.int64)
         return cls(items, zeros[0], zeros[1], np.zeros(items.size, np.bool_), zeros[2], zeros[3])
 
@@ -158,18 +161,18 @@ class _Classes:
 
     @property
     def long(self) -> _Lists:
-        """Which of the changed items are exceptions."""
+        """Which of the changed items are exceptions (steps longer than 1)."""
         others = 2 * self.exceptions > self.changed
         return _Lists(self.changed, np.where(others, self.changed - self.exceptions, self.exceptions), others)
 
 
 @dataclass(frozen=True)
 class _Lists:
-    """A subset of each of some ranges that follow each other, told by the gaps in a list. [ranges] each."""
+    """A subset of each of several consecutive ranges, coded by the gaps of a list; arrays of shape [ranges]."""
 
     items: Longs
     listed: Longs
-    inverted: Flags  # the list names the items that are not in the subset
+    inverted: Flags  # the list contains the items that are not in the subset
 
     @property
     def low_bits(self) -> Longs:
@@ -178,7 +181,7 @@ class _Lists:
         return np.array([rice_parameter(items, listed) for items, listed in pairs])
 
     def gaps(self, places: Longs) -> Numbers:
-        """The gaps of all lists, `places` being the subset."""
+        """The gaps of all lists. `places`: the subset."""
         starts = _starts(self.items)
         if self.inverted.any():
             flags = np.repeat(self.inverted, self.items)
@@ -191,7 +194,7 @@ class _Lists:
         return gaps.astype(np.uint32)
 
     def places(self, gaps: Longs) -> Longs:
-        """Inverse of `gaps`: where the items of the subset are. Raises `WeightsError`."""
+        """The subset, from the gaps. Inverse of `gaps`. Raises `WeightsError`."""
         starts, ends = _starts(self.items), np.cumsum(self.listed)
         places = gaps + 1
         np.cumsum(places, out=places)
@@ -199,7 +202,7 @@ class _Lists:
         places += np.repeat(starts - 1 - before, self.listed)
         some = self.listed > 0
         if (places[ends[some] - 1] >= (starts + self.items)[some]).any():
-            raise damaged("an item lies past the end of its class")
+            raise damaged("an item is past the end of its class")
         if not self.inverted.any():
             return places
         flags = np.repeat(self.inverted, self.items)
@@ -208,12 +211,13 @@ class _Lists:
 
 
 def _starts(sizes: Longs) -> Longs:
-    """Where each of some ranges that follow each other starts."""
+    """Start of each of several consecutive ranges of these sizes."""
     return np.cumsum(sizes) - sizes
 
 
 def _in_classes(tile: Tile, kind: DType, old: Codes) -> tuple[Longs | None, Longs]:
-    """Items in order of their class, then of their place (None: as they are), and how many each class has."""
+    """The order that sorts items by class, then by position (None: they are sorted); and the number of items of each
+    class."""
     if tile.classes == 1:
         return None, np.array([old.size])
     lowest = max(0, tile.high - tile.classes + 1)
@@ -232,10 +236,10 @@ def _encode(kind: DType, tile: Tile, old: Codes, new: Codes) -> bytes:
 
 
 def pack(items: Longs, where: Longs, down: Flags, size: Numbers) -> bytes:
-    """A tile's coded bytes, from what changes in it: whoever finds that packs it here.
+    """Encode a tile from its changes.
 
-    `items`: of each class. [changes] `where`, the items being numbered in order of their class, then of their place;
-    and the steps, by direction and size.
+    `items` [classes]: number of items of each class. `where` [changes]: the changed items, numbered by class, then by
+    position. `down`, `size` [changes]: direction and size of each step.
     """
     c = _Classes.of(items)
     c.changed = _counts(where, c.items)
@@ -254,7 +258,7 @@ def pack(items: Longs, where: Longs, down: Flags, size: Numbers) -> bytes:
 
 
 def _counts(places: Longs, sizes: Longs) -> Longs:
-    """How many of some places lie in each of some ranges that follow each other."""
+    """The number of places in each of several consecutive ranges."""
     return np.diff(np.searchsorted(places, np.concatenate([[0], np.cumsum(sizes)])))
 
 
@@ -272,7 +276,8 @@ def _headers(c: _Classes) -> bytes:
 
 
 def _planes(down: Flags, numbers: Sequence[tuple[Numbers, Longs, Longs]]) -> bytes:
-    """All fields behind the headers. Of numbers: the values, how many each class has, and their low bits."""
+    """Encode all fields after the headers. `numbers`: for each list, the values, the number of values per class, and
+    their Rice parameters."""
     quotients = [values >> np.repeat(low.astype(np.uint32), counts) for values, counts, low in numbers]
     unaries = [streams.unary(each) for each in quotients]
     fields = [streams.varint(flags.size) for flags in unaries]
@@ -297,7 +302,8 @@ def _changes(kind: DType, tile: Tile, old: Codes, payload: memoryview) -> tuple[
 
 
 def unpack(kind: DType, items: Longs, reader: Reader) -> tuple[Longs, Flags, Numbers]:
-    """Inverse of `pack`, behind the mode. Raises `WeightsError` for what no writer made of classes of so many items."""
+    """Decode a tile after its mode byte: inverse of `pack`. `items` [classes]: number of items per class. Raises
+    `WeightsError` for bytes that no encoder wrote."""
     c = _Classes.of(items)
     _read_headers(reader, c)
     down, where, size = _read_planes(reader, c)
@@ -313,7 +319,7 @@ def _raw_changes(kind: DType, old: Codes, reader: Reader) -> tuple[Numbers, Code
 
 
 def read_raw(kind: DType, count: int, reader: Reader) -> Codes:
-    """The new items of a raw tile, behind the mode. Raises `WeightsError`."""
+    """Decode the new items of a raw tile, after its mode byte. Raises `WeightsError`."""
     new = np.frombuffer(reader.take(count * kind.items.itemsize), kind.items.newbyteorder("<"))
     reader.end()
     if kind.width < 8 * kind.items.itemsize and new.size and int(new.max()) >> kind.width:
@@ -322,7 +328,7 @@ def read_raw(kind: DType, count: int, reader: Reader) -> Codes:
 
 
 def in_place_order(where: Longs, items: Codes, count: int) -> tuple[Numbers, Codes]:
-    """Changes of a tile of `count` items in order of their places."""
+    """Sort the changes of a tile of `count` items by position."""
     if 16 * where.size < count:
         order = np.argsort(where)
         return where[order].astype(np.uint32), items[order]
@@ -347,7 +353,8 @@ def _read_headers(reader: Reader, c: _Classes) -> None:
 
 
 def _read_planes(reader: Reader, c: _Classes) -> tuple[Flags, Longs, Longs]:
-    """Which steps go down, and in the order of classes where items change and by how many steps."""
+    """Decode the fields after the headers: which steps go down, and, in order of classes, which items change and by how
+    many steps."""
     lists, long = c.changes, c.long
     groups = [(lists.listed, c.gap_bits), (long.listed, long.low_bits), (c.exceptions, c.size_bits)]
     counts = [int(each.sum()) for each, _ in groups]
@@ -365,7 +372,7 @@ def _read_planes(reader: Reader, c: _Classes) -> tuple[Flags, Longs, Longs]:
 
 
 def _with_escapes(reader: Reader, quotients: Longs, low: Longs, widths: Longs) -> Longs:
-    """Whole numbers from their quotients, the escapes in place of the longest, and low bits of so many bits."""
+    """Combine quotients, escapes and low bits to numbers. Raises `WeightsError` for a number above 32 bits."""
     escaped = np.flatnonzero(quotients == streams.LONGEST_RUN)
     quotients[escaped] = reader.words(escaped.size)
     quotients <<= widths

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: read and written as raw codes, compared, followed."""
+"""Checkpoints on disk: read and write, compare, follow a channel."""

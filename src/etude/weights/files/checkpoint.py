@@ -1,9 +1,9 @@
-"""Reads and writes checkpoints: the safetensors files of a directory (one, or shards with an index) as a set of
+"""Reads and writes checkpoints: the safetensors files of a directory (one file, or shards with an index) as a set of
 tensors.
 
-Hugging Face, vLLM and SGLang load the same format. Files are read by mapping them, so that a terabyte costs no memory.
-They are written under other names and then moved into place, so that a directory has a whole checkpoint or none. Knows
-nothing of models, deltas and channels.
+Hugging Face, vLLM and SGLang load the same format. Files are read by memory mapping, so a checkpoint of a terabyte
+needs no memory. They are written under temporary names and then renamed, so a directory has a complete checkpoint or
+none. Knows nothing of models, deltas and channels.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from etude.errors import CheckpointError, NoCheckpoint
-from etude.sums import SUMS, prove
-from etude.weights.files.disk import refused, sync_folder, write_synced
+from etude.file_checksums import SUMS, verify_files
+from etude.weights.files.disk import store_errors, sync_folder, write_synced
 from etude.weights.files.safetensors_file import Place, map_file, parse_header, read_header, write_header
 from etude.weights.tensors import Tensor
 
@@ -34,13 +34,13 @@ _HINT_INDEX = "copy the directory again: index and shards are of different check
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint: its tensors by name, and the files that they are in."""
+    """An open checkpoint: its tensors by name, and the files that they are in."""
 
     path: Path
-    headers: Mapping[str, str]  # file name -> its header's text
-    places: Mapping[str, tuple[str, Place]]  # tensor -> file name, place in the file
+    headers: Mapping[str, str]  # file name -> text of its header
+    places: Mapping[str, tuple[str, Place]]  # tensor name -> file name, location in the file
     tensors: Mapping[str, Tensor]  # views of the mapped files
-    index: str | None  # the index's text, where there is one
+    index: str | None  # text of the index, if there is one
 
     def file(self, name: str) -> Path:
         """The path of a file in `headers`."""
@@ -48,13 +48,14 @@ class Checkpoint:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a path has files that `read_checkpoint` would try to read; they may be damaged."""
+    """Whether a path has files that `read_checkpoint` would read. They may be damaged."""
     return path.is_file() if path.suffix == ".safetensors" else path.is_dir() and bool(_names(path))
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Open the checkpoint in a directory, or in one .safetensors file. Where the directory has a file of checksums,
-    every file is compared with it. Raises `NoCheckpoint`, `CheckpointError`."""
+    """Open the checkpoint in a directory, or in one .safetensors file. If the directory has a SHA256SUMS file, every
+    file is verified by it. Tensors are views of mapped files. Raises `NoCheckpoint` if there is none, `CheckpointError`
+    if it is damaged."""
     if not is_checkpoint(path):
         hint = "give a directory with *.safetensors, or one such file"
         raise NoCheckpoint(f"no checkpoint at {path}", hint=hint)
@@ -64,9 +65,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
         names = _names(path)
         index = _read_index(path / INDEX) if (path / INDEX).is_file() else None
     if path.is_file():
-        prove(path.parent, [path.name], kind=CheckpointError)
+        verify_files(path.parent, [path.name], kind=CheckpointError)
     else:
-        prove(path, [*names, *([INDEX] if index is not None else [])], kind=CheckpointError)
+        verify_files(path, [*names, *([INDEX] if index is not None else [])], kind=CheckpointError)
     headers: dict[str, str] = {}
     places: dict[str, tuple[str, Place]] = {}
     tensors: dict[str, Tensor] = {}
@@ -78,7 +79,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
                 raise CheckpointError(
                     f"{path} has {tensor!r} twice",
                     f"in {places[tensor][0]} and in {name}",
-                    hint=f"it holds two checkpoints: keep one, or add {INDEX}",
+                    hint=f"the directory has two checkpoints: keep one, or add {INDEX}",
                 )
             places[tensor] = name, found[tensor]
         tensors |= map_file(file, found)
@@ -88,8 +89,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def layout(tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> dict[str, str]:
-    """Distribute tensors over files of at most `shard_bytes` (or one larger tensor). Returns each file's header by file
-    name, as `CheckpointWriter` takes them."""
+    """Distribute tensors over files of at most `shard_bytes` (or one larger tensor). Returns file name -> header text,
+    for `CheckpointWriter`."""
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name in sorted(tensors):
@@ -110,7 +111,7 @@ def layout(tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> dic
 
 
 def index_of(headers: Mapping[str, str]) -> str | None:
-    """The text of the index of files with these headers; None for a single file, which needs no index."""
+    """The text of the index for files with these headers; None for a single file, which needs no index."""
     if len(headers) < 2:
         return None
     found = {file: parse_header(text) for file, text in headers.items()}
@@ -121,8 +122,8 @@ def index_of(headers: Mapping[str, str]) -> str | None:
     )
 
 
-def copy_others(source: Path, target: Path) -> list[str]:
-    """Copy the files that are no weights (config, tokeniser, templates) from one directory to another. Returns their
+def copy_other_files(source: Path, target: Path) -> list[str]:
+    """Copy the files that are not weights (config, tokeniser, templates) from one directory to another. Returns their
     names."""
     copied = []
     for file in sorted(source.iterdir()):
@@ -134,11 +135,12 @@ def copy_others(source: Path, target: Path) -> list[str]:
 
 
 class CheckpointWriter:
-    """Writes files of given headers, tensor by tensor in any order. A context manager: at the end of the block the
-    files are synced to disk and moved into place together.
+    """Writes files with given headers, tensor by tensor in any order. A context manager: at the end of the block, the
+    files are synced to disk and renamed into place together.
 
-    An error in the block leaves the old files. Raises `CheckpointError` for a tensor that no header has or that has
-    another spec, for one that was not `put`, and where the disk refuses a write.
+    `headers`: file name -> header text (`layout`). `index`: the text of the index, if there is one. An error in the
+    block leaves the old files. Raises `CheckpointError` for a tensor that is in no header or has another spec, and for
+    a tensor that was not written; `StoreError` if the disk refuses a write.
     """
 
     def __init__(self, folder: Path, headers: Mapping[str, str], index: str | None = None) -> None:
@@ -151,13 +153,13 @@ class CheckpointWriter:
         self._files: dict[str, BinaryIO] = {}
 
     def __enter__(self) -> Self:
-        with refused(f"{self._folder} cannot be written"):
+        with store_errors(f"{self._folder} cannot be written"):
             self._folder.mkdir(parents=True, exist_ok=True)
             try:
                 for name, text in self._headers.items():
                     data = text.encode()
                     beside = self._folder / f"{name}.tmp"
-                    beside.unlink(missing_ok=True)  # if it is a link, what it leads to is not ours
+                    beside.unlink(missing_ok=True)  # if it is a link, its target must not be changed
                     file = self._files[name] = beside.open("xb")
                     file.write(len(data).to_bytes(8, "little") + data)
             except BaseException:
@@ -166,13 +168,13 @@ class CheckpointWriter:
         return self
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor to its place. Raises `CheckpointError`."""
+        """Write one tensor. Raises `CheckpointError`, `StoreError`."""
         file, place = self._places.get(name, (None, None))
         if file is None or place is None or place.spec != tensor.spec:
             what = f"{tensor.dtype} {list(tensor.shape)}"
             where = f"the header has {place.dtype} {list(place.shape)}" if place else "no header has it"
             raise CheckpointError(f"{name!r} is {what}", where, hint="the headers are of another checkpoint")
-        with refused(f"{self._folder} cannot be written"):
+        with store_errors(f"{self._folder} cannot be written"):
             self._files[file].seek(place.start)
             self._files[file].write(tensor.codes.data.cast("B") if tensor.codes.size else b"")
         self._left.discard(name)
@@ -183,8 +185,10 @@ class CheckpointWriter:
             return
         try:
             if self._left:
-                raise CheckpointError(f"{min(self._left)!r} was not written", hint="this is a defect of its writer")
-            with refused(f"{self._folder} cannot be written"):
+                raise CheckpointError(
+                    f"{min(self._left)!r} was not written", hint="this is a defect of the program that writes it"
+                )
+            with store_errors(f"{self._folder} cannot be written"):
                 for file in self._files.values():
                     file.flush()
                     os.fsync(file.fileno())
@@ -200,7 +204,7 @@ class CheckpointWriter:
 
     def _abandon(self) -> None:
         for name, file in self._files.items():
-            with suppress(OSError):  # the disk has no space for its buffer, which is dropped
+            with suppress(OSError):  # the disk has no space for the rest of its buffer
                 file.close()
             (self._folder / f"{name}.tmp").unlink(missing_ok=True)
 
@@ -215,26 +219,24 @@ def _names(folder: Path) -> list[str]:
 
 
 def _read_index(path: Path) -> str:
-    """Read an index, which must name files of its own directory only. Returns its text. Raises `CheckpointError`."""
+    """Read an index, which must only name files of its own directory. Returns its text. Raises `CheckpointError`."""
     try:
         if path.stat().st_size > MAX_INDEX_BYTES:
             raise ValueError(f"it has {path.stat().st_size} bytes")
         text = path.read_text("utf-8")
         shards = json.loads(text)["weight_map"].values()
         if not all(isinstance(shard, str) and Path(shard).name == shard for shard in shards):
-            raise ValueError("a name in it is no file name")
+            raise ValueError("it has a name that is not a file name")
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read", str(error.strerror), hint=_HINT_INDEX) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} names no shards", repr(error), hint=_HINT_INDEX) from None
+        raise CheckpointError(f"{path} is not a valid index", repr(error), hint=_HINT_INDEX) from None
     return text
 
 
-def _check_index(path: Path, said: Mapping[str, str], places: Mapping[str, tuple[str, Place]]) -> None:
+def _check_index(path: Path, weight_map: Mapping[str, str], places: Mapping[str, tuple[str, Place]]) -> None:
     """Check that every tensor is in the file that the index names for it. Raises `CheckpointError`."""
-    for name, file in said.items():
-        found = places[name][0] if name in places else "none"
+    for name, file in weight_map.items():
+        found = places[name][0] if name in places else "no file"
         if found != file:
-            raise CheckpointError(
-                f"{path / INDEX} says that {name!r} is in {file}", f"it is in {found}", hint=_HINT_INDEX
-            )
+            raise CheckpointError(f"{path / INDEX} lists {name!r} in {file}", f"it is in {found}", hint=_HINT_INDEX)

@@ -1,7 +1,7 @@
-"""Deltas between two checkpoints on disk, streamed: neither the checkpoints nor the delta lie in memory at once.
+"""Deltas between two checkpoints on disk, streamed: neither the checkpoints nor the delta need to fit in memory.
 
-The delta's note keeps how the target's files are laid out, so that what `apply_delta` writes is equal to the target to
-the last byte of its weight files. `docs/formats/delta_file.md` has the note.
+The note of the delta file stores the layout of the target's files, so the weight files that `apply_delta` writes are
+equal to the target's, byte for byte. `docs/formats/delta_file.md` describes the note.
 """
 
 from __future__ import annotations
@@ -19,32 +19,38 @@ from etude.errors import CheckpointError, EtudeError, InputError, StoreError, We
 from etude.weights.delta import deltas
 from etude.weights.delta.choices import Mode
 from etude.weights.delta.delta_file import MAGIC, DeltaFile, damaged, read
-from etude.weights.files.checkpoint import INDEX, WEIGHTS, Checkpoint, CheckpointWriter, copy_others, read_checkpoint
-from etude.weights.files.disk import refused, sync_folder
-from etude.weights.files.outputs import check_file, check_output
+from etude.weights.files.checkpoint import (
+    INDEX,
+    WEIGHTS,
+    Checkpoint,
+    CheckpointWriter,
+    copy_other_files,
+    read_checkpoint,
+)
+from etude.weights.files.disk import check_file, check_output, store_errors, sync_folder
 from etude.weights.files.safetensors_file import Place, parse_header
 
 
 @dataclass(frozen=True)
 class Applied:
-    """Result of applying a delta file."""
+    """The result of applying a delta file."""
 
     num_tensors: int
-    num_changed: int  # of them, those that an object covers
+    num_changed: int  # tensors that the delta contains data of
     target_bytes: int
-    copied: tuple[str, ...]  # files that are no weights
+    copied: tuple[str, ...]  # files that are not weights
 
 
 def encode_delta(a: Path, b: Path, out: Path, mode: Mode = "best") -> int:
-    """Write the delta file that makes checkpoint `b` out of `a`; its bytes.
+    """Write the delta file from checkpoint `a` to checkpoint `b` to `out`. Returns its size in bytes.
 
-    Raises `InputError` for an `out` that is a checkpoint's own, or anything else but an earlier delta file,
-    `CheckpointError`, `StoreError`.
+    Raises `InputError` if `out` is part of a checkpoint or an existing file other than a delta file, `CheckpointError`,
+    `StoreError`.
     """
     check_file(out, (a, b), MAGIC, "delta file")
     old, new = read_checkpoint(a), read_checkpoint(b)
     beside = out.with_name(out.name + ".tmp")
-    with refused(f"{out} cannot be written"):
+    with store_errors(f"{out} cannot be written"):
         try:
             with beside.open("wb") as file:
                 for part in deltas.parts(old.tensors, new.tensors, mode=mode, note=_write_note(old, new)):
@@ -60,12 +66,13 @@ def encode_delta(a: Path, b: Path, out: Path, mode: Mode = "best") -> int:
 
 
 def apply_delta(a: Path, delta: Path, out: Path) -> Applied:
-    """Write the target checkpoint to `out`, which must not be there yet: whole and synced, or not at all.
+    """Apply a delta file to checkpoint `a` and write the target checkpoint to `out`, which must not exist. `out` is
+    complete and synced, or not there. Also copies the files of `a` that are not weights.
 
-    Raises `WeightsError` for another base or a damaged file, `InputError`, `CheckpointError`, `StoreError`.
+    Raises `WeightsError` for another base or a damaged delta, `InputError`, `CheckpointError`, `StoreError`.
     """
     if out.exists():
-        raise InputError(f"{out} exists", hint="name a directory that is not there yet")
+        raise InputError(f"{out} exists", hint="name a directory that does not exist yet")
     check_output(out, (a, delta))
     base = read_checkpoint(a)
     with opened(delta) as file:
@@ -73,11 +80,11 @@ def apply_delta(a: Path, delta: Path, out: Path) -> Applied:
         headers, index = _read_note(file, base)
         if out.suffix == ".safetensors" and [*headers] != [WEIGHTS]:
             raise CheckpointError(f"the target has {len(headers)} files", hint=f"name a directory, not {out.name}")
-        _check_room(file, out.parent)
+        _check_free_space(file, out.parent)
         held = deltas.check_base(file, base.tensors)
         beside = out.with_name(out.name + ".tmp")
-        with refused(f"{out} cannot be written"):
-            shutil.rmtree(beside, ignore_errors=True)  # a killed one's
+        with store_errors(f"{out} cannot be written"):
+            shutil.rmtree(beside, ignore_errors=True)  # left by a killed process
             try:
                 with CheckpointWriter(beside, headers, index) as writer:
                     for entry in file.entries:
@@ -86,7 +93,7 @@ def apply_delta(a: Path, delta: Path, out: Path) -> Applied:
                     for made in deltas.decoded(file, held):
                         for name, tensor in made.items():
                             writer.put(name, tensor)
-                copied = copy_others(a, beside) if a.is_dir() else []
+                copied = copy_other_files(a, beside) if a.is_dir() else []
                 if out.suffix == ".safetensors":
                     os.replace(beside / WEIGHTS, out)
                 else:
@@ -101,7 +108,8 @@ def apply_delta(a: Path, delta: Path, out: Path) -> Applied:
 
 
 def verify_delta(delta: Path, a: Path) -> Applied:
-    """Do all that `apply_delta` does but for writing: checksums of base and target are compared. Raises the same."""
+    """Do everything that `apply_delta` does except writing: compare the checksums of base and target. Raises the same
+    errors."""
     base = read_checkpoint(a)
     with opened(delta) as file:
         deltas.fit_base(file, base.tensors)
@@ -113,15 +121,15 @@ def verify_delta(delta: Path, a: Path) -> Applied:
 
 @contextmanager
 def opened(path: Path) -> Iterator[DeltaFile]:
-    """A delta file, mapped and parsed. Raises `InputError` where there is none to read, `WeightsError`."""
-    hint = "name what `etude weights encode` wrote"
+    """Map and parse a delta file. Raises `InputError` if it cannot be read, `WeightsError` if it is damaged."""
+    hint = "name a file that `etude weights encode` wrote"
     try:
         with path.open("rb") as file:
             memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     except OSError as error:
         raise InputError(f"{path} cannot be read", str(error.strerror), hint=hint) from None
     except ValueError:
-        raise WeightsError(f"{path} is no delta file", "it is empty", hint=hint) from None
+        raise WeightsError(f"{path} is not a delta file", "it is empty", hint=hint) from None
     try:
         found = read(memoryview(memory))
     except EtudeError as error:
@@ -129,13 +137,15 @@ def opened(path: Path) -> Iterator[DeltaFile]:
     yield found
 
 
-def _check_room(file: DeltaFile, folder: Path) -> None:
-    """A target that the disk cannot hold is refused before anything of it is decoded. Raises `StoreError`."""
-    with refused(f"{folder} cannot be written"):
+def _check_free_space(file: DeltaFile, folder: Path) -> None:
+    """Raise `StoreError` if the disk has too little free space for the target. Called before anything is decoded."""
+    with store_errors(f"{folder} cannot be written"):
         free = shutil.disk_usage(folder).free
     if file.target_bytes > free:
         raise StoreError(
-            f"the delta's target needs {file.target_bytes} bytes", f"{free} are free", hint="free space, and try again"
+            f"the delta's target needs {file.target_bytes} bytes",
+            f"{free} are free",
+            hint="free disk space and try again",
         )
 
 
@@ -157,7 +167,7 @@ def _read_note(file: DeltaFile, base: Checkpoint) -> tuple[dict[str, str], str |
                 raise ValueError(f"{name!r} is no file name")
         if not all(text is None or isinstance(text, str) for text in (index, *texts.values())):
             raise ValueError("a header or an index is no text")
-        "".join((*texts, *(text for text in (index, *texts.values()) if text))).encode()  # whole characters
+        "".join((*texts, *(text for text in (index, *texts.values()) if text))).encode()  # raises for lone surrogates
         shared = [name for name, text in texts.items() if text is None]
         absent = next((name for name in shared if name not in base.headers), None)
         if absent is not None:

@@ -1,9 +1,10 @@
-"""Keeps a checkpoint directory at a channel's head: its safetensors files are changed in place, safe against a kill.
+"""Keeps a checkpoint directory at a version by changing its safetensors files in place. Safe against a kill at any
+point.
 
-They are changed in place since a step changes one weight in a hundred, and a directory may have a terabyte. Every
-adoption first writes all of its changes to a journal, which appears whole and synced; then the files are written, then
-the version is recorded, then the journal is deleted. The journal holds absolute values: whoever opens the directory
-after a kill writes them again and has the new version. A kill before the journal is complete leaves the old version.
+Files are changed in place, since a step changes about one weight in a hundred and a directory may have a terabyte. Each
+adoption first writes all of its changes to a journal, atomically and synced; then it writes the files, records the
+version, and deletes the journal. The journal contains absolute values: opening the directory after a kill writes them
+again and completes the new version. A kill before the journal is complete leaves the old version.
 `docs/formats/checkpoint_folder.md` describes the files.
 """
 
@@ -22,9 +23,9 @@ import msgspec
 import numpy as np
 
 from etude.errors import InputError, StoreError, WeightsError
+from etude.file_checksums import SUMS
 from etude.records.completion import Version
-from etude.sums import SUMS
-from etude.weights.chain.undo import compare
+from etude.weights.chain.undo_record import compare_tensors
 from etude.weights.files.checkpoint import (
     INDEX,
     WEIGHTS,
@@ -35,9 +36,9 @@ from etude.weights.files.checkpoint import (
     layout,
     read_checkpoint,
 )
-from etude.weights.files.disk import refused, sync_folder, write_synced
+from etude.weights.files.disk import store_errors, sync_folder, write_synced
 from etude.weights.files.journal import Change, Journal, read_journal, write_journal
-from etude.weights.follow.head import Followed
+from etude.weights.follow.head_tracker import FollowedPointer
 from etude.weights.follow.parts import split
 from etude.weights.tensors import Tensor, content_digest, tensor_digest
 
@@ -51,15 +52,15 @@ After = Callable[[str], None]
 class _State(msgspec.Struct, frozen=True):
     format: int
     version: Version
-    followed: Followed | None = None  # None: its keeper did not `remember` a pointer
+    followed: FollowedPointer | None = None  # None: no pointer was passed
 
 
 class CheckpointFolder:
-    """A checkpoint directory that this process keeps, under a lock. Opening it completes what a killed keeper began.
-    Not thread-safe.
+    """A checkpoint directory that this process keeps, protected by a lock file. Opening it completes an interrupted
+    adoption. Not thread-safe. A context manager.
 
-    Raises `InputError` for a path that is no directory, `WeightsError` where another process keeps it, `StoreError`
-    where the disk refuses a write.
+    Raises `InputError` for a path that is not a directory or contains linked weight files, `WeightsError` if another
+    process keeps it, `StoreError` if the disk refuses a write.
     """
 
     def __init__(self, path: Path) -> None:
@@ -67,8 +68,8 @@ class CheckpointFolder:
         taken = next((place for place in (path, *path.parents) if place.exists()), path)
         if taken.exists() and not taken.is_dir():
             facts, hint = "a checkpoint is kept in a directory", "give a directory, or a path that does not exist yet"
-            raise InputError(f"{taken} is no directory", facts, hint=hint)
-        with refused(f"{path} cannot be kept"):
+            raise InputError(f"{taken} is not a directory", facts, hint=hint)
+        with store_errors(f"{path} cannot be kept"):
             path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(path / LOCK, _LOCK_FLAGS, 0o644)
         try:
@@ -103,8 +104,8 @@ class CheckpointFolder:
         return self._state.version if self._state else None
 
     @property
-    def followed(self) -> Followed | None:
-        """The pointer that was followed last; None where neither `adopt` nor `remember` got one."""
+    def followed(self) -> FollowedPointer | None:
+        """The pointer that was followed last; None if none was passed to `adopt` or `remember`."""
         return self._state.followed if self._state else None
 
     @property
@@ -113,7 +114,7 @@ class CheckpointFolder:
         return self._held.tensors if self._held else MappingProxyType({})
 
     def files(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The files that hold tensors of these names; the file of weights where one of them is in none."""
+        """The files that contain tensors of these names. For a tensor that is in no file: the default weights file."""
         places = self._held.places if self._held else {}
         return tuple(sorted({places[name][0] if name in places else WEIGHTS for name in names}))
 
@@ -122,26 +123,26 @@ class CheckpointFolder:
         version: Version,
         tensors: Mapping[str, Tensor],
         *,
-        followed: Followed | None = None,
+        followed: FollowedPointer | None = None,
         after: After | None = None,
     ) -> int:
-        """Write a version's tensors to the directory; durable when this returns. Returns the bytes of weights that were
-        written.
+        """Write the tensors of a version to the directory; durable when this returns. Returns the number of weight
+        bytes written.
 
-        `tensors`: must be proven; those that are objects of `self.tensors` are unchanged and not compared. `followed`:
-        the pointer that led to the version, kept with it. `after` is called with "journal", "file ...", "files",
-        "version" and "end" when each is durable. Raises `StoreError`: then the directory holds the old version, or
-        opening it again completes the new one.
+        `tensors`: all tensors of the version, already verified; objects of `self.tensors` count as unchanged and are
+        not compared. `followed`: the pointer that led to the version, stored with it. `after` is called with "journal",
+        "file ...", "files", "version" and "end" when each is durable. Raises `StoreError`: then the directory has the
+        old version, or opening it again completes the new one.
         """
         done = after or (lambda step: None)
-        changed, replaced = compare(self.tensors, tensors)
+        changed, replaced = compare_tensors(self.tensors, tensors)
         if replaced or self.tensors.keys() - tensors.keys() or self._held is None:
             journal, num_bytes = self._lay_out(version, tensors, followed)
         else:
             changes = [_change(self._held, name, *lists, tensors[name]) for name, lists in changed.items()]
             journal = Journal(version, changes, followed=followed)
             num_bytes = sum(change.codes.nbytes for change in changes)
-        with refused(f"{self.path} cannot be written"):
+        with store_errors(f"{self.path} cannot be written"):
             write_synced(self.path / JOURNAL, write_journal(journal))
             done("journal")
             self._follow(journal, done)
@@ -149,19 +150,20 @@ class CheckpointFolder:
         self._held = read_checkpoint(self.path)
         return num_bytes
 
-    def remember(self, followed: Followed) -> None:
+    def remember(self, followed: FollowedPointer) -> None:
         """Store the pointer that was followed to the held version; durable when this returns. Raises `StoreError`."""
         if self._state is None or self._state.version != followed.version or self._state.followed == followed:
             return
         state = _State(FORMAT, followed.version, followed)
-        with refused(f"{self.path} cannot be written"):
+        with store_errors(f"{self.path} cannot be written"):
             write_synced(self.path / STATE, msgspec.json.encode(state))
         self._state = state
 
     def verify(self, names: Iterable[str] | None = None) -> None:
-        """Read all weights and compare their digest with the version's. Raises `WeightsError` that has both digests.
+        """Read all weights and compare their content digest with the version's. Raises `WeightsError` with both
+        digests.
 
-        `names`: the names of the version's table, where it was published in parts (`parts`).
+        `names`: the tensor names in the version's manifest, if it was published in parts (`follow.parts`).
         """
         tensors = self.tensors if names is None else split(self.tensors, names)
         found = content_digest({name: tensor_digest(tensor) for name, tensor in tensors.items()})
@@ -173,9 +175,10 @@ class CheckpointFolder:
             )
 
     def _lay_out(
-        self, version: Version, tensors: Mapping[str, Tensor], followed: Followed | None
+        self, version: Version, tensors: Mapping[str, Tensor], followed: FollowedPointer | None
     ) -> tuple[Journal, int]:
-        """Write all tensors into new files beside the old. Returns the journal that moves them into place."""
+        """Write all tensors into new files beside the old. Returns the journal that moves them into place, and their
+        size."""
         headers = layout(tensors)
         index = index_of(headers)
         with CheckpointWriter(self.path / NEXT, headers, index) as writer:
@@ -187,9 +190,9 @@ class CheckpointFolder:
         return Journal(version, [], moves, removes, followed), sum(tensor.num_bytes for tensor in tensors.values())
 
     def _recover(self) -> None:
-        """Complete the adoption of a journal, or remove files of one that has no whole journal. May be repeated."""
-        with refused(f"{self.path} cannot be recovered"):
-            if (self.path / NEXT).is_symlink():  # no keeper's: it could lead anywhere
+        """Complete the adoption of a complete journal; else remove the files of an incomplete one. May be repeated."""
+        with store_errors(f"{self.path} cannot be recovered"):
+            if (self.path / NEXT).is_symlink():  # not created by etude: it could lead anywhere
                 (self.path / NEXT).unlink()
             if (self.path / JOURNAL).exists():
                 try:
@@ -207,7 +210,8 @@ class CheckpointFolder:
         shutil.rmtree(self.path / NEXT, ignore_errors=True)
 
     def _refuse_links(self) -> None:
-        """Weights are changed in place, and what a link leads to is not this directory's: a download cache, say."""
+        """Raise `InputError` for linked weight files: they are changed in place, and the target of a link (a download
+        cache, say) is not part of this directory."""
         for name in self._held.headers if self._held else ():
             if (self.path / name).is_symlink():
                 raise InputError(
@@ -218,7 +222,7 @@ class CheckpointFolder:
 
     def _follow(self, journal: Journal, done: After) -> None:
         """Carry out a journal, whichever of its writes were done before."""
-        if (self.path / SUMS).exists():  # checksums of the checkpoint that this directory was copied from
+        if (self.path / SUMS).exists():  # of the checkpoint that this directory was copied from
             (self.path / SUMS).unlink()
             sync_folder(self.path)
         by_file: dict[str, list[Change]] = {}
@@ -248,7 +252,9 @@ class CheckpointFolder:
             return None
         except (ValueError, RecursionError) as error:
             raise StoreError(
-                f"{self.path / STATE} is damaged", str(error), hint="remove it, and follow again: all is fetched anew"
+                f"{self.path / STATE} is damaged",
+                str(error),
+                hint="remove it, and follow again: everything is fetched again",
             ) from None
         if state.format != FORMAT:
             raise WeightsError(
@@ -268,7 +274,7 @@ def _change(held: Checkpoint, name: str, places: Any, codes: Any, tensor: Tensor
 
 
 def _write_changes(path: Path, changes: list[Change]) -> None:
-    """Write codes into a mapped file, and sync it. Raises `OSError` for a link, `ValueError` where the file is too
+    """Write codes into a mapped file and sync it. Raises `OSError` for a link, `ValueError` for a file that is too
     short."""
     with open(path, "r+b", opener=_open_no_link) as file, mmap.mmap(file.fileno(), 0) as memory:
         for change in changes:

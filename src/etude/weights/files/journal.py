@@ -1,6 +1,7 @@
-"""What a checkpoint folder is about to do, written down so that doing it again from anywhere leads to the same files.
+"""The redo journal of a checkpoint folder: the changes it is about to make, so that repeating them after a kill gives
+the same files.
 
-A header in JSON, then the lists themselves, then a digest of it all: see `docs/formats/checkpoint_folder.md`.
+A JSON header, then the lists, then a SHA-256 of everything: see `docs/formats/checkpoint_folder.md`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import msgspec
 import numpy as np
 
 from etude.records.completion import Version
-from etude.weights.follow.head import Followed
+from etude.weights.follow.head_tracker import FollowedPointer
 from etude.weights.follow.live import Places
 from etude.weights.tensors import Codes
 
@@ -25,23 +26,23 @@ _DIGEST_BYTES = 32
 
 @dataclass(frozen=True)
 class Change:
-    """Codes of one tensor, to be written into a file."""
+    """Codes of one tensor that are written into a file."""
 
     file: str
-    start: int  # bytes from the file's start to the tensor's
-    places: Places | None  # numbers of elements; None: the codes are all of them
+    start: int  # offset of the tensor in the file, in bytes
+    places: Places | None  # indices of elements; None: all elements
     codes: Codes
 
 
 @dataclass(frozen=True)
 class Journal:
-    """The version that the folder will hold, and how it gets there."""
+    """The version that the folder will have, and the steps to get there."""
 
     version: Version
     changes: list[Change] = field(default_factory=list)
-    moves: list[str] = field(default_factory=list)  # files that lie ready beside, to be moved into place
-    removes: list[str] = field(default_factory=list)  # files that are no more
-    followed: Followed | None = None  # the pointer that led there; None: not told
+    moves: list[str] = field(default_factory=list)  # new files that are complete and must be renamed into place
+    removes: list[str] = field(default_factory=list)  # files to delete
+    followed: FollowedPointer | None = None  # the pointer that led to the version, if known
 
 
 class _Listed(msgspec.Struct, frozen=True):
@@ -57,11 +58,11 @@ class _Header(msgspec.Struct, frozen=True):
     changes: list[_Listed]
     moves: list[str]
     removes: list[str]
-    followed: Followed | None = None
+    followed: FollowedPointer | None = None
 
 
 def write_journal(journal: Journal) -> bytes:
-    """Its bytes."""
+    """Encode a journal."""
     listed = [_Listed(c.file, c.start, c.codes.itemsize, c.codes.size, c.places is None) for c in journal.changes]
     header = msgspec.json.encode(_Header(journal.version, listed, journal.moves, journal.removes, journal.followed))
     parts = [_HEAD.pack(MAGIC, FORMAT, 0, len(header)), header]
@@ -74,10 +75,10 @@ def write_journal(journal: Journal) -> bytes:
 
 
 def read_journal(data: bytes) -> Journal:
-    """The inverse. Raises `ValueError` for bytes that `write_journal` did not write."""
-    body, said = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
-    if len(data) < _HEAD.size + _DIGEST_BYTES or hashlib.sha256(body).digest() != said:
-        raise ValueError(f"its {len(data)} bytes have another digest than it says")
+    """Decode a journal. Raises `ValueError` for bytes that `write_journal` did not write."""
+    body, stored = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
+    if len(data) < _HEAD.size + _DIGEST_BYTES or hashlib.sha256(body).digest() != stored:
+        raise ValueError(f"its {len(data)} bytes do not match its digest")
     magic, form, flags, header_bytes = _HEAD.unpack_from(body)
     if (magic, form, flags) != (MAGIC, FORMAT, 0):
         raise ValueError(f"it is of format {form}.{flags}")

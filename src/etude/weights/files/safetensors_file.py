@@ -1,9 +1,8 @@
-"""One safetensors file: its header, where each tensor lies, and the tensors as views of the mapped file.
+"""One safetensors file: its header, the location of each tensor, and the tensors as views of the mapped file.
 
-Written from the format's own specification: length of the header (u64, little-endian), the header, JSON: name -> dtype,
-shape, [start, stop) in the data behind it. No torch, and no copy: a tensor is raw codes here, so every dtype of the
-format is read, also those that numpy and torch have no name for. Every claim of the header is checked before it is
-believed.
+Implements the specification of the format: length of the header (u64, little-endian), the header in JSON (name ->
+dtype, shape, [start, stop) in the data after it), the data. No torch, no copies. A tensor is raw codes, so every dtype
+of the format can be read, also those that numpy and torch do not have. Every field of the header is checked.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from etude.errors import CheckpointError
 from etude.weights.tensors import DTYPES, Spec, Tensor
 
 MAX_HEADER_BYTES = 100_000_000
-"""The limit of the format itself."""
+"""The limit of the format."""
 
 _ALIGNMENT = 8
 _BITS = {
@@ -35,16 +34,16 @@ _BITS = {
     "F6_E2M3": 6,
     "F6_E3M2": 6,
 }
-_OURS = {name: name.lower() for name in _BITS if name.lower() in DTYPES}
+_DTYPES = {name: name.lower() for name in _BITS if name.lower() in DTYPES}
 _PACKED = "f4_e2m1x2"
-"""Two F4 elements in a code: a file counts elements, a tensor codes."""
+"""Two F4 elements in one code: a file counts elements, a `Tensor` counts codes."""
 
 _HINT = "copy the file again: it was cut off, altered, or its writer was no safetensors"
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor is in a file, and as what the file describes it."""
+    """The location of a tensor in a file, with the dtype and shape that the file states."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -53,16 +52,16 @@ class Place:
 
     @property
     def spec(self) -> Spec:
-        """What it is as a tensor; its bytes where no dtype of ours is the file's."""
-        if self.dtype in _OURS:
-            return Spec(_OURS[self.dtype], self.shape)
+        """The spec of the tensor; raw bytes (u8) if etude does not have the file's dtype."""
+        if self.dtype in _DTYPES:
+            return Spec(_DTYPES[self.dtype], self.shape)
         if self.dtype == "F4" and _PACKED in DTYPES and self.shape and self.shape[-1] % 2 == 0:
             return Spec(_PACKED, (*self.shape[:-1], self.shape[-1] // 2))
         return Spec("u8", (self.stop - self.start,))
 
 
 def read_header(path: Path) -> tuple[str, dict[str, Place]]:
-    """A file's header as it stands there, padding included, and its tensors. Raises `CheckpointError`."""
+    """Read a file's header: its text, padding included, and its tensors. Raises `CheckpointError`."""
     try:
         with path.open("rb") as file:
             num_bytes = path.stat().st_size
@@ -80,9 +79,10 @@ def read_header(path: Path) -> tuple[str, dict[str, Place]]:
 
 
 def parse_header(text: str, num_bytes: int | None = None) -> dict[str, Place]:
-    """The tensors of a header, in order of their places. `num_bytes`: what the file has; None: what it says.
+    """Parse the text of a header. Returns the tensors in order of their location. `num_bytes`: the size of the file;
+    None: not checked.
 
-    Raises `ValueError` (or `RecursionError`) for a header that the format does not allow.
+    Raises `ValueError` (or `RecursionError`) for a header that violates the format.
     """
     raw = json.loads(text, object_pairs_hook=_without_repeats)
     if not isinstance(raw, dict):
@@ -93,7 +93,7 @@ def parse_header(text: str, num_bytes: int | None = None) -> dict[str, Place]:
     at = data_at
     for name, place in places.items():
         if place.start != at:
-            raise ValueError(f"{name!r} starts at byte {place.start}, what is before it ends at {at}")
+            raise ValueError(f"{name!r} starts at byte {place.start}, the data before it ends at {at}")
         at = place.stop
     if num_bytes is not None and at != num_bytes:
         raise ValueError(f"it has {num_bytes} bytes, its header describes {at}")
@@ -101,7 +101,8 @@ def parse_header(text: str, num_bytes: int | None = None) -> dict[str, Place]:
 
 
 def write_header(tensors: Mapping[str, Spec], metadata: Mapping[str, str]) -> str:
-    """A header for tensors one after another, wider elements first so that all are aligned; padded as the format asks.
+    """Create the header for tensors stored one after another, wider elements first so that all are aligned; padded as
+    the format requires.
 
     >>> write_header({"w": Spec("bf16", (2,))}, {})
     '{"w":{"dtype":"BF16","shape":[2],"data_offsets":[0,4]}} '
@@ -120,7 +121,7 @@ def write_header(tensors: Mapping[str, Spec], metadata: Mapping[str, str]) -> st
 
 
 def map_file(path: Path, places: Mapping[str, Place]) -> dict[str, Tensor]:
-    """Every tensor as a read-only view of the mapped file. Raises `CheckpointError`."""
+    """Map every tensor of a file as a read-only view. Raises `CheckpointError`."""
     try:
         with path.open("rb") as file:
             memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
@@ -133,7 +134,7 @@ def map_file(path: Path, places: Mapping[str, Place]) -> dict[str, Tensor]:
 
 
 def codes_at(memory: Any, place: Place) -> np.ndarray[Any, np.dtype[Any]]:
-    """A place's flat codes in a buffer that holds the whole file; as writable as the buffer. May be unaligned."""
+    """A tensor's flat codes in a buffer of the complete file; writable if the buffer is. May be unaligned."""
     spec = place.spec
     return np.frombuffer(memory, DTYPES[spec.dtype].codes, spec.size, place.start if spec.size else 0)
 
@@ -155,13 +156,13 @@ def _place(name: str, entry: Any, data_at: int) -> Place:
     if (stop - start) * 8 != math.prod(shape) * _BITS[dtype]:
         raise ValueError(f"{name!r} has {stop - start} bytes, {dtype} {list(shape)[:8]} has others")
     place = Place(dtype, shape, data_at + start, data_at + stop)
-    _ = place.spec  # has limits of its own
+    _ = place.spec  # raises for a shape above the limits
     return place
 
 
 def _counts(values: Any) -> tuple[int, ...] | None:
-    """A few whole numbers from 0 to 2^62; None for anything else: their product would take as long as their writer
-    likes."""
+    """Convert to a tuple of at most 64 integers from 0 to 2^62; None for anything else. (The product of larger values
+    could take arbitrarily long.)"""
     good = isinstance(values, list) and len(values) <= 64 and all(type(v) is int and 0 <= v < 1 << 62 for v in values)
     return tuple(values) if good else None
 

@@ -1,1 +1,1 @@
-"""A reader of a chain: at the head, whole or not at all; and what it holds scattered into live memory."""
+"""Readers that follow a channel and move to its newest version atomically; and updates of live memory in an engine."""

@@ -1,10 +1,11 @@
-"""Adapters in engines that hold whole weights: A and B are live memory of their own, and what they change of the
-engine's is derived: W + scale · B A, summed in float32, rounded once to what is published, written through its pieces.
+"""Merges LoRA adapters into engines that hold merged weights. A and B are published and kept in memory of their own;
+the engine's matrices are derived: W + scale * B A, summed in float32 and rounded once to the published dtype.
 
-W is read from the checkpoint that the engine was started from, mapped, so that no second copy is held: engines pack and
-rearrange what they loaded. A learner computes with a base rounded to what is published: where the checkpoint is of
-another dtype, what no adapter changes is written once so, too. The product is numpy's, on the host: its last bit may be
-another than a learner's, so this is for engines that are not promised the learner's bits.
+W is read from the mapped checkpoint that the engine was started from, so no second copy is in memory (engines pack and
+rearrange the weights that they loaded). A learner computes with its base rounded to the published dtype. If the
+checkpoint has another dtype, the tensors without an adapter are rounded and written once, too. numpy computes the
+product on the host. Its last bit may differ from the learner's, so this is for engines that do not promise the
+learner's exact bits.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ def adapter_map(
     published: Mapping[str, Tensor],
     packing: Mapping[str, Call],
 ) -> Map:
-    """The map of an engine to which an adapter is published.
+    """Create the map of an engine to which an adapter is published.
 
-    `pieces`: where each of these tensors of the checkpoint is in the engine. `base`: the checkpoint's. `packing`: by a
-    tensor's name what is to be called once it was written. Raises `WeightsError` where the checkpoint is not the
-    adapter's base, or the engine has no place for a matrix.
+    `pieces`: returns where each of the given checkpoint tensors is in the engine. `base`: the tensors of the
+    checkpoint. `published`: the tensors of the first published version. `packing`: tensor name -> function to call
+    after that tensor was written. Raises `WeightsError` if the checkpoint is not the base of the adapter, or the engine
+    has no place for an adapted matrix.
     """
     config = published_config(published)
     dtype = next(tensor.dtype for name, tensor in published.items() if name != PUBLISHED)
@@ -47,16 +49,16 @@ def adapter_map(
     places = pieces(specs | rest)
     for name in specs:
         if not places.get(name):
-            hint = "adapt modules that it has, or publish all weights"
+            hint = "adapt only modules that the engine has, or publish all weights"
             raise WeightsError(f"the engine has no place for {name!r}", "an adapter of it is published", hint=hint)
     for name, spec in (specs | rest).items():
         for piece in places.get(name, ()):
             piece.check(name, spec)
 
-    def settle() -> None:  # with the first version, and with one that is written whole
+    def write_base() -> None:  # for the first version, and for one that is written in full
         if live[PUBLISHED].tobytes() != published[PUBLISHED].codes.tobytes():
             hint = "restart the engine: it then starts with the newest version"
-            raise WeightsError("an adapter of other settings is published than at the start", f"{config}", hint=hint)
+            raise WeightsError("the settings of the published adapter changed", f"{config}", hint=hint)
         for name, spec in rest.items():
             for piece in places.get(name, ()):
                 piece.fill(spec, codes_of(floats(base[name]), spec.dtype).reshape(-1))
@@ -67,7 +69,7 @@ def adapter_map(
         for piece in places[name]:
             piece.fill(spec, codes_of(merged, dtype).reshape(-1))
 
-    derived = [Derived(frozenset({PUBLISHED}), settle)]
+    derived = [Derived(frozenset({PUBLISHED}), write_base)]
     derived += [Derived(frozenset(names(name)), partial(write, name, spec)) for name, spec in specs.items()]
     calls: dict[Call, set[str]] = {}
     for name in specs.keys() & packing.keys():
@@ -79,16 +81,16 @@ def adapter_map(
 
 
 def published_config(tensors: Mapping[str, Tensor]) -> AdapterConfig:
-    """What is published beside an adapter's A and B. Raises `WeightsError`."""
+    """The settings that are published with an adapter. Raises `WeightsError` if they are missing or invalid."""
     try:
         return AdapterConfig.from_bytes(tensors[PUBLISHED].codes.tobytes())
     except (KeyError, ValueError) as error:
-        hint = "publish it with this build's learner"
+        hint = "publish it with the same version of etude"
         raise WeightsError("the published adapter cannot be used", str(error), hint=hint) from None
 
 
 def floats(tensor: Tensor) -> Floats:
-    """A tensor's numbers, in its shape. Raises `WeightsError` for a dtype that is not bf16, f16 or f32."""
+    """A tensor's values as float32, in its shape. Raises `WeightsError` for a dtype other than bf16, f16 and f32."""
     codes = tensor.codes.reshape(tensor.shape)
     match tensor.dtype:
         case "bf16":
@@ -98,11 +100,11 @@ def floats(tensor: Tensor) -> Floats:
         case "f32":
             return codes.view(np.float32)
     hint = "start the engine from the base in bf16"
-    raise WeightsError(f"a base in {tensor.dtype} takes no adapter", hint=hint)
+    raise WeightsError(f"a base in {tensor.dtype} does not support adapters", hint=hint)
 
 
 def rounded(tensor: Tensor, dtype: str) -> Floats:
-    """Its numbers, each rounded to one of `dtype`."""
+    """A tensor's values, each rounded to `dtype`, as float32."""
     numbers = floats(tensor)
     if tensor.dtype == dtype:
         return numbers
@@ -110,7 +112,7 @@ def rounded(tensor: Tensor, dtype: str) -> Floats:
 
 
 def codes_of(numbers: Floats, dtype: str) -> Codes:
-    """Numbers as codes of "f32" or, to nearest and ties to even, "bf16".
+    """Encode numbers as "f32" or, rounded to nearest with ties to even, as "bf16".
 
     >>> codes_of(np.array([1.0, 1.00390625], np.float32), "bf16").tolist()
     [16256, 16256]
@@ -122,12 +124,13 @@ def codes_of(numbers: Floats, dtype: str) -> Codes:
 
 
 def _kept(name: str, dtype: str) -> str:
-    """The dtype in which a learner that publishes `dtype` holds a tensor of its base."""
+    """The dtype in which a learner that publishes `dtype` keeps a tensor of its base."""
     return "f32" if name.endswith("e_score_correction_bias") else dtype
 
 
 def _check_base(base: Mapping[str, Tensor], config: AdapterConfig, dtype: str) -> None:
-    """By the digest that a learner takes of its base (`models.lora.base_digest`)."""
+    """Compare the digest of the base with the one that the learner computed (`models.lora.base_digest`). Raises
+    `WeightsError`."""
     digest = hashlib.sha256()
     for name, tensor in sorted(base.items()):
         kind = _kept(name, dtype)
@@ -135,7 +138,7 @@ def _check_base(base: Mapping[str, Tensor], config: AdapterConfig, dtype: str) -
         digest.update(np.ascontiguousarray(codes_of(floats(tensor), kind)).data)
     if digest.hexdigest() != config.base:
         raise WeightsError(
-            f"an adapter of the base {config.base[:12]}",
-            f"the checkpoint here is {digest.hexdigest()[:12]}, as {dtype}",
+            f"the adapter was trained on the base {config.base[:12]}",
+            f"this engine's checkpoint is {digest.hexdigest()[:12]}, as {dtype}",
             hint="start the engine from the checkpoint that the adapter was trained on, as `etude export` writes it",
         )

@@ -1,7 +1,7 @@
-"""Maps of engines that many use: which names of a Hugging Face checkpoint are where in their parameters.
+"""Maps of common engines: which tensors of a Hugging Face checkpoint are where in their parameters.
 
-By the parameters' names and shapes alone: no engine is imported. What an engine does to weights beyond fusing and
-stacking (quantising, prepacking for a kernel) it must declare itself, by `Derived` hooks or a piece's `reorder`.
+The maps use only names and shapes of parameters; no engine is imported. If an engine transforms weights beyond fusing
+and stacking (quantising, prepacking for a kernel), declare that with `Derived` hooks or a piece's `reorder`.
 """
 
 from __future__ import annotations
@@ -11,33 +11,34 @@ from dataclasses import replace
 from typing import Any
 
 from etude.errors import WeightsError
-from etude.weights.follow.runtime_map import Piece, Pieces, fused, joined, named, piece
+from etude.weights.follow.runtime_map import Piece, Pieces, fused, merge_pieces, named, piece
 from etude.weights.tensors import Spec
 
 
 def transformers_pieces(live: Mapping[str, Any]) -> Pieces:
-    """`model.state_dict()` of a `transformers` model (5.x): as in the checkpoint, but for experts, which are stacked
-    (`experts.gate_up_proj` [E, 2I, H], `experts.down_proj` [E, H, I])."""
-    return joined(
+    """Map `model.state_dict()` of a `transformers` model (5.x): the same names as in the checkpoint, except for stacked
+    experts (`experts.gate_up_proj` [E, 2I, H], `experts.down_proj` [E, H, I]). Raises `WeightsError`."""
+    return merge_pieces(
         *(_experts(name, value, ".gate_up_proj", ".down_proj") or named({name: value}) for name, value in live.items())
     )
 
 
 def fused_pieces(live: Mapping[str, Any], *, query_rows: int, key_rows: int) -> Pieces:
-    """Parameters of vLLM and SGLang: q, k, v fused in `qkv_proj`, gate and up in `gate_up_proj`, experts stacked in
+    """Map parameters of vLLM and SGLang: q, k, v fused in `qkv_proj`, gate and up in `gate_up_proj`, experts stacked in
     `experts.w13_weight` [E, 2I, H] and `experts.w2_weight` [E, H, I].
 
-    `query_rows`, `key_rows`: rows of q_proj, and of k_proj as of v_proj, on this rank. Raises `WeightsError`.
+    `query_rows`, `key_rows`: rows of q_proj, and of k_proj and v_proj each, on this rank. Raises `WeightsError`.
     """
-    return joined(*(_fused(name, value, query_rows, key_rows) for name, value in live.items()))
+    return merge_pieces(*(_fused(name, value, query_rows, key_rows) for name, value in live.items()))
 
 
 def sharded(pieces: Pieces, specs: Mapping[str, Spec], *, rank: int, size: int) -> Pieces:
-    """The pieces of one of `size` tensor-parallel ranks: each holds its part along the one axis in which its memory
-    and the checkpoint's tensor differ.
+    """Convert the pieces of one rank of a tensor-parallel engine: each holds a shard along the one axis in which its
+    memory and the checkpoint's tensor differ.
 
-    Parts follow one another by rank; the last may be padded (vocabularies are); where there are fewer parts than ranks
-    (heads of keys and values), neighbours hold the same. `specs`: the checkpoint's tensors. Raises `WeightsError`.
+    Shards follow one another by rank. The last may be padded (vocabularies are). If there are fewer shards than ranks
+    (heads of keys and values), neighbouring ranks hold the same. `specs`: the tensors of the checkpoint. Raises
+    `WeightsError` if the shapes differ in more than one axis.
     """
     return {
         name: [_shard(name, one, specs[name], rank, size) if name in specs else one for one in found]
@@ -51,8 +52,8 @@ def _shard(name: str, one: Piece, spec: Spec, rank: int, size: int) -> Piece:
     if len(live) != len(spec.shape) or len(axes) > 1 or one.box is not None:
         raise WeightsError(
             f"{name!r} is {list(live)} on rank {rank}, and {list(spec.shape)} in the checkpoint",
-            "ranks hold parts along one axis",
-            hint="map it by hand, with a box",
+            "a rank's shard may differ in one axis only",
+            hint="map it by hand, with `piece(name, value, box)`",
         )
     if not axes:
         return one
@@ -81,13 +82,15 @@ def _fused(name: str, value: Any, query_rows: int, key_rows: int) -> Pieces:
 
 
 def _experts(name: str, value: Any, both: str, down: str) -> Pieces:
-    """Each expert's part of a stacked parameter; none where the name is of no such."""
+    """Map each expert's part of a stacked parameter; empty if the name is not that of stacked experts."""
     stem, dot, _ = name.rpartition(".")
     if not stem.endswith("experts") or dot + name.rpartition(".")[2] not in (both, down):
         return {}
     if len(value.shape) != 3:
         raise WeightsError(
-            f"{name!r} has shape {list(value.shape)}", "stacked experts have three dimensions", hint="map it by hand"
+            f"{name!r} has shape {list(value.shape)}",
+            "stacked experts have three dimensions",
+            hint="map it by hand, with `piece`",
         )
     if name.endswith(down):
         return {f"{stem}.{e}.down_proj.weight": [piece(name, value[e])] for e in range(value.shape[0])}
@@ -96,4 +99,4 @@ def _experts(name: str, value: Any, both: str, down: str) -> Pieces:
         fused(value[e], {f"{stem}.{e}.gate_proj.weight": half, f"{stem}.{e}.up_proj.weight": half})
         for e in range(value.shape[0])
     )
-    return joined(*parts)
+    return merge_pieces(*parts)

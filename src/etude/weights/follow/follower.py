@@ -1,10 +1,11 @@
-"""The reader's side of the chain: holds the exact tensors of one version, and moves to the head, whole or not at all.
+"""The reader's side of a channel: holds the exact tensors of one version in memory, and moves to the newest version
+atomically.
 
-Everything is fetched, decoded and proven before the follower changes, so a failed update changes nothing, and an
-engine's pause contains only the writes. Where a delta is lost or damaged, the nearest anchor that works is used. The
-codes that the last update overwrote are kept, so that it can be undone. A pointer that moves back is followed only
-where it has a new generation, which shows that this was intended. Knows nothing of engines: it reports which codes
-changed, and where.
+Everything is fetched, decoded and verified before the follower changes. So a failed update changes nothing, and an
+engine's pause contains only the writes. If a delta is lost or damaged, the nearest usable anchor is used. The codes
+that the last update overwrote are kept, so that it can be undone. A pointer that moves back to an older version is
+followed only if its generation was raised, which shows that the move is intended. Knows nothing of engines: it reports
+which codes changed, and where.
 """
 
 from __future__ import annotations
@@ -20,41 +21,42 @@ from etude.records.completion import Version
 from etude.seams import BlobStore
 from etude.weights.chain import history, plans
 from etude.weights.chain.manifest import Manifest
-from etude.weights.chain.undo import Changes, Undo, compare, retain
-from etude.weights.follow.head import LIMIT_BYTES, Followed, Head, check_size
+from etude.weights.chain.undo_record import Changes, UndoRecord, compare_tensors, make_undo_record
+from etude.weights.follow.head_tracker import LIMIT_BYTES, FollowedPointer, HeadTracker, check_size
 from etude.weights.follow.parts import split
 from etude.weights.tensors import Tensor
 
 
 @dataclass(frozen=True)
 class Update:
-    """The differences between the version held before and the one held now. Made only of proven tensors."""
+    """The differences between the previously held version and the one held now. All tensors are verified."""
 
     version: Version
-    changed: Changes  # name -> sorted flat positions (uint32 or int64), their new codes
-    replaced: Mapping[str, Tensor]  # tensors that are new, or had another dtype or shape; all of them at the start
-    removed: tuple[str, ...]  # names that are no more
-    fetch_s: float  # fetching, decoding, proving
-    fetched_bytes: int  # objects that were fetched, those of plans that failed not counted
-    healed: tuple[str, ...] = ()  # why plans before the one that worked failed
+    changed: Changes  # name -> ascending flat positions (uint32 or int64), and the new codes there
+    replaced: Mapping[str, Tensor]  # tensors that are new, or had another dtype or shape; at the start all
+    removed: tuple[str, ...]  # names of tensors that no longer exist
+    fetch_s: float  # seconds of fetching, decoding, verifying
+    fetched_bytes: int  # without plans that failed
+    healed: tuple[str, ...] = ()  # the errors of the plans that failed before one worked
 
 
 @dataclass(frozen=True)
-class Held:
-    """A version, its tensors, and the way back from it."""
+class HeldVersion:
+    """A version, its tensors, and the undo record that leads to the version before."""
 
     manifest: Manifest
     tensors: dict[str, Tensor]
-    undo: Undo | None = None
+    undo: UndoRecord | None = None
     before: Manifest | None = None
 
 
 class Follower:
-    """Follows one channel of a store, or a branch of it. Not safe between threads.
+    """Follows one channel of a store, or a branch of it. Not thread-safe.
 
-    `limit_bytes`: a version whose tensors need more is refused before anything of it is fetched. `public_key`: only
-    pointers that its owner signed are believed. `can_undo`: keep what the last update overwrote (`undo_bytes`).
-    `followed`: what a follower before had as `followed`, so that what moved back since then is refused.
+    `name`: the channel. `branch`: follow this branch instead of the channel's own pointer. `limit_bytes`: a version
+    whose tensors need more memory is refused before anything is fetched. `public_key` (32 bytes): accept only pointers
+    signed by this key. `can_undo`: keep what the last update overwrote (`undo_bytes`). `followed`: the `followed` of an
+    earlier follower, so that a pointer that moved back since then is refused.
 
     >>> from etude.stores import MemoryStore
     >>> Follower(MemoryStore()).advance() is None
@@ -70,66 +72,69 @@ class Follower:
         limit_bytes: int = LIMIT_BYTES,
         public_key: bytes | None = None,
         can_undo: bool = True,
-        followed: Followed | None = None,
+        followed: FollowedPointer | None = None,
     ) -> None:
         self._store, self._name, self._limit_bytes, self._can_undo = store, name, limit_bytes, can_undo
-        self._head = Head(store, name, branch, public_key, followed)
-        self._held: Held | None = None
+        self._head = HeadTracker(store, name, branch, public_key, followed)
+        self._held: HeldVersion | None = None
 
     @property
     def version(self) -> Version | None:
-        """The held version; None at the start."""
+        """The held version; None before the first update."""
         return self._held.manifest.version if self._held else None
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """The held version's tensors by name."""
+        """The tensors of the held version by name; empty before the first update."""
         return MappingProxyType(self._held.tensors if self._held else {})
 
     @property
-    def followed(self) -> Followed | None:
-        """The pointer that was followed last; None at the start. Store it to continue from it in another process."""
+    def followed(self) -> FollowedPointer | None:
+        """The pointer that was followed last; None before the first. Store it to continue in another process."""
         return self._head.followed
 
     @property
     def undo_bytes(self) -> int:
-        """Bytes of memory that are kept to undo the last update."""
+        """Memory that is used to undo the last update, in bytes."""
         return self._held.undo.num_bytes if self._held and self._held.undo else 0
 
-    def pointer(self) -> Version | None:
-        """The head's version; None before the first publish. One read of some hundred bytes."""
+    def head_version(self) -> Version | None:
+        """The version of the channel's head; None before the first publish. One read of some hundred bytes."""
         return self._head.version()
 
     def advance(self, *, at_least: Version | None = None, exactly: Version | None = None) -> Update | None:
-        """Move to the head; None when it is held already or there is none.
+        """Fetch, verify and hold the newest version. Returns the differences to the version held before; None if the
+        newest is held already or there is none.
 
-        `at_least`: a head that was published before this version is not moved to. `exactly`: move to this version,
-        wherever the head is. Raises `Behind` for a version that is not there yet, `WeightsError` when the pointer
-        moved back, or no plan leads to the target, naming why each failed; what was held is held still.
+        `at_least`: do not move to a head that was published before this version. `exactly`: move to this version,
+        wherever the head is. Raises `Behind` if the wanted version is not there yet, and `WeightsError` if the pointer
+        moved back or no way to the version works (with the reason why each failed). After an error, the held version is
+        unchanged.
         """
         started = time.perf_counter()
         held = self._held.manifest if self._held else None
         return self._head.follow(held, lambda to: self._move(to, started), at_least=at_least, exactly=exactly)
 
     def undo(self) -> Update:
-        """Go back to the version held before the last update, without the store. Raises `WeightsError` where nothing
-        is kept: at the start, and after an undo. The next `advance` goes to the head again."""
+        """Return to the version held before the last update, without using the store. Raises `WeightsError` if there is
+        nothing to undo: before the first update, and after an undo. The next `advance` moves to the head again."""
         held, started = self._held, time.perf_counter()
         if held is None or held.undo is None or held.before is None:
             raise WeightsError(
                 "there is nothing to undo",
-                f"{self.version} is held" if held else "nothing is held",
-                hint="one update can be undone, if it is kept; `advance(exactly=...)` goes to any that is stored",
+                f"{self.version} is held" if held else "no version is held",
+                hint="only the last update can be undone; `advance(exactly=...)` moves to any stored version",
             )
-        tensors = plans.prove(held.before, held.undo.apply(held.tensors), plans.Proof.CHECKSUM)
-        update = update_of(held.before.version, held.tensors, tensors, started)
-        self._held = Held(held.before, tensors)
+        tensors = plans.verify_tensors(held.before, held.undo.apply(held.tensors), plans.Proof.CHECKSUM)
+        update = make_update(held.before.version, held.tensors, tensors, started)
+        self._held = HeldVersion(held.before, tensors)
         return update
 
     def start_from(self, version: Version, tensors: Mapping[str, Tensor]) -> bool:
-        """Hold a version that was kept elsewhere, for instance on a disk, so that only what came since is fetched.
+        """Hold a version that was kept elsewhere, for instance on disk, so that only later changes are fetched.
 
-        False, and nothing is held: the store does not know it, or these are not its tensors. Raises `StoreError`.
+        `tensors`: all tensors of the version; they are verified by SHA-256. Returns False, and holds nothing, if the
+        store does not have the version or these are not its tensors. Raises `StoreError`.
         """
         manifest = history.find(self._store, self._name, version)
         if manifest is None:
@@ -138,41 +143,42 @@ class Follower:
         expected = {entry.name: entry.spec for entry in manifest.tensors}
         if len(held) < len(tensors) or {name: tensor.spec for name, tensor in held.items()} != expected:
             return False
-        with suppress(plans.Unproven):
-            self._held = Held(manifest, plans.prove(manifest, held))
+        with suppress(plans.TensorMismatch):
+            self._held = HeldVersion(manifest, plans.verify_tensors(manifest, held))
         return self._held is not None and self._held.manifest is manifest
 
-    def hold(self, tensors: Mapping[str, Tensor]) -> None:
-        """Keep the held version in other memory: tensors of the same names and bits, for instance a shared image."""
+    def rebind(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the tensors of the held version by tensors with the same names and bits in other memory, for instance
+        shared memory. They are not compared."""
         assert self._held is not None, "there is a version to be held"
-        self._held = Held(self._held.manifest, dict(tensors), self._held.undo, self._held.before)
+        self._held = HeldVersion(self._held.manifest, dict(tensors), self._held.undo, self._held.before)
 
     def _move(self, target: Manifest, started: float) -> Update | None:
-        """Come to a version and hold it; None when it is held."""
+        """Move to a version and hold it; None if it is held already."""
         if target.version == self.version:
             return None
         self._check_size(target)
         before = self._held.tensors if self._held else {}
-        reached = plans.reach(self._store, target, self.version, before, self._check_size)
-        update = update_of(target.version, before, reached.tensors, started, reached)
-        undo = retain(before, reached.tensors, update.changed) if self._held and self._can_undo else None
-        self._held = Held(target, reached.tensors, undo, self._held.manifest if self._held else None)
+        fetched = plans.fetch_version(self._store, target, self.version, before, self._check_size)
+        update = make_update(target.version, before, fetched.tensors, started, fetched)
+        undo = make_undo_record(before, fetched.tensors, update.changed) if self._held and self._can_undo else None
+        self._held = HeldVersion(target, fetched.tensors, undo, self._held.manifest if self._held else None)
         return update
 
     def _check_size(self, manifest: Manifest) -> None:
         check_size(manifest, self._limit_bytes)
 
 
-def update_of(
+def make_update(
     version: Version,
     before: Mapping[str, Tensor],
     tensors: Mapping[str, Tensor],
     started: float,
-    reached: plans.Reached | None = None,
+    fetched: plans.Rebuilt | None = None,
 ) -> Update:
-    """Make the update between two sets of tensors."""
-    lists = reached.taken.lists if reached else {}
-    changed, replaced = compare(before, {name: one for name, one in tensors.items() if name not in lists})
+    """Create the update from the tensors `before` to `tensors`."""
+    lists = fetched.decoded.lists if fetched else {}
+    changed, replaced = compare_tensors(before, {name: one for name, one in tensors.items() if name not in lists})
     changed |= {name: (one.positions, one.codes) for name, one in lists.items() if name in tensors}
     return Update(
         version=version,
@@ -180,6 +186,6 @@ def update_of(
         replaced=replaced,
         removed=tuple(sorted(before.keys() - tensors.keys())),
         fetch_s=time.perf_counter() - started,
-        fetched_bytes=reached.fetched_bytes if reached else 0,
-        healed=reached.failures if reached else (),
+        fetched_bytes=fetched.fetched_bytes if fetched else 0,
+        healed=fetched.failures if fetched else (),
     )

@@ -1,7 +1,8 @@
-"""The child of a `FollowerProcess`: ``python -m etude.weights.follow.follower_child FD``, FD its end of the socket.
+"""The child process of a `FollowerProcess`. Started as ``python -m etude.weights.follow.follower_child FD``, where FD
+is its end of the socket.
 
-The first message is what `FollowerProcess` was made with, pickled, from the parent that started it and nobody else;
-then come `Ask`s. It imports what the store needs, and no torch.
+The first message is the pickled `FollowerArgs`, which only the parent process can send. All further messages are
+`Request`s. Imports what the store needs, and no torch.
 """
 
 from __future__ import annotations
@@ -23,61 +24,62 @@ from etude.errors import EtudeError
 from etude.records.completion import Version
 from etude.weights.delta import native
 from etude.weights.follow.follower import Follower, Update
-from etude.weights.follow.follower_process import MAX_MESSAGE_BYTES, Answer, Ask, Hello
+from etude.weights.follow.follower_process import MAX_MESSAGE_BYTES, FollowerArgs, Request, Response
 from etude.weights.follow.image import read_image, write_image
 
 _MAX_FACTS = 8192
 
 
 def main(argv: Sequence[str]) -> None:
-    """Answer until the parent is gone."""
-    for ending in (signal.SIGINT, signal.SIGTERM):  # they are for the parent, whose end is seen here
+    """Answer requests until the parent process ends."""
+    for ending in (signal.SIGINT, signal.SIGTERM):  # the parent handles these signals; this process ends with it
         signal.signal(ending, signal.SIG_IGN)
     connection = socket.socket(fileno=int(argv[1]))
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
-    hello: Hello = pickle.loads(connection.recv(MAX_MESSAGE_BYTES))
-    native.set_threads(hello.threads)
+    args: FollowerArgs = pickle.loads(connection.recv(MAX_MESSAGE_BYTES))
+    native.set_threads(args.threads)
     follower = Follower(
-        hello.store,
-        hello.name,
-        limit_bytes=hello.limit_bytes,
-        public_key=hello.public_key,
+        args.store,
+        args.name,
+        limit_bytes=args.limit_bytes,
+        public_key=args.public_key,
         can_undo=False,
-        followed=hello.followed,
+        followed=args.followed,
     )
-    with contextlib.suppress(ConnectionError):  # a parent that goes may leave bytes unread
+    with contextlib.suppress(ConnectionError):  # the parent may end without reading everything
         while data := connection.recv(MAX_MESSAGE_BYTES):
-            answer, fds = reply(follower, msgspec.msgpack.decode(data, type=Ask), hello.poll_s)
-            socket.send_fds(connection, [msgspec.msgpack.encode(answer)], fds)
+            response, fds = reply(follower, msgspec.msgpack.decode(data, type=Request), args.poll_s)
+            socket.send_fds(connection, [msgspec.msgpack.encode(response)], fds)
             for fd in fds:
                 os.close(fd)
 
 
-def reply(follower: Follower, ask: Ask, poll_s: float) -> tuple[Answer, list[int]]:
-    """The answer, and the image's file descriptor if there is one."""
-    end = time.monotonic() + ask.wait_s
+def reply(follower: Follower, request: Request, poll_s: float) -> tuple[Response, list[int]]:
+    """Create the response to a request, with the image's file descriptor if there is one."""
+    end = time.monotonic() + request.wait_s
     try:
-        while (head := follower.pointer()) is None or head == ask.held:
+        while (head := follower.head_version()) is None or head == request.held:
             if time.monotonic() >= end:
-                return Answer(), []
+                return Response(), []
             time.sleep(poll_s)
-        fd, table_at = write_image(_news(follower, ask.held), follower.tensors)
-        follower.hold(read_image(fd, table_at).tensors)
-        return Answer(table_at=table_at, followed=follower.followed), [fd]
+        fd, table_at = write_image(_news(follower, request.held), follower.tensors)
+        follower.rebind(read_image(fd, table_at).tensors)
+        return Response(table_at=table_at, followed=follower.followed), [fd]
     except EtudeError as error:
-        return Answer(trouble=(error.what, error.facts[:_MAX_FACTS], error.hint)), []
+        return Response(error=(error.what, error.facts[:_MAX_FACTS], error.hint)), []
     except (OSError, MemoryError) as error:
-        hint = "free memory on the engine's machine; it is tried again"
-        return Answer(trouble=("new weights have no room in memory", str(error), hint)), []
+        hint = "free memory on the engine's machine; it will be retried"
+        return Response(error=("not enough memory for new weights", str(error), hint)), []
 
 
 def _news(follower: Follower, held: Version | None) -> Update:
-    """The update from `held` to the head. What the asker holds counts: from anything else, everything is new."""
+    """The update from `held` to the head. If this process held another version than `held`, the update contains all
+    tensors."""
     before, started = follower.version, time.perf_counter()
     update = follower.advance()
     if update is not None and before in (held, None):
         return update
-    assert follower.version is not None, "there is a head, and it is held now"
+    assert follower.version is not None, "advance() has reached the head"
     return Update(
         version=follower.version,
         changed={},
@@ -90,9 +92,9 @@ def _news(follower: Follower, held: Version | None) -> Update:
 
 
 def _end_with(connection: socket.socket) -> None:
-    """End this process the moment the other side of the socket is closed, whatever it is doing."""
+    """End this process as soon as the other end of the socket is closed, whatever it is doing."""
     watch = select.poll()
-    watch.register(connection, 0)  # no more than hang-ups, which need no asking for
+    watch.register(connection, 0)  # hang-ups only, which are always reported
     watch.poll()
     os._exit(0)
 

@@ -1,10 +1,11 @@
-"""A `Follower` in a process of its own, so that decoding takes neither the interpreter nor the core of who waits.
+"""A `Follower` in a child process, so that decoding does not block the interpreter or the core of the engine.
 
-The child (`follower_child`) follows the chain, decodes, proves, and hands over sealed images (`image`); here they are
-only mapped. It has its parent's priority: at a lower one it starves where cores are short. Asking is by turns over a
-socket pair: one question and one answer at a time, so nothing can pile up. The question names the version held, which
-decides what the answer says: a child that was killed is started again and catches up, and nothing is lost with it. A
-child ends with its parent, however that ends: it sees the socket close. Linux only: memfd.
+The child (`follower_child`) follows the channel, decodes, verifies, and passes on each version in sealed shared memory
+(`image`), which this process only maps. The child has its parent's priority: with a lower one it would starve on busy
+cores. Parent and child exchange one request and one response at a time over a socket pair. A request names the held
+version, so the response does not depend on the child's history: if the child is killed, a new one is started and
+catches up, and nothing is lost. The child ends when its parent ends, since it sees the socket close. Linux only
+(memfd).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from etude.errors import EtudeError, WeightsError
 from etude.records.completion import Version
 from etude.seams import BlobStore
 from etude.weights.follow.follower import Update
-from etude.weights.follow.head import LIMIT_BYTES, Followed
+from etude.weights.follow.head_tracker import LIMIT_BYTES, FollowedPointer
 from etude.weights.follow.image import read_image
 from etude.weights.tensors import Tensor
 
@@ -34,7 +35,7 @@ POLL_S, WAIT_S = 0.05, 0.2
 _END_S = 10.0
 
 
-class Hello(NamedTuple):
+class FollowerArgs(NamedTuple):
     """The first message to a child process, pickled: the arguments of its follower."""
 
     store: BlobStore
@@ -42,33 +43,35 @@ class Hello(NamedTuple):
     limit_bytes: int
     poll_s: float
     public_key: bytes | None
-    followed: Followed | None  # by the children before
-    threads: int  # of its decoding; 0: as many as cores
+    followed: FollowedPointer | None  # by earlier children
+    threads: int  # for decoding; 0: one per core
 
 
-class Ask(msgspec.Struct, frozen=True):
-    """Is there another version than the one held? Wait so long for one."""
+class Request(msgspec.Struct, frozen=True):
+    """Ask for a version other than the held one. Waits up to `wait_s` seconds for one."""
 
     held: Version | None
     wait_s: float
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """An image, whose file descriptor comes along; or what went wrong; or, with neither, that there is no news."""
+class Response(msgspec.Struct, frozen=True):
+    """The response to a request: a version in shared memory (its file descriptor is sent along), or an error. If both
+    are None, there is no other version."""
 
     table_at: int | None = None
-    followed: Followed | None = None  # the pointer that led there
-    trouble: tuple[str, str, str] | None = None  # what, facts, hint
+    followed: FollowedPointer | None = None  # the pointer that led to the version
+    error: tuple[str, str, str] | None = None  # what, facts, hint
 
 
 class FollowerProcess:
-    """Like a `Follower` of the same channel. Starts its child at once. Not safe between threads, but for `close`.
+    """Like a `Follower` of the same channel, in a child process. The child is started at once. Not thread-safe, except
+    for `close`. A context manager.
 
-    `store` is sent to the child: it must be one that pickle takes. `public_key`: only pointers that its owner signed
-    are believed. `poll_s`: how often the pointer is read while `advance` waits for news, `wait_s` at most.
-    `deadline_s`: a child that needs longer for an answer is killed. `threads`: for decoding; 0 means one for each core.
-    An engine that computes on the CPU leaves its own cores out. What was followed is kept here: a child that is
-    started anew refuses a pointer that moved back, as the one before would have.
+    `store` is sent to the child, so it must be picklable. `public_key` (32 bytes): accept only pointers signed by this
+    key. `poll_s`: interval, in seconds, at which the pointer is read while `advance` waits for a new version; it waits
+    at most `wait_s`. `deadline_s`: a child that takes longer for a response is killed. `threads`: number of decoding
+    threads; 0: one per core. An engine that computes on the CPU should leave its own cores out. The last followed
+    pointer is kept in this process, so a restarted child also refuses a pointer that moved back.
     """
 
     def __init__(
@@ -83,12 +86,12 @@ class FollowerProcess:
         deadline_s: float = DEADLINE_S,
         threads: int = 0,
     ) -> None:
-        self._hello = Hello(store, name, limit_bytes, poll_s, public_key, None, threads)
+        self._args = FollowerArgs(store, name, limit_bytes, poll_s, public_key, None, threads)
         self._wait_s, self._deadline_s = wait_s, deadline_s
         self._version: Version | None = None
         self._tensors: dict[str, Tensor] = {}
         self._closed = False
-        self._child: _Child | None = self._started()
+        self._child: _Child | None = self._start_child()
 
     def __enter__(self) -> Self:
         return self
@@ -98,7 +101,7 @@ class FollowerProcess:
 
     @property
     def version(self) -> Version | None:
-        """The held version; None at the start."""
+        """The held version; None before the first update."""
         return self._version
 
     @property
@@ -108,42 +111,43 @@ class FollowerProcess:
 
     @property
     def pid(self) -> int | None:
-        """The child process's id; None between the end of one child and the start of the next."""
+        """The process id of the child; None if no child is running."""
         return self._child.pid if self._child else None
 
     def advance(self) -> Update | None:
-        """Move to the head; None when it is held already, or there is none, and `wait_s` brought no news.
+        """Move to the newest version. Returns the differences to the version held before; None if there was no new
+        version within `wait_s`.
 
-        Among the update's replaced tensors are also those of which so much changed that a list would be longer.
-        Raises `WeightsError` as `Follower.advance` does, and when the child died or hung; what was held is held
-        still, and the next call starts another child.
+        A tensor that changed so much that a list would be longer is among the replaced tensors. Raises `WeightsError`
+        as `Follower.advance` does, and if the child died or did not respond in time. Then the held version is
+        unchanged, and the next call starts a new child.
         """
         if self._closed:
-            raise WeightsError("the follower is closed", hint="make a new follower")
-        child = self._child = self._child or self._started()
+            raise WeightsError("the follower is closed", hint="create a new follower")
+        child = self._child = self._child or self._start_child()
         try:
-            answer, fds = child.ask(Ask(self._version, self._wait_s), self._wait_s + self._deadline_s)
+            response, fds = child.send(Request(self._version, self._wait_s), self._wait_s + self._deadline_s)
         except (OSError, EOFError) as error:
             raise self._lost(child, error) from None
         try:
-            if answer.trouble is not None:
-                what, facts, hint = answer.trouble
+            if response.error is not None:
+                what, facts, hint = response.error
                 raise WeightsError(what, facts, hint=hint)
-            if answer.table_at is None:
+            if response.table_at is None:
                 return None
-            image = read_image(fds[0], answer.table_at)
+            image = read_image(fds[0], response.table_at)
         finally:
             for fd in fds:
                 os.close(fd)
         self._version, self._tensors = image.update.version, image.tensors
-        self._hello = self._hello._replace(followed=answer.followed or self._hello.followed)
+        self._args = self._args._replace(followed=response.followed or self._args.followed)
         return image.update
 
-    def _started(self) -> _Child:
-        return _Child(pickle.dumps(self._hello))
+    def _start_child(self) -> _Child:
+        return _Child(pickle.dumps(self._args))
 
     def close(self) -> None:
-        """End the child. Idempotent; an `advance` in another thread raises."""
+        """End the child. Idempotent. An `advance` in another thread raises `WeightsError`."""
         self._closed = True
         if self._child is not None:
             self._child.end()
@@ -155,40 +159,43 @@ class FollowerProcess:
             child.end()
         else:
             what, facts = "the follower's process ended", f"exit code {child.end()}"
-        return WeightsError(what, facts, hint="it is started again by itself; if it stays, see its standard error")
+        return WeightsError(
+            what, facts, hint="it is started again automatically; if this repeats, check its standard error"
+        )
 
 
 class _Child:
     """One child process and the socket to it."""
 
-    def __init__(self, hello: bytes) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            fd = theirs.fileno()
+    def __init__(self, args: bytes) -> None:
+        self._socket, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with child_end:
+            fd = child_end.fileno()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "etude.weights.follow.follower_child", str(fd)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[fd],
                 env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
             )
-        self._socket.send(hello)
+        self._socket.send(args)
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def ask(self, question: Ask, deadline_s: float) -> tuple[Answer, list[int]]:
-        """The answer and the file descriptors that came with it. Raises `OSError`, `EOFError`, `TimeoutError`."""
+    def send(self, request: Request, deadline_s: float) -> tuple[Response, list[int]]:
+        """Send a request. Returns the response and the file descriptors that came with it. Raises `OSError`,
+        `EOFError`, `TimeoutError`."""
         self._socket.settimeout(deadline_s)
-        self._socket.send(msgspec.msgpack.encode(question))
+        self._socket.send(msgspec.msgpack.encode(request))
         flags = socket.MSG_CMSG_CLOEXEC
         data, fds, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE_BYTES, 1, flags)
         if not data:
             raise EOFError
-        return msgspec.msgpack.decode(data, type=Answer), fds
+        return msgspec.msgpack.decode(data, type=Response), fds
 
     def end(self) -> int:
-        """Kill it and wait for its end; the exit code."""
+        """Kill the process and wait for its end. Returns its exit code."""
         self._process.kill()
         exit_code = self._process.wait(_END_S)
         self._socket.close()

@@ -1,10 +1,11 @@
-"""An image: one version's tensors, and what changed in them, in a piece of memory that processes share.
+"""Passes a version between processes in shared memory: its tensors, and what changed in them.
 
-It is a sealed memfd: from `write_image` on nobody, its maker included, can change, shrink or grow it, and it is gone
-when the last process that holds it lets go or dies. So it needs no lock, no name and no cleaning up, and a maker that
-is killed half-way leaves nothing. It lies between processes of one machine for a moment; it is no format.
+An image is a sealed memfd. After `write_image`, nobody can change, shrink or grow it, and it is freed when the last
+process that has it closes it or dies. So it needs no lock, no name and no clean-up, and a writer that is killed leaves
+nothing behind. It exists only for a moment between processes of one machine; it is not a file format.
 
-Codes lie one after another, 64 bytes aligned; behind them the places and the new codes of changes; a table at the end.
+Layout: codes of all tensors, 64-byte aligned; after each tensor the positions and new codes of its changes; a table at
+the end.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Image:
 
 
 class _Entry(msgspec.Struct, frozen=True, array_like=True):
-    """Where a tensor lies, and its changes. `num_changed` `WHOLE`: it has no list and is to be taken whole."""
+    """Where a tensor and its changes are. `num_changed` is `WHOLE` if there is no list of changes."""
 
     name: str
     dtype: str
@@ -65,10 +66,10 @@ class _Table(msgspec.Struct, frozen=True):
 
 
 def write_image(update: Update, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-    """A new image of `tensors`, which `update` led to: its file descriptor, and where its table starts.
+    """Write `tensors`, the result of `update`, to a new image. Returns its file descriptor and the offset of its table.
 
-    Changes so many that a list of them would be longer than the tensor are not listed; their reader finds the tensor
-    among the replaced ones. Raises `OSError` when the machine has not that much memory.
+    If a list of changes would be longer than its tensor, it is left out; readers find the tensor among the replaced
+    ones. Raises `OSError` if the machine has not enough memory.
     """
     fd = os.memfd_create("etude-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -81,10 +82,13 @@ def write_image(update: Update, tensors: Mapping[str, Tensor]) -> tuple[int, int
 
 
 def read_image(fd: int, table_at: int) -> Image:
-    """The image behind a file descriptor, which the caller may close. Raises `WeightsError` for one not sealed."""
+    """Map the image of a file descriptor, which the caller may close afterwards. Raises `WeightsError` if it is not
+    sealed."""
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
         raise WeightsError("an image of weights is not sealed", hint="this is a defect of etude: please report it")
-    memory = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)  # Linux before 6.7 shares nothing sealed
+    memory = mmap.mmap(
+        fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ
+    )  # Linux before 6.7 cannot map a sealed file as shared
     _populate(memory)
     table = msgspec.msgpack.decode(memoryview(memory)[table_at:], type=_Table)
     tensors: dict[str, Tensor] = {}
@@ -109,15 +113,15 @@ def read_image(fd: int, table_at: int) -> Image:
 
 
 def _populate(memory: mmap.mmap) -> None:
-    """Map all pages now, so that no page fault falls into the pause. The interpreter is released meanwhile: with
-    MAP_POPULATE, `mmap.mmap` would hold it for a tenth of a second per GB, and the engine's steps would wait."""
+    """Map all pages now, so that no page fault occurs in the pause. Releases the GIL meanwhile: with MAP_POPULATE,
+    `mmap.mmap` would hold it for a tenth of a second per GB, and delay the engine's steps."""
     pages = np.frombuffer(memory, np.uint8)
     if ctypes.CDLL(None).madvise(ctypes.c_void_p(pages.ctypes.data), ctypes.c_size_t(pages.size), _POPULATE_READ):
         pages[:: mmap.PAGESIZE].max(initial=0)  # an older kernel: touch each page
 
 
 def _fill(fd: int, update: Update, tensors: Mapping[str, Tensor]) -> int:
-    """Write everything; where the table starts."""
+    """Write everything. Returns the offset of the table."""
     at = 0
     entries = []
     for name, tensor in tensors.items():
@@ -135,7 +139,7 @@ def _fill(fd: int, update: Update, tensors: Mapping[str, Tensor]) -> int:
 
 
 def _write(fd: int, at: int, values: npt.NDArray[Any]) -> int:
-    """Write an array; where the next one goes."""
+    """Write an array. Returns the aligned offset after it."""
     data = np.ascontiguousarray(values).data.cast("B") if values.size else memoryview(b"")
     end = at + len(data)
     while data:  # one call writes 2 GiB at most

@@ -1,9 +1,9 @@
-"""Live memory: a tensor that an engine computes with, seen as integers that can be read and written by place.
+"""Live memory: a tensor that an engine computes with, as a writable view of integers.
 
-A `Window` is a strided view of somebody's storage, in host memory (numpy, torch, a mapped file) or on a device (torch).
-It is known by its storage's address, so that two names of one storage are found to be one. What is slow (finding
-places, copying to a device) happens in `writer`; the writer it makes only scatters. torch is used where the tensor is
-torch's, and imported nowhere.
+A `Window` is a strided view of existing storage, in host memory (numpy, torch, a mapped file) or on a device (torch).
+Its address identifies the storage, so two names of the same storage are recognised. Slow work (computing indices,
+copying to a device) happens in `Window.writer`; the function that it returns only scatters. torch is used only for
+torch tensors, and never imported here.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ import numpy.typing as npt
 
 from etude.errors import WeightsError
 from etude.weights.delta import native
+from etude.weights.delta.arena import Arena
 from etude.weights.delta.arrays import bits_of, is_torch, name_of
-from etude.weights.delta.rooms import Rooms
 from etude.weights.tensors import Codes
 
 Places = npt.NDArray[Any]
-"""Rising numbers of elements: uint32 (`delta.changes.Changes`), or int64."""
+"""1-D ascending indices of elements: uint32 or int64."""
 
 Shape = tuple[int, ...]
 Call = Callable[[], None]
 
-_SIGNED = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}  # what torch computes with, of each width
+_SIGNED = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}  # torch dtypes by width
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Scatter:
-    """Codes that go to places of flat host memory."""
+    """Writes codes to indices of flat host memory when called."""
 
     flat: Codes
-    places: npt.NDArray[Any]  # uint32 where the native kernels write, else int64
+    places: npt.NDArray[Any]  # uint32 for the native kernels, else int64
     codes: Codes
 
     @property
     def num_bytes(self) -> int:
-        """What is held: places and codes."""
+        """Size of the indices and codes, in bytes."""
         return self.places.nbytes + self.codes.nbytes
 
     def __call__(self) -> None:
@@ -50,20 +50,20 @@ class Scatter:
 
 
 @dataclass(eq=False)
-class Sent:
-    """Codes that go to places of a device's storage; they are there already."""
+class DeviceScatter:
+    """Writes codes to indices of a device's storage when called. Indices and codes are on the device already."""
 
-    storage: Any  # torch: all of it, 1-D, of signed integers of the codes' width
-    places: Any  # torch, int64, from the storage's start
+    storage: Any  # torch: the complete storage, 1-D, as signed integers
+    places: Any  # torch, int64, relative to the start of the storage
     codes: Any  # torch
 
     def __call__(self) -> None:
         self.storage.index_copy_(0, self.places, self.codes)
 
 
-def together(calls: Sequence[Call]) -> Call:
-    """One call that makes them all; scatters into host memory in one where the native kernels are, those into a
-    device's in one a storage: launching one for each of thousands of tensors takes longer than writing."""
+def batch_calls(calls: Sequence[Call]) -> Call:
+    """Combine calls into one. Scatters into host memory become one call of the native kernels, if available; scatters
+    into the same device storage become one. (Thousands of kernel launches would take longer than the writes.)"""
     kernels = native.load()
     calls = _by_storage(calls)
     rows = [(c.flat, c.places, c.codes) for c in calls if _is_native(c)]
@@ -78,16 +78,17 @@ def together(calls: Sequence[Call]) -> Call:
 
 
 def _by_storage(calls: Sequence[Call]) -> list[Call]:
-    """Of what was sent to one storage one call; the single ones become its parts, so that nothing is held twice."""
-    groups: dict[tuple[int, object], list[Sent]] = {}
+    """Merge the scatters into each device storage. The single ones become views of the merged one, so no memory is used
+    twice."""
+    groups: dict[tuple[int, object], list[DeviceScatter]] = {}
     for call in calls:
-        if isinstance(call, Sent):
+        if isinstance(call, DeviceScatter):
             groups.setdefault((call.storage.data_ptr(), call.storage.dtype), []).append(call)
-    found = [call for call in calls if not isinstance(call, Sent)]
+    found = [call for call in calls if not isinstance(call, DeviceScatter)]
     for group in groups.values():
         sizes = [len(one.places) for one in group]
         places, codes = _torch().cat([one.places for one in group]), _torch().cat([one.codes for one in group])
-        whole = Sent(group[0].storage, places, codes)
+        whole = DeviceScatter(group[0].storage, places, codes)
         for one, places, codes in zip(group, whole.places.split(sizes), whole.codes.split(sizes), strict=True):
             one.places, one.codes = places, codes
         found.append(whole)
@@ -100,20 +101,20 @@ def _is_native(call: Call) -> TypeGuard[Scatter]:
 
 @dataclass(frozen=True)
 class Window:
-    """A view of live memory. `flat` covers its span, element by element of the storage; places count in it."""
+    """A writable view of live memory. `flat` covers the span of the view in its storage; indices refer to `flat`."""
 
     device: str  # "cpu", "cuda:0"
     address: int  # of its first element
     shape: Shape
     strides: Shape  # in elements
     itemsize: int
-    dtype: str  # its name here, "" where the memory does not say
-    view: Any  # of that shape: unsigned integers of numpy, or signed ones of torch
+    dtype: str  # a name in `tensors.DTYPES`; "" if not known
+    view: Any  # has `shape`: unsigned integers (numpy) or signed ones (torch)
     flat: Any  # the same memory from its first element to its last, 1-D
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for windows that are the same elements in the same order."""
+        """Equal for windows with the same elements in the same order."""
         return self.device, self.address, self.shape, self.strides, self.itemsize
 
     @property
@@ -126,7 +127,7 @@ class Window:
 
     @property
     def contiguous(self) -> bool:
-        """Whether an element's place is its number in C order."""
+        """Whether an element's index in `flat` equals its number in C order."""
         return self.size < 2 or all(
             stride == expected
             for n, stride, expected in zip(self.shape, self.strides, c_strides(self.shape), strict=True)
@@ -134,13 +135,13 @@ class Window:
         )
 
     def narrowed(self, axis: int, length: int) -> Window:
-        """The first `length` along an axis."""
+        """The first `length` elements along an axis."""
         view = self.view[(*(slice(None),) * axis, slice(length))]
         shape = tuple(view.shape)
         return replace(self, shape=shape, view=view, flat=self.flat[: _span(shape, self.strides)])
 
     def places(self, positions: Places) -> Places:
-        """Where the elements of these numbers (in C order of `shape`) are in `flat`."""
+        """Convert element numbers (C order of `shape`) to indices into `flat`."""
         if self.contiguous:
             return positions
         found = np.zeros(positions.shape, np.int64)
@@ -148,48 +149,48 @@ class Window:
             found += index * stride
         return found
 
-    def read(self, places: Places | None = None, rooms: Rooms | None = None) -> Codes:
-        """The codes at places, or all in C order of `shape`; a copy in host memory, where `rooms` may give some."""
+    def read(self, places: Places | None = None, arena: Arena | None = None) -> Codes:
+        """Read the codes at indices of `flat`, or all codes in C order of `shape`. Returns a copy in host memory,
+        allocated from `arena` if given."""
         flat = self.flat
         if isinstance(flat, np.ndarray):
-            if places is not None and rooms is not None and flat.flags.aligned:
-                taken: Codes = rooms.take(len(places), flat.dtype)
-                return np.take(flat, places, out=taken, mode="clip")  # they are inside; to raise it would copy first
+            if places is not None and arena is not None and flat.flags.aligned:
+                taken: Codes = arena.take(len(places), flat.dtype)
+                return np.take(flat, places, out=taken, mode="clip")  # all are in range; mode="raise" would copy
             taken = self.view.flatten() if places is None else flat[places]
             return taken
         if places is None:
             return _host(self.view.contiguous().view(-1)).copy()
-        return _host(self.flat[_sent(places.astype(np.int64, copy=False), self.flat.device)])
+        return _host(self.flat[_to_device(places.astype(np.int64, copy=False), self.flat.device)])
 
     def equals(self, codes: Codes) -> bool:
-        """Whether these codes, of this shape in any strides, are what is there."""
+        """Whether the memory equals these codes, which have this shape and any strides."""
         if isinstance(self.view, np.ndarray):
             return np.array_equal(self.view, codes)
-        return bool(_torch().equal(self.view, _sent(codes.view(_SIGNED[self.itemsize]), self.view.device)))
+        return bool(_torch().equal(self.view, _to_device(codes.view(_SIGNED[self.itemsize]), self.view.device)))
 
     def writer(self, places: Places, codes: Codes) -> Call:
-        """A call that writes codes at places: a `Scatter` in host memory. On a device both are there when it is made.
-
-        What the native kernels will write has places of half the size.
-        """
+        """Create a function that writes codes at indices of `flat`: a `Scatter` in host memory. On a device, both are
+        copied there now."""
         flat = self.flat
         if isinstance(flat, np.ndarray):
             small = native.load() is not None and flat.size <= 1 << 32 and flat.flags.aligned
             return Scatter(flat, places.astype(np.uint32 if small else np.int64, copy=False), codes)
         storage = flat.as_strided((flat.untyped_storage().nbytes() // self.itemsize,), (1,), 0)
-        from_start = _sent(places.astype(np.int64, copy=False), flat.device) + flat.storage_offset()
-        return Sent(storage, from_start, _sent(codes.view(_SIGNED[self.itemsize]), flat.device))
+        from_start = _to_device(places.astype(np.int64, copy=False), flat.device) + flat.storage_offset()
+        return DeviceScatter(storage, from_start, _to_device(codes.view(_SIGNED[self.itemsize]), flat.device))
 
     def fill(self, codes: Codes) -> None:
-        """Write all: codes of this shape, in any strides. Needs no memory on a host."""
+        """Write all elements, from codes of this shape and any strides. Needs no extra memory on a host."""
         if isinstance(self.view, np.ndarray):
             np.copyto(self.view, codes)
         else:
-            self.view.copy_(_sent(codes.view(_SIGNED[self.itemsize]), self.view.device))
+            self.view.copy_(_to_device(codes.view(_SIGNED[self.itemsize]), self.view.device))
 
 
 def window(name: str, value: Any) -> Window:
-    """A window on a numpy array or a torch tensor of any strides. Raises `WeightsError` for what cannot be written."""
+    """Create a window of a numpy array or torch tensor of any strides. Raises `WeightsError` if it is read-only or its
+    elements overlap."""
     if is_torch(value) and not in_host_memory(value):
         return _device_window(name, value)
     bits, dtype = bits_of(name, value)
@@ -200,7 +201,7 @@ def window(name: str, value: Any) -> Window:
 
 
 def in_host_memory(value: Any) -> bool:
-    """Whether numpy can see a torch tensor's memory."""
+    """Whether numpy can access the memory of a torch tensor."""
     return bool(value.device.type == "cpu")
 
 
@@ -218,7 +219,9 @@ def _device_window(name: str, value: Any) -> Window:
     itemsize = value.element_size()
     if itemsize not in _SIGNED or value.layout != torch.strided:
         raise WeightsError(
-            f"{name!r} is of dtype {value.dtype}", "no integer has its width", hint="view it as what has"
+            f"{name!r} is of dtype {value.dtype}",
+            "its element size is not supported",
+            hint="view it as elements of 1, 2, 4 or 8 bytes",
         )
     bits = value.detach().view(getattr(torch, _SIGNED[itemsize]))
     shape, strides = tuple(bits.shape), tuple(bits.stride())
@@ -235,13 +238,13 @@ def _check(name: str, shape: Shape, strides: Shape, writable: bool) -> None:
     if math.prod(shape) and any(stride <= 0 for n, stride in zip(shape, strides, strict=True) if n > 1):
         raise WeightsError(
             f"{name!r} has strides {list(strides)}",
-            "elements would share memory, or lie backwards",
+            "its elements share memory or are in reverse order",
             hint="give the tensor that was expanded or flipped, not its view",
         )
 
 
 def _span(shape: Shape, strides: Shape) -> int:
-    """Elements from the first to the last of a view, both included."""
+    """Number of elements of the storage from the first to the last element of a view."""
     if not math.prod(shape):
         return 0
     return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
@@ -254,8 +257,8 @@ def _host(flat: Any) -> Codes:
     return array.view(f"u{array.itemsize}")
 
 
-def _sent(array: npt.NDArray[Any], device: Any) -> Any:
-    """A copy on a device; torch takes only arrays that it may write."""
+def _to_device(array: npt.NDArray[Any], device: Any) -> Any:
+    """Copy an array to a device. (torch only accepts writable arrays.)"""
     return _torch().from_numpy(np.require(array, requirements=["C", "W"])).to(device)
 
 

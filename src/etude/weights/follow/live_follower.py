@@ -1,17 +1,17 @@
-"""A follower that holds no image: the tensors it decodes from, and proves by, are the engine's live memory itself.
+"""A follower without a copy of the weights: it decodes from, and verifies, the engine's live memory itself.
 
-`prepare` fetches a version's objects, reads from each what changes as lists (`codec.changes`), and computes of every
-target tensor the checksum that it will have, from the live bytes and the changes: what is compared is never made.
-Beside the live weights that takes the lists and the objects that are on their way. Whoever runs the engine writes the
-update (`targets.Target`) and says so: until `adopted`, and after `undone`, the version before is what is held.
+`prepare` fetches the objects of a version and decodes them to lists of changes (`codec.changes`). It computes the
+checksum that every target tensor will have from the live bytes and the changes, without creating the tensor. Besides
+the live weights this needs memory for the lists and the objects being fetched. The engine then writes the update
+(`targets.Target`) and reports it: until `mark_adopted`, and after `mark_undone`, the previous version counts as held.
 
-Over several deltas at once lists are merged, for which one object's tensors (`objects.OBJECT_ELEMENTS`) are made at a
-time; so they are from an anchor, and those of packed 4 bits are unpacked one object at a time, always. A tensor that
-comes whole becomes a list against the live one, where that is the shorter; else it is in the update as it is, and at
-the start that may be all of them.
+If several deltas are applied at once, their lists are merged; for that, the tensors of one object
+(`codec.OBJECT_ELEMENTS`) are created at a time. The same holds for an update from an anchor, and for packed 4-bit
+tensors always. A tensor that is stored in full becomes a list of differences to the live one, if that is shorter;
+otherwise it is in the update as it is. At the start that may be all tensors.
 
-Library only: the engines of a run follow by `FollowerProcess`, or `PartFollower` in vLLM. It is for your own engine
-(docs/guides/weights-alone.md).
+Library only, for your own engine (docs/guides/weights-alone.md): the engines of a run use `FollowerProcess`, or the
+vLLM worker extension.
 """
 
 from __future__ import annotations
@@ -29,36 +29,37 @@ from etude.seams import BlobStore
 from etude.weights.chain import history, plans
 from etude.weights.chain.manifest import Manifest
 from etude.weights.delta import codec
+from etude.weights.delta.arena import trim_heap
 from etude.weights.delta.changes import Changes, narrow
 from etude.weights.delta.checksums import checksum, checksums_around
-from etude.weights.delta.rooms import give_back
 from etude.weights.follow.follower import Update
-from etude.weights.follow.head import LIMIT_BYTES, Followed, Head, check_size
+from etude.weights.follow.head_tracker import LIMIT_BYTES, FollowedPointer, HeadTracker, check_size
 from etude.weights.follow.parts import split
 from etude.weights.tensors import Codes, Spec, Tensor, digest_of_parts, tensor_digest
 
 PIECE_BYTES = 1 << 18
-"""What is copied of a tensor at a time to write changes in: it stays in a core's cache."""
+"""Number of bytes of a tensor that are copied at a time to apply changes: fits in a core's cache."""
 
 Tensors = Mapping[str, Tensor]
 Live = Tensors | Callable[[], Tensors]
-"""An engine's memory as checkpoint tensors that view it (`arrays.tensor_of`), or a call that gives them. Memory that is
-not in C order is copied by such a view: give a call, so that the copy lives while a version is prepared."""
+"""An engine's memory as checkpoint tensors that are views of it (`arrays.tensor_of`), or a function that returns them.
+For memory that is not in C order, such a view is a copy: then pass a function, so that the copy lives only while a
+version is prepared."""
 
 
 @dataclass
-class _Made:
-    """What a way led to so far, beside the live memory: by name what differs from it, nothing where nothing does."""
+class _Result:
+    """The result of the hops so far, relative to live memory: by name, what differs from it; absent if nothing does."""
 
     names: Iterable[str] = ()
     found: dict[str, Changes | Tensor] = field(default_factory=dict)
 
 
 class LiveFollower:
-    """Follows one channel of a store, or a branch of it, over live memory. Not safe between threads.
+    """Follows one channel of a store, or a branch of it, with live memory as its copy of the weights. Not thread-safe.
 
-    Nobody writes the live memory from `prepare` until its update was applied or given up. `limit_bytes`, `public_key`,
-    `followed`: as `Follower` has them.
+    `live`: the engine's memory by checkpoint name. Nothing may write it from `prepare` until the update was applied or
+    abandoned. Other arguments as for `Follower`.
 
     >>> from etude.stores import MemoryStore
     >>> LiveFollower(MemoryStore(), {}).prepare() is None
@@ -74,76 +75,77 @@ class LiveFollower:
         branch: str = "",
         limit_bytes: int = LIMIT_BYTES,
         public_key: bytes | None = None,
-        followed: Followed | None = None,
+        followed: FollowedPointer | None = None,
     ) -> None:
         self._store, self._live, self._name, self._limit_bytes = store, live, name, limit_bytes
-        self._head = Head(store, name, branch, public_key, followed)
+        self._head = HeadTracker(store, name, branch, public_key, followed)
         self._held: Manifest | None = None
-        self._before: Manifest | None = None  # what an undo leads to
-        self._coming: tuple[Update, Manifest] | None = None
+        self._before: Manifest | None = None  # the version before the last update
+        self._prepared: tuple[Update, Manifest] | None = None
 
     @property
     def version(self) -> Version | None:
-        """The version in live memory; None at the start."""
+        """The version in live memory; None before the first."""
         return self._held.version if self._held else None
 
     @property
-    def followed(self) -> Followed | None:
-        """The pointer that was followed last; None at the start. Store it to continue from it in another process."""
+    def followed(self) -> FollowedPointer | None:
+        """The pointer that was followed last; None before the first. Store it to continue in another process."""
         return self._head.followed
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """All tensors of the version that was prepared and not adopted yet; else of the held one."""
-        manifest = self._coming[1] if self._coming else self._held
+        """The specs of all tensors of the prepared version; of the held version if none is prepared."""
+        manifest = self._prepared[1] if self._prepared else self._held
         return {entry.name: entry.spec for entry in manifest.tensors} if manifest else {}
 
-    def pointer(self) -> Version | None:
-        """Read the head's version; None before the first publish. Reads some hundred bytes."""
+    def head_version(self) -> Version | None:
+        """The version of the channel's head; None before the first publish. One read of some hundred bytes."""
         return self._head.version()
 
     def prepare(self, *, at_least: Version | None = None, exactly: Version | None = None) -> Update | None:
-        """Fetch and prove the changes that lead the live memory to the head; None when it has the head, or there is
-        none.
+        """Fetch and verify the changes that lead the live memory to the newest version. Returns them; None if the
+        memory has the newest version or there is none.
 
-        Nothing is moved: an update that is not adopted is given again by the next call. `at_least`, `exactly`, and what
-        is raised: as by `Follower.advance`.
+        Does not write to live memory. If the update is not adopted, the next call returns it again. `at_least`,
+        `exactly` and errors as for `Follower.advance`.
         """
-        started, self._coming = time.perf_counter(), None
-        self._coming = self._head.follow(
+        started, self._prepared = time.perf_counter(), None
+        self._prepared = self._head.follow(
             self._held, lambda target: self._update(target, started), at_least=at_least, exactly=exactly
         )
-        if self._coming is None:
+        if self._prepared is None:
             return None
-        give_back()  # now, as nobody waits yet: what was fetched, and what is left of the update before
-        return self._coming[0]
+        trim_heap()  # now, outside of the pause: buffers of the fetch and of the update before
+        return self._prepared[0]
 
-    def adopted(self, update: Update) -> None:
-        """The live memory now holds what `prepare` gave last. Raises `WeightsError` for another update."""
-        if self._coming is None or self._coming[0] is not update:
+    def mark_adopted(self, update: Update) -> None:
+        """Record that the live memory now has the version of the last `prepare`. Raises `WeightsError` for another
+        update."""
+        if self._prepared is None or self._prepared[0] is not update:
             raise WeightsError(
-                f"{update.version} is not the update that is awaited",
-                f"prepared last: {self._coming[1].version if self._coming else None}; held: {self.version}",
-                hint="call `adopted` once, with the result of the last `prepare`",
+                f"{update.version} is not the update that was prepared last",
+                f"last prepared: {self._prepared[1].version if self._prepared else None}; held: {self.version}",
+                hint="call `mark_adopted` once, with the result of the last `prepare`",
             )
-        self._before, self._held, self._coming = self._held, self._coming[1], None
+        self._before, self._held, self._prepared = self._held, self._prepared[1], None
 
-    def undone(self) -> None:
+    def mark_undone(self) -> None:
         """Record that the live memory was set back to its state before the last adopted update (`Swap.undo`). The next
-        `prepare` leads to the head again. Raises `WeightsError` where there is no earlier state."""
+        `prepare` leads to the head again. Raises `WeightsError` if there is no earlier state."""
         if self._before is None:
             raise WeightsError(
                 "there is nothing to undo",
-                f"{self.version} is held" if self._held else "nothing is held",
-                hint="one update can be undone; `prepare(exactly=...)` leads to any version that is stored",
+                f"{self.version} is held" if self._held else "no version is held",
+                hint="one update can be undone; `prepare(exactly=...)` leads to any stored version",
             )
-        self._held, self._before, self._coming = self._before, None, None
+        self._held, self._before, self._prepared = self._before, None, None
 
     def start_from(self, version: Version) -> bool:
-        """Start from a version whose weights are in live memory already, for instance because they were loaded from
-        disk.
+        """Start from a version whose weights are already in live memory, for instance loaded from disk. They are
+        verified by SHA-256.
 
-        Returns False, and does not start from it, where the store does not have the version, or the memory holds other
+        Returns False, and does not start from it, if the store does not have the version or the memory has other
         tensors. Raises `StoreError`.
         """
         self.forget()
@@ -153,13 +155,15 @@ class LiveFollower:
         return self._held is not None
 
     def check(self, names: Iterable[str] | None = None) -> list[str]:
-        """Names whose live memory is not, by checksum, what is held: of these tensors, or of all. For a scrub in the
-        background, some at a time. Where it names some, `forget`, `prepare` and adopt mend them."""
+        """Compare live memory with the held version, by checksum. Returns the names of tensors that differ. `names`:
+        which tensors; None: all. For a background scrub, some tensors at a time. To repair tensors that differ:
+        `forget`, `prepare`, and write the update."""
         return self._differing(self._held, names, plans.Proof.CHECKSUM) if self._held else []
 
     def forget(self) -> None:
-        """Hold nothing: the next `prepare` comes from an anchor, and lists where the live memory differs from it."""
-        self._held = self._before = self._coming = None
+        """Forget the held version: the next `prepare` starts from an anchor and lists where the live memory differs
+        from it."""
+        self._held = self._before = self._prepared = None
 
     def _views(self, names: Iterable[str]) -> dict[str, Tensor]:
         return split(self._live() if callable(self._live) else self._live, names)
@@ -174,8 +178,8 @@ class LiveFollower:
                 if entry.name not in views or views[entry.name].spec != entry.spec:
                     found.append(entry.name)
                 else:
-                    plans.check_tensor(manifest, entry, views[entry.name], proof)
-            except plans.Unproven:
+                    plans.verify_tensor(manifest, entry, views[entry.name], proof)
+            except plans.TensorMismatch:
                 found.append(entry.name)
         return found
 
@@ -185,15 +189,15 @@ class LiveFollower:
         held = {entry.name for entry in self._held.tensors} if self._held else set[str]()
         views = self._views(held | {entry.name for entry in target.tensors})
 
-        def start(plan: plans.Plan) -> _Made:
-            return _Made(held if plan.start else ())
+        def start(plan: plans.Plan) -> _Result:
+            return _Result(held if plan.start else ())
 
-        def step(plan: plans.Plan, hop: plans.Hop, made: _Made) -> _Made:
+        def step(plan: plans.Plan, hop: plans.Hop, made: _Result) -> _Result:
             check_size(hop.manifest, self._limit_bytes)
-            proof = plans.proof_of(plan) if hop.manifest is target else None
+            proof = plans.required_proof(plan) if hop.manifest is target else None
             return _after(self._store, hop, made, views, proof)
 
-        made, num_bytes, failures = plans.travel(self._store, target, self.version, start, step)
+        made, num_bytes, failures = plans.try_plans(self._store, target, self.version, start, step)
         lists = {name: one for name, one in made.found.items() if isinstance(one, Changes)}
         update = Update(
             version=target.version,
@@ -207,10 +211,10 @@ class LiveFollower:
         return update, target
 
 
-def _after(store: BlobStore, hop: plans.Hop, made: _Made, views: Tensors, proof: plans.Proof | None) -> _Made:
-    """What is made by one hop more; compared, where a proof is named, with its manifest."""
-    after = _Made([entry.name for entry in hop.manifest.tensors])
-    for data, entries in plans.fetched(store, hop.manifest, hop.way):
+def _after(store: BlobStore, hop: plans.Hop, made: _Result, views: Tensors, proof: plans.Proof | None) -> _Result:
+    """The result after one more hop; compared with its manifest if `proof` is given."""
+    after = _Result([entry.name for entry in hop.manifest.tensors])
+    for data, entries in plans.fetch_objects(store, hop.manifest, hop.way):
         names = [entry.name for entry in entries]
         old = _before(hop, names, made, views)
         found: list[Changes | Tensor | None] = [*codec.changes(data, [entry.spec for entry in entries], old)]
@@ -218,11 +222,11 @@ def _after(store: BlobStore, hop: plans.Hop, made: _Made, views: Tensors, proof:
             live = views.get(entry.name)
             if live is not None and live.spec != entry.spec:
                 live = None
-            one, found[i] = found[i], None  # let go of, tensor by tensor
+            one, found[i] = found[i], None  # free memory tensor by tensor
             assert one is not None
             one = _from_live(live, made.found.get(entry.name) if hop.way.base else None, one)
             if proof is not None:
-                plans.check(
+                plans.verify_lazily(
                     hop.manifest, entry, proof, partial(_digest, entry.spec, live, one), partial(_checksum, live, one)
                 )
             if isinstance(one, Tensor) or one.positions.size:
@@ -230,16 +234,17 @@ def _after(store: BlobStore, hop: plans.Hop, made: _Made, views: Tensors, proof:
     return after
 
 
-def _before(hop: plans.Hop, names: Sequence[str], made: _Made, views: Tensors) -> list[Tensor | None]:
-    """The tensors that a hop applies to: live ones as they are, others made for this object."""
+def _before(hop: plans.Hop, names: Sequence[str], made: _Result, views: Tensors) -> list[Tensor | None]:
+    """The tensors that a hop applies to: live ones as they are, others created for this object."""
     there = {*made.names} if hop.way.base else set[str]()
     return [_written(views.get(name), made.found.get(name)) if name in there else None for name in names]
 
 
 def _from_live(live: Tensor | None, before: Changes | Tensor | None, one: Changes | Tensor) -> Changes | Tensor:
-    """What differs from the live tensor of the same spec (None: there is none), by `one` that came after `before`."""
+    """Combine the result before a hop (`before`) and the hop's change (`one`) to the difference to the live tensor of
+    the same spec (None: there is none)."""
     if isinstance(one, Tensor):
-        return one if live is None else _listed(live, one)
+        return one if live is None else _as_list(live, one)
     if before is None:
         return one
     if isinstance(before, Tensor) or live is None:
@@ -256,7 +261,7 @@ def _from_live(live: Tensor | None, before: Changes | Tensor | None, one: Change
 
 
 def _written(live: Tensor | None, *changes: Changes | Tensor | None) -> Tensor | None:
-    """A tensor after what became of it; itself where nothing did."""
+    """Apply changes to a tensor; returns it unchanged if nothing changes."""
     made = live
     for one in changes:
         if isinstance(one, Tensor):
@@ -268,8 +273,8 @@ def _written(live: Tensor | None, *changes: Changes | Tensor | None) -> Tensor |
     return made
 
 
-def _listed(live: Tensor, new: Tensor) -> Changes | Tensor:
-    """Where a tensor of the same spec differs; itself, where a list would be no shorter."""
+def _as_list(live: Tensor, new: Tensor) -> Changes | Tensor:
+    """The differences of two tensors of the same spec as a list; `new` itself if the list would not be shorter."""
     width, most = live.codes.itemsize, PIECE_BYTES // live.codes.itemsize
     empty = narrow(np.empty(0, np.int64), live.codes.size)
     parts, left = [empty], new.num_bytes // (empty.itemsize + width)
@@ -284,7 +289,7 @@ def _listed(live: Tensor, new: Tensor) -> Changes | Tensor:
 
 
 def _digest(spec: Spec, live: Tensor | None, one: Changes | Tensor) -> str:
-    """The digest of what a tensor will be."""
+    """The digest of a tensor after its change."""
     if isinstance(one, Tensor):
         return tensor_digest(one)
     assert live is not None, "changes are of a live tensor"
@@ -292,7 +297,7 @@ def _digest(spec: Spec, live: Tensor | None, one: Changes | Tensor) -> str:
 
 
 def _checksum(live: Tensor | None, one: Changes | Tensor) -> str:
-    """The checksum of what a tensor will be."""
+    """The checksum of a tensor after its change."""
     if isinstance(one, Tensor):
         return checksum(one.codes)
     assert live is not None, "changes are of a live tensor"
@@ -300,7 +305,7 @@ def _checksum(live: Tensor | None, one: Changes | Tensor) -> str:
 
 
 def _pieces(codes: Codes, changes: Changes) -> Iterator[Codes]:
-    """The codes with the changes written in, piece by piece."""
+    """Yield the codes with the changes applied, piece by piece."""
     most = PIECE_BYTES // codes.itemsize
     starts = range(0, codes.size, most)
     firsts = np.searchsorted(changes.positions, np.array(starts, changes.positions.dtype)).tolist()

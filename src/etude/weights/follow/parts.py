@@ -1,8 +1,9 @@
 """Parts of tensors: rows that one rank of a sharded trainer holds, published as tensors of their own.
 
-A part is a tensor whose name says which rows of which tensor it is: `w[512:1024]`. To everything that encodes, proves,
-composes and collects it is one like any other, so its digest needs no other rank's rows, and the version's digest
-covers which rows they are. Only who wants whole tensors, or has memory of its own cut, looks into the name: here.
+A part is a tensor whose name says which rows of which tensor it has: `w[512:1024]`. Encoding, verification, composition
+and garbage collection treat it like any other tensor. So its digest needs no rows of other ranks, and the version's
+digest covers which rows they are. Only readers that need complete tensors, or whose memory is sharded, use the
+functions here.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _PART = re.compile(r"(.+)\[(0|[1-9][0-9]{0,12}):([1-9][0-9]{0,12})\]", re.DOTALL
 
 @dataclass(frozen=True, order=True)
 class Part:
-    """Rows [start, stop) of a tensor: of its first dimension."""
+    """Rows [start, stop) of a tensor, along its first dimension."""
 
     tensor: str
     start: int
@@ -31,11 +32,12 @@ class Part:
 
     @property
     def name(self) -> str:
+        """The name under which the part is published."""
         return f"{self.tensor}[{self.start}:{self.stop}]"
 
 
 def part_of(name: str) -> Part | None:
-    """What a name says; None where it is a whole tensor's.
+    """Parse the name of a part; None if it is the name of a complete tensor.
 
     >>> part_of("w[512:1024]"), part_of("w")
     (Part(tensor='w', start=512, stop=1024), None)
@@ -45,9 +47,10 @@ def part_of(name: str) -> Part | None:
     return part if part and part.start < part.stop else None
 
 
-def wholes(specs: Mapping[str, Spec]) -> dict[str, Spec]:
-    """The whole tensors that these are or make up. Raises `WeightsError` unless parts follow each other from row 0, of
-    one dtype and of one shape but for the rows. That the last part is there, only the version's digest says."""
+def full_specs(specs: Mapping[str, Spec]) -> dict[str, Spec]:
+    """The specs of the complete tensors that these tensors and parts make up. Raises `WeightsError` unless the parts of
+    a tensor follow each other from row 0 without a gap, with equal dtype and row shape. (Only the version's digest
+    shows that the last part is there.)"""
     parts = {name: part_of(name) for name in specs}
     found = {name: specs[name] for name, part in parts.items() if part is None}
     rows: dict[str, int] = {}
@@ -58,7 +61,7 @@ def wholes(specs: Mapping[str, Spec]) -> dict[str, Spec]:
         if not (follows and alike and spec.shape[:1] == (part.stop - part.start,)):
             raise WeightsError(
                 f"{part.name!r} is {spec.dtype} {list(spec.shape)}",
-                f"before it are {rows.get(part.tensor, 0)} rows" + (f" of {before.dtype}" if before else ""),
+                f"the parts before it have {rows.get(part.tensor, 0)} rows" + (f" of {before.dtype}" if before else ""),
                 hint="parts of a tensor follow each other from row 0, without a gap",
             )
         rows[part.tensor] = part.stop
@@ -67,13 +70,14 @@ def wholes(specs: Mapping[str, Spec]) -> dict[str, Spec]:
 
 
 def assemble(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors from whole ones and parts; those that are whole are the same objects. Raises as `wholes` does.
+    """Concatenate parts to complete tensors. Tensors that are complete already are the same objects. Raises as
+    `full_specs` does.
 
     >>> rows = [Tensor("u8", (1, 2), np.array(codes, np.uint8)) for codes in ([1, 2], [3, 4])]
     >>> assemble({"w[0:1]": rows[0], "w[1:2]": rows[1]})["w"].codes.tolist()
     [1, 2, 3, 4]
     """
-    specs = wholes({name: tensor.spec for name, tensor in tensors.items()})
+    specs = full_specs({name: tensor.spec for name, tensor in tensors.items()})
     found = {name: tensors[name] for name in specs if name in tensors}
     cut: dict[str, list[Part]] = {}
     for part in sorted(part for part in map(part_of, tensors) if part is not None):
@@ -85,8 +89,8 @@ def assemble(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def split(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    """Inverse of `assemble`: the tensors and parts of these names, parts as views of the whole ones. What is not there,
-    or has fewer rows, is left out; so is whatever no name asks for."""
+    """Inverse of `assemble`: the tensors and parts of these names; parts are views of complete tensors. Names whose
+    tensor is missing or has fewer rows are left out."""
     found = {}
     for name in names:
         part = part_of(name)
@@ -100,11 +104,12 @@ def split(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tens
     return found
 
 
-def parted(pieces: Pieces, specs: Mapping[str, Spec]) -> dict[str, list[Piece]]:
-    """An engine's map of whole tensors as one of what was published: of each part, the rows that a place holds.
+def split_pieces(pieces: Pieces, specs: Mapping[str, Spec]) -> dict[str, list[Piece]]:
+    """Convert an engine's map of complete tensors to a map of the published parts: for each part, the rows that each
+    place holds.
 
-    `specs`: what was published. A place that holds a box, as a tensor-parallel rank's, is given what parts have of it,
-    and parts that lie outside are not in the map. Raises `WeightsError` for memory of its own order.
+    `specs`: the published tensors and parts. A place with a box (a tensor-parallel rank's) gets the rows of a part that
+    lie in its box; parts outside of it are not in the map. Raises `WeightsError` for memory with a `reorder`.
     """
     found = {name: list(pieces[name]) for name in specs if name in pieces}
     for part in (part for part in map(part_of, specs) if part is not None):
@@ -115,11 +120,11 @@ def parted(pieces: Pieces, specs: Mapping[str, Spec]) -> dict[str, list[Piece]]:
 
 
 def _cut(one: Piece, part: Part, spec: Spec) -> Piece | None:
-    """Of a place, what a part has; None where that is nothing."""
+    """The rows of a part in one place; None if there are none."""
     if one.reorder is not None:
         raise WeightsError(
-            f"{part.tensor!r} is published in parts", "the engine's memory for it has an order of its own",
-            hint="give it whole tensors: `parts.assemble`",
+            f"{part.tensor!r} is published in parts", "the engine's memory for it has a `reorder`",
+            hint="pass complete tensors: `parts.assemble`",
         )  # fmt: skip
     first, last = one.box[0] if one.box else (0, one.window.shape[0])
     start, stop = max(first, part.start), min(last, part.stop)

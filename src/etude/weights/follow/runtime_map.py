@@ -2,7 +2,7 @@
 
 Engines fuse tensors (q, k and v in one matrix, gate and up in w13), stack them (all experts of a layer in one tensor),
 transpose or widen them, hold a shard of one, tie two names to one storage, and keep values computed from several
-(absorbed attention matrices, prepacked copies). All but the last are views: a `Piece` says which part of a checkpoint's
+(absorbed attention matrices, prepacked copies). All but the last are views: a `Piece` says which part of a checkpoint
 tensor a view of live memory holds. Computed values are `Derived`. Each engine declares its own map, in a few lines:
 
 >>> w13, experts = np.zeros((2, 6, 4), np.uint16), {}
@@ -26,6 +26,7 @@ from etude.weights.follow.live import Places, Shape, Window, c_strides, window
 from etude.weights.tensors import DTYPES, Codes, Spec
 
 Pieces = Mapping[str, Sequence["Piece"]]
+"""Checkpoint name -> the pieces that hold the tensor."""
 
 CHECKED = 1 << 18
 """Number of elements that `Piece.holds` compares at a time."""
@@ -41,16 +42,16 @@ def _f16_to_f32(codes: Codes, live: Codes) -> None:
 
 
 _EXACT: dict[tuple[str, str], Callable[[Codes, Codes], None]] = {("bf16", "f32"): _widen, ("f16", "f32"): _f16_to_f32}
-"""By (published dtype, live dtype) that widens exactly: a function that writes codes of the first in the second's
-bits."""
+"""(published dtype, live dtype), if widening is exact -> function that writes codes of the first as codes of the
+second."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a checkpoint's tensor, and the live memory that holds it. Made by `piece`, `named`, `fused`.
+    """A part of a checkpoint tensor, and the live memory that holds it. Created by `piece`, `named`, `fused`.
 
-    `box`: [start, stop) for each dimension of the checkpoint's tensor; None: all of it. `reorder`: for memory in an
-    order that no view has (prepacked, swizzled), a bijection from indices of elements in the box to indices in the
+    `box`: [start, stop) in each dimension of the checkpoint tensor; None: all of it. `reorder`: for memory whose order
+    no view can express (prepacked, swizzled): a bijection from element indices in the box to element indices in the
     window, both in C order.
     """
 
@@ -60,11 +61,12 @@ class Piece:
 
     @property
     def box_shape(self) -> Shape | None:
+        """The shape of the box; None if the piece holds the complete tensor."""
         return None if self.box is None else tuple(stop - start for start, stop in self.box)
 
     def check(self, name: str, spec: Spec) -> None:
-        """Check that this memory can hold its part of a tensor of `spec` exactly. Raises `WeightsError` where it
-        cannot; `name` is the tensor's, for the error."""
+        """Check that this memory can hold its part of a tensor of `spec` exactly. `name`: for the error. Raises
+        `WeightsError`."""
         inside = self.box is None or (
             len(self.box) == len(spec.shape)
             and all(0 <= a <= b <= n for (a, b), n in zip(self.box, spec.shape, strict=True))
@@ -79,17 +81,17 @@ class Piece:
                 f"{name!r} is published as {spec.dtype} {list(spec.shape)}",
                 f"the engine's place for it is {live} {list(self.window.shape)}"
                 + (f", for {list(self.box)} of it" if self.box else ""),
-                hint="the map is of another model, or the engine holds a format that is not published: follow that one",
+                hint="the map is of another model, or the engine uses another format: publish that format",
             )
 
     def take(self, spec: Spec, positions: Places, codes: Codes) -> tuple[Places, Codes]:
-        """Select the changes of a tensor that lie inside the box. Returns their indices in the window's `flat`, and
-        their codes converted to the memory's dtype.
+        """Select the changes of a tensor that lie in the box. Returns their indices into the window's `flat`, and their
+        codes, converted to the memory's dtype.
 
         `positions`: ascending indices into the tensor in C order; `codes`: the new code at each.
         """
         if self.box is not None or self.reorder is not None or not self.window.contiguous:
-            positions = positions.astype(np.int64, copy=False)  # indices into the window may be larger
+            positions = positions.astype(np.int64, copy=False)  # indices into the window can exceed 32 bits
         if self.box is not None:
             positions, keep = _inside(positions, spec.shape, self.box)
             codes = codes[keep]
@@ -98,8 +100,8 @@ class Piece:
         return self.window.places(positions), self._converted(spec.dtype, codes)
 
     def part(self, spec: Spec, codes: Codes) -> Codes:
-        """Select from a whole tensor's codes those that the window holds, in the window's shape. A view, except where
-        `reorder` is set."""
+        """Select the codes that the window holds from the codes of the complete tensor, in the window's shape. A view,
+        unless `reorder` is set."""
         shaped: Codes = codes.reshape(spec.shape)
         if self.box is not None:
             shaped = shaped[tuple(slice(a, b) for a, b in self.box)]
@@ -111,8 +113,8 @@ class Piece:
         return moved.reshape(self.window.shape)
 
     def fill(self, spec: Spec, codes: Codes) -> None:
-        """Write this piece of a whole tensor's codes to the memory. Needs further memory for this piece at most; on a
-        host none."""
+        """Write this piece of a complete tensor's codes to the memory. Needs at most extra memory for this piece; none
+        on a host."""
         part, convert = self.part(spec, codes), _EXACT.get((spec.dtype, self.window.dtype))
         if convert is not None and isinstance(self.window.view, np.ndarray):
             convert(part, self.window.view)
@@ -120,8 +122,8 @@ class Piece:
             self.window.fill(self._converted(spec.dtype, part))
 
     def holds(self, spec: Spec, codes: Codes) -> bool:
-        """Whether the memory equals this piece of a whole tensor's codes, bit for bit. On a host it is compared in
-        pieces that stay in a core's cache, with memory for one piece, and other threads can run in between."""
+        """Whether the memory equals this piece of a complete tensor's codes, bit for bit. On a host, compares in blocks
+        that fit in a core's cache and lets other threads run in between."""
         part, window = self.part(spec, codes), self.window
         if not (isinstance(window.flat, np.ndarray) and window.contiguous and part.flags.c_contiguous):
             return window.equals(self._converted(spec.dtype, part))
@@ -130,7 +132,7 @@ class Piece:
         return all(np.array_equal(window.flat[one], self._converted(spec.dtype, flat[one])) for one in pieces)
 
     def _converted(self, dtype: str, codes: Codes) -> Codes:
-        """Published codes converted to the memory's dtype."""
+        """Convert published codes to the memory's dtype."""
         convert = _EXACT.get((dtype, self.window.dtype))
         if convert is None:
             return codes
@@ -143,9 +145,9 @@ class Piece:
 class Derived:
     """Live memory that is computed from tensors: `compute` is called after any of `sources` was written.
 
-    It runs in the pause, reads live memory, and may do what the engine did when it loaded: transpose, multiply,
-    prepack. An undo calls it again on the old weights. Memory that it does not restore bit for bit from equal inputs
-    must be in `outputs`: it is saved before, and written back instead.
+    It runs in the pause and reads live memory. It may do what the engine did when it loaded the weights: transpose,
+    multiply, prepack. An undo calls it again on the old weights. Memory that it does not restore bit for bit from equal
+    inputs must be listed in `outputs`: it is saved before, and written back instead.
     """
 
     sources: frozenset[str]
@@ -154,7 +156,7 @@ class Derived:
 
 
 class Map:
-    """All places of all tensors in an engine. Raises `WeightsError` where two places overlap without being equal.
+    """All places of all tensors in an engine. Raises `WeightsError` if two places overlap without being equal.
 
     `ignored`: names of published tensors that this engine does not use.
     """
@@ -163,27 +165,27 @@ class Map:
         self.pieces = {name: tuple(found) for name, found in pieces.items()}
         self.derived, self.ignored = tuple(derived), frozenset(ignored)
         self.tied = _tied(self.pieces)
-        """For each name, the names that share its memory (tied weights)."""
+        """For each name: the names that share its memory (tied weights)."""
         _refuse_overlaps(self.pieces)
 
 
 def piece(name: str, value: Any, box: Sequence[tuple[int, int]] | None = None) -> Piece:
-    """Make the piece of tensor `name` (or of its part `box`) in a numpy array or torch tensor of any strides."""
+    """Create the piece of tensor `name` (or of its part `box`) in a numpy array or torch tensor of any strides."""
     return Piece(window(name, value), None if box is None else tuple((int(a), int(b)) for a, b in box))
 
 
 def named(live: Mapping[str, Any]) -> dict[str, list[Piece]]:
-    """Pieces of whole tensors, by the checkpoint's names: `named(model.state_dict())`."""
+    """Map complete tensors whose names are the checkpoint's: `named(model.state_dict())`."""
     return {name: [piece(name, value)] for name, value in live.items()}
 
 
 def fused(live: Any, parts: Mapping[str, int], axis: int = 0) -> dict[str, list[Piece]]:
-    """Pieces of tensors that lie one after another in `live` along an axis. `parts`: name to length along that axis, in
-    order. Raises `WeightsError` where the lengths do not add up."""
+    """Map tensors that follow one another in `live` along an axis. `parts`: name -> length along that axis, in order.
+    Raises `WeightsError` if the lengths do not add up."""
     if sum(parts.values()) != live.shape[axis]:
         raise WeightsError(
-            f"{', '.join(parts)} are {sum(parts.values())} long together",
-            f"what they are fused in has {live.shape[axis]} along axis {axis}",
+            f"{', '.join(parts)} have a total length of {sum(parts.values())}",
+            f"the fused tensor has {live.shape[axis]} along axis {axis}",
             hint="the sizes are of another model, or of another tensor-parallel degree",
         )
     ends = [*itertools.accumulate(parts.values())]
@@ -194,8 +196,8 @@ def fused(live: Any, parts: Mapping[str, int], axis: int = 0) -> dict[str, list[
     }
 
 
-def joined(*maps: Pieces) -> dict[str, list[Piece]]:
-    """Join several maps of pieces; a name may be in more than one of them."""
+def merge_pieces(*maps: Pieces) -> dict[str, list[Piece]]:
+    """Merge several maps of pieces. A name may be in more than one of them."""
     found: dict[str, list[Piece]] = {}
     for one in maps:
         for name, pieces in one.items():
@@ -204,8 +206,8 @@ def joined(*maps: Pieces) -> dict[str, list[Piece]]:
 
 
 def _inside(positions: Places, shape: Shape, box: Sequence[tuple[int, int]]) -> tuple[Places, Any]:
-    """The positions that lie in a box, as indices into the box, and a selection of them among `positions`."""
-    if all((a, b) == (0, n) for (a, b), n in zip(box[1:], shape[1:], strict=True)):  # whole rows: one run
+    """Select the positions that lie in a box. Returns their indices in the box, and the selection."""
+    if all((a, b) == (0, n) for (a, b), n in zip(box[1:], shape[1:], strict=True)):  # complete rows: one range
         row = int(np.prod(shape[1:], dtype=np.int64))
         first, last = np.searchsorted(positions, [box[0][0] * row, box[0][1] * row])
         return positions[first:last] - box[0][0] * row, slice(first, last)
@@ -230,7 +232,8 @@ def _tied(pieces: Mapping[str, Sequence[Piece]]) -> dict[str, frozenset[str]]:
 
 
 def _refuse_overlaps(pieces: Mapping[str, Sequence[Piece]]) -> None:
-    """Refuse overlapping windows. Only windows without gaps are compared: columns of a matrix may share a range."""
+    """Raise `WeightsError` for overlapping windows. Only windows without gaps are compared, since columns of one matrix
+    interleave."""
     spans = sorted(
         {
             (one.window.device, one.window.address, one.window.num_bytes, one.window.key): name
@@ -244,5 +247,5 @@ def _refuse_overlaps(pieces: Mapping[str, Sequence[Piece]]) -> None:
             raise WeightsError(
                 f"the engine's places for {name!r} and {second!r} overlap",
                 f"by {start + size - after} bytes",
-                hint="give each its own slice; tied tensors are the same view under two names",
+                hint="map each to its own slice; map tied tensors to the same view under two names",
             )

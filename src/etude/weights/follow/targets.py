@@ -1,8 +1,8 @@
-"""An update into live memory: prepared before the pause, written inside it, then kept or undone.
+"""Writes an update into live memory: prepared before the pause, written in it, then committed or undone.
 
-Writes are absolute and by storage: a storage that two names share is written once, writing twice does no harm, and
-undoing is writing what was there. `prepare` does all that takes time or can fail; `Swap.apply` scatters, lets what is
-derived be computed anew, and asks the probe. No second image of the model, no reload.
+Writes are absolute and per storage: a storage that two names share is written once, repeating a write does no harm, and
+undoing writes the old codes back. `prepare` does everything that takes time or can fail. `Swap.apply` scatters,
+recomputes derived memory, and calls the probe. It needs no second copy of the model and no reload.
 """
 
 from __future__ import annotations
@@ -16,22 +16,26 @@ import numpy as np
 
 from etude.errors import EtudeError, WeightsError, nearest
 from etude.records.completion import Version
-from etude.weights.delta.rooms import Rooms
+from etude.weights.delta.arena import Arena
 from etude.weights.follow.follower import Update
-from etude.weights.follow.live import Call, Places, Scatter, together
+from etude.weights.follow.live import Call, Places, Scatter, batch_calls
 from etude.weights.follow.runtime_map import Derived, Map, Piece
 from etude.weights.tensors import Codes, Spec, Tensor
 
 Probe = Callable[[], bool]
+"""A check of the new weights, run in the pause: returns False to undo the update."""
 Known = Mapping[str, Tensor | Spec]
-_Said = tuple[str, tuple[Places, Codes] | None, Piece]  # what a name wants written: changes, or None for all
+"""The version's tensors by name, or only their specs."""
+_PlannedWrite = tuple[str, tuple[Places, Codes] | None, Piece]  # name, changes (None: all), piece
+"""A write that was prepared: tensor name, changes (None: the complete tensor), and piece."""
 
 DENSE = 16
-"""From one change in so many bytes on, copying a whole piece takes less of the pause than scattering (measured)."""
+"""If one change falls on at most this many bytes, copying the complete piece takes less of the pause than scattering
+(measured)."""
 
 
 class Target:
-    """An engine's live weights, by its map. Nobody else writes them between `prepare` and the end of a swap.
+    """An engine's live weights, by its map. Nothing else may write them between `prepare` and the end of a swap.
 
     >>> live = {"w": np.array([1, 2, 3], np.uint16)}
     >>> from etude.weights.follow.runtime_map import named
@@ -44,17 +48,17 @@ class Target:
         self._map = where
 
     def prepare(self, update: Update, tensors: Known, *, undoable: bool = True) -> Swap:
-        """Everything to be written, resolved, checked, and on its device; nothing is written yet.
+        """Prepare an update: compute all writes, check them, and copy them to their device. Nothing is written yet.
 
-        `tensors`: the version's, all of them (`Follower.tensors`); or their specs, where there is no image of it
-        (`LiveFollower.specs`): then changes are scattered, however many they are. `undoable` False keeps nothing of
-        what was there: for the first version, before which there was none. Raises `WeightsError` for a tensor that the
-        engine has no place for, one that it needs and that is not published, or tied tensors with different bits.
+        `tensors`: all tensors of the version (`Follower.tensors`); or their specs, if there is no copy of them
+        (`LiveFollower.specs`): then changes are scattered, however many they are. `undoable` False: do not keep the old
+        codes; for the first version, before which there was none. Raises `WeightsError` for a published tensor that the
+        engine has no place for, a tensor that it needs and that is not published, or tied tensors with different bits.
         """
         self._check_complete(update.version, tensors)
         known, swap = {**tensors, **update.replaced}, Swap(update.version)
-        kept = Rooms() if undoable else None
-        written: dict[object, _Said] = {}
+        kept = Arena() if undoable else None
+        written: dict[object, _PlannedWrite] = {}
         for name in sorted({*update.changed, *update.replaced}):
             self._check_ties(name, update, known)
             for piece in self._places_of(name, known):
@@ -72,12 +76,13 @@ class Target:
             if one.sources & touched:
                 swap.derived.append(_Hook(one, [window.read() for window in one.outputs] if undoable else []))
         swap.undoable = undoable
-        swap.put = together([write.put for write in swap.writes])
-        swap.put_back = together([write.put_back for write in swap.writes])
+        swap.put = batch_calls([write.put for write in swap.writes])
+        swap.put_back = batch_calls([write.put_back for write in swap.writes])
         return swap
 
     def differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Names whose live memory does not hold these tensors' bits: what proves an update, or tells a flipped bit."""
+        """Compare live memory with tensors, bit for bit. Returns the names that differ: verifies an update, or detects
+        a flipped bit."""
         return [
             name
             for name, tensor in sorted(tensors.items())
@@ -90,8 +95,8 @@ class Target:
             if not any(tie in tensors for tie in self._map.tied.get(name, ())):
                 raise WeightsError(
                     f"{version} has no {name!r}",
-                    f"the engine computes with it; {len(tensors)} tensors are published",
-                    hint="it is of another architecture; what the engine makes by itself is not to be mapped",
+                    f"the engine needs it; {len(tensors)} tensors are published",
+                    hint="the version is of another architecture; do not map tensors that the engine computes itself",
                 )
 
     def _places_of(self, name: str, tensors: Known) -> tuple[Piece, ...]:
@@ -100,14 +105,14 @@ class Target:
             raise WeightsError(
                 f"the engine has no place for {name!r}",
                 f"it has places for {len(self._map.pieces)} tensors",
-                hint=f"map it, or name it among the ignored; {nearest(name, self._map.pieces)}",
+                hint=f"map it, or add it to `ignored`; {nearest(name, self._map.pieces)}",
             )
         for piece in pieces:
             piece.check(name, _spec(tensors[name]))
         return pieces
 
     def _check_ties(self, name: str, update: Update, tensors: Known) -> None:
-        """A name that shares a storage moves with the others of it that are published."""
+        """If a tensor changes, all published tensors that share its storage must change. Raises `WeightsError`."""
         for tie in self._map.tied.get(name, ()):
             if tie in tensors and tie not in update.changed and tie not in update.replaced:
                 raise _untied(name, tie, "one of them changed")
@@ -115,32 +120,33 @@ class Target:
 
 @dataclass
 class Swap:
-    """An update that is ready. `apply` inside the pause; then `commit`, or `undo`, also inside it."""
+    """A prepared update. Call `apply` in the pause; then `commit`, or `undo`, also in the pause."""
 
     version: Version
     writes: list[_Write] = field(default_factory=list)
     derived: list[_Hook] = field(default_factory=list)
     undoable: bool = True
     applied: bool = False
-    put: Call = lambda: None  # all of `writes` in one
+    put: Call = lambda: None  # all `writes` in one call
     put_back: Call = lambda: None
 
     @property
     def list_bytes(self) -> int:
-        """What is held to be written: places and codes. A follower's memory beyond the model; tensors that are written
-        whole are the follower's own, and count nothing."""
+        """Memory used by the indices and codes to be written, in bytes. Tensors that are written in full belong to the
+        follower and are not counted."""
         return sum(write.num_bytes for write in self.writes)
 
     @property
     def undo_bytes(self) -> int:
-        """What is held to be undone: old codes, and outputs of hooks."""
+        """Memory used to undo the update, in bytes: old codes, and saved outputs of hooks."""
         kept = [write.old for write in self.writes if write.old is not None]
         return sum(codes.nbytes for codes in (*kept, *(codes for hook in self.derived for codes in hook.old)))
 
     def apply(self, probe: Probe | None = None) -> None:
-        """Write, compute what is derived, ask the probe. Undone, and a `WeightsError`, where a hook or the probe fails.
+        """Write, recompute derived memory, and call the probe. If a hook or the probe fails, the update is undone and
+        `WeightsError` is raised.
 
-        Without anything to undo by (`undoable` False) the memory stays as written, and is not to be served.
+        If the update was prepared with `undoable` False, the memory then stays as written and must not be used.
         """
         self.applied = True
         try:
@@ -149,34 +155,34 @@ class Swap:
                 hook.derived.compute()
             sound = probe is None or probe()
         except Exception as error:
-            told = error.what if isinstance(error, EtudeError) else repr(error)
-            raise self._refused(told) from error
+            why = error.what if isinstance(error, EtudeError) else repr(error)
+            raise self._refused(why) from error
         if not sound:
-            raise self._refused("the probe said no")
+            raise self._refused("the probe returned False")
 
     def undo(self) -> None:
-        """Write back what was there. Raises `WeightsError` where nothing was applied or kept."""
+        """Write back the old codes. Raises `WeightsError` if nothing was applied or the old codes were not kept."""
         if not self.applied or not self.undoable:
-            why = "it is committed, or was prepared without" if self.applied else "it was not applied"
-            raise WeightsError(f"{self.version} cannot be undone", why, hint="adopt the version that is wanted")
+            why = "it is committed, or was prepared with undoable=False" if self.applied else "it was not applied"
+            raise WeightsError(f"{self.version} cannot be undone", why, hint="adopt the version that you want")
         self.put_back()
         for hook in self.derived:
             hook.put_back()
         self.applied = False
 
     def commit(self) -> None:
-        """Let go of what was kept for an undo."""
+        """Free what was kept for an undo."""
         self.writes.clear()
         self.derived.clear()
         self.put = self.put_back = _nothing
         self.undoable = False
 
     def _refused(self, why: str) -> WeightsError:
-        """Undo what can be undone, and say what the memory is now."""
-        hint = "the live weights are not whole: adopt again before anything is served"
-        with suppress(Exception):  # a hook that fails over the old weights, too
+        """Undo the update if possible, and create an error that states what is in the memory now."""
+        hint = "the live weights are incomplete: adopt a version before serving requests"
+        with suppress(Exception):  # a hook may fail with the old weights, too
             self.undo()
-            hint = "the live weights are what they were; see why it failed, then adopt again"
+            hint = "the old weights were restored; fix the cause, then adopt again"
         return WeightsError(f"{self.version} was not adopted", why, hint=hint)
 
 
@@ -191,7 +197,7 @@ class _Write:
 @dataclass(frozen=True)
 class _Hook:
     derived: Derived
-    old: list[Codes]  # of its outputs
+    old: list[Codes]  # the old codes of its outputs
 
     def put_back(self) -> None:
         if self.derived.outputs:
@@ -201,14 +207,15 @@ class _Hook:
             self.derived.compute()
 
 
-def _write(piece: Piece, change: tuple[Places, Codes] | None, known: Tensor | Spec, kept: Rooms | None) -> _Write:
-    """Absolute writes of changes, or of the whole piece where there is no list or scattering it takes longer.
+def _write(piece: Piece, change: tuple[Places, Codes] | None, known: Tensor | Spec, kept: Arena | None) -> _Write:
+    """Prepare the write of a piece: changes, or the complete piece if there is no list or scattering would take longer.
 
-    `kept`: room for what an undo needs; None: there is none."""
+    `kept`: allocates what an undo needs; None: the update cannot be undone.
+    """
     window = piece.window
     fill = partial(piece.fill, known.spec, known.codes) if isinstance(known, Tensor) else None
     if change is None:
-        assert fill is not None, "what is replaced comes whole"
+        assert fill is not None, "a replaced tensor has data"
         old = window.read() if kept is not None else None
         return _Write(fill, _nothing if old is None else partial(window.fill, old.reshape(window.shape)), 0, old)
     places, codes = change
@@ -227,11 +234,11 @@ def _spec(known: Tensor | Spec) -> Spec:
 
 
 def _nothing() -> None:
-    """What is written back where nothing was kept."""
+    """Does nothing: the undo of an update whose old codes were not kept."""
 
 
-def _check_equal(first: _Said, second: _Said, tensors: Known) -> None:
-    """Raises `WeightsError` where a storage would be told two things."""
+def _check_equal(first: _PlannedWrite, second: _PlannedWrite, tensors: Known) -> None:
+    """Raise `WeightsError` if two names would write different codes to one storage."""
     (name, change, _), (other, again, _) = first, second
     if change is not None and again is not None:
         same = all(map(np.array_equal, change, again))
@@ -239,7 +246,7 @@ def _check_equal(first: _Said, second: _Said, tensors: Known) -> None:
         known = [(one, tensors[key]) for key, _, one in (first, second)]
         parts = [one.part(tensor.spec, tensor.codes) for one, tensor in known if isinstance(tensor, Tensor)]
         if len(parts) < 2:
-            raise _untied(name, other, "one came whole, and of the other there is no image to compare it with")
+            raise _untied(name, other, "one is replaced, and there is no copy of the other to compare it with")
         same = np.array_equal(parts[0], parts[1])
     if not same:
         raise _untied(name, other, "their bits differ")
@@ -248,6 +255,6 @@ def _check_equal(first: _Said, second: _Said, tensors: Known) -> None:
 def _untied(name: str, other: str, why: str) -> WeightsError:
     return WeightsError(
         f"{name!r} and {other!r} are one storage in the engine",
-        f"and two tensors in what was published: {why}",
+        f"but two different tensors are published: {why}",
         hint="the checkpoint does not tie them: build the engine with tie_word_embeddings off",
     )

@@ -1,15 +1,18 @@
-"""A worker extension with which a running vLLM follows a channel:
-`--worker-extension-cls etude.weights.follow.vllm_worker.WorkerExtension`.
+"""A vLLM worker extension with which a running vLLM follows a channel: `--worker-extension-cls
+etude.weights.follow.vllm_worker.WorkerExtension`.
 
-vLLM calls its methods by `collective_rpc`, which runs between two steps of the engine: that is the pause, and requests
-in flight keep their KV cache. `etude_prepare` fetches, decodes and proves in a thread while requests run; `etude_adopt`
-only writes. On a GPU it writes into vLLM's own parameters. The CPU build keeps linear layers and experts packed for its
-kernels, in an undocumented order: there an unpacked copy is written, and vLLM's own functions pack the changed tensors
-again. (vLLM's own reload does not pack experts again, and reports no error: measured with 0.32, the mean |change of a
-logprob| of .0057 became .305.) It maps the names of a Hugging Face checkpoint to vLLM's for decoders with q/k/v,
-gate/up and experts. It refuses weights that it cannot map bit for bit: quantised ones, experts that a GPU's kernels
-rearranged, absorbed attention. Tested with vLLM 0.32 on CPU, not yet on a GPU. docs/guides/weights-alone.md lists what
-must be installed beside vLLM.
+vLLM calls its methods by `collective_rpc`, which runs between two steps of the engine. This is the pause; requests in
+flight keep their KV cache. `etude_prepare` fetches, decodes and verifies in a thread while requests run; `etude_adopt`
+only writes.
+
+On a GPU it writes into vLLM's own parameters. The CPU build packs linear layers and experts for its kernels, in an
+undocumented order. There, an unpacked copy is written and vLLM's own functions pack the changed tensors again. (vLLM's
+own reload does not repack experts and reports no error: measured with 0.32, the mean |change of a logprob| of .0057
+became .305.)
+
+The names of a Hugging Face checkpoint are mapped to vLLM's for decoders with q/k/v, gate/up and experts. Weights that
+cannot be mapped bit for bit are refused: quantised weights, experts that GPU kernels rearranged, absorbed attention.
+Tested with vLLM 0.32 on CPU, not yet on a GPU. docs/guides/weights-alone.md lists what must be installed beside vLLM.
 """
 
 from __future__ import annotations
@@ -31,18 +34,18 @@ from etude.weights.follow.adapter_map import adapter_map
 from etude.weights.follow.engine_maps import fused_pieces, sharded
 from etude.weights.follow.follower import Follower
 from etude.weights.follow.live import Call
-from etude.weights.follow.runtime_map import Derived, Map, joined
+from etude.weights.follow.runtime_map import Derived, Map, merge_pieces
 from etude.weights.follow.targets import Swap, Target
 
 _AS_LOADED = ("TRITON", "BATCHED_TRITON")
-"""vLLM's backends whose experts stay in the order that they were loaded in."""
+"""vLLM's backends that keep experts in the order of the checkpoint."""
 
 
 class WorkerExtension:
     """The class that vLLM mixes into its worker class. Not thread-safe: vLLM makes one call at a time.
 
-    A version is a mapping of `step`, `incarnation` and `digest`. Before `etude_follow` every other method raises
-    `WeightsError`.
+    A version is passed as a mapping of `step`, `incarnation` and `digest`. Before `etude_follow`, every other method
+    raises `WeightsError`.
     """
 
     model_runner: Any  # vLLM's
@@ -52,54 +55,55 @@ class WorkerExtension:
     def etude_follow(
         self, store: str, name: str = "policy", branch: str = "", public_key: str = "", cache: str = ""
     ) -> None:
-        """Follow a channel of a store (as `open_store` takes it, `cache` too); `public_key`: hexadecimal, to believe
-        only what its owner signed. Nothing is fetched yet. Raises `WeightsError` for a model that has no map."""
+        """Start to follow a channel of a store. Fetches nothing yet. `store` and `cache`: locations as for
+        `open_store`. `public_key`: 64 hex digits; accept only versions signed by this key. Raises `WeightsError` for a
+        model that cannot be mapped."""
         try:
             key = bytes.fromhex(public_key) or None
         except ValueError as error:
             hint = "give the public key's 64 hexadecimal digits"
-            raise WeightsError(f"{public_key!r} is no public key", str(error), hint=hint) from None
+            raise WeightsError(f"{public_key!r} is not a public key", str(error), hint=hint) from None
         follower = partial(
             Follower, open_store(store, cache=cache or None), name, branch=branch, public_key=key, can_undo=False
         )
         rows, base = _rows(self.vllm_config), Path(self.vllm_config.model_config.model)
         memory = _memory(self.model_runner.model)
-        self.etude_following = _Following(follower, memory, rows, self.rank % rows.size, base=base)
+        self.etude_weight_sync = _WeightSync(follower, memory, rows, self.rank % rows.size, base=base)
 
     def etude_prepare(self, version: Mapping[str, Any] | None = None) -> None:
-        """Begin to fetch and prove the newest version, or this one, beside the requests, unless one is under way or
-        waits to be adopted; another one that waits is given up for the version that is named."""
-        _of(self).prepare(None if version is None else Version(**version))
+        """Start to fetch and verify the newest version, or `version`, while requests run. Does nothing if a version is
+        being prepared or waits to be adopted; a waiting version is replaced if another one is named."""
+        _sync_of(self).prepare(None if version is None else Version(**version))
 
     def etude_prepared(self) -> dict[str, Any] | None:
-        """The version that waits to be adopted; None while there is none. Raises what preparing failed with."""
-        swap = _of(self).prepared()
-        return None if swap is None else _told(swap.version)
+        """The version that waits to be adopted; None if there is none. Raises the error if preparing failed."""
+        swap = _sync_of(self).prepared()
+        return None if swap is None else _version_fields(swap.version)
 
     def etude_preparing(self) -> bool:
-        """Whether `etude_prepare` has something under way, or something that waits."""
-        return _of(self).preparing
+        """Whether a version is being prepared or waits to be adopted."""
+        return _sync_of(self).preparing
 
     def etude_adopt(self) -> dict[str, Any]:
-        """Write what was prepared: its `version`, and `pause_s`, in which nothing else ran. Raises `WeightsError` when
-        nothing waits, or when it was not adopted: its facts say whether the weights are what they were (the first
-        version, and the first after an undo or a failure, cannot be undone)."""
-        return _of(self).adopt()
+        """Write the prepared version. Returns its `version`, `pause_s` (seconds in which nothing else ran) and
+        `list_bytes`. Raises `WeightsError` if nothing is prepared, or if writing failed: its hint says whether the old
+        weights were restored. (The first version, and the first after an undo or a failure, cannot be undone.)"""
+        return _sync_of(self).adopt()
 
     def etude_undo(self) -> None:
-        """Write back what was there before the last adoption, give up what waits, and forget what is held: the next
-        version comes from an anchor. Raises `WeightsError` where nothing is kept."""
-        _of(self).undo()
+        """Write back the weights before the last adoption and drop the prepared version. The next version is fetched
+        from an anchor. Raises `WeightsError` if there is nothing to undo."""
+        _sync_of(self).undo()
 
     def etude_check(self) -> list[str]:
-        """Names of the checkpoint whose memory does not hold, bit for bit, what was adopted. Raises `WeightsError`
-        while nothing is adopted, or the next version is prepared."""
-        return _of(self).check()
+        """Compare memory with the adopted version, bit for bit. Returns the checkpoint names that differ. Raises
+        `WeightsError` if nothing is adopted or the next version is being prepared."""
+        return _sync_of(self).check()
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """What is this rank's of q, and of k as of v; how many ranks share a tensor."""
+    """The number of rows of q, and of k and v each, on this rank; and the number of ranks that share a tensor."""
 
     query: int
     key: int
@@ -108,13 +112,15 @@ class _Rows:
 
 @dataclass
 class _Memory:
-    """Live memory under the checkpoint's modules' names, and what has to be called once some of it was written."""
+    """Live memory by the checkpoint's module names, and the functions to call after some of it was written."""
 
     parameters: dict[str, Any] = field(default_factory=dict)
     packing: list[tuple[tuple[str, ...], Call]] = field(default_factory=list)
 
 
-class _Following:
+class _WeightSync:
+    """The state of a worker that follows a channel: its follower, the version being prepared, the adopted one."""
+
     def __init__(
         self, make: Callable[..., Follower], memory: _Memory, rows: _Rows, rank: int, *, base: Path | None = None
     ) -> None:
@@ -144,16 +150,16 @@ class _Following:
         if preparing is None or not preparing.done():
             return None
         if preparing.exception() is not None or preparing.result() is None:
-            self._preparing = None  # it may be asked for again
+            self._preparing = None  # so that it can be prepared again
         return preparing.result()
 
     def adopt(self) -> dict[str, Any]:
         swap = self.prepared()
         if swap is None:
-            raise WeightsError("no version waits to be adopted", hint="etude_prepare, then ask etude_prepared")
+            raise WeightsError("no version is prepared", hint="call etude_prepare, then wait for etude_prepared")
         started = time.perf_counter()
         try:
-            swap.apply(_settled)
+            swap.apply(_wait_for_gpu)
         except BaseException:
             self._forget()
             raise
@@ -161,30 +167,32 @@ class _Following:
         if self._adopted is not None:
             self._adopted.commit()
         self._adopted, self._preparing = swap, None
-        return {"version": _told(swap.version), "pause_s": pause_s, "list_bytes": swap.list_bytes}
+        return {"version": _version_fields(swap.version), "pause_s": pause_s, "list_bytes": swap.list_bytes}
 
     def undo(self) -> None:
         if self._adopted is None:
-            raise WeightsError("nothing is undone", "nothing was adopted since", hint="one adoption can be undone")
+            raise WeightsError(
+                "there is nothing to undo", "no version was adopted since", hint="one adoption can be undone"
+            )
         if self._preparing is not None and not self._preparing.done():
             hint = "wait until etude_prepared reports it"
-            raise WeightsError("nothing is undone yet", "the next version is being prepared", hint=hint)
+            raise WeightsError("the adoption cannot be undone now", "the next version is being prepared", hint=hint)
         self._adopted.undo()
         self._forget()
 
     def check(self) -> list[str]:
         if self._target is None or self._adopted is None or self._preparing is not None:
-            why = "nothing is adopted" if self._adopted is None else "the next version is prepared"
+            why = "no version is adopted" if self._adopted is None else "the next version is being prepared"
             hint = "check after an adoption, before the next etude_prepare"
-            raise WeightsError("what is held cannot be checked", why, hint=hint)
+            raise WeightsError("the weights cannot be checked", why, hint=hint)
         return self._target.differing(self._follower.tensors)
 
     def _forget(self) -> None:
-        """Hold nothing: the next version comes from an anchor and is written whole."""
-        self._follower, self._preparing, self._adopted = self._made_anew(), None, None
+        """Forget the held version: the next one is fetched from an anchor and written in full."""
+        self._follower, self._preparing, self._adopted = self._new_follower(), None, None
 
-    def _made_anew(self) -> Follower:
-        """A follower that holds nothing, and still refuses what moved back since the one before."""
+    def _new_follower(self) -> Follower:
+        """A new follower that holds nothing, and still refuses a pointer that moved back."""
         return self._make(followed=self._follower.followed)
 
     def _prepare(self, version: Version | None) -> Swap | None:
@@ -194,13 +202,13 @@ class _Following:
             if update is None:
                 return None
             if self._target is None:
-                self._target = self._made()
+                self._target = self._make_target()
             return self._target.prepare(update, self._follower.tensors, undoable=not first)
         except BaseException:
-            self._follower = self._made_anew()  # it may be ahead of the memory: what comes next is written whole
+            self._follower = self._new_follower()  # it may be ahead of the memory: write the next version in full
             raise
 
-    def _made(self) -> Target:
+    def _make_target(self) -> Target:
         published = self._follower.tensors
         parts = {
             name: fused_pieces({name: value}, query_rows=self._rows.query, key_rows=self._rows.key)
@@ -210,31 +218,35 @@ class _Following:
             Derived(frozenset(source for name in names for source in parts[name]), pack)
             for names, pack in self._memory.packing
         ]
-        whole = joined(*parts.values())
+        whole = merge_pieces(*parts.values())
         of = partial(sharded, whole, rank=self._rank, size=self._rows.size)
         if not modules(published):
             return Target(Map(of({name: tensor.spec for name, tensor in published.items()}), derived=derived))
         if self._base is None:
             raise WeightsError(
-                "an adapter is published", "where its base lies is not known", hint="give its path to vLLM"
+                "an adapter is published",
+                "the path of its base is not known",
+                hint="pass the path of the model to vLLM",
             )
         packing = {source: one.compute for one in derived for source in one.sources}
         return Target(adapter_map(of, read_checkpoint(self._base).tensors, published, packing))
 
 
-def _of(worker: Any) -> _Following:
-    following = getattr(worker, "etude_following", None)
+def _sync_of(worker: Any) -> _WeightSync:
+    following = getattr(worker, "etude_weight_sync", None)
     if following is None:
-        raise WeightsError("this worker follows no channel", hint='collective_rpc("etude_follow", args=(store,)) first')
-    return cast(_Following, following)
+        raise WeightsError(
+            "this worker follows no channel", hint='call collective_rpc("etude_follow", args=(store,)) first'
+        )
+    return cast(_WeightSync, following)
 
 
-def _told(version: Version) -> dict[str, Any]:
+def _version_fields(version: Version) -> dict[str, Any]:
     return {"step": version.step, "incarnation": version.incarnation, "digest": version.digest}
 
 
-def _settled() -> bool:
-    """What was queued on a GPU is done: a swap's probe."""
+def _wait_for_gpu() -> bool:
+    """Wait for the work queued on the GPU. Used as the probe of a swap."""
     import torch
 
     if torch.cuda.is_available():
@@ -248,7 +260,7 @@ def _rows(config: Any) -> _Rows:
         raise WeightsError(
             "this vLLM computes with quantised weights",
             f"{type(config.quant_config).__name__}",
-            hint="publish what it holds, and map it by `etude.weights.follow.runtime_map`",
+            hint="publish the quantised tensors, and map them with `etude.weights.follow.runtime_map`",
         )
     head = model.get_head_size()
     return _Rows(
@@ -259,7 +271,7 @@ def _rows(config: Any) -> _Rows:
 
 
 def _memory(model: Any) -> _Memory:
-    """vLLM's parameters; on the CPU build plain ones in place of those that it packed away."""
+    """vLLM's parameters; on the CPU build, unpacked copies of those that it packed."""
     from vllm.platforms import current_platform  # type: ignore[import-not-found]  # in vLLM's environment alone
 
     found, on_cpu = _Memory(), current_platform.is_cpu()
@@ -276,21 +288,22 @@ def _memory(model: Any) -> _Memory:
 
 
 def _refuse_rearranged(name: str, module: Any, *, on_cpu: bool) -> None:
-    """Raises `WeightsError` for memory that only looks like the checkpoint's, or has copies that nobody renews."""
+    """Raise `WeightsError` for memory whose order differs from the checkpoint, or that has copies which would not be
+    updated."""
     backend = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
     if hasattr(module, "W_UV") or hasattr(module, "W_UK_T"):
-        facts = "its attention keeps products of kv_b_proj"
+        facts = "its attention stores products of kv_b_proj"
     elif not on_cpu and hasattr(module, "w13_weight") and getattr(backend, "name", "") not in _AS_LOADED:
         facts = f"its experts are laid out for {getattr(backend, 'name', type(module).__name__)}"
     else:
         return
-    hint = f"take one of {', '.join(_AS_LOADED)} for experts, or map it by `etude.weights.follow.runtime_map`"
-    raise WeightsError(f"{name or 'the model'} has weights that this map does not reach", facts, hint=hint)
+    hint = f"use one of {', '.join(_AS_LOADED)} for experts, or map it with `etude.weights.follow.runtime_map`"
+    raise WeightsError(f"{name or 'the model'} has weights that cannot be mapped", facts, hint=hint)
 
 
 def _unpacked(module: Any, plain: Mapping[str, Any]) -> tuple[dict[str, Any], Call | None]:
-    """For what the CPU build packs in `process_weights_after_loading` (linears, embeddings and heads, experts): memory
-    in the order of the checkpoint, and the call that packs it."""
+    """For modules that the CPU build packs in `process_weights_after_loading` (linears, embeddings and heads, experts):
+    memory in the order of the checkpoint, and the function that packs it."""
     import torch
     from vllm.model_executor.layers.linear import LinearBase  # type: ignore[import-not-found]
 
@@ -299,7 +312,7 @@ def _unpacked(module: Any, plain: Mapping[str, Any]) -> tuple[dict[str, Any], Ca
         columns = getattr(module, "input_size_per_partition", module.input_size)
         weight = torch.empty(rows, columns, dtype=module.params_dtype)
         return {"weight": weight}, partial(_pack_linear, module, weight)
-    if hasattr(module, "cpu_linear"):  # its weight stays, beside what was packed
+    if hasattr(module, "cpu_linear"):  # it keeps its weight beside the packed copy
         return {"weight": plain["weight"]}, partial(module.quant_method.process_weights_after_loading, module)
     if "w13_weight" in plain:
         sizes, packed = module.moe_config, plain["w13_weight"]

@@ -1,12 +1,13 @@
-"""Deltas from and into device memory: what the CPU's kernels do, over torch tensors where they are, to the same bytes.
+"""Deltas of weights in device memory: the codec of `etude.weights.delta` on torch tensors on a GPU, with the same
+bytes.
 
-For a trainer that publishes from its GPUs, and an engine that is kept at the head in its own. Needs torch and Triton,
-and is library only: no process of a run imports it, and `etude.weights` itself knows nothing of either.
+For a trainer that publishes from its GPUs, and an engine that updates its weights in GPU memory. Needs torch and
+Triton. Library only: no process of a run imports it, and `etude.weights` itself needs neither.
 
-    delta = encode(new, old, specs)               # on the trainer: lists go to the host, no snapshot does
-    update = prepare(delta, specs, live)          # on the engine, before the pause: all that takes time or can fail
-    update.write()                                # inside the pause: a scatter in place
-    update.undo()                                 # or back; `apply` does both at once, with no list between
+    delta = encode(new, old, specs)               # on the trainer: only the changes are copied to the host
+    update = prepare(delta, specs, live)          # on the engine, before the pause: everything slow or fallible
+    update.write()                                # in the pause: scatter in place
+    update.undo()                                 # or back; `apply` decodes and writes at once, without a list
 """
 
 from importlib.util import find_spec

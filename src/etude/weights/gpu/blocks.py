@@ -1,7 +1,8 @@
-"""Tiles as tables for the device: blocks of items for programs that read them all, pieces for those that write some.
+"""Tables that describe tiles to the device programs: blocks of items for programs that read all items, pieces for those
+that write some.
 
-A block lies in one piece of one tile, and blocks follow each other as a tile's items do. It may span rows of a
-rectangle only where these are shorter than a block. Tables are made on the device itself, from a row for each piece.
+A block lies in one piece of one tile. Blocks are in the order of the items of their tile. A block spans several rows
+of a rectangle only if the rows are shorter than a block. The tables are computed on the device, from one row per piece.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from etude.weights.delta.layout import Tile
 from etude.weights.gpu.memory import Items
 
 FIELDS = ("old", "new", "start", "column", "cols", "stride", "count", "high", "classes", "place")
-"""Of a block: the addresses of its tensor in both snapshots, the number there of its first item, the place of that in
-its row, the rectangle, how many items, the tile's classes, and the place of its first item in the tile."""
+"""The fields of a block: addresses of its tensor in the old and new snapshot; number of its first item in the tensor;
+column of that item; columns and stride of the rectangle; number of items; the tile's `high` and `classes`; position of
+its first item in the tile."""
 
 _ALIGNED = 16  # bytes of the widest load
 
@@ -30,18 +32,19 @@ class Blocks:
     """The blocks of some tiles."""
 
     table: torch.Tensor  # [blocks, FIELDS] int64
-    tile: torch.Tensor  # [blocks] which of the tiles
-    first: torch.Tensor  # [tiles] each one's first block
+    tile: torch.Tensor  # [blocks] index of the tile
+    first: torch.Tensor  # [tiles] first block
     full: torch.Tensor  # int32: blocks that can be read without masks
     partial: torch.Tensor  # int32: all others
 
     @property
     def size(self) -> int:
+        """Number of blocks."""
         return self.table.shape[0]
 
 
 def cut(tiles: Sequence[Tile], old: Sequence[Items], new: Sequence[Items], width: int, block: int) -> Blocks:
-    """The items of tiles in blocks of at most `block`."""
+    """Cut the items of tiles into blocks of at most `block` items."""
     of_piece = [
         (i, tile.high, tile.classes, old[t].address, new[t].address, *shape)
         for i, tile in enumerate(tiles)
@@ -72,7 +75,8 @@ def cut(tiles: Sequence[Tile], old: Sequence[Items], new: Sequence[Items], width
 
 
 def pieces(tiles: Sequence[Tile], arrays: Sequence[Items]) -> tuple[Rows, Rows]:
-    """[pieces, 6] address, start, cols, stride, place in the tile, items; and [tiles + 1] where each tile's start."""
+    """[pieces, 6]: address, start, cols, stride, position in the tile, number of items; and [tiles + 1]: where each
+    tile's pieces start."""
     table = [
         (arrays[t].address, start, cols, stride, base, size)
         for tile in tiles
@@ -83,7 +87,8 @@ def pieces(tiles: Sequence[Tile], arrays: Sequence[Items]) -> tuple[Rows, Rows]:
 
 
 def _shapes(tile: Tile) -> list[tuple[int, ...]]:
-    """Of each piece that has items: tensor, start, rows (one, of one range), cols, stride, items, place in the tile."""
+    """For each piece that has items: tensor, start, rows (1 if it is one range), cols, stride, number of items,
+    position in the tile."""
     shapes: list[tuple[int, ...]] = []
     base = 0
     for piece in tile.pieces:

@@ -1,8 +1,8 @@
-"""`layout.Kernels` over device memory: the same bytes as numpy's and the native ones, from weights where they are.
+"""`layout.Kernels` for device memory: the same bytes as the numpy and the native kernels.
 
-The device does what needs its bandwidth: it compares, sorts by class, numbers by prefix sums, and maps numbers back to
-places. What crosses to the host is what changed, once, and there the host's code packs it into planes, as planes are
-unpacked there: they are a few per cent of the bytes. Knows nothing of objects and manifests (`update.py`).
+The device does what needs its bandwidth: it compares, sorts by class, numbers items by prefix sums, and maps numbers
+back to positions. Only the changes are copied to the host, once. The host packs them into the coded form and unpacks
+that form: a few per cent of the bytes. Knows nothing of objects and manifests (`update.py`).
 """
 
 from __future__ import annotations
@@ -25,44 +25,44 @@ from etude.weights.gpu.memory import Items
 from etude.weights.tensors import Codes, DType
 
 BLOCK = 2048
-"""Items of a block: at most 16384, which sixteen bits count; few enough for the registers of its warps."""
+"""Items per block: at most 16384, which fit in 16-bit counters; small enough for the registers of its warps."""
 
 WARPS = 4
-"""Of a program that reads a block. `BLOCK` items are then the most that spill none of their prefix sums."""
+"""Warps per program that reads a block. `BLOCK` is the largest size at which prefix sums do not spill registers."""
 
 CHUNK = 128
-"""Changes that a program sorts out at a time."""
+"""Changes that a program sorts at a time."""
 
 SPREAD = 1024
 """Changes that a program scatters."""
 
-_EXPECTED = 16  # one change in so many items is what there is room for; where there are more the scan runs again
+_EXPECTED = 16  # buffers hold one change per so many items; if there are more, the scan runs again
 _WORD = 32
 
-Told = tuple[Longs, Flags, Numbers]
-"""What a coded tile says: where, which steps go down, and their sizes."""
+Unpacked = tuple[Longs, Flags, Numbers]
+"""The content of a coded tile: which items change, which steps go down, and their sizes."""
 
 
 @dataclass(frozen=True, eq=False)
 class Lists:
-    """What changes in some tiles, on the device."""
+    """The changes of some tiles, on the device."""
 
     kind: DType
     tiles: Sequence[Tile]
     splits: Longs  # [tiles + 1] where each tile's changes start
-    places: torch.Tensor  # [changes] int32, in their tile, in no order
-    codes: torch.Tensor  # [changes] the new items, each in an integer of its own
+    places: torch.Tensor  # [changes] int32, positions in their tile, unordered
+    codes: torch.Tensor  # [changes] the new items, one integer each
 
     @property
     def num_bytes(self) -> int:
-        """Device memory that it holds."""
+        """Device memory that it uses, in bytes."""
         return sum(part.numel() * part.element_size() for part in (self.places, self.codes))
 
 
 class DeviceKernels:
-    """Satisfies `layout.Kernels`, with `Items` on one device for numpy's arrays. One thread at a time.
+    """Implements `layout.Kernels` with `Items` on one device in place of numpy arrays. Not thread-safe.
 
-    `block`: items that one program reads, a power of two up to 16384; `warps`: that it runs on.
+    `block`: items that one program reads, a power of two up to 16384; `warps`: warps per program.
     """
 
     def __init__(self, block: int = BLOCK, warps: int = WARPS) -> None:
@@ -102,16 +102,16 @@ class DeviceKernels:
     def lists(
         self, kind: DType, tiles: Sequence[Tile], old: Sequence[Items], payloads: Sequence[memoryview]
     ) -> list[Lists]:
-        """What is to be written, resolved and on the device. Raises `WeightsError` for bytes that no writer made."""
+        """Decode tiles to lists of changes on the device. Raises `WeightsError` for bytes that no encoder wrote."""
         return [lists for _, lists in self._listed(kind, tiles, old, payloads)]
 
     def writer(self, lists: Lists, new: Sequence[Items]) -> Callable[[], None]:
-        """A call that scatters the new items into tensors like those that the lists were made for, and does nothing
-        else: absolute, and safe to repeat."""
+        """Create a function that scatters the new items into tensors. Does nothing else; its writes are absolute and
+        safe to repeat."""
         return _scatter(lists, new, read=False)
 
     def read(self, lists: Lists, old: Sequence[Items]) -> Lists:
-        """The items that are where `lists` will write: what undoes it, written."""
+        """Read the items at the positions of `lists`. Writing them later undoes the update."""
         held = Lists(lists.kind, lists.tiles, lists.splits, lists.places, torch.empty_like(lists.codes))
         _scatter(held, old, read=True)()
         return held
@@ -124,43 +124,45 @@ class DeviceKernels:
         new: Sequence[Items],
         payloads: Sequence[memoryview],
     ) -> None:
-        """Write the changes into `new`, which holds the old items or *is* `old`, with no list on the device between.
+        """Decode and write the changes into `new`, which contains the old items or *is* `old`, without a list on the
+        device.
 
-        All bytes are checked before the first write: where it raises `WeightsError`, nothing was written. Only lists
-        (`lists`, then `writer`) can be undone, and take less of a pause where few items change.
+        All bytes are checked before the first write: if it raises `WeightsError`, nothing was written. This cannot be
+        undone. Lists (`lists`, then `writer`) can be, and take less of the pause if few items change.
         """
-        told = _Payloads(kind, payloads)
-        if kind.width < 8:  # two items of a byte are not one program's
+        by_mode = _Payloads(kind, payloads)
+        if kind.width < 8:  # two programs could write items of one byte
             for lists in self.lists(kind, tiles, old, payloads):
                 self.writer(lists, new)()
             return
-        raw = self._raw(kind, tiles, told, old)
-        if told.coded:
-            self._place(kind, [tiles[i] for i in told.coded], old, new, told, listed=False)
+        raw = self._raw(kind, tiles, by_mode, old)
+        if by_mode.coded:
+            self._place(kind, [tiles[i] for i in by_mode.coded], old, new, by_mode, listed=False)
         if raw:
             self.writer(raw, new)()
 
     def changed(
         self, kind: DType, tiles: Sequence[Tile], old: Sequence[Items], new: Sequence[Items]
     ) -> tuple[Longs, Longs, Numbers, npt.NDArray[np.int32]]:
-        """[tiles, classes] items; [tiles + 1] where each tile's changes start; where, and by how many steps."""
+        """[tiles, classes] number of items; [tiles + 1] where the changes of each tile start; which items change; by
+        how many steps."""
         table = blocks.cut(tiles, old, new, kind.width, self._block)
         device = table.table.device
         counts = _ints(device, table.size, 2 * MAX_CLASSES)
         starts, total = _ints(device, table.size), _ints(device, 1)
-        room = sum(tile.size for tile in tiles) // _EXPECTED + 1
+        capacity = sum(tile.size for tile in tiles) // _EXPECTED + 1
         while True:
             total.zero_()
-            found, steps = _ints(device, room), _ints(device, room)
+            found, steps = _ints(device, capacity), _ints(device, capacity)
             for which, full in _launches(table):
                 programs.scan[(len(which),)](
-                    table.table, which, counts, starts, total, found, steps, room,
+                    table.table, which, counts, starts, total, found, steps, capacity,
                     **_constants(kind), GROUPS=_groups(tiles), FULL=full, BLOCK=self._block, num_warps=self._warps,
                 )  # fmt: skip
             count = int(total)
-            if count <= room:
+            if count <= capacity:
                 break
-            room = count
+            capacity = count
         changed = counts[:, MAX_CLASSES:].contiguous()
         items = _Numbered(table, counts[:, :MAX_CLASSES] + changed, len(tiles))
         moves = _Numbered(table, changed, len(tiles))
@@ -176,20 +178,20 @@ class DeviceKernels:
     def _listed(
         self, kind: DType, tiles: Sequence[Tile], old: Sequence[Items], payloads: Sequence[memoryview]
     ) -> list[tuple[list[int], Lists]]:
-        """Lists, and the numbers of the tiles that they are of: of coded tiles, of raw ones."""
-        told = _Payloads(kind, payloads)
-        raw = self._raw(kind, tiles, told, old)
-        found = [(list(told.raw), raw)] if raw else []
-        if told.coded:
-            lists = self._place(kind, [tiles[i] for i in told.coded], old, old, told, listed=True)
-            found.append((list(told.coded), lists))
+        """Lists, with the numbers of their tiles: of raw tiles, and of coded ones."""
+        by_mode = _Payloads(kind, payloads)
+        raw = self._raw(kind, tiles, by_mode, old)
+        found = [(list(by_mode.raw), raw)] if raw else []
+        if by_mode.coded:
+            lists = self._place(kind, [tiles[i] for i in by_mode.coded], old, old, by_mode, listed=True)
+            found.append((list(by_mode.coded), lists))
         return found
 
-    def _raw(self, kind: DType, tiles: Sequence[Tile], told: _Payloads, old: Sequence[Items]) -> Lists | None:
-        if not told.raw:
+    def _raw(self, kind: DType, tiles: Sequence[Tile], by_mode: _Payloads, old: Sequence[Items]) -> Lists | None:
+        if not by_mode.raw:
             return None
-        mine = [tiles[i] for i in told.raw]
-        items = [read_raw(kind, tile.size, reader) for tile, reader in zip(mine, told.raw.values(), strict=True)]
+        mine = [tiles[i] for i in by_mode.raw]
+        items = [read_raw(kind, tile.size, reader) for tile, reader in zip(mine, by_mode.raw.values(), strict=True)]
         places = np.concatenate([np.arange(tile.size, dtype=np.int32) for tile in mine])
         splits = np.cumsum([0, *(tile.size for tile in mine)])
         device = old[mine[0].pieces[0].tensor].codes.device
@@ -202,11 +204,11 @@ class DeviceKernels:
         tiles: Sequence[Tile],
         old: Sequence[Items],
         new: Sequence[Items],
-        told: _Payloads,
+        by_mode: _Payloads,
         *,
         listed: bool,
     ) -> Lists:
-        """Unpack coded tiles and find their items; written, or else listed."""
+        """Unpack coded tiles and find their items; write them, or list them if `listed`."""
         table = blocks.cut(tiles, old, new, kind.width, self._block)
         device = table.table.device
         counts = _ints(device, table.size, MAX_CLASSES)
@@ -218,7 +220,7 @@ class DeviceKernels:
         of_class = items.of_tile.cpu().numpy()
         parts = [
             unpack(kind, classes[: tile.classes], reader)
-            for tile, classes, reader in zip(tiles, of_class, told.coded.values(), strict=True)
+            for tile, classes, reader in zip(tiles, of_class, by_mode.coded.values(), strict=True)
         ]
         words = np.cumsum([0, *(-(-tile.size // _WORD) for tile in tiles)])
         where, steps = (torch.from_numpy(part).to(device) for part in _joined(parts, words[:-1] * _WORD))
@@ -240,7 +242,7 @@ class DeviceKernels:
 
 
 class _Payloads:
-    """Tiles by their mode, and their bytes behind it."""
+    """Tiles by their mode, with readers of the bytes after the mode."""
 
     def __init__(self, kind: DType, payloads: Sequence[memoryview]) -> None:
         self.coded: dict[int, Reader] = {}
@@ -254,7 +256,7 @@ class _Payloads:
 
 
 class _Numbered:
-    """What blocks count by class, added up. int32: a batch has fewer than 2^31 items."""
+    """Counts of items by block and class, as running sums. int32: a batch has fewer than 2^31 items."""
 
     def __init__(self, table: Blocks, counts: torch.Tensor, num_tiles: int) -> None:
         self.of_tile = torch.zeros(num_tiles, MAX_CLASSES, dtype=torch.int64, device=counts.device)
@@ -265,13 +267,14 @@ class _Numbered:
         flat = self.of_tile.view(-1)
         starts_of_all = (flat.cumsum(0) - flat).view(-1, MAX_CLASSES)
         self.in_classes = (starts[table.tile] + in_tile).int()
-        """[blocks, classes] the number of a block's first of each class, in its tile in order of classes."""
+        """[blocks, classes] the number of a block's first item of each class, in its tile, in order of classes."""
         self.in_tiles = (starts_of_all[table.tile] + in_tile).int()
         """The same, over all tiles."""
 
 
 def _scatter(lists: Lists, arrays: Sequence[Items], *, read: bool) -> Callable[[], None]:
-    """A call that writes the items to their places, or reads what is there. Its tables are on the device already."""
+    """Create a function that writes the items to their positions, or reads them. Its tables are copied to the device
+    now."""
     table, firsts = blocks.pieces(lists.tiles, arrays)
     chunks = [
         (first, min(first + SPREAD, stop), *firsts[tile : tile + 2].tolist())
@@ -281,7 +284,7 @@ def _scatter(lists: Lists, arrays: Sequence[Items], *, read: bool) -> Callable[[
     device, width = lists.places.device, lists.kind.width
     tables = [torch.from_numpy(rows).to(device) for rows in (np.array(chunks, np.int64), table)]
 
-    def run(_held: Sequence[Items] = arrays) -> None:  # held: their addresses are in the table
+    def run(_held: Sequence[Items] = arrays) -> None:  # kept alive: the table has their addresses
         if not chunks:
             return
         for half in (0, 1) if width == 4 else (0,):
@@ -305,7 +308,7 @@ def _constants(kind: DType) -> dict[str, int]:
 
 
 def _exponents(kind: DType) -> tuple[int, int]:
-    """Where an item's exponent is, and its bits; none for an integer."""
+    """The shift and the mask of the exponent of an item; 0 for integers."""
     if kind.exponent_shift is None:
         return 0, 0
     return kind.exponent_shift, (1 << kind.width - 1 - kind.exponent_shift) - 1
@@ -320,15 +323,15 @@ def _ints(device: torch.device, *shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int32, device=device)
 
 
-def _joined(parts: Sequence[Told], firsts: Longs) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Where all tiles change, each counted from its first bit, and the signed steps, as the device takes them."""
+def _joined(parts: Sequence[Unpacked], firsts: Longs) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Where all tiles change, each offset by its first bit, and the signed steps, as the device needs them."""
     where = [where + first for (where, _, _), first in zip(parts, firsts.tolist(), strict=True)]
     steps = [np.where(down, -size.view(np.int32), size.view(np.int32)) for _, down, size in parts]
     return np.concatenate(where).astype(np.int32), np.concatenate(steps)
 
 
 def _sampled(items: Items, kind: DType, stride: int) -> torch.Tensor:
-    """Every `stride`-th block of 64 items, in int64."""
+    """Every `stride`-th block of 64 items, as int64."""
     codes = items.codes
     if stride > 1:
         codes = codes[: items.size // 64 * 64 // items.per_code].view(-1, 64 // items.per_code)[::stride].reshape(-1)
@@ -337,7 +340,7 @@ def _sampled(items: Items, kind: DType, stride: int) -> torch.Tensor:
 
 
 def _host(lists: torch.Tensor) -> Any:
-    """The lists in host memory, by one copy."""
+    """Copy the lists to host memory, in one copy."""
     pinned = torch.empty(lists.shape, dtype=lists.dtype, pin_memory=lists.is_cuda)
     return pinned.copy_(lists).numpy()
 

@@ -1,6 +1,6 @@
-"""A tensor in device memory as items: a view of its own bits, in place, never a copy.
+"""A tensor in device memory as items: a view of its own bits, never a copy.
 
-What numpy's `to_items` is on the host, with one difference: two items of 4 bits stay in their byte.
+Like `to_items` on the host, except that two 4-bit items stay in their byte.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from etude.errors import WeightsError
 from etude.weights.delta.layout import Tile
 from etude.weights.tensors import DTYPES, Codes, DType, Spec, to_items
 
-_CODES = {4: torch.uint8, 8: torch.uint8, 16: torch.int16, 32: torch.int32}  # what torch computes with
+_CODES = {4: torch.uint8, 8: torch.uint8, 16: torch.int16, 32: torch.int32}  # torch dtypes by item width
 
 
 @dataclass(frozen=True, eq=False)
 class Items:
     """The items of one tensor."""
 
-    codes: torch.Tensor  # 1-D, contiguous: uint8, int16 or int32; of 4 bits two in one
-    size: int  # items
+    codes: torch.Tensor  # 1-D, contiguous: uint8, int16 or int32; two 4-bit items per byte
+    size: int  # number of items
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor, spec: Spec) -> Items:
-        """A view. Raises `WeightsError` where the memory is not what the spec says, or not one range."""
+        """Create a view of a tensor. Raises `WeightsError` if its memory does not fit the spec or is not contiguous."""
         kind = DTYPES[spec.dtype]
         if tensor.numel() * tensor.element_size() != spec.num_bytes or not tensor.is_contiguous():
             raise WeightsError(
@@ -43,17 +43,17 @@ class Items:
 
     @property
     def per_code(self) -> int:
-        """Items that share one of `codes`."""
+        """Number of items per element of `codes`."""
         return self.size // self.codes.numel() if self.size else 1
 
     def host(self, kind: DType) -> Codes:
-        """The items, in host memory, as numpy has them."""
+        """Copy the items to host memory, in the form of the numpy kernels."""
         codes: Codes = self.codes.cpu().numpy().view(f"u{self.codes.element_size()}")
         return to_items(codes, kind) if kind.width == 4 else codes.view(kind.items)
 
 
 def fetched(tile: Tile, arrays: list[Items], kind: DType) -> Codes:
-    """A tile's items, in its order, in host memory."""
+    """Copy a tile's items to host memory, in order."""
     parts = []
     for piece in tile.pieces:
         if not piece.size:

@@ -1,9 +1,9 @@
-"""The programs that run on the device, in Triton: each passes over blocks of items once, and leaves small lists.
+"""The device programs, in Triton: each passes over blocks of items once and produces small lists.
 
-An item's rank in its class is a prefix sum: sixteen counters of 16 bits in four words of 64 bits, so that a pass does
-about as much arithmetic as it moves bytes. A block is a row of a table (`blocks.py`, which names its fields here too):
-addresses and bounds, so that one launch covers all tiles of a batch, whichever tensors they lie in. A `FULL` block is
-whole, contiguous and aligned: it is read without masks in wide loads. Only this file imports Triton.
+The rank of an item in its class is a prefix sum: sixteen 16-bit counters in four 64-bit words, so a pass does about as
+much arithmetic as it moves bytes. A block is a row of a table (`blocks.py`, whose field names are used here too):
+addresses and bounds, so one launch covers all tiles of a batch, whichever tensors they belong to. A `FULL` block is
+complete, contiguous and aligned, and is read without masks in wide loads. Only this file imports Triton.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FIELDS = tl.constexpr(10)
 
 @triton.jit
 def at(address, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):
-    """An address as a pointer to items; two items of 4 bits share a byte. `ALIGNED`: for loads of 16 bytes."""
+    """Convert an address to a pointer to items; two 4-bit items share a byte. `ALIGNED`: allow 16-byte loads."""
     if WIDTH <= 8:
         pointer = address.to(tl.pointer_type(tl.uint8))
     elif WIDTH == 16:
@@ -40,7 +40,7 @@ def at(address, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def unpacked(word, index, WIDTH: tl.constexpr):
-    """Items in 32 bits, nothing above their width."""
+    """Items as 32-bit integers; bits above their width are 0."""
     item = word.to(tl.uint32)
     if WIDTH == 4:
         item = (item >> ((index & 1) * 4).to(tl.uint32)) & 15
@@ -51,7 +51,8 @@ def unpacked(word, index, WIDTH: tl.constexpr):
 
 @triton.jit
 def numbers(row, FULL: tl.constexpr, BLOCK: tl.constexpr):
-    """The items of a block: their numbers in their tensor, or, in a full one, since its first; and which there are."""
+    """The item numbers of a block, relative to the tensor, or in a full block to its first item; and a mask of the
+    existing ones."""
     j = tl.arange(0, BLOCK)
     if FULL:
         index = j.to(tl.int64)
@@ -66,7 +67,7 @@ def numbers(row, FULL: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def items(row, side: tl.constexpr, index, inside, WIDTH: tl.constexpr, FULL: tl.constexpr):
-    """Pointers to one snapshot's items of a block, and the items."""
+    """Pointers to a block's items in one snapshot, and the items."""
     address = tl.load(row + side)
     if FULL:
         address += tl.load(row + START) * WIDTH // 8
@@ -86,7 +87,8 @@ def classes_of(row, old, SHIFT: tl.constexpr, EXPONENTS: tl.constexpr):
 
 @triton.jit
 def ranks(kind, inside, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
-    """How many items of its own class lie before each item of a block. `GROUPS` of four classes; 0: there is one."""
+    """The number of items of the same class before each item of a block. `GROUPS`: groups of four classes; 0: a single
+    class."""
     rank = tl.arange(0, BLOCK)
     if GROUPS > 0:
         lane = ((kind & 3) * 16).to(tl.int64)
@@ -100,7 +102,7 @@ def ranks(kind, inside, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def in_order(item, WIDTH: tl.constexpr, EXPONENTS: tl.constexpr):
-    """Items on the monotone scale, as `steps.to_order`."""
+    """Items on the monotone scale, like `ulp_steps.to_order`."""
     if EXPONENTS != 0:
         negative = ((item >> (WIDTH - 1)) & 1) == 1
         item = tl.where(negative, item ^ (2**WIDTH - 1), item ^ (2 ** (WIDTH - 1)))
@@ -109,7 +111,7 @@ def in_order(item, WIDTH: tl.constexpr, EXPONENTS: tl.constexpr):
 
 @triton.jit
 def moved(old, step, WIDTH: tl.constexpr, EXPONENTS: tl.constexpr):
-    """The items so many steps further."""
+    """Items moved by `step` on the monotone scale."""
     item = in_order(old, WIDTH, EXPONENTS) + step.to(tl.uint32, bitcast=True)
     if EXPONENTS != 0:
         positive = ((item >> (WIDTH - 1)) & 1) == 1
@@ -119,7 +121,7 @@ def moved(old, step, WIDTH: tl.constexpr, EXPONENTS: tl.constexpr):
 
 @triton.jit
 def bits_below(word, bit):
-    """How many of a word's bits below a bit are set."""
+    """The number of set bits of a word below a bit."""
     x = word & ((1 << bit) - 1)
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
@@ -133,10 +135,10 @@ def scan(
     WIDTH: tl.constexpr, SHIFT: tl.constexpr, EXPONENTS: tl.constexpr,
     GROUPS: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What changed in a block, in order: class and rank (in the block) in `found`, and how many steps.
+    """Find what changed in a block, in order: class and rank (in the block) in `found`, and the step in `steps`.
 
-    The block takes room for its changes from `total`; past `capacity` nothing is written, and the caller asks again
-    with more. `counts`: items that stay, by class, then items that change.
+    The block reserves space for its changes in `total`; nothing is written above `capacity`, and the caller repeats the
+    call with more. `counts`: unchanged items by class, then changed items by class.
     """
     block = tl.load(which + tl.program_id(0))
     row = blocks + block.to(tl.int64) * FIELDS
@@ -162,9 +164,9 @@ def scan(
 
 @triton.jit
 def sort_out(counts, starts, bases, slots, found, steps, where, sizes, CHUNK: tl.constexpr):
-    """The changes of a block, put where they belong: by tile, class, rank. `where` counts in the order of classes.
+    """Sort the changes of a block by tile, class and rank. `where` counts items in the order of classes.
 
-    `bases`: by class the number of the block's first item; `slots`: the number of its first change.
+    `bases`: by class, the number of the block's first item; `slots`: the number of its first change.
     """
     block = tl.program_id(0)
     kinds = tl.arange(0, 16)
@@ -190,7 +192,7 @@ def count(
     blocks, which, counts,
     WIDTH: tl.constexpr, SHIFT: tl.constexpr, EXPONENTS: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """How many items of each class a block has."""
+    """Count the items of each class in a block."""
     block = tl.load(which + tl.program_id(0))
     row = blocks + block.to(tl.int64) * FIELDS
     index, inside = numbers(row, FULL, BLOCK)
@@ -201,7 +203,7 @@ def count(
 
 @triton.jit
 def mark(where, words, size, CHUNK: tl.constexpr):
-    """Set the bits of these numbers."""
+    """Set the bits with these numbers."""
     i = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     bit = tl.load(where + i, mask=i < size, other=0)
     tl.atomic_or(words + (bit >> 5), tl.full([CHUNK], 1, tl.int32) << (bit & 31), mask=i < size)
@@ -213,9 +215,10 @@ def place(
     WIDTH: tl.constexpr, SHIFT: tl.constexpr, EXPONENTS: tl.constexpr,
     GROUPS: tl.constexpr, LISTED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The items that change in a block, from their bits in the order of classes: written over the old, or `LISTED`.
+    """Compute the changed items of a block, from their bits in the order of classes. They are written over the old
+    items, or listed if `LISTED`.
 
-    `before`: of each word the number of the first change in it.
+    `before`: for each word, the number of the first change in it.
     """
     block = tl.load(which + tl.program_id(0))
     row = blocks + block.to(tl.int64) * FIELDS
@@ -240,11 +243,11 @@ def scatter(
     chunks, pieces, places, codes,
     WIDTH: tl.constexpr, HALF: tl.constexpr, READ: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write items to their places in tiles, or `READ` what is there.
+    """Write items to their positions in tiles; or read what is there, if `READ`.
 
-    Of items of 4 bits those of one `HALF` of their byte, so that no two programs write one byte in one launch.
-    A row of `chunks`: its first change and the one after its last, its tile's first piece and the one after its last.
-    A row of `pieces`: address, start, cols, stride, place of its first item in the tile, items.
+    For 4-bit items, only those of one `HALF` of their byte, so that no two programs write one byte in one launch. A row
+    of `chunks`: first change and end of the changes, first piece and end of the pieces of the tile. A row of `pieces`:
+    address, start, cols, stride, position of its first item in the tile, number of items.
     """
     chunk = chunks + tl.program_id(0) * 4
     i = tl.load(chunk) + tl.arange(0, CHUNK)

@@ -1,8 +1,9 @@
-"""Whole objects from and into device memory: what `codec.py` does, where both snapshots, or the live one, are a GPU's.
+"""Encodes and applies complete delta objects in device memory: what `codec.py` does, for weights on a GPU.
 
-The bytes are the same, whoever made them. Only what changed crosses to the host; no second image is held anywhere: the
-old side of a decode is the live memory. So nothing here can prove the result before it is written: the caller proves
-the object by its SHA-256 first, and the live memory by its manifest's digests (`Target.differing`) where it wants to.
+The bytes are the same as those of the CPU codec. Only the changes are copied to the host, and no second copy of the
+model is kept: the old side of a decode is the live memory. So the result cannot be verified before it is written. The
+caller verifies the object by its SHA-256 first, and the live memory by the manifest's digests (`Target.differing`) if
+needed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 
 from etude.errors import WeightsError
-from etude.weights.delta import codec, layout, wholes
+from etude.weights.delta import codec, layout, streams
 from etude.weights.delta.choices import Mode, choose
 from etude.weights.delta.layout import DELTA, JOINED, WHOLE, Header, Kernels
 from etude.weights.delta.streams import damaged
@@ -25,8 +26,8 @@ from etude.weights.gpu.memory import Items, fetched
 from etude.weights.tensors import DTYPES, Codes, Spec
 
 BATCH_ITEMS = 1 << 28
-"""Items that the programs pass over at a time: far more than launching them costs. Their tables and lists take about
-a tenth of a bit to a byte an item, by how many change, until the batch is done."""
+"""Number of items that the programs process at a time: large enough to hide launch costs. Tables and lists take a tenth
+of a bit to a byte per item, depending on the number of changes, until the batch is done."""
 
 _NOTHING = Items(torch.empty(0, dtype=torch.uint8), 0)
 
@@ -38,11 +39,12 @@ def encode(
     mode: Mode = "best",
     kernels: DeviceKernels | None = None,
 ) -> bytes:
-    """The object that turns `old` into `new`: the bytes of `codec.encode` over the specs, in their order.
+    """Encode the delta from `old` to `new`, torch tensors on one device. Returns the same bytes as `codec.encode` over
+    the specs, in their order.
 
-    `specs` says what the memory holds; a name without an old tensor goes in whole. A name that changed its shape or
-    dtype is not to be among `old`. Waits for what is queued on the current stream. Raises `WeightsError` for memory
-    that is not what its spec says.
+    `specs`: dtype and shape of each tensor, by name. A name that is not in `old` is stored in full; a tensor whose
+    shape or dtype changed must not be in `old`. Waits for the work queued on the current stream. Raises `WeightsError`
+    for memory that does not fit its spec.
     """
     kernels = kernels or DeviceKernels()
     after: list[Items | None] = []
@@ -65,18 +67,18 @@ def encode(
         if form == WHOLE:
             flat = new[name].detach().view(-1).view(torch.uint8)
             width = DTYPES[spec.dtype].bits // 8
-            for number, start, stop in plan.wholes(i):
+            for number, start, stop in plan.full_tiles(i):
                 codes = flat[start * width : stop * width].cpu().numpy().view(DTYPES[spec.dtype].codes)
-                payloads[number] = wholes.write(codes)
+                payloads[number] = streams.encode_planes(codes)
     return layout.write(plan, payloads)
 
 
 @dataclass
 class Prepared:
-    """An update that is on the device. `write` inside the pause; then let it go, or `undo`, also inside."""
+    """A prepared update on the device. Call `write` in the pause, then drop it, or `undo`, also in the pause."""
 
     num_bytes: int = 0
-    """Device memory of the lists, beside the live weights and tensors that are new as a whole."""
+    """Device memory of the lists, in bytes, without tensors that are stored in full."""
     writes: list[Callable[[], object]] = field(default_factory=list)
     undoes: list[Callable[[], object]] | None = None
 
@@ -86,10 +88,12 @@ class Prepared:
             write()
 
     def undo(self) -> None:
-        """Queue writing back what was there when it was prepared. Raises `WeightsError` where that was not kept."""
+        """Queue writing back the old codes. Raises `WeightsError` if they were not kept."""
         if self.undoes is None:
             raise WeightsError(
-                "an update in device memory cannot be undone", "it was prepared without", hint="adopt an anchor"
+                "an update in device memory cannot be undone",
+                "it was prepared with undoable=False",
+                hint="apply an anchor",
             )
         for write in self.undoes:
             write()
@@ -103,10 +107,10 @@ def prepare(
     undoable: bool = True,
     kernels: DeviceKernels | None = None,
 ) -> Prepared:
-    """All of an update that takes time or can fail, before the pause; nothing is written.
+    """Prepare an update before the pause: everything that takes time or can fail. Nothing is written.
 
-    `live` holds the version that the object applies to, and a place for each new tensor; nobody writes it until the
-    update is written. Writes are absolute: of names that share memory each says the same. Raises `WeightsError`.
+    `data`: the delta object. `live`: the engine's tensors by name, which hold the base version, and memory for each new
+    tensor; nothing may write them until the update is written. `undoable`: keep the old codes. Raises `WeightsError`.
     """
     kernels = kernels or DeviceKernels()
     header, held = _held(data, specs, live)
@@ -119,7 +123,7 @@ def prepare(
             if undoable:
                 before = kernels.read(lists, held)
                 undoes.append(kernels.writer(before, held))
-                update.num_bytes += before.num_bytes - before.places.nbytes  # which both share
+                update.num_bytes += before.num_bytes - before.places.nbytes  # shared by both lists
     for memory, codes in _wholes(header, data, held):
         update.writes.append(partial(memory.copy_, codes.to(memory.device)))
         if undoable:
@@ -135,8 +139,8 @@ def apply(
     *,
     kernels: DeviceKernels | None = None,
 ) -> None:
-    """Decode into live memory at once, a batch at a time and without lists: where most weights change, or memory is
-    short. Not to be undone; where it raises `WeightsError`, `live` is neither old nor new."""
+    """Decode directly into live memory, a batch at a time and without lists: for updates of most weights, or if memory
+    is short. Cannot be undone. If it raises `WeightsError`, `live` may be partly written."""
     kernels = kernels or DeviceKernels()
     header, held = _held(data, specs, live)
     for kind, tiles, payloads in codec.changing(header, data, BATCH_ITEMS):
@@ -146,7 +150,7 @@ def apply(
 
 
 def _held(data: bytes, specs: Mapping[str, Spec], live: Mapping[str, torch.Tensor]) -> tuple[Header, list[Items]]:
-    """The header, and the memory of each tensor that the object says something of."""
+    """The header, and the memory of each tensor that the object changes."""
     header = codec.opened(data, list(specs.values()))
     held = []
     for form, (name, spec) in zip(header.layout.forms, specs.items(), strict=True):
@@ -157,7 +161,7 @@ def _held(data: bytes, specs: Mapping[str, Spec], live: Mapping[str, torch.Tenso
 
 
 def _wholes(header: Header, data: bytes, held: Sequence[Items]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The memory of tensors that are new as a whole, and their codes in host memory."""
+    """The memory of tensors that are stored in full, and their codes in host memory."""
     found = []
     for i, form in enumerate(header.layout.forms):
         if form == WHOLE:
@@ -168,5 +172,5 @@ def _wholes(header: Header, data: bytes, held: Sequence[Items]) -> list[tuple[to
 
 
 def _as_codes(items: list[Items | None]) -> list[Codes | None]:
-    """For `choose`, which looks at sizes and hands the rest to the kernels."""
+    """Type cast for `choose`, which only uses sizes and passes the rest to the kernels."""
     return cast("list[Codes | None]", items)

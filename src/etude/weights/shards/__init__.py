@@ -1,1 +1,1 @@
-"""Weights in shards: each rank publishes its own rows without a gather, and reads what it needs of them."""
+"""Sharded weights: each rank publishes its own rows without a gather, and reads only the rows that it needs."""

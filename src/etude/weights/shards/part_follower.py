@@ -1,9 +1,10 @@
 """Follows some of a channel's tensors by range reads: those that one rank of an engine needs.
 
-For a rank that holds some experts, or some rows of tensors that are published in parts (`parts`). Of each object it
-reads the header, which the manifest proves, then the pages with the tiles that it needs, which the header proves. The
-unit is an entry of the manifest's table, since each entry has a digest, so that it is proven without the others. Small
-tensors share tiles, and decoding a tile needs the old codes of all tensors in it: these are fetched and proven too.
+For a rank that holds some experts, or some rows of tensors that are published in parts (`follow.parts`). Of each object
+it reads the header, which the manifest verifies, then the pages with the needed tiles, which the header verifies. The
+unit is one entry of the manifest's table: each entry has its own digest, so it can be verified without the others.
+Small tensors share tiles, and decoding a tile needs the old codes of all tensors in it: these are fetched and verified
+as well.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from etude.seams import BlobStore
 from etude.weights.chain import plans
 from etude.weights.chain.manifest import Manifest, StoredObject, TensorEntry
 from etude.weights.delta.ranges import Parts
-from etude.weights.follow.follower import Follower, Held, Update, update_of
-from etude.weights.follow.head import LIMIT_BYTES, Followed
+from etude.weights.follow.follower import Follower, HeldVersion, Update, make_update
+from etude.weights.follow.head_tracker import LIMIT_BYTES, FollowedPointer
 from etude.weights.tensors import Tensor
 
 Wants = Callable[[str], bool]
-"""Whether a tensor, or part of one, of this name is wanted."""
+"""Whether the tensor (or part) of this name is wanted."""
 
 
 class PartFollower(Follower):
-    """Follows a channel as `Follower` does, and holds only some tensors. Not thread-safe.
+    """Follows a channel as `Follower` does, but holds only some tensors. Not thread-safe.
 
-    `wants` is called with each name of the manifest's table; `parts.part_of` gives the rows of a name such as
-    `w[512:1024]`. It keeps nothing for an undo.
+    `wants` is called with each tensor name of the manifest; `parts.part_of` parses names of parts such as
+    `w[512:1024]`. Keeps nothing for an undo. Other arguments as for `Follower`.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class PartFollower(Follower):
         branch: str = "",
         limit_bytes: int = LIMIT_BYTES,
         public_key: bytes | None = None,
-        followed: Followed | None = None,
+        followed: FollowedPointer | None = None,
     ) -> None:
         super().__init__(
             store,
@@ -65,24 +66,25 @@ class PartFollower(Follower):
         if target.version == self.version:
             return None
         before, held = self.tensors, self._held.tensors if self._held else {}
-        reached = reach_some(self._store, target, self._wants, self.version, held, self._check_size)
-        self._held = Held(target, reached.tensors)
-        return update_of(target.version, before, self.tensors, started, reached)
+        fetched = fetch_some(self._store, target, self._wants, self.version, held, self._check_size)
+        self._held = HeldVersion(target, fetched.tensors)
+        return make_update(target.version, before, self.tensors, started, fetched)
 
     def _check_size(self, manifest: Manifest) -> None:
         _check_size(manifest, self._wants, self._limit_bytes)
 
 
-def reach_some(
+def fetch_some(
     store: BlobStore,
     target: Manifest,
     wants: Wants,
     held: Version | None = None,
     tensors: Mapping[str, Tensor] | None = None,
     check: Callable[[Manifest], None] | None = None,
-) -> plans.Reached:
-    """Fetch and prove the wanted tensors of the target by the cheapest plan that works, and with them those that share
-    tiles with them, which the next version may need. Arguments, errors and plans as of `plans.reach`."""
+) -> plans.Rebuilt:
+    """Fetch and verify the wanted tensors of the target by the cheapest plan that works. The result also has the
+    tensors that share tiles with them, which the next version may need. Arguments and errors as for
+    `plans.fetch_version`."""
     search, failures = plans.Search(store, target), list[str]()
     while (plan := search.cheapest(held)) is not None:
         walk = _Walk(store, wants)
@@ -90,25 +92,25 @@ def reach_some(
             if check is not None:
                 check(target)
             made = walk.take(plan, tensors or {} if plan.start else {})
-            made = _proven(target, made, plans.proof_of(plan))
-            return plans.Reached(plans.Taken(made), walk.fetched_bytes, tuple(failures))
-        except _NotHeld:  # a wanted tensor shares a tile with a tensor that it did not share one with before
+            made = _proven(target, made, plans.required_proof(plan))
+            return plans.Rebuilt(plans.Decoded(made), walk.fetched_bytes, tuple(failures))
+        except _NotHeld:  # a wanted tensor now shares a tile with a tensor that is not held
             if plan.start is None:
-                search.close((walk.at or plan.hops[0]).way)
+                search.exclude((walk.at or plan.hops[0]).way)
             held = None
-        except plans.Unproven as error:
+        except plans.TensorMismatch as error:
             failures.append(error.what)
             later = [hop.way for hop in plan.hops if hop.way not in hop.manifest.ways]
             for way in later or ([plan.hops[0].way] if plan.start is None else []):
-                search.close(way)
+                search.exclude(way)
             held = held if later else None
         except EtudeError as error:
             failures.append(f"{error.what} ({error.facts})" if error.facts else error.what)
-            search.close(walk.at.way if walk.at else plan.hops[-1].way)
+            search.exclude(walk.at.way if walk.at else plan.hops[-1].way)
     raise WeightsError(
         f"no way leads to the wanted part of {target.version}" + (f" from {held}" if held else ""),
-        "; ".join(failures) or "there is neither an anchor nor a delta from what is held",
-        hint="`etude weights fsck STORE` (of a run: `verify RUN`) names what is damaged; a new publish heals it",
+        "; ".join(failures) or "there is neither an anchor nor a delta from the held version",
+        hint="`etude weights fsck STORE` (of a run: `verify RUN`) names what is damaged; a new publish repairs it",
     )
 
 
@@ -125,7 +127,7 @@ class _Opened:
 
 
 class _Walk:
-    """Takes one plan, only for the wanted tensors."""
+    """Runs one plan for the wanted tensors only."""
 
     def __init__(self, store: BlobStore, wants: Wants) -> None:
         self._store, self._wants = store, wants
@@ -133,11 +135,11 @@ class _Walk:
         self.at: plans.Hop | None = None  # the current hop, for error messages
 
     def take(self, plan: plans.Plan, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Take a plan from its start to its end; returns the tensors."""
+        """Run a plan from start to end. Returns the tensors."""
         last = {entry.name for entry in plan.hops[-1].manifest.tensors}
         needed = {name for name in last if name in base or self._wants(name)}
         opened: list[tuple[plans.Hop, list[_Opened], frozenset[str]]] = []
-        for self.at in reversed(plan.hops):  # the old tensors that a hop needs must be made by the hop before
+        for self.at in reversed(plan.hops):  # the hop before must create the old tensors that a hop needs
             objects = [self._open(self.at.manifest, *pair) for pair in _covering(self.at, needed)]
             for one in objects:
                 names = [entry.name for entry in one.entries]
@@ -153,17 +155,19 @@ class _Walk:
             try:
                 data = self._store.get(item.key, offset, offset + count)
             except KeyError:
-                raise plans.Lost("an object is gone", item.key, hint="copy that file back, or publish again") from None
+                raise plans.ObjectLost(
+                    "an object is missing", item.key, hint="restore that file, or publish again"
+                ) from None
             self.fetched_bytes += len(data)
             return data
 
-        header = plans.fetched_header(self._store, manifest, item)
+        header = plans.fetch_header(self._store, manifest, item)
         self.fetched_bytes += len(header)
         return _Opened(entries, Parts(read, header, [entry.spec for entry in entries]))
 
 
 def _covering(hop: plans.Hop, names: set[str]) -> list[tuple[StoredObject, Sequence[TensorEntry]]]:
-    """The objects of a hop that hold some of these tensors, and all entries that each holds."""
+    """The objects of a hop that contain some of these tensors, with all entries that each covers."""
     found: list[tuple[StoredObject, Sequence[TensorEntry]]] = []
     start = 0
     for item in hop.way.objects:
@@ -184,16 +188,16 @@ def _applied(
         wanted = [i for i, entry in enumerate(one.entries) if entry.name in names]
         for i in {needed for k in wanted for needed in one.parts.needs_old(k)}:
             if old[i] is None:
-                raise _NotHeld(f"{one.entries[i].name!r} is not held", hint="fetch it anew")
+                raise _NotHeld(f"{one.entries[i].name!r} is not held", hint="fetch it again")
         made.update((one.entries[i].name, tensor) for i, tensor in one.parts.tensors(wanted, old).items())
     return made
 
 
 def _proven(target: Manifest, made: Mapping[str, Tensor], proof: plans.Proof) -> dict[str, Tensor]:
-    """Compare each tensor with the manifest; returns them. Raises `Unproven`."""
+    """Compare each tensor with the manifest. Returns the tensors. Raises `TensorMismatch`."""
     for entry in target.tensors:
         if entry.name in made:
-            plans.check_tensor(target, entry, made[entry.name], proof)
+            plans.verify_tensor(target, entry, made[entry.name], proof)
     return dict(made)
 
 
@@ -201,7 +205,7 @@ def _check_size(manifest: Manifest, wants: Wants, limit_bytes: int) -> None:
     num_bytes = sum(entry.spec.num_bytes for entry in manifest.tensors if wants(entry.name))
     if num_bytes > limit_bytes:
         raise WeightsError(
-            f"what is wanted of {manifest.version} needs {num_bytes} bytes",
+            f"the wanted tensors of {manifest.version} need {num_bytes} bytes",
             f"the limit is {limit_bytes}",
             hint="raise limit_bytes if this is the model you expect",
         )

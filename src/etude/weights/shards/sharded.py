@@ -1,13 +1,14 @@
-"""Publishing from shards: each rank writes its own delta of its own bytes; only descriptions meet.
+"""Publishing from shards: each rank writes the delta of its own tensors; only descriptions are gathered.
 
-Every rank of a sharded trainer holds whole tensors (experts) or rows of tensors (`parts`), after quantisation, and what
-it published last of them. It encodes and puts its objects by itself, then tells rank 0 what they are: names, shapes,
-digests, sizes. Rank 0 makes of these one manifest and commits it, exactly as `Channel` does. No weight is sent between
-ranks, rank 0 needs no memory for the others', and the time is that of the largest shard.
+Every rank of a sharded trainer holds complete tensors (experts) or rows of tensors (`follow.parts`), after
+quantisation, and the version of them that it published last. It encodes and stores its objects by itself, then sends
+rank 0 their description: names, shapes, digests, sizes. Rank 0 creates one manifest from these and commits it, exactly
+as `Channel` does. No weights are sent between ranks, rank 0 needs no memory for the others' tensors, and the time is
+that of the largest shard.
 
-How ranks talk is the trainer's business (`Exchange`): two collectives of bytes, for which torch.distributed has
-`gather_object` and `broadcast_object_list`. A rank that fails says so in the gather, and rank 0 in the next broadcast:
-all of them raise, none waits for ever. Knows nothing of torch.
+The trainer supplies the communication (`Exchange`): two collectives of bytes, for which torch.distributed has
+`gather_object` and `broadcast_object_list`. A rank that fails reports its error in the gather, rank 0 in the next
+broadcast: then all ranks raise, and none waits forever. Knows nothing of torch.
 """
 
 from __future__ import annotations
@@ -22,24 +23,34 @@ from etude.records.completion import Version
 from etude.records.sample import Published
 from etude.seams import BlobStore
 from etude.weights.chain import history
-from etude.weights.chain.channel import Channel, Head, changed_share
-from etude.weights.chain.manifest import Facts, Manifest, Ref, StoredObject, TensorEntry, Way, table, table_digest
+from etude.weights.chain.channel import Channel, WriterState, changed_share
+from etude.weights.chain.manifest import (
+    Manifest,
+    PublishMetrics,
+    Ref,
+    StoredObject,
+    TensorEntry,
+    Way,
+    table,
+    table_digest,
+)
 from etude.weights.chain.objects import put_objects
 from etude.weights.chain.signing import Signer
 from etude.weights.delta.bound import bound_bytes
-from etude.weights.follow.parts import wholes
-from etude.weights.shards.part_follower import reach_some
+from etude.weights.follow.parts import full_specs
+from etude.weights.shards.part_follower import fetch_some
 from etude.weights.tensors import Tensor
 
 
 class Exchange(Protocol):
-    """How the ranks of a trainer talk. Both calls are collective, and raise when a rank does not come in time."""
+    """Communication between the ranks of a trainer. Both calls are collective. They must raise if a rank does not
+    arrive in time."""
 
     rank: int
 
     def gather(self, data: bytes) -> Sequence[bytes]:
-        """Send `data` to rank 0. Returns the bytes of all ranks, in order of rank, on rank 0; elsewhere an empty
-        sequence."""
+        """Send `data` to rank 0. Returns the bytes of all ranks, in order of rank, on rank 0; an empty sequence on the
+        others."""
         ...
 
     def broadcast(self, data: bytes) -> bytes:
@@ -47,7 +58,7 @@ class Exchange(Protocol):
         ...
 
 
-class Alone:
+class SingleRank:
     """The exchange of a single rank."""
 
     rank = 0
@@ -60,14 +71,14 @@ class Alone:
 
 
 class _Shard(msgspec.Struct, frozen=True):
-    """What a rank has to publish; or why it cannot."""
+    """The tensors that a rank wants to publish; or its error."""
 
     entries: tuple[TensorEntry, ...] = ()
-    trouble: tuple[str, str, str] | None = None
+    error: tuple[str, str, str] | None = None
 
 
 class _Order(msgspec.Struct, frozen=True, tag="order"):
-    """What each rank is to write now. `base` None: no delta."""
+    """What each rank has to write now. `base` None: no delta."""
 
     nonce: str
     base: Ref | None
@@ -75,36 +86,37 @@ class _Order(msgspec.Struct, frozen=True, tag="order"):
 
 
 class _Written(msgspec.Struct, frozen=True):
-    """What a rank has put for an order."""
+    """What a rank has written for an order; or its error."""
 
     delta: tuple[StoredObject, ...] = ()
     anchor: tuple[StoredObject, ...] = ()
-    facts: Facts | None = None
+    facts: PublishMetrics | None = None
     num_elements: int = 0
-    lost: bool = False  # it can no longer have its part of the base
-    trouble: tuple[str, str, str] | None = None
+    lost: bool = False  # the rank no longer has its part of the base
+    error: tuple[str, str, str] | None = None
 
 
 class _End(msgspec.Struct, frozen=True, tag="end"):
-    """How the publish ended. `version`: what is published, or may be."""
+    """How the publish ended. `version`: the version that is published, or may be."""
 
     version: Version | None = None
     published: Published | None = None
-    trouble: tuple[str, str, str] | None = None
+    error: tuple[str, str, str] | None = None
 
 
 class ShardedChannel:
-    """The ranks of one writer; each makes one, with a store of its own that leads to the same place. `publish` is a
-    collective call. Not safe between threads.
+    """The writer of a channel over several ranks. Each rank creates one, with its own store object for the same
+    location. `publish` is a collective call. Not thread-safe.
 
-    `incarnation`, `signer`, `anchors` as for `Channel`; rank 0's count.
+    `exchange`: the communication between the ranks. `incarnation`, `signer`, `anchors`: as for `Channel`; only those of
+    rank 0 are used.
 
     >>> import numpy as np
     >>> from etude.stores import MemoryStore
     >>> from etude.weights.follow.follower import Follower
     >>> store = MemoryStore()
     >>> mine = {"w[0:1]": Tensor("bf16", (1, 2), np.array([0x3F80, 0x3F81], np.uint16))}
-    >>> published = ShardedChannel(store, Alone()).publish(mine, step=0, parent=None, rollout_ids=[])
+    >>> published = ShardedChannel(store, SingleRank()).publish(mine, step=0, parent=None, rollout_ids=[])
     >>> Follower(store).advance().version == published.version
     True
     """
@@ -126,14 +138,14 @@ class ShardedChannel:
             self._leader = _Leader(store, exchange, self._writer, name, incarnation, signer=signer, anchors=anchors)
 
     @property
-    def mended(self) -> str:
-        """As `Channel.mended` on rank 0; "" on the others."""
-        return self._leader.mended if self._leader is not None else ""
+    def repair_note(self) -> str:
+        """As `Channel.repair_note` on rank 0; "" on the others."""
+        return self._leader.repair_note if self._leader is not None else ""
 
-    @mended.setter
-    def mended(self, told: str) -> None:
+    @repair_note.setter
+    def repair_note(self, text: str) -> None:
         if self._leader is not None:
-            self._leader.mended = told
+            self._leader.repair_note = text
 
     def publish(
         self,
@@ -144,20 +156,20 @@ class ShardedChannel:
         rollout_ids: Sequence[str],
         owned: bool = False,
     ) -> Published:
-        """Publish this rank's tensors and parts, and all others'; as `Channel.publish`, with the same arguments on
-        each rank but for the tensors, which are copied unless they are `owned`.
+        """Publish the tensors and parts of all ranks. Collective. As `Channel.publish`; all ranks pass the same
+        arguments except for `tensors`, which are copied unless they are `owned`.
 
-        A name is one rank's alone, and the parts of a tensor follow each other without a gap: else `WeightsError`. A
-        rank that failed makes all raise, and nothing is published.
+        Each name may be published by one rank only, and the parts of a tensor must follow each other without a gap;
+        else `WeightsError`. If a rank fails, all ranks raise and nothing is published.
         """
-        said = self._writer.offer(tensors, owned)
-        shards = self._exchange.gather(msgspec.json.encode(said))
+        shard = self._writer.offer(tensors, owned)
+        shards = self._exchange.gather(msgspec.json.encode(shard))
         if self._leader is not None:
             return self._leader.lead(shards, step, parent, rollout_ids)
         while True:
             message = msgspec.json.decode(self._exchange.broadcast(b""), type=_Order | _End)
             if isinstance(message, _End):
-                return self._writer.settle(message)
+                return self._writer.finish(message)
             self._exchange.gather(msgspec.json.encode(self._writer.write(message)))
 
     def publish_once(self, tensors: Mapping[str, Tensor]) -> None:
@@ -169,22 +181,22 @@ class ShardedChannel:
 
 
 class _ShardWriter:
-    """One rank's tensors: what it published last, and what it is about to."""
+    """One rank's tensors: those published last, and those about to be published."""
 
     def __init__(self, store: BlobStore, name: str) -> None:
         self._store, self._name = store, name
         self._offered: dict[str, Tensor] = {}
-        self._held: dict[Version, dict[str, Tensor]] = {}  # what was published last, and what may have been since
+        self._held: dict[Version, dict[str, Tensor]] = {}  # of the version published last, and of a later one in doubt
 
     def offer(self, tensors: Mapping[str, Tensor], owned: bool) -> _Shard:
         try:
             self._offered = {name: one if owned else one.copy() for name, one in sorted(tensors.items())}
             return _Shard(table(self._offered))
         except EtudeError as error:
-            return _Shard(trouble=_told(error))
+            return _Shard(error=_error_parts(error))
 
     def write(self, order: _Order) -> _Written:
-        """Encode and put what an order asks for."""
+        """Encode and store what an order asks for."""
         new = list(self._offered.values())
         try:
             old: list[Tensor | None] = [None] * len(new)
@@ -199,23 +211,23 @@ class _ShardWriter:
                 delta, encode_s = self._put(new, old, order)
             if order.anchor:
                 anchor, more_s = self._put(new, [None] * len(new), order)
-            facts = Facts(bound_bytes(new, old), changed_share(new, old), encode_s + more_s)
+            facts = PublishMetrics(bound_bytes(new, old), changed_share(new, old), encode_s + more_s)
             return _Written(delta, anchor, facts, sum(tensor.codes.size for tensor in new))
         except EtudeError as error:
-            return _Written(trouble=_told(error))
+            return _Written(error=_error_parts(error))
 
     def hold(self, end: _End) -> None:
-        """Keep what is published, or may be, for the next delta."""
+        """Keep the tensors that are published, or may be, for the next delta."""
         if end.version is not None:
             last = {} if end.published is not None else self._held
             self._held = {**last, end.version: self._offered}
 
-    def settle(self, end: _End) -> Published:
-        """Hold what was published; raise why it was not."""
+    def finish(self, end: _End) -> Published:
+        """Keep what was published, and return its description; raise the error if it was not published."""
         self.hold(end)
         if end.published is not None:
             return end.published
-        what, facts, hint = end.trouble or ("rank 0 failed", "", "see its log")
+        what, facts, hint = end.error or ("rank 0 failed", "", "see its log")
         raise WeightsError(what, facts, hint=hint)
 
     def _put(
@@ -226,12 +238,12 @@ class _ShardWriter:
         return put_objects(self._store, self._name, order.nonce, new, lambda a, b: old[a:b])
 
     def _base(self, ref: Ref) -> dict[str, Tensor] | None:
-        """This rank's tensors of the version that was published last: kept, or read back from the store after a
-        restart. None where the store can no longer give them."""
+        """This rank's tensors of the version published last: from memory, or read back from the store after a restart.
+        None if the store no longer has them."""
         if ref.version not in self._held:
             try:
                 at = history.load(self._store, ref)
-                self._held[ref.version] = reach_some(self._store, at, self._offered.__contains__).tensors
+                self._held[ref.version] = fetch_some(self._store, at, self._offered.__contains__).tensors
             except WeightsError:
                 return None
         return self._held[ref.version]
@@ -253,17 +265,17 @@ class _Leader(Channel):
     ) -> None:
         super().__init__(store, name, incarnation, signer=signer, anchors=anchors)
         self._exchange, self._writer = exchange, writer
-        self._counts: list[int] = []  # entries of each rank
+        self._counts: list[int] = []  # number of entries of each rank
 
     def lead(self, shards: Sequence[bytes], step: int, parent: Version | None, rollout_ids: Sequence[str]) -> Published:
-        """Publish; whatever happens, the other ranks hear of it."""
+        """Publish. Whatever happens, the other ranks are sent the result."""
         end = _End()
         try:
             entries = self._merge([msgspec.json.decode(data, type=_Shard) for data in shards])
             published = self._publish(entries, {}, step, parent, rollout_ids, _nothing)
             end = _End(published.version, published)
         except EtudeError as error:
-            end = _End(self._doubted, None, _told(error))
+            end = _End(self._version_in_doubt, None, _error_parts(error))
             raise
         finally:
             self._writer.hold(end)
@@ -271,7 +283,7 @@ class _Leader(Channel):
         return published
 
     def holds(self, shards: Sequence[bytes]) -> bool:
-        """Whether the head is what these shards have; what cannot be told is not."""
+        """Whether the head has the same content as these shards; False if that cannot be determined."""
         try:
             entries = self._merge([msgspec.json.decode(data, type=_Shard) for data in shards])
             pointer = history.head(self._store, self._name)
@@ -281,14 +293,15 @@ class _Leader(Channel):
         return pointer is not None and not unsigned and pointer.head.version.digest == table_digest(entries)
 
     @property
-    def _doubted(self) -> Version | None:
-        """What was committed without an answer."""
-        return self._doubt.ref.version if self._doubt is not None and self._doubt.ref is not None else None
+    def _version_in_doubt(self) -> Version | None:
+        """The version of a commit that got no answer."""
+        unknown = self._unknown_commit
+        return unknown.ref.version if unknown is not None and unknown.ref is not None else None
 
     def _merge(self, shards: Sequence[_Shard]) -> tuple[TensorEntry, ...]:
-        """One table, shard after shard."""
+        """Concatenate the tables of all shards to one. Raises `WeightsError`."""
         for rank, shard in enumerate(shards):
-            _refuse(rank, shard.trouble)
+            _refuse(rank, shard.error)
         self._counts = [len(shard.entries) for shard in shards]
         entries = tuple(entry for shard in shards for entry in shard.entries)
         owners: dict[str, int] = {}
@@ -299,23 +312,23 @@ class _Leader(Channel):
                         f"ranks {owners[entry.name]} and {rank} both publish {entry.name!r}",
                         hint="a tensor that several ranks hold is published by one of them",
                     )
-        wholes({entry.name: entry.spec for entry in entries})
+        full_specs({entry.name: entry.spec for entry in entries})
         return entries
 
     def _rebuild(self, at: Manifest) -> Mapping[str, Tensor]:
-        """Nothing: each rank has its own."""
+        """Empty: each rank has its own tensors."""
         return {}
 
     def _write(
-        self, head: Head, tensors: Mapping[str, Tensor], entries: tuple[TensorEntry, ...], nonce: str
-    ) -> tuple[tuple[Way, ...], Facts]:
-        """Have all ranks write, and put together what they wrote. An anchor is due by what was published so far: that
-        is one version later than `Channel` finds it, which knows this version's delta, too."""
+        self, head: WriterState, tensors: Mapping[str, Tensor], entries: tuple[TensorEntry, ...], nonce: str
+    ) -> tuple[tuple[Way, ...], PublishMetrics]:
+        """Let all ranks write, and combine the results. An anchor is due by the deltas published so far, so it is
+        written one version later than by `Channel`, which also counts the current delta."""
         base = head.ref if head.tensors is not None else None
-        order = _Order(nonce, base, base is None or (self._anchors and head.debt.is_due))
+        order = _Order(nonce, base, base is None or (self._anchors and head.cost.is_due))
         written = self._ask(order)
         if any(one.lost for one in written):
-            self.mended = "a rank cannot read back what it published last: this version is an anchor"
+            self.repair_note = "a rank cannot read back what it published last: this version is an anchor"
             order = _Order(nonce, None, True)
             written = self._ask(order)
         ways = []
@@ -323,14 +336,14 @@ class _Leader(Channel):
             ways.append(Way(order.base, tuple(item for one in written for item in one.delta)))
         if order.anchor:
             ways.append(Way(None, tuple(item for one in written for item in one.anchor)))
-        return tuple(ways), _together(written)
+        return tuple(ways), _combine_metrics(written)
 
     def _ask(self, order: _Order) -> list[_Written]:
         self._exchange.broadcast(msgspec.json.encode(order))
-        said = self._exchange.gather(msgspec.json.encode(self._writer.write(order)))
-        written = [msgspec.json.decode(data, type=_Written) for data in said]
+        responses = self._exchange.gather(msgspec.json.encode(self._writer.write(order)))
+        written = [msgspec.json.decode(data, type=_Written) for data in responses]
         for rank, (one, count) in enumerate(zip(written, self._counts, strict=True)):
-            _refuse(rank, one.trouble)
+            _refuse(rank, one.error)
             for objects in (one.delta, one.anchor):
                 if objects and sum(item.num_tensors for item in objects) != count:
                     raise WeightsError(
@@ -339,26 +352,26 @@ class _Leader(Channel):
         return written
 
 
-def _together(written: Sequence[_Written]) -> Facts:
-    """Of all shards: the bounds' sum, the share of all elements, the slowest encode."""
+def _combine_metrics(written: Sequence[_Written]) -> PublishMetrics:
+    """Over all shards: the sum of the bounds, the share of all elements, the longest encoding time."""
     facts = [(one.facts, one.num_elements) for one in written if one.facts is not None]
     total = max(1, sum(size for _, size in facts))
-    return Facts(
+    return PublishMetrics(
         bound_bytes=sum(fact.bound_bytes for fact, _ in facts),
         changed_share=sum(fact.changed_share * size for fact, size in facts) / total,
         encode_s=max((fact.encode_s for fact, _ in facts), default=0.0),
     )
 
 
-def _refuse(rank: int, trouble: tuple[str, str, str] | None) -> None:
-    if trouble is not None:
-        what, facts, hint = trouble
+def _refuse(rank: int, error: tuple[str, str, str] | None) -> None:
+    if error is not None:
+        what, facts, hint = error
         raise WeightsError(f"rank {rank} cannot publish: {what}", facts, hint=hint)
 
 
-def _told(error: EtudeError) -> tuple[str, str, str]:
+def _error_parts(error: EtudeError) -> tuple[str, str, str]:
     return error.what, error.facts, error.hint
 
 
 def _nothing(step: str) -> None:
-    """Nobody asked when things are durable."""
+    """Ignore the progress reports of a publish."""

@@ -81,7 +81,7 @@ def test_machines_of_a_host_that_died_are_lost_and_new_ones_are_made_on_the_othe
         again = await fleet.fleet.fork(snapshot, 8)  # "b" is tried in vain, or not at all
         assert {machine._batch.host for machine in again} == {"a"}
         assert [await exits(machine) for machine in again] == [b"hi\n"] * 8
-        fleet.fleet._doubted.add("b")  # whoever was forked there last failed
+        fleet.fleet._suspects.add("b")  # whoever was forked there last failed
         await fleet.after(12)
         assert fleet.fleet.lost == ("b",)
         with pytest.raises(MachineError, match="lost with its host"):
@@ -126,7 +126,7 @@ def test_who_waits_for_room_is_told_so_and_goes_on_when_there_is_some():
     async def test(fleet):
         snapshot = await fleet.fleet.prepare(FILES)
         held = await fleet.fleet.fork(snapshot, 16)
-        with pytest.raises(MachineError, match=r"waited 0\.01 s for room on a host; 16 are alive on 2 hosts"):
+        with pytest.raises(MachineError, match=r"waited 0\.01 s for free slots on a host; 16 are alive on 2 hosts"):
             await fleet.fleet.fork(snapshot, 1, deadline_s=0.01)
         waiting = asyncio.create_task(fleet.fleet.fork(snapshot, 2))
         await asyncio.sleep(0)

@@ -23,7 +23,7 @@ from etude.environments.images import BadSource, ImageStore, build_from_director
 from etude.environments.images.dockerfile_build import build_from_dockerfile
 from etude.environments.images.layers import ChangeExporter
 from etude.environments.namespace.images import State
-from etude.environments.network.outlets import PACKAGES, outlets_of
+from etude.environments.network.build_network import PACKAGES, build_network_of
 from etude.environments.network.packages import Packages
 from etude.errors import InputError, MachineError
 from etude.records.command import ExecResult
@@ -374,7 +374,7 @@ def test_a_run_reaches_the_packages_of_its_store_and_nothing_else(tmp_path, stor
     async def test(runtime):
         with pytest.raises(BadSource, match="RUN ended with"):
             await build_from_dockerfile(store, tmp_path, runtime=runtime)
-        record = await build_from_dockerfile(store, tmp_path, runtime=runtime, outlets=outlets_of(store.path))
+        record = await build_from_dockerfile(store, tmp_path, runtime=runtime, outlets=build_network_of(store.path))
         root = store.root(record.image.digest)
         assert (root / "toy.whl").read_bytes() == made.read_bytes()
         assert "sha256=" in (root / "page").read_text()

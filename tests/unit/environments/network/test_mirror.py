@@ -21,9 +21,9 @@ from tests.here import opened
 from tests.unit.environments.images.archives import tar_of
 
 from etude.environments import NamespaceRuntime
-from etude.environments.network import Mirror, Package, Packages, Wanted, listen_inside, wanted
+from etude.environments.network import Mirror, Package, Packages, PackageSpec, listen_on_loopback, parse_package_spec
 from etude.environments.network import mirror as mirroring
-from etude.environments.network.heads import BadRequest, parse_head
+from etude.environments.network.http import BadRequest, parse_head
 from etude.errors import InputError, MachineError, StoreError
 
 
@@ -76,7 +76,7 @@ def get(mirror: Mirror, path: str, method: str = "GET") -> tuple[int, bytes]:
 
 
 def test_an_index_names_what_is_allowed_with_its_hash(packages):
-    mirror = Mirror(packages, {wanted("pip:etude_toy==1.0")})
+    mirror = Mirror(packages, {parse_package_spec("pip:etude_toy==1.0")})
     assert b"etude-toy" in get(mirror, "/pip/simple/")[1]
     assert b"etude-other" not in get(mirror, "/pip/simple/")[1]
     status, page = get(mirror, "/pip/simple/Etude_Toy/")
@@ -137,13 +137,13 @@ def test_a_damaged_list_is_an_error(packages):
     "text", ["pip:a", "pip:--x==1", "npm:a", "npm:../a@1", "apt:A=1", "gem:a==1", "", "pip:a==1;x"]
 )
 def test_what_names_no_package_and_version_is_refused(text):
-    with pytest.raises(InputError, match="no package"):
-        wanted(text)
+    with pytest.raises(InputError, match="not a package"):
+        parse_package_spec(text)
 
 
 def test_a_package_that_cannot_be_had_is_told_in_the_tools_words(tmp_path):
     with pytest.raises(MachineError, match="pip could not fetch"):
-        Packages(tmp_path).fetch([Wanted("pip", "etude-there-is-no-such-package", "0.0")])
+        Packages(tmp_path).fetch([PackageSpec("pip", "etude-there-is-no-such-package", "0.0")])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["files"]
 
 
@@ -176,7 +176,7 @@ def test_pip_installs_from_it_and_not_what_is_not_allowed(tmp_path, packages):
             url,
             name,
         ]
-        mirror = Mirror(packages, {wanted("pip:etude-toy==1.0")})
+        mirror = Mirror(packages, {parse_package_spec("pip:etude-toy==1.0")})
         code, out = asyncio.run(serving(mirror, listener, [*command, "--dest", str(tmp_path / name)], tmp_path))
         assert (code == 0) is works, out
     assert (tmp_path / "etude-toy/etude_toy-1.0-py3-none-any.whl").exists()
@@ -214,7 +214,7 @@ def test_a_socket_inside_of_a_network_of_its_own_is_served_from_here(tmp_path, p
         machine.stdin.flush()
         if not machine.stdout.readline():
             pytest.skip("no user namespaces here")
-        listener = listen_inside(machine.pid, 8080)
+        listener = listen_on_loopback(machine.pid, 8080)
         ask = (
             "import urllib.request as r; "
             "print(r.build_opener(r.ProxyHandler({})).open('http://127.0.0.1:8080/pip/simple/').status)"
@@ -223,8 +223,8 @@ def test_a_socket_inside_of_a_network_of_its_own_is_served_from_here(tmp_path, p
         code, out = asyncio.run(serving(Mirror(packages), listener, command, tmp_path))
         machine.stdin.close()
     assert (code, out) == (0, "200\n")
-    with pytest.raises(MachineError, match="no socket"):
-        listen_inside(machine.pid, 8080)
+    with pytest.raises(MachineError, match="could not be created"):
+        listen_on_loopback(machine.pid, 8080)
 
 
 def test_a_machine_without_a_network_reaches_a_mirror_and_nothing_else(packages):

@@ -25,7 +25,7 @@ from etude.models.config import ModelConfig
 from etude.records.completion import Completion, CompletionRequest, Sampling, Version
 from etude.stores import MemoryStore
 from etude.weights import Channel, Tensor
-from etude.weights.follow.head import Head
+from etude.weights.follow.head_tracker import HeadTracker
 
 ANSWERS = Path(__file__).parent / "answers"
 MODEL = ModelConfig(vocab_size=256, num_layers=2, num_experts=4)
@@ -317,7 +317,7 @@ def test_a_swap_that_takes_long_makes_no_request_late(tell: Callable[[Story], No
 
 def published(step: int, store: MemoryStore) -> Version:
     weights = {"w": Tensor("f32", (2,), np.array([step, 7], np.uint32))}
-    parent = Head(store, "policy").version()
+    parent = HeadTracker(store, "policy").version()
     return Channel(store).publish(weights, step=step, parent=parent, rollout_ids=[]).version
 
 
@@ -343,7 +343,7 @@ def test_workers_that_prepared_different_versions_come_to_the_newest_before_any_
             return [{"version": told(v), "trouble": ""} for v in at]
 
         server.workers = workers
-        assert await VllmFollowing(engine, Head(store, "policy"), "s").step() == new
+        assert await VllmFollowing(engine, HeadTracker(store, "policy"), "s").step() == new
         assert said == ["etude_prepare", "etude_state", "etude_prepare 1", "etude_state", "etude_swap"]
         assert (await engine.info()).version == new
 
@@ -365,7 +365,7 @@ def test_a_version_that_could_not_be_written_is_told_and_requests_wait_for_the_n
             return [{"version": told(version), "trouble": "no memory" if swaps == 1 else ""}]
 
         server.workers = workers
-        following = VllmFollowing(engine, Head(store, "policy"), "s")
+        following = VllmFollowing(engine, HeadTracker(store, "policy"), "s")
         with pytest.raises(WeightsError, match="could not write a version") as caught:
             await following.step()
         assert caught.value.facts == "no memory"
@@ -394,7 +394,7 @@ def test_what_keeps_workers_from_the_head_is_told_and_changes_nothing(
         store = MemoryStore()
         published(0, store)
         server.workers = lambda method, args: [state]
-        following = VllmFollowing(engine, Head(store, "policy"), "s")
+        following = VllmFollowing(engine, HeadTracker(store, "policy"), "s")
         await following.start_at_head()
         await following.stop()
         assert said in engine.trouble

@@ -1,5 +1,6 @@
-"""What runs on the far side of the exec: launcher, runner, tools. Standard library only, relative imports only.
+"""The processes that agent code is forked from: launcher, runner and command processes. Standard library and relative
+imports only.
 
-The launcher process imports this folder under the name ``guest``, so nothing of etude and nothing of the parent's
-memory is in the processes that agent code is forked from. Knows nothing of tasks, answers or rewards.
+The launcher process imports this folder under the name ``guest``. So these processes contain nothing of etude and
+nothing of the parent's memory. Tasks, answers and rewards are not known here.
 """

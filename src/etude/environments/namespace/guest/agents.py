@@ -1,10 +1,10 @@
-"""The machine agent as PID 1 of a machine: who it is there, and how it comes about.
+"""The machine agent as PID 1 of a machine: its identity there, and how it is started.
 
-A machine's user namespace knows three ids, each of the host's own: those of its users, and the agent's, which is
-neither. It belongs to a slot, not to a machine: it holds nothing but its map, so it is made once. Agents are clones of
-one process, the template, which is started once: a program's start costs more than the rest of a machine's processes.
-A clone has this process's privileges, in the namespaces that this process has just made, and gives them up by itself:
-nobody waits for that, as its channel tells how it went.
+A machine's user namespace has three ids, each mapped to an own id of the host: its user's, its root's and the agent's.
+The namespace belongs to a slot, not to a machine: it is only an id map, so it is created once. Agents are clones of one
+process, the template, because starting a program costs more than all other processes of a machine. A clone starts with
+this process's privileges, in the namespaces that this process has just created, and drops them itself; its channel
+reports whether that worked.
 """
 
 from __future__ import annotations
@@ -17,21 +17,25 @@ from collections.abc import Callable, Sequence
 from . import confine
 from .cgroups import Hierarchy
 
-USER, ROOT, AGENT = confine.USER, 0, 900  # ids in a machine; outside they follow each other
-_CLONE_S = 10.0  # what a clone may take
+USER, ROOT, AGENT = confine.USER, 0, 900  # ids inside a machine; consecutive on the host
+_CLONE_S = 10.0  # for a clone to start
 _ROOT_CAPABILITIES = 0xFB  # CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, SETUID: of the machine's own files only
 
 
 def id_map(base: int | None, slot: int) -> str:
-    """What /proc/PID/uid_map and gid_map are to hold. Without privilege there is one id, for everybody."""
+    """The content of /proc/PID/uid_map and gid_map for a slot. Without privilege there is one id for all."""
     first = confine.user_of(base, slot)
     ids = (USER,) if base is None else (USER, ROOT, AGENT)
     return "".join(f"{inside} {first + i} 1\n" for i, inside in enumerate(ids))
 
 
 class Agents:
-    """Has agents cloned. `program` is their open program, `filter_` the system-call filter of commands,
-    `users_of` gives a slot's user namespace, `person` is whom commands run as that name nobody, `me` the agent's id."""
+    """Starts agents as clones of a template.
+
+    `program`: descriptor of the agent's program. `base`: first host id of machines, None without privilege. `filter_`:
+    the system-call filter of commands. `users_of`: returns a slot's user namespace. `command_user`: the default user of
+    commands. `agent_id`: the agent's id in the machine.
+    """
 
     def __init__(
         self,
@@ -41,43 +45,43 @@ class Agents:
         hierarchies: Sequence[Hierarchy],
         filter_: bytes,
         users_of: Callable[[int], int],
-        person: confine.Person,
-        me: int,
+        command_user: confine.CommandUser,
+        agent_id: int,
     ) -> None:
         self._hierarchies, self._users_of = hierarchies, users_of
-        self._given: dict[int, list[int]] = {}  # to every agent of a slot
-        self._template, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._slot_fds: dict[int, list[int]] = {}  # descriptors for every agent of a slot
+        self._template, agent_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._template.settimeout(_CLONE_S)
-        calls, maker = os.memfd_create("filter", os.MFD_CLOEXEC), os.pidfd_open(os.getpid())
-        os.write(calls, filter_)
-        words = ["--template", str(theirs.fileno()), str(maker), str(person.uid if base is None else me)]
-        words += ["--work", person.work, "--user", person.name, "--cpus", str(os.cpu_count() or 1)]
-        words += ["--path", person.path] if person.path else []
-        words += ["--root-capabilities", f"{_ROOT_CAPABILITIES:x}", "--filter-fd", str(calls)]
+        filter_fd, maker = os.memfd_create("filter", os.MFD_CLOEXEC), os.pidfd_open(os.getpid())
+        os.write(filter_fd, filter_)
+        args = ["--template", str(agent_end.fileno()), str(maker), str(command_user.uid if base is None else agent_id)]
+        args += ["--work", command_user.work, "--user", command_user.name, "--cpus", str(os.cpu_count() or 1)]
+        args += ["--path", command_user.path] if command_user.path else []
+        args += ["--root-capabilities", f"{_ROOT_CAPABILITIES:x}", "--filter-fd", str(filter_fd)]
         for name, value in confine.rlimits(limits).items():
-            words += ["--limit", f"{name}={value}"]
-        inherited = [(os.POSIX_SPAWN_DUP2, fd, fd) for fd in (theirs.fileno(), maker, calls)]
-        path, env = f"/proc/self/fd/{program}", {"AGENT": "\n".join(words)}
+            args += ["--limit", f"{name}={value}"]
+        inherited = [(os.POSIX_SPAWN_DUP2, fd, fd) for fd in (agent_end.fileno(), maker, filter_fd)]
+        path, env = f"/proc/self/fd/{program}", {"AGENT": "\n".join(args)}
         self.template = os.pidfd_open(os.posix_spawn(path, ["init"], env, file_actions=inherited))
-        for fd in (theirs.detach(), maker, calls):
+        for fd in (agent_end.detach(), maker, filter_fd):
             os.close(fd)
 
     def start(self, slot: int) -> tuple[int, int]:
-        """In the namespaces of the machine to be: its PID here, and the host's end of its channel."""
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            socket.send_fds(self._template, [b"\0"], [theirs.fileno(), *self._given[slot]])
+        """Start an agent in the current namespaces. Returns (its PID here, the host's end of its channel)."""
+        host_end, agent_end = socket.socketpair()
+        with host_end, agent_end:
+            socket.send_fds(self._template, [b"\0"], [agent_end.fileno(), *self._slot_fds[slot]])
             pid = int.from_bytes(self._template.recv(4), sys.byteorder, signed=True)
             if pid <= 0:
                 raise OSError(-pid, f"cloning an agent: {os.strerror(-pid) if pid else 'the template has ended'}")
-            return pid, ours.detach()
+            return pid, host_end.detach()
 
     def prepare(self, slot: int) -> None:
-        """What every agent of a slot is given, made once."""
-        self._given[slot] = [self._users_of(slot), *(hierarchy.entrance(slot) for hierarchy in self._hierarchies)]
+        """Open what every agent of a slot receives; once per slot."""
+        self._slot_fds[slot] = [self._users_of(slot), *(hierarchy.entrance(slot) for hierarchy in self._hierarchies)]
 
 
 def write_maps(pid: int, ids: str) -> None:
-    """Give the user namespace of a process its ids."""
+    """Write the id maps of a process's user namespace."""
     for name in ("uid_map", "gid_map"):
         confine.write(f"/proc/{pid}/{name}", ids)

@@ -1,8 +1,8 @@
-"""Control groups: one small group a machine slot, reused, below the group this process is already in.
+"""Control groups: one small group for each machine slot, reused, below this process's own group.
 
-Memory, number of processes and CPU share are bounded where the kernel lets us: version 1 hierarchies each on their
-own, version 2 where an ancestor hands the controllers down. Being *below* our own group keeps every outer limit in
-force. The holder locks its folder (flock), so that the next start can remove what a killed machine host left behind.
+They limit memory, number of processes and CPU time where the kernel allows it: each version 1 hierarchy by itself,
+version 2 where an ancestor delegates the controllers. All limits of the outer groups stay in force. A lock (flock) on
+the folder shows that its owner lives; the next start removes folders without an owner.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PERIOD_US = 100_000
 
 
 class Hierarchy:
-    """A folder of ours in one mounted hierarchy, with the controllers that it bounds."""
+    """This process's folder in one mounted hierarchy, with the controllers that it may use there."""
 
     def __init__(self, path: str, controllers: tuple[str, ...], version: int) -> None:
         self.path, self.controllers, self.version = path, controllers, version
@@ -27,7 +27,7 @@ class Hierarchy:
         self._entrances: dict[int, int] = {}
 
     def make(self, index: int, memory_bytes: int, processes: int, cpus: float) -> None:
-        """Make the group of one slot and set its limits."""
+        """Create a slot's group and set its limits."""
         name = str(index)
         os.mkdir(name, 0o755, dir_fd=self.fd)
         values = _LIMITS[self.version]
@@ -39,11 +39,12 @@ class Hierarchy:
                     self._write(f"{name}/{file}", text)
 
     def enter(self, index: int) -> None:
-        """Move this process, which has one thread, into the group of one slot."""
+        """Move this process, which has one thread, into a slot's group."""
         os.write(self.entrance(index), b"0")
 
     def entrance(self, index: int) -> int:
-        """The open file of one slot's group that lets in whoever writes to it; kept for this process and its forks."""
+        """Open file of a slot's group; a process that writes to it enters the group. Cached for this process and its
+        forks."""
         fd = self._entrances.get(index)
         if fd is None:
             name = f"{index}/{_ENTRANCE[self.version]}"
@@ -51,13 +52,13 @@ class Hierarchy:
         return fd
 
     def entrance_path(self, index: int) -> str:
-        """The path of that file."""
+        """Path of that file."""
         return f"{self.path}/{index}/{_ENTRANCE[self.version]}"
 
     @property
     def accounts(self) -> tuple[str, str]:
-        """The paths of a slot's CPU time and of its threads, with ``{slot}`` where its number goes; "" where this
-        hierarchy does not count CPU time."""
+        """Path templates (with ``{slot}``) of a slot's CPU time and of its list of threads; "" if this hierarchy
+        does not count CPU time."""
         files = {1: ("cpuacct", "cpuacct.usage", "tasks"), 2: ("cpu", "cpu.stat", "cgroup.threads")}
         controller, usage, threads = files[self.version]
         if controller not in self.controllers:
@@ -65,7 +66,7 @@ class Hierarchy:
         return f"{self.path}/{{slot}}/{usage}", f"{self.path}/{{slot}}/{threads}"
 
     def close(self) -> None:
-        """Give up the claim: whoever starts next may remove what is left of it."""
+        """Release the lock: the next start may remove what is left."""
         for fd in (*self._entrances.values(), self.fd):
             os.close(fd)
         self._entrances = {}
@@ -83,7 +84,7 @@ _LIMITS: dict[int, dict[str, tuple[tuple[str, str], ...]]] = {
         "memory": (("memory.limit_in_bytes", "{memory}"), ("memory.memsw.limit_in_bytes", "{memory}")),
         "pids": (("pids.max", "{processes}"),),
         "cpu": (("cpu.cfs_quota_us", "{quota}"),),
-        "cpuacct": (),  # counts, and bounds nothing
+        "cpuacct": (),  # only counts
     },
     2: {
         "memory": (("memory.max", "{memory}"), ("memory.swap.max", "0")),
@@ -93,12 +94,14 @@ _LIMITS: dict[int, dict[str, tuple[tuple[str, str], ...]]] = {
 }
 
 
-_ENTRANCE = {1: "tasks", 2: "cgroup.procs"}  # moving a thread takes no lock that stops every fork of the host
+_ENTRANCE = {1: "tasks", 2: "cgroup.procs"}  # "tasks": moving a thread avoids a lock that blocks all forks on the host
 
 
 def claim_all(name: str, membership: str, root: str = ROOT, *, of: tuple[str, ...] = CONTROLLERS) -> list[Hierarchy]:
-    """Claim a folder in each hierarchy that has a controller `of` these to give and lets us write; none is a valid
-    answer. `membership` is the text of /proc/self/cgroup.
+    """Create a folder in each hierarchy that offers one of the controllers `of` and is writable; the result may be
+    empty.
+
+    `name`: the folder's name. `membership`: the text of /proc/self/cgroup. `root`: where hierarchies are mounted.
     """
     found: list[Hierarchy] = []
     taken: set[str] = set()
@@ -124,7 +127,8 @@ def claim_all(name: str, membership: str, root: str = ROOT, *, of: tuple[str, ..
 
 
 def _candidates(root: str, names: str, own: str, wanted: tuple[str, ...]) -> list[tuple[str, tuple[str, ...], int]]:
-    """(folder to be below, controllers, version). Version 1: only our own group; 2: the nearest that delegates."""
+    """(parent folder, controllers, version). Version 1: only this process's group; version 2: ancestors that
+    delegate, nearest first."""
     if names:
         return [(f"{root}/{names}{own}".rstrip("/"), wanted, 1)] if wanted else []
     out, at = [], own.rstrip("/")
@@ -151,7 +155,7 @@ def _claim(path: str) -> int:
 
 
 def _sweep(parent: str) -> None:
-    """Remove folders whose holder is gone."""
+    """Remove folders whose owner has ended."""
     with contextlib.suppress(OSError):
         for name in os.listdir(parent):
             if name.startswith(_PREFIX):
@@ -177,7 +181,7 @@ def _remove(path: str) -> None:
 
 
 def remove_all(hierarchies: list[Hierarchy], deadline_s: float = 5.0) -> None:
-    """Remove our folders once the processes in them are gone; the kernel needs a moment after the last exit."""
+    """Remove the folders once their processes have ended; the kernel needs a moment after the last exit."""
     end = time.monotonic() + deadline_s
     for hierarchy in hierarchies:
         while os.path.isdir(hierarchy.path):

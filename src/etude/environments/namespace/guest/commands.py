@@ -1,10 +1,10 @@
-"""The runner's work: start commands in machines, end those that are late with everything they started, say how they
+"""The runner: start commands in machines, kill those past their deadline with all their processes, and report how they
 ended.
 
-A command is a fork of this process into a machine's namespaces. It ends with its first process; what that left behind
-goes on until the machine is frozen or closed. After each fork the runner pays for every page of memory that it touches
-again, so what it does for a command is as little as will do, and what takes longer is done by a fork. It sees no
-argument, input or output: they go past it as descriptors.
+A command is a fork of this process into a machine's namespaces. It ends with its first process; other processes that it
+started continue until the machine is frozen or closed. After each fork the runner copies every memory page that it
+writes, so it does as little as possible for a command, and leaves slow work to forks. Arguments, input and output
+bypass it as descriptors.
 """
 
 from __future__ import annotations
@@ -30,32 +30,34 @@ from .packets import (
     ENDED,
     ENDED_FACTS,
     HEAD,
+    REPORT_PID,
     RUN,
     RUN_FACTS,
     SIGNALLED,
     STOP_ALL,
-    TELL_PID,
 )
-from .roles import Become
+from .processes import Become
 
 _KILLED = 9  # a wait status
 _FDS_SPACE = socket.CMSG_SPACE(5 * 4)
 
 
 class _Process:
-    """One that this process has forked. `command` False: it only signals those of its machine, or one of them."""
+    """A process that the runner has forked. `command`: False for one that only signals other processes of its
+    machine."""
 
     __slots__ = ("command", "end", "init", "init_pid", "number", "pid", "status", "timed_out")
 
     def __init__(self, number: int, init: int, init_pid: int, end: float, *, command: bool) -> None:
-        self.number, self.init, self.init_pid = number, init, init_pid  # the host's name for it; its machine's PID 1
+        self.number = number  # the host's number of it
+        self.init, self.init_pid = init, init_pid  # pidfd and PID of its machine's PID 1
         self.end, self.command = end, command  # `end` on the monotonic clock
         self.pid, self.status = 0, _KILLED  # a wait status
         self.timed_out = False
 
 
 def serve(control: int, confinement: confine.Confinement) -> None:
-    """Until the host hangs up."""
+    """Serve requests until the host closes the channel."""
     sys_.prctl(sys_.PR_SET_PDEATHSIG, 9)
     sys_.prctl(sys_.PR_SET_DUMPABLE, 0)
     channel = socket.socket(fileno=control)
@@ -72,28 +74,28 @@ class _Runner:
     def serve(self) -> None:
         self._poller.register(self._channel, select.POLLIN)
         while True:
-            for fd, _ in self._poller.poll(self._patience_ms()):
+            for fd, _ in self._poller.poll(self._poll_timeout_ms()):
                 if fd in self._running:
-                    self._ended(fd)
-                elif not self._answer():
+                    self._reap(fd)
+                elif not self._handle_request():
                     return
-            self._end_the_late()
+            self._kill_late()
 
-    def _patience_ms(self) -> float | None:
+    def _poll_timeout_ms(self) -> float | None:
         soonest = None
         for process in self._running.values():
             if process.command and not process.timed_out and (soonest is None or process.end < soonest):
                 soonest = process.end
         return None if soonest is None else max(0.0, soonest - time.monotonic()) * 1000 + 1
 
-    def _end_the_late(self) -> None:
+    def _kill_late(self) -> None:
         now = time.monotonic()
         for process in [p for p in self._running.values() if p.command and p.end <= now and not p.timed_out]:
             process.timed_out = True
             ender = _Process(0, os.dup(process.init), process.init_pid, now, command=False)
-            self._fork(ender, partial(_once, partial(processes.end_tree, process.pid)), [], inside=False)
+            self._fork(ender, partial(_run_and_exit, partial(processes.end_tree, process.pid)), [], inside=False)
 
-    def _answer(self) -> bool:
+    def _handle_request(self) -> bool:
         packet, ancillary, _, _ = self._channel.recvmsg(64, _FDS_SPACE)
         if not packet:
             return False
@@ -109,33 +111,34 @@ class _Runner:
         process = _Process(number, init, init_pid, time.monotonic() + deadline_s, command=kind == RUN)
         role: Callable[[], object]
         if kind == RUN:
-            with contextlib.suppress(OSError):  # the command will tell
+            with contextlib.suppress(OSError):  # the command itself will report it
                 for hierarchy in self._confinement.hierarchies:
                     hierarchy.entrance(slot)
             role = partial(tools.start, init, streams, flags, slot, deadline_s, self._confinement)
         else:
             roots = [init_pid, *(p.pid for p in self._running.values() if p.command and p.init_pid == init_pid)]
-            role = partial(_once, _SIGNALS[kind](roots))
-        if self._fork(process, role, streams) and flags & TELL_PID:
-            self._channel.send(HEAD.pack(BEGUN, number) + BEGUN_FACTS.pack(processes.number_inside(process.pid)))
+            role = partial(_run_and_exit, _SIGNALS[kind](roots))
+        if self._fork(process, role, streams) and flags & REPORT_PID:
+            self._channel.send(HEAD.pack(BEGUN, number) + BEGUN_FACTS.pack(processes.pid_in_namespace(process.pid)))
         return True
 
     def _fork(self, process: _Process, role: Callable[[], object], streams: list[int], *, inside: bool = True) -> bool:
-        """Fork, into the machine's PID namespace or not, and be `role` there; false when the machine is dead."""
+        """Fork into the machine's PID namespace (or not, with `inside` False) and run `role` there. False if the
+        machine is dead."""
         pid = -1
         try:
             if inside:
                 sys_.setns(process.init, sys_.CLONE_NEWPID)
             pid = os.fork()
-        except OSError:  # its PID 1 is dead, and with it everything
+        except OSError:  # its PID 1 has died, and with it the whole machine
             sys_.setns(self._own_pids, sys_.CLONE_NEWPID)
         if pid == 0:
-            self._channel.detach()  # closed with the rest; a socket that is let go of open warns, at length
+            self._channel.detach()  # closed with the other descriptors; a socket object would warn
             raise Become(role)
         for fd in streams:
             os.close(fd)
         if pid < 0:
-            self._done(process, lost=True)
+            self._report_end(process, lost=True)
             return False
         if inside:
             sys_.setns(self._own_pids, sys_.CLONE_NEWPID)
@@ -145,15 +148,15 @@ class _Runner:
         self._poller.register(fd, select.POLLIN)
         return True
 
-    def _ended(self, fd: int) -> None:
+    def _reap(self, fd: int) -> None:
         process = self._running.pop(fd)
         self._poller.unregister(fd)
         os.close(fd)
         _, process.status = os.waitpid(process.pid, 0)
-        self._done(process, lost=process.status == _KILLED and not self._lives(process.init))
+        self._report_end(process, lost=process.status == _KILLED and not self._is_machine_alive(process.init))
 
-    def _lives(self, init: int) -> bool:
-        """Whether a machine can still have processes. Killed by whom? Its end kills what runs in it first."""
+    def _is_machine_alive(self, init: int) -> bool:
+        """Whether new processes can start in a machine. Distinguishes a killed command from the end of its machine."""
         pid = -1
         with contextlib.suppress(OSError):
             sys_.setns(init, sys_.CLONE_NEWPID)
@@ -163,7 +166,7 @@ class _Runner:
         sys_.setns(self._own_pids, sys_.CLONE_NEWPID)
         return pid > 0 and os.waitpid(pid, 0)[1] == 0
 
-    def _done(self, process: _Process, *, lost: bool) -> None:
+    def _report_end(self, process: _Process, *, lost: bool) -> None:
         os.close(process.init)
         code = os.waitstatus_to_exitcode(process.status)
         facts = ENDED_FACTS.pack((code if code >= 0 else 128 - code) & 0xFF, process.timed_out, lost)
@@ -173,7 +176,7 @@ class _Runner:
             self._channel.send(HEAD.pack(SIGNALLED, process.number) + facts)
 
 
-def _once(work: Callable[[], None]) -> NoReturn:
+def _run_and_exit(work: Callable[[], None]) -> NoReturn:
     work()
     os._exit(0)
 

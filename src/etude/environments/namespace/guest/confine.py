@@ -1,7 +1,7 @@
-"""From a fork of the runner to a confined process in a machine: namespaces, identity, capabilities, filter, limits.
+"""Confine a fork of the runner in a machine: namespaces, user, capabilities, system-call filter, limits.
 
-A machine's namespaces belong to the launcher's user namespace and its processes enter one below, so nothing in a
-machine has any privilege over them. Order matters and is the order of `enter`.
+A machine's namespaces belong to the launcher's user namespace. Its processes enter a child user namespace, so they have
+no privileges over the machine's namespaces. The order of steps in `enter` matters.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from .cgroups import Hierarchy
 from .root import WORK
 
 USER = 1000  # uid and gid of tools inside a machine
-IDS = 3  # of each slot, one after another: its user's, its root's, its agent's
+IDS = 3  # per slot: user, root and agent, consecutive
 _SHARED = sys_.CLONE_NEWNS | sys_.CLONE_NEWNET | sys_.CLONE_NEWIPC | sys_.CLONE_NEWUTS
 
 
 class Limits(NamedTuple):
-    """What one machine may use. Sent by the host as JSON."""
+    """Resource limits of one machine. The host sends them as JSON."""
 
     memory_bytes: int
     processes: int
@@ -33,35 +33,35 @@ class Limits(NamedTuple):
     address_bytes: int
 
 
-class Person(NamedTuple):
-    """Whom commands run as, as machines see it, and where they start."""
+class CommandUser(NamedTuple):
+    """The user of commands as the machine sees it, and where commands start."""
 
     uid: int = USER
     gid: int = USER
     work: str = WORK
     name: str = "user"
-    path: str = ""  # where programs are looked for; "": as the agent does by itself
+    path: str = ""  # PATH of commands; "": the agent's default
 
 
 class Confinement(NamedTuple):
-    """What holds for every command of every machine. `base` is the first user, None without privilege."""
+    """Settings for all commands of all machines. `base`: the first host id of machines, None without privilege."""
 
     limits: Limits
     base: int | None
     hierarchies: list[Hierarchy]
     filter_: ctypes.Structure
     outer_proc: int  # device of the /proc that machines must not see
-    person: Person
-    own_root: bool  # whether machines have this process's own root, and with it its interpreter
+    command_user: CommandUser
+    own_root: bool  # whether machines have this process's root, and so its interpreter
 
 
 def user_of(base: int | None, slot: int) -> int:
-    """The uid and gid, as the launcher sees them, of a machine's user. Without privilege there is only one."""
+    """uid and gid of a machine's user, as the launcher sees them. Without privilege there is only one."""
     return 0 if base is None else base + IDS * slot
 
 
 def mount_private(limits: Limits, owner: int) -> None:
-    """The file systems of a new machine, in its mount namespace. Its /proc comes with its first command."""
+    """Mount a new machine's file systems, in its mount namespace. Its /proc is mounted by its first command."""
     flags = sys_.MS_NOSUID | sys_.MS_NODEV
     own = f"nr_inodes={limits.inodes},uid={owner},gid={owner}"
     sys_.mount("tmpfs", WORK, "tmpfs", flags, f"size={limits.work_bytes},mode=755,{own}")
@@ -69,7 +69,8 @@ def mount_private(limits: Limits, owner: int) -> None:
 
 
 def enter(init: int, slot: int, cpu_s: int, to: Confinement) -> None:
-    """Confine this process, a fork of the runner in the PID namespace of the machine whose PID 1 is `init`."""
+    """Confine this process: a fork of the runner in the PID namespace of the machine whose PID 1 is `init` (a
+    pidfd)."""
     for hierarchy in to.hierarchies:
         hierarchy.enter(slot)
     sys_.unshare(sys_.CLONE_NEWCGROUP)
@@ -80,7 +81,7 @@ def enter(init: int, slot: int, cpu_s: int, to: Confinement) -> None:
         os.setgroups([])
     sys_.setns(init, sys_.CLONE_NEWUSER)
     os.closerange(3, 1 << 20)
-    uid, gid, work, *_ = to.person
+    uid, gid, work, *_ = to.command_user
     os.setresgid(gid, gid, gid)
     os.setresuid(uid, uid, uid)
     sys_.prctl(sys_.PR_SET_NO_NEW_PRIVS, 1)
@@ -97,7 +98,7 @@ def enter(init: int, slot: int, cpu_s: int, to: Confinement) -> None:
 
 
 def rlimits(limits: Limits) -> dict[str, int]:
-    """The bounds on each process that hold for all commands, by their names."""
+    """Resource limits of each process that are equal for all commands, by their names."""
     return {
         "as": limits.address_bytes,
         "nproc": limits.processes,
@@ -118,7 +119,7 @@ def _limit(limits: Limits, cpu_s: int) -> None:
 
 
 def write(path: str, text: str) -> None:
-    """Write a file of the kernel's."""
+    """Write to a file of the kernel."""
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(fd, text.encode())

@@ -1,6 +1,6 @@
-"""A machine's work folder: read, write, and the whole tree as bytes. No link is ever followed.
+"""Files of a machine's work folder: read, write, and load or save the whole tree. Links are never followed.
 
-A tree's form is a flat list of fields, three for each entry in order of path: ``path, "d" | "l" | "x" | "f", content``
+A tree is a flat list of fields, three for each entry in order of path: ``path, "d" | "l" | "x" | "f", content``
 (folder, symbolic link with its target as content, executable file, file). The same content gives the same bytes.
 """
 
@@ -15,11 +15,11 @@ from .syscalls import open_beneath
 
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-_MAX_DEPTH = 100  # of folders in folders: a walk has each of them open at once
+_MAX_DEPTH = 100  # of nested folders: a walk keeps all of them open
 
 
 class PathError(ValueError):
-    """A path that leaves the work folder, goes through a link, names something not a file, or is too large."""
+    """A path that leaves the work folder, goes through a link, is no regular file, or is too large."""
 
 
 def _open(root: int, path: str, flags: int, mode: int = 0) -> int:
@@ -43,7 +43,7 @@ def _regular(fd: int, path: str) -> os.stat_result:
 
 
 def read(root: int, path: str, max_bytes: int) -> bytes:
-    """A regular file's bytes; `PathError` past `max_bytes`, `OSError` as the kernel says."""
+    """Content of a regular file. Raises `PathError` beyond `max_bytes`, `OSError` from the kernel."""
     fd = _open(root, path, _READ)
     with open(fd, "rb", buffering=0) as file:
         _regular(fd, path)
@@ -56,7 +56,7 @@ def read(root: int, path: str, max_bytes: int) -> bytes:
 
 
 def write(root: int, path: str, data: bytes, mode: int = 0o644) -> None:
-    """Create or replace a regular file, parents included."""
+    """Create or replace a regular file and its parent folders."""
     _make_folders(root, path.rpartition("/")[0])
     fd = _open(root, path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW, mode)
     with open(fd, "wb", buffering=0) as file:
@@ -67,7 +67,7 @@ def write(root: int, path: str, data: bytes, mode: int = 0o644) -> None:
             while view:
                 view = view[file.write(view) :]
         except OSError:
-            os.ftruncate(fd, 0)  # half a file helps nobody and holds the space
+            os.ftruncate(fd, 0)  # do not leave half a file
             raise
 
 
@@ -83,7 +83,7 @@ def _make_folders(root: int, path: str) -> None:
 
 
 def load(root: int, fields: list[bytes]) -> None:
-    """Write a tree into an empty work folder. Links come last, so nothing is ever written through one."""
+    """Write a tree into an empty work folder. Links are created last, so nothing is written through one."""
     entries = [(os.fsdecode(fields[i]), fields[i + 1], fields[i + 2]) for i in range(0, len(fields), 3)]
     for path, kind, content in entries:
         if kind == b"d":
@@ -102,8 +102,8 @@ def load(root: int, fields: list[bytes]) -> None:
 
 
 def save(root: int, max_bytes: int) -> list[bytes]:
-    """The tree as fields. Sockets, pipes and devices are left out. `PathError` past `max_bytes` of content, or where
-    folders are nested too deep to be walked."""
+    """The tree as fields. Sockets, pipes and devices are left out. Raises `PathError` beyond `max_bytes` of content
+    or for too deeply nested folders."""
     try:
         return _saved(root, max_bytes)
     except RecursionError:

@@ -1,13 +1,13 @@
-"""The launcher's work: machines made of namespaces, two small file systems and a PID 1.
+"""The launcher: create machines, each made of namespaces, two small file systems and a PID 1.
 
-Where the machine agent was built, it is PID 1 (`agents`). Otherwise a machine has no program of ours in it: PID 1 is
-a copy of this process without its memory (`MADV_DONTFORK`) that calls pause(2) and nothing else: it holds the
-namespaces, its death is the machine's, and orphans handed to it vanish because it ignores SIGCHLD. That is all a PID 1
-has to do, and costs a tenth of an interpreter. Namespaces belong to the launcher's user namespace and a machine's
-processes to one below, so they have no privilege over them.
+PID 1 is the machine agent where it was built (`agents`). Otherwise no program of etude is in the machine: PID 1 is a
+copy of this process without its memory (`MADV_DONTFORK`) that only calls pause(2). It holds the namespaces, its death
+is the machine's end, and orphans vanish because it ignores SIGCHLD. It costs a tenth of an interpreter. Namespaces
+belong to the launcher's user namespace and a machine's processes to a child of it, so they have no privileges over
+them.
 
-The host gets the work folder, a handle of PID 1 and the channel to the agent as descriptors, which is all that it needs
-to use a machine; of one made from an image (`overlay`) the folder of its changes and its root as well.
+The host gets descriptors: the work folder, PID 1, and the channel to the agent; for a machine of an image (`overlay`)
+also the folder of its changes and its root. It needs nothing else to use a machine.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from .root import WORK, Frame
 _OWN = sys_.CLONE_NEWNS | sys_.CLONE_NEWNET | sys_.CLONE_NEWIPC | sys_.CLONE_NEWUTS
 _HOME = {"mnt": sys_.CLONE_NEWNS, "net": sys_.CLONE_NEWNET, "ipc": sys_.CLONE_NEWIPC, "uts": sys_.CLONE_NEWUTS}
 _STACK_BYTES = 65_536
-_LEAST_BYTES = 128 << 10  # mappings smaller than this are not worth keeping from PID 1
+_LEAST_BYTES = 128 << 10  # smaller mappings may stay in PID 1
 
 
 class Machines:
-    """Makes machines on request and reaps them. One slot (user, control groups) a live machine, reused."""
+    """Creates machines on request and reaps them. Each live machine has a slot (user ids, control groups); slots are
+    reused."""
 
     def __init__(
         self,
@@ -44,12 +45,12 @@ class Machines:
         runner: int,
         program: int | None,
         filter_: bytes,
-        person: confine.Person,
+        command_user: confine.CommandUser,
         root: overlay.Roots | Frame,
     ) -> None:
         self._frame = root if isinstance(root, Frame) and root.overlays else None
         self._roots = None if isinstance(root, Frame) else root
-        self._bases: dict[int, int] = {}  # by slot: what its machines' mount namespaces are copies of
+        self._bases: dict[int, int] = {}  # by slot: mount namespace that its machines copy
         self._channel, self._hierarchies, self._base, self._limits = channel, hierarchies, base, limits
         self._free = list(range(max_machines, 0, -1))
         self._prepared: set[int] = set()  # slots whose control groups exist
@@ -58,30 +59,30 @@ class Machines:
         self._next = 0
         self._pid_namespace = _namespace("pid")
         self._home = [(_namespace(name), kind) for name, kind in _HOME.items()]
-        self._helpers = [os.pidfd_open(runner)]  # without which there is nothing to do
+        self._helpers = [os.pidfd_open(runner)]  # processes that must live
         self._sleeper = Sleeper()
         self._agents: agents.Agents | None = None
         if program is not None:
-            me = agents.AGENT if self._roots is None else overlay.AGENT
+            agent_id = agents.AGENT if self._roots is None else overlay.AGENT
             users = self._user_namespace if self._roots is None else self._kept_user_namespace
-            self._agents = agents.Agents(program, base, limits, hierarchies, filter_, users, person, me)
+            self._agents = agents.Agents(program, base, limits, hierarchies, filter_, users, command_user, agent_id)
             self._helpers.append(self._agents.template)
         self._poller = select.poll()
-        if base is not None:  # without privilege, maps could not be written then; a capability it holds protects PID 1
+        if base is not None:  # rootless, id maps could not be written then
             sys_.prctl(sys_.PR_SET_DUMPABLE, 0)
 
     def serve(self) -> None:
-        """Until the host hangs up, or a helper is dead."""
+        """Serve requests until the host closes the channel or a helper process dies."""
         for awaited in (self._channel.fileno(), *self._helpers):
             self._poller.register(awaited, select.POLLIN)
         while True:
             for fd, _ in self._poller.poll():
                 if fd in self._alive:
                     self._reap(fd)
-                elif fd in self._helpers or not self._answer():
+                elif fd in self._helpers or not self._handle_request():
                     return
 
-    def _answer(self) -> bool:
+    def _handle_request(self) -> bool:
         packet = self._channel.recv(64)
         if not packet:
             return False
@@ -114,8 +115,8 @@ class Machines:
                 os.close(fd)
 
     def _make(self, slot: int, fds: list[int]) -> int:
-        """PID 1's number here. `fds` gets its open work folder, where it is an agent the channel to it, and of an image
-        what `overlay` opens."""
+        """Create a machine; returns the PID of its PID 1. Appends descriptors to `fds`: its work folder, what
+        `overlay` opens for an image, and the channel to its agent, if any."""
         if slot in self._bases:
             sys_.setns(self._bases[slot], sys_.CLONE_NEWNS)
         try:
@@ -134,24 +135,24 @@ class Machines:
                 pid, channel = self._agents.start(slot)
                 fds.append(channel)
         finally:
-            self._go_home()
+            self._return_home()
         if self._agents is None:
             self._map_users(pid, slot)
         return pid
 
-    def _go_home(self) -> None:
+    def _return_home(self) -> None:
         for fd, kind in self._home:
             sys_.setns(fd, kind)
 
     def _base_of(self, frame: Frame) -> int:
-        """A mount namespace with a root of its own. A slot's machines, no two of which live at once, have copies of it:
-        nothing can be written there, and what is locked or watched goes with the processes that did."""
+        """A mount namespace with its own root. The machines of a slot, no two of which live at once, get copies of
+        it: nothing in it is writable, and locks and watches end with their processes."""
         sys_.unshare(sys_.CLONE_NEWNS)
         try:
             frame.make()
             return _namespace("mnt")
         finally:
-            self._go_home()
+            self._return_home()
 
     def _map_users(self, pid: int, slot: int) -> None:
         try:
@@ -165,7 +166,7 @@ class Machines:
         return agents.id_map(self._base, slot) if self._roots is None else self._roots.maps(slot)
 
     def _user_namespace(self, slot: int) -> int:
-        """A slot's user namespace, from a child that is made for it."""
+        """A slot's user namespace, created with a short-lived child."""
         sys_.setns(self._pid_namespace, sys_.CLONE_NEWPID)
         pid = self._sleeper.clone(sys_.CLONE_NEWUSER)
         try:
@@ -177,16 +178,15 @@ class Machines:
                 os.waitpid(pid, 0)
 
     def _kept_user_namespace(self, slot: int) -> int:
-        """The same, made once, for an image's owners as well."""
+        """The same for machines of images, created once, also used for the owners of the image's files."""
         assert self._roots is not None
         return self._roots.prepare(slot, self._user_namespace)
 
     def _prepare(self, slot: int) -> None:
         if slot not in self._prepared:
             for hierarchy in self._hierarchies:
-                hierarchy.make(
-                    slot, self._limits.memory_bytes, self._limits.processes + 1, self._limits.cpus
-                )  # and PID 1
+                num_processes = self._limits.processes + 1  # with PID 1
+                hierarchy.make(slot, self._limits.memory_bytes, num_processes, self._limits.cpus)
             if self._frame is not None:
                 self._bases[slot] = self._base_of(self._frame)
             if self._roots is not None:
@@ -199,7 +199,7 @@ class Machines:
         pid, number, slot = self._alive.pop(pidfd)
         self._poller.unregister(pidfd)
         os.close(pidfd)
-        with contextlib.suppress(ChildProcessError):  # it died while a sibling was being made
+        with contextlib.suppress(ChildProcessError):  # reaped while another machine was created
             os.waitpid(pid, 0)
         self._free.append(slot)
         del self._pids[number]
@@ -207,7 +207,7 @@ class Machines:
 
 
 class Sleeper:
-    """Forks of this process that have none of its large mappings and do nothing but sleep."""
+    """Creates children of this process that have none of its large mappings and only sleep."""
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -221,7 +221,7 @@ class Sleeper:
             self._keep_from_forks(large, False)
 
     def clone(self, flags: int = 0) -> int:
-        """A new child's PID. It ignores SIGCHLD from its start, which is why this process does for a moment."""
+        """PID of a new child. It must ignore SIGCHLD from its start, so this process ignores it for a moment."""
         before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         try:
             pid: int = self._libc.clone(self._pause, self._top, flags | signal.SIGCHLD, None)
@@ -232,7 +232,8 @@ class Sleeper:
         return pid
 
     def _large_mappings(self) -> list[tuple[int, int]]:
-        """Private writable memory that pause(2) has no use for: not its stack, nor thread-local and libc's data."""
+        """Private writable memory that pause(2) does not need: all but the stack, thread-local storage and libc's
+        data."""
         errno_location = self._libc["__errno_location"]
         errno_location.restype = ctypes.c_void_p
         single = ctypes.addressof(ctypes.c_char.in_dll(self._libc, "__libc_single_threaded"))
@@ -252,7 +253,7 @@ class Sleeper:
             sys_.advise(start, size, sys_.MADV_DONTFORK if keep else sys_.MADV_DOFORK)
 
     def _survives(self) -> bool:
-        """Whether such a child really sleeps; a C library that needs more of its memory would have it crash."""
+        """Whether such a child really sleeps; with a C library that needs more of its memory it would crash."""
         pid = self.clone()
         try:
             while True:

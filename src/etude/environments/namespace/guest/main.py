@@ -1,11 +1,11 @@
-"""The three processes of a runtime: steward, launcher and runner. Each begins in `main`, with an empty stack.
+"""The three processes of a runtime: steward, launcher and runner. Each starts in `main`, with an empty stack.
 
-- The **steward** is the process that the host starts. It lives longer than the launcher, to remove control groups, even
-  when the host process was killed: then its end of the `life` pipe closes.
-- The **launcher** is PID 1 of a PID namespace, so that every machine dies with it. It makes machines (`machines`).
+- The **steward** is the process that the host starts. It outlives the launcher and removes the control groups, even
+  when the host process was killed: then the host's end of the `life` pipe closes.
+- The **launcher** is PID 1 of a PID namespace, so all machines die with it. It creates machines (`machines`).
 - The **runner**, the launcher's first child, is a started interpreter that forks the commands of machines (`commands`).
-  The messages to it contain no bytes of commands or files, so that the process which commands are forked from never
-  holds data of a machine.
+  Messages to it contain no bytes of commands or files, so the process that commands are forked from never holds data
+  of a machine.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from typing import Any
 from . import cgroups, commands, confine, machines, overlay, root, seccomp
 from . import syscalls as sys_
 from .packets import FAILED, HEAD, STARTED
-from .roles import Become
+from .processes import Become
 from .tools import ENVIRONMENT
 
-_OF_THE_C_LIBRARY = (32, 33)  # signals that it hides; they are inherited as others are
+_OF_THE_C_LIBRARY = (32, 33)  # reserved signals, which are inherited too
 _ALONE = 71
-_USER_BASE = 1_900_000_000  # outer user ids, three a machine; above what distributions and systemd hand out
+_USER_BASE = 1_900_000_000  # host ids of machines; above the ranges of distributions and systemd
 
 
 def main(config_json: str) -> None:
-    """Be the steward, and in forked processes whatever they become. Never returns."""
+    """Run the steward, and in forked processes their roles. Never returns."""
     role: Callable[[], object] = partial(_steward, json.loads(config_json))
     while True:
         try:
@@ -45,7 +45,7 @@ def main(config_json: str) -> None:
             os._exit(0)
         except Become as change:
             role = change.role
-        except ConnectionError:  # whoever it worked for has gone: there is nobody to tell
+        except ConnectionError:  # the host has closed the channel
             os._exit(_ALONE)
         except BaseException:  # noqa: BLE001 - the outermost frame: say why on stderr and end
             sys.excepthook(*sys.exc_info())
@@ -59,7 +59,7 @@ def _steward(config: dict[str, Any]) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     for name in ("control", "commands", "life"):
         os.set_inheritable(config[name], False)
-    os.dup2(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), 0)  # the program came through it
+    os.dup2(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), 0)  # it was the pipe with the program
     control = socket.socket(fileno=config["control"])
     step = "finding control groups"
     try:
@@ -88,7 +88,8 @@ def _steward(config: dict[str, Any]) -> None:
 
 
 def _forget_signals() -> None:
-    """Nothing that our caller ignores or blocks (nohup does) shall be so in a machine; Python's own are left to it."""
+    """Reset ignored and blocked signals of the caller (such as nohup's), so that machines do not inherit them.
+    Python's own stay."""
     for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
@@ -98,7 +99,7 @@ def _forget_signals() -> None:
 
 
 def _wait_for_end(life: int, launcher: int) -> None:
-    """Until the host has closed its end of `life`, or the launcher is dead."""
+    """Wait until the host closes its end of `life`, or the launcher is dead."""
     poller = select.poll()
     poller.register(life, select.POLLIN)
     poller.register(launcher, select.POLLIN)
@@ -106,7 +107,7 @@ def _wait_for_end(life: int, launcher: int) -> None:
 
 
 def _first_user(num_users: int) -> int | None:
-    """The first of so many outer user ids for machines; None when this process may not hand any out (rootless)."""
+    """The first of `num_users` host ids for machines; None if this process may not map ids (rootless)."""
     effective = int(_text_of("/proc/self/status").partition("CapEff:")[2].split()[0], 16)
     needed = (sys_.CAP_SYS_ADMIN, sys_.CAP_SETUID, sys_.CAP_SETGID)
     if os.geteuid() != 0 or not all(effective >> c & 1 for c in needed):
@@ -127,7 +128,7 @@ def _enter_user_namespace() -> None:
 def _launcher(config: dict[str, Any], control: int, hierarchies: list[cgroups.Hierarchy], base: int | None) -> None:
     channel = socket.socket(fileno=control)
     limits, image = confine.Limits(*config["limits"]), config["image"]
-    person, roots, frame = confine.Person(), None, None
+    command_user, roots, frame = confine.CommandUser(), None, None
     try:
         sys_.prctl(sys_.PR_SET_PDEATHSIG, 9)
         for name in config["preload"]:
@@ -136,14 +137,19 @@ def _launcher(config: dict[str, Any], control: int, hierarchies: list[cgroups.Hi
         os.environ.clear()
         os.environ.update(ENVIRONMENT if image is None else image["env"])
         sys.orig_argv = [config["python"]]
-        sys_.unshare(sys_.CLONE_NEWNET | sys_.CLONE_NEWIPC | sys_.CLONE_NEWUTS)  # to come home to between machines
+        # Namespaces to return to between machines.
+        sys_.unshare(sys_.CLONE_NEWNET | sys_.CLONE_NEWIPC | sys_.CLONE_NEWUTS)
         program = _open_program(config["agent"])
         if image is None:
             frame = root.enter(config["python"], config["prefix"])
         else:
             overlay.enter_frame(image["path"])
-            person = confine.Person(image["uid"], image["gid"], image["workdir"], image["user"], image["env"]["PATH"])
-            roots = overlay.Roots(base, overlay.Size(*image["size"]), person.work, person.uid, person.gid)
+            command_user = confine.CommandUser(
+                image["uid"], image["gid"], image["workdir"], image["user"], image["env"]["PATH"]
+            )
+            roots = overlay.Roots(
+                base, overlay.Size(*image["size"]), command_user.work, command_user.uid, command_user.gid
+            )
         filter_ = seccomp.build()
     except (OSError, ImportError, KeyError) as error:
         channel.send(HEAD.pack(FAILED, getattr(error, "errno", 0) or 0) + f"building the root: {error}".encode())
@@ -155,23 +161,38 @@ def _launcher(config: dict[str, Any], control: int, hierarchies: list[cgroups.Hi
     if runner == 0:
         channel.close()
         confinement = confine.Confinement(
-            limits, base, hierarchies, filter_, os.stat("/proc").st_dev, person, roots is None
+            limits, base, hierarchies, filter_, os.stat("/proc").st_dev, command_user, roots is None
         )
         raise Become(partial(commands.serve, config["commands"], confinement))
     os.close(config["commands"])
-    whole = roots or frame
-    assert whole is not None
+    root_maker = roots or frame
+    assert root_maker is not None
     bounded = {c: h.version for h in hierarchies for c in h.controllers}
     accounts = next((h.accounts for h in hierarchies if h.accounts[0]), None)
-    facts = {"base": base, "cgroups": bounded, "accounts": accounts, "agent": program is not None, "root": whole.mode}
+    facts = {
+        "base": base,
+        "cgroups": bounded,
+        "accounts": accounts,
+        "agent": program is not None,
+        "root": root_maker.mode,
+    }
     channel.send(HEAD.pack(STARTED, os.getpid()) + json.dumps(facts).encode())
     machines.Machines(
-        channel, hierarchies, base, limits, config["max_machines"], runner, program, seccomp.packed(), person, whole
+        channel,
+        hierarchies,
+        base,
+        limits,
+        config["max_machines"],
+        runner,
+        program,
+        seccomp.packed(),
+        command_user,
+        root_maker,
     ).serve()
 
 
 def _open_program(path: str) -> int | None:
-    """The agent's program; None where there is none, or this machine cannot run it."""
+    """Descriptor of the agent's program; None if there is none or this machine cannot run it."""
     if not path:
         return None
     program = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -183,15 +204,15 @@ def _open_program(path: str) -> int | None:
 
 
 def _prepare_interpreter(folder: str) -> None:
-    """Make this process what a tool's interpreter is at its start, once, here, not in each of its forks.
+    """Give this process the state of a freshly started interpreter, once, so that its forks need not do it.
 
-    As `site` does it, but without running .pth files: they are somebody's code, and this process has privileges.
-    Standard input gets a stream that was never read from; this process was fed its program through the old one.
+    It does what `site` does, but does not run .pth files: they are somebody's code, and this process has privileges.
+    Standard input gets a new stream; the old one was used to read this program.
     """
     for step in (site.setquit, site.setcopyright, site.sethelper):
         step()
     sys.path += [p for p in site.getsitepackages() if os.path.isdir(p)]
-    reading, writing = os.pipe()  # what a command is given; a stream asks once whether it can seek
+    reading, writing = os.pipe()  # a pipe, as commands get; a stream checks once whether it can seek
     nothing = os.dup(0)
     os.dup2(reading, 0)
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - for the life of the process

@@ -1,10 +1,10 @@
-"""Machines with a root filesystem of their own: an image below, what the machine changes above.
+"""Machines with a root filesystem of their own: an image as the lower layer, the machine's changes above.
 
-The launcher of an image has a frame for a root: the image, read-only, devices, its /proc. A machine's root is an
-overlay of the image and a sized tmpfs, made in the machine's mount namespace, which then has no frame any more. The
-image's files belong to the users that they name, as the machine sees them: its users are a range of the host's, and
-the image is mounted through that range (an ID-mapped mount; below an overlay since Linux 5.19). Without privilege
-there is one user, to whom everything belongs on both sides. Where the kernel mounts neither, the image is copied.
+An image's launcher has a frame as its root: the image (read-only), devices and its own /proc. A machine's root is an
+overlay of the image and a sized tmpfs, mounted in the machine's mount namespace, which then no longer contains the
+frame. The image's files belong to the users that they name, as the machine sees them: its users are a range of host
+ids, and the image is mounted through that range (an ID-mapped mount; below an overlay since Linux 5.19). Without
+privilege there is one user, who owns everything. If the kernel supports neither mount, the image is copied.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from .syscalls import (
     unshare,
 )
 
-NUM_IDS = 65_536  # users of one machine, where they can be had
-AGENT = NUM_IDS - 3  # whom the agent runs as in it: nobody's number
+NUM_IDS = 65_536  # ids of one machine, with privilege
+AGENT = NUM_IDS - 3  # the agent's id in the machine; otherwise unused
 IDMAPPED, PLAIN, COPIED = "idmapped", "overlay", "copied"
-MOUNTED = ("proc", "dev", "tmp")  # in a machine's root: what the image has there is not seen
+MOUNTED = ("proc", "dev", "tmp")  # mount points in a machine's root; they hide the image's content
 _IMAGE, _MACHINE = "/image", "/machine"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _REFUSED = (errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENODEV, errno.EOPNOTSUPP, errno.EACCES, errno.EOVERFLOW)
 
 
 class Size(NamedTuple):
-    """What a machine of an image may add to it, and what the image itself holds. Sent by the host as JSON."""
+    """Limits on what a machine may add to its image, and the image's own size. The host sends it as JSON."""
 
     upper_bytes: int
     upper_inodes: int
@@ -57,15 +57,15 @@ class Size(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """A machine's folders, open; whoever gets them closes them."""
+    """A machine's open folders; the receiver closes them."""
 
     work: int
-    upper: int  # what the machine changes, as an overlay's upper folder; its whole root where that was copied
+    upper: int  # the overlay's upper folder with the machine's changes; the whole root if the image was copied
     root: int
 
 
 def enter_frame(image: str) -> None:
-    """Make the frame of `image`, a folder of the host, in a new mount namespace, and our root."""
+    """Create the frame of `image` (a host folder) in a new mount namespace, and make it this process's root."""
     unshare(CLONE_NEWNS)
     mount("none", "/", "", MS_REC | MS_PRIVATE)
     new = next(
@@ -87,8 +87,11 @@ def enter_frame(image: str) -> None:
 
 
 class Roots:
-    """Makes machines' roots out of the frame. `base` is the first of the host's users for machines, None without
-    privilege; `uid` and `gid` are whom commands run as, in the machine."""
+    """Creates the roots of machines from the frame.
+
+    `base`: the first host id of machines, None without privilege. `uid`, `gid`: the user of commands, inside the
+    machine.
+    """
 
     def __init__(self, base: int | None, size: Size, workdir: str, uid: int, gid: int) -> None:
         self._base, self._size, self._workdir, self._uid, self._gid = base, size, workdir, uid, gid
@@ -97,33 +100,33 @@ class Roots:
         self.mode = next((mode for mode in modes if self._works(mode)), COPIED)
 
     def first(self, slot: int) -> int:
-        """The user, as the launcher sees it, that is root in the machine of this slot."""
+        """Host id (as the launcher sees it) of root in this slot's machine."""
         return 0 if self._base is None else self._base + slot * NUM_IDS
 
     def maps(self, slot: int) -> str:
-        """The map of that machine's user namespace."""
+        """The id map of that machine's user namespace."""
         return f"{self._uid} 0 1\n" if self._base is None else f"0 {self.first(slot)} {NUM_IDS}\n"
 
     def owner(self, slot: int) -> int:
-        """Whom commands run as, as the launcher sees it."""
+        """Host id (as the launcher sees it) of the commands' user."""
         return 0 if self._base is None else self.first(slot) + self._uid
 
     def prepare(self, slot: int, users_of: Callable[[int], int]) -> int:
-        """The user namespace of a slot's machines, made once. Called at home, before any namespace of a machine is
-        entered. `users_of` makes it."""
+        """The user namespace of a slot's machines, made once by `users_of`. Call it before entering a machine's
+        namespaces."""
         if slot not in self._namespaces:
             self._namespaces[slot] = users_of(slot)
         return self._namespaces[slot]
 
     def make(self, slot: int) -> Opened:
-        """In a machine's mount namespace, that was the launcher's: be in its root, with nothing else in reach."""
+        """Enter a machine's root, in a new mount namespace copied from the launcher's. Nothing else stays reachable."""
         first, size = self.first(slot), self._size
         copied = self.mode == COPIED
-        room, inodes = size.upper_bytes, size.upper_inodes
+        num_bytes, inodes = size.upper_bytes, size.upper_inodes
         if copied:
-            room, inodes = room + size.image_bytes + (size.image_files << 12), inodes + size.image_files
+            num_bytes, inodes = num_bytes + size.image_bytes + (size.image_files << 12), inodes + size.image_files
         flags = MS_NOSUID | MS_NODEV
-        mount("tmpfs", _MACHINE, "tmpfs", flags, f"size={room},nr_inodes={inodes + 8},mode=700")
+        mount("tmpfs", _MACHINE, "tmpfs", flags, f"size={num_bytes},nr_inodes={inodes + 8},mode=700")
         proc, devices = clone_tree("/proc"), clone_tree("/dev")
         try:
             root, upper = f"{_MACHINE}/root", f"{_MACHINE}/upper"
@@ -131,7 +134,7 @@ class Roots:
             if copied:
                 os.chown(root, first, first)
                 copy(_IMAGE, root, first)
-                opened_upper = os.open(root, _FOLDER)  # before the bind: what will be mounted inside is not in it
+                opened_upper = os.open(root, _FOLDER)  # opened before the bind mount, so without later mounts
                 mount(root, root, "", MS_BIND)
             else:
                 self._mount_overlay(slot, root, upper, first)
@@ -149,7 +152,7 @@ class Roots:
         return Opened(self._work(slot), opened_upper, os.open("/", _FOLDER))
 
     def _work(self, slot: int) -> int:
-        """The working directory, made for whoever runs there if the image has none."""
+        """The working directory; if the image has none, it is created for the commands' user."""
         there = os.path.isdir(self._workdir)
         _make_folders(self._workdir, self.first(slot))
         fd = os.open(self._workdir, _FOLDER)
@@ -165,7 +168,9 @@ class Roots:
             os.mkdir(folder)
             os.chmod(folder, stat.S_IMODE(found.st_mode))
             os.chown(folder, first, first)
-        options = ",redirect_dir=nofollow,metacopy=off,index=off"  # what changed is all in the upper folder, whole
+        options = (
+            ",redirect_dir=nofollow,metacopy=off,index=off"  # so that the upper folder contains complete changed files
+        )
         if self.mode == IDMAPPED:
             lower = f"{_MACHINE}/lower"
             os.mkdir(lower)
@@ -176,23 +181,23 @@ class Roots:
             finally:
                 os.close(tree)
         else:
-            options = ",userxattr"  # a mount of one without privilege keeps its marks where that one may
+            options = ",userxattr"  # rootless, overlay marks are stored as user attributes
         layers = f"lowerdir={lower},upperdir={upper},workdir={work}"
         mount("overlay", root, "overlay", MS_NOSUID | MS_NODEV, layers + options)
 
     def users_of(self, slot: int) -> int:
-        """The user namespace of a slot, open, from a fork of this process that is in it for a moment."""
-        ready, told = os.pipe()
+        """Descriptor of a slot's user namespace, from a short-lived fork of this process."""
+        read_end, write_end = os.pipe()
         pid = os.fork()
         if pid == 0:
             with contextlib.suppress(OSError):
                 unshare(CLONE_NEWUSER)
-                os.write(told, b"x")
+                os.write(write_end, b"x")
                 signal.pause()
             os._exit(1)
-        os.close(told)
+        os.close(write_end)
         try:
-            with open(ready, "rb", buffering=0) as pipe:
+            with open(read_end, "rb", buffering=0) as pipe:
                 if not pipe.read(1):
                     raise OSError(errno.EPERM, "unshare: a user namespace cannot be made")
             write_maps(pid, self.maps(slot))
@@ -202,7 +207,7 @@ class Roots:
             os.waitpid(pid, 0)
 
     def _works(self, mode: str) -> bool:
-        """Whether a machine can be made so, tried in a process that then ends."""
+        """Whether machines can be made in this mode, tried in a process that then ends."""
         self.mode = mode
         pid = os.fork()
         if pid == 0:
@@ -220,14 +225,14 @@ class Roots:
 
 
 def _make_place(path: str, owner: int) -> None:
-    """A folder to mount something on; whatever else is there makes way."""
+    """A folder to mount something on; anything else at this path is removed."""
     if os.path.lexists(path) and (os.path.islink(path) or not os.path.isdir(path)):
         os.unlink(path)
     _make_folders(path, owner)
 
 
 def _make_folders(path: str, owner: int) -> None:
-    """A folder of the machine's root and its parents; a link on the way leads inside of it."""
+    """Create a folder of the machine's root and its parents. Links on the way stay inside the root."""
     for at in ("/".join(path.split("/")[:depth]) for depth in range(2, path.count("/") + 2)):
         if not os.path.isdir(at):
             os.mkdir(at, 0o755)
@@ -235,7 +240,7 @@ def _make_folders(path: str, owner: int) -> None:
 
 
 def copy(source: str, target: str, first: int) -> None:
-    """The tree of one folder in another that is empty, its owners `first` users further. Follows no link."""
+    """Copy a tree into an empty folder, with all owner ids shifted by `first`. Follows no link."""
     with os.scandir(source) as entries:
         for entry in entries:
             to = f"{target}/{entry.name}"
@@ -248,7 +253,7 @@ def copy(source: str, target: str, first: int) -> None:
             else:
                 _copy_file(entry.path, to)
             own = (found.st_uid + first, found.st_gid + first)
-            if first:  # without privilege all of it is ours already
+            if first:  # rootless, this user owns all files already
                 os.chown(to, *own, follow_symlinks=False)
             if not entry.is_symlink():
                 os.chmod(to, stat.S_IMODE(found.st_mode))

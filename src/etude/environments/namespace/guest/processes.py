@@ -1,7 +1,9 @@
-"""Trees of processes, as /proc of the launcher shows them: those that a command started, those of a whole machine.
+"""Process trees, as the launcher's /proc shows them: of a command, or of a whole machine; and roles of forked
+processes.
 
-A command's first process adopts its orphans (`PR_SET_CHILD_SUBREAPER`), so whatever it started is below it, however
-often it forked. A process that has SIGKILL or SIGSTOP pending cannot fork, so rounds of a signal come to an end.
+A command's first process adopts its orphans (`PR_SET_CHILD_SUBREAPER`), so everything it started stays below it,
+however often it forked. A process with a pending SIGKILL or SIGSTOP cannot fork, so repeated rounds of signals reach
+all.
 """
 
 from __future__ import annotations
@@ -10,15 +12,16 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 _AGAIN_S = 0.0005
 _GONE = "ZX"
-_STANDING = "TtZX"
+_STOPPED = "TtZX"
 
 
 def below(pid: int) -> list[int]:
-    """Every process below one, zombies as well. `FileNotFoundError` on a kernel that does not tell children."""
+    """PIDs of all descendants, zombies included. Raises `FileNotFoundError` on a kernel without `children` files in
+    /proc."""
     found, at = list[int](), 0
     found += _children(pid)
     while at < len(found):
@@ -49,7 +52,8 @@ def _all_are(pid: int, states: str) -> bool:
 
 
 def end_tree(pid: int) -> None:
-    """Kill a command's first process and everything below it. It is killed last, as it is where orphans turn up."""
+    """Kill a command's first process and all its descendants. The first process is killed last, as it adopts
+    orphans."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGSTOP)
         with contextlib.suppress(FileNotFoundError):
@@ -62,7 +66,7 @@ def end_tree(pid: int) -> None:
 
 
 def end_all() -> None:
-    """Kill every process of this PID namespace but PID 1 until none is left."""
+    """Kill every process of this PID namespace except PID 1, until none is left."""
     with contextlib.suppress(ProcessLookupError):
         while True:
             os.kill(-1, signal.SIGKILL)
@@ -70,13 +74,13 @@ def end_all() -> None:
 
 
 def stop_all(roots: Iterable[int]) -> None:
-    """Stop every process of this PID namespace but PID 1, and wait until each stands. `roots`: PID 1 and the first
-    processes of running commands, as /proc here names them."""
+    """Stop every process of this PID namespace except PID 1, and wait until all have stopped. `roots`: PID 1 and the
+    first processes of running commands, with their PIDs in this /proc."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, signal.SIGSTOP)
     init, *commands = roots
     everyone = [*below(init), *(each for pid in commands for each in (pid, *_below_if_there(pid)))]
-    while not all(_all_are(each, _STANDING) for each in everyone):
+    while not all(_all_are(each, _STOPPED) for each in everyone):
         time.sleep(_AGAIN_S)
 
 
@@ -88,13 +92,22 @@ def _below_if_there(pid: int) -> list[int]:
 
 
 def continue_all() -> None:
-    """Let every process of this PID namespace go on."""
+    """Continue every process of this PID namespace."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, signal.SIGCONT)
 
 
-def number_inside(pid: int) -> int:
-    """What a process is called in its own, innermost PID namespace; 0 when it is gone."""
+def pid_in_namespace(pid: int) -> int:
+    """PID of a process in its innermost PID namespace; 0 if it has ended."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/status", "rb") as file:
         return int(file.read().partition(b"\nNSpid:")[2].partition(b"\n")[0].split()[-1])
     return 0
+
+
+class Become(BaseException):
+    """Unwinds a forked process to its outermost frame and runs `role` there, so that nothing of its parent's frames
+    remains."""
+
+    def __init__(self, role: Callable[[], object]) -> None:
+        super().__init__()
+        self.role = role

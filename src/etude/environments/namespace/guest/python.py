@@ -1,8 +1,8 @@
-"""Run `python ...` in an already started interpreter: what a fresh one would do, without its 10 ms of starting.
+"""Run `python ...` in an already started interpreter: like a new one, without its 10 ms of startup.
 
-The process is a fork that nothing else uses, and it ends here. Serves ``python SCRIPT``, ``python -c CODE`` and
-``python -m MODULE`` with their arguments; any other option is left to a real exec. Bytecode is never written: an edit
-within the same second and of the same size would otherwise be answered by the old code.
+The process is a fork that nothing else uses, and it ends here. Handles ``python SCRIPT``, ``python -c CODE`` and
+``python -m MODULE`` with their arguments; other options need a real exec. Bytecode is never written: after an edit
+within the same second and of the same size, the old code would run.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ NAMES = ("python", "python3")
 
 
 def serves(argv: list[str]) -> bool:
-    """Whether this command is one that `run` can stand in for."""
+    """Whether `run` can execute this command."""
     if len(argv) < 2 or argv[0] not in NAMES:
         return False
     return not argv[1].startswith("-") or (argv[1] in ("-c", "-m") and len(argv) > 2)
 
 
 def run(argv: list[str]) -> NoReturn:
-    """Become ``python argv[1:]`` on descriptors 0, 1 and 2, and exit with its exit code.
+    """Run ``python argv[1:]`` on descriptors 0, 1 and 2, and exit with its exit code.
 
-    The standard streams are the launcher's: bound to the same descriptors, never used.
+    The standard streams are the launcher's: bound to the same descriptors, and never used before.
     """
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins

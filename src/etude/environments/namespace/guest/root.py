@@ -1,10 +1,10 @@
-"""The filesystem that every machine starts from: a read-only root with what a Python needs and nothing else.
+"""The filesystem that all machines start from: a read-only root with what Python needs and nothing else.
 
-Its frame is built once by the launcher, which then has no other root either. A machine's own root is a few overlays of
-it, without an upper folder: nothing is copied, and yet no inode is shared with a sibling, who could lock or watch it.
-Where the kernel mounts no overlay here, or something is mounted below what would be overlaid, machines have binds of
-the same folders, shared. A machine adds its work folder, /tmp and /proc. /usr/local is left out unless the interpreter
-lives there: what an operator installed by hand is not part of a machine.
+The launcher builds its frame once, and then has no other root either. A machine's own root consists of a few overlays
+of the frame without upper layer: nothing is copied, and still no inode is shared with another machine, which could lock
+or watch it. If the kernel supports no such overlay, or something is mounted below an overlaid folder, machines share
+bind mounts of the same folders. A machine adds its work folder, /tmp and /proc. /usr/local is left out unless the
+interpreter is there: what an operator installed by hand is not part of a machine.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from .syscalls import (
 
 WORK = "/workspace"  # the working directory of every machine
 PYTHON_BIN = "/opt/python/bin"  # holds the names `python` and `python3`
-_USR = ("bin", "sbin", "lib", "lib32", "lib64", "libexec", "share")  # of /usr; what else is there is hidden
+_USR = ("bin", "sbin", "lib", "lib32", "lib64", "libexec", "share")  # visible folders of /usr
 _BESIDE_USR = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")  # links into /usr where the two were merged
 _ALTERNATIVES = "/etc/alternatives"
-OWN, SHARED = "own", "shared"  # whether a machine's inodes are its own
-_FRAME = "/.frame"  # of the launcher's root, and in no machine: what machines' roots are made of
+OWN, SHARED = "own", "shared"  # whether machines have inodes of their own
+_FRAME = "/.frame"  # in the launcher's root only: the layers of machines' roots
 DEVICES = ("null", "zero", "full", "random", "urandom")
 _ETC = {
     "passwd": f"root:x:0:0:root:/root:/bin/sh\nuser:x:1000:1000:user:{WORK}:/bin/sh\n",
@@ -59,24 +59,25 @@ READ_ONLY = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV
 
 
 class Overlay(NamedTuple):
-    """One of those that make up a machine's root: where it is mounted in it, and its layers, the upper one first."""
+    """One overlay of a machine's root: its mount point, and its layers, the upper one first."""
 
     place: str
     layers: tuple[str, ...]
 
 
 class Frame(NamedTuple):
-    """What machines' roots are made of. `overlays` is empty where they share the launcher's."""
+    """What machines' roots are made of. `overlays` is empty if machines share the launcher's root."""
 
     overlays: tuple[Overlay, ...]
-    has_nodes: bool  # devices are its own files, not the host's
+    has_nodes: bool  # whether it has device files of its own
 
     @property
     def mode(self) -> str:
+        """OWN or SHARED: whether machines have inodes of their own."""
         return OWN if self.overlays else SHARED
 
     def make(self) -> None:
-        """In a mount namespace that was the launcher's: be in a root of its own."""
+        """Enter a new root, in a mount namespace copied from the launcher's."""
         root, held = f"{_FRAME}/root", ["/proc"] if self.has_nodes else ["/proc", "/dev"]
         for place, layers in self.overlays:
             flags = MS_RDONLY | MS_NOSUID | (MS_NODEV if place != "/" or not self.has_nodes else 0)
@@ -92,14 +93,15 @@ class Frame(NamedTuple):
 
 
 def enter(python: str, prefix: str) -> Frame:
-    """Build the frame in a new mount namespace and make it our root. `prefix` is the interpreter's installation."""
+    """Build the frame in a new mount namespace and make it this process's root. `prefix`: the interpreter's
+    installation."""
     unshare(CLONE_NEWNS)
     mount("none", "/", "", MS_REC | MS_PRIVATE)
     new = next(d for d in ("/mnt", "/media", "/srv", "/sys") if os.path.isdir(d) and not f"{prefix}/".startswith(d))
     mount("tmpfs", new, "tmpfs", MS_NOSUID, "size=1m,mode=755")
     sources = ["/usr", *(top for top in _BESIDE_USR if os.path.isdir(top) and not os.path.islink(top))]
     sources += [] if _covered(prefix, sources) else [prefix]
-    whole = not any(mounted.startswith(f"{source}/") for mounted in _mounted() for source in sources)
+    no_submounts = not any(mounted.startswith(f"{source}/") for mounted in _mounted() for source in sources)
     for top in filter(os.path.islink, _BESIDE_USR):
         os.symlink(os.readlink(top), new + top)
     overlays = _layers(new, sources, prefix)
@@ -113,7 +115,7 @@ def enter(python: str, prefix: str) -> Frame:
     mount("proc", f"{new}/proc", "proc", MS_NOSUID | MS_NODEV)
     pivot_into(new)
     frame = Frame(overlays, has_nodes)
-    if not (whole and _works(frame, python)):
+    if not (no_submounts and _works(frame, python)):
         frame = Frame((), has_nodes)
         _bind(sources)
     protect("/", READ_ONLY & ~(MOUNT_ATTR_NODEV if has_nodes else 0), recursive=False)
@@ -126,17 +128,17 @@ def _covered(prefix: str, sources: list[str]) -> bool:
 
 
 def _mounted() -> list[str]:
-    """Where something is mounted."""
+    """All mount points."""
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
         return [line.split()[4] for line in lines]
 
 
 def _layers(new: str, sources: list[str], prefix: str) -> tuple[Overlay, ...]:
-    """Have the sources in the frame, and say what is to be overlaid with what. Layers of our own are `places`, for what
-    is to be mounted on, `hidden` and `top`, of whiteouts, and `empty`."""
+    """Mount the sources in the frame. Returns the overlays to make of them. Extra layers: `places` with mount
+    points, `hidden` and `top` with whiteouts, and `empty`."""
     frame = new + _FRAME
     os.mkdir(frame)
-    mount("tmpfs", frame, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=700")  # layers lie in none of the others
+    mount("tmpfs", frame, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=700")  # layers must not overlap
     for folder in ("root", "places", "hidden", "top", "empty"):
         os.mkdir(f"{frame}/{folder}")
     os.mknod(f"{frame}/top{_FRAME}", stat.S_IFCHR)
@@ -148,7 +150,7 @@ def _layers(new: str, sources: list[str], prefix: str) -> tuple[Overlay, ...]:
         os.mkdir(f"{frame}/{i}")
         mount(source, f"{frame}/{i}", "", MS_BIND | MS_REC)
         protect(f"{frame}/{i}", READ_ONLY, recursive=True)
-        above = ("places", "hidden") if source == "/usr" else ("empty",)  # an overlay has two at least
+        above = ("places", "hidden") if source == "/usr" else ("empty",)  # an overlay needs two layers
         overlays.append(Overlay(source, (*(f"{_FRAME}/{name}" for name in above), f"{_FRAME}/{i}")))
     if prefix in sources and prefix.startswith("/usr/"):
         os.makedirs(f"{frame}/places/{prefix.removeprefix('/usr/')}")
@@ -170,7 +172,7 @@ def _works(frame: Frame, python: str) -> bool:
 
 
 def _bind(sources: list[str]) -> None:
-    """Have the sources where they belong, and nothing to make overlays of."""
+    """Bind the sources to their paths, without overlays."""
     for i, source in enumerate(sources):
         at = f"{_FRAME}/{i}"
         for part in [f"/{name}" for name in _USR] if source == "/usr" else [""]:
@@ -184,7 +186,7 @@ def _bind(sources: list[str]) -> None:
 
 
 def _make_devices(new: str) -> bool:
-    """True where they could be made; otherwise they are the host's."""
+    """Create device files. False if that is not allowed; then the host's devices are bound."""
     os.mkdir(f"{new}/dev")
     try:
         for name in DEVICES:
@@ -202,7 +204,7 @@ def _make_devices(new: str) -> bool:
 
 
 def bind_device(source: str, target: str) -> None:
-    """Have a device of the host at a path that is not there yet."""
+    """Bind a device of the host to a new path."""
     os.makedirs(os.path.dirname(target), exist_ok=True)
     os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
     mount(source, target, "", MS_BIND)

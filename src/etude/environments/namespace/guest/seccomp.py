@@ -1,12 +1,12 @@
-"""The system calls a machine may not make: an allow-everything-else filter over what namespaces do not isolate.
+"""The system-call filter of machines: it denies what namespaces do not isolate, and allows everything else.
 
-Denied is what reaches other processes' memory, mounts, the kernel itself, or large and young kernel surfaces
-(bpf, io_uring, keyrings, userfaultfd, perf); new namespaces; and every socket family but UNIX and IP (vsock is not
-namespaced and reaches a hypervisor). clone3 answers ENOSYS: its flags lie behind a pointer. Who adopts orphans is
-not to be changed: by it a command's processes are found again.
+Denied: access to other processes' memory, mounts, the kernel itself, large and young kernel interfaces (bpf, io_uring,
+keyrings, userfaultfd, perf), new namespaces, and all socket families but UNIX and IP (vsock has no namespace and
+reaches a hypervisor). clone3 returns ENOSYS, since its flags are behind a pointer. A process cannot give up being a
+subreaper, since a command's processes are found by it.
 
-Calls are found by bisection of their numbers: the kernel plays a filter for every number there is when a machine gets
-it, and for many calls afterwards. Jumps only lead forward, so the program is made from its end.
+Call numbers are found by bisection: the kernel evaluates a filter for every call number when it is installed, and for
+many calls afterwards. Jumps lead only forward, so the program is built from its end.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Program(ctypes.Structure):
 
 
 class _Backwards:
-    """A program's instructions, the last one first. A place in it is its distance from the end, and never changes."""
+    """Instructions of a program, the last one first. A position is its distance from the end, and never changes."""
 
     def __init__(self) -> None:
         self.steps: list[_Instruction] = []
@@ -66,11 +66,11 @@ class _Backwards:
         return self.answer(_ERRNO | number)
 
     def load(self, offset: int) -> int:
-        """Have a word of the call judged by what was put last."""
+        """Load a word of the call's data, for the instruction that was added last."""
         return self._put(_LOAD, 0, 0, offset)
 
     def when(self, test: int, value: int, then: int, otherwise: int) -> int:
-        """Go on at one of two places."""
+        """Jump to one of two positions."""
         here = len(self.steps)
         return self._put(test, here - then, here - otherwise, value)
 
@@ -80,7 +80,7 @@ class _Backwards:
         return self.load(offset)
 
     def bisect(self, ranges: list[tuple[int, int]]) -> int:
-        """Of (first number, place) in order, the last whose first number is not above the call's."""
+        """Find a call's number in ordered (first number, position) pairs."""
         if len(ranges) == 1:
             return ranges[0][1]
         middle = len(ranges) // 2
@@ -93,7 +93,7 @@ class _Backwards:
 
 
 def _places(program: _Backwards, column: int) -> dict[int, int]:
-    """Where each call goes on that is not simply allowed."""
+    """Position to jump to, by call number, for all calls that are not simply allowed."""
     allow, eperm = program.allow, program.eperm
     places = {number: eperm for numbers in _DENIED.values() if (number := numbers[column]) is not None}
     program.when(_JUMP_SET, _NEW_NAMESPACES, eperm, allow)
@@ -129,11 +129,11 @@ def instructions(machine: str) -> list[_Instruction]:
 
 
 def packed() -> bytes:
-    """The filter for this architecture, eight bytes an instruction. Raises `KeyError` for one it is not for."""
+    """The filter for this architecture, eight bytes per instruction. Raises `KeyError` for an unknown architecture."""
     return b"".join(struct.pack("<HBBI", *step) for step in instructions(os.uname().machine))
 
 
 def build() -> ctypes.Structure:
-    """The filter for this architecture, ready for `syscalls.set_seccomp`. Raises `KeyError` for one it is not for."""
+    """The filter for this architecture, for `syscalls.set_seccomp`. Raises `KeyError` for an unknown architecture."""
     program = packed()
     return _Program(len(program) // 8, program)

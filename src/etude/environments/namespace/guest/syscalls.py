@@ -1,4 +1,4 @@
-"""The kernel calls that Python 3.11 does not wrap, each raising `OSError` named after the call."""
+"""System calls that Python 3.11 does not wrap. Each raises `OSError` with the call's name."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def unshare(flags: int) -> None:
 
 
 def setns(fd: int, kind: int) -> None:
-    """Join the namespace behind `fd`, or, where it is a pidfd, those of that process."""
+    """Join the namespace behind `fd`, or the namespaces of the process behind a pidfd."""
     _check(_libc.setns(fd, kind), "setns")
 
 
@@ -64,7 +64,7 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def protect(target: str, attributes: int, *, recursive: bool) -> None:
-    """Add attributes (read-only, nosuid, nodev) to a mount and, if asked, to every mount below it."""
+    """Add attributes (read-only, nosuid, nodev) to a mount and, if `recursive`, to all mounts below it."""
     packed = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
     flags = _AT_RECURSIVE if recursive else 0
     result = _libc.syscall(
@@ -74,19 +74,19 @@ def protect(target: str, attributes: int, *, recursive: bool) -> None:
 
 
 def clone_tree(path: str) -> int:
-    """A copy of the mount at `path` and of those below it, attached nowhere."""
+    """A detached copy of the mount at `path` and of those below it."""
     flags = _OPEN_TREE_CLONE | os.O_CLOEXEC | _AT_RECURSIVE
     return _check(_libc.syscall(ctypes.c_long(_OPEN_TREE), _AT_FDCWD, path.encode(), flags), f"open_tree {path}")
 
 
 def move_tree(tree: int, target: str) -> None:
-    """Attach a mount that is attached nowhere."""
+    """Attach a detached mount."""
     result = _libc.syscall(ctypes.c_long(_MOVE_MOUNT), tree, b"", _AT_FDCWD, target.encode(), _MOVE_FROM_FD)
     _check(result, f"move_mount to {target}")
 
 
 def map_ids(tree: int, namespace: int) -> None:
-    """Let the owners of files below a detached mount be those that a user namespace maps them to."""
+    """Map the owners of files below a detached mount through a user namespace."""
     packed = (ctypes.c_uint64 * 4)(_MOUNT_ATTR_IDMAP, 0, 0, namespace)
     size = ctypes.c_size_t(ctypes.sizeof(packed))
     result = _libc.syscall(ctypes.c_long(_MOUNT_SETATTR), tree, b"", _AT_EMPTY_PATH, packed, size)
@@ -94,7 +94,7 @@ def map_ids(tree: int, namespace: int) -> None:
 
 
 def pivot_into(new_root: str) -> None:
-    """Make `new_root` (a mount point) the root and let go of the old one."""
+    """Make `new_root` (a mount point) the root and unmount the old one."""
     os.chdir(new_root)
     _check(_libc.syscall(ctypes.c_long(_PIVOT_ROOT[os.uname().machine]), b".", b"."), "pivot_root")
     _check(_libc.umount2(b".", MNT_DETACH), "umount of the old root")
@@ -102,12 +102,12 @@ def pivot_into(new_root: str) -> None:
 
 
 def unmount(path: str) -> None:
-    """umount2(2), with all that is mounted below."""
+    """umount2(2), with all mounts below."""
     _check(_libc.umount2(path.encode(), MNT_DETACH), f"umount {path}")
 
 
 def open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
-    """openat2(2): `path` under `directory`, never through a link, never out of it."""
+    """openat2(2): open `path` below `directory`, never through a link or out of it."""
     how = (ctypes.c_uint64 * 3)(
         flags | os.O_CLOEXEC, mode, RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS
     )
@@ -117,7 +117,7 @@ def open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
 
 
 def forget_signal(number: int) -> None:
-    """Have a signal do what it does by itself; also one that the C library keeps for itself and lets nobody name."""
+    """Reset a signal to its default action, even one that the C library reserves."""
     action = bytes(32)  # struct sigaction: no handler, no flags, an empty mask
     call = ctypes.c_long(_RT_SIGACTION[os.uname().machine])
     _check(_libc.syscall(call, number, action, None, ctypes.c_size_t(8)), "rt_sigaction")
@@ -134,12 +134,13 @@ def set_seccomp(program: ctypes.Structure) -> None:
 
 
 def set_hostname(name: str) -> None:
+    """sethostname(2)."""
     _check(_libc.sethostname(name.encode(), len(name)), "sethostname")
 
 
 @contextlib.contextmanager
 def acting_on_files_as(user: int | None) -> Iterator[None]:
-    """Files this thread makes in here belong to `user` (uid and gid), and access is checked as for it. None: as is."""
+    """In this block, the thread's file accesses use `user` as uid and gid. None changes nothing."""
     if user is None:
         yield
         return
@@ -157,9 +158,9 @@ def advise(start: int, size: int, advice: int) -> None:
 
 
 def drop_capabilities() -> None:
-    """Hold none; nothing executed later can gain any.
+    """Drop all capabilities; later programs cannot gain any.
 
-    The bounding set is left alone: with no_new_privs, every mount nosuid and uid 0 disarmed it bounds nothing.
+    The bounding set stays: with no_new_privs, nosuid on every mount and a powerless uid 0 it has no effect.
     """
     prctl(PR_SET_SECUREBITS, _SECUREBITS)
     _check(_libc.capset(_CAPABILITIES_OF_SELF, _NO_CAPABILITIES), "capset")

@@ -1,7 +1,7 @@
-"""The first process of a command: confine it, then be the program that was asked for.
+"""The first process of a command: confine it, then execute the requested program.
 
-It is the only process that reads the request. Where it cannot be confined it says so in the request's own memory,
-which no program has, and ends: the host then knows that the host is to blame.
+Only this process reads the request. If it cannot be confined, it writes the reason into the request's memory file,
+which no program can access, and exits. The host then knows that the host is to blame.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from functools import partial
 from typing import NoReturn
 
 from . import confine, python
-from .packets import ERRORS_APART, INPUT_GIVEN
-from .roles import Become
+from .packets import INPUT_GIVEN, SEPARATE_STDERR
+from .processes import Become
 from .root import PYTHON_BIN, WORK
 
 ENVIRONMENT = {
@@ -23,34 +23,34 @@ ENVIRONMENT = {
     "PWD": WORK,
     "USER": "user",
     "LANG": "C.UTF-8",
-    "PYTHONHASHSEED": "0",  # the same command prints the same thing in every machine
+    "PYTHONHASHSEED": "0",  # deterministic output of commands
     "PYTHONDONTWRITEBYTECODE": "1",
 }
-MAX_REQUEST_BYTES = 4 << 20  # of words with a NUL byte between each two
-BROKEN_EXIT = 125  # looked into by the host, as any program may end with it
+MAX_REQUEST_BYTES = 4 << 20  # of NUL-separated words
+BROKEN_EXIT = 125  # the host checks the request then, as any program may exit with this code
 
 
 def request(argv: Sequence[str], *, cwd: str, env: Mapping[str, str]) -> bytes:
-    """What a command's process is told, as one line of words."""
+    """A command's request: NUL-separated words."""
     return os.fsencode("\0".join([cwd, str(len(env)), *(f"{name}={value}" for name, value in env.items()), *argv]))
 
 
 def start(init: int, streams: list[int], flags: int, slot: int, deadline_s: float, to: confine.Confinement) -> NoReturn:
-    """The outermost frame of a command's process. `streams` are its request and output, then its errors and its input
-    where `flags` say so."""
-    told, out, *given = streams
+    """Start a command's process; its outermost frame. `streams`: its request and output, then its standard error and
+    input if `flags` say so."""
+    request_fd, out, *other_fds = streams
     try:
         os.setsid()
-        cwd, num_env, *words = os.fsdecode(os.pread(told, MAX_REQUEST_BYTES, 0)).split("\0")
+        cwd, num_env, *words = os.fsdecode(os.pread(request_fd, MAX_REQUEST_BYTES, 0)).split("\0")
         env, argv = words[: int(num_env)], words[int(num_env) :]
-        errors = given.pop(0) if flags & ERRORS_APART else out
-        os.dup2(given[0] if flags & INPUT_GIVEN else os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), 0)
+        errors = other_fds.pop(0) if flags & SEPARATE_STDERR else out
+        os.dup2(other_fds[0] if flags & INPUT_GIVEN else os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), 0)
         os.dup2(out, 1)
         os.dup2(errors, 2)
         confine.enter(init, slot, int(deadline_s * (os.cpu_count() or 1)) + 2, to)
     except OSError as error:
-        os.ftruncate(told, 0)
-        os.pwrite(told, str(error).encode(), 0)
+        os.ftruncate(request_fd, 0)
+        os.pwrite(request_fd, str(error).encode(), 0)
         os._exit(BROKEN_EXIT)
     if cwd:
         _go_to(cwd)

@@ -1,7 +1,7 @@
-"""Frames: ``u8 kind | u32 count | count x (u32 length | bytes)``, the form of a prepared tree.
+"""Frames of a prepared tree: ``u8 kind | u32 count | count x (u32 length | bytes)``, little endian.
 
-Little endian throughout. Fields are opaque bytes, so a parser allocates only what is there. Chosen over JSON or
-pickle: contents are bytes, and nothing in a frame may be able to name a type.
+Fields are opaque bytes, so a parser allocates only what is there. Used instead of JSON or pickle: contents are bytes,
+and a frame must not be able to name a type.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class FrameError(ValueError):
 
 
 class Frame(NamedTuple):
-    """One message: its kind and its fields."""
+    """A frame's kind and fields."""
 
     kind: int
     fields: list[bytes]
 
 
 def pack(kind: int, *fields: bytes) -> bytes:
-    """A frame's bytes.
+    """Encode a frame.
 
     >>> unpack(pack(TREE, b"calc.py", b"f", b"x = 1"))
     Frame(kind=1, fields=[b'calc.py', b'f', b'x = 1'])
@@ -40,7 +40,7 @@ def pack(kind: int, *fields: bytes) -> bytes:
 
 
 def unpack(body: bytes) -> Frame:
-    """The frame in these bytes. Raises `FrameError` for anything else."""
+    """Decode a frame. Raises `FrameError`."""
     if len(body) < _BODY.size:
         raise FrameError(f"a frame of {len(body)} bytes has no header")
     kind, count = _BODY.unpack_from(body)

@@ -1,0 +1,275 @@
+"""One attempt at a task, as an agent program works on it: model turns, tool calls, limits, the record.
+
+What the agent can cause becomes an `Ending` and is graded: nonsense, hung commands, too many turns, a full context.
+What it cannot cause (no engine answered, the machine died) becomes `AgentRun.failure`, with the turns recorded so far.
+Knows nothing of where machines and engines come from, nor of rewards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from etude.capture import Prompt, TurnTree
+from etude.capture.tree import Node
+from etude.errors import ContextFull, EngineError, EtudeError, MachineError
+from etude.harness.chat import ChatFormat, Message, Reply
+from etude.harness.commands import Call
+from etude.harness.config import HarnessConfig
+from etude.harness.tools import ToolSet, Workbench
+from etude.records.completion import Completion, CompletionRequest, Sampling, StopReason
+from etude.records.rollout import Ending, ToolCall, Trace, TurnKind
+from etude.records.task import Task
+from etude.seams import Machine, Policy
+
+SPEAK_BY_TOOLS = "call a tool"
+"""The user message that answers a turn without a tool call."""
+_INT_END = 1 << 63  # integers that msgpack can hold are below it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """Options of a rollout's requests; the fields are those of `RolloutSpec` and `CompletionRequest`.
+
+    A rollout that is run again has another session but the same seed: a fault changes no token.
+    """
+
+    session_id: str
+    seed: int
+    temperature: float = 1.0
+    min_step: int = 0
+    pin_step: int | None = None
+    keep_routes: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRun:
+    """The result of an agent program. `ending` is None exactly when `failure` is set, an error that the agent cannot
+    cause."""
+
+    trace: Trace
+    messages: list[Message]
+    tool_s: float
+    ending: Ending | None
+    failure: EngineError | MachineError | None = None
+
+
+class EpisodeEnded(EtudeError):
+    """A model turn was requested after the end of the episode; `ending` is its reason."""
+
+    def __init__(self, ending: Ending) -> None:
+        hint = "ask while episode.ending is None"
+        super().__init__("the episode has ended", f"its ending is {ending.value!r}", hint=hint)
+        self.ending = ending
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (EpisodeEnded, (self.ending,))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelTurn:
+    """A turn that the model has sampled.
+
+    `reply` is the parsed completion, `messages` the conversation that the turn belongs to, `num_tokens` the length of
+    the context with this turn included.
+    """
+
+    reply: Reply
+    messages: list[Message]
+    num_tokens: int
+    number: int  # turns of the episode before it
+    node: Node
+
+
+class Episode:
+    """One attempt at a task: the task, its machine, the tools, the limits and the conversation.
+
+    An agent program samples turns of the model with `ask` and runs the tool calls with `act`, until `ending` is set.
+    This is the built-in program (`etude.harness.run_agent`):
+
+        while episode.ending is None:
+            await episode.act(await episode.ask())
+
+    Every turn is recorded with its tokens, and is trained on. `messages`, in OpenAI's shape, begins with the task's
+    instruction. A program may change it before it asks, or ask with another list of messages (a sub-agent, a shortened
+    context): turns of one history are recorded as a tree. `policy` may be replaced by an object around it.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        machine: Machine,
+        *,
+        policy: Policy,
+        chat: ChatFormat,
+        tools: ToolSet,
+        limits: HarnessConfig,
+        options: Ask,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.task, self.machine, self.policy, self.chat = task, machine, policy, chat
+        self.tools, self.limits, self.options = tools, limits, options
+        self.messages: list[Message] = [{"role": "user", "content": task.instruction}]
+        self.ending: Ending | None = None  # the reason why the episode is over
+        self.failure: EngineError | MachineError | None = None  # the first one that `ask` or `act` raised
+        self.num_turns = 0  # turns that were requested
+        self.tool_s = 0.0  # seconds of tool calls, less what other work on the host took from them
+        self.bench = Workbench.of(
+            task,
+            machine,
+            key=options.session_id,
+            deadline_s=limits.tool_deadline_s,
+            output_chars=limits.output_chars,
+        )
+        self._tree = TurnTree(chat, session_id=options.session_id)
+        self._clock = clock
+
+    async def ask(self, messages: list[Message] | None = None, *, kind: TurnKind = TurnKind.ACT) -> ModelTurn:
+        """Sample a turn of the model, record it, and append its message to the conversation.
+
+        `messages`: the conversation, by default `self.messages`; its last message is not the model's. `kind`: what the
+        turn is for. How long a turn may take is bounded by the policy, which knows whether tokens still arrive.
+
+        Raises `EpisodeEnded` when `ending` is set or `harness.max_turns` turns were requested, `ContextFull` when the
+        conversation and `harness.turn_tokens` do not fit into `harness.context_tokens`, `EngineError`, and `ChatError`
+        for a chat template that etude's user must correct. A program may catch `ContextFull` and ask with a shorter
+        conversation; otherwise it ends the episode. After an `EngineError` the rollout is invalid in any case.
+        """
+        if self.ending is None and self.num_turns >= self.limits.max_turns:
+            self.ending = Ending.TURNS
+        if self.ending is not None:
+            await asyncio.sleep(0)  # a program that catches the error and asks again cannot block the event loop
+            raise EpisodeEnded(self.ending)
+        messages = self.messages if messages is None else messages
+        prompt = self._tree.prompt(messages, self.tools.signatures)
+        if (wanted := len(prompt.token_ids) + self.limits.turn_tokens) > self.limits.context_tokens:
+            facts = f"{wanted} tokens with the next turn, and harness.context_tokens is {self.limits.context_tokens}"
+            raise ContextFull("the conversation is too long", facts, hint="ask with fewer messages")
+        number, self.num_turns = self.num_turns, self.num_turns + 1
+        request = self._request(prompt, number)
+        completion = await self._complete(request)
+        reply = self.chat.parse(completion.token_ids, self.tools.signatures)
+        message = assistant_message(reply.text, reply.call, call_id=_call_id(number))
+        node = self._tree.record(prompt, completion, message, sampling=request.sampling, kind=kind)
+        messages.append(message)
+        return ModelTurn(reply, messages, node.num_tokens, number, node)
+
+    async def act(self, turn: ModelTurn) -> str:
+        """Run the tool call of a turn, append the answer to its conversation, and return the answer.
+
+        A call that could not be read is answered with its error, and a turn without a call with `SPEAK_BY_TOOLS`. Sets
+        `ending` after a submission, after the last turn, and when tools have taken `harness.rollout_deadline_s`.
+        Raises `MachineError`, after which the rollout is invalid, and `PluginError`.
+        """
+        reply, answer = turn.reply, turn.reply.error
+        if reply.call is not None:
+            answer = await self._run_tool(reply.call)
+        turn.node.calls = _tool_calls(reply, answer)
+        if turn.node.calls:
+            turn.messages.append({"role": "tool", "tool_call_id": _call_id(turn.number), "content": answer})
+        else:
+            answer = SPEAK_BY_TOOLS
+            turn.messages.append({"role": "user", "content": answer})
+        if self.bench.submitted:
+            self.submit()
+        elif self.tool_s >= self.limits.rollout_deadline_s:
+            self.ending = self.ending or Ending.DEADLINE
+        elif self.num_turns >= self.limits.max_turns:
+            self.ending = self.ending or Ending.TURNS
+        return answer
+
+    def submit(self) -> None:
+        """End the episode as submitted: its files are graded as they are. The `submit` tool does the same."""
+        self.ending = self.ending or Ending.SUBMITTED
+
+    def result(self) -> AgentRun:
+        """The record of the episode. A program that returned without an ending has stopped (`Ending.STOPPED`)."""
+        ending = None if self.failure else self.ending or Ending.STOPPED
+        return AgentRun(self._tree.trace(), self.messages, self.tool_s, ending, self.failure)
+
+    async def _run_tool(self, call: Call) -> str:
+        began, lost_s = self._clock(), self.bench.lost_s
+        self.bench.deadline_s = min(self.limits.tool_deadline_s, self.limits.rollout_deadline_s - self.tool_s)
+        try:
+            return await self.tools.run(call, self.bench)
+        except MachineError as error:
+            self.failure = self.failure or error
+            raise
+        finally:
+            self.tool_s += max(0.0, self._clock() - began - (self.bench.lost_s - lost_s))
+
+    async def _complete(self, request: CompletionRequest) -> Completion:
+        try:
+            completion = await self.policy.complete(request)
+            if completion.stop_reason is StopReason.CANCELLED:
+                raise EngineError(f"{completion.engine} cancelled {request.request_id}", hint="see the engine's log")
+            return completion
+        except ContextFull:
+            raise
+        except EngineError as error:
+            self.failure = self.failure or error
+            raise
+
+    def _request(self, prompt: Prompt, turn: int) -> CompletionRequest:
+        options, limits = self.options, self.limits
+        return CompletionRequest(
+            request_id=f"{options.session_id}/{turn}",
+            session_id=prompt.session_id,
+            fork_from=prompt.fork_from,
+            prompt_ids=prompt.token_ids,
+            sampling=Sampling(
+                max_tokens=limits.turn_tokens,
+                stop_token_ids=self.chat.stop_token_ids,
+                temperature=options.temperature,
+                seed=turn_seed(options.seed, turn),
+            ),
+            min_step=options.min_step,
+            pin_step=options.pin_step,
+            routes_from=prompt.routes_from if options.keep_routes else None,
+            deadline_s=limits.turn_deadline_s,
+            keep_session=turn + 1 < limits.max_turns,
+        )
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """The sampling seed of a turn, 63 bits: a hash of the rollout's seed and the turn's number, so that no order of
+    events changes it.
+
+    >>> turn_seed(7, 0) == turn_seed(7, 0) != turn_seed(7, 1)
+    True
+    """
+    digest = hashlib.blake2b(f"{seed}|{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def assistant_message(text: str, call: Call | None, *, call_id: str) -> Message:
+    """The assistant's message in OpenAI's format, except that a call's arguments stay a mapping."""
+    message: Message = {"role": "assistant", "content": text}
+    if call is not None:
+        function = {"name": call.name, "arguments": call.arguments}
+        message["tool_calls"] = [{"id": call_id, "type": "function", "function": function}]
+    return message
+
+
+def _call_id(turn: int) -> str:
+    return f"call_{turn}"
+
+
+def _tool_calls(reply: Reply, output: str) -> tuple[ToolCall, ...]:
+    if reply.call is not None:
+        arguments = {k: _plain(v) for k, v in reply.call.arguments.items()}
+        return (ToolCall(name=reply.call.name, arguments=arguments, output=output),)
+    return (ToolCall(name="", arguments={}, output=output, malformed=True),) if reply.error else ()
+
+
+def _plain(value: Any) -> str | int:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool) and -_INT_END <= value < _INT_END:
+        return value
+    return json.dumps(value)

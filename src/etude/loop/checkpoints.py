@@ -1,0 +1,67 @@
+"""Checkpoints of a run: copying a starting checkpoint into it, and finding the newest one. Loads no torch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from etude.errors import CheckpointError
+from etude.file_checksums import SUMS, files_in, verify_files, write_sums
+from etude.harness import ChatFormat
+from etude.models.config import ModelConfig
+from etude.models.headers import unused_layers
+from etude.records import Version
+from etude.run import RunFolder
+from etude.telemetry import Telemetry
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def copy_start_checkpoint(checkpoint: Path, run: RunFolder, telemetry: Telemetry | None = None) -> None:
+    """Copy a Hugging Face directory into a run as its starting checkpoint and tokeniser. The optimiser state that
+    another run's learner left there is not copied, since this run begins at step 0. An event names layers that etude
+    does not compute. Raises `CheckpointError`."""
+    learners, mid = shutil.ignore_patterns("learner.*", SUMS), run / "checkpoints" / "mid"
+    for folder in (mid, run / "tokenizer"):
+        (folder / SUMS).unlink(missing_ok=True)
+    verify_files(checkpoint, [n for n in files_in(checkpoint) if not n.startswith("learner.")], kind=CheckpointError)
+    shutil.copytree(checkpoint, mid, dirs_exist_ok=True, ignore=learners)
+    write_sums(mid)
+    (run / "tokenizer").mkdir(exist_ok=True)
+    for name in TOKENIZER_FILES:
+        if (checkpoint / name).is_file():
+            shutil.copy(checkpoint / name, run / "tokenizer" / name)
+    write_sums(run / "tokenizer")
+    ChatFormat.load(run / "tokenizer")  # raises when there is no usable chat format
+    layers = unused_layers(checkpoint, ModelConfig.from_hf(json.loads((checkpoint / "config.json").read_bytes())))
+    if layers and telemetry is not None:
+        telemetry.event("start.left_out", checkpoint=str(checkpoint), layers=layers)
+
+
+def checkpoint_version(checkpoint: Path) -> Version | None:
+    """The version that a learner saved as this checkpoint; None for a checkpoint that no learner wrote, which counts as
+    step 0. Raises `CheckpointError`."""
+    path = checkpoint / "learner.json"
+    if not path.is_file():
+        return None
+    verify_files(checkpoint, [path.name], kind=CheckpointError)
+    try:
+        step, incarnation, digest = json.loads(path.read_bytes())["version"]
+        return Version(int(step), str(incarnation), str(digest))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        hint = "evaluate another checkpoint of the run"
+        raise CheckpointError(f"{path} is damaged", f"it has no version ({error!r})", hint=hint) from None
+
+
+def newest_checkpoint(run: RunFolder) -> Path:
+    """The run's final checkpoint; if it has not ended, the newest one."""
+    final = run / "checkpoints" / "final"
+    steps = sorted((run / "checkpoints").glob("step-*"))
+    return final if final.is_dir() else steps[-1] if steps else run / "checkpoints" / "mid"

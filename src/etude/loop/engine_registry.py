@@ -1,0 +1,139 @@
+"""The registry at which remote engines join a run. It listens at ``fleet.listen`` while the run's processes are up.
+
+The registry is part of the conductor, which knows the published version, the workers, and how many rollouts may run.
+Each change of an engine is a `fleet.state` event, and its load is a `fleet.load` event at every heartbeat: these are
+the lanes of the report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from etude.errors import ConfigError, DeadlineExceeded, EtudeError
+from etude.http_server import bind, run_http_server
+from etude.inference.membership import Listed, Roster, State, Wanted, environment_token
+from etude.inference.registrar import Registrar
+from etude.loop.config import RunConfig
+from etude.loop.locations import weights_location
+from etude.run import RunFolder
+from etude.telemetry import Telemetry
+from etude.weights.chain.signing import read_signer
+
+NONE_S, POLL_S = 600.0, 0.1
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+Beat = Callable[[Roster], Awaitable[dict[str, int]]]
+
+
+def check_listen(config: RunConfig) -> None:
+    """Check `fleet.listen`. Raises `ConfigError` for a registry that others can reach without a token, and for an
+    address that cannot be used."""
+    listen = config.fleet.listen
+    host, _, port = listen.rpartition(":")
+    if not host:
+        return
+    if host not in LOOPBACK and environment_token() is None:
+        facts, hint = "anybody could join and receive rollouts", "set ETUDE_TOKEN here and at the engines"
+        raise ConfigError(f"fleet.listen = {listen!r} without a token", facts, hint=hint)
+    try:
+        bind(host.strip("[]"), int(port)).close()
+    except ConfigError as error:
+        hint = "use an address of this machine and a free port"
+        raise ConfigError(f"fleet.listen = {listen!r}: {error.what}", error.facts, hint=hint) from None
+
+
+@contextlib.asynccontextmanager
+async def open_registry(
+    run: RunFolder, config: RunConfig, telemetry: Telemetry, beat: Beat, *, failed: asyncio.Future[EtudeError]
+) -> AsyncIterator[Registrar]:
+    """Run a registry for a block. `beat` gets the list of engines at every heartbeat. `failed` gets an error when the
+    run has had no engine for too long or the task that watches the engines ends."""
+    check_listen(config)
+    own = {f"engine-{i}" for i in range(len(config.fleet.engines))}
+    registrar = Registrar(required_of_engines(run, config), token=environment_token(), reserved=own)
+    host, _, port = config.fleet.listen.rpartition(":")
+
+    def changed(name: str, listed: Listed) -> None:
+        telemetry.event("fleet.state", engine=name, region=listed.region, state=str(listed.state), url=listed.url)
+
+    had_some = time.monotonic()
+
+    async def on_heartbeat(roster: Roster) -> dict[str, int]:
+        nonlocal had_some
+        for name, one in roster.items():
+            telemetry.event("fleet.load", engine=name, **load_fields(one))
+        if own or any(one.state is State.SERVING for one in roster.values()):
+            had_some = time.monotonic()
+        elif time.monotonic() - had_some > NONE_S and not failed.done():
+            failed.set_result(_no_engine(roster, config.fleet.listen))
+        return await beat(roster)
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and not failed.done():
+            facts, hint = repr(task.exception()), "this is a defect of etude: report it; the run can be resumed"
+            failed.set_result(EtudeError("the registry of engines has failed", facts, hint=hint))
+
+    async with run_http_server(registrar.app, bind(host.strip("[]"), int(port)), name="the registry of engines") as url:
+        telemetry.event("fleet.listen", url=url)
+        watch = asyncio.create_task(registrar.watch(changed, on_heartbeat), name="watch the fleet")
+        watch.add_done_callback(ended)
+        try:
+            yield registrar
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+            await registrar.close()
+
+
+def required_of_engines(run: RunFolder, config: RunConfig) -> Wanted:
+    """The model and settings that an engine must have to join a run."""
+    place, signer = weights_location(run), read_signer(config.stores.signing_key)
+    return Wanted(
+        model=(run / "checkpoints" / "mid" / "config.json").read_text(),
+        mode=config.numerics.mode,
+        quantise=config.numerics.quantise,
+        degree=config.numerics.degree,
+        dtype=config.engine.dtype,
+        context_tokens=config.engine.context_tokens,
+        max_sequences=config.engine.max_sequences,
+        routes=config.wants_routes,
+        store=place if isinstance(place, str) else "",
+        public_key=signer.public_key.hex() if signer else "",
+    )
+
+
+def load_fields(one: Listed) -> dict[str, object]:
+    """The fields of a `fleet.load` event."""
+    return {
+        "region": one.region,
+        "state": str(one.state),
+        "step": one.step,
+        "num_running": one.num_running,
+        "num_waiting": one.num_waiting,
+        "max_sequences": one.max_sequences,
+        "kv_tokens_free": one.kv_tokens_free,
+    }
+
+
+async def wait_for_first_engine(registrar: Registrar, telemetry: Telemetry, listen: str) -> None:
+    """Wait for an engine that serves, and report the state of those that have joined. Has no deadline: the registry
+    ends the run after `NONE_S`."""
+    last_reason = ""
+    while not any(one.state is State.SERVING for one in registrar.roster.values()):
+        reason = f"they join at {listen}, {_joined(registrar.roster)}"
+        if reason != last_reason:
+            telemetry.event("process", name="engines", state="waiting", reason=reason)
+        last_reason = reason
+        await asyncio.sleep(POLL_S)
+    telemetry.event("process", name="engines", state="ready")
+
+
+def _joined(roster: Roster) -> str:
+    return ", ".join(f"{name} is {one.state}" for name, one in roster.items()) or "none has joined"
+
+
+def _no_engine(roster: Roster, listen: str) -> DeadlineExceeded:
+    hint = f"python -m etude.inference.server --register http://{listen} --store PLACE; then resume the run"
+    return DeadlineExceeded("the run has no engine", f"{_joined(roster)}; waited {NONE_S:g} s", hint=hint)

@@ -1,0 +1,120 @@
+"""The grader process: the only process that sees hidden answers. It runs no agent code itself.
+
+Its machines are created by a freshly executed launcher, so that no answer is in memory that agent code can read.
+Siblings often end with the same files. For data-graded tasks, equal files of the same task are graded once
+(`CachingGrader`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import AsyncIterator, Mapping
+
+from etude import progress
+from etude.environments import MachineGrader
+from etude.environments.backends import runtime_from_config
+from etude.loop import child
+from etude.loop.config import open_tasks, read_config
+from etude.loop.locations import rollout_files
+from etude.plugins import Kind, make
+from etude.records import Answer, Graded, Invalid, Outcome, Task
+from etude.records.summary import RolloutSummary
+from etude.records.task import Trust
+from etude.records.wire import pack
+from etude.rewards import NamedTerm, measure
+from etude.rewards.config import TermConfig
+from etude.run import RunFolder
+from etude.seams import Grader
+from etude.tasks.verifiers import grader_for
+from etude.telemetry import Telemetry
+
+GRADES_AT_ONCE, MAX_VERDICTS = 16, 8192
+
+
+class CachingGrader:
+    """A `Grader` that caches verdicts by task and exported bytes. The newest `MAX_VERDICTS` are kept.
+
+    Only for data-graded tasks, where the verdict is a function of the files. `Invalid` outcomes are not cached.
+    """
+
+    def __init__(self, grader: Grader) -> None:
+        self._grader = grader
+        self._known: dict[str, asyncio.Future[Graded | Invalid]] = {}
+
+    async def grade(self, task: Task, answer: Answer, exports: Mapping[str, bytes]) -> Graded | Invalid:
+        if task.trust is not Trust.DATA:
+            return await self._grader.grade(task, answer, exports)
+        key = hashlib.sha256(pack((task.task_id, sorted(exports.items())))).hexdigest()
+        if key not in self._known:
+            self._known[key] = asyncio.ensure_future(self._grader.grade(task, answer, exports))
+            if len(self._known) > MAX_VERDICTS:
+                del self._known[next(iter(self._known))]
+        try:
+            outcome = await asyncio.shield(self._known[key])
+        except Exception:
+            self._known.pop(key, None)
+            raise
+        if isinstance(outcome, Invalid):
+            self._known.pop(key, None)
+        return outcome
+
+
+class GradeSlots:
+    """Limits the number of concurrent grades. The end of each grade counts as progress, so that the deadlines of queued
+    calls restart."""
+
+    def __init__(self, at_once: int) -> None:
+        self._semaphore = asyncio.Semaphore(at_once)
+
+    @contextlib.asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Context manager: wait for a free slot and hold it."""
+        async with self._semaphore:
+            try:
+                yield
+            finally:
+                progress.tick()
+
+
+async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Handlers:
+    """The RPC methods of a grader process."""
+    config = read_config(run)
+    source = open_tasks(config)
+    runtime = runtime_from_config(config.machines)
+    grader = CachingGrader(grader_for(source, MachineGrader(runtime)))
+    terms = [_named(i, one) for i, one in enumerate(config.rewards.terms)]
+    grading, measuring, files = GradeSlots(GRADES_AT_ONCE), GradeSlots(GRADES_AT_ONCE), rollout_files(run)
+
+    async def grade(task: Task, summary: RolloutSummary) -> Outcome:
+        """Grade the exports of a stored rollout."""
+        async with grading.slot():
+            exports = await asyncio.to_thread(files.read_exports, summary)
+            return await grader.grade(task, source.answer(task), exports)
+
+    async def measured(summary: RolloutSummary, graded: Graded) -> Graded:
+        """Measure the run's own reward terms. Returns the verdict with these terms."""
+        async with measuring.slot():
+            return await measure(terms, await asyncio.to_thread(files.read, summary), graded)
+
+    async def ready() -> bool:
+        return True
+
+    return {
+        "grade": ((Task, RolloutSummary), grade),
+        "measure": ((RolloutSummary, Graded), measured),
+        "ready": ((), ready),
+    }
+
+
+def _named(i: int, config: TermConfig) -> NamedTerm:
+    """The plug-in of `[[rewards.terms]]` number `i`, with the digest of its code and settings."""
+    plugin = config.kind
+    term = make(Kind.REWARD, plugin, where=f"rewards.terms[{i}].kind")
+    code = hashlib.sha256(pack((plugin.digest, sorted(plugin.settings.items())))).hexdigest()
+    return NamedTerm(config.name, term, code)
+
+
+if __name__ == "__main__":
+    child.main(handlers)

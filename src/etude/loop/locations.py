@@ -1,0 +1,109 @@
+"""Where a run stores its ledger, weights and traces: in its folder, on a server, or in a bucket.
+
+Reads only these settings of the config, so that it works with runs of earlier versions whose other settings no longer
+exist. In a bucket each run has its own prefix, its id, so that runs can share a bucket.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote
+
+from etude.errors import InputError, StoreError
+from etude.run import RunFolder
+from etude.seams import BlobStore
+from etude.stores import open_store
+from etude.weights.chain.history import head
+
+if TYPE_CHECKING:
+    from etude.experience.ledger import Ledger
+    from etude.experience.rollout_files import RolloutFiles
+    from etude.experience.traces import TraceFolder
+
+BUCKET_POLL_S = 0.5
+
+
+def ledger_location(run: RunFolder) -> Path | str:
+    """The location of a run's ledger, as `Ledger` takes it: a path or a URL."""
+    server = run.setting("experience.ledger")
+    return f"{server}#{run.identity()['run_id']}" if server else run / "ledger.sqlite"
+
+
+def read_ledger(run: RunFolder, *, immutable: bool = False) -> Ledger:
+    """Open a run's ledger for reading, also while it is written. `immutable`: nothing writes it now. Raises `NoLedger`,
+    `LedgerError`, `StoreError`."""
+    from etude.experience.ledger import Ledger  # not needed when only weights are read
+
+    return Ledger.open_readonly(ledger_location(run), immutable=immutable)
+
+
+def weights_location(run: RunFolder) -> Path | str:
+    """The location of a run's weights, as `open_store` takes it: a path or a URL."""
+    return _location(run, "weights")
+
+
+def poll_arguments(place: Path | str) -> list[str]:
+    """The arguments of an engine for how often it polls for new weights: a request to a bucket costs money, listing a
+    directory does not."""
+    return [] if isinstance(place, Path) else ["--poll-s", str(BUCKET_POLL_S)]
+
+
+def weights_store(run: RunFolder, *, readonly: bool = False) -> BlobStore:
+    """Open the store of a run's versions. `readonly`: nothing is created or written; raises `InputError` when it does
+    not exist."""
+    place = weights_location(run)
+    if readonly and isinstance(place, Path) and not place.is_dir():
+        hint = "RL publishes the first version when it begins; if there were versions, copy the folder back"
+        raise InputError(f"{run.path} has no weights", f"{place} does not exist", hint=hint)
+    return open_store(place, readonly=readonly)
+
+
+def has_published(run: RunFolder) -> bool:
+    """Whether the run has published a version. Creates nothing."""
+    place = weights_location(run)
+    return (
+        place.joinpath("pointers", "policy").exists()
+        if isinstance(place, Path)
+        else bool(head(open_store(place, readonly=True), "policy"))
+    )
+
+
+def traces_folder(run: RunFolder) -> TraceFolder:
+    """The folder or store of a run's traces."""
+    place = _location(run, "traces")
+    return place if isinstance(place, Path) else open_store(place)
+
+
+def rollout_files(run: RunFolder) -> RolloutFiles:
+    """The files of finished rollouts that may still be trained on: in the run folder, which all its processes see."""
+    from etude.experience.rollout_files import RolloutFiles
+
+    return RolloutFiles(run / "rollouts")
+
+
+def _location(run: RunFolder, name: str) -> Path | str:
+    url = run.setting(f"stores.{name}")
+    return f"{url.rstrip('/')}/{run.identity()['run_id']}/{name}" if url else run / name
+
+
+def check_store(url: str, log: Callable[[str], None] = lambda _: None) -> None:
+    """Check that a run can use a store: write, read, list and delete a few bytes. A directory that does not exist is
+    not created, since it may be a typo: `log` is called with a line on it. Raises `StoreError`."""
+    folder = Path(unquote(url.removeprefix("file://"))) if url.startswith("file:///") else None
+    if folder is not None and not folder.exists():
+        parent = next(path for path in folder.parents if path.exists())
+        if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
+            raise StoreError(f"{url} cannot be created", f"{parent} is not writable", hint="use another store")
+        log(f"{folder} does not exist yet: the run will create it")
+        return
+    store, key = open_store(url), f"preflight/{secrets.token_hex(8)}"
+    store.put(key, b"a run may write here")
+    try:
+        if store.get(key) != b"a run may write here" or store.list("preflight/").count(key) != 1:
+            raise StoreError(f"{url} does not return what was written to it", key, hint="use another store")
+    finally:
+        store.delete(key)

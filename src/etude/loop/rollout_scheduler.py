@@ -1,0 +1,320 @@
+"""Runs admitted rollouts, has them graded, and stores the results in the ledger.
+
+Rollouts start in order of admission, as many at a time as the engines can decode. None starts before the version step
+that it requires is published, which may be several steps away after a restart from a checkpoint. Groups of the next
+steps require no later version than these steps, whatever they were admitted with.
+
+A rollout whose worker dies is requeued. A grade whose grader dies is repeated. After `max_attempts` the rollout is
+invalid at that boundary. A rollout that no engine could serve because all had older versions is requeued without a
+limit, since it has not failed. This module knows nothing of weights and training.
+
+| | consumes | produces | waits for | unblocked by |
+| --- | --- | --- | --- | --- |
+| `run` | admitted and requeued rollouts | graded or invalid rollouts | a free slot, its version | `more` |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from etude import __version__
+from etude.environments.grading.cheat_detector import CheatIndicator, CheatIndicators
+from etude.errors import DeadlineExceeded, EngineBehind, EtudeError, LedgerError
+from etude.experience import Ledger
+from etude.experience.transitions import State
+from etude.loop.adjustable_semaphore import AdjustableSemaphore
+from etude.loop.rollout_result import RolloutResult
+from etude.loop.rpc import ProcessLost
+from etude.loop.run_in_thread import SerialExecutor
+from etude.loop.run_processes import RunProcesses
+from etude.records import Graded, Invalid, Outcome, RolloutSpec, Task
+from etude.records.reward import SIGNS, SIGNS_IF_REWARDED, Reward, Term
+from etude.records.rollout import Boundary
+from etude.records.summary import RolloutSummary, summary_of
+from etude.rewards import Composition
+from etude.rollouts import not_run, submitted
+from etude.telemetry import Telemetry
+
+AT_ONCE = 64  # maximum number of rollouts started or stored per transaction
+
+
+def keyed_seed(*parts: object) -> int:
+    """A 63-bit seed: the hash of `parts`, which identify one random draw.
+
+    >>> keyed_seed(0, "g000001.2") == keyed_seed(0, "g000001.2") != keyed_seed(1, "g000001.2")
+    True
+    """
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 1
+
+
+def siblings(
+    group_id: str,
+    task: Task,
+    n: int,
+    *,
+    seed: int,
+    temperature: float,
+    min_step: int = 0,
+    pin_step: int | None = None,
+    keep_routes: bool = False,
+) -> list[RolloutSpec]:
+    """The specs of a group's `n` rollouts. `keep_routes`: request routes from engines, for training."""
+    return [
+        RolloutSpec(
+            rollout_id=f"{group_id}.{i}",
+            group_id=group_id,
+            attempt=0,
+            task=task,
+            seed=keyed_seed(seed, group_id, i),
+            temperature=temperature,
+            min_step=min_step,
+            pin_step=pin_step,
+            keep_routes=keep_routes,
+        )
+        for i in range(n)
+    ]
+
+
+async def grade_rollout(processes: RunProcesses, rollout: RolloutResult, *, own_terms: bool = False) -> Outcome:
+    """Have a finished rollout graded. Returns its outcome with all terms; `own_terms`: also the run's own reward terms.
+    A grade is repeated when its grader dies. The outcome is invalid when graders cannot read the rollout's file or too
+    many graders die."""
+    if rollout.summary.invalid is not None:
+        return rollout.summary.invalid
+    error: EtudeError | None = None
+    attempts = processes.config.experience.max_attempts
+    for _ in range(attempts):
+        try:
+            outcome = with_host_terms(
+                rollout, await processes.grade(rollout), signs_checked=processes.config.experience.quarantine
+            )
+            if own_terms and processes.config.rewards.terms and isinstance(outcome, Graded):
+                return await processes.measure(rollout, outcome)
+            return outcome
+        except (ProcessLost, DeadlineExceeded) as lost:
+            error = lost
+        except LedgerError as unread:
+            return Invalid(boundary=Boundary.STORE, reason=unread.what, evidence=unread.facts)
+    return Invalid(boundary=Boundary.GRADER, reason=f"{attempts} graders were lost", evidence=str(error))
+
+
+async def run_once(processes: RunProcesses, spec: RolloutSpec) -> tuple[RolloutResult, Outcome]:
+    """Run and grade a rollout that is not in the ledger (of an evaluation). It is invalid when its workers die
+    repeatedly or no engine reaches its version, so that one task cannot end an evaluation."""
+    while True:
+        try:
+            rollout = await processes.rollout(spec, kept=False)
+            return rollout, await grade_and_drop(processes, rollout)
+        except (ProcessLost, DeadlineExceeded, EngineBehind) as error:
+            if spec.attempt + 1 >= processes.config.experience.max_attempts:
+                boundary = Boundary.PROVIDER if isinstance(error, EngineBehind) else Boundary.WORKER
+                rollout = RolloutResult(summary=summary_of(not_run(spec, boundary, error)), task=spec.task)
+                return rollout, await grade_rollout(processes, rollout)
+            spec = msgspec.structs.replace(spec, attempt=spec.attempt + 1)
+
+
+async def grade_and_drop(processes: RunProcesses, rollout: RolloutResult) -> Outcome:
+    """Have a rollout graded, then delete its file."""
+    try:
+        return await grade_rollout(processes, rollout)
+    finally:
+        processes.files.drop(rollout.summary)
+
+
+def with_host_terms(rollout: RolloutResult, outcome: Outcome, *, signs_checked: bool) -> Outcome:
+    """Add the terms that the host measures: whether the agent submitted and, if `signs_checked`, the number of signs of
+    cheating. Invalid outcomes have no terms."""
+    if isinstance(outcome, Invalid):
+        return outcome
+    terms = [submitted(rollout.summary)]
+    if signs_checked:
+        plain = CheatIndicators(found=rollout.signs.found).for_outcome(outcome)
+        terms += [_signs(SIGNS, plain), _signs(SIGNS_IF_REWARDED, rollout.signs.if_rewarded)]
+    return outcome.with_terms(*terms)
+
+
+def _signs(name: str, found: Sequence[CheatIndicator]) -> Term:
+    evidence = str(found[0]) if found else ""
+    return Term(name=name, value=float(len(found)), version=__version__, evidence=evidence)
+
+
+def composed_reward(outcome: Outcome, composition: Composition) -> Reward | Invalid:
+    """The composed reward of an outcome, the same in training and evaluation. `Invalid` is returned unchanged."""
+    return outcome if isinstance(outcome, Invalid) else composition.of(outcome)
+
+
+def counted_signs(rollout: RolloutResult, outcome: Outcome, reward: Reward | Invalid) -> list[CheatIndicator]:
+    """The signs of cheating that set a rollout's reward to 0, the most serious first."""
+    return rollout.signs.for_outcome(outcome) if isinstance(reward, Reward) and SIGNS in reward.gates else []
+
+
+class _Ended(NamedTuple):
+    """A rollout that has ended. `counts` is set when it was stored: whether the ledger counted it."""
+
+    rollout: RolloutSummary
+    outcome: Outcome
+    signs: list[CheatIndicator]
+    counts: asyncio.Future[bool]
+
+
+class RolloutScheduler:
+    """Runs the rollouts that the ledger has admitted. `ledger_thread`: the thread in which all ledger calls run."""
+
+    def __init__(
+        self, ledger: Ledger, ledger_thread: SerialExecutor, processes: RunProcesses, telemetry: Telemetry
+    ) -> None:
+        self.ledger, self.ledger_thread, self.processes, self.telemetry = ledger, ledger_thread, processes, telemetry
+        self.published = 0  # step of the newest version; rollouts that require a later one wait
+        self.required_step: Callable[[int], int] | None = None  # see `Ledger.start`
+        self._group_ready, self._ready = asyncio.Event(), set[str]()
+        self._ended: list[_Ended] = []  # not stored yet; at most as many as run concurrently
+        self._storing: asyncio.Task[None] | None = None
+        self._num_lost: Counter[str] = Counter()  # by rollout: how many of its workers died
+
+    async def progress(self) -> set[str]:
+        """Wait until all members of some group have ended. Returns the ids of all such groups since the last call. Has
+        no deadline: every rollout has its own."""
+        await self._group_ready.wait()
+        self._group_ready.clear()
+        ready, self._ready = self._ready, set()
+        return ready
+
+    async def run(self, more: asyncio.Event) -> None:
+        """Start waiting rollouts in order, until cancelled. The caller sets `more` when there may be rollouts to start:
+        new ones, or ones that waited for the version that is `published` now."""
+        semaphore = AdjustableSemaphore(self.processes.max_running)  # a cancelled call does not release its slots
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await semaphore.acquire()
+                more.clear()
+                while not (specs := await self._start(min(1 + semaphore.free, AT_ONCE))):
+                    await more.wait()
+                    more.clear()
+                for _ in specs[1:]:
+                    await semaphore.acquire()  # does not wait: so many slots are free
+                for spec in specs:
+                    tasks.create_task(self._run_one(spec, semaphore, more), name=spec.rollout_id)
+
+    async def _start(self, limit: int) -> list[RolloutSpec]:
+        return await self.ledger_thread(
+            self.ledger.start, limit, published=self.published, required_step=self.required_step
+        )
+
+    async def _run_one(self, spec: RolloutSpec, semaphore: AdjustableSemaphore, more: asyncio.Event) -> None:
+        try:
+            try:
+                rollout = await self.processes.rollout(spec)
+                outcome = await grade_rollout(self.processes, rollout, own_terms=True)
+            except (ProcessLost, DeadlineExceeded, EngineBehind) as error:
+                await self._requeue(spec, error)
+                more.set()
+                return
+            reward = composed_reward(outcome, self.processes.config.composition)
+            signs = counted_signs(rollout, outcome, reward)
+            summary = _readable(rollout.summary, outcome)
+            if await self._finish(summary, outcome, signs):
+                self._log_rollout(summary, reward)
+                self._log_signs(summary, outcome, reward, signs)
+        finally:
+            semaphore.release()
+
+    async def _finish(self, rollout: RolloutSummary, outcome: Outcome, signs: list[CheatIndicator]) -> bool:
+        """Store an ended rollout, in one transaction with others that end meanwhile. False when the ledger no longer
+        counts it."""
+        one = _Ended(rollout, outcome, signs, asyncio.get_running_loop().create_future())
+        self._ended.append(one)
+        if self._storing is None or self._storing.done():
+            self._storing = asyncio.create_task(self._store_all(), name="store ended rollouts")
+        return await one.counts
+
+    async def _store_all(self) -> None:
+        while self._ended:
+            ended, self._ended = self._ended[:AT_ONCE], self._ended[AT_ONCE:]
+            await self._store(ended)
+
+    async def _store(self, ended: list[_Ended]) -> None:
+        """Store ended rollouts and their signs of cheating in one transaction."""
+        counts = list[bool]()
+
+        def work() -> None:
+            counts[:] = self.ledger.finish_all([(one.rollout, one.outcome) for one in ended])
+            for one, counted in zip(ended, counts, strict=True):
+                if counted and one.signs and isinstance(one.outcome, Graded):
+                    graded = one.outcome.grade
+                    self.ledger.quarantine(one.rollout.rollout_id, reason=str(one.signs[0]), graded=graded)
+
+        try:
+            await self.ledger_thread(self.ledger.transaction, work)
+            await self._announce_ready({one.rollout.group_id for one in ended})
+        except Exception as error:  # noqa: BLE001  raised in the tasks that wait
+            for one in ended:
+                if not one.counts.done():
+                    one.counts.set_exception(error)
+            return
+        for one, counted in zip(ended, counts, strict=True):
+            if not one.counts.done():  # its task was cancelled
+                one.counts.set_result(counted)
+
+    def _log_signs(
+        self, rollout: RolloutSummary, outcome: Outcome, reward: Reward | Invalid, signs: list[CheatIndicator]
+    ) -> None:
+        draw = keyed_seed(self.processes.config.seed, "review", rollout.rollout_id) / 2**63
+        solved = isinstance(reward, Reward) and reward.value > 0
+        review = not signs and solved and draw < self.processes.config.experience.review_share
+        if signs or review:
+            self.telemetry.event(
+                "rollout.signs",
+                rollout_id=rollout.rollout_id,
+                state="review" if review else "quarantined",
+                signs=[str(sign) for sign in signs],
+                graded=outcome.grade if isinstance(outcome, Graded) else None,
+            )
+
+    async def _requeue(self, spec: RolloutSpec, error: EtudeError) -> None:
+        """Requeue a rollout whose worker died or whose version no engine reached. It becomes invalid when too many
+        workers died."""
+        self._num_lost[spec.rollout_id] += not isinstance(error, EngineBehind)
+        attempts = self.processes.config.experience.max_attempts
+        if self._num_lost[spec.rollout_id] < attempts:
+            await self.ledger_thread(self.ledger.move, spec.rollout_id, State.REQUEUED, reason=error.what)
+            self.telemetry.event("rollout.requeued", rollout_id=spec.rollout_id, reason=error.what)
+        else:
+            reason = f"{attempts} workers were lost"
+            invalid = Invalid(boundary=Boundary.WORKER, reason=reason, evidence=str(error))
+            await self.ledger_thread(self.ledger.fail, spec.rollout_id, invalid)
+            await self._announce_ready({spec.group_id})
+
+    async def _announce_ready(self, group_ids: set[str]) -> None:
+        if ready := await self.ledger_thread(self.ledger.ready_groups, group_ids):
+            self._ready |= ready
+            self._group_ready.set()
+
+    def _log_rollout(self, rollout: RolloutSummary, reward: Reward | Invalid) -> None:
+        self.telemetry.event(
+            "rollout",
+            rollout_id=rollout.rollout_id,
+            task_id=rollout.task_id,
+            family=rollout.family,
+            outcome="graded" if isinstance(reward, Reward) else "invalid",
+            reward=reward.value if isinstance(reward, Reward) else None,
+            ending=rollout.ending,
+            turns=rollout.num_turns,
+            sampled=rollout.num_sampled,
+            malformed=rollout.num_malformed,
+            wall_s=round(rollout.wall_s, 4),
+            tool_s=round(rollout.tool_s, 4),
+            engines=rollout.engines,
+            moves=rollout.num_moves,
+        )
+
+
+def _readable(summary: RolloutSummary, outcome: Outcome) -> RolloutSummary:
+    """The summary; without its stored file if graders could not read the file."""
+    unread = isinstance(outcome, Invalid) and outcome.boundary is Boundary.STORE
+    return msgspec.structs.replace(summary, stored=None) if unread else summary

@@ -1,0 +1,262 @@
+"""Remote procedure calls between the conductor and its child processes, over an inherited socket pair.
+
+A frame is a length (u32, little endian) and msgpack ``[call id, method or status, payload bytes]``. Payloads are
+records; none has a step's tokens, which are in files that calls refer to. While a child makes progress
+(`etude.progress`) it sends a message, so a deadline limits the time without progress, not the duration of the work.
+Measured: 15 to 91 µs per call, against 1 ms through a cluster runtime.
+
+When one end closes, the other sees end-of-file: pending calls raise `ProcessLost`, and a child exits, so that nothing
+outlives the conductor. This module knows nothing of the methods that are called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import socket
+import struct
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from etude import errors, progress
+from etude.errors import DeadlineExceeded, EtudeError
+from etude.records.wire import pack, unpack
+
+MAX_FRAME_BYTES = 1 << 30
+CANCEL = "cancel"  # the method with which a caller cancels a call
+PROGRESS = "gets on"  # the status of a message that a call makes progress
+BEAT_S = 1.0  # interval of the check for progress
+_LENGTH = struct.Struct("<I")
+_frame = msgspec.msgpack.Decoder(tuple[int, str, bytes])
+T = TypeVar("T")
+LINK_S = 30.0  # for another machine to connect, and until the loss of one is noticed
+_IDLE_S, _BETWEEN_S, _PROBES = 10, 5, 4  # of TCP keep-alive: together less than LINK_S
+
+
+def enable_keepalive(sock: socket.socket) -> socket.socket:
+    """Make a TCP connection fail when the peer is silent for `LINK_S`, and disable Nagle's algorithm; returns the
+    socket. asyncio disables it only for sockets that were created with the protocol number of TCP, and a call would
+    wait 40 ms for the acknowledgement of the previous one."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _BETWEEN_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(LINK_S * 1000))
+    return sock
+
+
+class ProcessLost(EtudeError):
+    """The process at the other end is gone. Whether it finished the call is unknown."""
+
+
+class CallFailed(EtudeError):
+    """The call raised an exception that is not an `EtudeError`: a defect. Has the child's traceback."""
+
+
+class MessageTooLarge(EtudeError):
+    """A call or its result does not fit into a frame. Nothing of it was sent."""
+
+
+@dataclass
+class _Waiting:
+    """A call in flight."""
+
+    answer: asyncio.Future[bytes]
+    silence: asyncio.Timeout
+    deadline_s: float
+    beats: int = 0
+
+    def extend(self) -> None:
+        """Restart the deadline after a progress message."""
+        self.beats += 1
+        with contextlib.suppress(RuntimeError):  # it has just expired
+            self.silence.reschedule(asyncio.get_running_loop().time() + self.deadline_s)
+
+
+class Caller:
+    """The conductor's end of a child's socket. `max_frame_bytes` limits frames in both directions."""
+
+    def __init__(self, sock: socket.socket, name: str, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        self.name = name
+        self._sock, self._max_frame_bytes = sock, max_frame_bytes
+        self._ids = itertools.count()
+        self._waiting: dict[int, _Waiting] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._listener: asyncio.Task[None] | None = None
+        self.lost = asyncio.Event()
+
+    async def open(self) -> None:
+        """Start to read results. Call it before `call`."""
+        reader, self._writer = await asyncio.open_connection(sock=self._sock)
+        self._listener = asyncio.create_task(self._listen(reader), name=f"listen to {self.name}")
+
+    async def call(self, method: str, kind: type[T], *args: object, deadline_s: float) -> T:
+        """Call a method of the child and return its result, decoded as `kind`. `deadline_s`: how long the child may
+        send neither a result nor a progress message; then the call is cancelled. Raises `ProcessLost`, `CallFailed`,
+        `DeadlineExceeded`, `MessageTooLarge`, or the error that the child raised."""
+        if self._writer is None or self.lost.is_set():
+            raise ProcessLost(f"{self.name} is gone", f"calling {method}", hint=f"see logs/{self.name}.log")
+        number = next(self._ids)
+        loop = asyncio.get_running_loop()
+        began, silence = loop.time(), asyncio.timeout(deadline_s)
+        waiting = self._waiting[number] = _Waiting(loop.create_future(), silence, deadline_s)
+        try:
+            async with silence:
+                _write(self._writer, number, method, pack(args), self._max_frame_bytes)
+                await self._writer.drain()
+                payload = await waiting.answer
+        except TimeoutError:
+            if not self.lost.is_set():  # otherwise its machine and slots would stay in use
+                _write(self._writer, number, CANCEL, b"", self._max_frame_bytes)
+            facts = f"within {deadline_s:g} s"
+            if waiting.beats:
+                facts = (
+                    f"silent for {deadline_s:g} s, after it made progress for {loop.time() - began - deadline_s:.0f} s"
+                )
+            raise DeadlineExceeded(
+                f"{self.name} did not answer {method}", facts, hint=f"see logs/{self.name}.log"
+            ) from None
+        except asyncio.CancelledError:
+            if not self.lost.is_set():
+                _write(self._writer, number, CANCEL, b"", self._max_frame_bytes)
+            raise
+        except ConnectionError:
+            raise ProcessLost(f"{self.name} is gone", f"calling {method}", hint=f"see logs/{self.name}.log") from None
+        finally:
+            self._waiting.pop(number, None)
+        return unpack(payload, kind)
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                number, status, payload = await _read(reader, self._max_frame_bytes)
+                waiting = self._waiting.get(number)
+                if waiting is None or waiting.answer.done():
+                    continue
+                if status == PROGRESS:
+                    waiting.extend()
+                elif status == "ok":
+                    waiting.answer.set_result(payload)
+                else:
+                    waiting.answer.set_exception(_raised(self.name, status, payload))
+        except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError):
+            pass
+        finally:
+            self.lost.set()
+            for waiting in self._waiting.values():
+                if not waiting.answer.done():
+                    waiting.answer.set_exception(ProcessLost(f"{self.name} is gone", hint=f"see logs/{self.name}.log"))
+            self.close()
+
+    def close(self) -> None:
+        """Close the socket. The child sees end-of-file and exits. Idempotent."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def abort(self) -> None:
+        """Close the socket without a handshake, when the peer is known to be gone. Idempotent."""
+        if self._writer is not None:
+            self._writer.transport.abort()
+
+
+def _raised(name: str, status: str, payload: bytes) -> EtudeError:
+    if status == "error":
+        kind, what, facts, hint = unpack(payload, tuple[str, str, str, str])
+        known = getattr(errors, kind, EtudeError)
+        return (known if issubclass(known, EtudeError) else EtudeError)(what, facts, hint=hint)
+    return CallFailed(f"{name} failed", payload.decode(errors="replace"), hint="this is a defect of etude: report it")
+
+
+Handler = Callable[..., Awaitable[object]]
+
+
+async def serve(
+    sock: socket.socket,
+    handlers: dict[str, tuple[tuple[Any, ...], Handler]],
+    *,
+    max_frame_bytes: int = MAX_FRAME_BYTES,
+    beat_s: float = BEAT_S,
+) -> None:
+    """Answer calls until the other end closes. `handlers`: method → (argument types, coroutine function).
+
+    Calls run concurrently, each in its own task, which is cancelled when the caller cancels the call. Every `beat_s`
+    seconds callers get a message if this process has made progress.
+    """
+    reader, writer = await asyncio.open_connection(sock=sock)
+    tasks: dict[int, asyncio.Task[None]] = {}
+    beats = asyncio.create_task(_beat(writer, tasks, beat_s), name="report progress")
+    try:
+        while True:
+            number, method, payload = await _read(reader, max_frame_bytes)
+            if method == CANCEL:
+                if number in tasks:
+                    tasks[number].cancel()
+                continue
+            kinds, handler = handlers[method]
+            kind: Any = tuple.__class_getitem__(kinds)
+            tasks[number] = asyncio.create_task(
+                _answer(writer, number, handler, unpack(payload, kind), max_frame_bytes)
+            )
+            tasks[number].add_done_callback(functools.partial(_forget, tasks, number))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return
+    finally:
+        for task in (beats, *tasks.values()):
+            task.cancel()
+        await asyncio.gather(beats, *tasks.values(), return_exceptions=True)
+        writer.close()
+
+
+def _forget(tasks: dict[int, asyncio.Task[None]], number: int, _: asyncio.Task[None]) -> None:
+    del tasks[number]
+
+
+async def _beat(writer: asyncio.StreamWriter, tasks: Mapping[int, object], beat_s: float) -> None:
+    seen = progress.count()
+    while True:
+        await asyncio.sleep(beat_s)
+        if seen != (seen := progress.count()):
+            for number in tasks:
+                _write(writer, number, PROGRESS, b"", MAX_FRAME_BYTES)
+
+
+async def _answer(
+    writer: asyncio.StreamWriter, number: int, handler: Handler, arguments: tuple[Any, ...], max_frame_bytes: int
+) -> None:
+    try:
+        status, payload = "ok", pack(await handler(*arguments))
+    except EtudeError as error:
+        status, payload = "error", pack((type(error).__name__, error.what, error.facts, error.hint))
+    except Exception:  # noqa: BLE001  the boundary: it is reported to the caller with its traceback
+        status, payload = "failed", traceback.format_exc().encode()
+    try:
+        _write(writer, number, status, payload, max_frame_bytes)
+    except MessageTooLarge as error:
+        payload = pack((type(error).__name__, error.what, error.facts, error.hint))
+        _write(writer, number, "error", payload, MAX_FRAME_BYTES)
+    await writer.drain()
+
+
+def _write(writer: asyncio.StreamWriter, number: int, word: str, payload: bytes, max_bytes: int) -> None:
+    """Send a frame. Raises `MessageTooLarge`: the other end would treat a larger frame as damage and close the
+    connection."""
+    frame = msgspec.msgpack.encode((number, word, payload))
+    if len(frame) > max_bytes:
+        what = f"{'the answer of a call' if word in ('ok', 'error', 'failed') else f'a call of {word}'} is too large"
+        hint = "fewer or smaller tasks a step: experience.groups_per_step, experience.group_size"
+        raise MessageTooLarge(what, f"{len(frame)} bytes, a frame takes {max_bytes}", hint=hint)
+    writer.write(_LENGTH.pack(len(frame)) + frame)
+
+
+async def _read(reader: asyncio.StreamReader, max_bytes: int) -> tuple[int, str, bytes]:
+    (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    if size > max_bytes:
+        raise ConnectionError(f"a frame of {size} bytes")
+    return _frame.decode(await reader.readexactly(size))

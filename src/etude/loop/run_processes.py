@@ -1,0 +1,358 @@
+"""The child processes of a run by role (learner, engines, workers, graders): starts them and calls them.
+
+Every call has a deadline. The supervisor restarts a child that died or hangs. Calls that were in flight raise
+`ProcessLost`, and the caller decides what to do: requeue the rollout, repeat the grade, resume training from the
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Collection, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from etude.errors import DeadlineExceeded
+from etude.experience import RolloutFiles
+from etude.inference import HttpEngine
+from etude.inference.config import SERVERS, EngineKind
+from etude.inference.fleet import PATIENCE_S
+from etude.inference.foreign.environment import MAKES, environment
+from etude.inference.membership import Listed, Roster, State, environment_token
+from etude.inference.registrar import Registrar
+from etude.loop.adjustable_semaphore import Limit
+from etude.loop.config import RunConfig, rollouts_on
+from etude.loop.engine_registry import open_registry, wait_for_first_engine
+from etude.loop.locations import poll_arguments, rollout_files, weights_location
+from etude.loop.placement import ADDRESS, NO_ENV
+from etude.loop.processes import KEEP_MEMORY_ENV, READY_S, Child, Role, Supervisor
+from etude.loop.rollout_result import RolloutReply, RolloutResult
+from etude.loop.rpc import Caller, ProcessLost
+from etude.records import Graded, Outcome, RolloutSpec, Version
+from etude.run import RunFolder
+from etude.telemetry import Telemetry
+from etude.weights.chain.signing import read_signer
+
+T = TypeVar("T")
+GRADE_S = 7_200.0
+"""Deadline of one grade in seconds. Longer than a grade may take (`MachineGrader`), so that slow work still gets a
+verdict. Time in the queue does not count, since graders report the end of each grade. A grader that hangs is found by
+the supervisor."""
+SCRIPT_S = 600.0
+"""Seconds to create and remove the machine of a scripted rollout, in addition to its commands: its image may be
+large."""
+ENGINE_NICE = 5
+"""Nice value of engines. On shared cores they yield to harness, machines and graders: tool calls are short, and
+requests gather while they run, so that the engine's next step decodes a larger batch. They also yield to the learner:
+the next version depends on it, and rollouts run ahead anyway."""
+AnyOutcome: Any = Outcome  # a union is no `type` to a type checker, but it is to the decoder
+
+
+class Pool:
+    """The child processes of one role that answer calls. A call goes to the process with the fewest calls in flight,
+    and waits while none is up."""
+
+    def __init__(self, role: str) -> None:
+        self.role = role
+        self.members: dict[str, Caller] = {}
+        self._load: dict[str, int] = {}
+        self._up = asyncio.Event()
+
+    def join(self, caller: Caller) -> None:
+        """Add a process that is ready."""
+        self.members[caller.name] = caller
+        self._load[caller.name] = 0
+        self._up.set()
+
+    async def call(self, method: str, kind: type[T], *args: object, deadline_s: float) -> T:
+        """Call a method on one of the processes. Raises `DeadlineExceeded` and what `Caller.call` raises."""
+        caller = await self.pick(deadline_s=deadline_s)
+        self._load[caller.name] += 1
+        try:
+            return await caller.call(method, kind, *args, deadline_s=deadline_s)
+        finally:
+            self._load[caller.name] -= 1
+
+    async def pick(self, *, deadline_s: float) -> Caller:
+        """Wait for a process that is up and return the least loaded one. Raises `DeadlineExceeded`."""
+        if (found := self._least()) is not None:
+            return found  # without a timer: this runs twice per rollout
+        try:
+            async with asyncio.timeout(deadline_s):
+                while (found := self._least()) is None:
+                    self._up.clear()
+                    await self._up.wait()
+                return found
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"no {self.role} is up", f"waited {deadline_s:g} s", hint=f"see logs/{self.role}-0.log"
+            ) from None
+
+    def _least(self) -> Caller | None:
+        """The process with the fewest calls in flight; None when none is up."""
+        for name in [n for n, c in self.members.items() if c.lost.is_set()]:
+            del self.members[name]
+        return min(self.members.values(), key=lambda c: (self._load[c.name], c.name), default=None)
+
+
+class RunProcesses:
+    """Starts the child processes of a run, tracks their addresses, and calls them."""
+
+    def __init__(self, run: RunFolder, config: RunConfig, telemetry: Telemetry, supervisor: Supervisor) -> None:
+        self.run, self.config, self.telemetry, self.supervisor = run, config, telemetry, supervisor
+        self.workers, self.graders, self.learners = Pool("worker"), Pool("grader"), Pool("learner")
+        self.max_running = Limit(config.max_running)  # concurrent rollouts; follows the engines that are up
+        self.registrar: Registrar | None = None  # where remote engines join
+        self._own: dict[str, HttpEngine] = {}
+        self._waiting: dict[str, EngineKind] = {}  # own engines that wait for a machine
+        self._joined_contexts = 0  # contexts of remote engines
+        self._opened = contextlib.AsyncExitStack()
+
+    @functools.cached_property
+    def files(self) -> RolloutFiles:
+        """The files of finished rollouts, which workers write."""
+        return rollout_files(self.run)
+
+    @property
+    def engines(self) -> dict[str, HttpEngine]:
+        """Engines by name: the run's own, and the remote ones that serve."""
+        return self._own | (self.registrar.serving() if self.registrar else {})
+
+    @property
+    def remote(self) -> Collection[str]:
+        """Names of the remote engines."""
+        return self.registrar.engines if self.registrar else ()
+
+    def set_head(self, version: Version) -> None:
+        """Set the newest published version. A remote engine must load it before it gets work."""
+        if self.registrar is not None:
+            self.registrar.head(version)
+
+    async def wait_for_engine(self) -> None:
+        """Wait until at least one engine serves. Returns at once when the run has engines of its own."""
+        if self.registrar is not None and not self._own:
+            await wait_for_first_engine(self.registrar, self.telemetry, self.config.fleet.listen)
+
+    def require_parity(self, learner_class: str) -> None:
+        """From now on, refuse remote engines whose parity class differs from the learner's."""
+        if self.registrar is not None:
+            self.registrar.wanted = msgspec.structs.replace(self.registrar.wanted, parity=learner_class)
+
+    async def start_sampling(self) -> None:
+        """Start engines, workers and graders concurrently; returns when all are ready. Does not wait for remote
+        engines."""
+        if self.config.fleet.listen:
+            failed = self.supervisor.failed
+            door = open_registry(self.run, self.config, self.telemetry, self._on_roster, failed=failed)
+            self.registrar = await self._opened.enter_async_context(door)
+        engines = [self._engine(f"engine-{i}", kind) for i, kind in enumerate(self.config.fleet.engines)]
+        await asyncio.gather(self.supervisor.add_all(engines), self.start_workers_and_graders())
+
+    async def start_workers_and_graders(self) -> None:
+        """Start workers and graders without engines: enough for scripted rollouts (`baseline`)."""
+        fleet = self.config.fleet
+        await asyncio.gather(
+            self.supervisor.add_all(self._member("worker", i, self.workers) for i in range(fleet.num_workers)),
+            self.supervisor.add_all(self._member("grader", i, self.graders) for i in range(fleet.num_graders)),
+        )
+
+    async def start_learner(self) -> None:
+        """Start the learner. When its ranks are spread over machines, also start the process that hosts each other
+        rank."""
+        ranks = self.config.learner.ranks if self.supervisor.placement.spreads else 1
+        brought = [self._rank_host(f"learner-host-{n}") for n in range(1, ranks)]
+        added = (self.supervisor.add(*one) for one in [self._member("learner", 0, self.learners), *brought])
+        await asyncio.gather(*added)
+
+    async def close(self) -> None:
+        """Stop all processes and close all connections."""
+        await self._opened.aclose()
+        await self.supervisor.close()  # first: its health checks would open new connections
+        for engine in self._own.values():
+            await engine.close()
+
+    async def rollout(self, spec: RolloutSpec, *, kept: bool = True) -> RolloutResult:
+        """Have a worker run a rollout and store it. Worker and engines watch its progress and end it long before the
+        deadline of this call, which allows every turn the longest wait for an engine and for each token. `kept`: the
+        ledger refers to the rollout. Otherwise it has a transcript, and the caller must delete its file
+        (`files.drop`)."""
+        limits = self.config.harness
+        turn_s = PATIENCE_S + (1 + limits.turn_tokens) * limits.turn_deadline_s
+        deadline_s = limits.rollout_deadline_s + limits.max_turns * turn_s
+        reply = await self.workers.call("rollout", RolloutReply, spec, kept, deadline_s=deadline_s)
+        return reply.with_task(spec.task)
+
+    async def baseline(self, spec: RolloutSpec, kind: str) -> RolloutResult:
+        """Have a worker run a scripted agent on a task; `kind` is "oracle" or "random". It uses no engine, so the
+        deadline covers machine and commands only. The result has a transcript, and the caller must delete its file
+        (`files.drop`)."""
+        deadline_s = SCRIPT_S + self.config.harness.rollout_deadline_s
+        reply = await self.workers.call("baseline", RolloutReply, spec, kind, deadline_s=deadline_s)
+        return reply.with_task(spec.task)
+
+    async def grade(self, rollout: RolloutResult) -> Outcome:
+        """Have a grader grade a finished rollout."""
+        graded: Outcome = await self.graders.call(
+            "grade", AnyOutcome, rollout.task, rollout.summary, deadline_s=GRADE_S
+        )
+        return graded
+
+    async def measure(self, rollout: RolloutResult, graded: Graded) -> Graded:
+        """Have a grader measure the run's own reward terms of a graded rollout. Returns the verdict with these
+        terms."""
+        return await self.graders.call("measure", Graded, rollout.summary, graded, deadline_s=GRADE_S)
+
+    def _child(
+        self, name: str, argv: list[str], *, nice: int = 0, env: Mapping[str, str] = NO_ENV, devices: int = 0
+    ) -> Child:
+        placement = self.supervisor.placement
+        return Child(
+            name,
+            argv,
+            logs=self.run / "logs",
+            telemetry=self.telemetry,
+            nice=nice,
+            env=env,
+            placement=placement,
+            devices=devices,
+        )
+
+    def _member(self, role: str, index: int, pool: Pool) -> tuple[Child, Role]:
+        module = {"worker": "worker", "grader": "grader", "learner": "learner"}[role]
+        name = f"{role}-{index}" if role != "learner" else role
+        argv = ["-m", f"etude.loop.{module}", "--run", str(self.run.path), "--name", name]
+        env = KEEP_MEMORY_ENV if role == "learner" else NO_ENV
+        fleet, ranks, spreads = self.config.fleet, self.config.learner.ranks, self.supervisor.placement.spreads
+        at, away = (ADDRESS, ranks - 1) if spreads else (fleet.ranks_at, fleet.ranks_away)
+        argv += ["--ranks-at", at, "--ranks-away", str(away)] if role == "learner" and away else []
+
+        async def on_up(child: Child) -> None:
+            caller = child.caller
+            assert caller is not None, "members are started with a socket"
+            await caller.call("ready", bool, deadline_s=2 * READY_S)  # the supervisor's own deadline is earlier
+            pool.join(caller)
+            if role == "worker":
+                await self._send_engines()  # after joining the pool, so that no engine that starts now is missed
+
+        async def answers(child: Child) -> None:
+            assert child.caller is not None, "members are started with a socket"
+            await child.caller.call("ready", bool, deadline_s=2 * self.supervisor.hung_s)
+
+        return self._child(name, argv, env=env), Role(on_up, answers, with_socket=True)
+
+    def _rank_host(self, name: str) -> tuple[Child, Role]:
+        """The process that hosts one rank on another machine. It has no health check here: the learner watches it."""
+
+        async def passes(_: Child) -> None:
+            """Do nothing: the connection to the learner breaks when either side dies."""
+
+        argv = ["-m", "etude.loop.rank_hosts", "--run", str(self.run.path)]
+        return self._child(name, argv), Role(passes, passes)
+
+    def _engine(self, name: str, kind: EngineKind) -> tuple[Child, Role]:
+        ready_file = self.run / "logs" / f"{name}.ready"
+        argv = [*engine_argv(self.run, self.config, name, kind), "--host", ADDRESS, "--ready-file", str(ready_file)]
+
+        async def waits(_: Child) -> None:
+            self._waiting[name] = kind
+            self._update_limit()
+            if name in self._own:
+                await self._own.pop(name).close()
+                await self._send_engines()
+
+        async def on_up(child: Child) -> None:
+            url = await read_url(ready_file, child.pid)
+            old = self._own.get(name)
+            self._own[name] = HttpEngine(url, token=environment_token())
+            self._waiting.pop(name, None)
+            self._update_limit()
+            if old is not None:
+                await old.close()
+            await self._send_engines()
+
+        async def answers(_: Child) -> None:
+            await self._own[name].info(deadline_s=2 * self.supervisor.hung_s)
+
+        ready_file.unlink(missing_ok=True)
+        child = self._child(name, argv, nice=ENGINE_NICE, devices=self.config.devices_of(kind))
+        return child, Role(on_up, answers, on_wait=waits)
+
+    async def _on_roster(self, joined: Roster) -> dict[str, int]:
+        """Store the list of remote engines, update the number of concurrent rollouts, and send the list to the workers.
+        Returns the number of sessions by engine."""
+        self._joined_contexts = sum(one.max_sequences for one in joined.values() if one.state is State.SERVING)
+        self._update_limit()
+        return await self._send_engines()
+
+    def _update_limit(self) -> None:
+        """Set how many rollouts may run, from the contexts of the engines that are up."""
+        away = sum(map(self.config.contexts_of, self._waiting.values()))
+        self.max_running.set(rollouts_on(self.config.own_contexts - away + self._joined_contexts))
+
+    async def _send_engines(self) -> dict[str, int]:
+        """Send the list of engines to every worker. Returns the number of sessions by engine, summed over workers."""
+        region = "home" if self.registrar else ""
+        sizes = {f"engine-{i}": self.config.contexts_of(kind) for i, kind in enumerate(self.config.fleet.engines)}
+        own = {n: Listed(url=e.url, region=region, max_sequences=sizes[n]) for n, e in self._own.items()}
+        roster = own | (self.registrar.roster if self.registrar else {})
+
+        async def send(caller: Caller) -> dict[str, int]:
+            with contextlib.suppress(DeadlineExceeded, ProcessLost):
+                return await caller.call("engines", dict[str, int], roster, deadline_s=10.0)
+            return {}
+
+        sessions: Counter[str] = Counter()
+        for counts in await asyncio.gather(*(send(caller) for caller in self.workers.members.values())):
+            sessions.update(counts)
+        return sessions
+
+
+def engine_argv(run: RunFolder, config: RunConfig, name: str, kind: EngineKind) -> list[str]:
+    """The Python arguments that start an engine process of this kind for a run."""
+    argv = ["-m", SERVERS[kind], "--name", name, "--checkpoint", str(run / "checkpoints" / "mid")]
+    place = weights_location(run)
+    argv += ["--store", str(place), *poll_arguments(place)]
+    signer = read_signer(config.stores.signing_key)
+    argv += ["--public-key", signer.public_key.hex()] if signer else []
+    argv += ["--telemetry", str(run / "events" / f"{name}.jsonl"), "--threads", "1"]
+    argv += config.engine.arguments()
+    if kind is EngineKind.REFERENCE:
+        numerics = config.numerics
+        return [*argv, "--mode", numerics.mode, "--quantise", numerics.quantise, "--degree", str(numerics.degree)]
+    foreign = config.foreign(kind)
+    argv += ["--kv-tokens", str(foreign.kv_room(config.engine))]
+    argv += ["--environment", str(environment(foreign.environment, MAKES[kind]).folder)]
+    argv += ["--needs-routes"] if config.wants_routes else []
+    return [*argv, *(f"--argument={argument}" for argument in foreign.arguments)]
+
+
+async def read_url(ready_file: Path, pid: int | None) -> str:
+    """Wait for the URL that the engine with this pid writes to `ready_file` when it serves, and delete the file: on
+    another machine the next engine may have the same pid. Has no deadline; the supervisor limits the wait."""
+    while True:
+        try:
+            ready = json.loads(ready_file.read_text())
+        except (FileNotFoundError, ValueError):
+            ready = {}
+        if ready.get("pid") == pid:
+            ready_file.unlink(missing_ok=True)
+            return str(ready["url"])
+        await asyncio.sleep(0.02)
+
+
+@contextlib.asynccontextmanager
+async def open_processes(
+    run: RunFolder, config: RunConfig, telemetry: Telemetry, supervisor: Supervisor
+) -> AsyncIterator[RunProcesses]:
+    """Context manager of a `RunProcesses`. Its processes end with the block."""
+    members = RunProcesses(run, config, telemetry, supervisor)
+    try:
+        yield members
+    finally:
+        await members.close()

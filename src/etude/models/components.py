@@ -1,0 +1,242 @@
+"""Components of model families: attention kinds, routing, YaRN. Torch-free.
+
+A family (`config.ModelFamily`) chooses among them. The layers that compute them are in `attention`, `latent` and
+`experts`.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from etude.config import ranged
+
+Shape = tuple[int, ...]
+
+
+class Sizes(Protocol):
+    """The sizes of a model that an attention kind needs (`config.ModelConfig`)."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """What a KV cache stores for one token in one layer."""
+
+    heads: int  # G
+    key_width: int  # A
+    value_width: int  # B
+    shared: bool  # a value is the first B numbers of its key, so only keys are stored
+
+
+class AttentionKind(Protocol):
+    """A kind of attention: its weight shapes and its layer class."""
+
+    layer: ClassVar[str]
+    """Import path of the layer, "package.module:Name": an `nn.Module` and an `attention.AttentionLayer`, constructed
+    from a `ModelConfig`, operators and `Parallel`."""
+
+    @property
+    def undivided(self) -> str:
+        """Why tensor-parallel ranks cannot divide its heads; empty where they can."""
+        ...
+
+    def shapes(self, c: Sizes) -> dict[str, Shape]:
+        """Shape of each weight, by its name under `self_attn` without `.weight`. Names of matrices end in `_proj`."""
+        ...
+
+    def products(self, c: Sizes) -> set[tuple[int, int]]:
+        """(out, in) of each matrix product of a layer."""
+        ...
+
+    def cache_layout(self, c: Sizes) -> CacheLayout:
+        """What an engine's KV cache stores for each token."""
+        ...
+
+
+class QkNorm(enum.StrEnum):
+    """Over which numbers queries and keys are RMS-normalised, before RoPE."""
+
+    NONE = "none"
+    HEAD = "head"  # each head separately, with one weight for all heads
+    WIDTH = "width"  # all heads together
+
+
+@dataclass(frozen=True)
+class GroupedQueries:
+    """Grouped-query attention (arXiv 2305.13245)."""
+
+    layer: ClassVar[str] = "etude.models.attention:Attention"
+    qk_norm: QkNorm = QkNorm.HEAD
+
+    @property
+    def undivided(self) -> str:
+        return "queries and keys are normalised over all heads together" if self.qk_norm is QkNorm.WIDTH else ""
+
+    def shapes(self, c: Sizes) -> dict[str, Shape]:
+        d, queries, keys = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        products: dict[str, Shape] = {"q_proj": (queries, d), "k_proj": (keys, d), "v_proj": (keys, d)}
+        return products | {"o_proj": (d, queries)} | self.norms(c)
+
+    def norms(self, c: Sizes) -> dict[str, Shape]:
+        """Shapes of the norm weights of queries and keys."""
+        if self.qk_norm is QkNorm.NONE:
+            return {}
+        heads = (1, 1) if self.qk_norm is QkNorm.HEAD else (c.num_heads, c.num_kv_heads)
+        return {"q_norm": (heads[0] * c.head_dim,), "k_norm": (heads[1] * c.head_dim,)}
+
+    def products(self, c: Sizes) -> set[tuple[int, int]]:
+        queries = c.num_heads * c.head_dim
+        return {(queries + 2 * c.num_kv_heads * c.head_dim, c.hidden_size), (c.hidden_size, queries)}
+
+    def cache_layout(self, c: Sizes) -> CacheLayout:
+        return CacheLayout(heads=c.num_kv_heads, key_width=c.head_dim, value_width=c.head_dim, shared=False)
+
+
+class Scores(enum.StrEnum):
+    """The activation of router logits."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"  # with a bias that affects only the choice of experts (arXiv 2408.15664)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How router logits become experts and gates.
+
+    With groups (arXiv 2412.19437, §2.1.2) only experts of the `top_groups` best groups can be chosen. A group's score
+    is the sum of its two best experts' scores.
+    """
+
+    scores: Scores = Scores.SOFTMAX
+    normalise: bool = True  # gates of a token sum to `scaling`
+    scaling: float = ranged(1.0, low=0.0)
+    num_groups: int = ranged(1, low=1)
+    top_groups: int = ranged(1, low=1)
+
+    def check(self, num_experts: int, top_k: int) -> None:
+        """Raise `ValueError` where the experts cannot be divided into the groups."""
+        if self.num_groups == 1:
+            return
+        size, rest = divmod(num_experts, self.num_groups)
+        if rest or size < 2:
+            raise ValueError(f"{num_experts} experts cannot be divided into {self.num_groups} groups of two or more")
+        if not top_k <= self.top_groups * size <= num_experts:
+            raise ValueError(f"top_groups = {self.top_groups} of {self.num_groups} groups, and top_k = {top_k}")
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Sizes of multi-head latent attention (MLA; arXiv 2405.04434, §2.1).
+
+    Keys and values of all heads are projections of one latent per token; all heads share one RoPE key.
+    """
+
+    layer: ClassVar[str] = "etude.models.latent:LatentAttention"
+    undivided: ClassVar[str] = ""
+    kv_rank: int = ranged(64, low=1)
+    nope_dim: int = ranged(32, low=1)  # part of a head's query and key without RoPE
+    rope_dim: int = ranged(16, low=2)  # part of a head's query, and width of the shared key, with RoPE
+    value_dim: int = ranged(32, low=1)
+    q_rank: int | None = None  # None: queries have no latent
+    interleaved: bool = True  # RoPE rotates neighbouring numbers, not halves
+
+    def __post_init__(self) -> None:
+        if self.rope_dim % 2:
+            raise ValueError(f"rope_dim = {self.rope_dim}, but RoPE needs an even number")
+        if self.q_rank is not None and self.q_rank < 1:
+            raise ValueError(f"q_rank = {self.q_rank}, expected at least 1, or none")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head's query."""
+        return self.nope_dim + self.rope_dim
+
+    def shapes(self, c: Sizes) -> dict[str, Shape]:
+        d, queries = c.hidden_size, c.num_heads * self.head_dim
+        found: dict[str, Shape] = {"q_proj": (queries, d)}
+        if self.q_rank is not None:
+            found = {"q_a_proj": (self.q_rank, d), "q_a_layernorm": (self.q_rank,), "q_b_proj": (queries, self.q_rank)}
+        found |= {"kv_a_proj_with_mqa": (self.kv_rank + self.rope_dim, d), "kv_a_layernorm": (self.kv_rank,)}
+        found["kv_b_proj"] = (c.num_heads * (self.nope_dim + self.value_dim), self.kv_rank)
+        return found | {"o_proj": (d, c.num_heads * self.value_dim)}
+
+    def products(self, c: Sizes) -> set[tuple[int, int]]:
+        d, heads, kept = c.hidden_size, c.num_heads, self.kv_rank + self.rope_dim
+        queries = heads * self.head_dim
+        first = {(queries + kept, d)} if self.q_rank is None else {(self.q_rank + kept, d), (queries, self.q_rank)}
+        absorbed = {(self.kv_rank, self.nope_dim), (self.value_dim, self.kv_rank)}
+        expanded = {(heads * (self.nope_dim + self.value_dim), self.kv_rank), (d, heads * self.value_dim)}
+        return first | absorbed | expanded
+
+    def cache_layout(self, c: Sizes) -> CacheLayout:
+        return CacheLayout(heads=1, key_width=self.kv_rank + self.rope_dim, value_width=self.kv_rank, shared=True)
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN: RoPE for longer contexts than in pre-training (arXiv 2309.00071), as transformers computes it.
+
+    YaRN's sharper softmax is `attention_factor`, applied to cosine and sine. DeepSeek applies it to the softmax scale
+    instead (`mscale_all_dim`), so its `attention_factor` is 1.
+    """
+
+    factor: float = ranged(4.0, low=1.0)
+    original_tokens: int = ranged(4096, low=1)
+    beta_fast: float = ranged(32.0, low=0.0)
+    beta_slow: float = ranged(1.0, low=0.0)
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None  # None: from the other three
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"):
+            value = getattr(self, name)
+            if value is not None and not 1e-3 <= value <= 1e6:
+                raise ValueError(f"yarn's {name} = {value!r}, expected from 0.001 to 1000000")
+
+    @property
+    def table_scale(self) -> float:
+        """Factor of cosines and sines."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._sharper(self.mscale) / self._sharper(self.mscale_all_dim)
+        return self._sharper(1.0)
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor of the softmax scale (DeepSeek)."""
+        return self._sharper(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def _sharper(self, mscale: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
+
+    def interpolated(self, rope_dim: int, theta: float) -> list[float]:
+        """Interpolation of each of the rope_dim / 2 frequencies: 0.0 keeps it, 1.0 divides it by `factor`."""
+
+        def turns(rotations: float) -> float:
+            """The dimension with this number of rotations within the original context."""
+            return rope_dim * math.log(self.original_tokens / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+        low, high = turns(self.beta_fast), turns(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rope_dim - 1)
+        if low == high:
+            high += 0.001
+        return [min(max((i - low) / (high - low), 0.0), 1.0) for i in range(rope_dim // 2)]

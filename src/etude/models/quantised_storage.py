@@ -1,0 +1,154 @@
+"""Storage of quantised matrices in Hugging Face directories: names, dtypes, shapes. Needs torch only to compute values.
+
+Formats of compressed-tensors, which engines read (`quant_method: "compressed-tensors"`):
+
+| format | for each matrix `X.weight` [O, I] |
+| --- | --- |
+| mxfp8 | `X.weight` F8_E4M3 [O, I], `X.weight_scale` U8 [O, I/32] |
+| mxfp4 | `X.weight_packed` U8 [O, I/2], `X.weight_scale` U8 [O, I/32] |
+| nvfp4 | `X.weight_packed` U8 [O, I/2], `X.weight_scale` F8_E4M3 [O, I/16], `X.weight_global_scale` F32 [1] |
+
+The global scale is a divisor. All other tensors are stored as usual. The names of the tensors tell the format of each
+matrix, so directories in which only some matrices are quantised can be read.
+
+DeepSeek's fp8 format is read, too: a weight [O, I] in float8 e4m3 has a float32 for each block of 128 × 128 under its
+name with `_scale_inv`; a value is its 8 bits times its block's number (arXiv 2412.19437, §3.3; DeepSeek-V3's
+`weight_dequant`). Other schemes are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Mapping
+from typing import TYPE_CHECKING, Any
+
+from etude.errors import CheckpointError
+from etude.numerics.config import Quantise
+from etude.numerics.formats import FORMATS
+
+if TYPE_CHECKING:
+    import torch
+
+Part = tuple[str, tuple[int, ...]]
+"""(dtype as named in a safetensors header, shape)."""
+
+FP8_BLOCK = 128
+FP8_DTYPE = "F8_E4M3"
+"""The name of float8 e4m3 in a safetensors header."""
+FP8_SCALE = "_scale_inv"
+"""Suffix of the name of a weight's block scales."""
+METHOD = "compressed-tensors"
+_FORMAT_NAMES = {
+    Quantise.MXFP8: "mxfp8-quantized",
+    Quantise.MXFP4: "mxfp4-pack-quantized",
+    Quantise.NVFP4: "nvfp4-pack-quantized",
+}
+
+
+def is_quantised(name: str) -> bool:
+    """Whether a matrix with this name is rounded by `numerics.quantisation.QuantisedOperators`.
+
+    >>> [is_quantised(f"model.layers.0.{n}.weight") for n in ("self_attn.q_proj", "mlp.gate", "input_layernorm")]
+    [True, False, False]
+    """
+    return name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
+
+
+def stored_parts(name: str, shape: tuple[int, ...], kind: Quantise) -> dict[str, Part]:
+    """The tensors that store a matrix, by name: codes, scales, and for NVFP4 the global scale."""
+    stem, format, rows, width = name.removesuffix(".weight"), FORMATS[kind], shape[0], shape[1]
+    if format.element.bits == 8:
+        codes: dict[str, Part] = {name: ("F8_E4M3", shape)}
+    else:
+        codes = {f"{stem}.weight_packed": ("U8", (rows, width // 2))}
+    codes[f"{stem}.weight_scale"] = ("F8_E4M3" if format.has_global_scale else "U8", (rows, width // format.block))
+    return codes | ({f"{stem}.weight_global_scale": ("F32", (1,))} if format.has_global_scale else {})
+
+
+def ignored_parts(name: str, kind: Quantise) -> set[str]:
+    """Tensors that other tools store beside a matrix and etude does not need: the scale of static activation
+    quantisation."""
+    return {f"{name.removesuffix('.weight')}.input_global_scale"} if FORMATS[kind].has_global_scale else set()
+
+
+def stored_format(name: str, names: Container[str]) -> Quantise:
+    """The format in which `name` is stored, from the names in the directory."""
+    stem = name.removesuffix(".weight")
+    if f"{stem}.weight_packed" in names:
+        return Quantise.NVFP4 if f"{stem}.weight_global_scale" in names else Quantise.MXFP4
+    return Quantise.MXFP8 if name in names and f"{stem}.weight_scale" in names else Quantise.NONE
+
+
+def is_readable(scheme: Mapping[str, Any]) -> bool:
+    """Whether a `quantization_config` has a supported format."""
+    return scheme.get("quant_method") == METHOD and scheme.get("format") in _FORMAT_NAMES.values()
+
+
+def quantization_config(kind: Quantise, *, router: str = "mlp.gate") -> dict[str, Any]:
+    """The `quantization_config` of config.json for a format. `router`: name of a router in the family's checkpoints.
+
+    For NVFP4 it describes weights only: it cannot express a global scale per token, which activations have in etude. An
+    engine that rounds activations in another way computes other numbers.
+    """
+    format = FORMATS[kind]
+    weights: dict[str, Any] = {
+        "num_bits": format.element.bits,
+        "type": "float",
+        "strategy": "tensor_group" if format.has_global_scale else "group",
+        "group_size": format.block,
+        "symmetric": True,
+        "dynamic": False,
+        "scale_dtype": "torch.float8_e4m3fn" if format.has_global_scale else "torch.uint8",
+    }
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": None if format.has_global_scale else {**weights, "dynamic": True},
+        "output_activations": None,
+        "format": _FORMAT_NAMES[kind],
+    }
+    return {
+        "quant_method": METHOD,
+        "format": _FORMAT_NAMES[kind],
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", f"re:.*{re.escape(router)}$"],
+    }
+
+
+def check_scheme(raw: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` for a config.json with an unsupported weight format."""
+    found = raw.get("quantization_config", raw.get("compression_config"))
+    if found is None:
+        return
+    if not isinstance(found, Mapping):
+        raise CheckpointError(
+            "config.json is damaged", f"quantization_config = {found!r:.80}", hint="expected a section, or none"
+        )
+    method, blocks = found.get("quant_method"), found.get("weight_block_size")
+    deepseek = method == "fp8" and found.get("fmt", "e4m3") == "e4m3" and blocks == [FP8_BLOCK, FP8_BLOCK]
+    if deepseek or is_readable(found):
+        return
+    how = {key: found[key] for key in ("fmt", "format", "weight_block_size", "bits") if key in found}
+    raise CheckpointError(
+        f"a checkpoint quantised by {method!r}{f' with {how}' if how else ''}",
+        f"etude reads bf16, float16, float32, fp8 (e4m3) in blocks of {FP8_BLOCK} × {FP8_BLOCK}, and mxfp8, mxfp4 and "
+        "nvfp4 of compressed-tensors",
+        hint="convert it to bf16 with the tool that quantised it, or take the unquantised checkpoint",
+    )
+
+
+def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the block scales of a weight.
+
+    >>> scale_shape((129, 64))
+    (2, 1)
+    """
+    return tuple(-(-size // FP8_BLOCK) for size in shape)
+
+
+def dequantise(weight_OI: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The values of an 8-bit weight, float32 [O, I]."""
+    out_size, in_size = weight_OI.shape
+    each = scale.float().repeat_interleave(FP8_BLOCK, 0)[:out_size].repeat_interleave(FP8_BLOCK, 1)[:, :in_size]
+    return weight_OI.float() * each

@@ -1,0 +1,63 @@
+"""Tensor names, as views into the live parameters.
+
+Inside the model, products of the same input and all experts of a layer are single tensors, for speed. Outside (files,
+deltas, engines) each tensor has the name and shape of the family's Hugging Face checkpoints. One mapping serves saving,
+loading, publishing and updating: each view shares memory with the model, so writing into it changes the model in place.
+A rank's part of a model has the same names, with its own experts and its parts of divided tensors
+(`models.tensor_parallel`).
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+from etude.models.attention import AttentionLayer
+from etude.models.transformer import Block, Transformer
+
+_BIAS = "e_score_correction_bias"
+
+
+def stays_float32(name: str) -> bool:
+    """Whether a tensor stays float32 whatever dtype the weights are stored in, as in transformers and all engines."""
+    return name.endswith((_BIAS, ".weight_global_scale"))
+
+
+def views(model: Transformer) -> dict[str, torch.Tensor]:
+    """Every weight of a model by etude's name, in a fixed order, as contiguous detached views.
+
+    Etude's names are those of Qwen3 and DeepSeek-V3, for all families. With tied embeddings there is no head.
+    """
+    found: dict[str, torch.Tensor] = {"model.embed_tokens.weight": model.embedding}
+    for layer, block in enumerate(model.blocks):
+        assert isinstance(block, Block)
+        found |= {f"model.layers.{layer}.{name}": view for name, view in _block_views(block).items()}
+    found["model.norm.weight"] = model.norm
+    if model.head is not None:
+        found["lm_head.weight"] = model.head
+    return {name: view.detach() for name, view in found.items()}
+
+
+def hf_views(model: Transformer) -> dict[str, torch.Tensor]:
+    """`views` by the names of the family's Hugging Face checkpoints."""
+    outside = model.config.architecture.hf_name
+    return {outside(name): view for name, view in views(model).items()}
+
+
+def hf_biases(model: Transformer) -> dict[str, torch.Tensor]:
+    """The router biases of `hf_views`, float32 [E]. They are not parameters."""
+    outside, blocks = model.config.architecture.hf_name, enumerate(model.blocks)
+    found = {outside(f"model.layers.{i}.mlp.gate.{_BIAS}"): getattr(one.experts, "bias", None) for i, one in blocks}
+    return {name: bias for name, bias in found.items() if bias is not None}
+
+
+def _block_views(block: Block) -> dict[str, torch.Tensor]:
+    attention = cast(AttentionLayer, block.attention)
+    return {
+        "input_layernorm.weight": block.attention_norm,
+        **{f"self_attn.{name}.weight": view for name, view in attention.views().items()},
+        "post_attention_layernorm.weight": block.experts_norm,
+        **({} if block.mlp is None else {f"mlp.{name}": view for name, view in block.mlp.views().items()}),
+        **({} if block.experts is None else {f"mlp.{name}": view for name, view in block.experts.views().items()}),
+    }

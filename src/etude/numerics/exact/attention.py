@@ -1,0 +1,188 @@
+"""Attention on CPUs whose rows do not depend on the number of rows, on chunking, or on the memory behind the keys.
+
+The vendor's attention takes queries in blocks of 32, 64 or 256 rows and keys in blocks of 512, and sums each block with
+GEMMs, whose order of summation depends on the block's size. So queries see a masked *window*: a multiple of `BLOCK`
+keys. Queries come in full blocks of rows, too. Only windows are used in which a row has the same bits as in full blocks
+of 512 keys (here not 256 and 320, whose sums the GEMM splits in two). This is measured on first use, in milliseconds.
+Where even full blocks depend on the number of rows, sums are computed without the vendor's kernel: slow, and meant for
+machines on which this was not tested.
+
+Decoding, chunked prefill and packed training all use it, so they get the same bits.
+
+Shapes: B slots, H query heads, G key/value heads, M rows of queries, W window, T tokens of a sequence, A key width, C
+value width.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from etude.numerics.exact.matmul import MIN_ROWS
+
+BLOCK = 64
+KERNEL_BLOCK = 512  # block of keys of the CPU's attention kernel
+SEVERAL = 2 * KERNEL_BLOCK  # beyond it the pattern repeats: only the size of the last block matters
+TILES = ((32, MIN_ROWS), (192, 32), (768, 64), (1 << 62, 256))  # (below this number of rows, the kernel's row block)
+CHUNK = 128  # queries of a full sequence that share a window
+
+Attend = Callable[..., torch.Tensor]
+"""(q_BHMA, k_BGWA, v_BGWC, mask that broadcasts to BHMW, 0 or -inf, scale or None) -> o_BHMC"""
+
+
+@dataclass(frozen=True)
+class KeyWindows:
+    """Supported sizes of key windows and query blocks, and the attention function."""
+
+    usable: tuple[int, ...]  # windows up to `SEVERAL`, ascending
+    attend: Attend
+    tiles: bool = True  # whether queries come in full blocks of rows
+
+    def covering(self, stop: int) -> int:
+        """The smallest window that covers keys [0, stop); at most the next multiple of `KERNEL_BLOCK`."""
+        whole = max(0, -(-(stop - SEVERAL) // KERNEL_BLOCK)) * KERNEL_BLOCK
+        return whole + next(w for w in self.usable if w >= stop - whole)
+
+    def padded(self, num_rows: int) -> int:
+        """Number of query rows, padding included, for `num_rows` rows."""
+        if not self.tiles:
+            return num_rows
+        tile = next(tile for below, tile in TILES if num_rows < below)
+        return -(-num_rows // tile) * tile
+
+
+def masked_attention(
+    q_BHMA: torch.Tensor,
+    k_BGWA: torch.Tensor,
+    v_BGWC: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """The vendor's attention with an additive mask."""
+    gqa = q_BHMA.shape[1] != k_BGWA.shape[1]
+    return F.scaled_dot_product_attention(q_BHMA, k_BGWA, v_BGWC, attn_mask=mask, scale=scale, enable_gqa=gqa)
+
+
+def summed_attention(
+    q_BHMA: torch.Tensor,
+    k_BGWA: torch.Tensor,
+    v_BGWC: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Attention with explicit sums, key block by key block: one order, whatever the shapes."""
+    repeats = q_BHMA.shape[1] // k_BGWA.shape[1]
+    k_BHWA, v_BHWC = (t.repeat_interleave(repeats, 1) for t in (k_BGWA, v_BGWC))
+    q_BHMA = q_BHMA * (q_BHMA.shape[-1] ** -0.5 if scale is None else scale)
+    mask_BHMW = mask.expand(*q_BHMA.shape[:3], k_BHWA.shape[2])
+    blocks = []
+    for k, mask_block in zip(torch.split(k_BHWA, BLOCK, 2), torch.split(mask_BHMW, BLOCK, 3), strict=True):
+        blocks.append((q_BHMA[:, :, :, None] * k[:, :, None]).sum(-1) + mask_block)
+    high = functools.reduce(torch.maximum, [block.amax(-1, keepdim=True) for block in blocks])
+    weights = [(block - high).exp() for block in blocks]
+    total = functools.reduce(torch.add, [w.sum(-1, keepdim=True) for w in weights])
+    sums = [(w[..., None] * v[:, :, None]).sum(-2) for w, v in zip(weights, torch.split(v_BHWC, BLOCK, 2), strict=True)]
+    o_BHMC: torch.Tensor = functools.reduce(torch.add, sums) / total
+    return o_BHMC
+
+
+def key_windows(heads: int, key_width: int) -> KeyWindows:
+    """The windows for a cache, with the current number of threads.
+
+    They are the same for any number of heads, so that a rank with some of the heads attends like one with all.
+    """
+    return _measured(key_width, torch.get_num_threads())
+
+
+@functools.cache
+def _measured(width: int, threads: int) -> KeyWindows:
+    probe, alone = _Probe(2, width), _Probe(1, width)
+    usable = tuple(
+        w
+        for w in range(BLOCK, SEVERAL + 1, BLOCK)
+        if probe.same_rows(masked_attention, w) and alone.same_rows(masked_attention, w)
+    )
+    whole = KERNEL_BLOCK in usable and SEVERAL in usable and probe.same_rows(masked_attention, SEVERAL, (TILES[2][0],))
+    if whole and probe.same_heads(masked_attention):
+        return KeyWindows(usable, masked_attention)
+    return KeyWindows(tuple(range(BLOCK, SEVERAL + 1, BLOCK)), summed_attention)
+
+
+class _Probe:
+    """Random queries at positions in the last block of a window, some positions more than once."""
+
+    def __init__(self, heads: int, width: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.q = torch.randn(1, heads, TILES[2][0], width, generator=generator)
+        self.k, self.v = torch.randn(2, 1, heads, SEVERAL, width, generator=generator).unbind()
+        self.back = torch.arange(TILES[2][0] - 1, -1, -1) % BLOCK
+
+    def same_rows(
+        self, attend: Attend, window: int, counts: tuple[int, ...] = (*range(MIN_ROWS, 33, MIN_ROWS),)
+    ) -> bool:
+        """Whether rows in a window have the same bits as among many rows and in full kernel blocks."""
+        most = TILES[1][0]
+        whole = self._last(attend, most, window, SEVERAL)
+        return all(torch.equal(self._last(attend, n, window, window)[:, :, -most:], whole[:, :, -n:]) for n in counts)
+
+    def same_heads(self, attend: Attend) -> bool:
+        """Whether a head alone has the same bits as beside another head."""
+        mask, both = causal_mask(SEVERAL - 1 - self.back, SEVERAL), (self.q, self.k, self.v)
+        each = [attend(*(t[:, head : head + 1] for t in both), mask) for head in range(self.q.shape[1])]
+        return torch.equal(torch.cat(each, 1), attend(*both, mask))
+
+    def _last(self, attend: Attend, num: int, window: int, keys: int) -> torch.Tensor:
+        mask = causal_mask(window - 1 - self.back[-num:], keys)
+        return attend(self.q[:, :, -num:], self.k[:, :, :keys], self.v[:, :, :keys], mask)
+
+
+def causal_mask(positions_M: torch.Tensor, window: int) -> torch.Tensor:
+    """Additive mask, float32 [M, W]: each row sees the keys up to its position."""
+    hidden = torch.arange(window, device=positions_M.device) > positions_M[:, None]
+    return torch.zeros(hidden.shape, device=positions_M.device).masked_fill_(hidden, -torch.inf)
+
+
+ANY = KeyWindows(tuple(range(BLOCK, SEVERAL + 1, BLOCK)), masked_attention, tiles=False)
+"""Windows for operators that do not need a fixed order."""
+
+
+@dataclass(frozen=True)
+class Causal:
+    """Attention in full sequences, `CHUNK` queries at a time. Masks are shared by layers and sequences."""
+
+    _masks: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+
+    def __call__(
+        self,
+        q_HTA: torch.Tensor,
+        k_GTA: torch.Tensor,
+        v_GTC: torch.Tensor,
+        scale: float | None = None,
+        start: int = 0,
+    ) -> torch.Tensor:
+        """Attention output o_HTC, float32.
+
+        `start`: position of the first query. Where it is a multiple of `CHUNK`, the bits are those of a call with all
+        queries.
+        """
+        (heads, num, width), narrow = k_GTA.shape, k_GTA.shape[-1] - v_GTC.shape[-1]
+        w = key_windows(heads, width)
+        padding = w.covering(num) - num
+        k, v = F.pad(k_GTA, (0, 0, 0, padding))[None], F.pad(v_GTC, (0, narrow, 0, padding))[None]
+        outs = []
+        for first, q in zip(range(start, num, CHUNK), torch.split(q_HTA, CHUNK, 1), strict=True):
+            rows, window = q.shape[1], w.covering(first + q.shape[1])
+            q = F.pad(q, (0, 0, 0, w.padded(rows) - rows)).contiguous()
+            mask = self._mask(first, window, q)[: q.shape[1]]
+            outs.append(w.attend(q[None], k[:, :, :window], v[:, :, :window], mask, scale)[0, :, :rows])
+        return torch.cat(outs, 1)[..., : v_GTC.shape[-1]]
+
+    def _mask(self, start: int, window: int, like: torch.Tensor) -> torch.Tensor:
+        if (start, window) not in self._masks:
+            positions = torch.arange(start, start + CHUNK, device=like.device)
+            self._masks[start, window] = causal_mask(positions, window).to(like.dtype)
+        return self._masks[start, window]

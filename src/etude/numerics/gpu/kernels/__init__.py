@@ -1,0 +1,1 @@
+"""The Triton kernels: matrix products, attention, routing and row operations."""

@@ -1,0 +1,141 @@
+"""Samples packed into one forward pass: tokens of several paths, and the rows with a loss.
+
+A path is forwarded up to, and excluding, its last sampled token, which is only predicted. Paths are packed one after
+another without padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+
+from etude.records import Sample
+from etude.training.batches import group_by_budget
+from etude.training.routes import RouteReplay
+
+
+@dataclass(frozen=True)
+class FlatBatch:
+    """The input of one forward pass. N tokens forwarded, R rows with a loss, L layers, K experts per token."""
+
+    lengths: list[int]  # tokens of each path, summing to N
+    tokens_N: torch.Tensor  # int64
+    routes_NLK: torch.Tensor | None  # experts to replay, or `missing_route`; None: replay nothing
+    rows_R: torch.Tensor  # int64: positions whose next token was sampled
+    targets_R: torch.Tensor  # int64: the sampled tokens
+    sampler_logprobs_R: torch.Tensor  # float32
+    advantages_R: torch.Tensor  # float32
+    sample_R: torch.Tensor  # int64: index of each row's sample
+    temperatures_R: torch.Tensor | None = None  # float32, NaN: the run's temperature; None: the run's for all rows
+    kept_N: torch.Tensor | None = None  # int64: positions of this rank's tokens under context parallelism; None: all
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of paths; 0 for a batch that is forwarded only because other ranks wait for this one."""
+        return len(self.tokens_N) if self.lengths else 0
+
+    @property
+    def forward_lengths(self) -> list[int]:
+        """Lengths of the forwarded sequences: a single token where there is no path."""
+        return self.lengths or [1]
+
+    def per_row(self, of_samples: Sequence[bool]) -> torch.Tensor:
+        """Expand a value per sample to rows, bool [R]."""
+        return torch.tensor(of_samples, dtype=torch.bool, device=self.sample_R.device)[self.sample_R]
+
+    def temperature(self, run: float) -> torch.Tensor | float:
+        """Temperature of each row's log-probability: `run` for all rows, or [R, 1]."""
+        if self.temperatures_R is None:
+            return run
+        return torch.where(self.temperatures_R.isnan(), run, self.temperatures_R)[:, None]
+
+    def to(self, device: torch.device) -> FlatBatch:
+        """Move the tensors to a device."""
+        moved = {f.name: t.to(device) for f in fields(self) if isinstance(t := getattr(self, f.name), torch.Tensor)}
+        return replace(self, **moved)  # type: ignore[arg-type]  # each is a tensor
+
+    def select(self, kept_N: torch.Tensor) -> FlatBatch:
+        """One rank's part: the tokens at positions `kept_N` (ascending) and their rows. `lengths` does not change."""
+        here = torch.zeros(len(self.tokens_N), dtype=torch.bool)
+        here[kept_N] = True
+        mine_R = here[self.rows_R]
+        return replace(
+            self,
+            tokens_N=self.tokens_N[kept_N],
+            routes_NLK=None if self.routes_NLK is None else self.routes_NLK[kept_N],
+            rows_R=torch.searchsorted(kept_N, self.rows_R[mine_R]),
+            targets_R=self.targets_R[mine_R],
+            sampler_logprobs_R=self.sampler_logprobs_R[mine_R],
+            advantages_R=self.advantages_R[mine_R],
+            temperatures_R=None if self.temperatures_R is None else self.temperatures_R[mine_R],
+            sample_R=self.sample_R[mine_R],
+            kept_N=kept_N,
+        )
+
+
+def empty_batch() -> FlatBatch:
+    """A batch of one token without a row."""
+    ints, floats = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
+    return FlatBatch([], torch.zeros(1, dtype=torch.int64), None, ints, ints, floats, floats, ints)
+
+
+def microbatches(samples: Sequence[Sample], *, budget_tokens: int) -> Iterator[list[Sample]]:
+    """Split samples into consecutive groups with at most `budget_tokens` each; a longer sample is alone.
+
+    The order is kept, so that a repetition sums in the same order.
+    """
+    for part in group_by_budget([num_forwarded(sample) for sample in samples], budget_tokens):
+        yield list(samples[part])
+
+
+def flatten_samples(samples: Sequence[Sample], replay: RouteReplay | None = None) -> FlatBatch:
+    """Pack samples into a batch. Without samples: `empty_batch`.
+
+    Raises `ValueError` for a path that begins with a sampled token, and `ParityError` for routes that cannot be
+    replayed.
+    """
+    if not samples:
+        return empty_batch()
+    ends = [num_forwarded(sample) for sample in samples]
+    starts = np.cumsum([0, *ends])
+    paths = [sample.path for sample in samples]
+    sampled = [np.flatnonzero(path.mask) for path in paths]
+    if any(where[0] == 0 for where in sampled):
+        raise ValueError("a path begins with a sampled token, which nothing predicts")
+    counts = [len(where) for where in sampled]
+    return FlatBatch(
+        lengths=ends,
+        tokens_N=_tensor([path.token_ids[:end] for path, end in zip(paths, ends, strict=True)], np.int64),
+        routes_NLK=None if replay is None else replay.routes(samples, ends),
+        rows_R=_tensor([start + where - 1 for start, where in zip(starts, sampled, strict=False)], np.int64),
+        targets_R=_tensor([path.token_ids[where] for path, where in zip(paths, sampled, strict=True)], np.int64),
+        sampler_logprobs_R=_tensor(
+            [path.logprobs[where] for path, where in zip(paths, sampled, strict=True)], np.float32
+        ),
+        advantages_R=_tensor([sample.advantages for sample in samples], np.float32),
+        sample_R=_tensor([np.repeat(np.arange(len(samples)), counts)], np.int64),
+        temperatures_R=_temperatures(samples),
+    )
+
+
+def num_forwarded(sample: Sample) -> int:
+    """Number of tokens of a sample to forward: up to, and excluding, the last sampled token."""
+    where = np.flatnonzero(sample.path.mask)
+    if not len(where):
+        raise ValueError(f"rollout {sample.rollout_id} has no sampled token")
+    return int(where[-1])
+
+
+def _tensor(parts: Sequence[np.ndarray], dtype: type) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(parts).astype(dtype))
+
+
+def _temperatures(samples: Sequence[Sample]) -> torch.Tensor | None:
+    """The temperatures of `FlatBatch.temperatures_R`."""
+    if all(sample.temperatures is None for sample in samples):
+        return None
+    of = [np.full_like(s.advantages, np.nan) if s.temperatures is None else s.temperatures for s in samples]
+    return _tensor(of, np.float32)

@@ -1,0 +1,111 @@
+"""Call the learner's plug-ins, policy loss and correction, and check their results.
+
+An exception, or a result with a wrong type, shape or value, is a `PluginError` that names the plug-in. Plug-ins are not
+called on a rank without sampled tokens: its loss is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from etude.config import Plugin
+from etude.plugins import Kind, called, identity, make, unusable
+from etude.training.config import LearnerConfig
+from etude.training.corrections import Corrected, Correction
+from etude.training.losses import PolicyLoss, PolicyLossFunction, SampledTokens
+
+
+class LearnerPlugins:
+    """The plug-ins of a learner, each constructed once."""
+
+    def __init__(self) -> None:
+        self._loaded: list[tuple[Plugin, Any]] = []
+
+    def get(self, kind: Kind, plugin: Plugin) -> Any:
+        """The plug-in's object. Raises `PluginRefused`, `ConfigError` and `PluginError`."""
+        for known, made in self._loaded:
+            if known == plugin:
+                return made
+        self._loaded.append((plugin, make(kind, plugin)))
+        return self._loaded[-1][1]
+
+    def load(self, config: LearnerConfig) -> None:
+        """Construct the plug-ins of the learner's settings."""
+        for kind, plugin in named_plugins(config).items():
+            self.get(kind, plugin)
+
+    def loss(self, plugin: Plugin, tokens: SampledTokens) -> PolicyLoss:
+        """The loss of a plug-in. Raises `PluginError`."""
+        empty_R = tokens.logprobs_R.detach()
+        if not len(empty_R):
+            return PolicyLoss(tokens.logprobs_R.sum(), empty_R, empty_R.bool())
+        return call_loss(plugin, self.get(Kind.LOSS, plugin), tokens)
+
+    def corrected(self, plugin: Plugin, log_ratio_R: torch.Tensor, sequence_R: torch.Tensor) -> Corrected:
+        """The importance weights of a plug-in. Raises `PluginError`."""
+        if not len(log_ratio_R):
+            return Corrected(log_ratio_R, log_ratio_R)
+        return call_correction(plugin, self.get(Kind.CORRECTION, plugin), log_ratio_R, sequence_R)
+
+
+def call_loss(plugin: Plugin, function: PolicyLossFunction, tokens: SampledTokens) -> PolicyLoss:
+    """Call a policy loss and check its result. Raises `PluginError`."""
+    with called(Kind.LOSS, plugin, "computing the loss"):
+        done: object = function(tokens)
+    if not isinstance(done, PolicyLoss):
+        facts = f"it is {type(done).__name__}, and etude.training.losses.PolicyLoss is wanted"
+        raise unusable(Kind.LOSS, plugin, facts)
+    _check(Kind.LOSS, plugin, "loss", done.loss, like=tokens.logprobs_R.sum(), grad=True)
+    _check(Kind.LOSS, plugin, "ratio_R", done.ratio_R, like=tokens.logprobs_R)
+    _check(Kind.LOSS, plugin, "clipped_R", done.clipped_R, like=tokens.logprobs_R.bool())
+    return done
+
+
+def call_correction(
+    plugin: Plugin, correction: Correction, log_ratio_R: torch.Tensor, sequence_R: torch.Tensor
+) -> Corrected:
+    """Call a correction and check its result. Raises `PluginError`."""
+    with called(Kind.CORRECTION, plugin, "computing the weights"):
+        done: object = correction(log_ratio_R, sequence_R)
+    if not isinstance(done, Corrected):
+        facts = f"it is {type(done).__name__}, and etude.training.corrections.Corrected is wanted"
+        raise unusable(Kind.CORRECTION, plugin, facts)
+    for name in ("weight_R", "uncut_R"):
+        _check(Kind.CORRECTION, plugin, name, getattr(done, name), like=log_ratio_R)
+    if bool((done.weight_R < 0).any()):
+        raise unusable(Kind.CORRECTION, plugin, f"the least of weight_R is {float(done.weight_R.min()):.4g}, below 0")
+    return done
+
+
+def named_plugins(config: LearnerConfig) -> dict[Kind, Plugin]:
+    """The plug-ins in a learner's settings, by kind."""
+    named = {Kind.LOSS: config.policy_loss, Kind.CORRECTION: config.correction}
+    return {kind: value for kind, value in named.items() if isinstance(value, Plugin)}
+
+
+def plugin_identities(config: LearnerConfig) -> Mapping[str, str]:
+    """Package, version and source digest of the plug-ins in a learner's settings, by kind."""
+    return {str(kind): str(identity(kind, plugin.path)) for kind, plugin in named_plugins(config).items()}
+
+
+def _check(kind: Kind, plugin: Plugin, name: str, value: object, *, like: torch.Tensor, grad: bool = False) -> None:
+    """Raise `PluginError` unless `value` is a tensor with the shape, device and kind of dtype of `like`.
+
+    With `grad` it must have a gradient (the loss); otherwise it must not. A ratio that overflows is reported by
+    `nan_check.check_loss`, which says what to do.
+    """
+    expected = f"a tensor {list(like.shape)} of {'bool' if like.dtype is torch.bool else 'float'} on {like.device}"
+    if not isinstance(value, torch.Tensor):
+        raise unusable(kind, plugin, f"{name} is {type(value).__name__}, and {expected} is wanted")
+    fits = value.shape == like.shape and value.device == like.device
+    if not fits or value.is_floating_point() != like.is_floating_point():
+        facts = f"{name} is a tensor {list(value.shape)} of {value.dtype} on {value.device}, and {expected} is wanted"
+        raise unusable(kind, plugin, facts)
+    if value.requires_grad != grad:
+        facts = "has no gradient: compute it from tokens.logprobs_R" if grad else "has a gradient: detach it"
+        raise unusable(kind, plugin, f"{name} {facts}")
+    if value.is_floating_point() and bool(torch.isnan(value).any() if not grad else not torch.isfinite(value)):
+        raise unusable(kind, plugin, f"{name} is {'NaN' if bool(torch.isnan(value).any()) else 'infinite'}")

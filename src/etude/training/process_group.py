@@ -1,0 +1,207 @@
+"""The interface between the learner and the ranks that share its work.
+
+`SingleProcess` is one process. `training.sharded` has ranks with FSDP2 and a device mesh. The interface is what differs
+between them: which samples and tensors a rank has, how sums and errors are exchanged, how weights are loaded and saved.
+Losses, checks and reports are the learner's, the same for both.
+
+A batch is packed into rows of one bin per *share* (`training.packing`), with as many shares as there are data-parallel
+ranks. A row's gradient is a binary tree over its shares. `SingleProcess` computes the shares in turn and adds them in
+the same tree: to the bit what ranks compute, where their layout allows it
+(docs/decisions/0022-a-learner-over-ranks.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
+
+from etude.errors import CheckpointError
+from etude.file_checksums import files_in
+from etude.models.attention import Cache, Packed
+from etude.models.checkpoint import atomic_directory, load_tensors, save_tensors
+from etude.models.transformer import Transformer
+from etude.numerics.device import device_for
+from etude.numerics.exact import tree_sum
+from etude.numerics.operators import Operators
+from etude.training.exact_sum import exact_norm
+from etude.training.flat_batch import FlatBatch
+from etude.training.optimizer import AdamW
+from etude.training.trainable import LoadRequest, Trainable, load_trainable
+
+T = TypeVar("T")
+OPTIMIZER_FILE, OPTIMIZER_SHARDS = "learner.state", "learner.shards"
+"""Optimiser state in a checkpoint: a file from one process, or a torch distributed checkpoint from several ranks. The
+file is not named *.safetensors, since vLLM loads every such file as weights."""
+
+
+class ProcessGroup(Protocol):
+    """The ranks of a learner, as seen by one of them. All calls but `device` and `own_shares` are collective."""
+
+    rank: int
+    size: int
+
+    def device(self, name: str) -> torch.device:
+        """This rank's device: `learner.device`, or its own GPU."""
+        ...
+
+    def own_shares(self, shares: int) -> range:
+        """Which shares of each row this rank computes."""
+        ...
+
+    def local_tokens(self, rows: FlatBatch) -> FlatBatch:
+        """The tokens of a share that this rank forwards: all, or with context parallelism a part of each text."""
+        ...
+
+    def cache(self, rows: FlatBatch, operators: Operators) -> Cache:
+        """The `Cache` with which the tokens of `local_tokens` attend to each other."""
+        ...
+
+    def propagate_errors(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Context for a block without collectives: an error on one rank is raised on all ranks. A late rank is a
+        `RankLost`."""
+        ...
+
+    def collective(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Context for a block with torch's collectives: a failed collective is a `RankLost` that names the missing
+        ranks."""
+        ...
+
+    def all_reduce(self, counts: torch.Tensor) -> None:
+        """Replace integers by their sum over all ranks."""
+        ...
+
+    def global_norm(self, squares: Mapping[str, torch.Tensor]) -> float:
+        """√ of the sum of all ranks' squares (float64, by parameter), rounded once: independent of which rank has which
+        rows."""
+        ...
+
+    def all_gather(self, one: T) -> list[T]:
+        """The values of all ranks, in order of rank, on each rank."""
+        ...
+
+    def load(self, request: LoadRequest) -> Trainable:
+        """Load the trainable weights of a checkpoint, or this rank's part of them (`trainable.load_trainable`)."""
+        ...
+
+    def accumulator(self, optimizer: AdamW, shares: int) -> ShareAccumulator | None:
+        """Adds a row's gradients of several shares of this rank; None where backward passes alone do it."""
+        ...
+
+    def restore_optimizer(self, path: Path, optimizer: AdamW) -> None:
+        """Restore the optimiser state of a checkpoint, whichever ranks saved it. Raises `CheckpointError`."""
+        ...
+
+    def checkpoint_directory(self, path: Path) -> contextlib.AbstractContextManager[Path]:
+        """A hidden directory that all ranks fill. It becomes `path` when the block succeeds on all of them."""
+        ...
+
+    def save_optimizer(self, folder: Path, optimizer: AdamW) -> None:
+        """Save the optimiser state into a checkpoint."""
+        ...
+
+    def gather(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Exchange this rank's rows of each parameter for the full parameters that this rank computes."""
+        ...
+
+    def shard(
+        self, full_tensors: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """The reverse: exchange full parameters for this rank's rows of each parameter, shaped as `like`."""
+        ...
+
+    def reset(self, model: Transformer) -> None:
+        """Reset the model after an interrupted forward or backward pass."""
+        ...
+
+
+class SingleProcess:
+    """The process group of a learner in one process. Its calls never wait."""
+
+    rank, size = 0, 1
+
+    def device(self, name: str) -> torch.device:
+        return device_for(name)
+
+    def own_shares(self, shares: int) -> range:
+        return range(shares)
+
+    def local_tokens(self, rows: FlatBatch) -> FlatBatch:
+        return rows
+
+    def cache(self, rows: FlatBatch, operators: Operators) -> Cache:
+        return Packed(rows.forward_lengths, operators, device=rows.tokens_N.device)
+
+    def propagate_errors(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def collective(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def all_reduce(self, counts: torch.Tensor) -> None:
+        pass
+
+    def global_norm(self, squares: Mapping[str, torch.Tensor]) -> float:
+        return exact_norm(squares)
+
+    def all_gather(self, one: T) -> list[T]:
+        return [one]
+
+    def load(self, request: LoadRequest) -> Trainable:
+        return load_trainable(request)
+
+    def accumulator(self, optimizer: AdamW, shares: int) -> ShareAccumulator | None:
+        return ShareAccumulator(optimizer.grad) if shares > 1 else None
+
+    def restore_optimizer(self, path: Path, optimizer: AdamW) -> None:
+        if (path / OPTIMIZER_SHARDS).is_dir():
+            verify_files(
+                path, [name for name in files_in(path) if name.startswith(f"{OPTIMIZER_SHARDS}/")], kind=CheckpointError
+            )
+            from etude.training.sharded.checkpoint import restore  # which needs torch.distributed
+
+            return restore(path / OPTIMIZER_SHARDS, optimizer)
+        return optimizer.restore(load_tensors(path / OPTIMIZER_FILE))
+
+    def checkpoint_directory(self, path: Path) -> contextlib.AbstractContextManager[Path]:
+        return atomic_directory(path)
+
+    def gather(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return dict(rows)
+
+    def shard(
+        self, full_tensors: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        return dict(full_tensors)
+
+    def save_optimizer(self, folder: Path, optimizer: AdamW) -> None:
+        save_tensors(optimizer.state(), folder / OPTIMIZER_FILE)
+
+    def reset(self, model: Transformer) -> None:
+        pass
+
+
+SINGLE_PROCESS = SingleProcess()
+
+
+class ShareAccumulator:
+    """Adds the gradients of several shares in one process in the order in which ranks add theirs: a tree per row, then
+    row after row."""
+
+    def __init__(self, gradient: torch.Tensor) -> None:
+        """`gradient`: the buffer that every backward pass adds to."""
+        self._gradient, self._before = gradient, gradient.clone()
+        self._shares: list[torch.Tensor] = []
+        gradient.zero_()
+
+    def add_share(self) -> None:
+        """Call after a share's backward pass."""
+        self._shares.append(self._gradient.clone())
+        self._gradient.zero_()
+
+    def finish_row(self) -> None:
+        """Call after the last share of a row."""
+        self._gradient.copy_(self._before + tree_sum(self._shares))

@@ -1,0 +1,105 @@
+"""The trained weights of a sharded model: this rank's rows in training, full tensors when saved and published."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from etude.models.checkpoint import save_tensors, write_config_files, write_index
+from etude.models.transformer import Transformer
+from etude.models.weight_views import hf_biases
+from etude.training.config import LiveWeights
+from etude.training.exports import encode, stored_dtype
+from etude.training.optimizer import local_part
+from etude.training.sharded.fsdp import ShardSpec, TensorSlice
+from etude.weights.tensors import Tensor
+
+if TYPE_CHECKING:
+    from etude.training.sharded.process_group import ShardedProcessGroup
+
+
+class ShardedWeights:
+    """All weights of a sharded model: a `trainable.Trainable`. Constructed before FSDP2 shards the model."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        group: ShardedProcessGroup,
+        specs: Mapping[str, ShardSpec],
+        named: Mapping[str, list[TensorSlice]],
+        weights: LiveWeights,
+        assets: Path,
+    ) -> None:
+        self.model, self._group, self._specs = model, group, specs
+        self.specs = specs  # of the model
+        self.copies: Mapping[str, ShardSpec] = {}  # of the adapters that are trained instead
+        self._weights, self._assets = weights, assets
+        self.named = named
+
+    def filled(self) -> None:
+        """Called when FSDP2 has sharded the model and the weights are loaded."""
+
+    @property
+    def _others(self) -> dict[str, torch.Tensor]:
+        """Tensors that are not parameters and are the same on every rank: rank 0 saves them."""
+        return hf_biases(self.model) if self._group.rank == 0 else {}
+
+    @property
+    def module(self) -> nn.Module:
+        return self.model
+
+    def views(self) -> Mapping[str, torch.Tensor]:
+        """This rank's rows of each parameter."""
+        self.model.reshard()  # type: ignore[operator]  # FSDP2 may still hold gathered weights
+        return {name: local_part(p).detach() for name, p in self.model.named_parameters()}
+
+    def sync_model(self) -> None:
+        """The optimiser has written the shards: nothing to do."""
+
+    def exported(self) -> dict[str, Tensor]:
+        """The full tensors that this rank publishes. Collective."""
+        return self._coded(self._full_tensors(self.views()))
+
+    def _coded(self, full_tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensor]:
+        kinds = [(self._weights, full_tensors), (LiveWeights.F32, self._others)]
+        return {
+            name: Tensor(str(kind), tuple(view.shape), encode(view, kind))
+            for kind, views in kinds
+            for name, view in views.items()
+        }
+
+    def base(self) -> dict[str, Tensor] | None:
+        """None: all weights are published."""
+        return None
+
+    def write(self, folder: Path) -> None:
+        """Write a Hugging Face directory, with one weights file per rank. Collective."""
+        group = self._group
+        tensors = self._full_tensors(self.views()) | {name: one.clone() for name, one in self._others.items()}
+        file = f"model-{group.rank + 1:05}-of-{group.size:05}.safetensors"
+        with group.propagate_errors("weights"):
+            save_tensors(tensors, folder / file)
+        there = group.all_gather((file, {name: one.nbytes for name, one in tensors.items()}))
+        with group.propagate_errors("weights"):
+            if group.rank == 0:
+                write_config_files(self.model.config, folder, dtype=self._weights, assets=self._assets)
+                where = {name: own for own, sizes in there for name in sizes}
+                write_index(where, sum(sum(sizes.values()) for _, sizes in there), folder)
+
+    def _full_tensors(self, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The full tensors that this rank gets, from all ranks' rows, by Hugging Face names and in the stored dtype.
+        Collective."""
+        found, kind = {}, stored_dtype(self._weights)
+        rows = {name: own.to(kind) for name, own in views.items()}
+        for parameter, full in self._group.gather(rows).items():
+            spec, flat = self._specs[parameter], full.flatten()
+            first = spec.start * math.prod(spec.shape[1:]) if spec.expert else 0
+            for one in self.named[parameter]:
+                if first <= one.start and one.stop <= first + len(flat):
+                    found[one.name] = flat[one.start - first : one.stop - first].view(one.shape)
+        return found

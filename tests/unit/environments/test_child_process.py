@@ -1,0 +1,73 @@
+"""A process that cannot outlive this one, and what is left where it cannot be had."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from etude.environments.child_process import ChildProcess
+from etude.errors import MachineError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="bound processes need Linux")
+
+
+def said() -> int:
+    return os.memfd_create("said", os.MFD_CLOEXEC)
+
+
+def test_a_process_ends_when_it_is_closed_and_what_it_said_is_kept():
+    async def main() -> None:
+        process = ChildProcess(["sh", "-c", "echo here >&2; exec sleep 1000"], log_fd=said(), fds=())
+        async with asyncio.timeout(20):
+            while process.log_tail() != "here":  # noqa: ASYNC110 - the kernel tells nobody
+                await asyncio.sleep(0.01)
+        assert process.is_alive
+        await process.close()
+        await process.close()
+        assert not process.is_alive
+        assert not Path(f"/proc/{process.pid}").exists()
+
+    asyncio.run(main())
+
+
+def test_a_process_that_cannot_be_watched_is_not_left(monkeypatch):
+    started: list[int] = []
+
+    def refuse(pid: int, flags: int = 0) -> int:
+        started.append(pid)
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    with pytest.raises(MachineError, match="sleep could not be started"):
+        ChildProcess(["sleep", "1000"], log_fd=said(), fds=())
+    assert not Path(f"/proc/{started[0]}").exists()
+
+
+def test_a_process_ends_with_a_parent_that_is_killed():
+    code = (
+        "import os, time\n"
+        "from etude.environments.child_process import ChildProcess\n"
+        "process = ChildProcess(['sh', '-c', 'exec sleep 1000'], log_fd=os.memfd_create('said'), fds=())\n"
+        "while 'sleep' not in open(f'/proc/{process.pid}/comm').read():\n"
+        "    time.sleep(0.01)\n"
+        "print(process.pid, flush=True)\n"
+        "time.sleep(1000)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pidfd = os.pidfd_open(int(parent.stdout.readline()))
+        parent.kill()
+    try:
+        assert select.select([pidfd], [], [], 20.0)[0], "it was ended by the kernel"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        os.close(pidfd)
