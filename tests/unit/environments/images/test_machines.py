@@ -22,7 +22,7 @@ from etude.environments.agent.program import BUILT
 from etude.environments.images import BadSource, ImageStore, build_from_directory
 from etude.environments.images.dockerfile_build import build_from_dockerfile
 from etude.environments.images.layers import ChangeExporter
-from etude.environments.namespace.images import State
+from etude.environments.namespace.images import ImageState
 from etude.environments.network.build_network import PACKAGES, build_network_of
 from etude.environments.network.packages import Packages
 from etude.errors import InputError, MachineError
@@ -298,10 +298,15 @@ def test_a_foreign_snapshot_reaches_nothing_but_the_machines_root(store):
 
     async def test(runtime):
         image = store.get("base").image
-        snapshot = await runtime.unpack(State(image, b"", layer).pack())
+        snapshot = await runtime.unpack(ImageState(image, b"", layer).pack())
         with pytest.raises(MachineError, match="is a circular link or a mount"):
             await runtime.fork(snapshot, 1)
-        for bad in (b"", b"x" * 100, State(image, b"", b"")._replace(tree=b"x").pack(), State(image, b"", b"x").pack()):
+        for bad in (
+            b"",
+            b"x" * 100,
+            ImageState(image, b"", b"")._replace(tree=b"x").pack(),
+            ImageState(image, b"", b"x").pack(),
+        ):
             with pytest.raises((ValueError, MachineError)):
                 await runtime.fork(await runtime.unpack(bad), 1)
 
