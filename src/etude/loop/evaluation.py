@@ -25,7 +25,7 @@ from etude.records import Outcome, RolloutSpec
 from etude.records.task import Split
 from etude.rewards import Composition
 from etude.run import RunFolder
-from etude.scratch import OwnFolder
+from etude.scratch import ScratchDirectory
 from etude.seams import TaskSource
 from etude.telemetry import Telemetry
 
@@ -159,7 +159,7 @@ async def evaluate_checkpoint(
     the step of the checkpoint's version. `out`: folder for the rollouts; None: they are not kept. `each` is called
     after every rollout."""
     version, config = checkpoint_version(checkpoint), without_remote_engines(config)
-    with OwnFolder("eval") as scratch:
+    with ScratchDirectory("eval") as scratch:
         run = RunFolder.create(scratch / "run", config_toml=to_toml(config), seed=config.seed)
         telemetry = Telemetry(run / "events" / "conductor.jsonl", process="conductor")
         await run_in_thread(functools.partial(copy_start_checkpoint, checkpoint, run, telemetry))

@@ -24,7 +24,7 @@ from etude.loop.ranks import MET, RankProgress, exit_with_error, join_group, pro
 from etude.numerics.parallel import RankLost
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
-from etude.training.sharded.mesh import reach
+from etude.training.sharded.mesh import connect_store
 
 POLL = timedelta(seconds=30)
 _SEAL_BYTES = len(sign(b"", b""))
@@ -81,9 +81,11 @@ def main() -> None:
     name = f"learner-rank-{args.rank}"
     telemetry = Telemetry(run / "events" / f"{name}.jsonl", process=name)
     try:
-        store = reach(*parse_address(args.at))
+        store = connect_store(*parse_address(args.at))
         _wait_for_key(store, MET)
-        report = RankProgress(reach(*parse_address(args.at)), args.rank, config.learner.ranks, progress_limit_s(config))
+        report = RankProgress(
+            connect_store(*parse_address(args.at)), args.rank, config.learner.ranks, progress_limit_s(config)
+        )
         report.call = "start"
         report.watch(exit_with_error)
         group = join_group(config, store=store, rank=args.rank)

@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from etude.errors import CheckpointError
-from etude.file_checksums import files_in
+from etude.file_checksums import files_in, verify_files
 from etude.models.attention import Cache, Packed
 from etude.models.checkpoint import atomic_directory, load_tensors, save_tensors
 from etude.models.transformer import Transformer
