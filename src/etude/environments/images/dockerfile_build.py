@@ -173,6 +173,7 @@ class _Build:
                 raise InputError(f"the Dockerfile has no ARG {name[:40]}", hint=hint)
 
     def find(self, name: str) -> Stage:
+        """Return the stage with a name or number. Raises `InputError`."""
         for number, stage in enumerate(self.file.stages):
             if name.lower() in (stage.name, str(number)) and name:
                 return stage
