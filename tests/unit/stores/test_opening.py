@@ -1,4 +1,4 @@
-"""Places, and what comes of them."""
+"""Opening stores from paths and URLs."""
 
 from __future__ import annotations
 

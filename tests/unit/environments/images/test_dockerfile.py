@@ -1,4 +1,4 @@
-"""Dockerfiles: the subset is followed, everything else is an error with its line."""
+"""Dockerfiles: supported instructions work, all others are errors with their line."""
 
 from __future__ import annotations
 
