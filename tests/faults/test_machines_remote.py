@@ -1,4 +1,4 @@
-"""What remote machines must withstand: connections that break, answers that are lost, servers and clients that die."""
+"""Remote machines with faults: broken connections, lost responses, killed servers and clients."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ asyncio.run(main())
 
 
 class Relay:
-    """A TCP relay to a server: its connections can be cut, and it can lose the answers to what it has passed on."""
+    """A TCP relay to a server that can cut connections and lose responses."""
 
     def __init__(self, url: str) -> None:
         self._port = int(url.rpartition(":")[2])
@@ -88,7 +88,7 @@ class Relay:
 
 @contextlib.asynccontextmanager
 async def relayed(*, plain: bool) -> AsyncIterator[tuple[RemoteRuntime, Relay, SandboxManager]]:
-    """A runtime whose server is behind a relay; `plain`: without what is ours, as a stranger's."""
+    """A runtime whose server is behind a relay. `plain`: a server without etude's extensions."""
     behind = opened("namespace", NamespaceRuntime)
     app = create_app(behind, Keyring({"tests": Quota(key=KEY)}))
     if plain:
@@ -240,7 +240,7 @@ def start_server(tmp_path: Path, port: int = 0) -> tuple[subprocess.Popen[str], 
 
 
 def sleepers(seconds: str) -> list[psutil.Process]:
-    """Who sleeps for so long, in whatever machine."""
+    """The processes that sleep for so long, in all machines."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

@@ -1,5 +1,5 @@
-"""What virtual machines must withstand: QEMU or the host killed, guests that hang, flood, fill their disk, or crash.
-And what a fork in mid-run must and must not share."""
+"""Virtual machines with faults: killed QEMU or host, guests that hang, flood, fill their disk, or crash; and what a
+fork of a running machine must and must not share."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ async def shell(machine: Machine, script: str, key: str, **options: Any) -> Exec
 
 
 def children() -> set[int]:
-    """The QEMUs of this process."""
+    """The QEMU processes of this process."""
     listed = subprocess.run(["pgrep", "-P", str(os.getpid()), "qemu-system"], capture_output=True, text=True)
     return set(map(int, listed.stdout.split()))
 
 
 @contextlib.contextmanager
 def ends_within(pids: set[int], seconds: float):
-    """What happens inside ends these processes, that late at most."""
+    """Check that these processes end in the `with` block, or shortly after it."""
     ends = [os.pidfd_open(pid) for pid in pids]
     try:
         yield
@@ -85,7 +85,7 @@ def test_a_machine_whose_qemu_is_killed_is_dead_by_its_own_doing_and_others_live
 
 
 async def mine(machine: Machine) -> set[int]:
-    """The QEMU that a machine runs in: the one that spends time while the machine does."""
+    """The QEMU process of a machine: the one that uses CPU time while the machine does."""
 
     def spent() -> dict[int, int]:
         return {pid: _ticks(pid) for pid in children()}
@@ -211,7 +211,7 @@ def test_siblings_have_their_own_random_numbers_names_and_the_time_of_day():
 
 
 async def past(machine: Machine, key: str) -> tuple[int, float]:
-    """(number of the next process, seconds that the machine says it has been up)."""
+    """Return (id of the next process, uptime of the machine in seconds)."""
     number, up_s = (await shell(machine, "echo $$; cut -d ' ' -f 1 /proc/uptime", key)).output.split()
     return int(number), float(up_s)
 
@@ -244,7 +244,7 @@ while True:
 """
 
     async def later(machine: Machine, than: int) -> int:
-        """What it counts to, once that is more."""
+        """Wait until the counter has increased, and return it."""
         async with asyncio.timeout(30):
             while (now := int(await machine.read("n"))) <= than:  # noqa: ASYNC110 - in a guest
                 await asyncio.sleep(0.02)  # its one processor is for counting, not for answering

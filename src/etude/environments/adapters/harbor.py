@@ -61,10 +61,12 @@ class EtudeEnvironment(BaseEnvironment):
 
     @staticmethod
     def type() -> str:
+        """The name of this environment."""
         return "etude"
 
     @property
     def capabilities(self) -> EnvironmentCapabilities:
+        """What Harbor can request: machines have no network."""
         return EnvironmentCapabilities(disable_internet=True)
 
     def _validate_definition(self) -> None:

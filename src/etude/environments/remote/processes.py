@@ -220,9 +220,8 @@ class Processes:
             raise RpcError(Code.RESOURCE_EXHAUSTED, facts, hint="request less output, or fork another machine")
         self._running[process.key] = process
         if process.exact is not None and not process.exact.tell:
-            process.log_start(
-                0
-            )  # the client waits for it before it sends input, and gets no other event before the end
+            # the client waits for it before it sends input, and gets no other event before the end
+            process.log_start(0)
         process.task = asyncio.create_task(self._run(process, deadline_s))
         return process
 
@@ -275,10 +274,10 @@ class Processes:
     async def signal(self, process: Process, name: str) -> None:
         """Send TERM or KILL to a process and its group. Raises `RpcError`."""
         program = 'kill -s "$1" -- "-$2" 2>/dev/null || exec kill -s "$1" "$2"'
-        words = ["sh", "-c", program, "sh", name, str(process.pid)]
+        args = ["sh", "-c", program, "sh", name, str(process.pid)]
         try:
             key = f"kill-{secrets.token_hex(8)}"
-            done = await self._machine.exec(words, key=key, deadline_s=10.0, user=process.user)
+            done = await self._machine.exec(args, key=key, deadline_s=10.0, user=process.user)
         except MachineError as error:
             raise RpcError(Code.UNAVAILABLE, error.what, hint=error.hint) from None
         if done.exit_code:

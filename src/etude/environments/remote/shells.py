@@ -187,13 +187,13 @@ class Shells:
             shell.close()
 
 
-def quote(word: str) -> str:
+def quote(arg: str) -> str:
     """Quote an argument for a shell.
 
-    >>> quoted("it's")
+    >>> quote("it's")
     "'it'\\\\''s'"
     """
-    return "'" + word.replace("'", "'\\''") + "'"
+    return "'" + arg.replace("'", "'\\''") + "'"
 
 
 async def _until_none(lines: asyncio.Queue[bytes | None]) -> AsyncIterator[bytes]:

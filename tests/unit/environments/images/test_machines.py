@@ -1,4 +1,4 @@
-"""Machines of images, with real namespaces: the image stays as it is; what changes is the machine's, and can be had."""
+"""Machines with images, in real namespaces: the image is never changed, and changes of a machine can be exported."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROGRAMS = ("sh", "cat", "ls", "id", "rm", "mkdir", "mv", "stat", "touch", "slee
 
 
 def host_root(folder: Path, programs: Sequence[str] = PROGRAMS) -> Path:
-    """A root filesystem of a few of this host's programs and the libraries they need."""
+    """Make a root filesystem from some programs of this host and their libraries."""
     for name in programs:
         program = shutil.which(name)
         if program is None:
@@ -346,7 +346,7 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("user", [["--map-root-user"], ["--map-user=1000", "--map-group=1000"]])
 def test_without_privilege_it_is_the_same_but_for_one_user(store, tmp_path, user):
-    """In a user namespace with one user: root without the right to make others, and nobody in particular."""
+    """In a user namespace with a single user."""
     host_root(tmp_path / "root")
     command = ["unshare", "--user", *user, sys.executable, "-c", WITHOUT_PRIVILEGE, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
