@@ -35,9 +35,9 @@ def newest_run() -> RunFolder:
         except RunError as error:
             errors.append(error)
             continue
-        for error in errors:
-            facts = f": {error.facts}" if error.facts else ""
-            print(f"skipped: {error.what}{facts}; using {run.path}", file=sys.stderr)
+        for skipped in errors:
+            facts = f": {skipped.facts}" if skipped.facts else ""
+            print(f"skipped: {skipped.what}{facts}; using {run.path}", file=sys.stderr)
         return run
     if errors:
         raise errors[0]

@@ -63,10 +63,10 @@ def apt_sources(folder: str | os.PathLike[str] = "/etc/apt") -> list[AptSource]:
                 found.append(AptSource(fields[1], fields[2], signed[1] if signed else ""))
     for path in sorted((at / "sources.list.d").glob("*.sources")):
         for stanza in re.split(r"\n\s*\n", re.sub(r"(?m)^#.*\n", "", _text(path))):
-            fields = {k.lower(): v.split() for k, v in re.findall(r"(?m)^([A-Za-z-]+):[ \t]*(.*)$", stanza)}
-            if "deb" in fields.get("types", ()) and "main" in fields.get("components", ()):
-                keyring = next((k for k in fields.get("signed-by", ()) if k.startswith("/")), "")
-                found += [AptSource(u, s, keyring) for u in fields.get("uris", ()) for s in fields.get("suites", ())]
+            entries = {k.lower(): v.split() for k, v in re.findall(r"(?m)^([A-Za-z-]+):[ \t]*(.*)$", stanza)}
+            if "deb" in entries.get("types", ()) and "main" in entries.get("components", ()):
+                keyring = next((k for k in entries.get("signed-by", ()) if k.startswith("/")), "")
+                found += [AptSource(u, s, keyring) for u in entries.get("uris", ()) for s in entries.get("suites", ())]
     return found
 
 
