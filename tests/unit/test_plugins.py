@@ -18,7 +18,7 @@ import torch
 from etude import cli
 from etude.config import Plugin, build, load, plugins_in, to_plain, to_toml, with_digests
 from etude.errors import ConfigError, Exit, PluginError, PluginRefused, RunRefused, TaskError
-from etude.harness import Ask, Call, Episode, HarnessConfig, Workbench, standard_tools
+from etude.harness import Call, Episode, HarnessConfig, RequestOptions, Workbench, standard_tools
 from etude.harness.programs import run_plugin
 from etude.loop.config import RunConfig, check_same_plugins, open_tasks
 from etude.models.config import OWN_FAMILIES
@@ -120,7 +120,7 @@ def test_a_config_names_a_plugin_by_its_path_or_with_a_table_of_its_settings(tmp
     ("given", "says"),
     [
         ("pop", "learner.policy_loss = 'pop' is unknown\n  hint: did you mean 'ppo'?"),
-        ({"clip": 1}, "learner.policy_loss.kind: expected the import path of a plug-in"),
+        ({"clip": 1}, "learner.policy_loss.kind: expected the name or the import path of a plug-in"),
         ({"kind": "ppo", "clip_low": 0.1}, "unknown key 'learner.policy_loss.clip_low'"),
         ({"kind": "no path"}, "learner.policy_loss = 'no path' is unknown"),
     ],
@@ -536,7 +536,7 @@ class Own:
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ("return 3", "run returned int, and text is wanted"),
+        ("return 3", "run returned int, not str"),
         ("return {}['x']", "run raised KeyError: 'x'"),
         ("await asyncio.sleep(1000)", "run has not returned within"),
     ],
@@ -617,14 +617,14 @@ class Own:
 def episode_of(policy: Policy, limits: HarnessConfig, chat: object = None) -> Episode:
     files = {"calc.py": "x = 1\n"}
     task = Task(source="s", split=Split.TRAIN, index=0, family="f", instruction="i", files=files, exports=("calc.py",))
-    machine, options = MemoryMachine({}), Ask(session_id="s", seed=0)
+    machine, options = MemoryMachine({}), RequestOptions(session_id="s", seed=0)
     return Episode(task, machine, policy=policy, chat=chat, tools=standard_tools(), limits=limits, options=options)
 
 
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ("return 3", "run returned int, and None is wanted"),
+        ("return 3", "run returned int, not None"),
         ("return {}['x']", "run raised KeyError: 'x'"),
         ("raise TimeoutError('mine')", "run raised TimeoutError: mine"),
         ("await asyncio.sleep(1000)", "run has not returned within"),

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from etude.errors import EngineError
 from etude.inference.config import EngineKind
-from etude.inference.foreign.environment import MAKES, VLLM, environment
-from etude.inference.foreign.install import install, size_bytes
-from etude.inference.started import started
+from etude.inference.external.environment import SERVER_KINDS, VLLM, environment
+from etude.inference.external.install import install, size_bytes
+from etude.inference.temporary_engine import temporary_engine
 from etude.records.completion import CompletionRequest, Sampling
 from etude.scratch import ScratchDirectory
 
@@ -20,9 +20,9 @@ MAX_LOGPROB_DIFFERENCE = 1e-3  # for float32 and a model with two layers
 
 def install_kind(args: argparse.Namespace) -> None:
     """Create a virtual environment with an engine, and print each step."""
-    make = MAKES[EngineKind(args.kind)]
+    make = SERVER_KINDS[EngineKind(args.kind)]
     where = environment(args.folder, make)
-    mark = install(where, args.device, said=lambda line: print(line, flush=True))
+    mark = install(where, args.device, report=lambda line: print(line, flush=True))
     print(f"{make.name} {make.version} for {mark.device} is ready in {where.folder}")
     if not make.pins[mark.device]["tested"]:
         print(f"etude's adapter is not tested with this build; to check it: etude engines check {make.key}")
@@ -33,7 +33,7 @@ def install_kind(args: argparse.Namespace) -> None:
 def list_engines(args: argparse.Namespace) -> None:
     """Print a line for each kind of engine: version, device, size and folder."""
     print("reference  built in")
-    makes = [make for make in MAKES.values() if args.folder is None or environment(args.folder, make).version]
+    makes = [make for make in SERVER_KINDS.values() if args.folder is None or environment(args.folder, make).version]
     for make in makes or [VLLM]:
         where = environment(args.folder, make)
         mark, version = where.mark, where.version
@@ -50,7 +50,7 @@ def check(args: argparse.Namespace) -> None:
     """Test everything that a run needs from an engine, with a tiny model. Raises `EngineError`."""
     kind, arguments = EngineKind(args.kind), list[str]()
     if kind is not EngineKind.REFERENCE:
-        where = environment(args.folder, MAKES[kind])
+        where = environment(args.folder, SERVER_KINDS[kind])
         where.require()
         arguments = ["--environment", str(where.folder)]
     with ScratchDirectory("check") as folder:
@@ -72,7 +72,7 @@ async def _check(kind: EngineKind, where: Sequence[str], folder: Path) -> None:
     channel, text, version = Channel(DirectoryStore(folder / "store")), list(range(1, 65)), None
     save_model(Transformer(sizes, seed=0), folder / "model", dtype="f32")
     arguments = [*where, "--store", str(folder / "store"), "--context-tokens", "256"]
-    async with started(folder / "model", folder, *arguments, kind=kind) as running:
+    async with temporary_engine(folder / "model", folder, *arguments, kind=kind) as running:
         engine = running.engine
         print(f"starts: {', '.join((await engine.info()).capabilities)}")
         sampling = Sampling(max_tokens=32, stop_token_ids=())

@@ -8,9 +8,16 @@ import asyncio
 
 import aiohttp
 
-from etude.inference.membership import DRAIN, DrainRequest, Join, Roster, Standing, State, environment_token
-from etude.inference.registering import WAIT_S, Registration, answer_of, bearing
-from etude.inference.roster import roster_of
+from etude.inference.registry_client import WAIT_S, Registration, auth_headers, call_registry, fetch_roster
+from etude.inference.registry_messages import (
+    DRAIN,
+    DrainRequest,
+    JoinRequest,
+    RenewalAnswer,
+    Roster,
+    State,
+    environment_token,
+)
 
 
 def list_engines(args: argparse.Namespace) -> int:
@@ -36,26 +43,26 @@ def drain(args: argparse.Namespace) -> int:
 
 def join(args: argparse.Namespace) -> int:
     """Register an engine of any kind, and keep it registered until it is drained or this command is interrupted."""
-    request = Join(name=args.name, url=args.engine, region=args.region, standby=args.standby)
+    request = JoinRequest(name=args.name, url=args.engine, region=args.region, standby=args.standby)
     wait_s = WAIT_S if args.wait_s is None else args.wait_s
-    asyncio.run(_join(Registration(args.registry, request, token=environment_token(), wait_s=wait_s, runs=True)))
+    asyncio.run(_join(Registration(args.registry, request, token=environment_token(), wait_s=wait_s, must_answer=True)))
     print(f"{args.name} was drained")
     return 0
 
 
 async def _roster(registry: str) -> Roster:
-    async with aiohttp.ClientSession(headers=bearing(environment_token())) as session:
-        return await roster_of(session, registry)
+    async with aiohttp.ClientSession(headers=auth_headers(environment_token())) as session:
+        return await fetch_roster(session, registry)
 
 
 async def _drain(registry: str, name: str) -> None:
-    async with aiohttp.ClientSession(headers=bearing(environment_token())) as session:
-        await answer_of(session, registry, DRAIN, Standing, asked=DrainRequest(name=name))
+    async with aiohttp.ClientSession(headers=auth_headers(environment_token())) as session:
+        await call_registry(session, registry, DRAIN, RenewalAnswer, body=DrainRequest(name=name))
 
 
 async def _join(registration: Registration) -> None:
     try:
-        await registration.keep()
+        await registration.run()
     finally:
         await registration.leave()
 

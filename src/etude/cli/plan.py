@@ -242,7 +242,7 @@ def _engine_capacity(config: RunConfig) -> tuple[int, int]:
     engine = config.engine
     rooms = [(engine.max_sequences * engine.context_tokens, engine.max_sequences)]
     foreign = [config.foreign(kind) for kind in kinds - {EngineKind.REFERENCE}]
-    found = [(one.kv_room(engine), one.max_contexts(engine)) for one in foreign]
+    found = [(one.kv_capacity(engine), one.max_contexts(engine)) for one in foreign]
     return max([*found, *(rooms if EngineKind.REFERENCE in kinds else [])])
 
 

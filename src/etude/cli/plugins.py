@@ -6,7 +6,7 @@ import argparse
 
 from etude.config import Plugin, overridden
 from etude.errors import Exit, InputError, PluginRefused, nearest
-from etude.plugins import KINDS, Kind, found, identity, make
+from etude.plugins import KINDS, Kind, found, identity, import_path, make
 
 
 def list_kinds(args: argparse.Namespace) -> int:
@@ -42,6 +42,9 @@ def check(args: argparse.Namespace) -> int:
 
 def _kind_of(path: str, settings: dict[str, object]) -> Kind:
     """The only kind whose protocol a plug-in implements. Raises `PluginRefused`."""
+    for kind in KINDS:
+        if import_path(kind, path) != path:
+            return kind  # built in
     fits = []
     for kind, facts in KINDS.items():
         try:

@@ -74,7 +74,7 @@ def export(args: argparse.Namespace) -> int:
     if args.adapter and args.quantise != "none":
         raise InputError("--adapter with --quantise", "an adapter cannot be quantised", hint="remove one of them")
     path, at, step = args.source.rpartition("@")
-    settings = {"dtype": args.dtype, "quantise": Quantise(args.quantise), "said": partial(print, file=sys.stderr)}
+    settings = {"dtype": args.dtype, "quantise": Quantise(args.quantise), "log": partial(print, file=sys.stderr)}
     if at:
         if not step.isdigit():
             raise InputError(

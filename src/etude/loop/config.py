@@ -7,19 +7,19 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from etude import __version__
-from etude.config import Plugin, build, leaves, like, load, ranged, to_plain, with_digests
+from etude.config import BuiltIn, Plugin, build, leaves, like, load, ranged, to_plain, with_digests
 from etude.environments.config import MachinesConfig
 from etude.environments.images import ImageStore
 from etude.errors import ConfigError, ConfigUnreadable, RunError, RunRefused, StoreError
 from etude.experience.config import ExperienceConfig
 from etude.harness.config import HarnessConfig
-from etude.inference.config import EngineConfig, EngineKind, ForeignConfig
-from etude.inference.foreign.environment import MAKES
+from etude.inference.config import EngineConfig, EngineKind, ExternalEngineConfig
+from etude.inference.external.environment import SERVER_KINDS
 from etude.loop.parity import OverBudget, ParityConfig
 from etude.loop.task_images import with_built_images
 from etude.models.config import ModelConfig
@@ -34,6 +34,7 @@ from etude.tasks import open_source
 from etude.tasks.canaries import WithCanaries
 from etude.tasks.config import CorpusConfig, TasksConfig
 from etude.tasks.harbor import HarborSource
+from etude.trackers import BUILT_IN as TRACKERS
 from etude.training.config import LearnerConfig, LiveWeights, MidTrainingConfig
 
 MAX_ENGINES = 64
@@ -148,8 +149,8 @@ class RunConfig:
     harness: HarnessConfig = field(default_factory=HarnessConfig)
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
-    vllm: ForeignConfig = field(default_factory=ForeignConfig)
-    sglang: ForeignConfig = field(default_factory=ForeignConfig)
+    vllm: ExternalEngineConfig = field(default_factory=ExternalEngineConfig)
+    sglang: ExternalEngineConfig = field(default_factory=ExternalEngineConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
     experience: ExperienceConfig = field(default_factory=ExperienceConfig)
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
@@ -159,7 +160,7 @@ class RunConfig:
     stores: StoresConfig = field(default_factory=StoresConfig)
     retention: RetentionConfig = field(default_factory=RetentionConfig)
     evals: EvalsConfig = field(default_factory=EvalsConfig)
-    trackers: tuple[Plugin, ...] = ()  # further receivers of the run's numbers: `seams.Tracker`
+    trackers: tuple[Annotated[Plugin, BuiltIn(tuple(TRACKERS))], ...] = ()  # where metrics go, too: `seams.Tracker`
 
     def __post_init__(self) -> None:
         if self.numerics.mode is Mode.EXACT and self.engine.dtype is not self.learner.dtype:
@@ -190,7 +191,7 @@ class RunConfig:
         """Refuse engine kinds that cannot compute what `[numerics]` asks for. Raises `ConfigError`, `ValueError`."""
         what = f"fleet.engines = {list(map(str, self.fleet.engines))}"
         for kind in sorted({*self.fleet.engines} - {EngineKind.REFERENCE}):
-            foreign, make = self.foreign(kind), MAKES[kind].name
+            foreign, make = self.foreign(kind), SERVER_KINDS[kind].name
             if not foreign.max_contexts(self.engine):
                 raise ValueError(
                     f"{kind}.kv_tokens = {foreign.kv_tokens} cannot hold one full context: "
@@ -293,7 +294,7 @@ class RunConfig:
             return int(self.engine.device != "cpu")
         return self.foreign(kind).devices
 
-    def foreign(self, kind: EngineKind) -> ForeignConfig:
+    def foreign(self, kind: EngineKind) -> ExternalEngineConfig:
         """The settings of vLLM or SGLang engines."""
         return self.vllm if kind is EngineKind.VLLM else self.sglang
 

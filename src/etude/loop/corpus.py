@@ -64,11 +64,11 @@ def build(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
         )
     chat = ChatFormat.load(run / "tokenizer")
     signatures = standard_tools(config.harness.tools).signatures
-    documents = [chat.whole(talk, signatures) for talk in talks]
+    documents = [chat.encode_conversation(talk, signatures) for talk in talks]
     documents += [chat.document("".join(some)) for some in _batched(code, CODE_PER_DOCUMENT)]
     documents += [chat.document(text) for text in chain(library, own)]
     random.Random(f"corpus {config.seed}").shuffle(documents)
-    write_corpus(run / "corpus", documents, heldout=[chat.whole(talk, signatures) for talk in heldout])
+    write_corpus(run / "corpus", documents, heldout=[chat.encode_conversation(talk, signatures) for talk in heldout])
     telemetry.event("corpus.done", documents=len(documents), tokens=sum(len(d) for d in documents))
 
 

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from etude.config import to_plain
 from etude.dashboard import RunView, summarise, write_report
 from etude.errors import EtudeError
 from etude.evals import EvalResult
@@ -33,10 +34,10 @@ from etude.loop.preflight import used_splits
 from etude.loop.processes import EXIT_RESTART, KEEP_MEMORY_ENV, Child, Supervisor
 from etude.loop.rpc import ProcessLost
 from etude.loop.run_processes import RunProcesses, open_processes
-from etude.loop.tracking import tracked
 from etude.records.task import Split
 from etude.run import RunFolder, write_durably
 from etude.telemetry import Telemetry
+from etude.trackers.tracking import tracked
 
 Phase = Callable[[], Awaitable[Mapping[str, Any]]]
 
@@ -50,7 +51,7 @@ async def run_phases(
     telemetry.event("session")
     watching = asyncio.create_task(usage.log_usage(supervisor.usage, telemetry), name="usage")
     try:
-        async with tracked(run, config, telemetry):
+        async with tracked(run, config.trackers, to_plain(config), telemetry):
             preparing = {"corpus": "etude.loop.corpus", "mid-training": "etude.loop.mid_training"}
             if config.start is not None:
                 await _phase(run, telemetry, "corpus", functools.partial(_adopt_start, run, config, telemetry))

@@ -23,12 +23,12 @@ from etude import __version__
 from etude.config import Plugin, plugins_in
 from etude.errors import ConfigError, EtudeError, TaskError
 from etude.inference.config import EngineKind
-from etude.inference.foreign.environment import MAKES, environment
+from etude.inference.external.environment import SERVER_KINDS, environment
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.devices import gpus_of
 from etude.loop.preflight import validate_tasks
 from etude.plugins import CHECK_S as PLUGINS_S
-from etude.plugins import check_all
+from etude.plugins import Kind, check_all, kind_at
 
 ROLES = ("learner", "engine", "worker", "grader")
 CHECK_S = 60.0  # deadline of a node's check
@@ -114,14 +114,15 @@ def check(config: RunConfig, runs: Path) -> None:
     mark = runs.absolute() / f".seen-{secrets.token_hex(8)}"
     named = [str(config.tasks.source), config.machines.images]
     kinds = {*config.fleet.engines} - {EngineKind.REFERENCE}
-    named += [str(environment(config.foreign(kind).environment, MAKES[kind]).folder) for kind in kinds]
+    named += [str(environment(config.foreign(kind).environment, SERVER_KINDS[kind]).folder) for kind in kinds]
     files: dict[str, str | None] = {str(Path(p).absolute()): None for p in named if p and Path(p).exists()}
     mark.write_text(mark.name)
     try:
         _check_nodes(ROLES, CHECK_S, _missing_on_node, {**files, str(mark): mark.name}, __version__)
     finally:
         mark.unlink()
-    if plugins := list(plugins_in(config)):
+    used = [(place, plugin) for place, plugin in plugins_in(config) if kind_at(place) is not Kind.TRACKER]
+    if plugins := used:  # trackers run beside the conductor only
         _check_nodes(("learner", "worker", "grader"), CHECK_S + PLUGINS_S, _plugin_problem, plugins, os.getcwd())
     _check_devices(config)
     _check_nodes(("worker", "grader"), PROVE_S, _task_problem, config, os.getcwd())

@@ -272,6 +272,12 @@ class TrackerContract(Contract):
             tracker.finish("finished")
         assert values == {"rl/loss": 1.0}, f"log changed its argument: {values}"
 
+    def test_values_may_be_nan_or_infinite_and_names_long(self) -> None:
+        with self.started() as tracker:
+            tracker.log(1, {"rl/loss": float("nan"), "rl/ratio_max": float("inf"), "rl/k3": float("-inf")})
+            tracker.log(1, {f"eval/during/by_family/{'a' * 400} (größer/ä)": 0.5})
+            tracker.finish("finished")
+
 
 class CorpusSourceContract(Contract):
     """Tests what mid-training relies on in a corpus source (`etude.tasks.corpus.CorpusSource`)."""
@@ -316,9 +322,9 @@ class ToolContract(Contract):
         """The output of a call, as in the agent loop."""
         from etude.environments.memory import MemoryMachine
         from etude.harness.commands import Call
-        from etude.harness.tools import ToolSet, Workbench, guarded
+        from etude.harness.tools import ToolSet, Workbench, plugin_tool
 
-        tool = guarded(self.name, self.make())
+        tool = plugin_tool(self.name, self.make())
         machine = MemoryMachine(self.FILES)
         bench = Workbench(machine, ("python", "tests.py"), {*self.FILES}, "contract", 5.0, 400)
         return asyncio.run(ToolSet((tool,)).run(Call(tool.signature.name, dict(arguments)), bench))
@@ -436,7 +442,15 @@ class HarnessContract(Contract):
     def played(self, script: Script | None, *, max_turns: int = 6) -> AgentRun:
         """Run the program with a script instead of a model; None: with an engine that fails."""
         from etude.environments.memory import MemoryMachine
-        from etude.harness import SPECIAL_TOKENS, Ask, ChatFormat, Episode, HarnessConfig, chat_template, standard_tools
+        from etude.harness import (
+            SPECIAL_TOKENS,
+            ChatFormat,
+            Episode,
+            HarnessConfig,
+            RequestOptions,
+            chat_template,
+            standard_tools,
+        )
         from etude.harness.programs import run_plugin
         from etude.rollouts import ScriptedPolicy
         from etude.training.tokenizer import train_tokenizer
@@ -448,7 +462,7 @@ class HarnessContract(Contract):
         limits = HarnessConfig(max_turns=max_turns, context_tokens=4096)
         policy = _NoEngine() if script is None else ScriptedPolicy(script, chat)
         machine = MemoryMachine({path: text.encode() for path, text in self.TASK.files.items()})
-        options, tools = Ask(session_id="contract", seed=0), standard_tools()
+        options, tools = RequestOptions(session_id="contract", seed=0), standard_tools()
 
         async def run() -> AgentRun:
             episode = Episode(self.TASK, machine, policy=policy, chat=chat, tools=tools, limits=limits, options=options)

@@ -14,7 +14,7 @@ from etude.evals.doctor.diagnosis import Verdict, examine
 from etude.evals.doctor.local import findings
 from etude.evals.doctor.sides import LearnerSide, ReferenceEngineSide
 from etude.evals.parity import Budget
-from etude.inference.watched import engine_results
+from etude.inference.operator_trace import engine_results
 from etude.models import ModelConfig, Transformer
 from etude.models.components import Routing, Scores
 from etude.models.packed_weights import PackedWeights

@@ -32,8 +32,8 @@ from etude.evals.parity import Budget
 from etude.inference.app import build_app
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
+from etude.inference.operator_trace import as_tensor, as_wire
 from etude.inference.server import _parser
-from etude.inference.watched import as_tensor, as_wire
 from etude.inference.wire import OperatorResult
 
 BUDGET = Budget(k3=1e-9, ratio_p99=1e-3)

@@ -10,8 +10,10 @@ from typing import Any, get_type_hints
 import pytest
 
 from etude import cli
-from etude.config import build
+from etude.config import arguments, build
 from etude.loop.config import RunConfig
+from etude.plugins import found
+from etude.trackers import BUILT_IN
 
 GUIDES = Path(__file__).parents[3] / "docs" / "guides"
 
@@ -90,3 +92,11 @@ def test_what_is_said_to_fit_eight_gpus_fits_them_by_the_plan(tmp_path, capsys, 
     assert found["engine_memory"]["fits"]
     (line,) = [line for line in guide.splitlines() if line.startswith("| ") and row in line]
     assert line.endswith(f"| {cells[0]:.1f} GB | {cells[1]:.1f} GB | {found['step_s']:.0f} s |")
+
+
+def test_each_tracker_of_the_guide_is_a_config_with_settings_that_it_has():
+    blocks = re.findall(r"```toml\n(.*?)```", (GUIDES / "trackers.md").read_text(), re.DOTALL)
+    named = [tracker for text in blocks for tracker in build(RunConfig, tomllib.loads(text)).trackers]
+    assert {tracker.path for tracker in named} == {*BUILT_IN}
+    for tracker in named:
+        arguments(found(BUILT_IN[tracker.path]), tracker.settings, "trackers")

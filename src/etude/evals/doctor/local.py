@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from etude.errors import EngineError
-from etude.inference.watched import Results
+from etude.inference.operator_trace import Results
 from etude.models import ModelConfig, Packed, Transformer, hf_views
 from etude.numerics import Native
 from etude.records.completion import missing_route

@@ -19,7 +19,7 @@ from etude.errors import EngineError
 from etude.evals.doctor.sides import EngineSide, Sampled, sample_ways
 from etude.inference.client import HttpEngine
 from etude.inference.errors import MalformedRequest
-from etude.inference.watched import Results, as_tensor
+from etude.inference.operator_trace import Results, as_tensor
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ import torch
 
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
-from etude.inference.watched import CHUNK, Results, engine_results
+from etude.inference.operator_trace import CHUNK, Results, engine_results
 from etude.models import Packed, Transformer
 from etude.records.completion import Completion, CompletionRequest, Sampling, Version
 from etude.seams import Engine

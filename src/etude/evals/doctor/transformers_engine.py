@@ -14,7 +14,7 @@ from torch import nn
 
 from etude.errors import CheckpointError, EngineError
 from etude.evals.doctor.sides import Sampled
-from etude.inference.watched import Results
+from etude.inference.operator_trace import Results
 from etude.numerics.sampling import sample
 
 Take = Callable[[Any], torch.Tensor]
