@@ -214,7 +214,7 @@ async def _exec(
     stdin: bool,
     env: Mapping[str, str] = MappingProxyType({}),
 ) -> int | None:
-    """Run a command and copy its output to stdout and stderr; with `stdin` also our standard input to the command.
+    """Run a command and copy its output to stdout and stderr; with `stdin` also copy standard input to the command.
     Returns its exit code, or None at the deadline."""
 
     def write(event: ProcessStarted | OutputChunk) -> None:
