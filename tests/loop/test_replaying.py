@@ -133,7 +133,7 @@ def test_another_torch_or_chip_is_told_and_the_step_is_redone_all_the_same(
     assert replay_step(copied, 1).computed_by.keys() == {"torch"}
     assert cli.main(["replay", str(copied.path), "1"]) == 0
     said = capsys.readouterr().out
-    assert "torch: the run had 1.13.1, here is" in said
+    assert "torch: 1.13.1 in the run," in said
     assert "identical to the bit" in said
 
 

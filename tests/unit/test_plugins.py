@@ -266,7 +266,7 @@ class Negative:
         return Corrected(-log_ratio_R.exp(), log_ratio_R.exp())
 """
     )
-    with pytest.raises(PluginError, match="cannot be used") as error:
+    with pytest.raises(PluginError, match="returned an invalid result") as error:
         LearnerPlugins().corrected(Plugin(f"{name}:Negative"), torch.zeros(3), torch.zeros(3, dtype=torch.int64))
     assert "the least of weight_R is -1, below 0" in error.value.facts
 

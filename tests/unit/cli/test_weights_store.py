@@ -55,7 +55,7 @@ def test_checkpoints_travel_through_a_store_into_a_directory(steps, capsys) -> N
         assert "times smaller than the weights" in capsys.readouterr().out
     assert main(["weights", "follow", "store", "--apply", "live", "--once"]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[0].endswith("held by live, proven")
+    assert said[0].endswith("live has it, verified")
     assert said[1].startswith("v000003-")
     assert "lists of" in said[1]
     assert holds("live", "c3")
@@ -638,10 +638,10 @@ def test_what_garbage_collection_deleted_does_not_lie_there_still(steps, capsys)
         Path(f"store/objects/policy/{stray}").write_bytes(b"of a publish that was killed")
     assert main(["weights", "gc", "store", "--keep", "0s"]) == 0
     assert "0 keys deleted" in (said := capsys.readouterr().out)
-    assert "2 keys belong to nothing yet" in said
+    assert "2 keys belong to no version yet" in said
     assert main(["weights", "gc", "store", "--keep", "0s"]) == 0
     assert "2 keys deleted" in (said := capsys.readouterr().out)
-    assert "0 keys belong to nothing yet" in said
+    assert "0 keys belong to no version yet" in said
 
 
 @pytest.mark.parametrize(("command", "reads"), [("publish", False), ("gc", False), ("point", False), ("follow", True)])

@@ -371,7 +371,7 @@ def test_what_does_not_fit_fails_and_says_what_would(tmp_path, capsys):
     assert "$" not in printed
     assert "error: not enough memory: a rank of the learner needs" in error
     assert "would fit: learner.ranks = 16 and learner.recompute = true | adapters: learner.lora_rank = 32" in error
-    assert "a device of an engine holds" in error
+    assert "a device of an engine needs" in error
     assert "--engine-ranks " in error
     argv += ["--learner-ranks", "16", "--set", "learner.recompute=true", "--engine-ranks", "4"]
     assert cli.main(argv) == 0, capsys.readouterr().err
@@ -469,7 +469,7 @@ def test_a_machine_that_cannot_be_measured_keeps_its_cause(tmp_path, capsys):
     assert "hint" not in first
     assert f"no tokeniser in {tmp_path}" in first
     assert hint.startswith("  hint: ")
-    assert hint.endswith("; or name hardware: --hardware h200")
+    assert hint.endswith("; or give the hardware: --hardware h200")
 
 
 @pytest.mark.parametrize(

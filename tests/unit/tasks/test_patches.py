@@ -75,7 +75,7 @@ BAD = {
     "--- a/none\n+++ b/none\n@@ -1 +1 @@\n-x\n+y\n": "no such text file",
     "--- a/a\n+++ b/a\n@@ -1,9 +1,9 @@\n x\n": "ends early",
     "hello\n": "changes nothing",
-    'diff --git "a/\\430" "b/\\430"\n': "no UTF-8",
+    'diff --git "a/\\430" "b/\\430"\n': "not UTF-8",
 }
 
 

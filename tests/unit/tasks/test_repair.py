@@ -179,7 +179,7 @@ def test_several_functions_a_file_are_supported_and_impossible_sizes_refused() -
     source = RepairSource(seed=0, files=2, functions_per_file=2)
     problem = source.problem(Split.TRAIN, 3)
     assert [len(functions) for functions in problem.modules.values()] == [2, 2]
-    with pytest.raises(TaskError, match="no repository of 3 files with 11 functions each"):
+    with pytest.raises(TaskError, match="a repository of 3 files with 11 functions each"):
         RepairSource(seed=0, files=3, functions_per_file=11)
-    with pytest.raises(TaskError, match="no repository of 0 files"):
+    with pytest.raises(TaskError, match="a repository of 0 files"):
         RepairSource(seed=0, files=0)
