@@ -32,7 +32,7 @@ from etude.cli.locations import console
 from etude.environments.backends import BACKENDS, open_memory_bounded, open_runtime
 from etude.environments.images.store import ImageStore, default_store
 from etude.errors import EtudeError, Exit, InputError
-from etude.records.command import Printed, Started
+from etude.records.command import OutputChunk, ProcessStarted
 from etude.seams import Machine, Runtime
 
 T = TypeVar("T")
@@ -217,8 +217,8 @@ async def _exec(
     """Run a command and copy its output to stdout and stderr; with `stdin` also our standard input to the command.
     Returns its exit code, or None at the deadline."""
 
-    def write(event: Started | Printed) -> None:
-        if isinstance(event, Printed):
+    def write(event: ProcessStarted | OutputChunk) -> None:
+        if isinstance(event, OutputChunk):
             out = sys.stdout.buffer if event.stream == 1 else sys.stderr.buffer
             out.write(event.data)
             out.flush()
