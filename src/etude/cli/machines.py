@@ -232,7 +232,7 @@ async def _exec(
             output_bytes=0,
             env=env,
             user=user,
-            tell=write,
+            on_output=write,
         )
     except ValueError as error:
         raise InputError("the command cannot be run", str(error), hint="etude machines run --help") from None
