@@ -206,7 +206,8 @@ def write_task(folder: Path, split: str, digit: int, *, name: str) -> None:
 
 def mid_train_player(folder: Path, **sizes: int) -> Path:
     """A checkpoint that edits the right line to a random digit and submits."""
-    from etude.harness import SPECIAL_TOKENS, Call, ChatFormat, chat_template, standard_tools
+    from etude.harness import Call, ChatFormat, chat_template, standard_tools
+    from etude.harness.chat import SPECIAL_TOKENS
     from etude.harness.episode import assistant_message
     from etude.models import ModelConfig
     from etude.training import mid_train

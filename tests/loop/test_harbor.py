@@ -13,7 +13,8 @@ from tests.unit.tasks.test_harbor import IN_IMAGE, PROGRAMS, hello
 from etude.config import build, to_toml
 from etude.environments.images import ImageStore, build_from_directory
 from etude.errors import TaskError
-from etude.harness import SPECIAL_TOKENS, chat_template
+from etude.harness import chat_template
+from etude.harness.chat import SPECIAL_TOKENS
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.evaluation import baseline
 from etude.loop.preflight import preflight

@@ -9,26 +9,20 @@ A tool call is a command line, which takes few tokens and is easy for a small mo
 'no such tool: edti'
 """
 
-from etude.harness.chat import SPECIAL_TOKENS, ChatFormat, Reply, chat_template
+from etude.harness.chat import ChatFormat, chat_template
 from etude.harness.commands import Call, Signature, read_call
 from etude.harness.config import HarnessConfig
-from etude.harness.episode import AgentRun, Episode, EpisodeEnded, ModelTurn, RequestOptions
-from etude.harness.programs import Harness, run_agent, run_program
-from etude.harness.template import ChatError
+from etude.harness.episode import Episode, EpisodeEnded, ModelTurn, RequestOptions
+from etude.harness.programs import run_agent, run_program
 from etude.harness.tools import ToolSet, Workbench, standard_tools
 
 __all__ = [
-    "SPECIAL_TOKENS",
-    "AgentRun",
     "Call",
-    "ChatError",
     "ChatFormat",
     "Episode",
     "EpisodeEnded",
-    "Harness",
     "HarnessConfig",
     "ModelTurn",
-    "Reply",
     "RequestOptions",
     "Signature",
     "ToolSet",

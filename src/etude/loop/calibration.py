@@ -29,7 +29,8 @@ import torch
 
 from etude.config import load, to_toml
 from etude.errors import EtudeError
-from etude.harness import SPECIAL_TOKENS, ChatFormat, chat_template
+from etude.harness import ChatFormat, chat_template
+from etude.harness.chat import SPECIAL_TOKENS
 from etude.inference import EngineConfig
 from etude.inference.config import EngineKind
 from etude.inference.engine import ReferenceEngine

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from etude.environments.memory import MemoryMachine
 from etude.errors import EtudeError
-from etude.harness import SPECIAL_TOKENS, ChatFormat, chat_template, standard_tools
-from etude.harness.chat import Message
+from etude.harness import ChatFormat, chat_template, standard_tools
+from etude.harness.chat import SPECIAL_TOKENS, Message
 from etude.loop.config import RunConfig, open_tasks, read_config
 from etude.loop.processes import EXIT_RESTART
 from etude.records.task import Split

@@ -66,7 +66,7 @@ class PlainMachine:
         )
 
     async def _until(
-        self, process: asyncio.subprocess.Process, stdin: bytes, deadline_s: float, tell: OutputCallback | None
+        self, process: asyncio.subprocess.Process, stdin: bytes, deadline_s: float, on_output: OutputCallback | None
     ) -> tuple[bytes, bool]:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -78,8 +78,8 @@ class PlainMachine:
             async with asyncio.timeout(deadline_s):
                 while data := await process.stdout.read(65_536):
                     output += data
-                    if tell is not None:
-                        tell(OutputChunk(1, data))
+                    if on_output is not None:
+                        on_output(OutputChunk(1, data))
                 await process.wait()
         except TimeoutError:
             timed_out = True

@@ -237,10 +237,12 @@ async def _run_programs(
     return why or "it got nothing"
 
 
-async def _run(program: str, machine: Machine, facts: Mapping[str, Any], stage: Stage, tell: Any = None) -> ExecResult:
+async def _run(
+    program: str, machine: Machine, facts: Mapping[str, Any], stage: Stage, on_output: Any = None
+) -> ExecResult:
     module, _, function = program.partition(".")
     command = ["python", "-m", "programs", module, function, json.dumps(dict(facts))]
-    return await machine.exec(command, key=program, deadline_s=stage.program_s, on_output=tell)
+    return await machine.exec(command, key=program, deadline_s=stage.program_s, on_output=on_output)
 
 
 @contextlib.asynccontextmanager

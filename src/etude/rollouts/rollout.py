@@ -14,7 +14,8 @@ from collections.abc import Callable
 from etude import __version__
 from etude.environments import prepare, take_exports
 from etude.errors import EngineBehind, EtudeError, MachineError, TaskError
-from etude.harness import AgentRun, ChatFormat, Episode, HarnessConfig, RequestOptions, run_program, standard_tools
+from etude.harness import ChatFormat, Episode, HarnessConfig, RequestOptions, run_program, standard_tools
+from etude.harness.episode import AgentRun
 from etude.records.reward import SUBMITTED, Term
 from etude.records.rollout import Boundary, Ending, Invalid, Rollout, RolloutSpec, Trace
 from etude.records.summary import RolloutSummary

@@ -38,7 +38,7 @@ from etude.tasks.scripts import Demonstrating, Script
 if TYPE_CHECKING:
     import torch
 
-    from etude.harness import AgentRun
+    from etude.harness.episode import AgentRun
     from etude.training.corrections import Corrected
     from etude.training.losses import PolicyLoss, SampledTokens
 
@@ -442,15 +442,8 @@ class HarnessContract(Contract):
     def played(self, script: Script | None, *, max_turns: int = 6) -> AgentRun:
         """Run the program with a script instead of a model; None: with an engine that fails."""
         from etude.environments.memory import MemoryMachine
-        from etude.harness import (
-            SPECIAL_TOKENS,
-            ChatFormat,
-            Episode,
-            HarnessConfig,
-            RequestOptions,
-            chat_template,
-            standard_tools,
-        )
+        from etude.harness import ChatFormat, Episode, HarnessConfig, RequestOptions, chat_template, standard_tools
+        from etude.harness.chat import SPECIAL_TOKENS
         from etude.harness.programs import run_plugin
         from etude.rollouts import ScriptedPolicy
         from etude.training.tokenizer import train_tokenizer

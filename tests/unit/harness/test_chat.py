@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.harness.tokeniser import laptop_chat, laptop_tokenizer
 
-from etude.harness import SPECIAL_TOKENS, Call, ChatError, ChatFormat, chat_template, standard_tools
+from etude.harness import Call, ChatFormat, chat_template, standard_tools
+from etude.harness.chat import SPECIAL_TOKENS
 from etude.harness.episode import assistant_message
+from etude.harness.template import ChatError
 
 CHAT = laptop_chat()
 TOOLS = standard_tools().signatures

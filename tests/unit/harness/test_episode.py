@@ -13,18 +13,9 @@ from tests.unit.harness.tokeniser import laptop_chat
 
 from etude.config import Plugin, build
 from etude.errors import ConfigError, ContextFull, EngineError, MachineError
-from etude.harness import (
-    AgentRun,
-    Call,
-    Episode,
-    EpisodeEnded,
-    HarnessConfig,
-    RequestOptions,
-    run_program,
-    standard_tools,
-)
+from etude.harness import Call, Episode, EpisodeEnded, HarnessConfig, RequestOptions, run_program, standard_tools
 from etude.harness.chat import Message
-from etude.harness.episode import SPEAK_BY_TOOLS
+from etude.harness.episode import SPEAK_BY_TOOLS, AgentRun
 from etude.harness.programs import run_plugin
 from etude.records import Completion, CompletionRequest
 from etude.records.completion import StopReason

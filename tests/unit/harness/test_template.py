@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.harness import ChatError
-from etude.harness.template import MAX_TEMPLATE_CHARS, ChatTemplate, read_special, read_template
+from etude.harness.template import MAX_TEMPLATE_CHARS, ChatError, ChatTemplate, read_special, read_template
 
 MESSAGES = [{"role": "user", "content": "größe <b>", "name": None}]
 DOUBLED = "{% set ns = namespace(s=START) %}{% for i in range(60) %}{% set ns.s = AGAIN %}{% endfor %}"

@@ -6,7 +6,8 @@ from functools import lru_cache
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from etude.harness import SPECIAL_TOKENS, ChatFormat, chat_template
+from etude.harness import ChatFormat, chat_template
+from etude.harness.chat import SPECIAL_TOKENS
 
 _TEXT = [
     "def price(n):\n    return n + 3\n",

@@ -169,7 +169,7 @@ class EtudeEnvironment(BaseEnvironment):
         streams: dict[int, list[bytes]] = {1: [], 2: []}
         size, calls = 0, list[asyncio.Task[None]]()
 
-        def tell(event: ProcessStarted | OutputChunk) -> None:
+        def on_output(event: ProcessStarted | OutputChunk) -> None:
             nonlocal size
             if isinstance(event, OutputChunk):
                 size += len(event.data)
@@ -187,7 +187,7 @@ class EtudeEnvironment(BaseEnvironment):
             cwd=cwd,
             env=env or {},
             user=self._user(user),
-            on_output=tell,
+            on_output=on_output,
         )
         await asyncio.gather(*calls)
         if size > MAX_TRANSFER_BYTES:

@@ -192,7 +192,7 @@ class Files:
         """Run a program as a separate command, for one with input or with a newline in a path."""
         out, err = bytearray(), bytearray()
 
-        def tell(event: ProcessStarted | OutputChunk) -> None:
+        def on_output(event: ProcessStarted | OutputChunk) -> None:
             if isinstance(event, OutputChunk):
                 buffer = out if event.stream == 1 else err
                 buffer += event.data[: max(0, max_bytes + 1 - len(buffer))]
@@ -205,7 +205,7 @@ class Files:
                 stdin=stdin,
                 output_bytes=0,
                 user=self._user,
-                on_output=tell,
+                on_output=on_output,
             )
         except MachineError as error:
             raise RpcError(Code.INTERNAL, f"{error.what}: {error.facts}", hint=error.hint) from None

@@ -236,7 +236,7 @@ class Processes:
 
     async def _run(self, process: Process, deadline_s: float) -> None:
         exact, config = process.exact, process.spec.process
-        tell: OutputCallback | None = process.on_event if exact is None or exact.tell else None
+        on_output: OutputCallback | None = process.on_event if exact is None or exact.tell else None
         try:
             result = await self._machine.exec(
                 argv(config),
@@ -247,7 +247,7 @@ class Processes:
                 cwd=config.cwd or "",
                 env={**self._env, **config.envs},
                 user=process.user,
-                on_output=tell,
+                on_output=on_output,
             )
         except MachineError as error:
             process.failure = RpcError(Code.INTERNAL, f"{error.what}: {error.facts}".strip(": "), hint=error.hint)

@@ -75,7 +75,7 @@ class Shell:
         self._lines, self._pid = asyncio.Queue(4), None
         current = self._current = object()
 
-        def tell(event: ProcessStarted | OutputChunk) -> None:
+        def on_output(event: ProcessStarted | OutputChunk) -> None:
             if self._current is current:  # ignore the output of a killed shell
                 self._on_event(event)
 
@@ -87,7 +87,7 @@ class Shell:
                 stdin=_until_none(self._lines),
                 output_bytes=0,
                 user=self._user,
-                on_output=tell,
+                on_output=on_output,
             )
         )
 
