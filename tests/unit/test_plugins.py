@@ -318,7 +318,7 @@ def test_a_process_with_another_source_than_the_runs_record_refuses_it(module):
     other = with_digests(config, {path: "0" * 64})
     with pytest.raises(PluginError, match="has other code than the run recorded") as error:
         make(Kind.LOSS, other.policy_loss)
-    assert "the run's record 000000000000" in error.value.facts
+    assert "the run recorded 000000000000" in error.value.facts
 
 
 def test_a_run_is_not_resumed_with_another_version_of_a_plugin_unless_the_user_accepts_it(tmp_path):
