@@ -126,7 +126,7 @@ def test_repositories_are_found_beside_the_file_by_path_and_as_bundles(tmp_path:
         source = source_of(tmp_path, {**plain, "repo_path": path})
         assert source.task(*only(source)).files["shop/calc.py"] == CALC
     source = source_of(tmp_path, plain)
-    with pytest.raises(TaskError, match=r"own/shop is not there(.|\n)*git clone --mirror"):
+    with pytest.raises(TaskError, match=r"own/shop does not exist(.|\n)*git clone --mirror"):
         source.task(*only(source))
 
 
@@ -185,7 +185,7 @@ def test_names_without_one_runner_or_one_place_are_refused(names: list[str]) -> 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"base_commit": "--output=x"}, "not a commit id"),
     ({"FAIL_TO_PASS": "[]"}, "FAIL_TO_PASS is empty"),
-    ({"FAIL_TO_PASS": "nonsense"}, "no list"),
+    ({"FAIL_TO_PASS": "nonsense"}, "not a list"),
     ({"patch": 3}, "SWE-style row"),
     ({"test_deadline_s": 0}, "test_deadline_s"),
 ]

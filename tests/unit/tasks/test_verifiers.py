@@ -110,7 +110,7 @@ def test_rows_that_cannot_be_judged_or_proven_are_named(source: VerifiersSource)
     proof = asyncio.run(check(source, source.grader(), Split.TRAIN))
     reasons = {failure.reason for failure in proof.failures}
     assert reasons == {
-        "reference solution scores 0: no answer.txt was left",
+        "reference solution scores 0: there is no answer.txt",
         "cannot be loaded: row 38 of sums cannot be graded: it needs a container",
     }
     places = {source.number(split, n): (split, n) for split in Split for n in range(source.size(split) or 0)}
