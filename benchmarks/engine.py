@@ -44,8 +44,8 @@ from benchmarks.journal import Journal
 from benchmarks.report import report
 from etude.inference import EngineConfig
 from etude.inference.engine import ReferenceEngine
-from etude.inference.foreign.environment import environment
-from etude.inference.foreign.install import install
+from etude.inference.external.environment import environment
+from etude.inference.external.install import install
 from etude.models import ModelConfig, Transformer
 from etude.models.checkpoint import save_model
 from etude.records import CompletionRequest, Sampling, Version
@@ -155,7 +155,7 @@ def theirs(sizes: ModelConfig, folder: Path, way: Way) -> Run:
 def make_environment(folder: Path) -> Path:
     """vLLM's interpreter, of the version that etude's adapter was tested with; installed where it is not there."""
     place = environment(folder)
-    install(place, "cpu", said=lambda line: print(line, file=sys.stderr))
+    install(place, "cpu", report=lambda line: print(line, file=sys.stderr))
     return place.python
 
 

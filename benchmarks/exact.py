@@ -263,14 +263,16 @@ def operators_alone(repeats: int) -> list[dict[str, Any]]:
             "linear": lambda o, x=x: o.linear(x, weight),
             "linear, partial": lambda o, x=x: o.linear_partial(x, weight, 1),
             "grouped": lambda o, n=n, c=counts: o.grouped(
-                torch.zeros(sum(o.rows(m) for m in c if m), 128), expert, [o.rows(m) if m else 0 for m in c]
+                torch.zeros(sum(o.padded_rows(m) for m in c if m), 128),
+                expert,
+                [o.padded_rows(m) if m else 0 for m in c],
             ),
             "rms_norm": lambda o, x=x: o.rms_norm(x, None, 1e-6),
             "rotate": lambda o, a=heads, b=turn: o.rotate(a, b, b),
             "gated": lambda o, h=h: o.gated(h),
             "router": lambda o, s=scores: o.top_k(o.softmax(s), 2),
             "log_softmax": lambda o, z=logits: o.log_softmax(z, 0.7),
-            "attention, packed": lambda o, q=q, k=k: o.causal()(q, k, k),
+            "attention, packed": lambda o, q=q, k=k: o.causal_attention()(q, k, k),
         }
         for name, call in calls.items():
             number = max(3, 20_000 // (n + 50))

@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.fleet_costs import measure
 from benchmarks.fleet_hosts import Measured
 from benchmarks.fleet_model import EVERY_KIND, Faults, Scenario, Simulated, simulate
-from etude.cli.arguments import positive, written
+from etude.cli.arguments import output_file, positive
 from etude.dashboard.plot import WIDE, Series, line_chart, standalone_svg
 from etude.environments.namespace import NamespaceRuntime
 from etude.seams import Runtime
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     fleet.add_argument("--seed", type=int, default=0)
     fleet.add_argument("--calm", action="store_true", help="without crashes, slow hosts, partitions, lost messages")
     fleet.add_argument("--calibrate", action="store_true", help="measure what machines cost here first")
-    fleet.add_argument("--plot", type=written, metavar="FILE.svg", help="draw how many are ready when")
+    fleet.add_argument("--plot", type=output_file, metavar="FILE.svg", help="draw how many are ready when")
     fleet.add_argument("--json", action="store_true", help="print the whole result")
     args = fleet.parse_args(argv)
     if args.group > _LARGEST_GROUP:

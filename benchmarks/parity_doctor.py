@@ -25,7 +25,7 @@ import torch
 from benchmarks.planted import PLANTS, PROMPT, Plant, tied
 from benchmarks.report import report
 from etude.evals.doctor.local import Finding, findings
-from etude.inference.watched import Results, engine_results
+from etude.inference.operator_trace import Results, engine_results
 from etude.models import ModelConfig, Transformer
 from etude.numerics import Mode, NumericsConfig
 from etude.numerics.factory import operators_for

@@ -25,7 +25,7 @@ import torch
 from benchmarks.report import report
 from etude.inference import EngineConfig
 from etude.inference.engine import ReferenceEngine
-from etude.inference.follow import initial_version
+from etude.inference.weight_sync import initial_version
 from etude.models import ModelConfig, Transformer, hf_views
 from etude.records import Completion, CompletionRequest, Sampling
 from etude.records.completion import Traffic

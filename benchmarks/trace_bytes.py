@@ -41,7 +41,7 @@ from etude.numerics.factory import operators_for
 from etude.records import Batch, Completion, CompletionRequest, Graded, Rollout, Sampling, Task, Trace, Version
 from etude.records.completion import StopReason, VersionSpan
 from etude.records.rollout import Ending, Turn
-from etude.records.summary import Stored, summary_of
+from etude.records.summary import StoredFile, summary_of
 from etude.records.task import Split, Trust
 from etude.records.wire import F32, I32, Routes, pack
 
@@ -129,7 +129,7 @@ def step_of(own: int, kind: str) -> tuple[Group, Callable[[Any], Rollout]]:
         )
         reward = sibling / SIBLINGS
         outcome = Graded.of(reward, {"tests": reward}, trust=Trust.DATA, reason="as drawn")
-        summary = summary_of(rollout, Stored(1, "0" * 64))
+        summary = summary_of(rollout, StoredFile(1, "0" * 64))
         finished.append(Finished(rollout_id=rollout.rollout_id, outcome=outcome, summary=summary))
         whole[rollout.rollout_id] = rollout
     ids = tuple(whole)

@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from etude.inference.vllm.environment import required_version
 
 from benchmarks.report import report
 from etude.errors import EtudeError
 from etude.inference import HttpEngine
-from etude.inference.started import started
+from etude.inference.external.environment import VLLM
+from etude.inference.temporary_engine import temporary_engine
 from etude.models import ModelConfig, Transformer, save_model
 from etude.records.completion import Completion, CompletionRequest, Sampling, Version
 from etude.stores import DirectoryStore
@@ -104,7 +104,7 @@ async def measure(num_swaps: int, place: Path) -> dict[str, Any]:
     version = channel.publish(export(model, LiveWeights.F32), step=0, parent=None, rollout_ids=[]).version
     order, rows, seen = [version], list[dict[str, Any]](), Seen()
     arguments = ["--store", str(place / "store"), "--context-tokens", "512", "--max-sequences", str(STREAMS + 2)]
-    async with started(place / "model", place, *arguments) as running:
+    async with temporary_engine(place / "model", place, *arguments) as running:
         engine = running.engine
         while (await engine.info()).version != version:  # noqa: ASYNC110 - the state is another process's
             await asyncio.sleep(0.05)
@@ -139,7 +139,7 @@ def told(seen: Seen, order: list[Version], rows: list[dict[str, Any]]) -> dict[s
     """The numbers of the result."""
     crossed = [len(completion.spans) - 1 for completion in seen.completions]
     return {
-        "vllm": required_version(),
+        "vllm": VLLM.version,
         "parameters": SIZES.num_parameters,
         "compared": "float32 on both sides: vLLM's CPU build, eager, and transformers",
         "swaps": len(rows),

@@ -234,7 +234,7 @@ def mid_train_player(folder: Path, **sizes: int) -> Path:
         chat_template=chat_template(),
     )
     chat, signatures = ChatFormat.load(folder / "tokenizer"), standard_tools(("edit", "submit", "write")).signatures
-    write_corpus(folder / "corpus", [chat.whole(talk(d), signatures) for d in DIGITS * 400])
+    write_corpus(folder / "corpus", [chat.encode_conversation(talk(d), signatures) for d in DIGITS * 400])
     mid_train(
         MidTrainingConfig(num_tokens=40_000, batch_tokens=512, document_tokens=64, lr=1e-2, warmup_steps=5),
         folder / "corpus",

@@ -62,7 +62,7 @@ def _microvm() -> None:
     require_qemu()
     program()
     if trouble := trouble_with_image():
-        raise MachineError("no image for virtual machines", trouble, hint="etude machines image microvm")
+        raise MachineError("no guest image for virtual machines", trouble, hint="etude machines image microvm")
 
 
 _PROBES: dict[str, Callable[[], object]] = {

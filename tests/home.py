@@ -17,7 +17,7 @@ from typing import Any
 
 from aiohttp.test_utils import unused_port
 
-from etude.inference.membership import State
+from etude.inference.registry_messages import State
 from etude.telemetry import read_events
 
 TOKEN = "a-token"

@@ -76,7 +76,7 @@ class PostgresServer:
         settings |= {"shared_buffers": "32MB", "max_connections": 30, "fsync": "on" if self._fsync else "off"}
         argv = [str(self._bin / "postgres"), "-D", str(self.folder / "data")]
         argv += [f"--{name}={value}" for name, value in settings.items()]
-        argv = [*self._as, *die_with_parent(argv, by="QUIT")]
+        argv = [*self._as, *die_with_parent(argv, signal_name="QUIT")]
         until = time.monotonic() + START_S
         with (self.folder / "log").open("ab") as log:
             while True:

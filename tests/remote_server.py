@@ -1,6 +1,6 @@
-"""A runtime of namespaces behind a server of ours, behind a `RemoteRuntime`: for contract tests, in one process.
+"""A namespace runtime behind etude's server and a `RemoteRuntime`, in one process, for contract tests.
 
-`PlainRuntime` is the same without what is ours: the server answers as any other service of E2B's shape would.
+`PlainRuntime` is the same without etude's extensions, like other services with E2B's API.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ KEY = "e2b_" + "0123456789abcdef" * 2
 
 
 class ServedRuntime(RemoteRuntime):
-    """Serves itself: the server starts with the first call, and ends with the runtime."""
+    """A runtime with its own server, which starts with the first call and ends with the runtime."""
 
     plain = False
 
@@ -65,6 +65,6 @@ class ServedRuntime(RemoteRuntime):
 
 
 class PlainRuntime(ServedRuntime):
-    """Serves itself as a stranger would."""
+    """The same without etude's extensions."""
 
     plain = True

@@ -1,6 +1,6 @@
-"""An S3-speaking server for tests: moto, on loopback, with a bucket `etude`. Prints its URL; ends with its input.
+"""An S3 server for tests: moto on loopback, with a bucket `etude`. Prints its URL; ends at the end of its input.
 
-It works on one request at a time: moto compares an ETag and then writes, with nothing that keeps another write out.
+It handles one request at a time, since moto compares an ETag and then writes without a lock.
 It checks no signature and no digest, and forgets everything when it ends.
 """
 

@@ -11,7 +11,7 @@ from etude.experience import Finished, Group, Ledger
 from etude.records import Completion, Graded, Invalid, Rollout, RolloutSpec, Sampling, Task, Trace, Version, VersionSpan
 from etude.records.completion import StopReason
 from etude.records.rollout import Boundary, Ending, Turn
-from etude.records.summary import RolloutSummary, Stored, summary_of
+from etude.records.summary import RolloutSummary, StoredFile, summary_of
 from etude.records.task import Split, Trust
 from etude.records.wire import pack
 
@@ -76,14 +76,14 @@ def rollout(rollout_id: str, trace: Trace | None = None, attempt: int = 0) -> Ro
     )
 
 
-STORED: dict[Stored, Rollout] = {}
+STORED: dict[StoredFile, Rollout] = {}
 
 
 def summary(rollout_id: str, trace: Trace | None = None, attempt: int = 0) -> RolloutSummary:
     """The summary of a rollout that `read` gives back."""
     whole = rollout(rollout_id, trace, attempt)
     data = pack(whole)
-    stored = Stored(len(data), hashlib.sha256(data).hexdigest())
+    stored = StoredFile(len(data), hashlib.sha256(data).hexdigest())
     STORED[stored] = whole
     return summary_of(whole, stored)
 

@@ -1,4 +1,4 @@
-"""Virtual machines in tests; `tests.here` says whether they are to be had."""
+"""Virtual machines in tests; `tests.here` tells whether they are available."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from etude.errors import MachineError
 
 @functools.cache
 def trouble_with_image() -> str:
-    """Why there is no image; it is built, once on a host, where it can be."""
+    """Return why there is no guest image; build it if possible, once on a host."""
     try:
         find()
     except MachineError:
@@ -22,5 +22,5 @@ def trouble_with_image() -> str:
 
 
 def microvm() -> MicroVMRuntime:
-    """A runtime of few machines."""
+    """Open a runtime with few machines."""
     return MicroVMRuntime(max_machines=8, spare=1)

@@ -16,11 +16,11 @@ import pytest
 
 from etude.errors import EngineError
 from etude.inference import EngineConfig
-from etude.inference.foreign.engine import ForeignEngine
-from etude.inference.foreign.environment import Environment, environment, link_package
-from etude.inference.foreign.serving import initial_version, read_model
-from etude.inference.vllm.process import Vllm, start
-from etude.inference.vllm.server import EXTENSION, VllmFollowing
+from etude.inference.external.engine import ExternalEngine
+from etude.inference.external.environment import Environment, environment, link_package
+from etude.inference.external.serving import initial_version, read_model_config
+from etude.inference.vllm.process import VllmProcess, start
+from etude.inference.vllm.server import EXTENSION, VllmWeightSync
 from etude.seams import BlobStore
 from etude.weights.follow.head_tracker import HeadTracker
 
@@ -39,7 +39,7 @@ def why_not(held: Environment) -> str:
 @contextlib.contextmanager
 def serving(
     checkpoint: Path, config: EngineConfig, *, extension: str = EXTENSION, modules: Mapping[str, str] = NONE
-) -> Iterator[Vllm]:
+) -> Iterator[VllmProcess]:
     """A vLLM server over a checkpoint, as the adapter starts it; it may not be up yet. `modules`: the text of what else
     its workers can import."""
     with tempfile.TemporaryDirectory(prefix="etude-vllm-") as folder:
@@ -49,7 +49,7 @@ def serving(
             environment(),
             checkpoint,
             name="engine-0",
-            model=read_model(checkpoint),
+            model=read_model_config(checkpoint),
             config=config,
             kv_tokens=config.max_sequences * config.context_tokens,
             threads=1,
@@ -66,21 +66,21 @@ def serving(
 
 @contextlib.asynccontextmanager
 async def following(
-    vllm: Vllm, checkpoint: Path, config: EngineConfig, store: BlobStore, place: Path
-) -> AsyncIterator[ForeignEngine]:
+    vllm: VllmProcess, checkpoint: Path, config: EngineConfig, store: BlobStore, place: Path
+) -> AsyncIterator[ExternalEngine]:
     """An adapter over a server that is shared, following a store; the server is as it was afterwards."""
-    engine = ForeignEngine(
+    engine = ExternalEngine(
         vllm,
         name="engine-0",
-        model=read_model(checkpoint),
+        model=read_model_config(checkpoint),
         config=config,
         version=initial_version(checkpoint),
         kv_tokens=config.max_sequences * config.context_tokens,
         parity="vllm",
     )
-    follower = VllmFollowing(engine, HeadTracker(store, "policy"), str(place), poll_s=0.01)
+    follower = VllmWeightSync(engine, HeadTracker(store, "policy"), str(place), poll_s=0.01)
     try:
-        await vllm.until_well()
+        await vllm.wait_until_ready()
         await engine.thaw()
         await engine.start()
         await follower.start_at_head()
@@ -90,17 +90,17 @@ async def following(
         await vllm.disconnect()
 
 
-def wait(vllm: Vllm) -> None:
+def wait(vllm: VllmProcess) -> None:
     """Until it serves."""
 
     async def well() -> None:
-        await vllm.until_well()
+        await vllm.wait_until_ready()
         await vllm.disconnect()
 
     asyncio.run(well())
 
 
-def stopper(vllm: Vllm) -> tuple[Callable[[], None], Callable[[], None]]:
+def stopper(vllm: VllmProcess) -> tuple[Callable[[], None], Callable[[], None]]:
     """(hang, unhang): stop what computes, without its leave, and let it go on."""
 
     def tell(number: int) -> None:

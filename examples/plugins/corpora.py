@@ -1,4 +1,4 @@
-"""Corpus sources: the text files of a folder, in an order of their own for each seed."""
+"""A corpus source: the text files of a folder, shuffled with the seed."""
 
 import random
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Corrections: a smooth one, whose weights approach a limit and are never cut."""
+"""A correction: importance weights that approach a limit smoothly instead of being cut."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from etude.training.corrections import Corrected
 
 @dataclass(frozen=True)
 class Saturating:
-    """ρ (1 + C) / (ρ + C): 1 where sampler and learner agree, and never above 1 + C."""
+    """ρ (1 + C) / (ρ + C): 1 if sampler and learner agree, and always below 1 + C."""
 
     limit: float = 2.0  # C
 

@@ -1,4 +1,4 @@
-"""A credit scheme: the place among the siblings counts, not by how much one is better."""
+"""A credit scheme: the advantage depends on the rank of a rollout in its group, not on the size of the difference."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from etude.records.reward import Reward
 
 
 class ByRank:
-    """The share of the siblings with a lower reward minus the share with a higher one: from -1 to 1."""
+    """The share of the group with a lower reward minus the share with a higher reward: from -1 to 1."""
 
     name, version = "by-rank", "1"
 

@@ -1,4 +1,4 @@
-"""Harnesses: agent programs. This one shows the model the repository before its first turn."""
+"""A harness (agent program) that shows the repository to the model before its first turn."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,9 @@ from etude.harness import Episode, run_agent
 
 @dataclass(frozen=True)
 class Oriented:
-    """The built-in loop, with the names of the files and the head of each in the instruction."""
+    """The built-in loop; the instruction also has the names and first lines of all files."""
 
-    lines: int = 2  # of each file
+    lines: int = 2  # per file
 
     async def run(self, episode: Episode) -> None:
         parts = [episode.task.instruction]

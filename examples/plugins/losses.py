@@ -1,4 +1,4 @@
-"""Policy losses: GSPO (arXiv 2507.18071), whose ratio is that of the whole sequence."""
+"""A policy loss: GSPO (arXiv 2507.18071), which uses the ratio of the complete sequence."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from etude.training.losses import PolicyLoss, SampledTokens
 
 @dataclass(frozen=True)
 class Gspo:
-    """Clips the geometric mean of a sequence's ratios; every token of the sequence has the same weight."""
+    """Clip the geometric mean of the ratios of a sequence; every token of the sequence has the same weight."""
 
     clip_low: float = 3e-4  # below 1
     clip_high: float = 4e-4  # above 1

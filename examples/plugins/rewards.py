@@ -1,11 +1,11 @@
-"""A reward term: solving a task in fewer turns earns more. What does not solve it earns nothing for being short."""
+"""A reward term: a solution in fewer turns gets more reward. A short rollout that fails gets nothing."""
 
 from etude.records import Graded, Rollout
 from etude.records.reward import Score
 
 
 class FewTurns:
-    """The share of `most` turns that was not used, where the task is solved; else 0."""
+    """The share of `most` turns that was not used if the task is solved; else 0."""
 
     version = "1"
 

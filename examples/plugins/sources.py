@@ -1,4 +1,4 @@
-"""Task sources: functions to write, one for each whole number."""
+"""A task source: write a function, one task for each integer."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ SPLITS = (Split.TRAIN, Split.VALIDATION, Split.HELDOUT)
 
 @dataclass(frozen=True)
 class Multiply:
-    """Task `index`: write ``times(n)``, which multiplies by a number that no other split has."""
+    """Task `index`: write ``times(n)``, which multiplies by a number that occurs in no other split."""
 
     count: int = 1000  # tasks of each split
     name = "multiply"

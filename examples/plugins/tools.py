@@ -1,4 +1,4 @@
-"""Tools: a search through the files of the machine."""
+"""A tool: search the files in the machine."""
 
 from typing import ClassVar
 
@@ -7,7 +7,7 @@ from etude.harness.tools import Workbench
 
 
 class Grep:
-    """Answers with the lines that contain a text, as ``path:line``."""
+    """Returns the lines that contain a text, as ``path:line``."""
 
     signature: ClassVar[Signature] = Signature("grep", "Find a text in the files.", (Parameter("text"),))
 

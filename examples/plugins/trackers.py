@@ -1,4 +1,4 @@
-"""Trackers: numbers as lines of CSV, for a spreadsheet."""
+"""A tracker: metrics as CSV, for a spreadsheet."""
 
 import csv
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from etude.seams import TrackedRun
 
 @dataclass
 class Csv:
-    """Writes ``name,step,value`` lines into a file of the run folder."""
+    """Writes ``name,step,value`` lines to a file in the run folder."""
 
     file: str = "numbers.csv"
 

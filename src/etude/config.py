@@ -1,8 +1,8 @@
-"""Configs: frozen dataclasses, read from TOML, overridden by ``--set a.b=c``.
+"""Configs: frozen dataclasses that are read from TOML and overridden by ``--set a.b=c``.
 
-An unknown key, a wrong type and a value out of range are errors that name the place and the nearest match. msgspec
-converts the values. Each folder owns its dataclass; only `loop` composes them. This file knows the mechanics and no
-setting. Ranges are declared on the field: ``steps: int = ranged(45, low=1)``.
+An unknown key, a wrong type or a value out of range raises a `ConfigError` that names the setting and suggests a
+correction. msgspec converts the values. Each package defines the dataclass with its settings; `loop` combines them.
+This module has no settings itself. Ranges are declared on the field: ``steps: int = ranged(45, low=1)``.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 @dataclasses.dataclass(frozen=True)
 class Plugin:
-    """A plug-in that a config names, and the table of its own settings, which only the plug-in's code can check.
+    """The import path of a plug-in and its settings, which are validated against the plug-in's parameters.
 
-    In TOML it is the import path alone, ``policy_loss = "my_package.losses:Gspo"``, or a table with `kind` and its
-    settings. `digest`: of its module's source where a run's record has one (`etude.plugins`); "" where none has.
+    In TOML: the import path, ``policy_loss = "my_package.losses:Gspo"``, or a table with `kind` and the settings.
+    `digest`: digest of the module's source as recorded by the run (`etude.plugins`), or "".
     """
 
     path: str  # "my_package.module:Name"
@@ -55,8 +55,8 @@ class BuiltIn:
 
 
 def named(value: str | Plugin, built_in: Collection[str]) -> str | Plugin:
-    """A plug-in for an import path: its first part is not the name of something built in, and it has a dot or names a
-    class, which no path or typing error has.
+    """A `Plugin` if `value` is an import path, else `value`. An import path has a dot in the module or an upper-case
+    name (so it is neither a path nor a typo), and its module is not one of the `built_in` names.
 
     >>> named("my_package.module:Name", ["harbor"]).path, named("harbor:tasks", ["harbor"]), named("ls", ["ls"])
     ('my_package.module:Name', 'harbor:tasks', 'ls')
@@ -68,37 +68,40 @@ def named(value: str | Plugin, built_in: Collection[str]) -> str | Plugin:
 
 
 def ranged(default: Any, *, low: float | None = None, high: float | None = None) -> Any:
-    """A dataclass field with an inclusive range."""
+    """A dataclass field with a default and an inclusive range."""
     return dataclasses.field(default=default, metadata={"range": msgspec.Meta(ge=low, le=high)})
 
 
 def like(example: str, default: str = "") -> Any:
-    """A string field of a dataclass. The error for a value of another type shows `example`."""
+    """A string field of a dataclass. The error for a value of a wrong type shows `example`."""
     return dataclasses.field(default=default, metadata={"example": f'"{example}"'})
 
 
 def load(path: Path | str, kind: type[T], overrides: Sequence[str] = ()) -> T:
-    """The config in a TOML file, with overrides applied. Raises `ConfigError`."""
+    """Read a config from a TOML file and apply overrides. Raises `ConfigError`."""
     return build(kind, read(path, overrides))
 
 
 def read(path: Path | str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """What a TOML file and its overrides say, not yet checked. Raises `ConfigError`."""
+    """Read a TOML file and apply overrides like "rl.steps=10", without validating the settings. Raises
+    `ConfigError`."""
     path = Path(path)
     try:
         raw = tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"no config at {path}", hint="give the path of a config.toml; see examples/laptop") from None
-    except (ValueError, RecursionError) as error:  # a number of too many digits is a plain ValueError
-        raise ConfigUnreadable(f"{path} is not TOML", str(error), hint="mend the line it names") from None
+    except (ValueError, RecursionError) as error:  # a number with too many digits is a plain ValueError
+        raise ConfigUnreadable(
+            f"{path} is not valid TOML", str(error), hint="fix the line that the error names"
+        ) from None
     except OSError as error:
-        hint = "give the path of a config.toml that may be read; see examples/laptop"
+        hint = "give the path of a readable config.toml; see examples/laptop"
         raise ConfigUnreadable(f"{path} cannot be read", str(error.strerror), hint=hint) from None
     return overridden(overrides, raw)
 
 
 def overridden(overrides: Sequence[str], raw: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Plain data with overrides applied. Raises `ConfigError`."""
+    """Apply overrides like "rl.steps=10" to plain data. Raises `ConfigError`."""
     changed = dict(raw or {})
     for override in overrides:
         _override(changed, override)
@@ -106,7 +109,7 @@ def overridden(overrides: Sequence[str], raw: Mapping[str, Any] | None = None) -
 
 
 def leaves(plain: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """Every value of nested sections by its dotted name.
+    """Flatten nested sections: dotted name -> value.
 
     >>> leaves({"seed": 1, "rl": {"steps": 45}})
     {'seed': 1, 'rl.steps': 45}
@@ -121,11 +124,13 @@ def leaves(plain: Mapping[str, Any], where: str = "") -> dict[str, Any]:
 def _override(raw: dict[str, Any], override: str) -> None:
     key, eq, text = override.partition("=")
     if not eq or not key:
-        raise ConfigError(f"--set {override!r}", "not of the form a.b=value", hint="write e.g. --set rl.steps=10")
+        raise ConfigError(
+            f"--set {override!r}", "it does not have the form a.b=value", hint="write e.g. --set rl.steps=10"
+        )
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
-        value = text  # a bare word is a string
+        value = text  # a word without quotes is a string
     *parents, last = key.split(".")
     at = raw
     for name in parents:
@@ -136,8 +141,8 @@ def _override(raw: dict[str, Any], override: str) -> None:
 
 
 def build(kind: Callable[..., T], raw: Mapping[str, Any], where: str = "") -> T:
-    """An object from plain data: a dataclass or a `msgspec.Struct` by its fields, or any other class or function by its
-    annotated parameters. `where`: the section, for errors. Raises `ConfigError`.
+    """Construct an object from plain data: a dataclass or a `msgspec.Struct` from its fields, any other class or
+    function from its annotated parameters. `where`: the section, for errors. Raises `ConfigError`.
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class Sizes:
@@ -151,28 +156,31 @@ def build(kind: Callable[..., T], raw: Mapping[str, Any], where: str = "") -> T:
     """
     try:
         return kind(**arguments(kind, raw, where))
-    except ValueError as error:  # a dataclass's own __post_init__ check across fields
-        raise ConfigError(f"[{where or 'config'}]", str(error), hint="change one of the values it names") from None
+    except ValueError as error:  # raised by __post_init__ of the dataclass
+        raise ConfigError(f"[{where or 'config'}]", str(error), hint="change one of these values") from None
 
 
 def arguments(kind: Callable[..., Any], raw: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """What `build` calls `kind` with. Raises `ConfigError`, and `TypeError` for a parameter without a type."""
+    """The keyword arguments with which `build` calls `kind`. Raises `ConfigError`, and `TypeError` for a parameter
+    without a type."""
     fields, values = _fields(kind), dict[str, Any]()
     for key, value in raw.items():
         place = f"{where}.{key}" if where else key
         if key not in fields:
-            raise ConfigError(f"unknown key {place!r}", hint=nearest(key, fields, where) if fields else "it has none")
+            raise ConfigError(
+                f"unknown key {place!r}", hint=nearest(key, fields, where) if fields else "there are no settings"
+            )
         values[key] = _converted(fields[key].hint, value, place, fields[key].example)
     missing = [name for name, field in fields.items() if name not in values and field.required]
     if missing:
         place = f"{where}.{missing[0]}" if where else missing[0]
-        raise ConfigError(f"{place!r} is missing", hint=f"it has no default: write {missing[0]} = ...")
+        raise ConfigError(f"{place!r} is missing", hint=f"it has no default value: write {missing[0]} = ...")
     return values
 
 
 @dataclasses.dataclass(frozen=True)
 class _Field:
-    """What `build` knows of one field or parameter."""
+    """One field or parameter: type, whether it is required, and an example value for errors."""
 
     hint: Any
     required: bool
@@ -181,8 +189,8 @@ class _Field:
 
 @functools.cache
 def _fields(kind: Callable[..., Any]) -> Mapping[str, _Field]:
-    """The fields of a dataclass or Struct, or the parameters of any other callable. Raises `TypeError` for a parameter
-    without a type, or one that cannot be given by name."""
+    """The fields of a dataclass or Struct, or the parameters of any other callable. Raises `TypeError` for a
+    positional-only parameter or one without a type."""
     declared = {f.name: f.metadata for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else {}
     if declared or hasattr(kind, "__struct_fields__"):
         hints = typing.get_type_hints(kind, include_extras=True)
@@ -193,7 +201,7 @@ def _fields(kind: Callable[..., Any]) -> Mapping[str, _Field]:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         if parameter.kind is parameter.POSITIONAL_ONLY or name not in hints:
-            raise TypeError(f"its parameter {name!r} has no type, or cannot be given by name")
+            raise TypeError(f"its parameter {name!r} has no type, or is positional-only")
         meta: Mapping[str, Any] = declared.get(name, {})
         hint = hints[name]
         if "range" in meta:
@@ -203,7 +211,7 @@ def _fields(kind: Callable[..., Any]) -> Mapping[str, _Field]:
 
 
 def _converted(hint: Any, value: Any, place: str, example: str | None = None) -> Any:
-    """A value of TOML as what the field declares. Raises `ConfigError`."""
+    """Convert a TOML value to the type of the field. Raises `ConfigError`."""
     bare, *notes = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
     kinds = typing.get_args(bare) if typing.get_origin(bare) in (types.UnionType, Union) else (bare,)
     if type(None) in kinds and value in (None, "none"):
@@ -219,17 +227,17 @@ def _converted(hint: Any, value: Any, place: str, example: str | None = None) ->
             hint = f"{nearest(value, built_in)}; or an import path: my_package.module:Name"
             raise ConfigError(f"{place} = {value!r} is unknown", hint=hint)
         if not kinds:
-            facts = f"an import path is wanted, not {_shown(value)}"
+            facts = f"expected an import path, got {_shown(value)}"
             raise ConfigError(place, facts, hint=f'write e.g. {place} = "my_package.module:Name"')
     bare = kinds[0] if len(kinds) == 1 else Union[kinds]  # noqa: UP007  of a tuple
     if isinstance(bare, type) and (dataclasses.is_dataclass(bare) or issubclass(bare, msgspec.Struct)):
         if not isinstance(value, Mapping):
-            facts = f"a section is wanted, not {_shown(value)}"
+            facts = f"expected a section, got {_shown(value)}"
             raise ConfigError(place, facts, hint=f"write [{place}] and keys under it")
         return build(bare, value, place)
     if typing.get_origin(bare) is tuple and typing.get_args(bare)[-1] is ...:
         if not isinstance(value, list):
-            raise ConfigError(place, f"a list is wanted, not {_shown(value)}", hint=f"write {place} = [...]")
+            raise ConfigError(place, f"expected a list, got {_shown(value)}", hint=f"write {place} = [...]")
         return tuple(_converted(typing.get_args(bare)[0], one, f"{place}[{i}]") for i, one in enumerate(value))
     if float in kinds and type(value) is int:
         value = float(value) if abs(value) < 1 << 1023 else math.copysign(math.inf, 1 if value > 0 else -1)
@@ -237,26 +245,27 @@ def _converted(hint: Any, value: Any, place: str, example: str | None = None) ->
     try:
         converted = msgspec.convert(value, whole, dec_hook=_path)
     except msgspec.ValidationError as error:
-        raise _refusal(bare, notes, value, place, example, str(error)) from None
+        raise _invalid(bare, notes, value, place, example, str(error)) from None
     if isinstance(converted, float) and not math.isfinite(converted):
         raise ConfigError(f"{place} = {value!r} is not a finite number", hint=f"it must be {_span(notes)}")
     return converted
 
 
 def _plugin(built_in: Sequence[Any], value: Any, place: str, plugins: Collection[str]) -> Any:
-    """A plug-in for a table with `kind`, and for an import path where the built-in ones are an enumeration; any other
-    value as it is. `plugins`: names of built-in plug-ins. Raises `ConfigError`."""
+    """A `Plugin` for a table with `kind`, and for an import path where the built-in choices are an enumeration; any
+    other value unchanged. `built_in`: the other types of the field; `plugins`: names of built-in plug-ins. Raises
+    `ConfigError`."""
     names = [str(name) for kind in built_in if issubclass(kind, enum.Enum) for name in kind]
     if isinstance(value, Mapping):
         settings = dict(value)
         kind = settings.pop("kind", None)
         if not isinstance(kind, str):
             hint = f'write kind = "my_package.module:Name" under [{place}], with its settings'
-            raise ConfigError(f"{place}.kind", "the name of a plug-in is wanted", hint=hint)
+            raise ConfigError(f"{place}.kind", "expected the name or the import path of a plug-in", hint=hint)
         if kind in plugins or (_IMPORT_PATH.fullmatch(kind) and kind not in names):
             return Plugin(kind, settings)
         if settings and not plugins:
-            hint = f"only a plug-in has a table of its own: {place} = {kind!r} has its settings beside it"
+            hint = f"only a plug-in has its own table; settings of {place} = {kind!r} are in the section around it"
             raise ConfigError(f"unknown key {f'{place}.{next(iter(settings))}'!r}", hint=hint)
         return kind
     if isinstance(value, str) and value in plugins:
@@ -265,40 +274,38 @@ def _plugin(built_in: Sequence[Any], value: Any, place: str, plugins: Collection
 
 
 def _path(kind: type, value: Any) -> Any:
-    """The value as a path, the one type that msgspec does not convert by itself."""
+    """Convert to a path, the only type that msgspec does not convert."""
     if kind is Path and isinstance(value, str):
         return Path(value)
     raise msgspec.ValidationError(f"Expected `{kind.__name__}`, got `{type(value).__name__}`")
 
 
 _KINDS: dict[Any, tuple[str, str]] = {
-    int: ("a whole number", "3"),
+    int: ("an integer", "3"),
     float: ("a number", "0.5"),
     bool: ("true or false", "true"),
-    str: ("a text", '"text"'),
+    str: ("a string", '"text"'),
     Path: ("a path", '"a/path"'),
 }
-"""Each type in plain words, and an example of it."""
+"""(name for errors, example) of each type."""
 
 
-def _refusal(kind: Any, notes: Sequence[Any], value: Any, place: str, example: str | None, said: str) -> ConfigError:
-    """The error for a value that msgspec refused with the message `said`."""
+def _invalid(kind: Any, notes: Sequence[Any], value: Any, place: str, example: str | None, message: str) -> ConfigError:
+    """The error for a value that msgspec refused with `message`."""
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return ConfigError(f"{place} = {value!r} is unknown", hint=nearest(str(value), [one.value for one in kind]))
-    if kind in (int, float) and ", got " not in said:
+    if kind in (int, float) and ", got " not in message:
         what = "is out of range" if isinstance(value, int) or math.isfinite(value) else "is not a finite number"
         return ConfigError(f"{place} = {value!r} {what}", hint=f"it must be {_span(notes)}")
     if kind not in _KINDS:
-        return ConfigError(
-            place, f"{said.partition(' - at ')[0]}; it is {_shown(value)}", hint="change it, or leave it"
-        )
-    words, any_example = _KINDS[kind]
+        return ConfigError(place, f"{message.partition(' - at ')[0]}; got {_shown(value)}", hint="change or remove it")
+    type_name, any_example = _KINDS[kind]
     hint = f"write e.g. {place} = {example or any_example}"
-    return ConfigError(place, f"{words} is wanted, not {_shown(value)}", hint=hint)
+    return ConfigError(place, f"expected {type_name}, got {_shown(value)}", hint=hint)
 
 
 def _span(notes: Sequence[Any]) -> str:
-    """A range in words."""
+    """A range as text."""
     ends = next(((note.ge, note.le) for note in notes if isinstance(note, msgspec.Meta)), (None, None))
     match ends:
         case None, None:
@@ -311,13 +318,13 @@ def _span(notes: Sequence[Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value that was given, as TOML writes it where TOML can."""
+    """A value for errors, in TOML syntax if possible."""
     return f"the section {value!r}" if isinstance(value, Mapping) else _toml_value(value)
 
 
 def plugins_in(config: Any, where: str = "") -> Iterator[tuple[str, Plugin]]:
-    """The plug-ins that a config names, each with its place: ``("learner.policy_loss", Plugin(...))``. A string whose
-    field has the metadata ``plugin`` is one where it is an import path."""
+    """Yield (setting, plug-in) for all plug-ins in a config: ``("learner.policy_loss", Plugin(...))``. A string whose
+    field has the metadata ``plugin`` is a plug-in if it is an import path."""
     if isinstance(config, Plugin):
         yield where, config
     elif isinstance(config, tuple):
@@ -332,7 +339,7 @@ def plugins_in(config: Any, where: str = "") -> Iterator[tuple[str, Plugin]]:
 
 
 def with_digests(config: T, digests: Mapping[str, str]) -> T:
-    """A config whose plug-ins have the digests of a run's record, by import path."""
+    """A copy of a config in which plug-ins have the recorded digests. `digests`: import path -> digest."""
     if isinstance(config, Plugin):
         return dataclasses.replace(config, digest=digests.get(config.path, ""))
     if isinstance(config, tuple):
@@ -345,7 +352,7 @@ def with_digests(config: T, digests: Mapping[str, str]) -> T:
 
 
 def to_plain(config: Any) -> Any:
-    """The effective config as plain data, None left out: what is stored in the run folder and digested."""
+    """The effective config as plain data without None: it is stored in the run folder and digested."""
     if isinstance(config, Plugin):
         return {"kind": config.path, **config.settings}
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
@@ -359,7 +366,7 @@ def to_plain(config: Any) -> Any:
 
 
 def to_toml(config: Any) -> str:
-    """The effective config as TOML that `load` reads back to an equal config."""
+    """The effective config as TOML. `load` reads it back as an equal config."""
     return "\n".join(_toml_section(to_plain(config), "")) + "\n"
 
 

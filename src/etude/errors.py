@@ -1,7 +1,7 @@
-"""Errors in three parts: what happened, the facts, and a ``hint:`` on what to do next.
+"""Errors in three parts: what happened, the facts, and a ``hint:`` on what to do.
 
-Every error that a user can meet is an `EtudeError`; the command line prints it and exits with its class's `exit_code`,
-which is decided here and nowhere else. Anything else that reaches the top is a defect of etude and keeps its traceback.
+Every error that a user may see is an `EtudeError`. The command line prints it and exits with the `exit_code` of its
+class. Any other exception is a bug in etude and is printed with its traceback.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from collections.abc import Iterable
 
 
 class Exit(enum.IntEnum):
-    """The exit codes of commands, as in the guide's table."""
+    """The exit codes of commands, as in docs/guides/getting-started.md."""
 
     DONE = 0
-    FAILED = 1  # an `EtudeError` that is none of the others
-    BAD_INPUT = 2  # an argument or a config that is not valid
-    OTHER_RUN = 3  # a run that is in use, or was made with other settings
+    FAILED = 1  # an `EtudeError` of no other kind
+    BAD_INPUT = 2  # an invalid argument or config
+    OTHER_RUN = 3  # the run is in use, or was made with other settings
     INTERRUPTED = 130  # the run can be resumed
 
 
 EXITS = {
     Exit.DONE: "done",
-    Exit.FAILED: "the command failed; its error says why",
-    Exit.BAD_INPUT: "bad input: an argument that names nothing that exists, or an invalid setting",
-    Exit.OTHER_RUN: "a run that is in use, or was made with other settings or by another etude",
+    Exit.FAILED: "the command failed; see its error",
+    Exit.BAD_INPUT: "invalid input: an argument names something that does not exist, or a setting is invalid",
+    Exit.OTHER_RUN: "the run is in use, or was made with other settings or another version of etude",
     Exit.INTERRUPTED: "interrupted; a run can be resumed",
 }
 """The meaning of each exit code, as `etude --help` prints it."""
 
 
 class EtudeError(Exception):
-    """A failure that has an explanation.
+    """An error with an explanation: `what` happened, the `facts`, and a `hint` on what to do.
 
-    >>> print(EtudeError("delta v42 applies to base 9f3c", "this engine holds v39", hint="fetch the anchor at v40"))
-    delta v42 applies to base 9f3c: this engine holds v39
+    >>> print(EtudeError("delta v42 applies to base 9f3c", "this engine has v39", hint="fetch the anchor at v40"))
+    delta v42 applies to base 9f3c: this engine has v39
       hint: fetch the anchor at v40
     """
 
@@ -57,106 +57,106 @@ def _rebuild(kind: type[EtudeError], what: str, facts: str, hint: str) -> EtudeE
 
 
 class InputError(EtudeError):
-    """A command's argument that names nothing that exists, or something that the command does not take."""
+    """An argument of a command names something that does not exist, or that the command does not accept."""
 
     exit_code = Exit.BAD_INPUT
 
 
 class ConfigError(InputError):
-    """A config with an unknown key, a value of the wrong type or out of range, or a named file that does not exist."""
+    """A config has an unknown key, a value of a wrong type or out of range, or names a file that does not exist."""
 
 
 class ConfigUnreadable(ConfigError):
-    """A config file that cannot be read or is not TOML, so that none of its settings are known."""
+    """A config file cannot be read or is not valid TOML, so its settings are unknown."""
 
 
 class RunError(EtudeError):
-    """A run directory that is damaged, incomplete, or cannot be written."""
+    """A run folder is damaged, incomplete, or not writable."""
 
 
 class NoRun(RunError, InputError):
-    """A path that is no run though a command needs one, or a path for a new run that exists already."""
+    """A path is not a run, or the path for a new run already exists."""
 
 
 class RunRefused(RunError):
-    """A run that cannot be resumed: it is in use, or was made with other settings or by another etude."""
+    """A run cannot be resumed: it is in use, or was made with other settings or another version of etude."""
 
     exit_code = Exit.OTHER_RUN
 
 
 class CheckpointError(EtudeError):
-    """A checkpoint that is incomplete, damaged, or of another architecture."""
+    """A checkpoint is incomplete, damaged, or has an unsupported or different architecture."""
 
 
 class NoCheckpoint(CheckpointError, InputError):
-    """A path that is no checkpoint though a command needs one."""
+    """A path is not a checkpoint."""
 
 
 class TaskError(EtudeError):
-    """A task source that is damaged, or a task whose reference solution does not score 1 or whose untouched state does
-    not score 0."""
+    """A task source is damaged, or a task is not valid: its reference solution does not score 1, or the unmodified task
+    does not score 0."""
 
 
 class NoSource(TaskError, InputError):
-    """A task source whose name is unknown, or whose path has no tasks."""
+    """The name of a task source is unknown, or its path has no tasks."""
 
 
 class MachineError(EtudeError):
-    """A machine that could not be made, or that died. Never raised for what the agent ran in it."""
+    """A machine could not be created, or died. Never raised for a failure of the agent's programs."""
 
 
 class StoreError(EtudeError):
-    """A blob store or a disk that refused a request, is full, or returned other bytes than were written."""
+    """A blob store or disk refused a request, is full, or returned other bytes than were written."""
 
 
 class WeightsError(EtudeError):
-    """A delta, manifest or pointer that is damaged or does not fit its base, or a write that lost against another
-    writer."""
+    """A delta, manifest or pointer is damaged or does not fit its base, or another writer published first."""
 
 
 class EngineError(EtudeError):
-    """An engine that is gone, refuses a request, makes no progress until a deadline, or cannot be used."""
+    """An engine is unreachable, refuses a request, makes no progress before a deadline, or cannot be used."""
 
 
 class EngineBehind(EngineError):
-    """The engine holds an older version than the request demands (HTTP 409). Another engine may serve the request."""
+    """The engine has an older version than the request requires (HTTP 409). Another engine may serve the request."""
 
 
 class ContextFull(EngineError):
-    """The prompt and the tokens asked for exceed the engine's context (HTTP 413)."""
+    """The prompt and the requested tokens exceed the context of the engine (HTTP 413)."""
 
 
 class LedgerError(EtudeError):
-    """A ledger that is damaged or missing, a transition that its table forbids, or an audit that found a rollout lost
-    or trained twice."""
+    """A ledger is damaged or missing, a state transition is not allowed, or an audit found a rollout that was lost or
+    trained on twice."""
 
 
 class ParityError(EtudeError):
-    """The probabilities of engine and learner differ by more than the parity budget allows."""
+    """The log-probabilities of engine and learner differ by more than the parity budget allows."""
 
 
 class NotFinite(EtudeError):
-    """NaN or an infinity in weights, logits, loss or gradients; `what` names the place and the step."""
+    """NaN or infinity in weights, logits, loss or gradients; `what` names the tensor and the step."""
 
 
 class NothingLearnt(EtudeError):
-    """A run that ended without learning: in no group did the rewards of two rollouts differ."""
+    """A run ended without learning: in no group did the rewards of two rollouts differ."""
 
 
 class PluginError(EtudeError):
-    """A plug-in that failed in the middle of a run, gave a result that cannot be used, or differs from the run's."""
+    """A plug-in failed during a run, returned an invalid result, or has other code than the run recorded."""
 
 
 class PluginRefused(PluginError, InputError):
-    """A plug-in that cannot be imported or constructed, or is not of the kind that the setting needs."""
+    """A plug-in cannot be imported or constructed, or is of another kind than the setting requires."""
 
 
 class DeadlineExceeded(EtudeError):
-    """A wait that reached its deadline; `what` names what it waited for."""
+    """A wait reached its deadline; `what` names what it waited for."""
 
 
 def nearest(word: str, known: Iterable[str], section: str = "") -> str:
-    """The end of a hint for an unknown key: the nearest of `known`, or all of them. `section`: put before each key.
+    """A hint for an unknown word: the most similar of the `known` words, or all of them. `section`: prefix of each
+    word.
 
     >>> nearest("stpes", ["steps", "lr"])
     "did you mean 'steps'?"

@@ -1,13 +1,13 @@
-"""Plug-ins: parts of a run that a user's own package provides, named in the config by import path.
+"""Plug-ins: components of a run from a user's own package, named in the config by import path.
 
-A plug-in is a class, or a function that returns an object, named as "my_package.module:Name". Its parameters are its
-settings: the keys of its table in the config, converted to the parameters' types. The object must have the methods of
-its kind's protocol (`KINDS`). Every process that needs a plug-in imports it by itself, so its package must be
-installed, or on PYTHONPATH, on every host of the run.
+A plug-in is a class, or a function that returns an object, such as "my_package.module:Name". Its parameters are its
+settings: the keys of its table in the config, converted to the types of the parameters. The object must implement the
+protocol of its kind (`KINDS`). Every process that needs a plug-in imports it, so its package must be installed, or on
+PYTHONPATH, on every host of the run.
 
-`check_all` imports and constructs all plug-ins of a config in a process of its own, with a deadline, before a run
-starts: one that hangs or kills its process stops nothing else, and a conductor does not load what its learner needs.
-Imports no torch.
+Before a run starts, `check_all` imports and constructs all plug-ins of a config in a separate process with a deadline.
+So a plug-in that hangs or crashes does no harm, and the conductor does not import what only the learner needs. This
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from etude.errors import ConfigError, EtudeError, PluginError, PluginRefused, ne
 
 T = TypeVar("T")
 CHECK_S = 120.0
-"""Deadline of importing and constructing all plug-ins of a config: the first import of torch takes seconds."""
+"""Deadline for importing and constructing all plug-ins of a config; the first import of torch takes seconds."""
 
 
 class Kind(enum.StrEnum):
-    """What plug-ins can be."""
+    """The kinds of plug-ins."""
 
     LOSS = "loss"
     CORRECTION = "correction"
@@ -60,19 +60,21 @@ class Kind(enum.StrEnum):
 
     @property
     def noun(self) -> str:
-        """In errors: "policy loss"."""
+        """The name of the kind in errors, such as "policy loss"."""
         return KINDS[self].noun
 
 
 @dataclass(frozen=True)
 class KindFacts:
-    """Where a kind of plug-in is named, and what it must be. Import paths, so that listing them loads nothing."""
+    """The setting, protocol and contract suite of a kind of plug-in, as import paths, so that listing them imports
+    nothing."""
 
     noun: str
     setting: str  # of the config
-    protocol: str  # or a class to derive from
+    protocol: str  # or a base class
     contract: str  # the contract suite in `etude.testing`
-    built_in: str  # the names of what etude has itself; where it is built as a plug-in, with import paths; "": nothing
+    built_in: str
+    """Iterable of the names of built-in choices, or a mapping to the import paths of built-in plug-ins; "": none."""
 
 
 KINDS = {
@@ -150,13 +152,13 @@ KINDS = {
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """Which code a plug-in is. A run's record has it of each of its plug-ins."""
+    """Identifies the code of a plug-in. A run records it for each of its plug-ins."""
 
     kind: str
     path: str  # "my_package.module:Name"
-    distribution: str  # the installed package that the module belongs to; "": none, the module is found by PYTHONPATH
-    version: str  # of the distribution; ""
-    digest: str  # SHA-256 of the module's source file; "": it has none
+    distribution: str  # the installed package of the module; "": none, found through PYTHONPATH
+    version: str  # of the distribution, or ""
+    digest: str  # SHA-256 of the module's source file; "" if there is no file
 
     def __str__(self) -> str:
         package = f"{self.distribution} {self.version}" if self.distribution else "no installed package"
@@ -164,7 +166,7 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 def kind_at(place: str) -> Kind:
-    """The kind of the plug-in that a setting names: ``learner.policy_loss``, or ``harness.tools[2]``."""
+    """The kind of plug-in for a setting such as ``learner.policy_loss`` or ``harness.tools[2]``."""
     setting = place.partition("[")[0]
     return next(kind for kind, facts in KINDS.items() if facts.setting == setting)
 
@@ -184,14 +186,14 @@ def import_path(kind: Kind, path: str) -> str:
 
 @functools.cache
 def found(path: str) -> Any:
-    """The class or function behind an import path of etude's own or of a plug-in. Raises `PluginRefused` that names
-    the host where the module is missing."""
+    """Import the class or function at an import path, of etude or of a plug-in. Raises `PluginRefused`; if the module
+    is missing, the error names the host."""
     module_name, _, name = path.partition(":")
     if not name or not all(part.isidentifier() for part in (*module_name.split("."), name)):
         facts = 'an import path has the form "my_package.module:Name"'
-        raise PluginRefused(f"{path!r} is no import path", facts, hint="name the module, a colon, and the class")
+        raise PluginRefused(f"{path!r} is not an import path", facts, hint="write the module, a colon, and the class")
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # as `python -m` has it, which starts the processes of a run
+        sys.path.append(os.getcwd())  # like `python -m`, which starts the processes of a run
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -205,50 +207,53 @@ def found(path: str) -> Any:
         raise PluginRefused(f"plug-in {path} cannot be imported", facts, hint=hint) from None
     except (Exception, SystemExit) as error:
         facts = f"importing {module_name} raised {described(error)}"
-        raise PluginRefused(f"plug-in {path} cannot be imported", facts, hint="mend the module") from error
+        raise PluginRefused(f"plug-in {path} cannot be imported", facts, hint="fix the module") from error
     target = getattr(module, name, None)
     if target is None:
         public = [known for known in vars(module) if not known.startswith("_")]
-        hint = nearest(name, public) if public else "define the class there"
+        hint = nearest(name, public) if public else "define the class in the module"
         raise PluginRefused(f"plug-in {path} does not exist", f"{module_name} has no {name}", hint=hint)
     return target
 
 
 def make(kind: Kind, plugin: Plugin, *, where: str = "") -> Any:
-    """Construct a plug-in with its settings and check that it is of its kind. `where`: the setting that names it.
-    Raises `PluginRefused`, `ConfigError` for a setting that its code does not accept, and `PluginError` where its
-    source is not the one that the run's record has."""
+    """Construct a plug-in with its settings, and check that it implements the protocol of its kind. `where`: the
+    setting that names it. Raises `PluginRefused`, `ConfigError` for a setting that its code does not accept, and
+    `PluginError` if its source differs from the one that the run recorded."""
     owner, target = f"{kind.noun} {plugin.path}", found(import_path(kind, plugin.path))
     where = where or KINDS[kind].setting
     if not callable(target):
         facts = f"it is {_a(type(target).__name__)}"
-        raise PluginRefused(f"{owner} is no class", facts, hint="name a class, or a function that returns the object")
+        raise PluginRefused(
+            f"{owner} is not a class", facts, hint="give a class, or a function that returns the object"
+        )
     if plugin.digest and (here := identity(kind, plugin.path)).digest != plugin.digest:
-        facts = f"host {socket.gethostname()} has source {here.digest[:12]}, the run's record {plugin.digest[:12]}"
+        facts = f"source {here.digest[:12]} on host {socket.gethostname()}, the run recorded {plugin.digest[:12]}"
         hint = "install the same version of its package on every host of the run"
-        raise PluginError(f"{owner} is another version here", facts, hint=hint)
+        raise PluginError(f"{owner} has other code than the run recorded", facts, hint=hint)
     try:
         made = target(**arguments(target, plugin.settings, where))
     except EtudeError:
         raise
     except (Exception, SystemExit) as error:
         facts = f"its constructor raised {described(error)}"
-        raise PluginRefused(f"{owner} cannot be made", facts, hint=f"mend it, or its settings in [{where}]") from error
-    if problems := lacking(found(KINDS[kind].protocol), made):
-        hint = f"write what is named here; etude plugins check {plugin.path} shows every part of the contract"
-        raise PluginRefused(f"{plugin.path} is no {kind.noun}", "; ".join(problems), hint=hint)
+        raise PluginRefused(
+            f"{owner} cannot be constructed", facts, hint=f"fix it, or its settings in [{where}]"
+        ) from error
+    if problems := protocol_problems(found(KINDS[kind].protocol), made):
+        hint = f"add what is missing; etude plugins check {plugin.path} runs the contract tests"
+        raise PluginRefused(f"{plugin.path} is not a {kind.noun}", "; ".join(problems), hint=hint)
     return made
 
 
-def lacking(protocol: type, made: object) -> list[str]:
-    """What an object lacks of a protocol: each member that is missing, or is not called as the protocol calls it. Where
-    `protocol` is a plain class, the object must be derived from it and set the attributes that the class only declares.
-    """
+def protocol_problems(protocol: type, made: object) -> list[str]:
+    """Why an object does not implement a protocol: one line for each member that is missing, or that cannot be called
+    as the protocol requires. If `protocol` is an ordinary class, the object must be an instance of it and set the
+    attributes that the class only declares."""
     if not getattr(protocol, "_is_protocol", False):
         if not isinstance(made, protocol):
-            return [
-                f"it is {_a(type(made).__name__)}, which is not derived from {protocol.__module__}.{protocol.__name__}"
-            ]
+            base = f"{protocol.__module__}.{protocol.__name__}"
+            return [f"it is {_a(type(made).__name__)}, which is not derived from {base}"]
         return [f"it has no attribute {name}" for name in inspect.get_annotations(protocol) if not hasattr(made, name)]
     problems = []
     for name, wanted in _members(protocol).items():
@@ -258,7 +263,7 @@ def lacking(protocol: type, made: object) -> list[str]:
         elif not inspect.isfunction(wanted):
             continue
         elif not callable(has):
-            problems.append(f"its {name} is {_a(type(has).__name__)}, and {_call(name, wanted)} is called")
+            problems.append(f"its {name} is {_a(type(has).__name__)}, expected {_call(name, wanted)}")
         elif _is_async(wanted) and not _is_async(has):
             problems.append(f"its {name} must be `async def`")
         elif _is_async(has) and not _is_async(wanted):
@@ -269,7 +274,7 @@ def lacking(protocol: type, made: object) -> list[str]:
 
 
 def _members(protocol: type) -> dict[str, Any]:
-    """The members of a protocol by name: functions, and None for an attribute."""
+    """The members of a protocol: name -> function, or None for an attribute."""
     bases = [base for base in reversed(protocol.__mro__) if getattr(base, "_is_protocol", False)]
     members: dict[str, Any] = {}
     for base in bases:
@@ -286,7 +291,7 @@ def _is_async(function: Any) -> bool:
 
 
 def _takes(has: Any, wanted: Any) -> bool:
-    """Whether a method can be called with the arguments of a protocol's."""
+    """Whether a method can be called with the arguments of the protocol's method `wanted`."""
     parameters = list(inspect.signature(wanted).parameters.values())[1:]
     by_name = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY}
     try:
@@ -316,7 +321,7 @@ def _a(noun: str) -> str:
 
 
 def described(error: BaseException) -> str:
-    """An exception with the place that raised it: ``ValueError: no such mode (losses.py, line 12)``."""
+    """An exception as text, with the line that raised it: ``ValueError: no such mode (losses.py, line 12)``."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{place}"
@@ -324,27 +329,26 @@ def described(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def called(kind: Kind, plugin: Plugin | str, doing: str) -> Iterator[None]:
-    """Around a call of a plug-in: what it raises becomes a `PluginError` that names it. Errors of etude pass."""
+    """Context manager for calling a plug-in: turns an exception into a `PluginError` that names the plug-in. An
+    `EtudeError` is not changed. `doing`: the action, for the error."""
     try:
         yield
     except EtudeError:
         raise
     except Exception as error:
         facts = f"{doing} raised {described(error)}"
-        raise PluginError(
-            f"{kind.noun} {plugin} failed", facts, hint="mend its code; the run can be resumed"
-        ) from error
+        raise PluginError(f"{kind.noun} {plugin} failed", facts, hint="fix its code; the run can be resumed") from error
 
 
 def bounded(kind: Kind, plugin: Plugin | str, doing: str, work: Callable[[], T], *, deadline_s: float) -> T:
-    """Call a plug-in in a thread of its own, and wait for at most `deadline_s`. Raises `PluginError` for what it
-    raises and for a call that does not return, whose thread is left behind."""
+    """Call `work` of a plug-in in a separate thread, and wait at most `deadline_s`. Raises `PluginError` if it raises
+    an exception or does not return; then its thread keeps running."""
     done = queue.SimpleQueue[tuple[T | None, BaseException | None]]()
 
     def call() -> None:
         try:
             done.put((work(), None))
-        except BaseException as error:  # noqa: BLE001  raised again where it is waited for
+        except BaseException as error:  # noqa: BLE001  raised again in the waiting thread
             done.put((None, error))
 
     threading.Thread(target=call, name=f"{kind.noun} {plugin}", daemon=True).start()
@@ -353,30 +357,28 @@ def bounded(kind: Kind, plugin: Plugin | str, doing: str, work: Callable[[], T],
     except queue.Empty:
         facts = f"{doing} has not returned within {deadline_s:g} s"
         raise PluginError(
-            f"{kind.noun} {plugin} hangs", facts, hint="see what it waits for; the run can be resumed"
+            f"{kind.noun} {plugin} hangs", facts, hint="check what it waits for; the run can be resumed"
         ) from None
     with called(kind, plugin, doing):
         if error is not None:
             raise error
-    return result  # type: ignore[return-value]  # of T where there is no error
+    return result  # type: ignore[return-value]  # a T if there is no error
 
 
 def unusable(kind: Kind, plugin: Plugin | str, facts: str) -> PluginError:
-    """The error for a result of a plug-in that cannot be used."""
-    return PluginError(
-        f"{kind.noun} {plugin} gave a result that cannot be used", facts, hint="mend it; the run can be resumed"
-    )
+    """The error for an invalid result of a plug-in."""
+    return PluginError(f"{kind.noun} {plugin} returned an invalid result", facts, hint="fix it; the run can be resumed")
 
 
 def finite(kind: Kind, plugin: Plugin | str, name: str, value: object) -> float:
-    """A number that a plug-in gave. Raises `PluginError` for anything but a finite number."""
+    """Check that a plug-in returned a finite number, and return it. Raises `PluginError`."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise unusable(kind, plugin, f"{name} is {value!r}, and a finite number is wanted")
+        raise unusable(kind, plugin, f"{name} is {value!r}, expected a finite number")
     return float(value)
 
 
 def identity(kind: Kind, path: str) -> Identity:
-    """Which code a plug-in is, as this process would import it."""
+    """The identity of a plug-in's code, as this process imports it. Raises `PluginRefused`."""
     found(import_path(kind, path))
     module = sys.modules[import_path(kind, path).partition(":")[0]]
     distribution, version = _distribution(module.__name__.partition(".")[0])
@@ -395,20 +397,19 @@ def _distribution(package: str) -> tuple[str, str]:
 
 
 def check_all(uses: Sequence[tuple[str, Plugin]], *, deadline_s: float = CHECK_S) -> list[Identity]:
-    """Import and construct the plug-ins of a config in a process of its own; returns which code each is, but for
-    built-in ones, which are etude's. `uses`: each with the setting that names it (`config.plugins_in`). Raises
-    `PluginRefused`, `ConfigError`."""
+    """Import and construct the plug-ins of a config in a separate process. Returns the identity of each, except the
+    built-in ones. `uses`: (setting, plug-in) pairs, from `config.plugins_in`. Raises `PluginRefused`, `ConfigError`."""
     if not uses:
         return []
-    asked = [(place, plugin.path, dict(plugin.settings)) for place, plugin in uses]
+    requests = [(place, plugin.path, dict(plugin.settings)) for place, plugin in uses]
     argv = [sys.executable, "-m", "etude.plugins"]
     try:
         done = subprocess.run(
-            argv, input=json.dumps(asked, default=str).encode(), capture_output=True, timeout=deadline_s, check=False
+            argv, input=json.dumps(requests, default=str).encode(), capture_output=True, timeout=deadline_s, check=False
         )
-        output, words, ending = done.stdout, done.stderr, _ending(done.returncode)
+        output, stderr, ending = done.stdout, done.stderr, _ending(done.returncode)
     except subprocess.TimeoutExpired as late:
-        output, words, ending = late.stdout or b"", late.stderr or b"", f"did not end within {deadline_s:g} s"
+        output, stderr, ending = late.stdout or b"", late.stderr or b"", f"did not end within {deadline_s:g} s"
     identities = []
     for line in output.splitlines():
         answer = json.loads(line)
@@ -418,10 +419,10 @@ def check_all(uses: Sequence[tuple[str, Plugin]], *, deadline_s: float = CHECK_S
         identities.append(msgspec.convert(answer, Identity))
     if len(identities) < len(uses):
         place, plugin = uses[len(identities)]
-        last = words.decode(errors="replace").strip().rpartition("\n")[2]
+        last = stderr.decode(errors="replace").strip().rpartition("\n")[2]
         facts = f"importing and constructing it {ending}{f': {last}' if last else ''}"
         raise PluginRefused(
-            f"{kind_at(place).noun} {plugin.path} cannot be made", facts, hint="mend the module"
+            f"{kind_at(place).noun} {plugin.path} cannot be constructed", facts, hint="fix the module"
         ) from None
     return [one for one in identities if ":" in one.path]
 
@@ -430,9 +431,9 @@ def _ending(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended its process with exit code {code}"
 
 
-def _answers(asked: Iterable[tuple[str, str, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """What the checking process prints of each plug-in."""
-    for place, path, settings in asked:
+def _answers(requests: Iterable[tuple[str, str, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """The identity of each plug-in, or its error, as the checking process prints them."""
+    for place, path, settings in requests:
         try:
             kind = kind_at(place)
             make(kind, Plugin(path, settings), where=place)
@@ -443,11 +444,11 @@ def _answers(asked: Iterable[tuple[str, str, dict[str, Any]]]) -> Iterator[dict[
 
 
 def _main() -> None:
-    asked, out = json.load(sys.stdin), os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what plug-ins print is not part of the answer
-    for answer in _answers(asked):
+    requests, out = json.load(sys.stdin), os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # output of plug-ins is not part of the answer
+    for answer in _answers(requests):
         print(json.dumps(answer), file=out, flush=True)
-    os._exit(0)  # threads that a plug-in has started do not hold this process up
+    os._exit(0)  # do not wait for threads that a plug-in started
 
 
 if __name__ == "__main__":

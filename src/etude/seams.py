@@ -1,8 +1,14 @@
-"""The interfaces of etude: the Protocols that implementations are written for. Imports no torch. The one function here,
-`told`, streams a completion from any policy or engine.
+"""The interfaces of etude: the Protocols that implementations and plug-ins are written for. Imports no torch.
 
-Each Protocol has a fake in `etude.testing`, and a contract suite in `tests/contracts` that an implementation
-joins in one line. Deadlines are in seconds; a method that waits names what it waited for in its error.
+`etude.testing` has in-memory implementations. `tests/contracts` and `etude.testing.contracts` have the tests that every
+implementation must pass. Rules for all of them:
+
+- Deadlines and durations are in seconds. The error of a wait that reached its deadline names what it waited for.
+- Expected failures are raised as the subclass of `etude.errors.EtudeError` that the docstring names.
+- Coroutines of one object may run at the same time in one event loop. Other methods are called from one thread at a
+  time unless the docstring says more.
+
+The one function here, `stream_or_complete`, streams a completion from any policy or engine.
 """
 
 from __future__ import annotations
@@ -24,62 +30,76 @@ from etude.records.task import Answer, Split, Task
 
 @runtime_checkable
 class TaskSource(Protocol):
-    """The tasks to learn from. Random access by (split, index), so that one integer per split is enough to resume."""
+    """The tasks to learn from. Access is by (split, index), so a run resumes from one integer per split.
 
-    name: str
+    Several processes open the same source. Each must get the same tasks. A method may take up to 60 s.
+    """
+
+    name: str  # written into `Task.source`
 
     def size(self, split: Split) -> int | None:
-        """Number of tasks in the split; None when the source generates them without end."""
+        """Return the number of tasks in a split; None when the source generates tasks without end."""
         ...
 
     def task(self, split: Split, index: int) -> Task:
-        """Task `index` (from 0) of a split: the same for the same arguments, in any process. Raises `TaskError` past
-        the end."""
+        """Return task `index` (from 0) of a split. The same arguments give the same task in every process. Raises
+        `TaskError` when `index` is not below the size."""
         ...
 
     def answer(self, task: Task) -> Answer:
-        """The hidden answer of a task. Called in grader processes only."""
+        """Return the hidden answer of a task. Only called in grader processes."""
         ...
 
 
 @runtime_checkable
 class Machine(Protocol):
-    """An isolated, single-use machine. Paths are relative to its working directory."""
+    """An isolated machine for one rollout or one grade. Paths are relative to its working directory.
+
+    Coroutines may run at the same time. After `close` every method except `close` raises `MachineError`. Raise
+    `MachineError` only for failures that code inside the machine cannot have caused: it makes a rollout invalid, and an
+    agent must not be able to choose that.
+    """
 
     async def exec(
         self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
     ) -> ExecResult:
-        """Run a command; others may run at the same time. A `key` never runs twice: a repeated call gets the recorded
-        result.
+        """Run a command and return its exit code and output.
 
-        The command ends with its first process; processes that this left in the background live on. At the deadline
-        everything that the command started is killed. `ExecOptions` has the options. Cancelling the caller does not
-        stop the command: it runs to its end or its deadline, and a later call with the same key gets the result.
+        `key` is an idempotency key: a second call with the same key does not run the command again and returns the
+        recorded result. `options`: see `ExecOptions`.
 
-        Whatever the command does is a result: exit code 127 where it is not found, 126 where it cannot be run, 128 +
-        signal where it was killed. Raises `MachineError` for failures that the command cannot have caused, `ValueError`
-        for arguments that are no command."""
+        The command ends when its first process ends; background processes that it started continue. At the deadline
+        everything that the command started is killed, and `ExecResult.timed_out` is True. Cancelling the caller does
+        not stop the command: it runs to its end or its deadline, and a later call with the same key gets the result.
+
+        A failing command is a result, not an error: exit code 127 when the program is not found, 126 when it cannot be
+        executed, 128 + signal when it was killed. Raises `ValueError` for invalid arguments, and `MachineError` when
+        the machine failed, is frozen or is closed."""
         ...
 
     async def read(self, path: str, *, max_bytes: int = 1_048_576) -> bytes:
-        """The content of a regular file; links are not followed. Raises `FileNotFoundError`, `IsADirectoryError`, or
-        `ValueError` for a link, anything else that is not a file, and more than max_bytes."""
+        """Return the content of a regular file. Symbolic links are not followed.
+
+        Raises `FileNotFoundError`; `IsADirectoryError`; `ValueError` for a link, for anything else that is not a
+        regular file, for a file of more than `max_bytes`, and for a path outside the working directory."""
         ...
 
     async def write(self, path: str, data: bytes) -> None:
-        """Create or replace a file, and create its parent folders. Raises `ValueError` for a path that leaves the
-        working directory, `OSError` where the machine's disk is full."""
+        """Create or replace a file; missing parent folders are created. Raises `ValueError` for a path outside the
+        working directory, and `OSError` when the machine's disk is full."""
         ...
 
     async def freeze(self) -> None:
-        """Stop all processes of the machine for good; files can still be read and `snapshot` called. Idempotent."""
+        """Stop all processes of the machine for good. `read` and `snapshot` still work; `exec` raises `MachineError`.
+        Idempotent."""
         ...
 
     async def snapshot(self) -> str:
-        """Take a snapshot of the machine's state, and return its id; the machine goes on. Where
-        `RuntimeInfo.forks_memory` is set the snapshot has the running processes too, all stopped at one moment; else it
-        has the files alone. Raises `OSError` where nothing of the state is left, `ValueError` where it cannot be kept,
-        and `MachineError`."""
+        """Save the machine's state and return the snapshot's id, for `Runtime.fork`. The machine continues.
+
+        When `RuntimeInfo.forks_memory` is set, the snapshot has the running processes too, all stopped at the same
+        moment; otherwise it has the files only. Raises `OSError` when the state is gone, `ValueError` when it cannot
+        be saved, and `MachineError`."""
         ...
 
     async def close(self) -> None:
@@ -88,171 +108,197 @@ class Machine(Protocol):
 
 
 class RuntimeInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a runtime is, and what it can do on this host."""
+    """A runtime's name and what it can do on this host."""
 
     name: str  # "namespace", "microvm", "gvisor", "remote", "memory"
-    isolation: str  # what stands between a machine and its host: "shared kernel", "own kernel", "none"
+    isolation: str  # what separates a machine from its host: "shared kernel", "own kernel", "none"
     users: tuple[str, ...]  # users that commands can run as; the first is the default of an image that names none
     images: bool = False  # whether machines can have a root filesystem other than the runtime's own
-    forks_memory: bool = False  # whether a snapshot of a machine in use holds its running processes
-    whole_snapshots: bool = True  # whether a snapshot of an image's machine holds more than its working directory
+    forks_memory: bool = False  # whether a snapshot of a machine in use has its running processes
+    whole_snapshots: bool = True  # whether a snapshot of an image's machine has more than its working directory
     notes: tuple[str, ...] = ()  # what is weaker on this host than it could be, and why: "no control groups: ..."
 
 
 @runtime_checkable
 class Runtime(Protocol):
-    """Makes machines: `prepare` a snapshot, then `fork` machines from it."""
+    """Makes machines: `prepare` creates a snapshot, `fork` creates machines from it."""
 
     @property
-    def info(self) -> RuntimeInfo: ...
+    def info(self) -> RuntimeInfo:
+        """The runtime's name and capabilities; constant while the runtime is open."""
+        ...
 
     async def prepare(self, files: Mapping[str, bytes], *, image: Image | None = None) -> str:
-        """Put files (path to content) into the working directory of an image (None: the runtime's own root filesystem).
-        Returns the id of the snapshot, which follows from the content; a repeated call is cheap. Raises `ValueError`
-        for files that cannot be a tree there, `MachineError` where the runtime cannot get the image."""
+        """Create a snapshot: an image with `files` (path to content) in its working directory.
+
+        `image` None is the runtime's own root filesystem. Returns the snapshot's id, which is derived from the content;
+        a repeated call with the same content is cheap. Raises `ValueError` for paths that cannot be files there, and
+        `MachineError` when the runtime cannot get the image."""
         ...
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
-        """Make n identical machines in the snapshot's state: all of them, or none and `MachineError`. Raises
-        `ValueError` for n < 1."""
+        """Create n identical machines in the snapshot's state.
+
+        Either all n are returned, or `MachineError` is raised and none is left. Raises `MachineError` for an unknown
+        snapshot and at the deadline, `ValueError` for n < 1."""
         ...
 
     async def close(self) -> None:
-        """Kill every machine. Idempotent."""
+        """Kill all machines of this runtime and free its resources. Idempotent."""
         ...
 
 
 @runtime_checkable
 class Portable(Protocol):
-    """An optional part of a `Runtime`: snapshots can be sent to a runtime of the same kind in another process."""
+    """Optional methods of a `Runtime` whose snapshots can be sent to a runtime of the same kind in another process."""
 
     async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
-        """Write a snapshot as bytes, or as bytes that say where the other runtime finds it. Raises `ValueError` past
-        max_bytes, `MachineError` for a snapshot that is not held here."""
+        """Serialise a snapshot: its content, or a reference that the other runtime can resolve. Raises `ValueError`
+        when the result would exceed `max_bytes`, `MachineError` for a snapshot that this runtime does not have."""
         ...
 
     async def unpack(self, packed: bytes) -> str:
-        """Read a snapshot from the bytes of `pack`; returns its id in this runtime. Raises `ValueError` for other
+        """Load a snapshot from the bytes of `pack`. Returns its id in this runtime. Raises `ValueError` for other
         bytes."""
         ...
 
 
 @runtime_checkable
 class Holding(Protocol):
-    """An optional part of a `Runtime`: snapshots can be held, so that the runtime does not drop them."""
+    """Optional methods of a `Runtime` that evicts snapshots: reference counts that keep a snapshot."""
 
     def hold(self, snapshot: str) -> int:
-        """Keep a snapshot until it was released as often as it was held. Returns its size in bytes. Raises
-        `MachineError` for a snapshot that is not here."""
+        """Add a reference to a snapshot, which is then kept until each reference was released. Returns its size in
+        bytes. Raises `MachineError` for a snapshot that this runtime does not have."""
         ...
 
     def release(self, snapshot: str) -> None:
-        """Undo one `hold`."""
+        """Remove a reference that `hold` added."""
         ...
 
 
 @runtime_checkable
 class Grader(Protocol):
-    """Grades exported files. Never runs in a process, or a fork of one, that has run the agent's code."""
+    """Grades the exported files of a rollout. Never runs in a process, or a fork of one, that has run agent code."""
 
-    async def grade(self, task: Task, answer: Answer, exports: Mapping[str, bytes]) -> Graded | Invalid: ...
+    async def grade(self, task: Task, answer: Answer, exports: Mapping[str, bytes]) -> Graded | Invalid:
+        """Grade one rollout. `exports`: path to content, as the agent left the files that the task declares.
+
+        Returns `Graded` for everything that the agent can cause, such as missing or broken files. Returns `Invalid`
+        only for a failure outside the agent's reach, with the evidence. Several grades may run at the same time."""
+        ...
 
 
 @runtime_checkable
 class RewardTerm(Protocol):
-    """Measures one part of the reward of a finished rollout, beside the grader."""
+    """Measures one part of the reward of a finished rollout, beside the grade. A plug-in of kind "reward" is one."""
 
-    version: str  # another one wherever the same rollout could get another value: siblings are compared within one
+    version: str  # change it when the same rollout could get another value: siblings are compared within one version
 
     async def score(self, rollout: Rollout, graded: Graded) -> Score:
-        """Measure a rollout from its task, trace, exports and times, and from what its grader found; it has no access
-        to hidden answers. A value that cannot be known now, since a service is away, is None with the reason as
-        evidence. What it raises ends the run, which can be resumed."""
+        """Return the value of one graded rollout. The term sees the task, trace, exports, times and the grader's
+        result, but no hidden answer.
+
+        The value must be finite. When it cannot be known now, for example because a service is down, return a `Score`
+        with value None and the reason as evidence. Several rollouts may be scored at the same time. An exception, or no
+        result within 600 s, ends the run with a `PluginError` that names the term; the run can be resumed."""
         ...
 
 
 @runtime_checkable
 class CreditScheme(Protocol):
-    """Turns the rewards of a group's judged siblings into advantages. Keeps no state."""
+    """Computes advantages from the rewards of a group of sibling rollouts. Stateless. A plug-in of kind "credit" is
+    one."""
 
     name: str
     version: str
 
     def advantages(self, rewards: Sequence[Reward]) -> Sequence[float]:
-        """One advantage per reward, in the same order. A rollout with advantage 0.0 is not trained on. The order of the
-        siblings does not matter; equal rewards have equal advantages."""
+        """Return one finite advantage per reward, in the same order. `rewards` may have 0 or 1 elements.
+
+        Equal rewards must get equal advantages, a higher reward no lower advantage, and the order of the siblings must
+        not matter. The same input must give the same bits. A rollout with advantage 0.0 is not trained on."""
         ...
 
 
 @runtime_checkable
 class Policy(Protocol):
-    """Asks a model for completions. Rollouts, evaluations and the gateway all use this one call."""
+    """Samples completions from the current model. Rollouts, evaluations and the gateway all use this one method."""
 
     async def complete(self, request: CompletionRequest) -> Completion:
-        """Have an engine answer a request. Raises `EngineError` when the request made no progress for its `deadline_s`,
-        or no engine can serve it; `EngineBehind` when no engine reached its `min_step` in the time that it may wait."""
+        """Return a completion for a request. Many calls run at the same time.
+
+        Raises `EngineError` when no engine can serve the request, or when it made no progress for its `deadline_s`;
+        `EngineBehind` when no engine reached the version that it demands in the time that it may wait; `ContextFull`
+        when prompt and answer do not fit the context. Cancelling the coroutine cancels the request."""
         ...
 
 
 @runtime_checkable
 class Streaming(Protocol):
-    """An optional part of a `Policy` or an `Engine`: returns tokens while it samples them."""
+    """Optional method of a `Policy` or an `Engine`: returns tokens while they are sampled."""
 
     def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
-        """Yield the token ids sampled since the last part, and at the end the whole `Completion` of the same tokens.
+        """Yield the token ids sampled since the last part, and at the end the `Completion` with all of these tokens.
+
         Raises what `complete` or `generate` raises. Closing the generator early cancels the request."""
         ...
 
 
-async def told(
-    source: object, whole: Callable[[CompletionRequest], Awaitable[Completion]], request: CompletionRequest
+async def stream_or_complete(
+    source: object, complete: Callable[[CompletionRequest], Awaitable[Completion]], request: CompletionRequest
 ) -> AsyncGenerator[list[int] | Completion]:
-    """Stream a completion from a policy or an engine, as `Streaming.stream` does. From one that cannot stream, get it
-    in one piece by its method `whole`."""
+    """Stream a completion as `Streaming.stream` does. When `source`, a policy or an engine, cannot stream, yield the
+    result of its method `complete` as one part."""
     if isinstance(source, Streaming):
         async with aclosing(source.stream(request)) as parts:
             async for part in parts:
                 yield part
     else:
-        completion = await whole(request)
+        completion = await complete(request)
         yield completion.token_ids.tolist()
         yield completion
 
 
 @runtime_checkable
 class BlobStore(Protocol):
-    """Immutable objects under keys, and pointers that move by compare-and-swap. Keys are relative posix paths."""
+    """Immutable objects under keys, and mutable pointers that change by compare-and-swap.
+
+    Keys are relative POSIX paths. Every method raises `StoreError` for a key that is not allowed, and when the store
+    cannot be reached or is full. Methods may be called from several threads and processes.
+    """
 
     def put(self, key: str, data: bytes) -> None:
-        """Write an object; it is durable when this returns. Nothing happens where the key has the same bytes already.
-        Raises `StoreError` where it has others."""
+        """Write an object; it is durable when this returns. Does nothing when the key already has the same bytes.
+        Raises `StoreError` when it has other bytes."""
         ...
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Read the bytes [start, stop) of an object or a pointer. Raises `KeyError` when it does not exist."""
+        """Return the bytes [start, stop) of an object or a pointer; fewer when it ends before `stop`. Raises `KeyError`
+        for a missing key, `ValueError` for a negative or reversed range."""
         ...
 
     def list(self, prefix: str) -> list[str]:
-        """The keys that begin with a prefix, sorted. Raises `StoreError` for a prefix that no key can have."""
+        """Return the keys that begin with a prefix, sorted. Raises `StoreError` for a prefix that no key can have."""
         ...
 
     def delete(self, key: str) -> None:
-        """Delete an object. Nothing happens where it does not exist."""
+        """Delete an object. Does nothing when it does not exist."""
         ...
 
     def compare_and_swap(self, key: str, expected: bytes | None, data: bytes) -> bool:
-        """Atomically replace a pointer's bytes if they are `expected` (None: the pointer is absent). False where they
-        are others."""
+        """Atomically replace a pointer's bytes if they equal `expected` (None: the pointer does not exist). Returns
+        whether they were replaced."""
         ...
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """State and load of an engine at this moment."""
+    """The current state and load of an engine."""
 
     name: str
     version: Version | None  # None: no weights yet
     paused: bool
-    context_tokens: int  # longest context
+    context_tokens: int  # longest context: prompt and completion
     max_sequences: int  # decoded together
     num_running: int
     num_waiting: int
@@ -264,55 +310,73 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 @runtime_checkable
 class Engine(Protocol):
-    """One inference server, reached by its URL."""
+    """One inference server. It loads new versions of the weights by itself while it serves. Many calls run at the same
+    time; the server batches them."""
 
     async def generate(self, request: CompletionRequest) -> Completion:
-        """Sample a completion. An engine that shares prefixes among its sessions anyway may ignore `fork_from`, which
-        saves work and changes no result. Raises `EngineBehind` (HTTP 409), `ContextFull` (413), `EngineError` for
-        anything else that is not the caller's fault."""
+        """Sample a completion. Cancelling the coroutine drops the request.
+
+        `fork_from` saves work and never changes a result: an engine with its own prefix cache may ignore it. Raises
+        `EngineBehind` (HTTP 409) when the engine does not hold the demanded version, `ContextFull` (413) when the
+        request does not fit, and `EngineError` for other failures, among them no progress for `deadline_s`."""
         ...
 
     async def pause(self) -> None:
-        """Stop decoding between two tokens. Requests in flight keep their KV cache and wait for `resume`."""
+        """Stop decoding between two tokens. Running requests keep their KV cache and wait for `resume`; new ones are
+        accepted and wait."""
         ...
 
-    async def resume(self) -> None: ...
+    async def resume(self) -> None:
+        """Continue decoding after `pause`. Does nothing when the engine is not paused."""
+        ...
 
     async def adopt(self, min_step: int, *, deadline_s: float) -> Version:
-        """Wait until the engine holds step `min_step` or a later version, which it fetches by itself; returns that
-        version. Raises `EngineError` at the deadline."""
+        """Wait until the engine holds a version of at least `min_step`, and return that version. The engine fetches
+        versions by itself. Raises `EngineError` at the deadline."""
         ...
 
-    async def info(self, *, deadline_s: float = 5.0) -> EngineInfo: ...
+    async def info(self, *, deadline_s: float = 5.0) -> EngineInfo:
+        """Return the current state and load. Does not wait for running requests. Raises `EngineError`."""
+        ...
 
     async def verify(self, token_ids: Sequence[int]) -> tuple[Version, list[float]]:
-        """Score a fixed text: the version in live memory, and the log-probabilities of its tokens (len(token_ids) - 1
-        numbers). An update is proven only when these agree with the learner's."""
+        """Score a text: return the loaded version, and the log-probability at temperature 1 of each token but the first
+        (len(token_ids) - 1 numbers).
+
+        An update of the weights counts as correct only when these numbers agree with the learner's. Raises
+        `EngineError`."""
         ...
 
 
 @runtime_checkable
 class Learner(Protocol):
-    """Holds the weights, trains them and publishes them."""
+    """Holds the weights, trains them and publishes them. All methods are called from one thread."""
 
     def forward_backward(self, batch: Batch) -> StepReport:
-        """Accumulate the gradient of the batch's loss. Raises `ParityError` where the ratio must be 1 and is not."""
+        """Compute the loss of a batch and accumulate its gradient. Raises `ParityError` when an importance ratio that
+        must be 1 is not 1, `NotFinite` for NaN or Inf."""
         ...
 
     def optim_step(self) -> Mapping[str, float]:
-        """Apply and clear the gradient, and count the step up by one. Returns "grad_norm" and "lr"."""
+        """Apply and clear the gradient, and increase the step by one. Returns "grad_norm" (before clipping) and "lr".
+        Raises `NotFinite`."""
         ...
 
     def save(self, path: str) -> None:
-        """Write a checkpoint directory that `load` and Hugging Face's transformers read. It appears whole or not at
-        all."""
+        """Write a checkpoint directory that `load` and Hugging Face transformers can read. The directory appears
+        complete or not at all. Raises `CheckpointError`."""
         ...
 
-    def load(self, path: str) -> None: ...
+    def load(self, path: str) -> None:
+        """Continue from a directory of `save`, or start at step 0 from any Hugging Face directory. Raises
+        `CheckpointError`."""
+        ...
 
     def publish(self, rollout_ids: Sequence[str]) -> Published:
-        """Publish the weights: write their bytes, then the manifest, which lists the rollouts, then move the pointer.
-        The version counts as published once the pointer has moved."""
+        """Publish the weights: write their bytes, then the manifest that lists the rollouts they were trained on, then
+        move the pointer.
+
+        The version is published once the pointer has moved. Raises `WeightsError` and `StoreError`."""
         ...
 
 
@@ -321,7 +385,8 @@ class ExperienceStore(Protocol):
     """The durable record of every rollout: its state in the ledger, and its data."""
 
     def move(self, rollout_id: str, to: str, *, reason: str = "", **facts: Any) -> None:
-        """Move a rollout to another state. Raises `LedgerError` when the table of transitions forbids it."""
+        """Move a rollout to another state. `facts`: data to log with the transition. Raises `LedgerError` when
+        the transition table forbids it."""
         ...
 
     def put(self, rollout_id: str, name: str, data: bytes) -> None:
@@ -329,19 +394,21 @@ class ExperienceStore(Protocol):
         data."""
         ...
 
-    def get(self, rollout_id: str, name: str) -> bytes | None: ...
+    def get(self, rollout_id: str, name: str) -> bytes | None:
+        """Return data that `put` stored; None when there is none under this name."""
+        ...
 
     def states(self) -> dict[str, int]:
-        """Number of rollouts by state."""
+        """Return the number of rollouts by state."""
         ...
 
     def transaction(self, work: Callable[[], None]) -> None:
-        """Run `work` as one transaction: all of its moves and puts happen, or none."""
+        """Run `work` as one transaction: all of its moves and puts happen, or none of them."""
         ...
 
 
 class TrackedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes a run to its trackers."""
+    """Description of a run that a tracker gets at the start."""
 
     name: str  # the folder's name
     run_id: str  # unique, and the same when the run is resumed
@@ -353,22 +420,24 @@ class TrackedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Receives a run's metrics, for example to send them to TensorBoard or W&B. A plug-in of kind "tracker" is one.
+    """A receiver of a run's metrics, such as TensorBoard or W&B. A plug-in of kind "tracker" is one.
 
-    It runs in its own process, whose main thread makes all calls, in order. What it raises is reported and never ends
-    the run; after `start` has raised, nothing else is called. A `TrackerWarning` is shown to the user, too.
+    It runs in a separate process, whose main thread makes all calls in order. An exception is reported and never ends
+    the run; after `start` has raised, nothing else is called. A `TrackerWarning` is also shown to the user.
     """
 
     def start(self, run: TrackedRun) -> None:
-        """Called once, first."""
+        """Called once, before anything else."""
         ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the metrics of a step, by names such as "rl/loss". Values may be NaN or infinite. Steps count from 0
-        or 1 within the part before the slash; a step that is trained again after a restart is logged again."""
+        """Record metrics of a step, by names such as "rl/loss". Values may be NaN or infinite.
+
+        Steps count from 0 or 1, separately for each prefix before the slash. A step that is trained again after a
+        restart is logged again."""
         ...
 
     def finish(self, outcome: str) -> None:
-        """Called last: "finished", "stopped" or "failed". Write whatever is buffered: the process is ended without its
-        exit handlers, and killed after 30 s."""
+        """Called last; write everything that is buffered: the process ends without its exit handlers, and is killed
+        after 30 s. `outcome`: "finished", "stopped" or "failed"."""
         ...

@@ -1,8 +1,8 @@
-"""Python source to a syntax tree, from any thread.
+"""Parse Python source, from any thread.
 
-CPython counts how deep it is in `ast.parse` in one place for all threads: when another one parses while a garbage
-collection runs in between, the first ends in "SystemError: AST constructor recursion depth mismatch" (seen with 3.11.7
-in a conductor that looked through four rollouts at once). So there is one lock, here.
+CPython stores the recursion depth of `ast.parse` in one place for all threads. If another thread parses while a garbage
+collection runs in the first, that one fails with "SystemError: AST constructor recursion depth mismatch" (seen with
+3.11.7 in a conductor that checked four rollouts at once). So all parsing uses one lock.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _PARSING = threading.Lock()
 
 
 def parse(source: str | bytes) -> ast.Module:
-    """The tree of a module. Warnings about it (odd escapes, …) are dropped: other people's code is theirs. Raises
-    `SyntaxError` for whatever is no Python: bytes of no encoding, a null byte, nesting that is too deep.
+    """Parse a module. Warnings (for example about invalid escapes) are ignored. Raises `SyntaxError` for anything that
+    is not valid Python, including undecodable bytes, null bytes, and nesting that is too deep.
 
     >>> parse("x = 1").body[0].lineno
     1
@@ -30,7 +30,7 @@ def parse(source: str | bytes) -> ast.Module:
 
 
 def literal(text: str) -> object:
-    """The value that a literal stands for. Raises `SyntaxError` for whatever is none.
+    """The value of a literal. Raises `SyntaxError` for anything else.
 
     >>> literal("[1, 'a']")
     [1, 'a']

@@ -170,5 +170,5 @@ def test_importing_the_weights_loads_nothing_before_a_name_is_used():
 def test_the_help_of_the_command_line_loads_no_library():
     show = "try:\n    etude.cli.main(['--help'])\nexcept SystemExit:\n    print()"
     loaded = loaded_after(f"import etude.cli\n{show}")
-    assert "etude.cli.machine_commands" in loaded
+    assert "etude.cli.commands" in loaded
     assert not (HEAVY | {"numpy", "msgspec", "zstandard"}) & loaded

@@ -1,4 +1,4 @@
-"""Every cheat, tried for real on each backend that is to be had; and that they can succeed where nothing defends."""
+"""Run all cheats on every available backend; and controls, in which they succeed without defences."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_every_row_of_the_threat_model_has_a_cheat_and_names_are_unique():
 
 
 def test_without_isolation_every_harmless_program_gets_what_it_wants():
-    """The control: what real machines resist is really tried. Some need root, which those machines are denied."""
+    """Control: the attacks work without isolation. Some need root."""
     runtime = PlainRuntime()
     found = played(runtime, controls().TrustingGrader(runtime), HARMLESS)
     won = {finding.cheat for finding in found if finding.verdict is Verdict.SUCCEEDED}
@@ -115,7 +115,7 @@ def test_without_isolation_every_harmless_program_gets_what_it_wants():
 
 
 def test_a_grader_that_trusts_the_machine_is_cheated():
-    """The control of what is handed in: exit codes, files and reports of the agent's own machine are believed."""
+    """Control: a grader that trusts exit codes, files and reports of the agent's machine is cheated."""
     runtime = opened("namespace")
     names = {"exit-at-import", "hard-exit-in-the-call", "equal-to-everything", "mock-any", "sitecustomize",
              "expected-from-the-frame", "own-tests", "load-tests", "patch-asserts", "preempted-reward", "shadow-unittest",
@@ -135,7 +135,7 @@ def test_what_a_code_graded_task_rewards_by_mistake_is_flagged_by_the_detector()
 
 
 def test_a_repository_as_it_was_cloned_tells_its_future():
-    """The control of rebuilt repositories: the same programs on the source itself."""
+    """Control: the programs find the fix in the original repository."""
     names = [cheat.program for cheat in PROGRAMS if cheat.row is Row.HISTORY]
 
     async def main() -> list[str]:

@@ -1,4 +1,4 @@
-"""The detector: what cheats hand in is seen, what honest work looks like is not."""
+"""The cheat detector: flags the files of cheats, and does not flag honest work."""
 
 from __future__ import annotations
 
@@ -318,7 +318,7 @@ def test_functions_of_the_standard_library_alarm_at_most_one_time_in_fifty():
 
 
 def test_most_of_what_cheats_hand_in_shows_a_sign():
-    """Not all: a value that is not a number, or a task's tests replaced, is for the grader to resist."""
+    """Not all cheats: the grader must resist NaN values and replaced tests itself."""
     exports = tuple({path for cheat in CATALOGUE for path in cheat.files} | {"calc.py"})
     task = problems(exports)[Kind.DATA].task
     handed_in = [cheat for cheat in CATALOGUE if cheat.files and cheat.row is not Row.INVALID]

@@ -1,4 +1,4 @@
-"""Canaries of tests that lie in a task's image: nothing but their text tells them from the tests themselves."""
+"""Canaries of tests in a task's image: they differ from the tests only in their text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def f(n):
 
 
 def python_root(folder: Path) -> Path:
-    """A root with a shell, Python, a module and its tests, all older than anything that is laid over them."""
+    """Make a root filesystem with a shell, Python, a module and its tests, all with old times."""
     host_root(folder, ("sh", "rm", "find", "true"))
     python, library = os.path.realpath(sys.executable), Path(sysconfig.get_paths()["stdlib"])
     inside = folder / str(library)[1:]

@@ -1,4 +1,4 @@
-"""The parity probe: it tells what is different apart, and nothing else."""
+"""The parity probe distinguishes machines that differ, and only those."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from etude.environments import NamespaceRuntime
 from etude.environments.burst import Capacity, FleetHost, FleetRuntime
 from etude.environments.gvisor import GVisorRuntime
 from etude.errors import MachineError
-from etude.records.command import Printed, Started
+from etude.records.command import OutputChunk, ProcessStarted
 from etude.seams import Machine, Runtime
 from etude.testing import MemoryRuntime
 
@@ -349,7 +349,7 @@ def test_working_directory_environment_and_user_are_the_commands_own(using_proce
 def test_output_is_told_as_it_comes_and_by_stream(using_processes):
     async def test(runtime):
         machine = await one(runtime, FILES)
-        told: list[Started | Printed] = []
+        told: list[ProcessStarted | OutputChunk] = []
         release = asyncio.Event()
 
         async def given():
@@ -358,11 +358,11 @@ def test_output_is_told_as_it_comes_and_by_stream(using_processes):
 
         def tell(event):
             told.append(event)
-            if isinstance(event, Printed) and b"first" in event.data:
+            if isinstance(event, OutputChunk) and b"first" in event.data:
                 release.set()  # what comes next was not asked for before this had come
 
-        result = await shell(machine, "echo first; read word; echo $word >&2", "1", stdin=given(), tell=tell)
-        assert isinstance(told[0], Started)
+        result = await shell(machine, "echo first; read word; echo $word >&2", "1", stdin=given(), on_output=tell)
+        assert isinstance(told[0], ProcessStarted)
         assert told[0].pid > 1
         by_stream = {1: b"", 2: b""}
         for event in told[1:]:

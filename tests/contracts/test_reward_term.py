@@ -60,8 +60,8 @@ class Bad:
 @pytest.mark.parametrize(
     ("value", "facts"),
     [
-        (Score(value=float("nan")), "gave nan"),
-        (Score(value=float("inf")), "gave inf"),
+        (Score(value=float("nan")), "returned nan"),
+        (Score(value=float("inf")), "returned inf"),
         (Score(value="much"), "did not return a Score with a number"),  # type: ignore[arg-type]
         (0.5, "did not return a Score with a number"),
         (ZeroDivisionError("no tokens"), "ZeroDivisionError: no tokens"),

@@ -1,6 +1,6 @@
-"""A server between a store and the S3-speaking one, that plays tricks: what networks and servers do on a bad day.
+"""A proxy in front of the S3 server that injects faults of networks and servers.
 
-Each request that fits takes the next trick of the plan; the rest are passed on. Requests are counted.
+Each matching request takes the next fault of the plan; others are passed on. Requests are counted.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Proxy(ThreadingHTTPServer):
             return self._plan.popleft() if fits else ""
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that gave up is no news."""
+        """Ignore clients that disconnect."""
 
 
 @dataclass(frozen=True)

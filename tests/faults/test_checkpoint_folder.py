@@ -239,7 +239,7 @@ def test_no_link_where_a_keeper_writes_is_followed(tmp_path: Path) -> None:
     (tmp_path / "n" / LOCK).symlink_to(tmp_path / "made")
     with pytest.raises(StoreError, match="cannot be kept") as caught:
         CheckpointFolder(tmp_path / "n")
-    assert "a link is there" in caught.value.hint
+    assert "it is a link" in caught.value.hint
     assert not (tmp_path / "made").exists()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.home import TOKEN, Home
 
-from etude.inference.membership import State
+from etude.inference.registry_messages import State
 
 A_YEAR_AGO = "import time\nnow = time.time\ntime.time = lambda: now() - 365 * 86_400\n"
 
@@ -71,7 +71,7 @@ def test_engines_are_killed_drained_and_late_and_nothing_is_lost(home: Home) -> 
 
 
 @pytest.mark.parametrize(
-    ("given", "said"), [(("--register", "localhost:1"), "is no registry"), ((), "an engine without weights")]
+    ("given", "said"), [(("--register", "localhost:1"), "is not a registry"), ((), "the engine has no weights")]
 )
 def test_an_engine_that_could_have_no_weights_says_so(given: tuple[str, ...], said: str) -> None:
     argv = [sys.executable, "-m", "etude.inference.server", *given]

@@ -1,4 +1,4 @@
-"""Images under a full disk, kill -9 in mid-build, several builders at once, and damage behind their back."""
+"""Images with faults: a full disk, kill -9 during a build, concurrent builds, and damaged files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What remote machines must withstand: connections that break, answers that are lost, servers and clients that die."""
+"""Remote machines with faults: broken connections, lost responses, killed servers and clients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from etude.environments import NamespaceRuntime
 from etude.environments.remote import ClientConfig, Keyring, Quota, RemoteRuntime, create_app, serving
 from etude.environments.remote.sandboxes import SandboxManager
 from etude.errors import MachineError
-from etude.records.command import Printed
+from etude.records.command import OutputChunk
 
 KEY = "e2b_" + "0123456789" * 4
 CLIENT = """
@@ -32,13 +32,13 @@ async def main():
     [machine] = await runtime.fork(await runtime.prepare({}), 1)
     print(machine.id, flush=True)
     command = ["sh", "-c", f"echo up; sleep {sys.argv[3]}; :"]
-    await machine.exec(command, key="1", deadline_s=600, tell=lambda event: print(event, flush=True))
+    await machine.exec(command, key="1", deadline_s=600, on_output=lambda event: print(event, flush=True))
 asyncio.run(main())
 """
 
 
 class Relay:
-    """A TCP relay to a server: its connections can be cut, and it can lose the answers to what it has passed on."""
+    """A TCP relay to a server that can cut connections and lose responses."""
 
     def __init__(self, url: str) -> None:
         self._port = int(url.rpartition(":")[2])
@@ -88,7 +88,7 @@ class Relay:
 
 @contextlib.asynccontextmanager
 async def relayed(*, plain: bool) -> AsyncIterator[tuple[RemoteRuntime, Relay, SandboxManager]]:
-    """A runtime whose server is behind a relay; `plain`: without what is ours, as a stranger's."""
+    """A runtime whose server is behind a relay. `plain`: a server without etude's extensions."""
     behind = opened("namespace", NamespaceRuntime)
     app = create_app(behind, Keyring({"tests": Quota(key=KEY)}))
     if plain:
@@ -122,7 +122,7 @@ def test_a_command_whose_connection_breaks_is_heard_to_its_end_and_has_run_once(
         told, cut = [], asyncio.Event()
 
         def tell(event: object) -> None:
-            if isinstance(event, Printed):
+            if isinstance(event, OutputChunk):
                 told.append(event.data)
                 if event.data == b"first\n":
                     relay.cut()
@@ -134,7 +134,7 @@ def test_a_command_whose_connection_breaks_is_heard_to_its_end_and_has_run_once(
                 await asyncio.wait_for(relay.connected.wait(), 20)
             yield b"word\n"
 
-        result = await machine.exec(["sh", "-c", SCRIPT], key="1", deadline_s=30, stdin=given(), tell=tell)
+        result = await machine.exec(["sh", "-c", SCRIPT], key="1", deadline_s=30, stdin=given(), on_output=tell)
         assert (result.exit_code, b"".join(told), result.output) == (0, *[b"first\nsecond word\n"] * 2)
         assert result.truncated is plain  # a stranger's may have lost some: it is said
         assert await machine.read("runs") == b"x\n"
@@ -240,7 +240,7 @@ def start_server(tmp_path: Path, port: int = 0) -> tuple[subprocess.Popen[str], 
 
 
 def sleepers(seconds: str) -> list[psutil.Process]:
-    """Who sleeps for so long, in whatever machine."""
+    """The processes that sleep for so long, in all machines."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -263,11 +263,11 @@ def test_nothing_is_left_of_a_server_that_was_killed_and_its_machines_are_not_ma
             began = asyncio.Event()
 
             def tell(event: object) -> None:
-                if isinstance(event, Printed):
+                if isinstance(event, OutputChunk):
                     began.set()
 
             running = asyncio.create_task(
-                machine.exec(["sh", "-c", f"echo up; sleep {seconds}; :"], key="1", deadline_s=600, tell=tell)
+                machine.exec(["sh", "-c", f"echo up; sleep {seconds}; :"], key="1", deadline_s=600, on_output=tell)
             )
             await asyncio.wait_for(began.wait(), 30)
             left = await asyncio.to_thread(sleepers, seconds)
@@ -327,7 +327,7 @@ def test_a_server_that_is_told_to_end_lets_machines_finish_and_then_ends_by_itse
             [machine] = await runtime.fork(await runtime.prepare({}), 1)
             began = asyncio.Event()
             running = asyncio.create_task(
-                machine.exec(["sleep", "1"], key="1", deadline_s=60, tell=lambda _: began.set())
+                machine.exec(["sleep", "1"], key="1", deadline_s=60, on_output=lambda _: began.set())
             )
             await asyncio.wait_for(began.wait(), 30)
             server.send_signal(signal.SIGTERM)

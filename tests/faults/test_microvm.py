@@ -1,5 +1,5 @@
-"""What virtual machines must withstand: QEMU or the host killed, guests that hang, flood, fill their disk, or crash.
-And what a fork in mid-run must and must not share."""
+"""Virtual machines with faults: killed QEMU or host, guests that hang, flood, fill their disk, or crash; and what a
+fork of a running machine must and must not share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.here import opened
 from tests.virtual import microvm
 
 from etude.environments.microvm import MicroVMRuntime
-from etude.records.command import ExecResult, Printed, Started
+from etude.records.command import ExecResult, OutputChunk, ProcessStarted
 from etude.seams import Machine
 
 MIB = 1 << 20
@@ -48,14 +48,14 @@ async def shell(machine: Machine, script: str, key: str, **options: Any) -> Exec
 
 
 def children() -> set[int]:
-    """The QEMUs of this process."""
+    """The QEMU processes of this process."""
     listed = subprocess.run(["pgrep", "-P", str(os.getpid()), "qemu-system"], capture_output=True, text=True)
     return set(map(int, listed.stdout.split()))
 
 
 @contextlib.contextmanager
 def ends_within(pids: set[int], seconds: float):
-    """What happens inside ends these processes, that late at most."""
+    """Check that these processes end in the `with` block, or shortly after it."""
     ends = [os.pidfd_open(pid) for pid in pids]
     try:
         yield
@@ -85,7 +85,7 @@ def test_a_machine_whose_qemu_is_killed_is_dead_by_its_own_doing_and_others_live
 
 
 async def mine(machine: Machine) -> set[int]:
-    """The QEMU that a machine runs in: the one that spends time while the machine does."""
+    """The QEMU process of a machine: the one that uses CPU time while the machine does."""
 
     def spent() -> dict[int, int]:
         return {pid: _ticks(pid) for pid in children()}
@@ -211,7 +211,7 @@ def test_siblings_have_their_own_random_numbers_names_and_the_time_of_day():
 
 
 async def past(machine: Machine, key: str) -> tuple[int, float]:
-    """(number of the next process, seconds that the machine says it has been up)."""
+    """Return (id of the next process, uptime of the machine in seconds)."""
     number, up_s = (await shell(machine, "echo $$; cut -d ' ' -f 1 /proc/uptime", key)).output.split()
     return int(number), float(up_s)
 
@@ -244,7 +244,7 @@ while True:
 """
 
     async def later(machine: Machine, than: int) -> int:
-        """What it counts to, once that is more."""
+        """Wait until the counter has increased, and return it."""
         async with asyncio.timeout(30):
             while (now := int(await machine.read("n"))) <= than:  # noqa: ASYNC110 - in a guest
                 await asyncio.sleep(0.02)  # its one processor is for counting, not for answering
@@ -269,11 +269,11 @@ def test_a_fork_while_a_command_floods_speaks_a_clean_protocol():
         [machine] = await fork(runtime)
         floods = asyncio.Event()
 
-        def tell(event: Started | Printed) -> None:
-            if isinstance(event, Printed):
+        def tell(event: ProcessStarted | OutputChunk) -> None:
+            if isinstance(event, OutputChunk):
                 floods.set()
 
-        flooding = asyncio.create_task(machine.exec(["yes"], key="1", deadline_s=600.0, tell=tell))
+        flooding = asyncio.create_task(machine.exec(["yes"], key="1", deadline_s=600.0, on_output=tell))
         await asyncio.wait_for(floods.wait(), 20)
         for round_ in range(3):
             [child] = await runtime.fork(await machine.snapshot(), 1)
@@ -301,11 +301,11 @@ def test_what_the_host_says_is_heard_however_quiet_the_guest_is() -> None:
                     said += await echoed.get()
                 assert said == b"%d\n" % number
 
-        def tell(event: Started | Printed) -> None:
-            if isinstance(event, Printed):
+        def tell(event: ProcessStarted | OutputChunk) -> None:
+            if isinstance(event, OutputChunk):
                 echoed.put_nowait(event.data)
 
-        result = await shell(machine, "exec cat", "talk", stdin=given(), tell=tell, deadline_s=60.0)
+        result = await shell(machine, "exec cat", "talk", stdin=given(), on_output=tell, deadline_s=60.0)
         assert (result.timed_out, result.output.count(b"\n")) == (False, rounds)
 
     with_runtime(test)

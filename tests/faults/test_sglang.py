@@ -21,8 +21,8 @@ from tests.running import Running
 from etude.errors import EngineBehind, EngineError
 from etude.inference.client import HttpEngine
 from etude.inference.config import EngineKind
-from etude.inference.foreign.environment import SGLANG, environment
-from etude.inference.started import started
+from etude.inference.external.environment import SGLANG, environment
+from etude.inference.temporary_engine import temporary_engine
 from etude.models import Transformer
 from etude.models.checkpoint import save_model
 from etude.records.completion import Completion, CompletionRequest, Sampling, Traffic, Version
@@ -80,7 +80,7 @@ def test_a_real_sglang_follows_versions_under_requests_in_flight(tmp_path: Path)
             await engine.generate(ask("late", 240, deadline_s=0.2))
 
     async def run() -> None:
-        async with asyncio.timeout(500), started(tmp_path / "model", tmp_path, *arguments, **KIND) as running:
+        async with asyncio.timeout(500), temporary_engine(tmp_path / "model", tmp_path, *arguments, **KIND) as running:
             await story(running.engine)
 
     arguments, first = served(tmp_path), publish(tmp_path, seed=0)
@@ -91,7 +91,10 @@ def test_production_has_its_first_token_before_rollouts_that_hold_every_seat_and
     tmp_path: Path,
 ) -> None:
     async def run() -> None:
-        async with asyncio.timeout(500), started(tmp_path / "model", tmp_path, *served(tmp_path), **KIND) as running:
+        async with (
+            asyncio.timeout(500),
+            temporary_engine(tmp_path / "model", tmp_path, *served(tmp_path), **KIND) as running,
+        ):
             engine, processes = running.engine, vllm_server.left(running.process.pid)
             rollouts = [asyncio.ensure_future(engine.generate(ask(f"rollout {n}", 240))) for n in range(4)]
             while (await engine.info()).num_running < 2:  # noqa: ASYNC110 - it is another process's

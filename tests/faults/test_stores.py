@@ -1,6 +1,6 @@
-"""Buckets on a bad day: a server that hangs, fails, forgets to answer, cuts and shortens; and writers that are killed.
+"""Buckets with faults: a server that hangs, fails, loses or truncates responses; and killed writers.
 
-What stands behind the tricks is moto, see `tests/s3_server.py`.
+The server behind the fault proxy is moto, see `tests/s3_server.py`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def proxy(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
 
 @pytest.fixture
 def opened(proxy: Proxy, tmp_path: Path) -> Open:
-    """Opens a store of this test's own, behind the proxy."""
+    """Open a store of this test, behind the proxy."""
 
     def opened(**limits: float) -> BucketStore:
         quick = {"silence_s": 1.0, "part_bytes": 5 << 20}

@@ -18,8 +18,8 @@ from etude.errors import EngineError
 from etude.evals.parity import Parity, budget_of, compare
 from etude.inference.config import EngineConfig
 from etude.inference.errors import EngineBusy
-from etude.inference.started import started
-from etude.inference.vllm.process import Vllm
+from etude.inference.temporary_engine import temporary_engine
+from etude.inference.vllm.process import VllmProcess
 from etude.models import ModelConfig, Transformer
 from etude.models.checkpoint import save_model
 from etude.records.adapter import B
@@ -62,7 +62,7 @@ def publish(folder: Path, seed: int) -> tuple[Version, list[float]]:
 
 
 def test_experts_that_were_not_packed_again_are_found_by_the_probe_alone(tmp_path: Path) -> None:
-    async def probed(vllm: Vllm, store: DirectoryStore) -> tuple[Parity, list[str]]:
+    async def probed(vllm: VllmProcess, store: DirectoryStore) -> tuple[Parity, list[str]]:
         async with asyncio.timeout(400):
             async with vllm_server.following(vllm, tmp_path / "model", config, store, tmp_path / "store") as engine:
                 held, logprobs = await engine.verify(TEXT)
@@ -86,7 +86,7 @@ def test_experts_that_were_not_packed_again_are_found_by_the_probe_alone(tmp_pat
 
 def test_nothing_outlives_an_adapter_that_is_killed(tmp_path: Path) -> None:
     async def run() -> None:
-        async with started(tmp_path / "model", tmp_path, *checkpoint(tmp_path)) as running:
+        async with temporary_engine(tmp_path / "model", tmp_path, *checkpoint(tmp_path)) as running:
             processes = vllm_server.left(running.process.pid)
             assert len(processes) >= 4, "the adapter, vLLM's server, its core, a worker"
             os.kill(running.process.pid, signal.SIGKILL)
@@ -97,7 +97,7 @@ def test_nothing_outlives_an_adapter_that_is_killed(tmp_path: Path) -> None:
 
 def test_an_adapter_whose_vllm_was_killed_ends_and_fails_what_was_in_flight(tmp_path: Path) -> None:
     async def run() -> None:
-        async with started(tmp_path / "model", tmp_path, *checkpoint(tmp_path)) as running:
+        async with temporary_engine(tmp_path / "model", tmp_path, *checkpoint(tmp_path)) as running:
             sampling = Sampling(max_tokens=200, stop_token_ids=())
             ids = np.arange(8, dtype=np.int32)
             request = CompletionRequest(request_id="r", session_id="r", prompt_ids=ids, sampling=sampling)
@@ -117,7 +117,7 @@ def test_a_model_that_vllm_cannot_load_ends_the_start_with_vllms_own_words(tmp_p
     async def run() -> None:
         save_model(Transformer(replace(SIZES, head_dim=24), seed=0), tmp_path / "model", dtype="f32")
         with pytest.raises(EngineError, match="did not start") as caught:
-            async with started(tmp_path / "model", tmp_path, "--context-tokens", "256"):
+            async with temporary_engine(tmp_path / "model", tmp_path, "--context-tokens", "256"):
                 pass
         assert "Unsupported CPU attention configuration: head_dim=24" in caught.value.facts
         assert "hint:" in caught.value.facts
@@ -133,7 +133,7 @@ def test_published_adapters_are_merged_into_the_live_weights_of_a_real_vllm(tmp_
     learner.load(tmp_path / "model")
     before = learner.probe(TEXT)
 
-    async def story(vllm: Vllm) -> None:
+    async def story(vllm: VllmProcess) -> None:
         for step in range(2):
             learner.step = step
             for name, view in learner.trainable.views().items():
@@ -167,7 +167,7 @@ def test_production_has_its_first_token_before_rollouts_that_hold_every_seat_and
             traffic=traffic,
         )
 
-    async def story(vllm: Vllm) -> None:
+    async def story(vllm: VllmProcess) -> None:
         folder = (tmp_path / "model", config, DirectoryStore(tmp_path / "store"), tmp_path / "store")
         async with asyncio.timeout(400), vllm_server.following(vllm, *folder) as engine:
             rollouts = [ask(f"rollout {number}", 8, 240) for number in range(4)]

@@ -21,7 +21,7 @@ from tests.running import Running
 from etude.errors import EngineBehind
 from etude.evals.parity import budget_of
 from etude.inference import HttpEngine
-from etude.inference.membership import State
+from etude.inference.registry_messages import State
 from etude.records import CompletionRequest, Sampling
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), vllm_server.NEEDS_VLLM]

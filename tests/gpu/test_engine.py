@@ -19,8 +19,8 @@ from tests.unit.models.families import FAMILIES
 from etude.inference import EngineConfig
 from etude.inference.device_runner import DeviceRunner, padded_sizes
 from etude.inference.engine import ReferenceEngine
+from etude.inference.operator_trace import engine_results
 from etude.inference.scheduler import Scheduler, Sequence
-from etude.inference.watched import engine_results
 from etude.models import ModelConfig, Transformer, hf_views
 from etude.models.attention import Packed
 from etude.numerics.gpu import ExactGpu

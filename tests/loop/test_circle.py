@@ -79,7 +79,9 @@ def circle(tmp_path_factory: pytest.TempPathFactory, cli_in: Callable[[Path], An
     done = cli_in(cwd)("run", "tiny.toml", "--name", "tiny")
     assert "held-out solve rate" in done.stdout, done.stderr
     assert done.returncode == Exit.FAILED, "so small a model solves nothing, and the run says so"
-    assert "error: nothing could be learnt: in none of 2 steps did the rewards of a group differ" in done.stderr
+    assert (
+        "error: the run had nothing to learn from: in none of 2 steps did the rewards of a group differ" in done.stderr
+    )
     assert "etude serve runs/tiny" in done.stdout
     return cwd / "runs" / "tiny"
 
@@ -199,7 +201,7 @@ def test_damage_is_named_by_the_audit_and_a_pointer_is_repaired(
     trace, pointer = tmp_path / "copy/traces/batch-000002.parquet", tmp_path / "copy/weights/pointers/policy"
     whole = trace.read_bytes()
     trace.write_bytes(b"garbage")
-    assert say("ledger", "audit", copy, code=1).startswith("not sound: 1 without a proof")
+    assert say("ledger", "audit", copy, code=1).startswith("failed: 1 without evidence")
     trace.write_bytes(whole)
     head = pointer.read_bytes()
     pointer.write_bytes(head[:40])
@@ -244,7 +246,7 @@ def test_resuming_a_finished_run_does_nothing(circle: Path, cli_in: Callable[[Pa
     pointers = {p: p.read_bytes() for p in (circle / "weights" / "pointers").rglob("*") if p.is_file()}
     done = cli_in(circle.parent.parent)("run", "tiny.toml", "--resume", "tiny")
     assert done.returncode == Exit.FAILED, done.stderr  # as when it ended
-    assert done.stderr.startswith("error: nothing could be learnt: "), done.stderr
+    assert done.stderr.startswith("error: the run had nothing to learn from: "), done.stderr
     assert (circle / "phases.json").read_bytes() == before
     assert {p: p.read_bytes() for p in pointers} == pointers
 

@@ -73,10 +73,10 @@ def test_a_run_takes_it_and_exports_it(checkpoint: Path, tmp_path: Path) -> None
     copy_start_checkpoint(checkpoint, run)
     ours, again = ChatFormat.load(checkpoint), ChatFormat.load(run / "tokenizer")
     assert again.stop_token_ids == ours.stop_token_ids
-    assert again.first(TALK).tolist() == ours.first(TALK).tolist()
+    assert again.encode_prompt(TALK).tolist() == ours.encode_prompt(TALK).tolist()
     out = export_checkpoint(run.path, tmp_path / "out", dtype="bf16")
     assert (out / "model.safetensors").read_bytes() == (checkpoint / "model.safetensors").read_bytes()
-    assert ChatFormat.load(out).first(TALK).tolist() == ours.first(TALK).tolist()
+    assert ChatFormat.load(out).encode_prompt(TALK).tolist() == ours.encode_prompt(TALK).tolist()
 
 
 def test_layers_of_multi_token_prediction_are_named_where_a_checkpoint_comes_in_and_where_it_goes_out(
@@ -120,7 +120,7 @@ def test_it_is_talked_to_by_its_own_template(checkpoint: Path) -> None:
             ):
                 answer = await client.chat.completions.create(model="deepseek", messages=TALK, max_tokens=5, seed=1)
         assert answer.usage is not None
-        assert answer.usage.prompt_tokens == len(chat.first(TALK))
+        assert answer.usage.prompt_tokens == len(chat.encode_prompt(TALK))
         assert 0 < answer.usage.completion_tokens <= 5
 
     asyncio.run(story())

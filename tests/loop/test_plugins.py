@@ -106,7 +106,7 @@ def test_a_run_trains_with_a_users_parts_and_goes_on_after_one_has_failed(game, 
     failed = here("run", game.config, "--name", "own", *PARTS)
     assert failed.returncode == Exit.FAILED, failed.stderr
     assert "policy loss mine:Loss failed: computing the loss raised LookupError" in failed.stderr
-    assert "go on with: etude run --resume" in failed.stderr
+    assert "resume with: etude run --resume" in failed.stderr
     assert "warning: tracker mine:Breaks failed: its log raised ConnectionError" in failed.stderr
     assert (run / "outcome").read_text() == "failed"
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from etude.cli import _parser
+from etude.cli.commands import build_parser
 from etude.weights.files.checkpoint import CheckpointWriter, layout
 from etude.weights.tensors import Tensor
 
@@ -41,7 +41,7 @@ def test_every_etude_command_is_one_and_every_make_target_is_there(number: int) 
             words = [word.strip('"').replace("$(ls", "RUN") for word in command.replace("$(ls -td", "RUN").split()]
             if words[0].endswith("etude"):
                 kept = [word for word in words[1:] if word not in ("runs/*/", "|", "head", "-1)")]
-                _parser().parse_args(kept)
+                build_parser().parse_args(kept)
             elif words[0] == "make":
                 assert words[1] in targets
 
@@ -51,7 +51,7 @@ def test_the_commands_of_look_around_are_ones() -> None:
     assert block is not None
     for line in block[1].splitlines():
         command = line.partition("#")[0].strip().split(" | ")[0]
-        _parser().parse_args(command.replace("NAME", "a").split()[1:])
+        build_parser().parse_args(command.replace("NAME", "a").split()[1:])
 
 
 def test_weights_alone_as_it_stands(tmp_path: Path, cli_in: Callable[[Path], Any]) -> None:

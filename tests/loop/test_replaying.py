@@ -99,7 +99,7 @@ def test_a_flipped_bit_in_an_advantage_is_found_and_its_step_is_named(
     rewrite(trace_path(copied / "traces", 3), flip_the_sign, sealed=True)
     assert cli.main(["replay", str(copied.path), "4"]) == 1
     said = capsys.readouterr()
-    assert "the first that differs is step 3" in said.out
+    assert "the first step that differs is 3" in said.out
     assert "grad_norm: recorded" in said.out
     assert "step 3: " in said.err, "one line a step, where no terminal is"
     assert cli.main(["replay", str(copied.path), "4", "--json"]) == 1
@@ -108,7 +108,7 @@ def test_a_flipped_bit_in_an_advantage_is_found_and_its_step_is_named(
     assert told["found"] != told["published"]
     assert told["steps"][0]["different"]
     assert cli.main(["replay", str(copied.path), "5", "--from", "step-000004"]) == 0, "a later step does not need it"
-    assert "equal to the bit" in capsys.readouterr().out
+    assert "identical to the bit" in capsys.readouterr().out
 
 
 def test_a_changed_record_is_told_by_its_digest(copied: RunFolder) -> None:
@@ -134,7 +134,7 @@ def test_another_torch_or_chip_is_told_and_the_step_is_redone_all_the_same(
     assert cli.main(["replay", str(copied.path), "1"]) == 0
     said = capsys.readouterr().out
     assert "torch: the run had 1.13.1, here is" in said
-    assert "equal to the bit" in said
+    assert "identical to the bit" in said
 
 
 def test_a_step_that_was_trained_twice_is_the_one_of_the_current_lineage_with_the_settings_it_had(
@@ -303,4 +303,4 @@ def test_a_step_that_is_not_there_is_refused_without_torch(done: RunFolder, caps
         assert what in ended.stderr
     with pytest.raises(SystemExit):
         cli.main(["replay", str(done.path), "-1"])
-    assert "'-1' is not a number from 1 on" in capsys.readouterr().err
+    assert "'-1' is not an integer of at least 1" in capsys.readouterr().err

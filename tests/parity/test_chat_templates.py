@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.parity import chats
 
 from etude.harness import Call, ChatFormat, standard_tools
+from etude.harness.checkpoint_chat import CheckpointChatFormat
 from etude.harness.episode import assistant_message
-from etude.harness.imported import ImportedFormat
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -77,7 +77,7 @@ def test_prompts_are_those_of_transformers(folder: Path, name: str, tools: list[
     expected = theirs.apply_chat_template(
         given_messages, tools=tools or None, add_generation_prompt=True, tokenize=False
     )
-    ids = ours.first(messages, ours.signatures(tools))
+    ids = ours.encode_prompt(messages, ours.signatures(tools))
     assert ours.decode(ids, special=True) == expected
     assert ids.tolist() == theirs(expected, add_special_tokens=False)["input_ids"]
 
@@ -98,20 +98,22 @@ def test_what_follows_a_sampled_message_is_what_the_template_writes_behind_it(fo
     assert text == expected[folder.name]
     cut_off = chat.continuation([ASKED, said], [TOLD], signatures, ended=False)
     assert cut_off.tolist() == [chat.end_id, *new.tolist()]
-    assert chat.last_message([*chat.first([ASKED], signatures), *chat.spell(call), *new]) == TOLD["content"]
+    assert (
+        chat.last_message([*chat.encode_prompt([ASKED], signatures), *chat.encode_call(call), *new]) == TOLD["content"]
+    )
     thought = chat.continuation([ASKED, THOUGHT], [ASKED], signatures)
     assert chat.decode(thought, special=True).count(ASKED["content"]) == 1
 
 
 def test_a_call_is_spelled_and_read_back(folder: Path) -> None:
     chat = ChatFormat.load(folder)
-    assert isinstance(chat, ImportedFormat)
+    assert isinstance(chat, CheckpointChatFormat)
     signatures = chat.signatures([WEATHER])
     call = Call("weather", {"city": 'Pa"ris\n<think>', "days": 3})
-    ids = chat.spell(call).tolist()
+    ids = chat.encode_call(call).tolist()
     reply = chat.parse([*chat.encode("so"), *ids], signatures)
     assert (reply.text, reply.call) == ("so", call)
-    assert chat.leading_text([*chat.encode("so"), *ids]) == len(chat.encode("so"))
+    assert chat.num_text_tokens([*chat.encode("so"), *ids]) == len(chat.encode("so"))
     assert chat.parse(ids[:-1], signatures).error == "too long"
     assert chat.parse([*ids[:-1], *ids], signatures).error == "one call a turn"
     assert chat.parse([*ids[:2], chat.end_id], signatures).error == "the call cannot be read"
@@ -120,8 +122,8 @@ def test_a_call_is_spelled_and_read_back(folder: Path) -> None:
         ({}, "usage: weather CITY DAYS"),
         ({"city": "x", "days": "two"}, "days is not of type integer"),
     ):
-        assert chat.parse(chat.spell(Call("weather", arguments)), signatures).error == error
-    assert chat.parse(chat.spell(Call("rain", {})), signatures).error == "no such tool: rain"
+        assert chat.parse(chat.encode_call(Call("weather", arguments)), signatures).error == error
+    assert chat.parse(chat.encode_call(Call("rain", {})), signatures).error == "no such tool: rain"
     assert chat.parse([*chat.encode("it is mild"), chat.end_id], signatures).text == "it is mild"
 
 
@@ -135,7 +137,7 @@ def formats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatFormat]:
 @given(st.text(alphabet=st.sampled_from("<|>imtookl_call/\ue000\ue001 a\n")) | st.sampled_from([*chats.QWEN_TOKENS]))
 def test_text_that_spells_a_token_stays_text(formats: dict[str, ChatFormat], text: str) -> None:
     chat = formats["qwen"]
-    ids = chat.first([{"role": "tool", "content": text}]).tolist()
+    ids = chat.encode_prompt([{"role": "tool", "content": text}]).tolist()
     plain = chat.encode(text).tolist()
     assert chat.decode(ids, special=True) == (
         f"<|im_start|>user\n<tool_response>\n{text}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"

@@ -18,14 +18,14 @@ from etude.errors import CheckpointError, WeightsError
 from etude.inference.adapters import AdaptedWeights, fetched_base
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
-from etude.inference.follow import Following
-from etude.inference.membership import NO_VERSION
+from etude.inference.registry_messages import NO_VERSION
+from etude.inference.weight_sync import WeightSync
 from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
 from etude.models.components import Latent
 from etude.numerics import ComputeDtype, Mode, NumericsConfig, Quantise
 from etude.numerics.factory import operators_for
 from etude.records import Batch, Sample, Version
-from etude.records.adapter import BASE_CHANNEL, B, names
+from etude.records.adapter import BASE_CHANNEL, B, lora_names
 from etude.stores import MemoryStore
 from etude.training import LearnerConfig, LiveWeights, TorchLearner
 from etude.training.config import LoraOn
@@ -48,11 +48,11 @@ def start_of(tmp_path: Path, sizes: ModelConfig, *, seed: int = 5, dtype: str = 
     return tmp_path / "start"
 
 
-def engine_of(path: Path, store: MemoryStore, dtype: torch.dtype, mode: Mode) -> tuple[ReferenceEngine, Following]:
+def engine_of(path: Path, store: MemoryStore, dtype: torch.dtype, mode: Mode) -> tuple[ReferenceEngine, WeightSync]:
     model = load_model(path, operators=operators_for(NumericsConfig(mode), dtype))
     engine = ReferenceEngine(model, version=START, config=EngineConfig(context_tokens=96, chunk_tokens=16))
 
-    return engine, Following(engine, hf_views(model), Follower(store), adapted=AdaptedWeights(model))
+    return engine, WeightSync(engine, hf_views(model), Follower(store), adapted=AdaptedWeights(model))
 
 
 def batch_of(samples: list[Sample], step: int) -> Batch:
@@ -106,7 +106,7 @@ def test_an_engine_without_a_checkpoint_takes_the_base_from_the_store(tmp_path: 
     model = Transformer(DEEPSEEK, seed=9)
     engine = ReferenceEngine(model, version=NO_VERSION, config=EngineConfig(context_tokens=96))
     adapted = AdaptedWeights(model, base=partial(fetched_base, store))
-    following = Following(engine, hf_views(model), Follower(store), adapted=adapted)
+    following = WeightSync(engine, hf_views(model), Follower(store), adapted=adapted)
 
     async def story() -> None:
         async with engine:
@@ -162,10 +162,10 @@ def test_gradients_are_those_of_the_merged_matrices_by_the_chain_rule(
     pairs, mine = gradients(low), low.optimizer.live.untyped_storage()
     scale = LORA.lora_alpha / LORA.lora_rank
     for name, dw in gradients(full).items():
-        if names(name)[0] in low.trainable.views():
-            a, b = (low.trainable.views()[one] for one in names(name))
+        if lora_names(name)[0] in low.trainable.views():
+            a, b = (low.trainable.views()[one] for one in lora_names(name))
             assert a.untyped_storage().data_ptr() == mine.data_ptr()
-            down, up = (pairs[one] for one in names(name))
+            down, up = (pairs[one] for one in lora_names(name))
             for found, expected in ((down, scale * b.T @ dw), (up, scale * dw @ a.T)):
                 assert (found - expected).abs().max() <= 1e-5 * expected.abs().max() + 1e-9, name
             assert down.abs().max() > 0 or ".experts." in name, name

@@ -12,8 +12,8 @@ import torch
 
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
-from etude.inference.follow import Following
 from etude.inference.server import live_weights
+from etude.inference.weight_sync import WeightSync
 from etude.models import ModelConfig, Transformer, load_model, save_model
 from etude.models.checkpoint import load_tensors
 from etude.models.components import Latent, Routing, Scores
@@ -72,7 +72,7 @@ def test_what_an_engine_samples_from_packed_bytes_has_exactly_the_learners_proba
     views, derived = live_weights(model, kind)
     version = Version(step=0, incarnation="00000000", digest="00" * 32)
     engine = ReferenceEngine(model, version=version, config=EngineConfig(context_tokens=96, chunk_tokens=16))
-    following = Following(engine, views, Follower(store), derived=derived)
+    following = WeightSync(engine, views, Follower(store), derived=derived)
 
     async def story() -> None:
         async with engine:

@@ -13,7 +13,7 @@ from tests.parity.test_exact import FAMILIES, every_model
 
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
-from etude.inference.follow import Following
+from etude.inference.weight_sync import WeightSync
 from etude.models import ModelConfig, Transformer, hf_views
 from etude.numerics.exact.operators import Exact
 from etude.records import Completion
@@ -44,7 +44,7 @@ def swapped(model: Transformer, coming: Sequence[Mapping[str, Tensor]]) -> list[
         channel = Channel(store)
         requests = [asked(i, prompt, tokens=NUM) for i, prompt in enumerate(prompts(model.config, LENGTHS))]
         async with ReferenceEngine(model, version=VERSION, config=config) as engine:
-            following = Following(engine, hf_views(model), Follower(store))
+            following = WeightSync(engine, hf_views(model), Follower(store))
             work = [asyncio.create_task(engine.generate(request)) for request in requests]
             for step, tensors in enumerate(coming, start=1):
                 while engine.counters.tokens < 20 * step:  # noqa: ASYNC110 - a counter has no event

@@ -6,7 +6,7 @@ import pytest
 from benchmarks.vllm_follow import measure
 from tests import vllm_server
 
-from etude.inference.foreign.environment import environment
+from etude.inference.external.environment import environment
 
 
 @pytest.mark.slow

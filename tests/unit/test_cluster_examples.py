@@ -16,7 +16,7 @@ import jsonschema
 import pytest
 import yaml
 
-from etude.cli import _parser
+from etude.cli.commands import build_parser
 from etude.environments.images.dockerfile import parse
 from etude.environments.images.limits import ImageLimits
 from etude.loop.ray_cluster import ROLES
@@ -158,17 +158,17 @@ def test_the_jobs_command_is_one_that_etude_takes() -> None:
     entry = shlex.split(read(ROOT / "examples" / "kubernetes" / "run.yaml")["spec"]["entrypoint"])
     assert entry[:2] == ["sh", "-c"]
     _, _, command = entry[2].partition(" && ")
-    name, *words = shlex.split(command)
+    name, *args = shlex.split(command)
     assert name == "etude"
-    assert _parser().parse_args(words).on == "ray"
+    assert build_parser().parse_args(args).on == "ray"
 
 
 def test_the_containers_recipe_is_read_as_a_dockerfile_and_copies_what_is_there() -> None:
     stages = parse(DOCKERFILE.read_text(), ImageLimits()).stages
     instructions = [instruction for stage in stages for instruction in stage.instructions]
-    copied = [word for i in instructions if i.name == "COPY" for word in " ".join(i.words).split()[:-1]]
+    copied = [word for i in instructions if i.name == "COPY" for word in " ".join(i.args).split()[:-1]]
     assert {"src", "native", "pyproject.toml", "constraints.txt"} <= set(copied)
     assert [name for name in copied if not (ROOT / name).exists()] == []
-    installs = " ".join(" ".join(i.words) for i in instructions if i.name == "RUN")
+    installs = " ".join(" ".join(i.args) for i in instructions if i.name == "RUN")
     assert f" torch=={PINNED['torch']}" in installs
     assert ' -c constraints.txt ".[train,ray]"' in installs

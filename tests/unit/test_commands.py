@@ -48,9 +48,9 @@ def test_a_deadline_is_a_time_to_come(deadline_s):
 def test_a_user_that_an_image_cannot_know_is_refused_with_the_reason():
     command = Command.of(["a"], key="1", deadline_s=1, user="root")
     with pytest.raises(ValueError, match="names no users"):
-        command.must_be_by([])
+        command.check_user([])
     with pytest.raises(ValueError, match="users are bob, eve"):
-        command.must_be_by(["bob", "eve"])
+        command.check_user(["bob", "eve"])
 
 
 def test_a_misspelt_option_is_an_error():

@@ -18,7 +18,7 @@ import torch
 from etude import cli
 from etude.config import Plugin, build, load, plugins_in, to_plain, to_toml, with_digests
 from etude.errors import ConfigError, Exit, PluginError, PluginRefused, RunRefused, TaskError
-from etude.harness import Ask, Call, Episode, HarnessConfig, Workbench, standard_tools
+from etude.harness import Call, Episode, HarnessConfig, RequestOptions, Workbench, standard_tools
 from etude.harness.programs import run_plugin
 from etude.loop.config import RunConfig, check_same_plugins, open_tasks
 from etude.models.config import OWN_FAMILIES
@@ -28,7 +28,7 @@ from etude.records.task import Split, Task
 from etude.run import RunFolder
 from etude.seams import Policy
 from etude.tasks import check, open_source
-from etude.tasks.corpus import plugged_documents
+from etude.tasks.corpus import plugin_documents
 from etude.tasks.scripts import Demonstrating, WithBaselines
 from etude.testing import FakeGrader, MemoryMachine
 from etude.testing.contracts import results, sampled_tokens
@@ -120,7 +120,7 @@ def test_a_config_names_a_plugin_by_its_path_or_with_a_table_of_its_settings(tmp
     ("given", "says"),
     [
         ("pop", "learner.policy_loss = 'pop' is unknown\n  hint: did you mean 'ppo'?"),
-        ({"clip": 1}, "learner.policy_loss.kind: the name of a plug-in is wanted"),
+        ({"clip": 1}, "learner.policy_loss.kind: expected the name or the import path of a plug-in"),
         ({"kind": "ppo", "clip_low": 0.1}, "unknown key 'learner.policy_loss.clip_low'"),
         ({"kind": "no path"}, "learner.policy_loss = 'no path' is unknown"),
     ],
@@ -136,7 +136,7 @@ def test_its_settings_are_converted_to_the_types_of_its_parameters(module):
     made = make(Kind.LOSS, Plugin(path, {"weight": 3, "names": ["a", "b"]}))
     assert (made.weight, made.names) == (3.0, ("a", "b"))
     assert "did you mean 'learner.policy_loss.weight'?" in refused(Kind.LOSS, path, wieght=1.0)
-    assert "learner.policy_loss.weight: a number is wanted" in refused(Kind.LOSS, path, weight="much")
+    assert "learner.policy_loss.weight: expected a number" in refused(Kind.LOSS, path, weight="much")
 
 
 def test_parameters_of_structs_functions_and_plain_classes_are_settings_too(module):
@@ -181,7 +181,7 @@ def test_what_cannot_be_imported_is_refused_by_name(module):
     assert "raised SyntaxError" in refused(Kind.LOSS, f"{module('class')}:Gspo")
     assert "raised SystemExit" in refused(Kind.LOSS, f"{module('raise SystemExit(3)')}:Gspo")
     assert "did you mean 'Weighted'?" in refused(Kind.LOSS, f"{module()}:Wieghted")
-    assert "is no import path" in refused(Kind.LOSS, "losses.Gspo")
+    assert "is not an import path" in refused(Kind.LOSS, "losses.Gspo")
 
 
 def test_what_is_not_of_its_kind_is_refused_with_what_it_lacks(module):
@@ -208,10 +208,10 @@ number = 3
     assert "it has no method __call__(tokens)" in refused(Kind.LOSS, f"{name}:Nothing")
     assert "cannot be called as method __call__(tokens)" in refused(Kind.LOSS, f"{name}:Arguments")
     assert "must be a plain `def`" in refused(Kind.LOSS, f"{name}:Waits")
-    assert "is no class: it is an int" in refused(Kind.LOSS, f"{name}:number")
+    assert "is not a class: it is an int" in refused(Kind.LOSS, f"{name}:number")
     text = refused(Kind.LOSS, f"{name}:Raises")
-    assert f"policy loss {name}:Raises cannot be made: its constructor raised KeyError: 'no such mode'" in text
-    assert f"policy loss {name}:Weighted cannot be made" in refused(Kind.LOSS, f"{name}:Weighted", weight=101)
+    assert f"policy loss {name}:Raises cannot be constructed: its constructor raised KeyError: 'no such mode'" in text
+    assert f"policy loss {name}:Weighted cannot be constructed" in refused(Kind.LOSS, f"{name}:Weighted", weight=101)
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,7 @@ def test_a_process_with_another_source_than_the_runs_record_refuses_it(module):
     same = with_digests(config, {path: identity(Kind.LOSS, path).digest})
     make(Kind.LOSS, same.policy_loss)
     other = with_digests(config, {path: "0" * 64})
-    with pytest.raises(PluginError, match="is another version here") as error:
+    with pytest.raises(PluginError, match="has other code than the run recorded") as error:
         make(Kind.LOSS, other.policy_loss)
     assert "the run's record 000000000000" in error.value.facts
 
@@ -446,14 +446,22 @@ def test_a_task_source_is_opened_by_path_and_in_the_config(module):
 @pytest.mark.parametrize(
     ("body", "call", "says"),
     [
-        ("def size(self, split): return -1", lambda s: s.size(Split.TRAIN), "size(train) is -1"),
-        ("def task(self, split, index): return 3", lambda s: s.task(Split.TRAIN, 0), "task(train, 0) is int, no Task"),
+        ("def size(self, split): return -1", lambda s: s.size(Split.TRAIN), "returned -1"),
+        (
+            "def task(self, split, index): return 3",
+            lambda s: s.task(Split.TRAIN, 0),
+            "task(train, 0) returned int, expected Task",
+        ),
         (
             "def task(self, split, index): return super().task(split, 5)",
             lambda s: s.task(Split.TRAIN, 0),
-            "says that it is train task 5 of 'own'",
+            "returned train task 5 of 'own'",
         ),
-        ("def answer(self, task): return None", lambda s: s.answer(s.task(Split.TRAIN, 0)), "is NoneType, no Answer"),
+        (
+            "def answer(self, task): return None",
+            lambda s: s.answer(s.task(Split.TRAIN, 0)),
+            "is NoneType, expected Answer",
+        ),
         ("def answer(self, task): return {}['x']", lambda s: s.answer(s.task(Split.TRAIN, 0)), "raised KeyError: 'x'"),
     ],
 )
@@ -467,7 +475,7 @@ def test_nonsense_of_a_task_source_is_named_with_whose_it_is(module, body, call,
 
 def test_a_source_that_claims_the_name_of_a_built_in_one_is_refused(module):
     name = module(SOURCE.replace('"own"', '"repair"'))
-    with pytest.raises(PluginRefused, match="claims a name that is taken"):
+    with pytest.raises(PluginRefused, match="has a reserved name"):
         open_source(f"{name}:Own", 0)
 
 
@@ -501,7 +509,7 @@ def test_what_a_source_offers_beside_tasks_is_found_by_what_it_has(module):
 def test_nonsense_of_a_corpus_source_is_named_with_whose_it_is(module, body, says):
     name = module(f"class Texts:\n    def documents(self, seed):\n        {body}\n")
     with pytest.raises(PluginError) as error:
-        list(plugged_documents(Plugin(f"{name}:Texts"), seed=0))
+        list(plugin_documents(Plugin(f"{name}:Texts"), seed=0))
     assert f"corpus source {name}:Texts" in error.value.what
     assert says in error.value.facts
 
@@ -510,7 +518,7 @@ def test_the_texts_of_a_corpus_source_come_in_its_order(tmp_path):
     (tmp_path / "a.md").write_text("first")
     (tmp_path / "b.md").write_text("second")
     plugin = Plugin("examples.plugins.corpora:Folder", {"path": str(tmp_path)})
-    assert sorted(plugged_documents(plugin, seed=0)) == ["first", "second"]
+    assert sorted(plugin_documents(plugin, seed=0)) == ["first", "second"]
 
 
 TOOL = """
@@ -528,7 +536,7 @@ class Own:
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ("return 3", "run returned int, and text is wanted"),
+        ("return 3", "run returned int, not str"),
         ("return {}['x']", "run raised KeyError: 'x'"),
         ("await asyncio.sleep(1000)", "run has not returned within"),
     ],
@@ -609,14 +617,14 @@ class Own:
 def episode_of(policy: Policy, limits: HarnessConfig, chat: object = None) -> Episode:
     files = {"calc.py": "x = 1\n"}
     task = Task(source="s", split=Split.TRAIN, index=0, family="f", instruction="i", files=files, exports=("calc.py",))
-    machine, options = MemoryMachine({}), Ask(session_id="s", seed=0)
+    machine, options = MemoryMachine({}), RequestOptions(session_id="s", seed=0)
     return Episode(task, machine, policy=policy, chat=chat, tools=standard_tools(), limits=limits, options=options)
 
 
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ("return 3", "run returned int, and None is wanted"),
+        ("return 3", "run returned int, not None"),
         ("return {}['x']", "run raised KeyError: 'x'"),
         ("raise TimeoutError('mine')", "run raised TimeoutError: mine"),
         ("await asyncio.sleep(1000)", "run has not returned within"),

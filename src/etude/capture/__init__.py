@@ -1,7 +1,6 @@
-"""Conversations as the model saw them: a tree of turns that renders what is new and records what was sampled.
+"""Token-exact conversations: a tree of turns that renders only new messages and records the sampled tokens.
 
-Usable alone, no torch. The harness and the gateway ask through it, so that both have the same tokens for the same
-messages:
+Usable alone, without torch. The harness and the gateway both use it, so the same messages give the same tokens:
 
     tree = TurnTree(ChatFormat.load("checkpoint"), session_id="g000012.3/0")
     prompt = tree.prompt(messages, signatures)          # only messages after the deepest known turn are tokenised
@@ -10,7 +9,7 @@ messages:
     tree.trace().path(0)                                # exactly what the model read and sampled
 """
 
-from etude.capture.chat import Called, Chat, Message, Said
+from etude.capture.chat import Chat, Message, ParsedCall, ParsedReply
 from etude.capture.tree import Node, Prompt, TurnTree
 
-__all__ = ["Called", "Chat", "Message", "Node", "Prompt", "Said", "TurnTree"]
+__all__ = ["Chat", "Message", "Node", "ParsedCall", "ParsedReply", "Prompt", "TurnTree"]

@@ -1,4 +1,4 @@
-"""The interface of chat formats: messages to tokens and back. `etude.harness.ChatFormat` has it."""
+"""The interface of chat formats: messages to tokens and back. `etude.harness.ChatFormat` implements it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any, Protocol
 from etude.records.wire import I32
 
 Message = dict[str, Any]
+"""A message in OpenAI's format: role, content, tool_calls, tool_call_id."""
 
 
-class Called(Protocol):
-    """A tool call that could be read."""
+class ParsedCall(Protocol):
+    """A tool call that was parsed from a completion."""
 
     @property
     def name(self) -> str: ...
@@ -19,30 +20,34 @@ class Called(Protocol):
     def arguments(self) -> dict[str, Any]: ...
 
 
-class Said(Protocol):
-    """A completion, parsed: its text and its tool call. With an `error` the call could not be parsed."""
+class ParsedReply(Protocol):
+    """A parsed completion: its text, and its tool call if it has one. With an `error` the call could not be parsed."""
 
     @property
     def text(self) -> str: ...
     @property
-    def call(self) -> Called | None: ...
+    def call(self) -> ParsedCall | None: ...
     @property
     def error(self) -> str: ...
 
 
 class Chat(Protocol):
-    """Messages to tokens and back. `signatures` is what `signatures()` made of a request's tools."""
+    """Encodes messages as tokens, and parses completions. `signatures` is always a result of `signatures()`.
+
+    `encode_prompt`, `continuation` and `encode` may be called from any thread. Each raises `ContextFull`, before it
+    tokenises, for a text that certainly has more than `max_tokens` tokens.
+    """
 
     stop_token_ids: tuple[int, ...]
     vocab_size: int
 
     def signatures(self, tools: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Raises `ValueError` for what is no tool."""
+        """Convert tools in OpenAI's format to the form that the other methods take. Raises `ValueError` for an invalid
+        tool."""
         ...
 
-    def first(self, messages: Sequence[Message], signatures: Any, *, most: int | None = None) -> I32:
-        """May be called in any thread, as `continuation` and `encode` may. Raises `ContextFull`, before it tokenises,
-        for what surely has more than `most` tokens."""
+    def encode_prompt(self, messages: Sequence[Message], signatures: Any, *, max_tokens: int | None = None) -> I32:
+        """Encode a conversation and the generation prompt, [P] int32."""
         ...
 
     def continuation(
@@ -52,15 +57,24 @@ class Chat(Protocol):
         signatures: Any,
         *,
         ended: bool,
-        most: int | None = None,
-    ) -> I32: ...
-
-    def parse(self, ids: I32, signatures: Any) -> Said: ...
-
-    def leading_text(self, ids: Sequence[int]) -> int:
-        """How many of a completion's first tokens are surely said as text, whatever follows."""
+        max_tokens: int | None = None,
+    ) -> I32:
+        """Encode only what `new` adds after `previous`, whose last message the model sampled, and the generation
+        prompt, [P] int32. `ended`: whether that message ends with a stop token; if not, the tokens begin with one."""
         ...
 
-    def encode(self, text: str, *, most: int | None = None) -> I32: ...
+    def parse(self, ids: I32, signatures: Any) -> ParsedReply:
+        """Parse the token ids of a completion. Never raises."""
+        ...
 
-    def decode(self, ids: Iterable[int]) -> str: ...
+    def num_text_tokens(self, ids: Sequence[int]) -> int:
+        """Number of leading tokens of a completion that are text, whatever follows: those before a tool call."""
+        ...
+
+    def encode(self, text: str, *, max_tokens: int | None = None) -> I32:
+        """Encode plain text, [T] int32. The spelling of a special token in it is plain text too."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Decode token ids to text, without special tokens."""
+        ...

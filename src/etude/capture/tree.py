@@ -1,17 +1,17 @@
-"""A tree of turns: what the model read and sampled in one or many conversations, each token once. Append-only.
+"""A tree of turns: the tokens that the model read and sampled in one or many conversations, each stored once.
 
-A request repeats its whole conversation as messages. The tree finds the deepest turn that the messages repeat. Only the
-messages after it are rendered and tokenised, so a sampled token is never tokenised again. Messages are compared by
-content (the tools, then each message, as canonical JSON), not by their text: a client may write the arguments of a call
-in another order. A changed history is a branch, or a new root where no turn of it is known.
+A request repeats its whole conversation as messages. The tree finds the deepest recorded turn that the messages repeat,
+and renders and tokenises only the messages after it. So a sampled token is never tokenised again. Messages are compared
+by content (the tools, then each message, as canonical JSON), so the order of a call's arguments does not matter. A
+changed history becomes a branch, or a new root when none of its turns is known.
 
-Each turn is a node of its own, also where two siblings give the same answer. The first request that continues a turn
-takes over its session of the engine. Any further one is a branch, with a session that begins as a copy of it
-(`CompletionRequest.fork_from`). Of equal turns a request continues one that nobody has continued, so that equal
-siblings stay apart.
+Each turn is a separate node, also when two siblings have the same tokens. The first request that continues a turn uses
+the turn's engine session. Every further one is a branch with a new session, which starts as a copy
+(`CompletionRequest.fork_from`). Of several equal turns a request continues one without a continuation, so that equal
+siblings stay separate.
 
-The tree of a rollout holds all its turns. A gateway's holds at most `max_tokens`: it forgets the turn that was not used
-for longest, and a turn always before its parent. Knows nothing of machines, rewards and the ledger.
+The tree of a rollout keeps all turns. The tree of a gateway keeps at most `max_tokens` tokens and evicts the least
+recently used turn first, always children before their parent.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from etude.records.wire import I32
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A turn and its place in a tree; the fields without a comment are those of `Turn`."""
+    """A turn and its position in a tree. Fields without a comment are as in `records.rollout.Turn`."""
 
     parent: Node | None
     prompt_ids: I32
@@ -42,69 +42,70 @@ class Node:
     sampling: Sampling
     calls: tuple[ToolCall, ...]
     kind: TurnKind
-    key: bytes  # digest of the tools and all messages, the model's own included
-    session_id: str  # of the engine
-    number: int  # turns that the tree recorded before
-    num_tokens: int  # of the context, this turn included
-    continued: bool = False  # a request has taken over its session
+    key: bytes  # digest of the tools and of all messages, including the model's of this turn
+    session_id: str  # engine session of this turn
+    number: int  # number of turns that the tree recorded before
+    num_tokens: int  # tokens of the context, including this turn
+    continued: bool = False  # whether a request has taken over its session
 
     @property
     def num_added(self) -> int:
-        """Tokens that the turn adds to its parent's context."""
+        """Number of tokens that the turn adds to its parent's context."""
         return len(self.prompt_ids) + len(self.completion.token_ids)
 
-    def says(self, completion: Completion) -> bool:
-        """Whether the turn sampled the same tokens."""
+    def has_tokens_of(self, completion: Completion) -> bool:
+        """Whether the turn and a completion have the same sampled tokens."""
         return np.array_equal(self.completion.token_ids, completion.token_ids)
 
-    def line(self) -> Iterator[Node]:
-        """The turn, its parent, and so on to the root."""
+    def ancestry(self) -> Iterator[Node]:
+        """Yield the turn, its parent, and so on up to the root."""
         at: Node | None = self
         while at is not None:
             yield at
             at = at.parent
 
     def context(self) -> I32:
-        """[num_tokens] everything that the model has read and sampled up to here."""
-        parts = [ids for node in self.line() for ids in (node.completion.token_ids, node.prompt_ids)]
+        """All tokens that the model has read and sampled up to and including this turn, [num_tokens] int32."""
+        parts = [ids for node in self.ancestry() for ids in (node.completion.token_ids, node.prompt_ids)]
         return np.concatenate(parts[::-1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """The tokens of a request, and where its completion belongs."""
+    """The tokens of a request, and the position in the tree where its completion is recorded."""
 
-    parent: Node | None  # the deepest turn that the messages repeat
+    parent: Node | None  # the deepest turn that the messages repeat; None: a new root
     token_ids: I32  # [context + P]
-    new_ids: I32  # [P] tokens of the messages behind the parent, and of the generation prompt
+    new_ids: I32  # [P] tokens of the messages after the parent, and of the generation prompt
     key: bytes  # digest of the tools and the messages
     session_id: str
     fork_from: str | None  # as in `CompletionRequest`
 
     @property
     def routes_from(self) -> int:
-        """The first context position whose routes no turn before has."""
+        """The first context position whose routes no earlier turn has, for `CompletionRequest.routes_from`."""
         if self.parent is None:
             return 0
         return self.parent.completion.routes_start + len(self.parent.completion.routes)
 
 
 class TurnTree:
-    """Turns by what was said. May be used from any thread.
+    """The recorded turns of conversations, found by their messages. Thread-safe.
 
-    `session_id` names the engine session of the first conversation; others get it with a number: "s", "s+1", "s+2".
+    `session_id` is the engine session of the first conversation. Further ones get a number: "s", "s+1", "s+2".
+    `max_tokens`: tokens to keep; None keeps all.
     """
 
     def __init__(self, chat: Chat, *, session_id: str, max_tokens: int | None = None) -> None:
         self.max_tokens, self.num_tokens = max_tokens, 0
         self._chat, self._session_id = chat, session_id
         self._num_sessions = self._num_recorded = 0
-        self._held: OrderedDict[Node, None] = OrderedDict()  # the one unused for longest first
+        self._nodes: OrderedDict[Node, None] = OrderedDict()  # least recently used first
         self._by_key: dict[bytes, list[Node]] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._nodes)
 
     def prompt(
         self,
@@ -112,25 +113,26 @@ class TurnTree:
         signatures: Mapping[str, Any],
         *,
         tools: Sequence[Mapping[str, Any]] = (),
-        most: int | None = None,
+        max_tokens: int | None = None,
     ) -> Prompt:
-        """Render a request: the tokens of the deepest known turn, then those of the messages behind it. The last
-        message is not the model's.
+        """Encode a request: the tokens of the deepest known turn, then those of the messages after it.
 
-        `tools`: what the signatures were made of, where they may change within the tree. Raises `ContextFull`, before
-        it tokenises, for a prompt that surely has more than `most` tokens, and what the chat format raises.
-        """
-        keys = chain(tools, messages)
+        The last message must not be the model's. `signatures`: the tools as the chat format takes them. `tools`: the
+        same tools in OpenAI's format, needed when the tools may change within the tree. Raises `ContextFull`, before it
+        tokenises, for a prompt that certainly has more than `max_tokens` tokens, and what the chat format raises."""
+        keys = conversation_keys(tools, messages)
         with self._lock:
             parent = self._deepest(keys[:-1])
             session_id, fork_from = self._session(parent)
         if parent is None:
-            new_ids = self._chat.first(messages, signatures, most=most)
+            new_ids = self._chat.encode_prompt(messages, signatures, max_tokens=max_tokens)
             return Prompt(None, new_ids, new_ids, keys[-1], session_id, fork_from)
         known = keys.index(parent.key) + 1
-        room = None if most is None else max(0, most - parent.num_tokens)
+        remaining = None if max_tokens is None else max(0, max_tokens - parent.num_tokens)
         ended = parent.completion.stop_reason is StopReason.STOP
-        new_ids = self._chat.continuation(messages[:known], messages[known:], signatures, ended=ended, most=room)
+        new_ids = self._chat.continuation(
+            messages[:known], messages[known:], signatures, ended=ended, max_tokens=remaining
+        )
         token_ids = np.concatenate([parent.context(), new_ids])
         return Prompt(parent, token_ids, new_ids, keys[-1], session_id, fork_from)
 
@@ -144,12 +146,14 @@ class TurnTree:
         calls: tuple[ToolCall, ...] = (),
         kind: TurnKind = TurnKind.ACT,
     ) -> Node:
-        """Add the turn of a prompt and its completion. `message`: the model's message, as later requests repeat it. A
-        request that was sent twice (same prompt, sampling and completion) gives the turn that is there."""
-        key, num_before = _extended(prompt.key, message), prompt.parent.num_tokens if prompt.parent else 0
+        """Record a completion as the turn of its prompt, and return the node.
+
+        `message`: the model's message, as later requests will repeat it. Recording the same turn again (same prompt,
+        sampling and tokens) returns the existing node."""
+        key, num_before = _extend_key(prompt.key, message), prompt.parent.num_tokens if prompt.parent else 0
         with self._lock:
             for node in self._by_key.get(key, ()):
-                if node.parent is prompt.parent and node.sampling == sampling and node.says(completion):
+                if node.parent is prompt.parent and node.sampling == sampling and node.has_tokens_of(completion):
                     return node
             node = Node(
                 parent=prompt.parent,
@@ -164,15 +168,15 @@ class TurnTree:
                 num_tokens=num_before + len(prompt.new_ids) + len(completion.token_ids),
             )
             self._num_recorded += 1
-            self._use(node)
+            self._touch(node)
             while self.max_tokens is not None and self.num_tokens > self.max_tokens:
-                self._forget(next(iter(self._held)))
+                self._evict(next(iter(self._nodes)))
         return node
 
     def trace(self) -> Trace:
-        """All turns that the tree holds, in the order in which they were recorded."""
+        """All turns that are in the tree, in the order in which they were recorded."""
         with self._lock:
-            nodes = sorted(self._held, key=lambda node: node.number)
+            nodes = sorted(self._nodes, key=lambda node: node.number)
         index = {node: i for i, node in enumerate(nodes)}
         return Trace(
             tuple(
@@ -188,19 +192,20 @@ class TurnTree:
             )
         )
 
-    # with the lock held
+    # The caller of these methods holds the lock.
 
     def _deepest(self, keys: Sequence[bytes]) -> Node | None:
-        """The turn of the longest known beginning of a conversation; of equal ones the newest that nobody continued."""
+        """The turn of the longest known prefix of a conversation. Of equal turns, the newest one without a
+        continuation."""
         same = next((self._by_key[key] for key in reversed(keys) if key in self._by_key), None)
         if same is None:
             return None
         node = next((node for node in reversed(same) if not node.continued), same[-1])
-        self._use(node)
+        self._touch(node)
         return node
 
     def _session(self, parent: Node | None) -> tuple[str, str | None]:
-        """The session of a request that continues a turn, and the session that it is forked from."""
+        """The engine session for a request that continues a turn, and the session to fork it from."""
         if parent is not None and not parent.continued:
             parent.continued = True
             return parent.session_id, None
@@ -208,17 +213,18 @@ class TurnTree:
         session_id = f"{self._session_id}+{number}" if number else self._session_id
         return session_id, parent.session_id if parent else None
 
-    def _use(self, node: Node) -> None:
-        """Hold a turn and its ancestors. Each is then more recent than its children, and is forgotten after them."""
-        for at in node.line():
-            if at not in self._held:
-                self._held[at] = None
+    def _touch(self, node: Node) -> None:
+        """Mark a turn and its ancestors as recently used. Each ancestor becomes more recent than its children, and so
+        is evicted after them."""
+        for at in node.ancestry():
+            if at not in self._nodes:
+                self._nodes[at] = None
                 self._by_key.setdefault(at.key, []).append(at)
                 self.num_tokens += at.num_added
-            self._held.move_to_end(at)
+            self._nodes.move_to_end(at)
 
-    def _forget(self, node: Node) -> None:
-        del self._held[node]
+    def _evict(self, node: Node) -> None:
+        del self._nodes[node]
         self.num_tokens -= node.num_added
         same = self._by_key[node.key]
         same.remove(node)
@@ -226,21 +232,22 @@ class TurnTree:
             del self._by_key[node.key]
 
 
-def chain(tools: Sequence[Mapping[str, Any]], messages: Sequence[Message]) -> list[bytes]:
-    """A digest of each beginning of a conversation: keys[i] is that of messages[: i + 1] under these tools.
+def conversation_keys(tools: Sequence[Mapping[str, Any]], messages: Sequence[Message]) -> list[bytes]:
+    """A digest of each prefix of a conversation: keys[i] is the digest of the tools and messages[: i + 1].
 
-    >>> chain([], [{"role": "user", "content": "a"}]) == chain([], [{"content": "a", "role": "user"}])
+    >>> one, same = {"role": "user", "content": "a"}, {"content": "a", "role": "user"}
+    >>> conversation_keys([], [one]) == conversation_keys([], [same])
     True
     """
     key = hashlib.sha256(_canonical(list(tools))).digest()
     keys = []
     for message in messages:
-        key = _extended(key, message)
+        key = _extend_key(key, message)
         keys.append(key)
     return keys
 
 
-def _extended(key: bytes, message: Message) -> bytes:
+def _extend_key(key: bytes, message: Message) -> bytes:
     return hashlib.sha256(key + _canonical(message)).digest()
 
 

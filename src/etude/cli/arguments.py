@@ -1,4 +1,4 @@
-"""What a command line is made of: arguments that are checked as they are read, and commands by name."""
+"""Types of command-line arguments, each of which validates its value, and `add`, which adds a command."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOCAL = "local"
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors have etude's three parts."""
+    """An `ArgumentParser` that prints errors like an `EtudeError`."""
 
     def error(self, message: str) -> NoReturn:
         print(f"error: {message}\n  hint: {self.prog} --help", file=sys.stderr)
@@ -26,14 +26,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive(text: str) -> int:
-    """An argument that counts something."""
+    """Argument type: an integer of at least 1."""
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
     return int(text)
 
 
 def within(low: float, high: float) -> Callable[[str], float]:
-    """A kind of argument that is a number of a range, its ends among it. What is no number is in none."""
+    """Argument type: a number from `low` to `high`, both inclusive."""
 
     def number(text: str) -> float:
         try:
@@ -47,61 +47,63 @@ def within(low: float, high: float) -> Callable[[str], float]:
     return number
 
 
-def written(text: str) -> Path:
-    """An argument that is a file to be written when the work is done: a place for it must be there before."""
+def output_file(text: str) -> Path:
+    """Argument type: a file to write at the end of the command. Its folder must exist and be writable now."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text} cannot be written: name a file in a folder that is there, and yours")
+        raise argparse.ArgumentTypeError(
+            f"{text} cannot be written: give a file in an existing folder that you can write to"
+        )
     return path
 
 
 def step(text: str) -> int:
-    """An argument that is a version's step."""
+    """Argument type: the step of a version, from 0."""
     if not re.fullmatch("[0-9]{1,9}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no step: a number from 0 on, of at most 9 digits")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a step: an integer from 0, at most 9 digits")
     return int(text)
 
 
 def port(text: str) -> int:
-    """An argument that is a TCP port, 0 being any free one."""
+    """Argument type: a TCP port; 0 means any free port."""
     if not text.isdigit() or int(text) > MAX_PORT:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port: a number from 0 (any free one) to {MAX_PORT}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: an integer from 0 (any free port) to {MAX_PORT}")
     return int(text)
 
 
 def cluster(text: str) -> str:
-    """An argument that says on what to run: "local", or a Ray cluster."""
+    """Argument type: where to run, "local" or the address of a Ray cluster."""
     if text not in (LOCAL, "ray") and not re.fullmatch(r"(ray://)?[A-Za-z0-9.:_\[\]-]+:[0-9]{1,5}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is nowhere: local, ray, HOST:PORT or ray://HOST:PORT")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a cluster: write local, ray, HOST:PORT or ray://HOST:PORT")
     return text
 
 
 def duration(text: str) -> float:
-    """An argument that is a time, in seconds: "90s", "10m", "24h", "7d"."""
+    """Argument type: a duration such as "90s", "10m", "24h" or "7d", returned in seconds."""
     found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]+)?)([smhd])", text)
     if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time: write 90s, 10m, 24h or 7d")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration: write 90s, 10m, 24h or 7d")
     return float(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[found[2]]
 
 
 def channel(text: str) -> str:
-    """An argument that is a channel's name."""
+    """Argument type: the name of a channel. Raises `InputError`."""
     return _plain_name(text, "channel")
 
 
 def branch(text: str) -> str:
-    """An argument that is a branch's name, or the empty one for the channel itself."""
+    """Argument type: the name of a branch; "" is the channel itself. Raises `InputError`."""
     return _plain_name(text, "branch") if text else text
 
 
 def _plain_name(text: str, kind: str) -> str:
     if not re.fullmatch("[a-z0-9][a-z0-9_-]{0,63}", text):
-        raise InputError(f"{kind} name {text!r} is not allowed", hint="use a-z, 0-9, _ and -, at most 64 of them")
+        raise InputError(f"{kind} name {text!r} is not allowed", hint="use at most 64 characters of a-z, 0-9, _ and -")
     return text
 
 
 def place(text: str) -> str:
-    """An argument that is a store, and may be something else by a path. A URL that no store speaks is refused."""
+    """Argument type: a path, or the URL of a store. Raises `InputError` for a URL that no store supports."""
     scheme, has_scheme, _ = text.partition("://")
     if has_scheme and scheme != "file":
         from etude.stores import open_store
@@ -112,7 +114,7 @@ def place(text: str) -> str:
                 open_store(text)
             elif scheme.lower() not in PROVIDERS:
                 known = nearest(scheme.lower(), [*PROVIDERS, "file", "http", "https", "memory"])
-                raise InputError(f"no store speaks {scheme[:20]!r}", hint=known)
+                raise InputError(f"no store supports {scheme[:20]!r}", hint=known)
             else:
                 parse_bucket_url(text)
         except StoreError as error:
@@ -121,9 +123,9 @@ def place(text: str) -> str:
 
 
 def public_key(text: str) -> bytes:
-    """An argument that is an Ed25519 public key."""
+    """Argument type: an Ed25519 public key in hex."""
     if not re.fullmatch("[0-9a-f]{64}", text):
-        raise argparse.ArgumentTypeError("a public key is 64 hex characters: etude weights key says them")
+        raise argparse.ArgumentTypeError("a public key has 64 hex characters: etude weights key prints it")
     return bytes.fromhex(text)
 
 
@@ -131,7 +133,7 @@ Commands = argparse._SubParsersAction  # argparse has no public name for it
 
 
 def add(commands: Commands[Parser], name: str, command: str, text: str) -> Parser:
-    """A command of this name. Its work is `command`, "module:function" of this folder."""
+    """Add the command `name`, which calls `command`: "module:function" of this package. `text` is its help."""
     parser: Parser = commands.add_parser(name, help=text, description=text)
     parser.set_defaults(command=command)
     return parser

@@ -1,4 +1,4 @@
-"""``etude engines install | list | check``: engines of another make."""
+"""The commands ``etude engines install``, ``list`` and ``check`` for vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from pathlib import Path
 
 from etude.errors import EngineError
 from etude.inference.config import EngineKind
-from etude.inference.foreign.environment import MAKES, VLLM, environment
-from etude.inference.foreign.install import install, size_bytes
-from etude.inference.started import started
+from etude.inference.external.environment import SERVER_KINDS, VLLM, environment
+from etude.inference.external.install import install, size_bytes
+from etude.inference.temporary_engine import temporary_engine
 from etude.records.completion import CompletionRequest, Sampling
 from etude.scratch import ScratchDirectory
 
-MOST_APART = 1e-3  # of a log-probability in float32, of a model of two layers
+MAX_LOGPROB_DIFFERENCE = 1e-3  # for float32 and a model with two layers
 
 
 def install_kind(args: argparse.Namespace) -> None:
-    """Make the environment; every step is told."""
-    make = MAKES[EngineKind(args.kind)]
+    """Create a virtual environment with an engine, and print each step."""
+    make = SERVER_KINDS[EngineKind(args.kind)]
     where = environment(args.folder, make)
-    mark = install(where, args.device, said=lambda line: print(line, flush=True))
+    mark = install(where, args.device, report=lambda line: print(line, flush=True))
     print(f"{make.name} {make.version} for {mark.device} is ready in {where.folder}")
     if not make.pins[mark.device]["tested"]:
-        print(f"nobody has run etude's adapter so yet: etude engines check {make.key} says what works")
+        print(f"etude's adapter is not tested with this build; to check it: etude engines check {make.key}")
     if args.folder is not None:
-        print(f"name it to runs by {make.key}.environment = {str(where.folder)!r}")
+        print(f"to use it in a run, set {make.key}.environment = {str(where.folder)!r}")
 
 
-def listed(args: argparse.Namespace) -> None:
-    """A line for each kind."""
-    print("reference  always here")
-    makes = [make for make in MAKES.values() if args.folder is None or environment(args.folder, make).version]
+def list_engines(args: argparse.Namespace) -> None:
+    """Print a line for each kind of engine: version, device, size and folder."""
+    print("reference  built in")
+    makes = [make for make in SERVER_KINDS.values() if args.folder is None or environment(args.folder, make).version]
     for make in makes or [VLLM]:
         where = environment(args.folder, make)
         mark, version = where.mark, where.version
         if mark is None or version is None:
-            again = f"not complete: etude engines install {make.key} goes on"
+            again = f"incomplete; to continue: etude engines install {make.key}"
             state = again if where.folder.exists() else "not installed"
         else:
             tested = "" if version == make.version else f", not the tested {make.version}"
@@ -47,10 +47,10 @@ def listed(args: argparse.Namespace) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Try everything that a run needs of an engine, with a tiny model."""
+    """Test everything that a run needs from an engine, with a tiny model. Raises `EngineError`."""
     kind, arguments = EngineKind(args.kind), list[str]()
     if kind is not EngineKind.REFERENCE:
-        where = environment(args.folder, MAKES[kind])
+        where = environment(args.folder, SERVER_KINDS[kind])
         where.require()
         arguments = ["--environment", str(where.folder)]
     with ScratchDirectory("check") as folder:
@@ -72,7 +72,7 @@ async def _check(kind: EngineKind, where: Sequence[str], folder: Path) -> None:
     channel, text, version = Channel(DirectoryStore(folder / "store")), list(range(1, 65)), None
     save_model(Transformer(sizes, seed=0), folder / "model", dtype="f32")
     arguments = [*where, "--store", str(folder / "store"), "--context-tokens", "256"]
-    async with started(folder / "model", folder, *arguments, kind=kind) as running:
+    async with temporary_engine(folder / "model", folder, *arguments, kind=kind) as running:
         engine = running.engine
         print(f"starts: {', '.join((await engine.info()).capabilities)}")
         sampling = Sampling(max_tokens=32, stop_token_ids=())
@@ -85,16 +85,18 @@ async def _check(kind: EngineKind, where: Sequence[str], folder: Path) -> None:
             tensors = export(model, LiveWeights.F32)
             version = channel.publish(tensors, step=step, parent=version, rollout_ids=[]).version
             held, logprobs = await engine.verify(text)
-            while held != version:  # a step's number is no version's name
+            while held != version:  # the digest must match, too, not only the step
                 await asyncio.sleep(0.05)
                 held, logprobs = await engine.verify(text)
             with torch.inference_mode():
-                right = model(torch.tensor(text))[0].log_softmax(-1)[:-1].gather(1, torch.tensor(text)[1:, None])[:, 0]
-            apart = float((torch.tensor(logprobs) - right).abs().max())
-            if not apart < MOST_APART:
-                raise EngineError(
-                    f"the {kind} engine does not compute what {version} says",
-                    f"a log-probability is off by {apart:.2g}",
-                    hint="this build keeps weights in a way that is not known: install the tested one",
+                expected = (
+                    model(torch.tensor(text))[0].log_softmax(-1)[:-1].gather(1, torch.tensor(text)[1:, None])[:, 0]
                 )
-            print(f"follows: step {step}, log-probabilities within {apart:.1e} of ours")
+            difference = float((torch.tensor(logprobs) - expected).abs().max())
+            if not difference < MAX_LOGPROB_DIFFERENCE:
+                raise EngineError(
+                    f"the {kind} engine computes wrong log-probabilities for {version}",
+                    f"the largest error is {difference:.2g}",
+                    hint="the adapter does not support how this build stores weights: install the tested version",
+                )
+            print(f"loads versions: step {step}, log-probabilities within {difference:.1e} of the learner's")

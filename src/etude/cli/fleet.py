@@ -1,4 +1,5 @@
-"""``etude fleet list | drain | join``: the engines of a run whose registry listens (``fleet.listen``)."""
+"""The commands ``etude fleet list``, ``drain`` and ``join`` for the engines of a run with a registry
+(``fleet.listen``)."""
 
 from __future__ import annotations
 
@@ -7,19 +8,26 @@ import asyncio
 
 import aiohttp
 
-from etude.inference.membership import DRAIN, DrainRequest, Join, Roster, Standing, State, environment_token
-from etude.inference.registering import WAIT_S, Registration, answer_of, bearing
-from etude.inference.roster import roster_of
+from etude.inference.registry_client import WAIT_S, Registration, auth_headers, call_registry, fetch_roster
+from etude.inference.registry_messages import (
+    DRAIN,
+    DrainRequest,
+    JoinRequest,
+    RenewalAnswer,
+    Roster,
+    State,
+    environment_token,
+)
 
 
-def listed(args: argparse.Namespace) -> int:
-    """A line an engine."""
-    roster = asyncio.run(_listed(args.registry))
+def list_engines(args: argparse.Namespace) -> int:
+    """Print a line for each engine: state, version, load, URL."""
+    roster = asyncio.run(_roster(args.registry))
     print(f"{'engine':20} {'region':12} {'state':12} {'step':>6} {'running':>8} {'waiting':>8} {'free KV':>10}  url")
     for name, one in sorted(roster.items()):
         load = (one.num_running, one.num_waiting, one.kv_tokens_free) if one.state is not State.LOST else (None,) * 3
-        running, waiting, free = map(_told, load)
-        numbers = f"{_told(one.step):>6} {running:>8} {waiting:>8} {free:>10}"
+        running, waiting, free = map(_cell, load)
+        numbers = f"{_cell(one.step):>6} {running:>8} {waiting:>8} {free:>10}"
         print(f"{name:20} {one.region:12} {one.state:12} {numbers}  {one.url}")
         if one.reason:
             print(f"  {name} is catching up: {one.reason}")
@@ -27,37 +35,37 @@ def listed(args: argparse.Namespace) -> int:
 
 
 def drain(args: argparse.Namespace) -> int:
-    """Give an engine nothing new; it leaves when its sessions have ended."""
+    """Send no new requests to an engine. It leaves the run when its sessions have ended."""
     asyncio.run(_drain(args.registry, args.name))
-    print(f"{args.name} is given nothing new; it ends when what it has is finished")
+    print(f"{args.name} gets no new requests; it leaves when its running requests have finished")
     return 0
 
 
 def join(args: argparse.Namespace) -> int:
-    """Be an engine's registration, whatever it is, until it is drained or this is interrupted."""
-    asked = Join(name=args.name, url=args.engine, region=args.region, standby=args.standby)
+    """Register an engine of any kind, and keep it registered until it is drained or this command is interrupted."""
+    request = JoinRequest(name=args.name, url=args.engine, region=args.region, standby=args.standby)
     wait_s = WAIT_S if args.wait_s is None else args.wait_s
-    asyncio.run(_join(Registration(args.registry, asked, token=environment_token(), wait_s=wait_s, runs=True)))
+    asyncio.run(_join(Registration(args.registry, request, token=environment_token(), wait_s=wait_s, must_answer=True)))
     print(f"{args.name} was drained")
     return 0
 
 
-async def _listed(registry: str) -> Roster:
-    async with aiohttp.ClientSession(headers=bearing(environment_token())) as session:
-        return await roster_of(session, registry)
+async def _roster(registry: str) -> Roster:
+    async with aiohttp.ClientSession(headers=auth_headers(environment_token())) as session:
+        return await fetch_roster(session, registry)
 
 
 async def _drain(registry: str, name: str) -> None:
-    async with aiohttp.ClientSession(headers=bearing(environment_token())) as session:
-        await answer_of(session, registry, DRAIN, Standing, asked=DrainRequest(name=name))
+    async with aiohttp.ClientSession(headers=auth_headers(environment_token())) as session:
+        await call_registry(session, registry, DRAIN, RenewalAnswer, body=DrainRequest(name=name))
 
 
 async def _join(registration: Registration) -> None:
     try:
-        await registration.keep()
+        await registration.run()
     finally:
         await registration.leave()
 
 
-def _told(number: int | None) -> str:
+def _cell(number: int | None) -> str:
     return "-" if number is None else str(number)

@@ -1,19 +1,19 @@
-"""``etude fsck``: prove that what a run folder holds is what was written."""
+"""The command ``etude fsck``: verify that the files of a run are the bytes that were written."""
 
 from __future__ import annotations
 
 import argparse
 
-from etude.cli.places import RUNS
-from etude.cli.task_progress import Steps
-from etude.cli.weights_store import is_store
+from etude.cli.locations import RUNS, newest_run
+from etude.cli.progress import ProgressBar
+from etude.cli.store_locations import is_store
 from etude.dashboard.formatting import number, size
 from etude.errors import Exit, NoRun
 
 
 def check(args: argparse.Namespace) -> int:
-    """Read and prove every file of a run; only reads, also beside the run. Exit code 1 with a problem."""
-    from etude.cli.places import newest_run
+    """Verify every file of a run against its checksum. Only reads, so the run may be active. Exit code 1 if there is a
+    problem."""
     from etude.loop.fsck import FsckReport, checks_of
 
     if args.run is None:
@@ -23,10 +23,10 @@ def check(args: argparse.Namespace) -> int:
     if not (path / "run.json").is_file() and is_store(str(path)):
         raise NoRun(f"{path} is not a run", "it is a store of weights", hint=f"etude weights fsck {path}")
     proof, parts = FsckReport(), checks_of(path)
-    with Steps("parts of the run", len(parts)) as steps:
+    with ProgressBar("parts of the run", len(parts)) as progress:
         for part in parts:
             part(proof)
-            steps.done()
+            progress.advance()
     for found in proof.problems:
         print(found)
     for found in proof.notices:
@@ -34,6 +34,6 @@ def check(args: argparse.Namespace) -> int:
     print(
         f"{path}: {number(proof.num_files, 'file')}, {size(proof.num_bytes)} read:"
         f" {number(len(proof.problems), 'problem')}, {number(len(proof.notices), 'notice')}"
-        + (f"; not proven, as nothing reads them back: {', '.join(proof.plain)}" if proof.plain else "")
+        + (f"; not verified, because no program reads them: {', '.join(proof.plain)}" if proof.plain else "")
     )
     return Exit.FAILED if proof.problems else Exit.DONE

@@ -1,4 +1,5 @@
-"""``etude machines check | parity``: every cheat tried for real, and whether machines can be told apart."""
+"""The commands ``etude machines check``, which runs every attack, and ``parity``, which compares two kinds of
+machines."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from etude.cli.places import console
+from etude.cli.locations import console
 from etude.environments import MachineGrader
 from etude.environments.backends import open_runtime
 from etude.errors import InputError, nearest
@@ -22,20 +23,20 @@ from etude.redteam.parity import Parity, probe_parity
 from etude.redteam.plain import PlainRuntime
 from etude.seams import Runtime
 
-_FEW = 0.8  # an AUC that chance reaches with that few machines
-_TOLD = (Verdict.SUCCEEDED, Verdict.CAUGHT, Verdict.KNOWN)
+_HIGH_CHANCE_AUC = 0.8  # if chance alone reaches this AUC, there were too few machines
+_PRINTED = (Verdict.SUCCEEDED, Verdict.CAUGHT, Verdict.KNOWN)
 
 
 def check(args: argparse.Namespace) -> int:
-    """Play cheats and tell what came of them. Exit code 1 when one succeeds."""
+    """Run attacks and print their results. Exit code 1 if an attack succeeds that is not known to."""
     screen, found = console(), list[Finding]()
 
-    def tell(finding: Finding) -> None:
+    def add(finding: Finding) -> None:
         found.append(finding)
-        if args.verbose or finding.verdict in _TOLD:
+        if args.verbose or finding.verdict in _PRINTED:
             screen.print(f"{finding.verdict}: {finding.cheat} ({finding.kind}): {finding.evidence}", markup=False)
 
-    asyncio.run(_play(args.backend, _chosen(args.only), args.jobs or 1, tell))
+    asyncio.run(_play(args.backend, _chosen(args.only), args.jobs or 1, add))
     if args.out is not None:
         args.out.write_bytes(msgspec.json.format(msgspec.json.encode(_report(args.backend, found))) + b"\n")
     screen.print(_table(found))
@@ -46,21 +47,21 @@ def check(args: argparse.Namespace) -> int:
 
 
 def _chosen(names: list[str]) -> list[Cheat]:
-    """The cheats of these names or rows; all when none is named. Raises `InputError`."""
+    """The attacks with these names or in these rows; all attacks if there are no names. Raises `InputError`."""
     rows = {row.name.lower() for row in Row}
     known = {cheat.name for cheat in CATALOGUE} | rows
     for name in names:
         if name not in known:
             hint = nearest(name, known)
-            raise InputError(f"no cheat {name!r}", hint=hint if len(hint) < 100 else nearest(name, rows))
+            raise InputError(f"unknown attack {name!r}", hint=hint if len(hint) < 100 else nearest(name, rows))
     return [c for c in CATALOGUE if not names or c.name in names or c.row.name.lower() in names]
 
 
-async def _play(backend: str, cheats: list[Cheat], jobs: int, tell: Callable[[Finding], None]) -> None:
+async def _play(backend: str, cheats: list[Cheat], jobs: int, add: Callable[[Finding], None]) -> None:
     runtime = open_runtime(backend)
     try:
         async for finding in play_all(runtime, MachineGrader(runtime), cheats=cheats, at_once=jobs):
-            tell(finding)
+            add(finding)
     finally:
         await runtime.close()
 
@@ -84,28 +85,30 @@ def _table(found: list[Finding]) -> Table:
 
 
 def parity(args: argparse.Namespace) -> int:
-    """Train a detector on two kinds of machine, and tell how well it does and by what."""
+    """Train a classifier on two kinds of machines, and print how well it distinguishes them, and by which facts."""
     if args.machines < 5:
-        raise InputError(f"--machines {args.machines} is too few", hint="a detector is asked about a fifth: 5 or more")
-    result = asyncio.run(_told_apart(args.a, args.b, args.machines))
+        raise InputError(
+            f"--machines {args.machines} is too few", hint="one fifth is used for testing: give at least 5"
+        )
+    result = asyncio.run(_probe_parity(args.a, args.b, args.machines))
     if args.out is not None:
         args.out.write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
     screen = console()
     (low, high), (chance_low, chance_high) = result.interval, result.chance
-    verdict = "can be told apart" if result.is_distinguishable else "cannot be told apart by this detector"
+    verdict = "can be distinguished" if result.is_distinguishable else "cannot be distinguished by this classifier"
     screen.print(f"{result.a} and {result.b} {verdict}: AUC {result.auc:.3f} ({low:.3f} to {high:.3f}, 95 %)")
-    screen.print(f"by chance {chance_low:.3f} to {chance_high:.3f}; {result.num_machines} machines of each")
-    table = Table("what gives it away", "AUC alone", result.a, result.b)
+    screen.print(f"by chance: {chance_low:.3f} to {chance_high:.3f}; {result.num_machines} machines of each")
+    table = Table("fact", "AUC of this fact alone", result.a, result.b)
     for each in result.giveaways:
         table.add_row(each.fact, f"{each.auc:.2f}", Text(each.of_a), Text(each.of_b))
-    if chance_high > _FEW:
-        screen.print("so few machines say little: the more there are, the narrower is chance (--machines)")
+    if chance_high > _HIGH_CHANCE_AUC:
+        screen.print("too few machines for a clear result: increase --machines")
     if result.giveaways:
         screen.print(table)
     return 0
 
 
-async def _told_apart(a: str, b: str, num_machines: int) -> Parity:
+async def _probe_parity(a: str, b: str, num_machines: int) -> Parity:
     first = _open(a)
     second = first if a == b else _open(b)
     try:
@@ -116,7 +119,7 @@ async def _told_apart(a: str, b: str, num_machines: int) -> Parity:
 
 
 def _open(name: str) -> Runtime:
-    """A backend, or one of the two kinds that are only there to be compared with."""
+    """A runtime: a backend, or one of the two kinds that exist only for this comparison."""
     if name == "booted":
         return BootedRuntime()
     return PlainRuntime() if name == "plain" else open_runtime(name)

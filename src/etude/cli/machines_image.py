@@ -1,4 +1,5 @@
-"""``etude machines image build | list | show | remove | collect | microvm``."""
+"""The commands ``etude machines image build``, ``packages``, ``list``, ``show``, ``remove``, ``collect`` and
+``microvm``."""
 
 from __future__ import annotations
 
@@ -28,11 +29,11 @@ from etude.seams import Runtime
 
 
 def build(args: argparse.Namespace) -> int:
-    """Make an image and say its digest. What SOURCE is shows by itself; `--from` says it where it does not."""
+    """Build an image and print its digest. The kind of SOURCE is detected, or given with `--from`."""
     store = ImageStore(args.store or default_store(), keep_setuid=args.keep_setuid)
     kind = args.kind or _kind_of(args.source)
     if kind not in BUILDERS:
-        raise InputError(f"no images are made from {kind!r}", hint=nearest(kind, BUILDERS))
+        raise InputError(f"images cannot be built from {kind!r}", hint=nearest(kind, BUILDERS))
     record = BUILDERS[kind](store, args)
     if args.name:
         store.name(args.name, record)
@@ -56,8 +57,8 @@ def _kind_of(source: str) -> str:
             return kind
     if path.is_dir():
         return "directory"
-    hint = "name a folder, a Dockerfile, an archive, or debian:SUITE"
-    raise InputError(f"nothing at {source}", "and it is no kind of image by itself", hint=hint)
+    hint = "give a folder, a Dockerfile, an archive, or debian:SUITE"
+    raise InputError(f"nothing at {source}", "and it is not the name of a kind of image", hint=hint)
 
 
 def _from_directory(store: ImageStore, args: argparse.Namespace) -> ImageRecord:
@@ -72,9 +73,9 @@ def _from_repository(store: ImageStore, args: argparse.Namespace) -> ImageRecord
 def _from_dockerfile(store: ImageStore, args: argparse.Namespace) -> ImageRecord:
     path = Path(args.source)
     context, name = (path.parent, path.name) if path.is_file() else (path, args.file)
-    wrong = [text for text in args.arg if "=" not in text]
-    if wrong:
-        raise InputError(f"--arg {wrong[0]} has no value", hint="write --arg NAME=VALUE")
+    invalid = [text for text in args.arg if "=" not in text]
+    if invalid:
+        raise InputError(f"--arg {invalid[0]} has no value", hint="write --arg NAME=VALUE")
     given = dict(text.split("=", 1) for text in args.arg)
 
     async def main() -> ImageRecord:
@@ -82,7 +83,7 @@ def _from_dockerfile(store: ImageStore, args: argparse.Namespace) -> ImageRecord
         refused = ""
         try:
             runtime = open_memory_bounded(args.backend, accepts_unbounded=args.unbounded_memory, images=store)
-        except MachineError as error:  # only a RUN needs one, and says so then
+        except MachineError as error:  # only RUN needs a machine, and reports this error
             refused = str(error)
         try:
             return await build_from_dockerfile(
@@ -118,34 +119,34 @@ BUILDERS: dict[str, Callable[[ImageStore, argparse.Namespace], ImageRecord]] = {
     "oci": _from_oci,
     "debian": _from_debian,
 }
-"""What an image can be made from."""
+"""Kinds of sources, each with the function that builds an image from it."""
 
 
 def packages(args: argparse.Namespace) -> int:
-    """Put packages into the store, for RUN: wheels that lie here, others fetched from the registries of this host."""
-    kept = Packages(ImageStore(args.store or default_store()).path / PACKAGES)
+    """Add packages to the store, for RUN: local wheels, and packages fetched from the registries of this host."""
+    stored = Packages(ImageStore(args.store or default_store()).path / PACKAGES)
     wheels = [Path(text) for text in args.packages if text.endswith(".whl")]
-    asked = [parse_package_spec(text) for text in args.packages if not text.endswith(".whl")]
+    requested = [parse_package_spec(text) for text in args.packages if not text.endswith(".whl")]
     for wheel in wheels:
-        kept.take(wheel)
-    if asked:
-        kept.fetch(asked, dependencies=args.dependencies)
-    for package in sorted(kept.known, key=lambda package: (package.kind, package.name, package.version)):
+        stored.take(wheel)
+    if requested:
+        stored.fetch(requested, dependencies=args.dependencies)
+    for package in sorted(stored.known, key=lambda package: (package.kind, package.name, package.version)):
         print(f"{package.kind}  {package.name} {package.version}  {size(package.size)}")
     return 0
 
 
-def _filled(given: Path | None) -> ImageStore:
-    """The store to look at. Looking does not make one."""
+def _existing_store(given: Path | None) -> ImageStore:
+    """Open the image store; never creates one. Raises `InputError`."""
     path = given or default_store()
     if not path.is_dir():
-        raise InputError(f"no images in {path}", hint="etude machines image build SOURCE --name NAME makes the first")
+        raise InputError(f"no images in {path}", hint="build one: etude machines image build SOURCE --name NAME")
     return ImageStore(path)
 
 
-def listed(args: argparse.Namespace) -> int:
-    """One line an image: digest, size, source, names."""
-    store = _filled(args.store)
+def list_images(args: argparse.Namespace) -> int:
+    """Print a line for each image: digest, size, kind of source, names."""
+    store = _existing_store(args.store)
     names: dict[str, list[str]] = {}
     for name, digest in store.names().items():
         names.setdefault(digest, []).append(name)
@@ -156,28 +157,28 @@ def listed(args: argparse.Namespace) -> int:
 
 
 def show(args: argparse.Namespace) -> int:
-    """An image's record as JSON; with `--verify` every file is read first."""
-    record = _filled(args.store).get(args.image, verify=args.verify)
+    """Print the record of an image as JSON; with `--verify` verify every file first."""
+    record = _existing_store(args.store).get(args.image, verify=args.verify)
     print(msgspec.json.format(msgspec.json.encode(record), indent=2).decode())
     return 0
 
 
 def remove(args: argparse.Namespace) -> int:
-    """Take away a name; the files go with the last one."""
-    freed = _filled(args.store).remove(args.image)
-    print(f"removed, {size(freed)}" if freed else "its name is gone; the image has others")
+    """Remove a name of an image; the image is deleted with its last name."""
+    freed = _existing_store(args.store).remove(args.image)
+    print(f"deleted, {size(freed)} freed" if freed else "the name is removed; the image has other names")
     return 0
 
 
 def collect(args: argparse.Namespace) -> int:
-    """Remove every image without a name: what builds left as their cache."""
-    num_images, num_bytes = _filled(args.store).collect()
-    print(f"{num_images} images removed, {size(num_bytes)}")
+    """Delete every image without a name: the cache of earlier builds."""
+    num_images, num_bytes = _existing_store(args.store).collect()
+    print(f"{num_images} images deleted, {size(num_bytes)} freed")
     return 0
 
 
 def microvm(args: argparse.Namespace) -> int:
-    """Build the guest of virtual machines from Debian packages, or say that the one of today's packages is there."""
+    """Build the guest image of microVMs from Debian packages, unless the image for the current packages exists."""
     mirrors = [f"{args.mirror} {args.suite}"] if args.mirror else MIRRORS
     image = build_microvm(args.folder, mirrors=mirrors, log=lambda line: print(line, file=sys.stderr, flush=True))
     print(image.digest)

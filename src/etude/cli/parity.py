@@ -1,4 +1,4 @@
-"""``etude parity``: an engine against the learner, on one checkpoint."""
+"""The command ``etude parity``: compare the log-probabilities of an engine and the learner on one checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from etude.cli import places
+from etude.cli.locations import console, existing_path, open_run
 from etude.errors import Exit, InputError, NoCheckpoint
 
 if TYPE_CHECKING:
@@ -30,31 +30,32 @@ MAX_TOKENS = 4096
 
 
 def parity(args: argparse.Namespace) -> int:
-    """Exit code 0: equal, or near where that is all that was asked; 1: off."""
+    """Compare an engine with the learner. Exit code 0 if they are equal, or in native mode within the budget; else
+    1."""
     from etude.evals.doctor.diagnosis import Verdict, examine
     from etude.evals.doctor.page import write_page
     from etude.evals.doctor.sides import LearnerSide
 
-    asked = _asked(args)
-    checkpoint, alike = asked.checkpoint, asked.dtype == asked.learner_dtype
-    dtypes = asked.dtype if alike else f"{asked.dtype} against {asked.learner_dtype} in the learner"
-    print(f"{checkpoint}: {asked.mode}, {dtypes}, quantise {asked.quant}", file=sys.stderr, flush=True)
-    learner = _model(asked, asked.learner_dtype)
+    settings = _settings(args)
+    checkpoint, same_dtype = settings.checkpoint, settings.dtype == settings.learner_dtype
+    dtypes = settings.dtype if same_dtype else f"{settings.dtype}, {settings.learner_dtype} in the learner"
+    print(f"{checkpoint}: {settings.mode}, {dtypes}, quantise {settings.quant}", file=sys.stderr, flush=True)
+    learner = _model(settings, settings.learner_dtype)
     prompts = _prompts(args, checkpoint, learner.config)
-    engine = _engine(args, asked)
+    engine = _engine(args, settings)
     found = examine(
         engine,
         LearnerSide(learner),
         prompts,
         max_tokens=args.tokens,
         seed=args.seed,
-        exact=asked.mode == "exact",
-        budget=asked.budget,
-        told=lambda what: print(what, file=sys.stderr, flush=True),
-        alone=learner if alike else _model(asked, asked.dtype),
+        exact=settings.mode == "exact",
+        budget=settings.budget,
+        report=lambda line: print(line, file=sys.stderr, flush=True),
+        reference=learner if same_dtype else _model(settings, settings.dtype),
     )
     if args.out is not None:
-        write_page(args.out, found, title=f"{args.checkpoint.name} · {dtypes} · {asked.mode}")
+        write_page(args.out, found, title=f"{args.checkpoint.name} · {dtypes} · {settings.mode}")
     if args.json:
         print(json.dumps(found.plain(), indent=2))
     else:
@@ -63,8 +64,8 @@ def parity(args: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The settings of one comparison, and the budget that its differences must stay within."""
+class Settings:
+    """The settings of one comparison, and the largest differences to accept."""
 
     checkpoint: Path
     mode: str
@@ -74,39 +75,41 @@ class Asked:
     budget: Budget
 
 
-def _asked(args: argparse.Namespace) -> Asked:
-    """Flags first, then a run's own settings, then defaults. Raises `InputError`."""
+def _settings(args: argparse.Namespace) -> Settings:
+    """The settings: from the flags, else from the run, else defaults. Raises `InputError`."""
     checkpoint, run = _checkpoint(args.checkpoint)
-    own = run if args.engine is None else None  # another's engine has sums and roundings of its own
+    own = run if args.engine is None else None  # an external engine has its own numerics
     mode = args.mode or (own.numerics.mode if own else "exact" if args.engine is None else "native")
     quant = args.quant or (own.numerics.quantise if own else "none")
     dtype = args.dtype or (run.engine.dtype if run else "float32")
     learner_dtype = args.learner_dtype or args.dtype or (run.learner.dtype if run else "float32")
     if mode == "exact" and dtype != learner_dtype:
-        facts = f"the engine is to compute in {dtype}, the learner in {learner_dtype}"
-        raise InputError("exact mode in two dtypes", facts, hint="use --mode native, or one dtype")
+        facts = f"{dtype} for the engine, {learner_dtype} for the learner"
+        raise InputError("exact mode with two dtypes", facts, hint="use --mode native, or one dtype")
     if mode == "native" and quant != "none":
-        facts = "a last bit that differs may round to another number, so no error tells an operator"
+        facts = "a difference in the last bit can round to another value, so errors cannot be traced to an operator"
         raise InputError(f"--quant {quant} in native mode", facts, hint="use --mode exact, or --quant none")
-    return Asked(checkpoint, mode, dtype, learner_dtype, quant, _budget(args, mode, dtype, run))
+    return Settings(checkpoint, mode, dtype, learner_dtype, quant, _budget(args, mode, dtype, run))
 
 
 def _checkpoint(path: Path) -> tuple[Path, RunConfig | None]:
-    """The checkpoint, and the settings of the run that it is of."""
-    place = places.existing(path)
-    if (place / "run.json").is_file():
+    """The checkpoint, and the config of its run if a run was given. Raises `NoCheckpoint`."""
+    found = existing_path(path)
+    if (found / "run.json").is_file():
         from etude.loop.checkpoints import newest_checkpoint
         from etude.loop.config import read_config
 
-        run = places.open_run(place)
+        run = open_run(found)
         return newest_checkpoint(run), read_config(run)
-    if not (place / "config.json").is_file():
-        raise NoCheckpoint(f"{place} is no checkpoint", "it has no config.json", hint="give a Hugging Face directory")
-    return place, None
+    if not (found / "config.json").is_file():
+        raise NoCheckpoint(
+            f"{found} is not a checkpoint", "it has no config.json", hint="give a Hugging Face directory"
+        )
+    return found, None
 
 
-def _model(asked: Asked, dtype: str, *, packed: bool = False) -> Transformer:
-    """`packed`: with weights decoded from bytes, as an engine holds them."""
+def _model(settings: Settings, dtype: str, *, packed: bool = False) -> Transformer:
+    """Load the checkpoint. `packed`: with weights decoded from bytes, as in an engine."""
     import torch
 
     from etude.models import load_model
@@ -115,27 +118,29 @@ def _model(asked: Asked, dtype: str, *, packed: bool = False) -> Transformer:
     from etude.numerics.factory import operators_for
     from etude.numerics.formats import FORMATS
 
-    numerics = NumericsConfig(Mode(asked.mode), Quantise(asked.quant))
+    numerics = NumericsConfig(Mode(settings.mode), Quantise(settings.quant))
     kind: torch.dtype = getattr(torch, dtype)
-    model = load_model(asked.checkpoint, dtype=kind, operators=operators_for(numerics, kind, rounds_weights=not packed))
-    if packed and asked.quant != "none":
+    model = load_model(
+        settings.checkpoint, dtype=kind, operators=operators_for(numerics, kind, rounds_weights=not packed)
+    )
+    if packed and settings.quant != "none":
         PackedWeights(model, FORMATS[numerics.quantise]).decode()
     return model
 
 
-def _engine(args: argparse.Namespace, asked: Asked) -> EngineSide:
+def _engine(args: argparse.Namespace, settings: Settings) -> EngineSide:
     import torch
 
     if args.engine is None:
-        from etude.evals.doctor.sides import OurEngine
+        from etude.evals.doctor.sides import ReferenceEngineSide
 
-        return OurEngine(_model(asked, asked.dtype, packed=True))
+        return ReferenceEngineSide(_model(settings, settings.dtype, packed=True))
     if args.engine == "transformers":
         from etude.evals.doctor.transformers_engine import TransformersEngine
 
-        return TransformersEngine.load(asked.checkpoint, getattr(torch, asked.dtype))
+        return TransformersEngine.load(settings.checkpoint, getattr(torch, settings.dtype))
     if not args.engine.startswith(("http://", "https://")):
-        raise InputError(f"--engine {args.engine} is no engine", hint="give a URL, or the word transformers")
+        raise InputError(f"--engine {args.engine} is not an engine", hint="give a URL, or the word transformers")
     from etude.evals.doctor.remote import at_url
 
     return at_url(args.engine, token=os.environ.get("ETUDE_TOKEN"))
@@ -145,7 +150,7 @@ def _budget(args: argparse.Namespace, mode: str, dtype: str, run: RunConfig | No
     from etude.evals.parity import Budget, budget_of
 
     if args.k3 is not None and not 0 <= args.k3 < math.inf:
-        raise InputError(f"--k3 {args.k3} is no budget", hint="give a number from 0 on, such as 1e-3")
+        raise InputError(f"--k3 {args.k3} is not valid", hint="give a number of at least 0, such as 1e-3")
     if mode == "exact":
         return Budget(0.0, 0.0)
     usual = budget_of(dtype) if run is None else run.parity.budget(dtype)
@@ -153,28 +158,28 @@ def _budget(args: argparse.Namespace, mode: str, dtype: str, run: RunConfig | No
 
 
 def _prompts(args: argparse.Namespace, checkpoint: Path, sizes: ModelConfig) -> list[list[int]]:
-    """Different lengths, so that batches are ragged. Raises `InputError`."""
+    """Token ids of prompts with different lengths, so that batches are ragged. Raises `InputError`."""
     import numpy as np
 
     if args.tokens + 1 > min(MAX_TOKENS, sizes.context_tokens):
         raise InputError(
             f"--tokens {args.tokens} does not fit",
-            f"the checkpoint has positions for {sizes.context_tokens}, and {MAX_TOKENS} are the most here",
-            hint="ask for fewer",
+            f"the checkpoint has {sizes.context_tokens} positions, and this command allows {MAX_TOKENS}",
+            hint="give fewer",
         )
     random = np.random.default_rng(args.seed)
-    room = min(96, sizes.context_tokens - args.tokens)
-    lengths = random.integers(1, room, args.prompts, endpoint=True).tolist()
+    longest = min(96, sizes.context_tokens - args.tokens)
+    lengths = random.integers(1, longest, args.prompts, endpoint=True).tolist()
     if args.text is None:
         return [random.integers(0, sizes.vocab_size, n).tolist() for n in lengths]
     ids = _tokenised(args.text, checkpoint)
     if ids[0] < 0 or max(ids) >= sizes.vocab_size:
         raise InputError(
-            f"token {max(ids)} of {args.text} is past the vocabulary",
-            f"the model has {sizes.vocab_size}",
-            hint="the tokenizer.json is of another checkpoint",
+            f"token {max(ids)} of {args.text} is not in the vocabulary",
+            f"the model has {sizes.vocab_size} tokens",
+            hint="the tokenizer.json belongs to another checkpoint",
         )
-    starts = random.integers(0, max(1, len(ids) - room), args.prompts).tolist()
+    starts = random.integers(0, max(1, len(ids) - longest), args.prompts).tolist()
     return [ids[s : s + n] for s, n in zip(starts, lengths, strict=True)]
 
 
@@ -182,18 +187,18 @@ def _tokenised(text: Path, checkpoint: Path) -> list[int]:
     from tokenizers import Tokenizer
 
     try:
-        words = text.read_text(encoding="utf-8")
+        content = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{text} cannot be read as text", str(error), hint="give a UTF-8 file") from None
     try:
         tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     except Exception as error:  # noqa: BLE001 - the library raises a bare Exception
         raise NoCheckpoint(
-            f"{checkpoint} has no tokenizer", str(error), hint="leave out --text: prompts are random tokens then"
+            f"{checkpoint} has no tokenizer", str(error), hint="remove --text: prompts are then random tokens"
         ) from None
-    ids: list[int] = tokenizer.encode(words, add_special_tokens=False).ids
+    ids: list[int] = tokenizer.encode(content, add_special_tokens=False).ids
     if not ids:
-        raise InputError(f"{text} is empty", hint="give a file with text, or leave out --text")
+        raise InputError(f"{text} is empty", hint="give a file with text, or remove --text")
     return ids
 
 
@@ -201,13 +206,13 @@ _COLUMNS = (
     *("way", "tokens", "differing", "mean |Δ|", "k1", "k3", "p99 |r-1|", "max |r-1|", "flipped"),
     "k3 replayed",
 )
-_MOST = 8  # findings that are shown
+_MAX_FINDINGS = 8  # that are printed
 
 
 def _show(found: Diagnosis) -> None:
     from etude.evals.parity import LEGEND
 
-    screen = places.console()
+    screen = console()
     table = Table(*_COLUMNS)
     for way in found.ways:
         one = way.parity
@@ -225,30 +230,33 @@ def _show(found: Diagnosis) -> None:
     screen.print(f"|Δ| of log-probabilities, {worst.way}:")
     for label, count, bar in bars(worst.parity):
         screen.print(f"  {label:>16} {count:>8}  {bar}")
-    for off in found.findings[:_MOST]:
-        unseen = f" (or one of {', '.join(off.unseen)}, which it does not show)" if off.unseen else ""
-        screen.print(f"off: {off.name}{unseen}: error {_number(off.error)}, rounding allows {_number(off.allowed)}")
-    if len(found.findings) > _MOST:
-        screen.print(f"and {len(found.findings) - _MOST} more operators")
+    for off in found.findings[:_MAX_FINDINGS]:
+        unseen = f" (or one of {', '.join(off.unseen)}, which the engine does not report)" if off.unseen else ""
+        screen.print(
+            f"wrong: {off.name}{unseen}: error {_number(off.error)}, allowed by rounding {_number(off.allowed)}"
+        )
+    if len(found.findings) > _MAX_FINDINGS:
+        screen.print(f"and {len(found.findings) - _MAX_FINDINGS} more operators")
     if not found.shown:
-        screen.print(f"{found.engine} does not show its operators: what differs cannot be named")
-    screen.print(_words(found), style="bold")
+        screen.print(f"{found.engine} does not report its operators, so the cause of a difference cannot be located")
+    screen.print(_verdict(found), style="bold")
 
 
-def _words(found: Diagnosis) -> str:
+def _verdict(found: Diagnosis) -> str:
+    """The result of a comparison in one sentence."""
     from etude.evals.doctor.diagnosis import Verdict
 
     match found.verdict:
         case Verdict.EQUAL:
-            return f"{found.engine} and the learner agree to the bit"
+            return f"{found.engine} and the learner compute identical bits"
         case Verdict.NEAR:
             limits = f"k3 at most {found.budget.k3:g}, p99 |r-1| at most {found.budget.ratio_p99:g}"
-            each = "each operator within its rounding" if found.shown else "its operators were not seen"
-            return f"{found.engine} and the learner are as near as their rounding lets them: {limits}; {each}"
+            operators = "each operator within its rounding" if found.shown else "operators not compared"
+            return f"{found.engine} and the learner differ only by rounding: {limits}; {operators}"
     if found.findings:
-        return f"{found.engine} and the learner differ, first in {found.findings[0].name}"
+        return f"{found.engine} and the learner differ; the first wrong operator is {found.findings[0].name}"
     limits = f"k3 {found.budget.k3:g} or p99 |r-1| {found.budget.ratio_p99:g}"
-    what = "were to be equal" if found.exact else f"are over the budget of {limits}"
+    what = "must be equal in exact mode, and are not" if found.exact else f"differ by more than {limits}"
     return f"{found.engine} and the learner {what}"
 
 
@@ -257,11 +265,11 @@ def _number(value: float) -> str:
 
 
 def bars(one: Parity) -> Sequence[tuple[str, int, str]]:
-    """The histogram as lines: from where there is something to where there is something."""
+    """The histogram of differences as lines (label, count, bar), without empty bins at both ends."""
     from etude.evals.parity import edges
 
     bounds = edges()
-    labels = ["equal", f"< {bounds[0]:.0e}", *(f"{a:.1e} on" for a in bounds)]
+    labels = ["equal", f"< {bounds[0]:.0e}", *(f">= {a:.1e}" for a in bounds)]
     filled = [i for i, count in enumerate(one.histogram) if count]
     most = max(one.histogram)
     return [

@@ -1,4 +1,4 @@
-"""``etude plan``: what a config would need and take, on hardware that is named or measured."""
+"""The command ``etude plan``: estimate memory, time and cost of a config, on known or measured hardware."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.table import Table
 
-from etude.cli.places import console, open_run
+from etude.cli.locations import console, open_run
 from etude.config import overridden, read, to_toml
 from etude.errors import CheckpointError, ConfigError, EtudeError, Exit, NoCheckpoint, nearest
 from etude.inference.config import EngineKind, devices_of
@@ -44,9 +44,9 @@ from etude.training.config import LiveWeights, OptimizerKind
 CALIBRATE_S = 300.0
 
 
-def planned(args: argparse.Namespace) -> int:
-    """Print a plan; with --against also what a run measured, and how far the plan is off. Fails where the memory does
-    not suffice, and says what would."""
+def print_plan(args: argparse.Namespace) -> int:
+    """Print a plan; with `--against` also compare it with the measurements of a run. Raises `EtudeError` if the memory
+    is not sufficient, with settings that would fit."""
     config = _config(args)
     model = _model(config)
     check_rank(model, config.learner.lora_rank)
@@ -62,83 +62,85 @@ def planned(args: argparse.Namespace) -> int:
     cores = hardware.cores if isinstance(hardware, Measured) else 0
     beside = steps.compare(found, cores) if steps is not None and cores else {}
     if args.json:
-        told = {"shape": asdict(shape), "layout": asdict(layout), "hardware": asdict(hardware), "plan": found.plain()}
-        print(json.dumps({**told, "against": {n: {"planned": p, "measured": m} for n, (p, m) in beside.items()}}))
-        return _refused(model, layout, found)
-    refused = _refused(model, layout, found)
+        result = {"shape": asdict(shape), "layout": asdict(layout), "hardware": asdict(hardware), "plan": found.plain()}
+        print(json.dumps({**result, "against": {n: {"planned": p, "measured": m} for n, (p, m) in beside.items()}}))
+        return _require_memory(model, layout, found)
+    code = _require_memory(model, layout, found)
     screen = console()
     screen.print(_table(found, shape, layout, hardware))
     if beside:
         screen.print(_compared(beside))
-    return refused
+    return code
 
 
-def _refused(model: ModelConfig, layout: Layout, found: Plan) -> int:
-    """The exit code. Where something does not fit, an error of what would, and no times and prices."""
+def _require_memory(model: ModelConfig, layout: Layout, found: Plan) -> int:
+    """The exit code 0. Raises `EtudeError` if learner or engines do not fit in memory, with settings that would."""
     learner, engine = found.learner_memory, found.engine_memory
-    wanted: list[str] = []
+    problems: list[str] = []
     for what, memory, remedies in (
-        ("a rank of the learner", learner, learner_remedies(model, layout, learner.room)),
-        ("a device of an engine", engine, engine_remedies(model, layout, engine.room)),
+        ("a rank of the learner", learner, learner_remedies(model, layout, learner.capacity)),
+        ("a device of an engine", engine, engine_remedies(model, layout, engine.capacity)),
     ):
         if not memory.fits:
-            would = " | ".join(remedies) or "no setting that etude has makes it fit: larger devices"
-            wanted.append(f"{what} holds {_bytes(memory.total)} of {_bytes(memory.room)}; would fit: {would}")
-    if wanted:
+            would = " | ".join(remedies) or "no setting, only larger devices"
+            problems.append(f"{what} needs {_bytes(memory.total)} of {_bytes(memory.capacity)}; would fit: {would}")
+    if problems:
         raise EtudeError(
-            "this does not fit",
-            "; ".join(wanted),
-            hint="change one of these; --json prints the whole plan all the same",
+            "not enough memory",
+            "; ".join(problems),
+            hint="change one of these settings; --json prints the complete plan anyway",
         )
     return 0
 
 
 def _prices(given: Iterable[str]) -> dict[str, float]:
-    """Dollars an hour by kind of hardware, as ``h100=2.5``. Raises `ConfigError`."""
+    """Prices in dollars per hour by hardware, from arguments like ``h100=2.5``. Raises `ConfigError`."""
     found = {}
     for one in given:
         name, _, price = one.partition("=")
         if name not in (*DEVICES, "cpu"):
-            raise ConfigError(f"--price {one!r} names no hardware", hint=nearest(name, [*DEVICES, "cpu"]))
+            raise ConfigError(f"--price {one!r}: unknown hardware", hint=nearest(name, [*DEVICES, "cpu"]))
         found[name] = _number(f"--price {one!r}", price)
     return found
 
 
 def _number(what: str, text: str) -> float:
-    """A number that is not negative. Raises `ConfigError`."""
+    """Parse a number of at least 0. Raises `ConfigError`."""
     try:
         value = float(text)
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise ConfigError(f"{what}: {text!r} is no number from 0 on", hint="for instance 2.5")
+        raise ConfigError(f"{what}: {text!r} is not a number of at least 0", hint="for example 2.5")
     return value
 
 
 def _engines_on(args: argparse.Namespace, hardware: Device | Measured, prices: dict[str, float]) -> Device | None:
-    """The engines' kind of accelerator, where it is another one."""
+    """The device of the engines, if it differs from the learner's."""
     if args.engine_hardware is None:
         return None
     if isinstance(hardware, Measured):
         raise ConfigError(
-            "--engine-hardware with --hardware cpu", "on one machine learner and engines share it", hint="leave it out"
+            "--engine-hardware with --hardware cpu",
+            "learner and engines share this machine",
+            hint="remove --engine-hardware",
         )
     found = device(args.engine_hardware)
     return replace(found, dollars_h=prices.get(found.name, found.dollars_h))
 
 
 def _regions(args: argparse.Namespace, engines: int) -> tuple[Region, ...]:
-    """Of ``NAME:ENGINES:GBITS:MS`` each. Raises `ConfigError`."""
+    """Parse regions, each given as ``NAME:ENGINES:GBITS:MS``. Raises `ConfigError`."""
     found = []
     for one in args.region:
         parts = one.split(":")
         if len(parts) != 4 or not parts[1].isdecimal() or int(parts[1]) < 1:
             raise ConfigError(
-                f"--region {one!r}", "a region is NAME:ENGINES:GBITS:MS", hint="for instance tokyo:4:10:160"
+                f"--region {one!r}", "a region is NAME:ENGINES:GBITS:MS", hint="for example tokyo:4:10:160"
             )
         gbits, ms = (_number(f"--region {one!r}", part) for part in parts[2:])
         if not gbits:
-            raise ConfigError(f"--region {one!r} has a bandwidth of 0", hint="for instance tokyo:4:10:160")
+            raise ConfigError(f"--region {one!r} has a bandwidth of 0", hint="for example tokyo:4:10:160")
         found.append(Region(parts[0], int(parts[1]), gbits * 1.25e8, ms / 1e3))
     if found and sum(one.engines for one in found) != engines:
         total = sum(one.engines for one in found)
@@ -149,16 +151,18 @@ def _regions(args: argparse.Namespace, engines: int) -> tuple[Region, ...]:
 
 def _config(args: argparse.Namespace) -> RunConfig:
     ranks = [] if args.learner_ranks is None else [f"learner.ranks={args.learner_ranks}"]
-    settings = [*args.set, *ranks]  # checked as a run's
+    settings = [*args.set, *ranks]  # validated like those of a run
     if args.config.is_dir():
         if not (args.config / "config.json").is_file():
-            raise NoCheckpoint(f"{args.config} is no checkpoint", "no config.json", hint="give a config.toml or one")
+            raise NoCheckpoint(
+                f"{args.config} is not a checkpoint", "no config.json", hint="give a config.toml or a checkpoint"
+            )
         return build_config({**overridden(settings), "start": str(args.config)})
     return build_config(read(args.config, settings))
 
 
 def _model(config: RunConfig) -> ModelConfig:
-    """The sizes of the model that is trained: of the start's config.json, where there is one."""
+    """The sizes of the model to train: from the config.json of the start checkpoint, if there is one."""
     if config.start is None:
         return config.model
     path = config.start / "config.json"
@@ -169,9 +173,10 @@ def _model(config: RunConfig) -> ModelConfig:
 
 
 def _shape(args: argparse.Namespace, config: RunConfig, steps: MeasuredSteps | None) -> Shape:
-    """As given; else as the run's; else from the harness's limits: half of its turns and of its context.
+    """The sizes of rollouts: from the arguments, else from the run, else from the limits of the harness (half of its
+    turns and of its context).
 
-    Groups are those that a step takes on average where it goes on until some have a signal.
+    With `experience.signal_groups`, `groups` is the average number of groups per step.
     """
     limits = config.harness
     turns = limits.max_turns / 2
@@ -196,11 +201,15 @@ def _shape(args: argparse.Namespace, config: RunConfig, steps: MeasuredSteps | N
 def _layout(args: argparse.Namespace, config: RunConfig, steps: MeasuredSteps | None) -> Layout:
     engines = len(config.fleet.engines) if args.engines is None else args.engines
     if not engines:
-        raise ConfigError("the config has no engines of its own", "fleet.engines = []", hint="--engines: how many join")
+        raise ConfigError(
+            "the config has no engines",
+            "fleet.engines = []",
+            hint="give the number of engines that will join: --engines",
+        )
     changed = args.changed_share
     if changed is None:
         changed = steps.changed_share if steps is not None else Layout.changed_share
-    kv_tokens, contexts = _engine_room(config)
+    kv_tokens, contexts = _engine_capacity(config)
     dtype_bytes = 4 if config.engine.dtype == "float32" else 2
     beside = config.evals.during_tasks / config.evals.every if config.evals.every else 0.0
     return Layout(
@@ -222,41 +231,40 @@ def _layout(args: argparse.Namespace, config: RunConfig, steps: MeasuredSteps | 
 
 
 def _devices(config: RunConfig) -> int:
-    """Devices of the engine that has the most, by the parallel sizes in its arguments."""
+    """The largest number of devices that an engine uses, from the parallel sizes in its arguments."""
     foreign = set(config.fleet.engines) - {EngineKind.REFERENCE}
     return max((devices_of(config.foreign(kind).arguments) for kind in foreign), default=1)
 
 
-def _engine_room(config: RunConfig) -> tuple[int, int]:
-    """(tokens whose keys and values an engine keeps, whole contexts among them), of the kind that has the most room."""
+def _engine_capacity(config: RunConfig) -> tuple[int, int]:
+    """(tokens in the KV cache of an engine, number of full contexts), for the kind of engine with the largest cache."""
     kinds = set(config.fleet.engines) or {EngineKind.REFERENCE}
     engine = config.engine
     rooms = [(engine.max_sequences * engine.context_tokens, engine.max_sequences)]
     foreign = [config.foreign(kind) for kind in kinds - {EngineKind.REFERENCE}]
-    found = [(one.kv_room(engine), one.max_contexts(engine)) for one in foreign]
+    found = [(one.kv_capacity(engine), one.max_contexts(engine)) for one in foreign]
     return max([*found, *(rooms if EngineKind.REFERENCE in kinds else [])])
 
 
 def _check(model: ModelConfig, config: RunConfig, shape: Shape, layout: Layout) -> None:
-    """Raises `ConfigError` for rollouts and engines that no run has."""
-    room = config.harness.context_tokens
-    if shape.context > room:
+    """Raises `ConfigError` for rollouts and engines that no run can have."""
+    limit = config.harness.context_tokens
+    if shape.context > limit:
         raise ConfigError(
-            f"rollouts of {shape.context:,.0f} tokens do not fit harness.context_tokens = {room}",
-            f"{shape.prompt_tokens:,.0f} of the prompt, {shape.sampled_tokens:,.0f} sampled, {shape.tool_tokens:,.0f} "
-            f"of tools",
+            f"rollouts of {shape.context:,.0f} tokens do not fit harness.context_tokens = {limit}",
+            f"prompt {shape.prompt_tokens:,.0f}, sampled {shape.sampled_tokens:,.0f}, tools {shape.tool_tokens:,.0f}",
             hint="fewer --prompt-tokens, --sampled-tokens or --tool-tokens; or --set harness.context_tokens=N "
             "--set engine.context_tokens=N",
         )
     if model.num_heads % layout.engine_ranks:
         raise ConfigError(
-            f"--engine-ranks {layout.engine_ranks} cannot share {model.num_heads} attention heads",
-            hint=f"a number of devices that divides {model.num_heads}",
+            f"--engine-ranks {layout.engine_ranks} does not divide {model.num_heads} attention heads",
+            hint=f"give a number that divides {model.num_heads}",
         )
 
 
 def _forwarded(config: RunConfig) -> int:
-    """Tokens of one forward on a rank: a text longer than the budget has one alone, and ranks may share texts."""
+    """Tokens of one forward pass on a rank: the budget, or a longer sequence; context parallelism divides it."""
     return -(-max(config.learner.budget_tokens, config.harness.context_tokens) // config.learner.context_parallel)
 
 
@@ -276,29 +284,29 @@ def _training(config: RunConfig) -> Training:
 
 
 def _calibrated(config: RunConfig) -> Measured:
-    """Constants of this machine, measured by a program of its own: it loads torch."""
+    """Constants of this machine, measured in a separate process, because that imports torch."""
     with ScratchDirectory("plan") as scratch:
         path = scratch / "config.toml"
         path.write_text(to_toml(config))
-        print("measuring this machine, some ten seconds", file=sys.stderr)
+        print("measuring this machine, about ten seconds", file=sys.stderr)
         argv = [sys.executable, "-m", "etude.loop.calibration", "--config", str(path)]
-        env = os.environ | {"TMPDIR": str(scratch)}  # what it leaves when it is killed goes with this folder
+        env = os.environ | {"TMPDIR": str(scratch)}  # if it is killed, its files are deleted with this folder
         try:
             done = subprocess.run(argv, capture_output=True, text=True, timeout=CALIBRATE_S, env=env)
         except subprocess.TimeoutExpired:
             raise EtudeError(
-                f"waited {CALIBRATE_S:g} s for this machine to be measured", hint="name hardware: --hardware h200"
+                f"measuring this machine took more than {CALIBRATE_S:g} s", hint="give the hardware: --hardware h200"
             ) from None
     lines = done.stdout.splitlines()
     if done.returncode == Exit.DONE:
         return Measured(**json.loads(lines[-1]))
-    if lines:  # an error of ours, in its parts
+    if lines:  # an `EtudeError` in three parts
         what, facts, hint = json.loads(lines[-1])
     else:
         what, facts, hint = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1], "", ""
-    named = "name hardware: --hardware h200"
+    given = "give the hardware: --hardware h200"
     cause = f"{what}: {facts}" if facts else what
-    raise EtudeError("this machine could not be measured", cause, hint=f"{hint}; or {named}" if hint else named)
+    raise EtudeError("this machine could not be measured", cause, hint=f"{hint}; or {given}" if hint else given)
 
 
 def _table(found: Plan, shape: Shape, layout: Layout, hardware: Device | Measured) -> Table:
@@ -306,40 +314,40 @@ def _table(found: Plan, shape: Shape, layout: Layout, hardware: Device | Measure
     work = "CPU seconds" if on_cpu else "device seconds"
     engines = _counted(layout.engines, "engine")
     engines += ", CPU seconds of all" if on_cpu else f", {_counted(layout.engine_ranks, 'device')} each"
-    batch = "an engine" if on_cpu else f"an engine; arithmetic bounds it from {found.critical_batch:.0f} on"
+    batch = "per engine" if on_cpu else f"per engine; compute-bound from {found.critical_batch:.0f}"
     sync = f"{found.sync_bytes / 1e6:,.1f} MB, {layout.changed_share:.0%} of the weights changed"
     rollout = f"{shape.turns:.1f} turns, {shape.context:.0f} tokens, {shape.sampled_tokens:.0f} of them sampled"
     price = ", ".join(f"{part} ${dollars:.4f}" for part, dollars in found.dollars.items())
-    table = Table("what", "planned", "of")
+    table = Table("what", "planned", "details")
     table.add_row("step", _seconds(found.step_s), f"bound by {found.bound_by}; {_rollouts(shape)}")
     table.add_row("learner", _seconds(found.learner_s), _learner(layout))
     if found.communication_s:
-        table.add_row("communication", _seconds(found.communication_s), "of a rank: weights, and tokens to experts")
+        table.add_row("communication", _seconds(found.communication_s), "per rank: weights, and tokens to experts")
     table.add_row("engines", _seconds(found.engines_s), engines)
     if on_cpu:
         table.add_row("machines", _seconds(found.machines_s), "CPU seconds: worker, grader, conductor")
     table.add_row("one rollout", _seconds(found.rollout_s), rollout)
     table.add_row("a version to every engine", _seconds(found.sync_s), sync)
     table.add_row("inference : training", f"{found.inference_to_training:.2f} : 1", work)
-    table.add_row("decoded together", f"{found.batch:.0f}", batch)
-    table.add_row("decoding", f"{found.decode_tokens_s:,.0f} tokens/s", "an engine")
-    table.add_row("memory, learner's rank", _bytes(found.learner_memory.total), _memory(found.learner_memory))
-    table.add_row("memory, engine's device", _bytes(found.engine_memory.total), _memory(found.engine_memory))
-    table.add_row("a step", f"${found.step_dollars:.4f}", price)
-    table.add_row("a million sampled tokens", f"${found.million_tokens_dollars:.2f}", "training and tools among it")
+    table.add_row("decoding batch", f"{found.batch:.0f}", batch)
+    table.add_row("decoding", f"{found.decode_tokens_s:,.0f} tokens/s", "per engine")
+    table.add_row("memory, learner rank", _bytes(found.learner_memory.total), _memory(found.learner_memory))
+    table.add_row("memory, engine device", _bytes(found.engine_memory.total), _memory(found.engine_memory))
+    table.add_row("cost of a step", f"${found.step_dollars:.4f}", price)
+    table.add_row(
+        "cost of a million sampled tokens", f"${found.million_tokens_dollars:.2f}", "including training and tools"
+    )
     return table
 
 
 def _rollouts(shape: Shape) -> str:
-    """In words."""
     return f"{shape.rollouts:,.0f} rollouts: {shape.groups:,.4g} groups of {shape.group_size}"
 
 
 def _learner(layout: Layout) -> str:
-    """In words."""
     training = layout.training
     adapters = f", adapters of rank {training.lora_rank}" if training.lora_rank else ""
-    rule, again = "Muon" if training.muon else "AdamW", ", activations computed again" if training.recompute else ""
+    rule, again = "Muon" if training.muon else "AdamW", ", activation recomputation" if training.recompute else ""
     return f"{_counted(layout.learner_ranks, 'rank')}, {rule}{adapters}{again}"
 
 
@@ -348,10 +356,10 @@ def _counted(number: int, word: str) -> str:
 
 
 def _compared(beside: dict[str, tuple[float, float]]) -> Table:
-    table = Table("of a step", "planned", "measured", "off")
-    for name, (planned_, measured) in beside.items():
-        off = f"{planned_ / measured - 1:+.0%}" if measured else ""
-        table.add_row(name, f"{planned_:,.4g}", f"{measured:,.4g}", off)
+    table = Table("per step", "planned", "measured", "error")
+    for name, (planned, measured) in beside.items():
+        error = f"{planned / measured - 1:+.0%}" if measured else ""
+        table.add_row(name, f"{planned:,.4g}", f"{measured:,.4g}", error)
     return table
 
 
@@ -365,5 +373,5 @@ def _bytes(value: float) -> str:
 
 def _memory(memory: Any) -> str:
     parts = {name: getattr(memory, name) for name in ("weights", "optimiser", "activations", "cache")}
-    told = ", ".join(f"{name} {_bytes(value)}" for name, value in parts.items() if value)
-    return f"{told}; {'fits' if memory.fits else 'does NOT fit'} into {_bytes(memory.room)}"
+    used = ", ".join(f"{name} {_bytes(value)}" for name, value in parts.items() if value)
+    return f"{used}; {'fits' if memory.fits else 'does NOT fit'} in {_bytes(memory.capacity)}"

@@ -1,4 +1,4 @@
-"""``etude plugins list | check``."""
+"""The commands ``etude plugins list`` and ``check``."""
 
 from __future__ import annotations
 
@@ -9,27 +9,25 @@ from etude.errors import Exit, InputError, PluginRefused, nearest
 from etude.plugins import KINDS, Kind, found, identity, import_path, make
 
 
-def listed(args: argparse.Namespace) -> int:
-    """Every kind of plug-in: the setting that names it, its protocol, and what etude has itself."""
+def list_kinds(args: argparse.Namespace) -> int:
+    """Print every kind of plug-in: the setting that names it, the built-in choices, its protocol and contract suite."""
     for kind, facts in KINDS.items():
         print(f"{kind}: {facts.noun}")
         print(f"  setting    {facts.setting}")
         print(f"  built in   {', '.join(map(str, found(facts.built_in))) if facts.built_in else 'none'}")
         print(f"  protocol   {facts.protocol}")
         print(f"  contract   {facts.contract}")
-    print(
-        'yours: "my_package.module:Name" in the setting; examples are in examples/plugins, see docs/guides/plugins.md'
-    )
+    print('to use your own: write "my_package.module:Name" in the setting; see docs/guides/plugins.md')
     return Exit.DONE
 
 
 def check(args: argparse.Namespace) -> int:
-    """Run the contract suite on a user's class. The exit code is 1 where a promise is broken."""
+    """Run the contract suite on a plug-in. Exit code 1 if a test fails."""
     from etude.testing.contracts import results
 
     settings = overridden(args.set)
     if args.kind and args.kind not in KINDS:
-        raise InputError(f"no kind of plug-in is called {args.kind!r}", hint=nearest(args.kind, KINDS))
+        raise InputError(f"unknown kind of plug-in {args.kind!r}", hint=nearest(args.kind, KINDS))
     kind = Kind(args.kind) if args.kind else _kind_of(args.path, settings)
     plugin = Plugin(args.path, settings)
     make(kind, plugin)
@@ -43,7 +41,7 @@ def check(args: argparse.Namespace) -> int:
 
 
 def _kind_of(path: str, settings: dict[str, object]) -> Kind:
-    """The one kind whose protocol a plug-in has. Raises `PluginRefused`."""
+    """The only kind whose protocol a plug-in implements. Raises `PluginRefused`."""
     for kind in KINDS:
         if import_path(kind, path) != path:
             return kind  # built in
@@ -52,13 +50,13 @@ def _kind_of(path: str, settings: dict[str, object]) -> Kind:
         try:
             make(kind, Plugin(path, settings))
         except PluginRefused as error:
-            if not error.what.endswith(f"is no {facts.noun}"):
+            if not error.what.endswith(f"is not a {facts.noun}"):
                 raise
             continue
         fits.append(kind)
     if len(fits) == 1:
         return fits[0]
-    what = f"{path} fits {' and '.join(fits)}" if fits else f"{path} is no plug-in"
+    what = f"{path} could be {' or '.join(fits)}" if fits else f"{path} is not a plug-in"
     known = f"the kinds are {', '.join(KINDS)}"
-    hint = "name one: --kind KIND" if fits else "give --kind KIND to see what its protocol asks for"
+    hint = "choose one: --kind KIND" if fits else "give --kind KIND to see what is missing for that kind"
     raise PluginRefused(what, known, hint=hint)

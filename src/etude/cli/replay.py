@@ -1,4 +1,4 @@
-"""``etude replay RUN STEP``: redo a recorded training step from disk, and compare the weights to the bit."""
+"""The command ``etude replay``: repeat a recorded training step from disk, and compare the weights bit by bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import Progress
 
-from etude.cli.places import console, open_run
+from etude.cli.locations import console, open_run
 from etude.errors import Exit
 
 if TYPE_CHECKING:
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from etude.loop.replay import Replay, ReplayedStep
 
 SHOWN = ("loss", "ratio_max", "k3", "grad_norm")
-NAMED = 5  # tensors that differ
+NAMED = 5  # tensors in the message about a difference
 
 
 def run(args: argparse.Namespace) -> int:
-    """Redo a step. Exit code 1 when its weights are not those that the run published."""
+    """Repeat a step. Exit code 1 if its weights differ from those that the run published."""
     from etude.loop.history import History
 
     folder = open_run(args.run)
     history = History.read(folder)
     history.require(args.step)
     start = history.start_checkpoint(args.step, args.start)
-    from etude.loop.replay import replay_step  # torch, which takes seconds: what cannot be redone is refused by now
+    from etude.loop.replay import replay_step  # imports torch, which takes seconds: only after the checks above
 
-    with _progress() as told:
-        done = replay_step(folder, args.step, start=start, on_step=told, history=history)
+    with _progress() as on_step:
+        done = replay_step(folder, args.step, start=start, on_step=on_step, history=history)
     if args.json:
         print(json.dumps({"run": str(folder.path), **_plain(done)}, indent=2))
     else:
@@ -45,19 +45,19 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[ReplayedStep, int], None]]:
-    """Whom to tell of each step: a bar in a terminal, a line a step elsewhere, on stderr both."""
+    """A callback for each repeated step. It updates a bar in a terminal, or prints a line per step, on stderr."""
     screen = Console(stderr=True, highlight=False)
     if not screen.is_terminal:
         yield lambda one, total: print(f"step {one.step}: {_verdict(one)}", file=sys.stderr, flush=True)
         return
     with Progress(console=screen, transient=True) as progress:
-        task = progress.add_task("redoing", total=None)
+        task = progress.add_task("replay", total=None)
         yield lambda one, total: progress.update(task, advance=1, total=total, description=f"step {one.step}")
 
 
 def _verdict(one: ReplayedStep) -> str:
     if one.published is None:
-        return "nothing to compare with, its manifest is gone"
+        return "cannot be compared: its manifest was deleted"
     return "equal" if one.equal else f"{len(one.different)} tensors differ"
 
 
@@ -70,20 +70,20 @@ def _print(done: Replay) -> None:
         numbers = (_number(*one.numbers[name]) for name in SHOWN if name in one.numbers)
         table.add_row(str(one.step), str(one.num_samples), *numbers, _verdict(one))
     screen.print(table)
-    for name, (theirs, ours) in done.computed_by.items():
-        screen.print(f"{name}: the run had {theirs}, here is {ours}")
+    for name, (original, here) in done.computed_by.items():
+        screen.print(f"{name}: {original} in the run, {here} here")
     last, first = done.last, done.first_different
     begun = f"from {done.start}, {len(done.steps)} step{'s' * (len(done.steps) > 1)}"
     if last.equal:
-        screen.print(f"step {done.step} is equal to the bit: {last.found} ({begun})")
+        screen.print(f"step {done.step} is identical to the bit: {last.found} ({begun})")
         return
-    screen.print(f"step {done.step} differs ({begun}):\n  found     {last.found}\n  published {last.published}")
+    screen.print(f"step {done.step} differs ({begun}):\n  replayed  {last.found}\n  published {last.published}")
     if first is not None:
         names = ", ".join(first.different[:NAMED]) + (" ..." if len(first.different) > NAMED else "")
-        screen.print(f"the first that differs is step {first.step}, in {len(first.different)} tensors: {names}")
+        screen.print(f"the first step that differs is {first.step}, in {len(first.different)} tensors: {names}")
         for name, (recorded, redone) in first.numbers.items():
             if recorded is not None and recorded != redone:
-                screen.print(f"  {name}: recorded {recorded!r}, redone {redone!r}")
+                screen.print(f"  {name}: recorded {recorded!r}, replayed {redone!r}")
 
 
 def _number(recorded: float | None, redone: float) -> str:
@@ -99,7 +99,7 @@ def _plain(done: Replay) -> Mapping[str, Any]:
         "found": done.last.found,
         "published": done.last.published,
         "first_different": None if first is None else first.step,
-        "computed_by": {name: {"run": theirs, "here": ours} for name, (theirs, ours) in done.computed_by.items()},
+        "computed_by": {name: {"run": original, "here": here} for name, (original, here) in done.computed_by.items()},
         "steps": [
             {
                 "step": one.step,

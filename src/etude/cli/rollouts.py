@@ -1,7 +1,7 @@
-"""``etude rollouts list | show``: rollouts of training and of evaluations, from wherever the run keeps them.
+"""The commands ``etude rollouts list`` and ``show`` for rollouts of training and of evaluations.
 
-A rollout's file is kept until two checkpoints lie behind its step; then its trace is, for good, and the evaluations'
-files keep theirs. What was never trained on stays in its file.
+The file of a rollout is deleted after the second checkpoint that follows its step; its trace is kept. A rollout that
+was never trained on stays in its file. Rollouts of evaluations stay in the files of the evaluations.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from etude.cli.places import console, open_ledger, open_run
+from etude.cli.locations import console, open_ledger, open_run
 from etude.errors import EtudeError, InputError, nearest
 from etude.evals import EvalRow, read_rows
 from etude.experience import Ledger
@@ -29,11 +29,11 @@ from etude.records.wire import I32
 from etude.run import RunFolder
 
 
-def listed(args: argparse.Namespace) -> int:
-    """Rollouts of a run's training, the newest last; or the first of one evaluation."""
+def list_rollouts(args: argparse.Namespace) -> int:
+    """List the training rollouts of a run, the newest last, or the first rollouts of one evaluation."""
     run = open_run(args.run)
     if args.state is not None and args.state not in list(State):
-        raise InputError(f"no state {args.state!r}", hint=nearest(args.state, list(State)))
+        raise InputError(f"unknown state {args.state!r}", hint=nearest(args.state, list(State)))
     if args.eval is not None:
         console().print(_evaluated(read_rows(_evaluation(run, args.eval)), args.limit))
         return 0
@@ -51,8 +51,8 @@ def listed(args: argparse.Namespace) -> int:
 
 
 def _rows(ledger: Ledger, state: str | None, limit: int, signs: Collection[str]) -> list[Row]:
-    """The last so many in a state; `quarantined` are those whose record cannot be read, and those with signs of
-    cheating, whatever became of their groups."""
+    """The newest rollouts in a state, at most `limit`. The state `quarantined` includes rollouts whose record is
+    unreadable and rollouts with signs of cheating (`signs`), in any state."""
     if state != State.QUARANTINED:
         return ledger.rows(states=None if state is None else [State(state)], limit=limit)
     found = [*ledger.find_rows(signs), *ledger.rows(states=[State.QUARANTINED])]
@@ -74,8 +74,8 @@ def _evaluated(rows: list[EvalRow], limit: int) -> Table:
 
 
 def show(args: argparse.Namespace) -> int:
-    """One rollout: what the model saw and said, how it was judged, what the ledger did with it; one of an evaluation
-    as each evaluation of that task had it."""
+    """Print one rollout: prompts and completions, its grade, and its history in the ledger. A rollout of an evaluation
+    is printed once for each evaluation that has it."""
     run, screen = open_run(args.run), Console(highlight=False, markup=False)
     found = [_show_trained(run, args.rollout_id, screen), *_show_evaluated(run, args.rollout_id, screen)]
     if not any(found):
@@ -87,7 +87,7 @@ def show(args: argparse.Namespace) -> int:
 
 
 def _show_trained(run: RunFolder, rollout_id: str, screen: Console) -> bool:
-    """Print a rollout of training; False when the ledger has none of that name."""
+    """Print a rollout of training. Returns False if the ledger does not have it."""
     try:
         ledger = read_ledger(run)
     except NoLedger:
@@ -99,7 +99,7 @@ def _show_trained(run: RunFolder, rollout_id: str, screen: Console) -> bool:
         return False
     kept = _kept(run, ledger, ledger.row(rollout_id))
     if kept is None:
-        screen.print("(it has left nothing: it was not played to an end)")
+        screen.print("(nothing was stored: the rollout did not finish)")
         return True
     outcome, paths = kept
     sign = ledger.quarantined().get(rollout_id)
@@ -120,7 +120,8 @@ def _show_trained(run: RunFolder, rollout_id: str, screen: Console) -> bool:
 
 
 def _kept(run: RunFolder, ledger: Ledger, row: Row) -> tuple[Outcome | None, list[I32]] | None:
-    """Outcome and tokens of each path: from its file until that is deleted, then from its step's trace."""
+    """The outcome of a rollout and the token ids of each path, from its file or from the trace of its step. None if
+    nothing was stored."""
     if (finished := ledger.finished(row.rollout_id)) is not None:
         if finished.summary is None or finished.summary.stored is None:
             return finished.outcome, []
@@ -132,7 +133,7 @@ def _kept(run: RunFolder, ledger: Ledger, row: Row) -> tuple[Outcome | None, lis
 
 
 def _show_evaluated(run: RunFolder, rollout_id: str, screen: Console) -> Iterator[bool]:
-    """Print a rollout of each evaluation that has it; a file that cannot be read is named and skipped."""
+    """Print a rollout from each evaluation that has it. An unreadable file is reported and skipped."""
     for path in sorted((run / "evals").glob("*.parquet"), key=lambda path: path.stat().st_mtime):
         try:
             rows = [row for row in read_rows(path) if row.rollout_id == rollout_id]
@@ -140,8 +141,8 @@ def _show_evaluated(run: RunFolder, rollout_id: str, screen: Console) -> Iterato
             screen.print(f"({error.what}: {error.facts})")
             continue
         for row in rows:
-            judged = f"reward {row.reward:g}" if row.valid else f"invalid at {row.outcome}"
+            result = f"reward {row.reward:g}" if row.valid else f"invalid at {row.outcome}"
             screen.print(
-                f"\nevaluation {path.stem}, {row.family}: {judged}: {row.reason}\n{row.transcript}", soft_wrap=True
+                f"\nevaluation {path.stem}, {row.family}: {result}: {row.reason}\n{row.transcript}", soft_wrap=True
             )
             yield True

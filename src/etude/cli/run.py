@@ -1,4 +1,4 @@
-"""``etude run | status | stop``."""
+"""The commands ``etude run``, ``status`` and ``stop``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from etude.cli.arguments import LOCAL
-from etude.cli.places import RUNS, newest_run, open_run
+from etude.cli.locations import RUNS, newest_run, open_run
 from etude.config import Plugin, leaves, overridden, plugins_in, read, to_toml, with_digests
 from etude.dashboard import RunView, plain_line, render, terms_legend
 from etude.dashboard.progress import current_phase
@@ -42,10 +42,10 @@ REDRAW_S, PLAIN_EVERY_S = 1.0, 5.0
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run a config, or go on with a run."""
+    """Run a config, or resume a run. Prints the results at the end."""
     if args.name is not None and (not args.name or Path(args.name).name != args.name or args.name.startswith(".")):
-        facts, hint = f"a run is one folder in {RUNS}/", "give a plain name: --name first-try"
-        raise ConfigError(f"--name {args.name!r} is no name of a run", facts, hint=hint)
+        facts, hint = f"a run is one folder in {RUNS}/", "give a name without a path: --name first-try"
+        raise ConfigError(f"--name {args.name!r} is not a valid name for a run", facts, hint=hint)
     given = read(args.config, args.set) if args.config else overridden(args.set)
     if args.resume is None:
         if args.config is None:
@@ -58,15 +58,15 @@ def run(args: argparse.Namespace) -> int:
         config = config_to_resume(folder, given, complete=args.config is not None)
         check_ledger(folder)
     if args.on != LOCAL:
-        _join(args.on, config, RUNS if folder is None else folder.path.parent)
+        _connect(args.on, config, RUNS if folder is None else folder.path.parent)
     uses = dict.fromkeys([*plugins_in(config), *(("model.family", Plugin(name)) for name in own_family_names())])
     plugins = check_all(list(uses))
     if folder is not None:
         check_same_plugins(folder, plugins, accept=args.changed_plugins)
     config = with_digests(config, {one.path: one.digest for one in plugins})
     adopted = folder is not None and folder.ended("corpus")
-    said = partial(print, file=sys.stderr)
-    preflight(config, adopted=adopted, remote=args.on != LOCAL, given=leaves(given), log=said)
+    report = partial(print, file=sys.stderr)
+    preflight(config, adopted=adopted, remote=args.on != LOCAL, given=leaves(given), log=report)
     if args.dry_run:
         print(to_toml(config), end="")
         return 0
@@ -78,35 +78,35 @@ def run(args: argparse.Namespace) -> int:
         folder.record_plugins(code)
     print(f"run {folder.path}", flush=True)
     try:
-        interrupted = asyncio.run(_watched(folder, config, on=args.on))
+        interrupted = asyncio.run(_run_phases(folder, config, on=args.on))
     except EtudeError as error:
-        error.hint += f"; what was committed is kept, go on with: etude run --resume {folder.path}"
+        error.hint += f"; finished work is saved, resume with: etude run --resume {folder.path}"
         raise
     finally:
         if args.on != LOCAL:
-            _leave()
+            _disconnect()
     if interrupted:
         from etude.loop.phases import write_run_report
 
         write_run_report(folder)
-        print(f"stopped{_goes_on(folder)}; go on with: etude run --resume {folder.path}", file=sys.stderr)
+        print(f"stopped{_resume_step(folder)}; resume with: etude run --resume {folder.path}", file=sys.stderr)
         return Exit.INTERRUPTED
     from etude.dashboard import nothing_learnt, result_lines
 
     print("\n".join(result_lines(folder.path)))
     if why := nothing_learnt(RunView(folder.path)):
-        hint = f"look at some rollouts: etude rollouts list {folder.path}; then change what keeps them alike"
-        raise NothingLearnt("nothing could be learnt", why, hint=hint)
+        hint = f"look at some rollouts (etude rollouts list {folder.path}); use tasks that only some rollouts solve"
+        raise NothingLearnt("the run had nothing to learn from", why, hint=hint)
     return 0
 
 
-def _goes_on(folder: RunFolder) -> str:
-    """Of a run that was stopped in mid-training: the step that it goes on from."""
+def _resume_step(folder: RunFolder) -> str:
+    """For a run that was stopped in mid-training: a note with the step from which it will resume; otherwise ""."""
     phase, out = current_phase(RunView(folder.path)), folder / "checkpoints" / "mid"
     if phase is None or phase.name != "mid-training" or phase.end is not None or out.is_dir():
         return ""
-    every = "a checkpoint each mid_training.checkpoint_every steps"
-    return f" (mid-training goes on from step {resume_step(out)}: {every})"
+    every = "a checkpoint is written every mid_training.checkpoint_every steps"
+    return f" (mid-training will resume from step {resume_step(out)}: {every})"
 
 
 def _new_name(config: Path) -> str:
@@ -114,10 +114,10 @@ def _new_name(config: Path) -> str:
     return f"{stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
 
 
-def _join(on: str, config: RunConfig, runs: Path) -> None:
-    """Connect to a Ray cluster whose nodes can take part. Raises `ConfigError`."""
+def _connect(on: str, config: RunConfig, runs: Path) -> None:
+    """Connect to a Ray cluster, and check that its nodes can run this config. Raises `ConfigError`."""
     if config.fleet.ranks_away:
-        facts, hint = f"Ray places the ranks where --on {on} says", "leave fleet.ranks_away and fleet.ranks_at out"
+        facts, hint = f"with --on {on} Ray places the ranks", "remove fleet.ranks_away and fleet.ranks_at"
         raise ConfigError(f"fleet.ranks_away = {config.fleet.ranks_away} with --on", facts, hint=hint)
     try:
         from etude.loop import ray_cluster
@@ -128,7 +128,7 @@ def _join(on: str, config: RunConfig, runs: Path) -> None:
     ray_cluster.check(config, runs)
 
 
-def _leave() -> None:
+def _disconnect() -> None:
     from etude.loop import ray_cluster
 
     ray_cluster.disconnect()
@@ -142,8 +142,8 @@ def _placement(on: str, folder: RunFolder, config: RunConfig) -> Placement | Non
     return RayPlacement(folder.path, ranks=config.learner.ranks)
 
 
-async def _watched(folder: RunFolder, config: RunConfig, *, on: str) -> bool:
-    """Run the phases with a view of them; True when a signal stopped it."""
+async def _run_phases(folder: RunFolder, config: RunConfig, *, on: str) -> bool:
+    """Run the phases and show a view of the run. Returns True if a signal stopped it."""
     from etude.loop.phases import run_phases
 
     telemetry = Telemetry(folder / "events" / "conductor.jsonl", process="conductor")
@@ -172,11 +172,12 @@ async def _watched(folder: RunFolder, config: RunConfig, *, on: str) -> bool:
 
 
 async def _show(folder: RunFolder) -> None:
-    """The live view in a terminal; a plain line every few seconds when piped. It reads the run folder only."""
+    """Show a live view in a terminal, or print a line every few seconds if the output is piped. Reads only the run
+    folder."""
     console, view = Console(), RunView(folder.path)
     if not console.is_terminal:
         last = ""
-        print(f"(what the words below mean: etude status --words {folder.path})", flush=True)
+        print(f"(for the meaning of the terms: etude status --words {folder.path})", flush=True)
         while True:
             view.refresh()
             line = plain_line(view)
@@ -196,14 +197,14 @@ async def _show(folder: RunFolder) -> None:
 
 
 def status(args: argparse.Namespace) -> int:
-    """What a run is doing now; what its words mean when asked for, since it is looked at again and again."""
+    """Print what a run is doing; with `--words` also what the terms mean."""
     folder = open_run(args.run)
     if args.watch and folder.holder() is not None:
         asyncio.run(_until_ended(folder))
     holder = folder.holder()
     console, view = Console(), RunView(folder.path)
     console.print(render(view))
-    console.print(terms_legend(view) if args.words else "[dim]what the words mean: etude status --words[/dim]")
+    console.print(terms_legend(view) if args.words else "[dim]meaning of the terms: etude status --words[/dim]")
     console.print(_rollouts(folder), end="")
     console.print(f"{folder.path}: {_state(folder, holder)}", soft_wrap=True)
     return 0
@@ -212,14 +213,14 @@ def status(args: argparse.Namespace) -> int:
 def _state(folder: RunFolder, holder: int | None) -> str:
     if holder is not None:
         return f"running, process {holder}"
-    return "ended" if folder.ended("report") else f"not running; go on with: etude run --resume {folder.path}"
+    return "ended" if folder.ended("report") else f"not running; resume with: etude run --resume {folder.path}"
 
 
 async def _until_ended(folder: RunFolder) -> None:
-    """Show a run's view until no process holds the run any more."""
+    """Show the view of a run until no process has the run locked."""
     view = asyncio.create_task(_show(folder), name="view")
     try:
-        while folder.holder() is not None and not view.done():  # noqa: ASYNC110  another process holds it
+        while folder.holder() is not None and not view.done():  # noqa: ASYNC110  another process has it locked
             await asyncio.sleep(REDRAW_S)
     finally:
         view.cancel()
@@ -227,21 +228,21 @@ async def _until_ended(folder: RunFolder) -> None:
 
 
 def _rollouts(folder: RunFolder) -> str:
-    """A line: how many rollouts of training are in which state, as the ledger has it; nothing before there is one."""
+    """One line with the number of training rollouts in each state of the ledger; "" if there is no ledger yet."""
     try:
         with contextlib.closing(read_ledger(folder)) as ledger:
             states, signs = ledger.states(), len(ledger.quarantined())
     except NoLedger:
         return ""
     except EtudeError as error:
-        return f"rollouts: not known, {error.what}: {error.facts}\n"
+        return f"rollouts: unknown, {error.what}: {error.facts}\n"
     counts = ", ".join(f"{count:,} {state}" for state, count in sorted(states.items()))
-    bear = f"; {signs:,} of them quarantined: they bear signs of cheating, and earned nothing" if signs else ""
-    return f"rollouts: {counts}{bear}\n" if states else ""
+    note = f"; {signs:,} of them quarantined: signs of cheating, reward 0" if signs else ""
+    return f"rollouts: {counts}{note}\n" if states else ""
 
 
 def stop(args: argparse.Namespace) -> int:
-    """Ask the conductor to stop and wait until it has."""
+    """Ask the conductor to stop, and wait until it has stopped."""
     folder = open_run(args.run)
     holder = folder.holder()
     if holder is None:
@@ -251,10 +252,10 @@ def stop(args: argparse.Namespace) -> int:
     while folder.holder() is not None:
         if time.monotonic() > end:
             raise DeadlineExceeded(
-                f"process {holder} has not let go of {folder.path}",
+                f"process {holder} has not stopped {folder.path}",
                 f"waited {args.deadline:g} s",
-                hint="look at its logs; kill -9 is safe, too: the run can be resumed",
+                hint="look at its logs; kill -9 is safe: the run can be resumed",
             )
         time.sleep(0.05)
-    print(f"{folder.path} stopped{_goes_on(folder)}; it can be resumed")
+    print(f"{folder.path} stopped{_resume_step(folder)}; it can be resumed")
     return 0

@@ -1,4 +1,4 @@
-"""``etude serve | export``."""
+"""The commands ``etude serve`` and ``export``."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from etude.cli.places import existing, newest_run, open_run
+from etude.cli.locations import existing_path, newest_run, open_run
 from etude.errors import InputError
 from etude.gateway import GatewayConfig
 from etude.numerics.config import Quantise
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Serve until interrupted."""
-    model = existing(args.model) if args.model else newest_run().path
+    """Serve a checkpoint or a run over HTTP until interrupted."""
+    model = existing_path(args.model) if args.model else newest_run().path
     gateway = GatewayConfig(host=args.host, port=args.port, max_running=args.max_concurrent)
     with contextlib.suppress(asyncio.CancelledError):
         asyncio.run(_serve(model, gateway, args.key or os.environ.get("ETUDE_API_KEY"), args.fleet, args.public_key))
@@ -37,12 +37,14 @@ async def _serve(
     checkpoint, store, numerics, engine = parts_of(model)
     if public_key is not None and (store is None or fleet):
         raise InputError(
-            "--public-key is for a run's weights",
-            f"{model} is a checkpoint, which nobody signed" if store is None else "a fleet's engines have theirs",
-            hint="leave --public-key out",
+            "--public-key needs the weights of a run",
+            f"{model} is a checkpoint, which has no signature"
+            if store is None
+            else "the engines of a fleet have their own",
+            hint="remove --public-key",
         )
     name = model.resolve().name
-    said = partial(print, file=sys.stderr)
+    report = partial(print, file=sys.stderr)
     served = (
         serve_fleet(checkpoint, registry=fleet, model=name, gateway=gateway, key=key)
         if fleet
@@ -55,33 +57,35 @@ async def _serve(
             model=name,
             gateway=gateway,
             key=key,
-            log=said,
+            log=report,
         )
     )
     async with served as url:
-        print(f"serving {name} at {url} ({'with' if key else 'without'} a key); end with Ctrl-C", flush=True)
+        print(f"serving {name} at {url} ({'with' if key else 'without'} a key); stop with Ctrl-C", flush=True)
         await forever()
 
 
 def export(args: argparse.Namespace) -> int:
-    """Write a Hugging Face directory of a checkpoint, a run's result, or one of its published versions."""
+    """Write a checkpoint, the result of a run, or one of its published versions as a Hugging Face directory."""
     from etude.loop.export import export_adapter, export_checkpoint, export_version, export_version_adapter
 
     if args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
-        raise InputError(f"{args.out} is not an empty directory", hint="export into a new one")
+        raise InputError(f"{args.out} is not an empty directory", hint="give a new directory")
     if args.adapter and args.quantise != "none":
-        raise InputError("--adapter and --quantise", "an adapter is not rounded", hint="leave one of them out")
+        raise InputError("--adapter with --quantise", "an adapter cannot be quantised", hint="remove one of them")
     path, at, step = args.source.rpartition("@")
-    settings = {"dtype": args.dtype, "quantise": Quantise(args.quantise), "said": partial(print, file=sys.stderr)}
+    settings = {"dtype": args.dtype, "quantise": Quantise(args.quantise), "log": partial(print, file=sys.stderr)}
     if at:
         if not step.isdigit():
             raise InputError(
-                f"no step {step!r}", "a version is named by its step", hint="write RUN@30; see etude weights log"
+                f"no step {step!r}",
+                "a version is given by its step",
+                hint="write RUN@30; etude weights log lists the versions",
             )
         run = open_run(Path(path))
         adapter = args.adapter and export_version_adapter(run, int(step), args.out)
         print(adapter or export_version(run, int(step), args.out, **settings))
     else:
-        source = existing(Path(args.source))
+        source = existing_path(Path(args.source))
         print(export_adapter(source, args.out) if args.adapter else export_checkpoint(source, args.out, **settings))
     return 0

@@ -1,5 +1,5 @@
-"""The commands ``etude weights log | diff | verify | repair | key``. Those for files and stores without a run are in
-`weights_files` and `weights_store`."""
+"""The commands ``etude weights log``, ``diff``, ``verify``, ``repair`` and ``key``. Commands for files and stores
+without a run are in `weights_files` and `weights_store`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 from rich.table import Table
 
 from etude.cli import weights_files, weights_store
-from etude.cli.places import console, open_run
+from etude.cli.locations import console, open_run
+from etude.cli.store_locations import is_store, named_store
 from etude.dashboard import RunView
 from etude.dashboard.formatting import number
 from etude.dashboard.glossary import legend
@@ -23,7 +24,7 @@ from etude.weights.chain import fsck, inspect, signing
 
 
 def log(args: argparse.Namespace) -> int:
-    """Every version, the newest last: bytes, ratio, share of the bound, what it was trained on."""
+    """List every version, the newest last: bytes, compression ratio, share of the bound, number of rollouts."""
     store = _store(args.run)
     inspect.require_channel(store, args.name)
     table = Table("version", "kind", "bytes", "ratio", "share of bound", "changed", "rollouts")
@@ -39,9 +40,11 @@ def log(args: argparse.Namespace) -> int:
             str(len(row.rollout_ids)),
         )
     console().print(table)
-    console().print(f"({legend(['delta', 'bound'])}; ratio: bytes of the whole weights over those of the delta)")
+    console().print(f"({legend(['delta', 'bound'])}; ratio: bytes of all weights divided by bytes of the delta)")
     if any(row.num_whole for row in rows):
-        console().print("(whole: tensors that are new, or of another dtype or shape, and have no bound)")
+        console().print(
+            "(whole: tensors without a bound; they are stored complete, as they are new or have another dtype or shape)"
+        )
     damage = inspect.broken_at(store, args.name)
     if damage is not None:
         raise damage
@@ -49,21 +52,21 @@ def log(args: argparse.Namespace) -> int:
 
 
 def _share(row: inspect.LogRow) -> str:
-    """Of the bound, which is one of changes: whole weights have none."""
+    """Share of the bound as text. The bound is for deltas: tensors that are stored complete have none."""
     if row.share_of_bound is None:
         return f"{row.num_whole} whole" if row.num_whole else "–"
     return f"{row.share_of_bound:.3f}" if row.changed_share else "unchanged"
 
 
 def _store(text: str | None) -> BlobStore:
-    """The store that a RUN|STORE argument means. Raises `InputError`."""
+    """The store that a RUN|STORE argument names. Raises `InputError`."""
     try:
-        return weights_store.named_store(text)
+        return named_store(text)
     except NoRun as error:
         if text is None:
             raise
-        hint = "name a run, as runs/ has them, or a store: its directory, s3://bucket/prefix, http://relay:8800"
-        raise InputError(f"{text} is not a run or a store", "no run.json and no pointers/ there", hint=hint) from error
+        hint = "give a run in runs/, or a store: its directory, s3://bucket/prefix, http://relay:8800"
+        raise InputError(f"{text} is not a run or a store", "it has no run.json and no pointers/", hint=hint) from error
 
 
 def diff(args: argparse.Namespace) -> int:
@@ -71,7 +74,7 @@ def diff(args: argparse.Namespace) -> int:
     if weights_files.are_checkpoints(args.a, args.b):
         return weights_files.diff(args)
     if args.plot:
-        raise InputError("--plot draws checkpoints", f"{args.a} is none", hint="etude export RUN@STEP writes one")
+        raise InputError("--plot needs checkpoints", f"{args.a} is not one", hint="to write one: etude export RUN@STEP")
     try:
         store = _store(args.run)
     except NoRun as error:
@@ -80,7 +83,7 @@ def diff(args: argparse.Namespace) -> int:
             raise
         hint = "give two directories with *.safetensors, or two such files; or two versions, and their RUN|STORE"
         raise InputError(f"no checkpoint at {neither[0]}", hint=hint) from error
-    table = Table("tensor", "dtype", "elements", "changed", "longest step (ULP)")
+    table = Table("tensor", "dtype", "elements", "changed", "largest change (ULP)")
     for row in inspect.diff(store, args.a, args.b, args.name):
         share = row.num_changed / max(1, row.num_elements)
         longest = "" if row.max_step is None else str(row.max_step)
@@ -90,63 +93,65 @@ def diff(args: argparse.Namespace) -> int:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Check every object and digest by rebuilding every version by every way, and the checksums of the run's
-    checkpoints. Exit code 1 for a damaged one.
+    """Verify the weights of a run: rebuild every version in every possible way, compare all digests, and verify the
+    checksums of the checkpoints. Exit code 1 if one is damaged.
 
-    With `--base`: a delta file, by applying it to that checkpoint without writing anything.
+    With `--base`: verify a delta file by applying it to that checkpoint, without writing anything.
     """
     if args.base is not None:
         if args.run is None:
-            raise InputError("--base is given, and no delta file", hint="etude weights verify FILE --base CHECKPOINT")
+            raise InputError("--base without a delta file", hint="etude weights verify FILE --base CHECKPOINT")
         return weights_files.verify(args.run, args.base)
     if args.run is not None and args.run.is_file():
         raise InputError(
-            f"{args.run} is a file", hint=f"name its base: etude weights verify {args.run} --base CHECKPOINT"
+            f"{args.run} is a file", hint=f"give its base: etude weights verify {args.run} --base CHECKPOINT"
         )
     run = open_run(args.run)
     check = fsck.verify(locations.weights_store(run, readonly=True))
-    weights_store.tell(check)
+    weights_store.print_check(check)
     if check.problems:
         raise WeightsError(
             f"{number(len(check.problems), 'problem')} in {locations.weights_location(run)}",
-            weights_store.told(check),
-            hint=_cure(run, check.problems),
+            weights_store.first_problem(check),
+            hint=_repair_hint(run, check.problems),
         )
     for checkpoint in sorted((run / "checkpoints").glob("[!.]*")):
         verify_files(checkpoint, kind=CheckpointError)
     return 0
 
 
-def _cure(run: RunFolder, problems: Sequence[str]) -> str:
+def _repair_hint(run: RunFolder, problems: Sequence[str]) -> str:
     if problems[0].startswith("pointer"):
         return f"etude weights repair {run.path}"
     if run.ended("rl"):
-        return f"copy the files back; the result itself is in {run / 'checkpoints' / 'final'}, which needs none of them"
-    return f"copy the files back; else: etude run {run / 'config.toml'} --resume {run.path} publishes a fresh anchor"
+        return f"restore the files from a copy; the final result in {run / 'checkpoints' / 'final'} does not need them"
+    return (
+        f"restore the files from a copy, or publish a new anchor: etude run {run / 'config.toml'} --resume {run.path}"
+    )
 
 
 def repair(args: argparse.Namespace) -> int:
-    """Set a lost or damaged pointer, a run's or a store's, to the newest version that surely was published."""
+    """Set a lost or damaged pointer of a run or a store to the newest version that is known to be published."""
     signer = signing.read_signer(args.key)
-    if weights_store.is_store(args.run):
-        version = inspect.repair(weights_store.named_store(args.run, readonly=False), args.name, signer=signer)
+    if is_store(args.run):
+        version = inspect.repair(named_store(args.run, readonly=False), args.name, signer=signer)
     else:
         run = open_run(None if args.run is None else Path(args.run))
         run.lock()
-        told = [str(event.get("version")) for event in RunView(run.path).events("weights.publish")]
+        published = [str(event.get("version")) for event in RunView(run.path).events("weights.publish")]
         try:
-            version = inspect.repair(locations.weights_store(run), args.name, told, signer=signer)
+            version = inspect.repair(locations.weights_store(run), args.name, published, signer=signer)
         finally:
             run.unlock()
-    print(f"the pointer names {version} again" if version else "the pointer is whole: nothing to repair")
+    print(f"the pointer is set to {version}" if version else "the pointer is not damaged: nothing to repair")
     if version is not None:
-        later = inspect.later_than(weights_store.named_store(args.run), version, args.name)
+        later = inspect.later_than(named_store(args.run), version, args.name)
         for one in later:
-            print(f"{one} is stored, too, and nothing proves that it was published: etude weights point goes there")
+            print(f"{one} is also stored, but may not have been published; to use it: etude weights point")
     return 0
 
 
 def key(args: argparse.Namespace) -> int:
-    """Draw a private key into a new file. Without the library that draws it there is no file."""
+    """Write a new private key to a file. Checks first that the library for it is installed."""
     signing.require_library()
     return weights_store.key(args)

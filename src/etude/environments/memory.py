@@ -22,7 +22,15 @@ import msgspec
 
 from etude.environments.lru_cache import LruCache
 from etude.errors import MachineError
-from etude.records.command import Command, ExecOptions, ExecResult, Printed, Started, check_count, check_max_bytes
+from etude.records.command import (
+    Command,
+    ExecOptions,
+    ExecResult,
+    OutputChunk,
+    ProcessStarted,
+    check_count,
+    check_max_bytes,
+)
 from etude.records.image import Image
 from etude.seams import Machine, RuntimeInfo
 
@@ -140,15 +148,15 @@ class MemoryMachine:
     async def _ran(self, command: Command) -> ExecResult:
         if command.cwd or command.env or command.user:
             raise ValueError("a memory machine has one folder, one environment and one user")
-        started, given, tell = time.perf_counter(), command.stdin, command.tell
+        started, given, tell = time.perf_counter(), command.stdin, command.on_output
         if not isinstance(given, bytes):
             given = b"".join([part async for part in given])
         if tell is not None:
-            tell(Started(1))
+            tell(ProcessStarted(1))
         code, text = self._run(command.argv, given)
         data = text.encode()
         if tell is not None and data:
-            tell(Printed(1, data))
+            tell(OutputChunk(1, data))
         return ExecResult(
             exit_code=code,
             output=data[: command.output_bytes],

@@ -1,6 +1,7 @@
-"""How good a policy is, and how sure that is: rows of judged rollouts, rates with intervals, comparisons.
+"""Evaluation results: rows of graded rollouts, solve rates with confidence intervals, comparisons of runs.
 
-Running the rollouts is no business of this folder: an evaluation is rollouts like any others, of a pinned version.
+This package does not run rollouts: those of an evaluation are ordinary rollouts with a fixed version of the weights.
+`etude.evals.parity` has metrics of sampler-trainer mismatch; `etude.evals.doctor` compares an engine with the learner.
 
 >>> from etude.evals import wilson
 >>> wilson(90, 100).low > 0.8

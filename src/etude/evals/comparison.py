@@ -1,4 +1,4 @@
-"""Two evaluations side by side: is one better, and how sure is that. Pure, but for reading the two files."""
+"""Compare two evaluations: the difference of their solve rates with a confidence interval."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from etude.evals.result import EvalResult, evaluate, tries_by_task
 from etude.evals.rows import EvalRow, read_rows
 
 MIN_SHARED = 20
-"""The fewest shared problems for which a paired interval decides; they must be half of the smaller evaluation, too."""
+"""Minimum number of shared problems to use the paired interval; they must also be at least half of the problems of the
+smaller evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,23 +22,23 @@ class Comparison:
 
     a: EvalResult
     b: EvalResult
-    difference: Interval  # as if the tasks were drawn anew for each: two independent rates
-    paired: Interval | None  # over the tasks that both tried; None where they share none
+    difference: Interval  # for two independent rates, as if each run had its own tasks
+    paired: Interval | None  # over the shared tasks; None if there are none
     num_shared: int
-    shared_enough: bool  # whether so many problems are shared that the paired interval can be trusted
-    better: int  # shared tasks on which b solved a larger share of its tries
+    shared_enough: bool  # whether enough problems are shared for the paired interval
+    better: int  # number of shared tasks with a higher solve rate in b
     worse: int
 
     @property
     def verdict(self) -> str:
-        """One word: "better", "worse" or "undecided" (b against a), by `decisive`."""
+        """ "better", "worse" or "undecided" for b compared with a, according to `decisive`."""
         interval = self.decisive
         return "better" if interval.low > 0 else "worse" if interval.high < 0 else "undecided"
 
     @property
     def decisive(self) -> Interval:
-        """The narrower of the two intervals; the paired one only where enough problems are shared. Which one it is
-        depends on their widths alone, never on what they say."""
+        """The narrower of the two intervals; the paired one only if enough problems are shared. The choice depends only
+        on the widths, not on the values."""
         both = [self.difference]
         if self.paired is not None and self.shared_enough:
             both.append(self.paired)
@@ -45,7 +46,7 @@ class Comparison:
 
 
 def compare(a: Iterable[EvalRow], b: Iterable[EvalRow], *, names: tuple[str, str] = ("a", "b")) -> Comparison:
-    """Compare two evaluations. Tasks that both tried are compared on themselves, which needs fewer of them."""
+    """Compare two evaluations. Shared tasks are also compared pairwise, which gives narrower intervals."""
     rows_a, rows_b = [r for r in a if r.valid], [r for r in b if r.valid]
     result_a = evaluate(rows_a, name=names[0], split="", step=0, wall_s=0.0)
     result_b = evaluate(rows_b, name=names[1], split="", step=0, wall_s=0.0)
@@ -70,12 +71,12 @@ def compare(a: Iterable[EvalRow], b: Iterable[EvalRow], *, names: tuple[str, str
 
 
 def compare_runs(run_a: Path, run_b: Path, *, name: str = "after") -> Comparison:
-    """Compare the evaluations of one name in two run folders. Raises `StoreError`."""
+    """Compare the evaluations `name` of two run folders. Raises `StoreError`."""
     rows = [read_rows(run / "evals" / f"{name}.parquet") for run in (run_a, run_b)]
     for run, found in zip((run_a, run_b), rows, strict=True):
         if not any(r.valid for r in found):
             raise StoreError(
-                f"nothing to compare in {run}", f"evals/{name} has no valid rollout", hint="take another run"
+                f"nothing to compare in {run}", f"evals/{name} has no valid rollout", hint="use another run"
             )
     return compare(rows[0], rows[1], names=(run_a.name, run_b.name))
 

@@ -1,13 +1,13 @@
-"""Confidence intervals of solve rates. Pure arithmetic.
+"""Confidence intervals of solve rates.
 
-Wilson (1927) for one rate, Newcombe (1998, method 10) for the difference of two independent ones, Bonett and Price
-(2012) for a difference on the same tasks. All three hold near 0 and 1 and at small counts, where the textbook normal
-interval is empty or leaves [0, 1]; a solve rate before training is near 0.
+Wilson (1927) for one rate, Newcombe (1998, method 10) for the difference of two independent rates, Bonett and Price
+(2012) for a difference on the same tasks. All three are valid near 0 and 1 and for small counts, where the usual normal
+interval is empty or leaves [0, 1]; solve rates before training are near 0.
 
-Tasks that are variants of one problem succeed and fail together. Intervals over them use the effective number of
-tasks: how many independent tasks would have this variance, by the smaller of two estimates, the variance of a ratio
-over clusters (which a bootstrap over problems converges to) and Kish's design effect; with Student's t for few
-problems. A percentile bootstrap covers less near 0 and 1 (docs/decisions/0047-intervals-count-problems.md).
+Tasks that are variants of one problem are correlated. Intervals over them use the effective number of tasks: the number
+of independent tasks with the same variance. It is the smaller of two estimates, from the variance of a ratio over
+clusters (to which a bootstrap over problems converges) and from Kish's design effect. Few problems use Student's t. A
+percentile bootstrap has too low coverage near 0 and 1 (docs/decisions/0047-intervals-count-problems.md).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Z95 = 1.959964
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """An estimate and its confidence interval [low, high], of 95 % unless another quantile was given."""
+    """An estimate and its confidence interval [low, high]: 95 % unless another quantile was given."""
 
     value: float
     low: float
@@ -35,7 +35,7 @@ class Interval:
 
 
 def wilson(solved: float, n: float, z: float = Z95) -> Interval:
-    """The Wilson score interval of `solved` out of `n`; [0, 1] where n is 0.
+    """The Wilson score interval for `solved` out of `n`; [0, 1] if n is 0. `z`: normal quantile. Raises `ValueError`.
 
     >>> wilson(9, 10)  # doctest: +ELLIPSIS
     Interval(value=0.9, low=0.5958..., high=0.9821...)

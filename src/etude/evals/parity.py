@@ -1,9 +1,9 @@
-"""How far two programs are apart that compute the same policy: numbers of log-probabilities and of routes. Pure.
+"""Metrics of sampler-trainer mismatch: how much the log-probabilities and routes of engine and learner differ.
 
-The sampler is the engine, the trainer is the learner; r is the trainer's probability of a sampled token over the
-sampler's, on the same weights, so that it should be 1.
+The sampler is the engine, the trainer is the learner. r is the trainer's probability of a sampled token divided by the
+sampler's, for the same weights; it should be 1.
 
-Shapes: T sampled tokens, N positions, L layers of experts, K experts a token.
+Shapes: T sampled tokens, N positions, L layers with experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -17,50 +17,50 @@ import numpy.typing as npt
 F64 = npt.NDArray[np.float64]
 
 DECADES = (-8, 1)
-"""The histogram's range: powers of ten of |difference|, in steps of half a decade."""
+"""Range of the histogram: powers of ten of |difference|, in steps of half a decade."""
 
 LEGEND = (
-    "r: the learner's probability of a token over the engine's; Δ = log r; k1, k3: KL divergence a token, in nats; "
-    "flipped: choices of experts that differ; k3 replayed: the learner given the engine's experts"
+    "r: the learner's probability of a token divided by the engine's; Δ = log r; k1, k3: estimates of the KL "
+    "divergence per token, in nats; flipped: different choices of experts; k3 replayed: k3 with the engine's experts"
 )
-"""What the columns of a table of `Parity` mean, in a line."""
+"""The meaning of the columns of a table of `Parity`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
-    """What was measured. Ratios are |r - 1|; differences are of log-probabilities, in nats."""
+    """The metrics. Ratios are |r - 1|; differences are of log-probabilities, in nats."""
 
     num_tokens: int
-    num_differing: int  # tokens whose two log-probabilities are not the same number
+    num_differing: int  # tokens with two different log-probabilities
     mean: float  # mean |difference|
     largest: float
     k1: float  # mean of -log r: unbiased for KL(sampler || trainer), may be negative
     k3: float  # mean of r - 1 - log r: unbiased, never negative
     ratio_max: float
     ratio_p99: float
-    flipped_tokens: float | None  # share of positions with another set of experts in some layer; None without routes
-    flipped: float | None  # share of token-layers
-    histogram: tuple[int, ...]  # tokens by |difference|: equal, below 1e-8, then by half decades, then above 10
+    flipped_tokens: float | None  # share of positions with other experts in at least one layer; None without routes
+    flipped: float | None  # share of (position, layer) pairs with other experts
+    histogram: tuple[int, ...]  # token counts by |difference|: 0, below 1e-8, half decades, above 10
 
     @property
     def equal(self) -> bool:
-        """Whether every log-probability is the same number, and every expert the same."""
+        """Whether all log-probabilities and all experts are equal."""
         return self.num_differing == 0 and not self.flipped_tokens
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The metrics as plain data for JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How far apart is near enough: the most that k3 (nats a token) and the 99th percentile of |r - 1| may be."""
+    """The largest accepted mismatch: upper limits for k3 (nats per token) and for the 99th percentile of |r - 1|."""
 
     k3: float
     ratio_p99: float
 
     def holds(self, found: Parity) -> bool:
-        """Whether the numbers keep to it."""
+        """Whether the metrics are within the limits."""
         return found.k3 <= self.k3 and found.ratio_p99 <= self.ratio_p99
 
 
@@ -68,8 +68,8 @@ _BUDGETS = {"float32": Budget(1e-9, 1e-3), "float16": Budget(5e-4, 0.2), "bfloat
 
 
 def budget_of(dtype: str) -> Budget:
-    """The budget of native arithmetic: twice the KL that was measured on random weights (32 experts, top-4, 6 layers:
-    bf16 2.5e-3, fp16 1.7e-4; on a trained model it is ten times less)."""
+    """The default budget in native mode for a dtype: twice the KL divergence measured with random weights (32 experts,
+    top-4, 6 layers: bf16 2.5e-3, fp16 1.7e-4; ten times less on a trained model)."""
     return _BUDGETS[dtype]
 
 
@@ -78,10 +78,10 @@ def compare(
     trainer_T: npt.ArrayLike,
     routes_NLK: tuple[npt.NDArray[Any], npt.NDArray[Any]] | None = None,
 ) -> Parity:
-    """The numbers of two lists of log-probabilities (and of the two sides' routes).
+    """Compare the log-probabilities of sampler and trainer, and optionally their routes.
 
-    A log-probability that is not finite on one side counts as an infinite difference. Raises `ValueError` for other
-    lengths, or no tokens at all.
+    If one of two log-probabilities is not finite, the difference is infinite. Raises `ValueError` if the lengths differ
+    or there are no tokens.
 
     >>> compare([-1.0, -2.0], [-1.0, -2.0]).equal
     True
@@ -96,25 +96,25 @@ def compare(
         log_ratio = np.where(np.isfinite(log_ratio), log_ratio, np.inf)
         off = np.abs(np.expm1(log_ratio))
         k3 = np.expm1(log_ratio) - log_ratio
-    away = np.abs(log_ratio)
+    distance = np.abs(log_ratio)
     flips = None if routes_NLK is None else flipped(*routes_NLK)
     return Parity(
-        num_tokens=len(away),
+        num_tokens=len(distance),
         num_differing=int((log_ratio != 0).sum()),
-        mean=float(away.mean()),
-        largest=float(away.max()),
+        mean=float(distance.mean()),
+        largest=float(distance.max()),
         k1=float(-log_ratio.mean()),
         k3=float(np.where(np.isnan(k3), np.inf, k3).mean()),
         ratio_max=float(off.max()),
         ratio_p99=float(np.quantile(off, 0.99, method="higher")),
         flipped_tokens=None if flips is None else float(flips.any(1).mean()),
         flipped=None if flips is None else float(flips.mean()),
-        histogram=histogram(away),
+        histogram=histogram(distance),
     )
 
 
 def flipped(one_NLK: npt.NDArray[Any], other_NLK: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """[N, L]: where the sets of experts differ; their order does not count."""
+    """[N, L] bool: where the sets of experts differ, regardless of their order. Raises `ValueError`."""
     if one_NLK.shape != other_NLK.shape or one_NLK.ndim != 3:
         raise ValueError(f"routes of shapes {one_NLK.shape} and {other_NLK.shape} cannot be compared")
     differs: npt.NDArray[np.bool_] = (np.sort(one_NLK, -1) != np.sort(other_NLK, -1)).any(-1)
@@ -122,13 +122,13 @@ def flipped(one_NLK: npt.NDArray[Any], other_NLK: npt.NDArray[Any]) -> npt.NDArr
 
 
 def edges() -> F64:
-    """The histogram's bounds, ascending."""
+    """The bounds of the histogram, ascending."""
     low, high = DECADES
     return np.power(10.0, np.arange(2 * low, 2 * high + 1) / 2)
 
 
-def histogram(away_T: F64) -> tuple[int, ...]:
-    """How many differences are zero, under the first bound, between two, over the last."""
-    above = away_T[away_T > 0]
+def histogram(distance_T: F64) -> tuple[int, ...]:
+    """Counts of differences that are zero, below the first bound, between two bounds, and above the last bound."""
+    above = distance_T[distance_T > 0]
     counts = np.bincount(np.searchsorted(edges(), above, side="right"), minlength=len(edges()) + 1)
-    return (len(away_T) - len(above), *counts.tolist())
+    return (len(distance_T) - len(above), *counts.tolist())

@@ -1,4 +1,4 @@
-"""The result of an evaluation: solve rate with its interval, best of k, costs, and invalid rollouts. Pure."""
+"""The result of an evaluation: solve rate with interval, best of k, number of turns and tokens, invalid rollouts."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from etude.evals.rows import EvalRow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
-    """The facts of the `eval.result` event. Rates are over valid rollouts; invalid ones are only counted."""
+    """The summary of an evaluation, as in the `eval.result` event. Rates are over valid rollouts only."""
 
     name: str  # "before", "during", "after", or a baseline's
     split: str
     step: int
     num_tasks: int  # tasks with at least one valid try
-    num_problems: int  # different problems among them: variants of one problem are not independent
-    tries: int  # most tries at one task
+    num_problems: int  # number of different problems: variants of one problem are not independent
+    tries: int  # largest number of rollouts of a task
     solved: int  # valid rollouts with reward 1
-    cheats: int  # valid rollouts that bear signs of cheating; none of them is solved
+    cheats: int  # valid rollouts with signs of cheating; they do not count as solved
     rate: float
     low: float
     high: float
-    best_of_k: float  # share of tasks that some try solved
+    best_of_k: float  # share of tasks that at least one rollout solved
     turns_mean: float
     sampled_mean: float
-    by_family: Mapping[str, float]  # solve rate
-    invalid: Mapping[str, int]  # by boundary
+    by_family: Mapping[str, float]  # family -> solve rate
+    invalid: Mapping[str, int]  # boundary -> number of rollouts
     wall_s: float
 
     def facts(self) -> dict[str, Any]:
@@ -39,10 +39,10 @@ class EvalResult:
 
 
 def evaluate(rows: Iterable[EvalRow], *, name: str, split: str, step: int, wall_s: float) -> EvalResult:
-    """Sum up the rollouts of one evaluation.
+    """Summarize the rollouts of one evaluation.
 
-    Several tries at a task, and tasks that are variants of one problem, are not independent: the interval is that of
-    the effective number of rollouts, by the variance between problems.
+    The interval uses the effective number of independent rollouts, because rollouts of one task, and tasks that are
+    variants of one problem, are correlated.
     """
     rows = list(rows)
     valid = [r for r in rows if r.valid]
@@ -75,13 +75,13 @@ def evaluate(rows: Iterable[EvalRow], *, name: str, split: str, step: int, wall_
 
 
 def best_of_k(rows: Iterable[EvalRow]) -> float:
-    """The share of tasks that at least one valid try solved; 0.0 where there is none."""
+    """The share of tasks that at least one valid rollout solved; 0.0 without valid rollouts."""
     by_task = tries_by_task([r for r in rows if r.valid])
     return sum(any(r.solved for r in tries) for tries in by_task.values()) / len(by_task) if by_task else 0.0
 
 
 def tries_by_task(rows: Iterable[EvalRow]) -> dict[str, list[EvalRow]]:
-    """Rows by task id."""
+    """Group rows by task id."""
     return _group(rows, lambda r: r.task_id)
 
 

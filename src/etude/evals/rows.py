@@ -1,6 +1,6 @@
-"""One row a rollout of an evaluation, as Parquet: `evals/<name>.parquet` of a run folder.
+"""The rollouts of an evaluation as Parquet, one row each: `evals/<name>.parquet` in a run folder.
 
-Everything that reports and comparisons need, transcripts included, and nothing that training needs.
+A row has everything that reports and comparisons need, including the transcript, but no training data.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from etude.records.rollout import Invalid
 from etude.records.summary import RolloutSummary
 
 MAX_ROWS = 10_000_000
-LATER = {"sign"}  # columns that files of an earlier etude lack
+ADDED_LATER = {"sign"}  # columns that files of earlier versions do not have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRow:
-    """A judged rollout. `reward` is NaN-free: 0.0 where it is invalid, which `outcome` says."""
+    """A graded rollout. `reward` is never NaN: an invalid rollout has 0.0, and its `outcome` says why."""
 
     task_id: str
     rollout_id: str
     family: str
-    problem: str  # variants of one problem share it; the task's id where the task is unique
-    outcome: str  # "graded", or the boundary at which it became invalid
+    problem: str  # the same for variants of one problem; the task id for a unique task
+    outcome: str  # "graded", or the boundary at which the rollout failed
     reward: float
     ending: str
     reason: str
     turns: int
-    sampled: int  # tokens the policy sampled
-    malformed: int  # tool calls that could not be read
+    sampled: int  # sampled tokens
+    malformed: int  # tool calls that could not be parsed
     wall_s: float
     tool_s: float
-    transcript: str  # the whole context for people
-    sign: str = ""  # of cheating, the gravest; "": none, or a file of an etude that did not look
+    transcript: str  # the full context as readable text
+    sign: str = ""  # the most serious sign of cheating; "": none
 
     @property
     def valid(self) -> bool:
@@ -76,7 +76,7 @@ _SCHEMA = pa.schema(
 
 
 def make_row(rollout: RolloutSummary, judged: Reward | Invalid, *, transcript: str, sign: str = "") -> EvalRow:
-    """The row of a rollout and its reward. `sign`: of cheating, which took the reward."""
+    """The row of a rollout and its reward. `sign`: a sign of cheating, because of which the reward is 0."""
     valid = isinstance(judged, Reward)
     return EvalRow(
         task_id=rollout.task_id,
@@ -98,7 +98,8 @@ def make_row(rollout: RolloutSummary, judged: Reward | Invalid, *, transcript: s
 
 
 def write_rows(path: Path, rows: Iterable[EvalRow]) -> None:
-    """Write rows, in order of task and rollout; the file is whole or absent. Raises `StoreError`."""
+    """Write rows in the order of task and rollout. The file is written completely or not at all. Raises
+    `StoreError`."""
     ordered = sorted(rows, key=lambda r: (r.task_id, r.rollout_id))
     table = pa.Table.from_pylist([asdict(r) for r in ordered], schema=_SCHEMA)
     partial = path.with_name(f".{path.name}.partial")
@@ -111,24 +112,26 @@ def write_rows(path: Path, rows: Iterable[EvalRow]) -> None:
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise StoreError(f"cannot write {path}", str(error), hint="free space, or check the folder's rights") from None
+        raise StoreError(
+            f"cannot write {path}", str(error), hint="free disk space, or check the permissions of the folder"
+        ) from None
 
 
 def read_rows(path: Path) -> list[EvalRow]:
-    """The rows of a file; columns it has besides are skipped. Raises `StoreError` for a missing or damaged one."""
+    """Read the rows of a file and ignore additional columns. Raises `StoreError` if it is missing or damaged."""
     try:
         with path.open("rb") as handle:
             verify_parquet(handle, path, kind=StoreError)
-        file = pq.ParquetFile(path, pre_buffer=False)  # and no threads: one may abort the interpreter at its end
+        file = pq.ParquetFile(path, pre_buffer=False)  # no threads: they can abort the interpreter at exit
         if file.metadata.num_rows > MAX_ROWS:
             raise StoreError(f"{path} has {file.metadata.num_rows} rows", hint=f"at most {MAX_ROWS} are read")
-        lacking = LATER - set(file.schema_arrow.names)
-        names = [f.name for f in fields(EvalRow) if f.name not in lacking]
+        missing = ADDED_LATER - set(file.schema_arrow.names)
+        names = [f.name for f in fields(EvalRow) if f.name not in missing]
         read = file.read(columns=names, use_threads=False).select(names)
         values: list[dict[str, Any]] = read.cast(pa.schema([_SCHEMA.field(name) for name in names])).to_pylist()
     except FileNotFoundError:
         raise StoreError(
-            f"no evaluation at {path}", hint="the run has not reached it yet; see its phases.json"
+            f"no evaluation at {path}", hint="the run may not have reached it yet; see its phases.json"
         ) from None
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         raise StoreError(f"{path} is not an evaluation", str(error), hint=_HINT_DAMAGED) from None

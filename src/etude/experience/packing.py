@@ -20,7 +20,7 @@ from etude.experience.groups import Group
 from etude.records.reward import K1, Term
 from etude.records.rollout import Graded, Invalid, Path, Rollout, Trace
 from etude.records.sample import Batch, Sample
-from etude.records.summary import BatchPlan, BatchRef, Member, RolloutSummary, as_seen
+from etude.records.summary import BatchPlan, BatchRef, Member, RolloutSummary, with_versions_of
 from etude.records.wire import F32, Array, Bools
 from etude.rewards import DEFAULT_COMPOSITION, Composition
 from etude.seams import CreditScheme
@@ -139,7 +139,7 @@ def make_batch(plan: BatchPlan, read: Read, *, temperature: float = 1.0) -> Batc
     samples = list[Sample]()
     for member in plan.members:
         if member.summary is not None and member.advantage:
-            trace = as_seen(read(member.summary), member.summary).trace
+            trace = with_versions_of(read(member.summary), member.summary).trace
             samples += [sample for _, sample in samples_of(plan, member, trace, temperature=temperature)]
     return batch_of(plan, samples)
 

@@ -21,7 +21,7 @@ import msgspec
 
 from etude.errors import LedgerError, StoreError
 from etude.records.rollout import Rollout
-from etude.records.summary import RolloutSummary, Stored
+from etude.records.summary import RolloutSummary, StoredFile
 from etude.records.wire import pack, unpack
 
 SUFFIX = ".rollout"
@@ -39,7 +39,7 @@ class _Exports(msgspec.Struct, frozen=True):
 class RolloutFiles:
     """The stored rollouts of a run, in a folder that every process of the run sees.
 
-    `write` returns the size and digest of the file (`Stored`); `read` needs the summary that has them.
+    `write` returns the size and digest of the file (`StoredFile`); `read` needs the summary that has them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -49,7 +49,7 @@ class RolloutFiles:
         """The path of a rollout's file."""
         return self.folder / f"{rollout_id}.{attempt}{SUFFIX}"
 
-    def write(self, rollout: Rollout, *, durable: bool = True) -> Stored:
+    def write(self, rollout: Rollout, *, durable: bool = True) -> StoredFile:
         """Store a rollout atomically; with `durable` it is synced to disk when this returns. Raises `StoreError`."""
         data, path = HEAD + pack(rollout), self.path(rollout.rollout_id, rollout.attempt)
         scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -72,7 +72,7 @@ class RolloutFiles:
                 scratch.unlink()
             hint = "free disk space, then etude run --resume: nothing is lost"
             raise StoreError(f"{path} cannot be written", os.strerror(error.errno or 0), hint=hint) from error
-        return Stored(len(data), hashlib.sha256(data).hexdigest())
+        return StoredFile(len(data), hashlib.sha256(data).hexdigest())
 
     def read(self, summary: RolloutSummary) -> Rollout:
         """Read a rollout. Raises `LedgerError` when its file is missing or changed."""
@@ -89,7 +89,7 @@ class RolloutFiles:
             data = path.read_bytes()
         except OSError as error:
             raise _lost(summary, f"{path}: {os.strerror(error.errno or 0)}") from error
-        found = Stored(len(data), hashlib.sha256(data).hexdigest())
+        found = StoredFile(len(data), hashlib.sha256(data).hexdigest())
         if found != stored:
             was = f"{stored.num_bytes} bytes, {stored.sha256[:12]}" if stored else "nothing"
             raise _lost(summary, f"{path} has {found.num_bytes} bytes, {found.sha256[:12]}; stored was {was}")

@@ -41,7 +41,7 @@ from etude.records.completion import Completion, Sampling, StopReason, Version, 
 from etude.records.reward import Term
 from etude.records.rollout import Boundary, Graded, Invalid, Path, Trace, Turn, TurnKind
 from etude.records.sample import Batch, Origin, Sample
-from etude.records.summary import BatchPlan, BatchRef, Member, as_seen
+from etude.records.summary import BatchPlan, BatchRef, Member, with_versions_of
 from etude.records.task import Trust
 from etude.records.wire import I32, Array, Routes, from_json, pack, to_json
 from etude.seams import BlobStore
@@ -289,7 +289,7 @@ def _trace(member: Member, read: Read) -> Trace:
     if member.summary is None or member.summary.stored is None:
         return Trace(())
     try:
-        return as_seen(read(member.summary), member.summary).trace
+        return with_versions_of(read(member.summary), member.summary).trace
     except LedgerError:
         if isinstance(member.outcome, Invalid):
             return Trace(())

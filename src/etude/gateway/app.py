@@ -1,12 +1,12 @@
-"""The gateway for a product: serves OpenAI's chat and text completions from one `Policy`.
+"""The ASGI app of the gateway: serves OpenAI's chat and text completions from one `Policy`.
 
-    request → key → size → checks → a place → tokens (known ones, then what is new) → room → policy → answer
+    request → API key → body size → validation → running slot → tokens → context limit → policy → response
 
-Every step can refuse a request, with an error in OpenAI's format. A text is tokenised in a thread once its request has
-one of a bounded number of places, and refused by its length where it cannot fit. The gateway keeps the tokens of
-conversations: a client sends text, and the model gets exactly the tokens that it read and sampled before. A stream is
-sent as the policy samples (all at once from a policy that cannot stream). When a client disconnects, its request is
-cancelled. Knows nothing of engines, weights or tools: the client carries out tool calls.
+Each step can refuse a request, with an error in OpenAI's format. The number of running requests is limited. A text is
+tokenised in a thread, and refused by its length alone when it cannot fit. The gateway stores the tokens of
+conversations: a client sends text, and the model gets exactly the tokens that it read and sampled before. Streams are
+sent while the policy samples (as one part from a policy that cannot stream). When a client disconnects, its request is
+cancelled. Tool calls are executed by the client.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from starlette.routing import Route
 
 from etude.capture import Chat, Prompt, TurnTree
 from etude.errors import EtudeError
-from etude.gateway.answers import Answer, make_answer, whole_chat, whole_text
 from etude.gateway.config import GatewayConfig
-from etude.gateway.http import HANDLERS, host, is_loopback, until_gone
-from etude.gateway.refusal import Refused, context_exceeded, invalid, of_error
-from etude.gateway.requests import Asked, ChatRequest, TextRequest, read_request, read_text_request
-from etude.gateway.streams import ChatStream, TextStream, broken
+from etude.gateway.errors import RequestRefused, context_exceeded, from_error, invalid_request
+from etude.gateway.http import HANDLERS, host, is_loopback, run_until_disconnect
+from etude.gateway.requests import BaseRequest, ChatRequest, TextRequest, read_request, read_text_request
+from etude.gateway.responses import ModelResponse, chat_body, make_response, text_body
+from etude.gateway.streams import ChatStream, TextStream, error_event
 from etude.records.completion import Completion, CompletionRequest, Sampling, StopReason, Traffic
 from etude.records.wire import I32
-from etude.seams import Policy, told
+from etude.seams import Policy, stream_or_complete
 
 T = TypeVar("T")
-TOKENISING = 2
-"""Threads that tokenise. What a client that went away has begun there ends by itself; the next waits for it."""
-_SHORT_BYTES = 64 << 10  # of a body that is read where it came
-R = TypeVar("R", bound=Asked)
+TOKENISER_THREADS = 2
+"""Number of tokeniser threads. Work of a disconnected client is not interrupted; later work waits for it."""
+_SHORT_BYTES = 64 << 10  # a larger body is parsed in a thread
+R = TypeVar("R", bound=BaseRequest)
 
 
 def create_app(
@@ -57,7 +57,10 @@ def create_app(
     config: GatewayConfig | None = None,
     key: str | None = None,
 ) -> Starlette:
-    """The ASGI app that serves one model under the name `model`. Without a `key` it answers loopback callers only."""
+    """Make the ASGI app that serves one model.
+
+    `model`: the name in requests. `context_tokens`: longest context. `key`: the API key; without one only loopback
+    callers are answered."""
     gateway = Gateway(policy, chat, model=model, context_tokens=context_tokens, config=config, key=key)
     routes = [
         Route("/health", gateway.health),
@@ -72,19 +75,20 @@ def create_app(
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
-    """A checked request on its way to the policy, and what is needed to tell its answer."""
+class PendingRequest:
+    """A request that is ready for the policy, with what its response needs."""
 
-    asked: Asked
+    parsed: BaseRequest
     request: CompletionRequest
-    answer_id: str
+    response_id: str
     created: int  # unix seconds
-    signatures: Any = None  # None: no call is looked for
-    prompt: Prompt | None = None  # of a chat: where its completion is recorded
+    signatures: Any = None  # tools; None: do not look for tool calls
+    prompt: Prompt | None = None  # chat only: where the completion is recorded
 
 
 class Gateway:
-    """The state behind the app: what is running, and the conversations it remembers."""
+    """The request handlers and state of the app: running requests and stored conversations. Arguments as in
+    `create_app`."""
 
     def __init__(
         self,
@@ -102,59 +106,57 @@ class Gateway:
         self._tree = TurnTree(chat, session_id=f"chat-{uuid.uuid4().hex}", max_tokens=self.config.remembered_tokens)
         self._running = asyncio.Semaphore(self.config.max_running)
         self._num_waiting = 0
-        self._tokenising = ThreadPoolExecutor(TOKENISING, thread_name_prefix="tokenise")
+        self._tokeniser_threads = ThreadPoolExecutor(TOKENISER_THREADS, thread_name_prefix="tokenise")
         self._created = int(time.time())
 
     async def health(self, request: Request) -> Response:
-        """Whether the gateway answers; no key needed."""
+        """GET /health: 200 while the gateway serves; needs no key."""
         return JSONResponse({"status": "ok", "model": self.model})
 
     async def models(self, request: Request) -> Response:
-        """The one model that is served."""
+        """GET /v1/models: a list with the one model."""
         self._admit(request)
         return JSONResponse({"object": "list", "data": [self._card()]})
 
     async def one_model(self, request: Request) -> Response:
-        """The model by its name."""
+        """GET /v1/models/{name}."""
         self._admit(request)
         self._check_model(request.path_params["name"])
         return JSONResponse(self._card())
 
     async def chat_completions(self, request: Request) -> Response:
-        """OpenAI's chat completion."""
-        return await self._serve(request, read_request, self._ask_chat, whole_chat, ChatStream)
+        """POST /v1/chat/completions."""
+        return await self._serve(request, read_request, self._prepare_chat, chat_body, ChatStream)
 
     async def completions(self, request: Request) -> Response:
-        """OpenAI's text completion: what comes after a prompt that no template touches."""
-        return await self._serve(request, read_text_request, self._ask_text, whole_text, TextStream)
+        """POST /v1/completions: continue a prompt without a chat template."""
+        return await self._serve(request, read_text_request, self._prepare_text, text_body, TextStream)
 
     async def _serve(
         self,
         request: Request,
         read: Callable[[bytes], R],
-        ask: Callable[[R], Awaitable[Asking]],
-        whole: Callable[..., dict[str, Any]],
+        prepare: Callable[[R], Awaitable[PendingRequest]],
+        to_body: Callable[..., dict[str, Any]],
         stream: type[ChatStream],
     ) -> Response:
         self._admit(request)
         if not request.headers.get("content-type", "").startswith("application/json"):
-            raise Refused(415, "send the body as content-type: application/json", code="unsupported_media_type")
+            raise RequestRefused(415, "send the body as content-type: application/json", code="unsupported_media_type")
         try:
             async with asyncio.timeout(self.config.deadline_s):
-                asked = await self._read(read, await self._body(request))
-                self._check_model(asked.model)
-                if asked.stream:
-                    events = self._events(asked, ask, stream)
-                    first = await until_gone(request, anext(events))  # what fails until here has a status
+                parsed = await self._read(read, await self._body(request))
+                self._check_model(parsed.model)
+                if parsed.stream:
+                    events = self._events(parsed, prepare, stream)
+                    first = await run_until_disconnect(request, anext(events))  # an error up to here has an HTTP status
                     return _streaming(first, events)
-                answer = await until_gone(request, self._answer(asked, ask))
+                answer = await run_until_disconnect(request, self._answer(parsed, prepare))
         except TimeoutError:
-            raise self._late() from None
+            raise self._timeout_refusal() from None
         except ClientDisconnect:
             return Response(status_code=499)
-        return JSONResponse(whole(answer, return_token_ids=asked.return_token_ids))
-
-    # inside
+        return JSONResponse(to_body(answer, return_token_ids=parsed.return_token_ids))
 
     def _card(self) -> dict[str, Any]:
         return {
@@ -166,102 +168,107 @@ class Gateway:
         }
 
     def _admit(self, request: Request) -> None:
-        """The key; without one, only a caller that names this machine (a web page that was pointed here does not)."""
+        """Check the API key. Without a key, check that the Host header is loopback: a web page of another host,
+        resolved to this machine, is refused."""
         if self._key is None:
             if not is_loopback(host(request)):
-                raise Refused(403, "without a key only localhost is answered", code="forbidden")
+                raise RequestRefused(403, "without a key only localhost is answered", code="forbidden")
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), self._key.encode()):
-            raise Refused(401, "the API key is missing or wrong", code="invalid_api_key")
+            raise RequestRefused(401, "the API key is missing or wrong", code="invalid_api_key")
 
     def _check_model(self, name: str) -> None:
         if name != self.model:
             message = f"The model {name[:100]!r} does not exist; this is {self.model!r}."
-            raise Refused(404, message, code="model_not_found", param="model")
+            raise RequestRefused(404, message, code="model_not_found", param="model")
 
     async def _body(self, request: Request) -> bytes:
         limit, body = self.config.max_body_bytes, bytearray()
         async for part in request.stream():
             body += part
             if len(body) > limit:
-                raise Refused(413, f"the body is larger than {limit} bytes", code="request_too_large")
+                raise RequestRefused(413, f"the body is larger than {limit} bytes", code="request_too_large")
         return bytes(body)
 
     async def _read(self, read: Callable[[bytes], R], body: bytes) -> R:
-        return read(body) if len(body) <= _SHORT_BYTES else await self._apart(partial(read, body))
+        return read(body) if len(body) <= _SHORT_BYTES else await self._run_in_thread(partial(read, body))
 
-    async def _answer(self, asked: R, ask: Callable[[R], Awaitable[Asking]]) -> Answer:
-        async with self._turn():
-            asking = await ask(asked)
-            return self._told(asking, await self._policy.complete(asking.request))
+    async def _answer(self, parsed: R, prepare: Callable[[R], Awaitable[PendingRequest]]) -> ModelResponse:
+        async with self._running_slot():
+            pending = await prepare(parsed)
+            return self._respond(pending, await self._policy.complete(pending.request))
 
     async def _events(
-        self, asked: R, ask: Callable[[R], Awaitable[Asking]], kind: type[ChatStream]
+        self, parsed: R, prepare: Callable[[R], Awaitable[PendingRequest]], kind: type[ChatStream]
     ) -> AsyncGenerator[bytes]:
-        """The events of a stream, each as soon as its tokens are sampled."""
+        """Yield the events of a stream, each as soon as its tokens are sampled."""
         end = time.monotonic() + self.config.deadline_s
-        async with self._turn():
-            asking = await ask(asked)
+        async with self._running_slot():
+            pending = await prepare(parsed)
             stream = kind(
                 self._chat,
-                stop=asked.stop,
-                answer_id=asking.answer_id,
+                stop=parsed.stop,
+                response_id=pending.response_id,
                 model=self.model,
-                created=asking.created,
-                usage=asked.include_usage,
+                created=pending.created,
+                usage=parsed.include_usage,
             )
-            async with aclosing(told(self._policy, self._policy.complete, asking.request)) as parts:
+            async with aclosing(stream_or_complete(self._policy, self._policy.complete, pending.request)) as parts:
                 while True:
                     try:
                         part = await asyncio.wait_for(anext(parts), max(0.0, end - time.monotonic()))
                     except TimeoutError:
-                        raise self._late() from None
+                        raise self._timeout_refusal() from None
                     if isinstance(part, Completion):
-                        answer = self._told(asking, part)
+                        answer = self._respond(pending, part)
                         break
                     for event in stream.tokens(part):
                         yield event
         for event in stream.end(answer):
             yield event
 
-    async def _apart(self, work: Callable[[], T]) -> T:
-        """Do work of the processor in a thread: the loop goes on with other requests."""
-        return await asyncio.get_running_loop().run_in_executor(self._tokenising, work)
+    async def _run_in_thread(self, work: Callable[[], T]) -> T:
+        """Run CPU-bound work in a tokeniser thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokeniser_threads, work)
 
-    async def _ask_chat(self, asked: ChatRequest) -> Asking:
-        """The tokens of a conversation; those that were sampled here are the sampled ones."""
+    async def _prepare_chat(self, parsed: ChatRequest) -> PendingRequest:
+        """Tokenise a conversation; turns that were sampled here keep their tokens."""
         try:
-            signatures = self._chat.signatures(asked.tools)
+            signatures = self._chat.signatures(parsed.tools)
         except ValueError as error:
-            raise invalid(str(error), "tools") from None
-        render = partial(self._tree.prompt, asked.messages, signatures, tools=asked.tools, most=self.context_tokens)
-        prompt = await self._apart(render)
-        request = self._request(asked, prompt.session_id, prompt.token_ids, fork_from=prompt.fork_from, keep=True)
-        return Asking(asked, request, f"chatcmpl-{uuid.uuid4().hex}", int(time.time()), signatures, prompt)
+            raise invalid_request(str(error), "tools") from None
+        render = partial(
+            self._tree.prompt, parsed.messages, signatures, tools=parsed.tools, max_tokens=self.context_tokens
+        )
+        prompt = await self._run_in_thread(render)
+        request = self._request(parsed, prompt.session_id, prompt.token_ids, fork_from=prompt.fork_from, keep=True)
+        return PendingRequest(parsed, request, f"chatcmpl-{uuid.uuid4().hex}", int(time.time()), signatures, prompt)
 
-    async def _ask_text(self, asked: TextRequest) -> Asking:
-        if isinstance(asked.prompt, str):
-            prompt_ids = await self._apart(partial(self._chat.encode, asked.prompt, most=self.context_tokens))
-        elif all(0 <= token < self._chat.vocab_size for token in asked.prompt):
-            prompt_ids = np.array(asked.prompt, np.int32)
+    async def _prepare_text(self, parsed: TextRequest) -> PendingRequest:
+        if isinstance(parsed.prompt, str):
+            prompt_ids = await self._run_in_thread(
+                partial(self._chat.encode, parsed.prompt, max_tokens=self.context_tokens)
+            )
+        elif all(0 <= token < self._chat.vocab_size for token in parsed.prompt):
+            prompt_ids = np.array(parsed.prompt, np.int32)
         else:
-            raise invalid(f"prompt has a token id outside of [0, {self._chat.vocab_size})", "prompt")
-        request = self._request(asked, f"text-{uuid.uuid4().hex}", prompt_ids, keep=False)
-        return Asking(asked, request, f"cmpl-{uuid.uuid4().hex}", int(time.time()))
+            raise invalid_request(f"prompt has a token id outside of [0, {self._chat.vocab_size})", "prompt")
+        request = self._request(parsed, f"text-{uuid.uuid4().hex}", prompt_ids, keep=False)
+        return PendingRequest(parsed, request, f"cmpl-{uuid.uuid4().hex}", int(time.time()))
 
     def _request(
-        self, asked: Asked, session_id: str, prompt_ids: I32, *, fork_from: str | None = None, keep: bool
+        self, parsed: BaseRequest, session_id: str, prompt_ids: I32, *, fork_from: str | None = None, keep: bool
     ) -> CompletionRequest:
         return CompletionRequest(
             request_id=f"{session_id}/{uuid.uuid4().hex}",
             session_id=session_id,
             prompt_ids=prompt_ids,
             sampling=Sampling(
-                max_tokens=self._room(asked, len(prompt_ids)),
+                max_tokens=self._max_answer_tokens(parsed, len(prompt_ids)),
                 stop_token_ids=self._chat.stop_token_ids,
-                temperature=asked.temperature,
-                seed=secrets.randbits(63) if asked.seed is None else asked.seed & ((1 << 63) - 1),
+                temperature=parsed.temperature,
+                seed=secrets.randbits(63) if parsed.seed is None else parsed.seed & ((1 << 63) - 1),
             ),
             routes_from=None,
             deadline_s=self.config.deadline_s,
@@ -270,39 +277,39 @@ class Gateway:
             traffic=Traffic.PRODUCTION,
         )
 
-    def _told(self, asking: Asking, completion: Completion) -> Answer:
-        """Make the client's answer of a completion; that of a chat is recorded."""
+    def _respond(self, pending: PendingRequest, completion: Completion) -> ModelResponse:
+        """Make the response of a completion. The completion of a chat is recorded as a turn."""
         if completion.stop_reason is StopReason.CANCELLED:
-            raise Refused(503, f"{completion.engine} cancelled the request", code="engine_unavailable")
-        answer = make_answer(
+            raise RequestRefused(503, f"{completion.engine} cancelled the request", code="engine_unavailable")
+        answer = make_response(
             completion,
             chat=self._chat,
-            signatures=asking.signatures,
-            stop=asking.asked.stop,
-            prompt_ids=asking.request.prompt_ids,
-            answer_id=asking.answer_id,
+            signatures=pending.signatures,
+            stop=pending.parsed.stop,
+            prompt_ids=pending.request.prompt_ids,
+            response_id=pending.response_id,
             model=self.model,
-            created=asking.created,
+            created=pending.created,
         )
-        if asking.prompt is not None and not answer.cut:  # a client cannot repeat text that it did not get
-            self._tree.record(asking.prompt, completion, answer.canonical(), sampling=asking.request.sampling)
+        if pending.prompt is not None and not answer.stopped_by_text:  # a client cannot repeat text that it did not get
+            self._tree.record(pending.prompt, completion, answer.canonical_message(), sampling=pending.request.sampling)
         return answer
 
-    def _late(self) -> Refused:
-        return Refused(504, f"no answer within {self.config.deadline_s:g} s", code="timeout")
+    def _timeout_refusal(self) -> RequestRefused:
+        return RequestRefused(504, f"no answer within {self.config.deadline_s:g} s", code="timeout")
 
-    def _room(self, asked: Asked, num_prompt: int) -> int:
-        """Tokens the answer may have. Raises `Refused` past the context."""
-        room = self.context_tokens - num_prompt
-        if room < (asked.max_tokens or 1):
-            raise context_exceeded(self.context_tokens, num_prompt, asked.max_tokens or 1)
-        return asked.max_tokens or min(room, self.config.answer_tokens)
+    def _max_answer_tokens(self, parsed: BaseRequest, num_prompt: int) -> int:
+        """Token limit of the answer. Raises `RequestRefused` when the request does not fit the context."""
+        remaining = self.context_tokens - num_prompt
+        if remaining < (parsed.max_tokens or 1):
+            raise context_exceeded(self.context_tokens, num_prompt, parsed.max_tokens or 1)
+        return parsed.max_tokens or min(remaining, self.config.answer_tokens)
 
     @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
-        """One of the running completions; past the bounded queue a request is refused at once."""
+    async def _running_slot(self) -> AsyncIterator[None]:
+        """Wait for a running slot; refuse the request (429) when the queue is full."""
         if self._running.locked() and self._num_waiting >= self.config.max_waiting:
-            raise Refused(429, "too many requests are waiting; try again", code="rate_limit_exceeded")
+            raise RequestRefused(429, "too many requests are waiting; try again", code="rate_limit_exceeded")
         self._num_waiting += 1
         try:
             await self._running.acquire()
@@ -315,7 +322,7 @@ class Gateway:
 
 
 def _streaming(first: bytes, events: AsyncGenerator[bytes]) -> Response:
-    """A stream that has begun. Whatever goes wrong from now on is its last event."""
+    """The response of a stream whose first event is known. A later error becomes the last event."""
 
     async def body() -> AsyncIterator[bytes]:
         async with aclosing(events):
@@ -323,9 +330,9 @@ def _streaming(first: bytes, events: AsyncGenerator[bytes]) -> Response:
             try:
                 async for event in events:
                     yield event
-            except Refused as refused:
-                yield broken(refused)
+            except RequestRefused as refused:
+                yield error_event(refused)
             except EtudeError as error:
-                yield broken(of_error(error))
+                yield error_event(from_error(error))
 
     return StreamingResponse(body(), media_type="text/event-stream", headers={"cache-control": "no-cache"})

@@ -1,31 +1,35 @@
-"""What HTTP needs whatever is asked: who calls, whether the caller is still there, and errors in OpenAI's shape."""
+"""HTTP parts of the gateway: serving the app, the caller's host, client disconnects, and error handlers."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
+from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from etude.errors import EtudeError
-from etude.gateway.refusal import Refused, of_error
+from etude.errors import ConfigError, EtudeError
+from etude.gateway.config import GatewayConfig
+from etude.gateway.errors import RequestRefused, from_error
+from etude.http_server import bind, run_http_server
 
 T = TypeVar("T")
 
 
 def host(request: Request) -> str:
-    """The name under which the caller addresses us; empty for a Host header that is none."""
+    """The host name in the request's Host header; "" when the header is invalid."""
     try:
         return request.url.hostname or ""
-    except ValueError:  # a Host header that is none
+    except ValueError:  # an invalid Host header
         return ""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address is this machine's own.
+    """Whether a host name or address is a loopback address.
 
     >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("0.0.0.0"), is_loopback("example.org")
     (True, True, False, False)
@@ -38,8 +42,8 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-async def until_gone(request: Request, work: Awaitable[T]) -> T:
-    """Do the work, unless the client goes away: then it is cancelled, and `ClientDisconnect` raised."""
+async def run_until_disconnect(request: Request, work: Awaitable[T]) -> T:
+    """Await `work`. When the client disconnects first, cancel it and raise `ClientDisconnect`."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
     try:
@@ -59,23 +63,38 @@ async def _disconnected(request: Request) -> None:
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
+    assert isinstance(error, RequestRefused)
     return error.response()
 
 
 async def _failed(request: Request, error: Exception) -> Response:
     assert isinstance(error, EtudeError)
-    return of_error(error).response()
+    return from_error(error).response()
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
-    return Refused(status, f"{request.method} {request.scope['path']} is not offered", code="not_found").response()
+    return RequestRefused(
+        status, f"{request.method} {request.scope['path']} is not offered", code="not_found"
+    ).response()
 
 
 async def _broken(request: Request, error: Exception) -> Response:
-    return Refused(500, "the gateway failed; its log says why", code="internal_error").response()
+    return RequestRefused(500, "the gateway failed; its log says why", code="internal_error").response()
 
 
-HANDLERS: Any = {Refused: _refused, EtudeError: _failed, Exception: _broken, 404: _no_route, 405: _no_route}
-"""What Starlette does with an error."""
+HANDLERS: Any = {RequestRefused: _refused, EtudeError: _failed, Exception: _broken, 404: _no_route, 405: _no_route}
+"""Starlette's handlers by exception type and HTTP status."""
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Starlette, *, config: GatewayConfig) -> AsyncIterator[str]:
+    """Serve the app while the block runs. Yields the URL that clients use as `base_url`.
+
+    Raises `ConfigError` when the port is in use, and for an address other than loopback when the app needs no key.
+    """
+    if not app.state.needs_key and not is_loopback(config.host):
+        hint = "give a key (--key, or ETUDE_API_KEY), or keep --host 127.0.0.1"
+        raise ConfigError(f"host {config.host!r} is open to the network", "there is no key", hint=hint)
+    async with run_http_server(app, bind(config.host, config.port), name="the gateway", grace_s=5) as url:
+        yield f"{url}/v1"

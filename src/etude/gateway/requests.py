@@ -1,9 +1,8 @@
-"""Parses the bytes of a request into a checked `ChatRequest` or `TextRequest`. Raises `Refused` for all other bytes,
-and nothing else.
+"""Parses request bodies into a checked `ChatRequest` or `TextRequest`. Raises only `RequestRefused`.
 
-A parameter that would change the answer and is not supported is refused by its name, unless it has its neutral value.
-Unknown parameters are refused too. Parameters that change no answer (`HARMLESS`) are accepted and ignored. Unknown
-fields in messages are ignored, since clients send back what other servers put there.
+A parameter that would change the answer and is not supported is refused by name, unless it has a neutral value. Unknown
+parameters are refused too. Parameters that change no answer (`HARMLESS`) are ignored. Unknown fields in messages are
+ignored, since clients send back what other servers put there.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from etude.gateway.refusal import invalid, not_offered, unknown
+from etude.gateway.errors import invalid_request, unknown_parameter, unsupported_value
 
 Message = dict[str, Any]
 
@@ -34,16 +33,16 @@ HARMLESS = frozenset(
         "user",
     }
 )
-"""What clients and agents send beside what they ask: none of it changes the answer."""
+"""Parameters that clients send and that do not change the answer; they are ignored."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "top_p": (None, 1),
     "frequency_penalty": (None, 0),
     "presence_penalty": (None, 0),
     "logit_bias": (None, {}),
-    # of other servers
+    # parameters of other servers
     "add_generation_prompt": (None, True),
-    "add_special_tokens": (None, False, True),  # a template or a prompt has its own
+    "add_special_tokens": (None, False, True),  # the template or the prompt has them
     "allowed_token_ids": (None,),
     "bad_words": (None, []),
     "best_of": (None, 1),
@@ -73,7 +72,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (None,),
     "use_beam_search": (None, False),
 }
-"""Parameters that are understood and not offered, with the values under which they change nothing."""
+"""Known parameters that are not supported, with the values that are accepted because they change nothing."""
 NEUTRAL_OF_CHAT: dict[str, tuple[Any, ...]] = {
     **NEUTRAL,
     "logprobs": (None, False),
@@ -91,12 +90,12 @@ NEUTRAL_OF_CHAT: dict[str, tuple[Any, ...]] = {
 }
 NEUTRAL_OF_TEXT: dict[str, tuple[Any, ...]] = {**NEUTRAL, "logprobs": (None,), "suffix": (None, "")}
 TEXT_TOKENS = 16
-"""Of a text completion whose request names no limit, as OpenAI has it."""
+"""Token limit of a text completion without one, as in OpenAI's API."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """The fields that all requests for a completion share."""
+class BaseRequest:
+    """The fields that chat and text requests share."""
 
     model: str
     max_tokens: int | None
@@ -109,16 +108,17 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatRequest(Asked):
-    """The next message of a conversation. `messages` are canonical: text content, arguments as mappings."""
+class ChatRequest(BaseRequest):
+    """A request for the next message of a conversation. `messages` are canonical: text content, arguments as
+    mappings."""
 
     messages: list[Message]
-    tools: list[dict[str, Any]]  # as offered to the model; empty when the client forbids them
+    tools: list[dict[str, Any]]  # empty when the client forbids tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextRequest(Asked):
-    """A request to continue a prompt, given as text or as token ids."""
+class TextRequest(BaseRequest):
+    """A request to continue a prompt, which is text or token ids."""
 
     prompt: str | list[int]
 
@@ -177,23 +177,23 @@ _path = re.compile(r" - at `\$\.?([^`]*)`")
 
 
 def read_request(data: bytes) -> ChatRequest:
-    """The chat request in a body. Raises `Refused` (400)."""
+    """Parse the body of a chat request. Raises `RequestRefused` (400)."""
     body = _decoded(data, _chat_decoder, NEUTRAL_OF_CHAT)
     messages = [_canonical(m, f"messages[{i}]") for i, m in enumerate(body.messages)]
     if not messages or messages[-1]["role"] == "assistant":
-        raise invalid("messages must end with a system, user or tool message", "messages")
+        raise invalid_request("messages must end with a system, user or tool message", "messages")
     tools = [] if body.tool_choice == "none" else body.tools or []
     return ChatRequest(messages=messages, tools=tools, **_common(body))
 
 
 def read_text_request(data: bytes) -> TextRequest:
-    """The text request in a body. Raises `Refused` (400)."""
+    """Parse the body of a text request. Raises `RequestRefused` (400)."""
     body = _decoded(data, _text_decoder, NEUTRAL_OF_TEXT)
     prompt = body.prompt
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]  # a batch of one
     if not prompt or (isinstance(prompt, list) and not all(type(token) is int for token in prompt)):
-        raise invalid("prompt must be one text, or one list of token ids, and not empty", "prompt")
+        raise invalid_request("prompt must be one text, or one list of token ids, and not empty", "prompt")
     common = _common(body)
     return TextRequest(prompt=prompt, **{**common, "max_tokens": common["max_tokens"] or TEXT_TOKENS})
 
@@ -207,21 +207,21 @@ def _decoded(data: bytes, decoder: msgspec.json.Decoder[B], neutral: dict[str, t
         body = decoder.decode(data)
     except msgspec.ValidationError as error:
         place = _path.search(str(error))
-        raise invalid(str(error), place[1] if place else None) from None
+        raise invalid_request(str(error), place[1] if place else None) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid(f"the body is not JSON: {error}") from None
+        raise invalid_request(f"the body is not JSON: {error}") from None
     for name, raw in _names_decoder.decode(data).items():
         if name in neutral:
             if (value := msgspec.json.decode(raw)) not in neutral[name]:
-                raise not_offered(name, value, neutral[name])
+                raise unsupported_value(name, value, neutral[name])
         elif name not in body.__struct_fields__ and name not in HARMLESS:
-            raise unknown(name, {*body.__struct_fields__, *HARMLESS, *neutral})
+            raise unknown_parameter(name, {*body.__struct_fields__, *HARMLESS, *neutral})
     _check_ranges(body)
     return body
 
 
 def _common(body: _Body) -> dict[str, Any]:
-    """The fields of `Asked`."""
+    """The fields of `BaseRequest`."""
     return {
         "model": body.model,
         "max_tokens": body.max_completion_tokens or body.max_tokens,
@@ -237,32 +237,34 @@ def _common(body: _Body) -> dict[str, Any]:
 def _check_ranges(body: _Body) -> None:
     for name, limit in (("max_tokens", body.max_tokens), ("max_completion_tokens", body.max_completion_tokens)):
         if limit is not None and limit < 1:
-            raise invalid(f"{name} = {limit} must be at least 1", name)
+            raise invalid_request(f"{name} = {limit} must be at least 1", name)
     if body.temperature is not None and not 0.0 <= body.temperature <= 2.0:
-        raise invalid(f"temperature = {body.temperature} must be from 0 to 2", "temperature")
+        raise invalid_request(f"temperature = {body.temperature} must be from 0 to 2", "temperature")
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(stops) > MAX_STOPS or not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
-        raise invalid(f"stop must be at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARS} characters", "stop")
+        raise invalid_request(f"stop must be at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARS} characters", "stop")
     return stops
 
 
 def _canonical(message: _Message, where: str) -> Message:
-    """The message in the one form that is rendered and remembered: whatever a client leaves out or adds vanishes."""
+    """Convert a message to its canonical form, in which it is rendered and compared."""
     content = message.content
     if isinstance(content, list):
         if any(part.type not in ("text", "input_text", "output_text") for part in content):
-            raise invalid("only text content is offered by this model", f"{where}.content")
+            raise invalid_request("only text content is offered by this model", f"{where}.content")
         content = "".join(part.text for part in content)
     role = "system" if message.role == "developer" else message.role
     canonical: Message = {"role": role, "content": content or ""}
     if message.function_call is not None:
-        raise invalid("calls of the old form function_call are not rendered: send tool_calls", f"{where}.function_call")
+        raise invalid_request(
+            "calls of the old form function_call are not rendered: send tool_calls", f"{where}.function_call"
+        )
     if message.tool_calls:
         if role != "assistant":
-            raise invalid(f"a {role} message has tool_calls", f"{where}.tool_calls")
+            raise invalid_request(f"a {role} message has tool_calls", f"{where}.tool_calls")
         canonical["tool_calls"] = [_canonical_call(c, where) for c in message.tool_calls]
     return canonical
 
@@ -274,5 +276,7 @@ def _canonical_call(call: _ToolCall, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise invalid("a tool call's arguments must be a JSON object of whole characters", f"{where}.tool_calls")
+        raise invalid_request(
+            "a tool call's arguments must be a JSON object of whole characters", f"{where}.tool_calls"
+        )
     return {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}

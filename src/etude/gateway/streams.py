@@ -1,7 +1,7 @@
-"""An answer while it is sampled, as OpenAI's server-sent events. Pure: tokens in, events out.
+"""Converts sampled tokens to OpenAI's server-sent events. Pure: tokens in, events out.
 
-What is sent cannot be taken back, so only text is sent that stays text whatever comes: nothing from a call on (it is
-told whole, at its end), no half character, and nothing that may turn out to be the beginning of a stop text.
+Sent text cannot be taken back. So three things are held back: everything from a tool call on (it is sent complete, at
+the end), incomplete characters, and text that may be the beginning of a stop text.
 """
 
 from __future__ import annotations
@@ -11,92 +11,96 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from etude.capture import Chat
-from etude.gateway.answers import Answer
-from etude.gateway.refusal import Refused
+from etude.gateway.errors import RequestRefused
+from etude.gateway.responses import ModelResponse
 
 DONE = b"data: [DONE]\n\n"
-CHARACTER_TOKENS = 4  # at most, as a character has four bytes at most
+CHARACTER_TOKENS = 4  # most tokens of one character, which has at most four bytes
 
 
-class Spoken:
-    """The text of a growing completion. `sent` is what was given out so far."""
+class StreamedText:
+    """The text of a completion while it grows. `sent`: the text that `add` has returned so far."""
 
     def __init__(self, chat: Chat, stop: Sequence[str]) -> None:
         self.sent = ""
         self._chat, self._stop = chat, stop
         self._ids: list[int] = []
-        self._known = self._read = 0  # ids before `_known` are context, before `_read` they are decoded
-        self._held = ""  # decoded, and perhaps the beginning of a stop text
-        self._over = False  # a call or a stop text has begun
+        self._context_start = self._decoded_stop = 0  # ids before the first are only context, before the second decoded
+        self._pending = ""  # decoded text that may be the beginning of a stop text
+        self._ended = False  # a call or a stop text has begun
 
-    def more(self, ids: list[int]) -> str:
-        """What may be said now that these tokens are there."""
-        if self._over:
+    def add(self, ids: list[int]) -> str:
+        """Add sampled tokens. Returns the new text that can be sent."""
+        if self._ended:
             return ""
-        length = self._chat.leading_text(ids)
+        length = self._chat.num_text_tokens(ids)
         self._ids += ids[:length]
-        text = self._held + self._decoded()
+        text = self._pending + self._decode_new()
         end = min((at for s in self._stop if (at := text.find(s)) >= 0), default=-1)
-        self._over = length < len(ids) or end >= 0
-        safe = text[: end if end >= 0 else len(text) - _beginning(text, self._stop)]
-        self._held = text[len(safe) :]
+        self._ended = length < len(ids) or end >= 0
+        safe = text[: end if end >= 0 else len(text) - _stop_prefix_length(text, self._stop)]
+        self._pending = text[len(safe) :]
         self.sent += safe
         return safe
 
-    def _decoded(self) -> str:
-        """The text of the new tokens, behind as many known ones as a decoder needs to set blanks right; none of it
-        while the last character is not whole. Where none gets whole, what lies a character's tokens back is said as it
-        is: it stays so, and nothing may be decoded again and again."""
-        before = self._chat.decode(self._ids[self._known : self._read])
-        text = self._chat.decode(self._ids[self._known :])
+    def _decode_new(self) -> str:
+        """The text of the new tokens. They are decoded together with some earlier ones, which the decoder needs for
+        correct blanks. While the last character is incomplete, the result is empty. If it stays incomplete, all but the
+        last `CHARACTER_TOKENS` tokens are returned as they are, so that tokens are not decoded again and again."""
+        before = self._chat.decode(self._ids[self._context_start : self._decoded_stop])
+        text = self._chat.decode(self._ids[self._context_start :])
         stop = len(self._ids)
         if text.endswith("\ufffd"):
             stop -= CHARACTER_TOKENS
-            said = self._chat.decode(self._ids[self._known : stop]) if stop - self._read > CHARACTER_TOKENS else ""
-            text = said if text.startswith(said) else ""
+            content = (
+                self._chat.decode(self._ids[self._context_start : stop])
+                if stop - self._decoded_stop > CHARACTER_TOKENS
+                else ""
+            )
+            text = content if text.startswith(content) else ""
         if len(text) <= len(before):
             return ""
-        self._known, self._read = self._read, stop
+        self._context_start, self._decoded_stop = self._decoded_stop, stop
         return text[len(before) :]
 
 
-def _beginning(text: str, stop: Sequence[str]) -> int:
-    """Length of the longest end of a text that a stop text begins with."""
+def _stop_prefix_length(text: str, stop: Sequence[str]) -> int:
+    """Length of the longest suffix of a text with which a stop text begins."""
     longest = max((len(s) for s in stop), default=0)
     return next((n for n in range(min(longest, len(text)), 0, -1) if any(s.startswith(text[-n:]) for s in stop)), 0)
 
 
 class ChatStream:
-    """The `chat.completion.chunk` events of one answer."""
+    """The `chat.completion.chunk` events of one response. `usage`: whether the last event has token counts."""
 
     kind = "chat.completion.chunk"
 
     def __init__(
-        self, chat: Chat, *, stop: Sequence[str], answer_id: str, model: str, created: int, usage: bool
+        self, chat: Chat, *, stop: Sequence[str], response_id: str, model: str, created: int, usage: bool
     ) -> None:
-        self._spoken, self._usage, self._opened = Spoken(chat, stop), usage, False
-        self._head = {"id": answer_id, "object": self.kind, "created": created, "model": model}
+        self._text, self._usage, self._opened = StreamedText(chat, stop), usage, False
+        self._head = {"id": response_id, "object": self.kind, "created": created, "model": model}
         self._fingerprint: str | None = None
 
     def tokens(self, ids: list[int]) -> Iterator[bytes]:
-        """The events that new tokens make."""
+        """The events for newly sampled tokens."""
         yield from self._opening()
-        piece = self._spoken.more(ids)
+        piece = self._text.add(ids)
         if piece:
-            yield self._event(self._said(piece))
+            yield self._event(self._content(piece))
 
-    def end(self, answer: Answer) -> Iterator[bytes]:
-        """What is left to say of the whole answer, its end, and ``[DONE]``."""
+    def end(self, answer: ModelResponse) -> Iterator[bytes]:
+        """The last events: the remaining text, tool calls, finish reason, usage, and ``[DONE]``."""
         yield from self._opening()
         self._fingerprint = answer.fingerprint
-        left = answer.text[len(self._spoken.sent) :] if answer.text.startswith(self._spoken.sent) else ""
+        left = answer.text[len(self._text.sent) :] if answer.text.startswith(self._text.sent) else ""
         if left:
-            yield self._event(self._said(left))
-        for said in self._calls(answer):
-            yield self._event(said)
-        yield self._event(self._said(""), answer.finish_reason)
+            yield self._event(self._content(left))
+        for content in self._calls(answer):
+            yield self._event(content)
+        yield self._event(self._content(""), answer.finish_reason)
         if self._usage:
-            yield event({**self._whole_head(), "choices": [], "usage": answer.usage()})
+            yield event({**self._header(), "choices": [], "usage": answer.usage()})
         yield DONE
 
     def _opening(self) -> Iterator[bytes]:
@@ -104,43 +108,43 @@ class ChatStream:
             self._opened = True
             yield self._event({"delta": {"role": "assistant", "content": ""}})
 
-    def _said(self, piece: str) -> dict[str, Any]:
+    def _content(self, piece: str) -> dict[str, Any]:
         return {"delta": {"content": piece} if piece else {}}
 
-    def _calls(self, answer: Answer) -> Iterator[dict[str, Any]]:
+    def _calls(self, answer: ModelResponse) -> Iterator[dict[str, Any]]:
         for index, call in enumerate(answer.tool_calls()):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             yield {"delta": {"tool_calls": [{"index": index, **call, "function": {"name": name, "arguments": ""}}]}}
             yield {"delta": {"tool_calls": [{"index": index, "function": {"arguments": arguments}}]}}
 
-    def _whole_head(self) -> dict[str, Any]:
+    def _header(self) -> dict[str, Any]:
         return {**self._head, "system_fingerprint": self._fingerprint}
 
-    def _event(self, said: dict[str, Any], finish_reason: str | None = None) -> bytes:
-        choice = {"index": 0, **said, "logprobs": None, "finish_reason": finish_reason}
-        return event({**self._whole_head(), "choices": [choice]} | ({"usage": None} if self._usage else {}))
+    def _event(self, content: dict[str, Any], finish_reason: str | None = None) -> bytes:
+        choice = {"index": 0, **content, "logprobs": None, "finish_reason": finish_reason}
+        return event({**self._header(), "choices": [choice]} | ({"usage": None} if self._usage else {}))
 
 
 class TextStream(ChatStream):
-    """The `text_completion` events of one answer."""
+    """The `text_completion` events of one response."""
 
     kind = "text_completion"
 
     def _opening(self) -> Iterator[bytes]:
         yield from ()
 
-    def _said(self, piece: str) -> dict[str, Any]:
+    def _content(self, piece: str) -> dict[str, Any]:
         return {"text": piece}
 
-    def _calls(self, answer: Answer) -> Iterator[dict[str, Any]]:
+    def _calls(self, answer: ModelResponse) -> Iterator[dict[str, Any]]:
         yield from ()
 
 
 def event(body: dict[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Encode one server-sent event."""
     return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
-def broken(refused: Refused) -> bytes:
-    """The event that tells of what went wrong after the answer had begun; clients raise it."""
+def error_event(refused: RequestRefused) -> bytes:
+    """The event of an error after the stream has begun; clients raise it."""
     return event(refused.body())

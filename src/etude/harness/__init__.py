@@ -1,6 +1,6 @@
-"""The agent program: a chat format, tools, and the loop that joins a policy to a machine. Usable alone, without torch.
+"""The agent harness: a chat format, tools, and the loop between a policy and a machine. Usable alone, without torch.
 
-A call is a command line, the cheapest form a small model can learn:
+A tool call is a command line, which takes few tokens and is easy for a small model:
 
 >>> from etude.harness import read_call, standard_tools
 >>> read_call("edit calc.py 3 return a + b", standard_tools().signatures).arguments["text"]
@@ -12,7 +12,7 @@ A call is a command line, the cheapest form a small model can learn:
 from etude.harness.chat import SPECIAL_TOKENS, ChatFormat, Reply, chat_template
 from etude.harness.commands import Call, Signature, read_call
 from etude.harness.config import HarnessConfig
-from etude.harness.episode import AgentRun, Ask, Episode, EpisodeEnded, ModelTurn
+from etude.harness.episode import AgentRun, Episode, EpisodeEnded, ModelTurn, RequestOptions
 from etude.harness.programs import Harness, run_agent, run_program
 from etude.harness.template import ChatError
 from etude.harness.tools import ToolSet, Workbench, standard_tools
@@ -20,7 +20,6 @@ from etude.harness.tools import ToolSet, Workbench, standard_tools
 __all__ = [
     "SPECIAL_TOKENS",
     "AgentRun",
-    "Ask",
     "Call",
     "ChatError",
     "ChatFormat",
@@ -30,6 +29,7 @@ __all__ = [
     "HarnessConfig",
     "ModelTurn",
     "Reply",
+    "RequestOptions",
     "Signature",
     "ToolSet",
     "Workbench",

@@ -1,17 +1,17 @@
-"""The chat format: messages to tokens, once, and sampled tokens back to what was said.
+"""The chat format: encodes messages as tokens, and parses sampled tokens.
 
-Messages have OpenAI's shape. A Jinja template, which a checkpoint may bring itself, renders them; this file turns the
-rendering into token ids under three rules.
+Messages are in OpenAI's format. A Jinja template, usually the checkpoint's, renders them as text. This module turns the
+rendering into token ids under three rules:
 
-- *Tokens are stored once.* After the first prompt only what a turn appends is ever encoded (`continuation`), and the
-  rendering is checked to be a pure extension of the earlier one. What the model sampled is never re-tokenised.
+- *Tokens are stored once.* After the first prompt only what a turn appends is encoded (`continuation`), and the
+  rendering is checked to be a pure extension of the earlier one. Sampled tokens are never tokenised again.
 - *Structure comes from the template only.* Text that spells a special token (a file that contains ``<|end|>``) is
-  encoded as ordinary text, so no tool output can end a message or speak for somebody else.
-- *A checkpoint's template is outside code*: it runs in a sandbox (`template`). One that names `tools` is given them;
-  etude's own does not list them.
+  encoded as ordinary text. So no tool output can end a message or impersonate another role.
+- *A checkpoint's template is untrusted code.* It runs in a sandbox (`template`). A template that uses `tools` gets the
+  list of tools; etude's own does not list them.
 
-A checkpoint whose tokeniser has etude's tokens talks in etude's form; any other talks in its own (`imported`). Knows
-nothing of machines, engines or torch.
+A checkpoint whose tokeniser has etude's special tokens uses etude's format; every other one uses its own
+(`checkpoint_chat`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib import resources
@@ -34,7 +34,6 @@ from etude.errors import ContextFull
 from etude.file_checksums import verify_files
 from etude.harness.commands import Call, Signature, read_call, write_words
 from etude.harness.template import ChatError, ChatTemplate, read_special, read_template
-from etude.harness.token_bound import chars_per_token
 from etude.records.wire import I32
 
 PAD, USER, ASSISTANT, TOOL = "<|pad|>", "<|user|>", "<|assistant|>", "<|tool|>"
@@ -43,12 +42,12 @@ SPECIAL_TOKENS = (PAD, USER, ASSISTANT, TOOL, CALL, END, DOC, SYSTEM)
 """The special tokens, in the order of their ids in a tokeniser that etude trains."""
 
 TOKENISER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-"""The files of a directory that a format is read from, those of them that are there."""
+"""The files that a chat format is loaded from. Some may be missing."""
 
-_MARK = "\ue000"  # private use: hides text that spells a special token while the template renders
-STAND_IN = "\ue001"  # begins what stands for a text while a template renders; no outside text holds it unmarked
-_LONG_CHARS = 16_384  # from here on tokenising takes tens of milliseconds
-_SHORT_CHARS = 256  # texts up to here are remembered: tool answers repeat ("ok", an instruction)
+_MARK = "\ue000"  # private use: breaks up text that spells a special token while the template renders
+PLACEHOLDER = "\ue001"  # starts a placeholder for a text while a template renders; escaped in all other text
+_LONG_CHARS = 16_384  # tokenising a longer text takes tens of milliseconds
+_SHORT_CHARS = 256  # tokens of shorter texts are cached: tool outputs and instructions repeat
 _marked = re.compile(f"{_MARK}({_MARK}?)")
 
 Message = dict[str, Any]
@@ -57,10 +56,10 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a completion says.
+    """A parsed completion.
 
-    `text` is what was said before the call, or all of it. With `error` the call could not be read: `text` is then the
-    whole completion, and the error is what the model is told.
+    `text` is the text before the call, or all of it. When `error` is set, the call could not be parsed: `text` is then
+    the complete completion, and `error` is the message for the model.
     """
 
     text: str
@@ -69,42 +68,46 @@ class Reply:
 
 
 def chat_template() -> str:
-    """The Jinja source of etude's chat format, to be saved beside a tokeniser."""
+    """The Jinja source of etude's chat template, to be saved beside a tokeniser."""
     return resources.files(__package__).joinpath("chat_template.jinja").read_text(encoding="utf-8")
 
 
 class ChatFormat:
-    """Encodes conversations and reads completions. Made from a tokeniser directory; read by harness and gateway."""
+    """etude's chat format: encodes conversations and parses completions. See `load`. Implements `capture.Chat`."""
 
     end = END
     """The token that ends a message."""
 
     def __init__(self, tokenizer: Tokenizer, template: str) -> None:
-        """Raises `ChatError` when the tokeniser lacks the format's tokens or the template does not compile."""
-        self._take_tokens(tokenizer)
+        """`template`: Jinja source. Raises `ChatError` when the tokeniser lacks the format's special tokens, or the
+        template does not compile."""
+        self._load_tokens(tokenizer)
         missing = [t for t in (CALL, END) if t not in self._special]
         if missing:
             raise ChatError("the tokeniser has no chat format", f"no {' and '.join(missing)}", hint=_HINT_TOKENS)
         self.end_id, self._call_id = self._special[END], self._special[CALL]
         self.stop_token_ids: tuple[int, ...] = (self.end_id,)
-        self._template = ChatTemplate(template, counted=template != chat_template())
+        self._template = ChatTemplate(template, limited=template != chat_template())
 
-    def _take_tokens(self, tokenizer: Tokenizer) -> None:
-        """Learn which texts are tokens of their own."""
-        tokenizer.encode_special_tokens = True  # a special token's spelling in a text is ordinary text
+    def _load_tokens(self, tokenizer: Tokenizer) -> None:
+        """Read the tokeniser's added and special tokens."""
+        tokenizer.encode_special_tokens = True  # the spelling of a special token in a text is ordinary text
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self._added: dict[str, int] = {t.content: i for i, t in added.items() if t.content}
         self._special: dict[str, int] = {t.content: i for i, t in added.items() if t.special and t.content}
         self._special_ids = frozenset(self._special.values())
-        self._literal, self._literal_special = _any_of(self._added), _any_of(self._special)
-        self._unsaid = _any_of(self._added.keys() - self._special.keys())  # the tokeniser finds these in any text
+        self._literal, self._literal_special = _match_any(self._added), _match_any(self._special)
+        self._unsaid = _match_any(
+            self._added.keys() - self._special.keys()
+        )  # the tokeniser would match these in any text
         self.vocab_size = int(tokenizer.get_vocab_size(with_added_tokens=True))
         self._short = lru_cache(maxsize=4096)(self._encode_plain)
 
     @classmethod
     def load(cls, folder: Path | str) -> ChatFormat:
-        """Load the chat format of a directory with tokenizer.json and a chat template. Raises `ChatError`."""
+        """Load the chat format from a directory with tokenizer.json and a chat template, in etude's format or the
+        checkpoint's. Raises `ChatError`."""
         folder = Path(folder)
         verify_files(folder, [name for name in TOKENISER if (folder / name).is_file()], kind=ChatError)
         try:
@@ -115,50 +118,52 @@ class ChatFormat:
         source, with_tools = read_template(folder)
         if {CALL, END} <= tokens or "eos_token" not in read_special(folder):
             return cls(tokenizer, source)
-        from etude.harness.imported import ImportedFormat  # it is one of these
+        from etude.harness.checkpoint_chat import CheckpointChatFormat  # a subclass
 
-        return ImportedFormat(tokenizer, source, with_tools, special=read_special(folder), stops=stop_ids(folder))
+        return CheckpointChatFormat(tokenizer, source, with_tools, special=read_special(folder), stops=stop_ids(folder))
 
     @staticmethod
     def signatures(tools: Iterable[Mapping[str, Any]]) -> dict[str, Signature]:
-        """The signatures in OpenAI's `tools` list, by name. Raises `ValueError` for what is no tool."""
+        """Parse OpenAI's `tools` list into signatures by name. Raises `ValueError` for an invalid tool."""
         return {s.name: s for s in map(Signature.from_openai, tools)}
 
     # text and tokens
 
-    def encode(self, text: str, *, most: int | None = None) -> I32:
-        """The tokens of ordinary text, [T] int32. A special token's spelling in it is ordinary text too. Raises
-        `ContextFull`, before any work, for a text that surely has more than `most` tokens."""
-        self._check_length(text, most)
+    def encode(self, text: str, *, max_tokens: int | None = None) -> I32:
+        """Encode ordinary text, [T] int32. The spelling of a special token in it is ordinary text too. Raises
+        `ContextFull`, before it tokenises, for a text that certainly has more than `max_tokens` tokens."""
+        self._check_length(text, max_tokens)
         return np.array(self._plain(text), np.int32)
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """The text of token ids; special tokens are left out unless asked for. Ids outside the vocabulary vanish."""
+        """Decode token ids to text. `special`: include special tokens. Ids outside the vocabulary are skipped."""
         known = [int(i) for i in ids if 0 <= i < self.vocab_size]
         return str(self._tokenizer.decode(known, skip_special_tokens=not special))
 
     def document(self, text: str) -> I32:
-        """A mid-training document, ``<|doc|>text<|end|>``, [T] int32."""
+        """Encode a mid-training document, ``<|doc|>text<|end|>``, [T] int32."""
         return np.array([self._special[DOC], *self._plain(text), self.end_id], np.int32)
 
     # messages to tokens
 
-    def whole(self, messages: Sequence[Message], signatures: Mapping[str, Signature] | None = None) -> I32:
-        """A finished conversation, [T] int32: how demonstrations become mid-training documents."""
-        hidden = self._hidden(messages, signatures or {})
-        return self._encode_rendering(self._render(hidden, signatures or {}, generate=False))
+    def encode_conversation(
+        self, messages: Sequence[Message], signatures: Mapping[str, Signature] | None = None
+    ) -> I32:
+        """Encode a finished conversation, [T] int32, such as a demonstration for mid-training."""
+        escaped = self._escape_messages(messages, signatures or {})
+        return self._encode_rendering(self._render(escaped, signatures or {}, generate=False))
 
-    def first(
+    def encode_prompt(
         self,
         messages: Sequence[Message],
         signatures: Mapping[str, Signature] | None = None,
         *,
-        most: int | None = None,
+        max_tokens: int | None = None,
     ) -> I32:
-        """The root of a context: the messages and the generation prompt, [P] int32. Raises `ContextFull`, before it is
-        tokenised, for one that surely has more than `most` tokens."""
-        hidden = self._hidden(messages, signatures or {})
-        return self._encode_rendering(self._render(hidden, signatures or {}, generate=True), most=most)
+        """Encode the messages of a new context and the generation prompt, [P] int32. Raises `ContextFull`, before it
+        tokenises, for a prompt that certainly has more than `max_tokens` tokens."""
+        escaped = self._escape_messages(messages, signatures or {})
+        return self._encode_rendering(self._render(escaped, signatures or {}, generate=True), max_tokens=max_tokens)
 
     def continuation(
         self,
@@ -167,17 +172,17 @@ class ChatFormat:
         signatures: Mapping[str, Signature] | None = None,
         *,
         ended: bool = True,
-        most: int | None = None,
+        max_tokens: int | None = None,
     ) -> I32:
-        """Only what `new` appends after `previous`, whose last message the model sampled, [P] int32; `most` as in
-        `first`.
+        """Encode only what `new` appends after `previous`, whose last message the model sampled, and the generation
+        prompt, [P] int32. `max_tokens` as in `encode_prompt`.
 
-        It starts after the stop token that the model sampled; `ended` False says that it sampled none (it was cut off),
-        and the stop token is appended here. Raises `ChatError` for a template that rewrites earlier messages.
+        The tokens start after the stop token that the model sampled. With `ended` False the completion was cut off
+        without one, and the tokens begin with it. Raises `ChatError` for a template that rewrites earlier messages.
         """
-        hidden = self._hidden([*previous, *new], signatures or {})
-        before = self._render(hidden[: len(previous)], signatures or {}, generate=False)
-        after = self._render(hidden, signatures or {}, generate=True)
+        escaped = self._escape_messages([*previous, *new], signatures or {})
+        before = self._render(escaped[: len(previous)], signatures or {}, generate=False)
+        after = self._render(escaped, signatures or {}, generate=True)
         end = before.rfind(END)
         if end < 0 or not after.startswith(before):
             raise ChatError(
@@ -185,17 +190,17 @@ class ChatFormat:
                 "a new message changes how earlier ones are rendered",
                 hint="use a template whose rendering of n messages is a prefix of that of n + 1",
             )
-        return self._encode_rendering(after[end + len(END) if ended else end :], most=most)
+        return self._encode_rendering(after[end + len(END) if ended else end :], max_tokens=max_tokens)
 
-    def spell(self, call: Call) -> I32:
-        """The completion that makes a call, stop token included, [T] int32: what a script says in a policy's place."""
+    def encode_call(self, call: Call) -> I32:
+        """Encode a tool call as a completion with its stop token, [T] int32. For scripts in place of a policy."""
         line = " ".join([call.name, *write_words(call.arguments).values()])
         return np.array([self._call_id, *self._plain(line), self.end_id], np.int32)
 
-    # tokens to what was said
+    # tokens to messages
 
     def parse(self, ids: Sequence[int] | I32, signatures: Mapping[str, Signature]) -> Reply:
-        """Parse a completion's token ids, with or without the stop token. Never raises: any ids give a `Reply`."""
+        """Parse the token ids of a completion, with or without its stop token. Never raises."""
         body = [int(i) for i in ids]
         if not body or body[-1] != self.end_id:
             return Reply(self.decode(body, special=True), error="too long")
@@ -211,43 +216,41 @@ class ChatFormat:
             return Reply(self.decode(body, special=True), error=call)
         return Reply(self.decode(body[:at]), call)
 
-    def leading_text(self, ids: Sequence[int] | I32) -> int:
-        """How many of a completion's first tokens are said to the reader, whatever follows: those before a call."""
+    def num_text_tokens(self, ids: Sequence[int] | I32) -> int:
+        """Number of leading tokens of a completion that are text, whatever follows: those before a tool call."""
         return next((n for n, i in enumerate(ids) if int(i) in self._special_ids), len(ids))
 
     def last_message(self, prompt_ids: Sequence[int] | I32) -> str:
-        """The text of the last message before a prompt's generation prompt: what a policy was just told."""
+        """The text of the last message of a prompt, before the generation prompt."""
         ids = [int(i) for i in prompt_ids]
         end = max((i for i, t in enumerate(ids) if t == self.end_id), default=0)
         start = max((i for i in range(end) if ids[i] in self._special_ids), default=-1)
         return self.decode(ids[start + 1 : end])
 
     def readable(self, ids: Iterable[int]) -> str:
-        """A whole context for people: one message a paragraph, special tokens as names. Never parsed."""
+        """A context as readable text, one message per line with its role. For display only."""
         text = self.decode(ids, special=True).replace(ASSISTANT + CALL, "\n[call] ").replace(self.end, "")
         return self._literal.sub(lambda m: f"\n[{m[0].strip('<|>')}] ", text).strip("\n")
 
-    # inside
+    def _escape_messages(self, messages: Sequence[Message], signatures: Mapping[str, Signature]) -> list[Message]:
+        """Escape the messages for the template: no text in them spells a special token afterwards."""
+        return [self._escape_message(m, signatures) for m in messages]
 
-    def _hidden(self, messages: Sequence[Message], signatures: Mapping[str, Signature]) -> list[Message]:
-        """The messages as a template may see them: no text in them spells a special token."""
-        return [self._hide_message(m, signatures) for m in messages]
-
-    def _render(self, hidden: Sequence[Message], signatures: Mapping[str, Signature], *, generate: bool) -> str:
-        return self._template.render(hidden, tools=self._tools(signatures), add_generation_prompt=generate)
+    def _render(self, escaped: Sequence[Message], signatures: Mapping[str, Signature], *, generate: bool) -> str:
+        return self._template.render(escaped, tools=self._tools(signatures), add_generation_prompt=generate)
 
     def _tools(self, signatures: Mapping[str, Signature]) -> list[dict[str, Any]]:
-        """The tools as the template may see them."""
+        """The escaped tools, if the template uses them."""
         lists = "tools" in self._template.variables
-        return [self._hide_all(s.to_openai()) for s in signatures.values()] if lists else []
+        return [self._escape_all(s.to_openai()) for s in signatures.values()] if lists else []
 
-    def _hide_message(self, message: Message, signatures: Mapping[str, Signature]) -> Message:
-        hidden = {k: self._hide(v) if isinstance(v, str) else v for k, v in message.items()}
+    def _escape_message(self, message: Message, signatures: Mapping[str, Signature]) -> Message:
+        escaped = {k: self._escape(v) if isinstance(v, str) else v for k, v in message.items()}
         if message.get("tool_calls"):
-            hidden["tool_calls"] = [self._hide_call(c, signatures) for c in message["tool_calls"]]
-        return hidden
+            escaped["tool_calls"] = [self._escape_call(c, signatures) for c in message["tool_calls"]]
+        return escaped
 
-    def _hide_call(self, call: Mapping[str, Any], signatures: Mapping[str, Signature]) -> Message:
+    def _escape_call(self, call: Mapping[str, Any], signatures: Mapping[str, Signature]) -> Message:
         try:
             name, arguments = str(call["function"]["name"]), call["function"]["arguments"]
             plain = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
@@ -255,29 +258,29 @@ class ChatFormat:
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             hint = "a tool call is {id, type, function: {name, arguments}}, arguments a JSON object"
             raise ChatError("a tool call cannot be rendered", repr(error), hint=hint) from None
-        return {"function": {"name": self._hide(name), "arguments": {k: self._hide(w) for k, w in words.items()}}}
+        return {"function": {"name": self._escape(name), "arguments": {k: self._escape(w) for k, w in words.items()}}}
 
-    def _hide_all(self, value: Any) -> Any:
-        """`_hide` in every text of nested plain data."""
+    def _escape_all(self, value: Any) -> Any:
+        """Escape every text in nested plain data."""
         if isinstance(value, Mapping):
-            return {self._hide(str(k)): self._hide_all(v) for k, v in value.items()}
+            return {self._escape(str(k)): self._escape_all(v) for k, v in value.items()}
         if isinstance(value, list):
-            return [self._hide_all(v) for v in value]
-        return self._hide(value) if isinstance(value, str) else value
+            return [self._escape_all(v) for v in value]
+        return self._escape(value) if isinstance(value, str) else value
 
-    def _hide(self, text: str) -> str:
-        """Break the spelling of added tokens in outside text, so that the rendering holds the template's only."""
-        return self._broken(text, self._literal)
+    def _escape(self, text: str) -> str:
+        """Break the spelling of added tokens in a text, so that only the template writes such tokens."""
+        return self._escape_matches(text, self._literal)
 
-    def _broken(self, text: str, literal: re.Pattern[str]) -> str:
+    def _escape_matches(self, text: str, literal: re.Pattern[str]) -> str:
         if _MARK in text:
             text = text.replace(_MARK, _MARK + _MARK)
-        if STAND_IN in text:
-            text = text.replace(STAND_IN, STAND_IN + _MARK)
+        if PLACEHOLDER in text:
+            text = text.replace(PLACEHOLDER, PLACEHOLDER + _MARK)
         return literal.sub(lambda m: m[0][0] + _MARK + m[0][1:], text)
 
-    def _encode_rendering(self, rendering: str, *, most: int | None = None) -> I32:
-        self._check_length(rendering, most)
+    def _encode_rendering(self, rendering: str, *, max_tokens: int | None = None) -> I32:
+        self._check_length(rendering, max_tokens)
         ids: list[int] = []
         for i, piece in enumerate(self._literal.split(rendering)):
             if i % 2:
@@ -290,13 +293,13 @@ class ChatFormat:
         return self._short(text) if len(text) <= _SHORT_CHARS else self._encode_plain(text)
 
     def _encode_plain(self, text: str) -> tuple[int, ...]:
-        """Cut inside whatever spells a token that the tokeniser would find in text."""
+        """Tokenise in pieces: cut inside each text that the tokeniser would match as an added token."""
         cuts = [0, *(m.start() + 1 for m in self._unsaid.finditer(text)), len(text)]
         pieces = [text[start:stop] for start, stop in itertools.pairwise(cuts)]
         return tuple(i for piece in pieces for i in self._ids(piece))
 
     def _ids(self, text: str) -> Sequence[int]:
-        """A long text lets other threads work meanwhile, which only this call does."""
+        """Tokenise. For a long text the batch call is used, which releases the GIL."""
         if len(text) > _LONG_CHARS:
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -305,25 +308,25 @@ class ChatFormat:
     def _chars_per_token(self) -> float:
         return chars_per_token(self._tokenizer)
 
-    def _check_length(self, text: str, most: int | None) -> None:
-        """Raises `ContextFull` for a text or a rendering that surely has more than `most` tokens."""
-        if most is None or len(text) <= most:
+    def _check_length(self, text: str, max_tokens: int | None) -> None:
+        """Raises `ContextFull` for a text or a rendering that certainly has more than `max_tokens` tokens."""
+        if max_tokens is None or len(text) <= max_tokens:
             return
-        num_chars = len(text) / (2 if _MARK in text else 1)  # each mark stands beside a character of the text
+        num_chars = len(text) / (2 if _MARK in text else 1)  # each mark is beside a character of the text
         least = math.ceil(num_chars / self._chars_per_token)
-        if least > most:
+        if least > max_tokens:
             facts = f"{len(text):,} characters are at least {least:,} tokens"
-            raise ContextFull(f"the text does not fit a context of {most} tokens", facts, hint="send less text")
+            raise ContextFull(f"the text does not fit a context of {max_tokens} tokens", facts, hint="send less text")
 
 
 _HINT_TOKENS = (
     "train one with etude, or add etude's special tokens to yours, or name an eos_token in tokenizer_config.json"
 )
-_HINT_FOLDER = "a tokeniser directory holds tokenizer.json and chat_template.jinja"
+_HINT_FOLDER = "a tokeniser directory has tokenizer.json and chat_template.jinja"
 
 
 def stop_ids(folder: Path) -> list[int]:
-    """The ids that a checkpoint's files say end a completion."""
+    """The stop token ids in a checkpoint's generation_config.json and config.json."""
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
         try:
@@ -334,7 +337,38 @@ def stop_ids(folder: Path) -> list[int]:
     return list(dict.fromkeys(found))
 
 
-def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Matches each of some texts, the longest first; nothing when there are none."""
+def _match_any(tokens: Iterable[str]) -> re.Pattern[str]:
+    """A pattern that matches each of the texts, longest first; without texts it matches nothing."""
     pattern = "|".join(re.escape(t) for t in sorted(tokens, key=lambda t: (-len(t), t)))
     return re.compile(f"({pattern})" if pattern else r"((?!))")
+
+
+COMPOSED = 4
+"""The most characters that NFC composes into one."""
+_KEEP_ALL = {"ByteLevel", "Digits", "Metaspace", "Punctuation", "Sequence", "Split"}
+
+
+def chars_per_token(tokenizer: Tokenizer) -> float:
+    """An upper bound of the characters per token, to bound the tokens of a text without tokenising it.
+
+    Infinity for a tokeniser that may drop characters, or that is not known well enough. In byte-level BPE, and in BPE
+    with byte fallback, a token covers no more characters than it is written with.
+    """
+    parts = [*_parts(tokenizer.pre_tokenizer), *_parts(tokenizer.normalizer)]
+    names = {str(part.get("type")) for part in parts}
+    by_bytes = "ByteLevel" in names or bool(getattr(tokenizer.model, "byte_fallback", False))
+    drops = any(part.get("behavior") == "Removed" for part in parts)
+    strips = any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values())
+    if type(tokenizer.model).__name__ != "BPE" or not by_bytes or drops or strips or names - _KEEP_ALL - {"NFC"}:
+        return math.inf
+    longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
+    return float(longest * (COMPOSED if "NFC" in names else 1))
+
+
+def _parts(component: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the serialised form of a tokeniser's component, and of the components inside it."""
+    waiting = [] if component is None else [json.loads(component.__getstate__())]
+    while waiting:
+        part = waiting.pop()
+        yield part
+        waiting += [*part.get("pretokenizers", ()), *part.get("normalizers", ())]

@@ -1,12 +1,10 @@
 """Tool calls as command lines: ``edit calc.py 3 return a + b``.
 
 A call is the tool's name and then its arguments in the order of its signature, one space between them. The last
-argument takes the rest of the text, newlines included, so code needs no quoting. An earlier argument is a bare word;
-one that is not (empty, with blanks, or of another type than text) is written as JSON, and a word that starts with
-``"``, ``[`` or ``{`` is read as JSON. Positional and unquoted because every token costs: the same edit as a JSON
-object is three times as long, and a model of a million parameters loses its way in the brackets.
-
-Knows nothing of tokens, templates or what a tool does.
+argument takes the rest of the text, newlines included, so code needs no quoting. An earlier argument is a bare word; an
+empty one, one with blanks, or one that is not text is written as JSON, and a word that starts with ``"``, ``[`` or
+``{`` is parsed as JSON. The format is positional and unquoted because every token costs: the same edit as a JSON object
+is three times as long, and a model of a million parameters fails to close the brackets.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from typing import Any
 
 ABSENT = "null"
 MAX_LEVELS = 64
-"""Of lists and objects in each other in an argument: what writes one again calls itself for every level."""
+"""The deepest nesting of lists and objects in an argument: writing one recurses once per level."""
 _JSON_STARTS = ('"', "[", "{")
 _decoder = json.JSONDecoder()
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -33,7 +31,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One argument of a tool. `kind` is a JSON schema type: string, integer, number, boolean, array, object."""
+    """One parameter of a tool. `kind` is a JSON schema type: string, integer, number, boolean, array, object."""
 
     name: str
     description: str = ""
@@ -41,7 +39,7 @@ class Parameter:
     required: bool = True
 
     def takes(self, value: Any) -> bool:
-        """Whether a value is of this kind; one of a kind that is not known takes everything."""
+        """Whether a value has this kind. A parameter of an unknown kind takes any value."""
         if isinstance(value, bool) and self.kind in ("integer", "number"):
             return False
         return isinstance(value, _KINDS.get(self.kind, (object,)))
@@ -49,7 +47,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """A tool as the model sees it: its name, what it is for, its arguments in order.
+    """A tool as the model sees it: name, description, and parameters in order.
 
     >>> edit = Signature("edit", "Replace a line.", (Parameter("path"), Parameter("line"), Parameter("text")))
     >>> read_call("edit calc.py 3 return a + b", {"edit": edit})
@@ -59,10 +57,12 @@ class Signature:
     name: str
     description: str
     parameters: tuple[Parameter, ...] = ()
-    given: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)  # the tool it was read from
+    given: Mapping[str, Any] | None = field(
+        default=None, compare=False, repr=False
+    )  # the OpenAI tool it was parsed from
 
     def to_openai(self) -> dict[str, Any]:
-        """The tool in the shape of OpenAI's `tools` list; one that was read from there as it was."""
+        """The tool as an entry of OpenAI's `tools` list. One that was parsed from there is returned unchanged."""
         if self.given is not None:
             return dict(self.given)
         properties = {p.name: {"type": p.kind, "description": p.description} for p in self.parameters}
@@ -73,7 +73,7 @@ class Signature:
 
     @classmethod
     def from_openai(cls, tool: Mapping[str, Any]) -> Signature:
-        """The signature of one entry of OpenAI's `tools` list. Raises `ValueError` for anything else."""
+        """Parse an entry of OpenAI's `tools` list. Raises `ValueError` for an invalid entry."""
         try:
             function = tool["function"]
             schema = function.get("parameters") or {}
@@ -93,14 +93,14 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool call that could be read: arguments by name, in the signature's order."""
+    """A parsed tool call: arguments by name, in the signature's order."""
 
     name: str
     arguments: dict[str, Any]
 
 
 def read_call(line: str, signatures: Mapping[str, Signature]) -> Call | str:
-    """The call in a command line, or a short text that says what is wrong with it (what the model is told)."""
+    """Parse a command line. Returns the call, or a short error message for the model."""
     name, space, rest = line.partition(" ")
     signature = signatures.get(name.rstrip())
     if signature is None:
@@ -126,9 +126,9 @@ def read_call(line: str, signatures: Mapping[str, Signature]) -> Call | str:
 
 
 def write_words(arguments: Mapping[str, Any], signature: Signature | None = None) -> dict[str, str]:
-    """The words of a call by argument name, in the signature's order: what a template joins with blanks.
+    """Write the arguments of a call as words, in the signature's order. A template joins them with blanks.
 
-    Without a signature (a tool that is not offered any more) the arguments' own order holds.
+    Without a signature (a tool that is no longer offered) the order of the arguments is kept.
 
     >>> write_words({"line": 3, "path": "a b.py"}, Signature("cat", "", (Parameter("path"), Parameter("line"))))
     {'path': '"a b.py"', 'line': '3'}
@@ -142,9 +142,10 @@ def write_words(arguments: Mapping[str, Any], signature: Signature | None = None
 
 
 def unwritable(arguments: Mapping[str, Any]) -> str:
-    """What keeps arguments that JSON could name from being written again; nothing where they can be.
+    """Why arguments from JSON cannot be written again; "" when they can.
 
-    JSON can name half of a character (``"\\ud800"``), which no record, no answer and no file can hold.
+    JSON can contain half of a character (``"\\ud800"``), which cannot be encoded as UTF-8, and it can be nested too
+    deeply.
 
     >>> unwritable({"path": "a.py"}), unwritable({"path": ["\\ud800"]})
     ('', 'path holds half of a character')
@@ -167,20 +168,20 @@ def unwritable(arguments: Mapping[str, Any]) -> str:
 
 
 def _kind(declared: Any) -> str:
-    """The one type that words are read as; of several (["string", "null"]) the first that is not null."""
+    """The JSON schema type to parse words as; of several (["string", "null"]) the first that is not null."""
     kinds = declared if isinstance(declared, list) else [declared]
     return next((k for k in kinds if isinstance(k, str) and k != "null"), "string")
 
 
 def usage(signature: Signature) -> str:
-    """What a tool wants, in a few words."""
+    """The usage message of a tool, for the model."""
     if not signature.parameters:
         return f"{signature.name} takes nothing"
     return f"usage: {signature.name} {' '.join(p.name.upper() for p in signature.parameters)}"
 
 
 def _split(rest: str, num_parameters: int) -> list[tuple[str, bool]] | None:
-    """Up to `num_parameters` words, each with whether it is the last parameter's. None: a JSON word is broken."""
+    """Split into up to `num_parameters` words, each with whether it is the last parameter's. None: invalid JSON."""
     if num_parameters == 0:
         return [(rest, True)] if rest.strip() else []
     words: list[tuple[str, bool]] = []

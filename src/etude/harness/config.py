@@ -1,4 +1,4 @@
-"""Settings of the harness: tools and limits of an agent. Imports no torch; part of a run's config."""
+"""The `[harness]` section: tools, program and limits of an agent. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ PROGRAMS = ("loop",)  # the built-in agent programs
 
 @dataclass(frozen=True)
 class HarnessConfig:
-    """The limits of one rollout and the tools it may use.
+    """Tools, program and limits of one rollout. Raises `ValueError` for limits that contradict each other.
 
-    `rollout_deadline_s` counts the seconds that the agent's own commands took, less what other work on their host took
-    from them where that is measured (`ExecResult.lost_s`). Waiting for an engine is not the agent's time.
+    `rollout_deadline_s` limits the time of the agent's commands, without the time that other work on the host took from
+    them where that is measured (`ExecResult.lost_s`). Waiting for an engine does not count.
     """
 
     tools: tuple[str | Plugin, ...] = LAPTOP_TOOLS
     max_turns: int = ranged(8, low=1, high=10_000)
-    turn_tokens: int = ranged(24, low=1)  # tokens a turn may sample
-    context_tokens: int = ranged(384, low=16)  # the whole conversation
-    output_chars: int = ranged(400, low=16)  # of a tool's answer; a longer one loses its middle
-    turn_deadline_s: float = ranged(60.0, low=0.01)  # without a token of a completion; then the rollout is invalid
-    tool_deadline_s: float = ranged(5.0, low=0.01)  # one command; past it the command is dead
-    rollout_deadline_s: float = ranged(30.0, low=0.01)  # all commands together
-    export_bytes: int = ranged(1_048_576, low=1)  # of one exported file
-    require_submit: bool = True  # a rollout that never submitted scores 0
+    turn_tokens: int = ranged(24, low=1)  # most tokens of one completion
+    context_tokens: int = ranged(384, low=16)  # longest conversation in tokens
+    output_chars: int = ranged(400, low=16)  # longest tool output; a longer one loses its middle
+    turn_deadline_s: float = ranged(60.0, low=0.01)  # longest time without a new token; then the rollout is invalid
+    tool_deadline_s: float = ranged(5.0, low=0.01)  # for one command, which is then killed
+    rollout_deadline_s: float = ranged(30.0, low=0.01)  # for all commands together
+    export_bytes: int = ranged(1_048_576, low=1)  # largest exported file
+    require_submit: bool = True  # a rollout that never submitted gets reward 0
     program: str | Plugin = PROGRAMS[0]  # the agent program: the built-in loop, or a plug-in
 
     def __post_init__(self) -> None:

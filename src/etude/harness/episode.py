@@ -1,8 +1,8 @@
-"""One attempt at a task, as an agent program works on it: model turns, tool calls, limits, the record.
+"""One attempt at a task: model turns, tool calls, limits, and the record of the turns. Agent programs work on it.
 
-What the agent can cause becomes an `Ending` and is graded: nonsense, hung commands, too many turns, a full context.
-What it cannot cause (no engine answered, the machine died) becomes `AgentRun.failure`, with the turns recorded so far.
-Knows nothing of where machines and engines come from, nor of rewards.
+Everything that the agent can cause is an `Ending` and will be graded: malformed calls, hanging commands, too many
+turns, a full context. What it cannot cause (no engine answered, the machine died) becomes `AgentRun.failure`, with the
+turns recorded so far.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from etude.seams import Machine, Policy
 
 SPEAK_BY_TOOLS = "call a tool"
 """The user message that answers a turn without a tool call."""
-_INT_END = 1 << 63  # integers that msgpack can hold are below it
+_INT_END = 1 << 63  # integers of msgpack are below this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """Options of a rollout's requests; the fields are those of `RolloutSpec` and `CompletionRequest`.
+class RequestOptions:
+    """Settings of all completion requests of one rollout, with the fields of `RolloutSpec` and `CompletionRequest`.
 
-    A rollout that is run again has another session but the same seed: a fault changes no token.
+    A repeated attempt has another session and the same seed, so a fault changes no token.
     """
 
     session_id: str
@@ -49,12 +49,12 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class AgentRun:
-    """The result of an agent program. `ending` is None exactly when `failure` is set, an error that the agent cannot
-    cause."""
+    """The result of an agent program. Exactly one of `ending` and `failure` is set. `failure`: an error that the agent
+    cannot cause."""
 
     trace: Trace
     messages: list[Message]
-    tool_s: float
+    tool_s: float  # time in tool calls, in seconds
     ending: Ending | None
     failure: EngineError | MachineError | None = None
 
@@ -109,7 +109,7 @@ class Episode:
         chat: ChatFormat,
         tools: ToolSet,
         limits: HarnessConfig,
-        options: Ask,
+        options: RequestOptions,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.task, self.machine, self.policy, self.chat = task, machine, policy, chat
@@ -133,11 +133,11 @@ class Episode:
         """Sample a turn of the model, record it, and append its message to the conversation.
 
         `messages`: the conversation, by default `self.messages`; its last message is not the model's. `kind`: what the
-        turn is for. How long a turn may take is bounded by the policy, which knows whether tokens still arrive.
+        turn is for. The policy limits the time of a turn, since it knows whether tokens still arrive.
 
         Raises `EpisodeEnded` when `ending` is set or `harness.max_turns` turns were requested, `ContextFull` when the
         conversation and `harness.turn_tokens` do not fit into `harness.context_tokens`, `EngineError`, and `ChatError`
-        for a chat template that etude's user must correct. A program may catch `ContextFull` and ask with a shorter
+        for a chat template that the user must fix. A program may catch `ContextFull` and ask with a shorter
         conversation; otherwise it ends the episode. After an `EngineError` the rollout is invalid in any case.
         """
         if self.ending is None and self.num_turns >= self.limits.max_turns:
@@ -147,8 +147,10 @@ class Episode:
             raise EpisodeEnded(self.ending)
         messages = self.messages if messages is None else messages
         prompt = self._tree.prompt(messages, self.tools.signatures)
-        if (wanted := len(prompt.token_ids) + self.limits.turn_tokens) > self.limits.context_tokens:
-            facts = f"{wanted} tokens with the next turn, and harness.context_tokens is {self.limits.context_tokens}"
+        if (num_tokens := len(prompt.token_ids) + self.limits.turn_tokens) > self.limits.context_tokens:
+            facts = (
+                f"{num_tokens} tokens with the next turn, and harness.context_tokens is {self.limits.context_tokens}"
+            )
             raise ContextFull("the conversation is too long", facts, hint="ask with fewer messages")
         number, self.num_turns = self.num_turns, self.num_turns + 1
         request = self._request(prompt, number)
@@ -160,9 +162,9 @@ class Episode:
         return ModelTurn(reply, messages, node.num_tokens, number, node)
 
     async def act(self, turn: ModelTurn) -> str:
-        """Run the tool call of a turn, append the answer to its conversation, and return the answer.
+        """Run the tool call of a turn, append the output to its conversation, and return the output.
 
-        A call that could not be read is answered with its error, and a turn without a call with `SPEAK_BY_TOOLS`. Sets
+        The output of a malformed call is its error, and that of a turn without a call `SPEAK_BY_TOOLS`. Sets
         `ending` after a submission, after the last turn, and when tools have taken `harness.rollout_deadline_s`.
         Raises `MachineError`, after which the rollout is invalid, and `PluginError`.
         """

@@ -1,6 +1,6 @@
-"""Agent programs: the built-in loop, or a plug-in in its place.
+"""Agent programs: the built-in loop, or a plug-in of kind "harness".
 
-A program works on an `Episode`. A plug-in's own time has a deadline; its errors name the plug-in.
+A program works on an `Episode`. A plug-in has a deadline, and its errors name the plug-in.
 """
 
 from __future__ import annotations
@@ -25,49 +25,52 @@ class Harness(Protocol):
     """An agent program. A plug-in of kind "harness" is one; the built-in program is `run_agent`."""
 
     async def run(self, episode: Episode) -> None:
-        """Work on the episode until `episode.ending` is set. A program that returns earlier has stopped, and its work
-        is graded as not submitted. It may be run for many episodes at once, each with an `Episode` of its own.
+        """Work on the episode until `episode.ending` is set. When a program returns earlier, its work is graded as not
+        submitted.
 
-        `EpisodeEnded`, `ContextFull`, `EngineError` and `MachineError` of the episode may be left to the caller.
+        Let `EpisodeEnded`, `ContextFull`, `EngineError` and `MachineError` of the episode pass through; any other
+        exception is a defect of the plug-in and ends the run with `PluginError`. So does a program that takes longer
+        than its tool calls are allowed to, not counting completions. Many episodes run at the same time on one object.
+        The coroutine is cancelled when its rollout is.
         """
         ...
 
 
 async def run_agent(episode: Episode) -> None:
-    """The built-in program: ask the model, run its tool call, repeat until the episode ends."""
+    """The built-in program: sample a turn, run its tool call, repeat until the episode ends."""
     while episode.ending is None:
         await episode.act(await episode.ask())
 
 
 async def run_program(episode: Episode) -> AgentRun:
-    """Run the program that `harness.program` names to its end. Raises `ChatError` and `PluginError`."""
+    """Run the agent program of the config (`harness.program`). Raises `ChatError` and `PluginError`."""
     plugin = episode.limits.program
     if isinstance(plugin, Plugin):
-        return await run_plugin(plugin, _made(plugin), episode)
-    return await _recorded(episode, run_agent(episode))
+        return await run_plugin(plugin, _load_harness(plugin), episode)
+    return await _run_to_end(episode, run_agent(episode))
 
 
 @functools.lru_cache(maxsize=16)
-def _made(plugin: Plugin) -> Harness:
+def _load_harness(plugin: Plugin) -> Harness:
     harness: Harness = make(Kind.HARNESS, plugin)
     return harness
 
 
 async def run_plugin(plugin: Plugin, harness: Harness, episode: Episode) -> AgentRun:
-    """Run a plug-in's object. Raises `PluginError`, also where the program takes longer than its tools may; the time
-    in which it waits for the policy does not count."""
+    """Run a harness plug-in. Raises `PluginError`, also when the program takes longer than its tool calls are allowed
+    to; the time in which it waits for the policy does not count."""
     limit_s = episode.limits.max_turns * episode.limits.tool_deadline_s + PLUGIN_GRACE_S
 
     async def run() -> None:
         with called(Kind.HARNESS, plugin, "run"):
             returned: object = await harness.run(episode)  # type: ignore[func-returns-value]
         if returned is not None:
-            raise unusable(Kind.HARNESS, plugin, f"run returned {type(returned).__name__}, and None is wanted")
+            raise unusable(Kind.HARNESS, plugin, f"run returned {type(returned).__name__}, not None")
 
     try:
         async with asyncio.timeout(limit_s) as limit:
-            episode.policy = _PausesDeadline(episode.policy, limit, limit_s)
-            return await _recorded(episode, run())
+            episode.policy = _DeadlinePausingPolicy(episode.policy, limit, limit_s)
+            return await _run_to_end(episode, run())
     except (EtudeError, TimeoutError) as error:
         if not limit.expired():
             raise
@@ -75,7 +78,7 @@ async def run_plugin(plugin: Plugin, harness: Harness, episode: Episode) -> Agen
         raise PluginError(f"harness {plugin} hangs", facts, hint="give what it waits for a deadline") from error
 
 
-async def _recorded(episode: Episode, run: Coroutine[None, None, None]) -> AgentRun:
+async def _run_to_end(episode: Episode, run: Coroutine[None, None, None]) -> AgentRun:
     try:
         await run
     except ContextFull:
@@ -87,28 +90,28 @@ async def _recorded(episode: Episode, run: Coroutine[None, None, None]) -> Agent
     return episode.result()
 
 
-class _PausesDeadline:
-    """The policy of a plug-in's episode. Pauses the plug-in's deadline during a request: how long an engine may be
-    silent is bounded by the policy, and a completion of a slow engine may take as long as it takes."""
+class _DeadlinePausingPolicy:
+    """The policy of a plug-in's episode. The plug-in's deadline is suspended while it waits for a completion: the
+    policy has its own limit for an engine without progress."""
 
     def __init__(self, policy: Policy, limit: asyncio.Timeout, limit_s: float) -> None:
         self._policy, self._limit, self._left_s = policy, limit, limit_s
-        self._since, self._asking = asyncio.get_running_loop().time(), 0
+        self._since, self._num_pending = asyncio.get_running_loop().time(), 0
 
     async def complete(self, request: CompletionRequest) -> Completion:
         loop = asyncio.get_running_loop()
-        if not self._asking:
+        if not self._num_pending:
             self._left_s -= loop.time() - self._since
-            self._move(None)
-        self._asking += 1
+            self._set_deadline(None)
+        self._num_pending += 1
         try:
             return await self._policy.complete(request)
         finally:
-            self._asking -= 1
-            if not self._asking:
+            self._num_pending -= 1
+            if not self._num_pending:
                 self._since = loop.time()
-                self._move(self._since + self._left_s)
+                self._set_deadline(self._since + self._left_s)
 
-    def _move(self, when: float | None) -> None:
-        with contextlib.suppress(RuntimeError):  # the program has ended, or is about to
+    def _set_deadline(self, when: float | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the timeout has expired or ended
             self._limit.reschedule(when)

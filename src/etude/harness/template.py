@@ -1,12 +1,9 @@
-"""A checkpoint's own chat template, rendered as transformers renders it, within bounds.
+"""Renders a checkpoint's chat template as transformers does, with limits on time and memory.
 
-A template is outside code. It runs in Jinja's immutable sandbox, with what transformers gives it: loop controls,
-`raise_exception`, `strftime_now`, a `tojson` that does not escape HTML, `{% generation %}`, and the special tokens by
-name. Beyond that its work is counted: every loop, every call and every text that grows, so that a hostile one ends in a
-`ChatError` and not in a full memory. What a template does within one operation of the interpreter is bounded by the
-sizes of what goes in.
-
-Knows nothing of tokens and of what messages mean.
+A template is untrusted code. It runs in Jinja's immutable sandbox, with the names that transformers provides: loop
+controls, `raise_exception`, `strftime_now`, a `tojson` that does not escape HTML, `{% generation %}`, and the special
+tokens by name. Loop iterations, calls and sizes of texts are counted, so a hostile template ends with `ChatError` and
+cannot fill the memory. The work of a single interpreter operation is bounded by the sizes of its inputs.
 """
 
 from __future__ import annotations
@@ -30,14 +27,14 @@ from etude.errors import EtudeError
 
 MAX_TEMPLATE_CHARS = 1 << 20
 MAX_CHARS = 1 << 24
-"""Of a rendering, and of every text on the way to it."""
+"""The longest rendering, and the longest text in any intermediate value."""
 MAX_ELEMENTS = 200_000
-"""Of a nested value that is worked with; one that is held twice counts twice."""
+"""The most elements of a nested value. An element that is contained twice counts twice."""
 MAX_STEPS = 300_000
-"""Turns of loops and calls in one rendering."""
+"""The most loop iterations and calls in one rendering."""
 DEADLINE_S = 5.0
 MAX_WIDTH = 10_000
-"""The largest number that a filter or a method may be given: it may be a width."""
+"""The largest number that a filter or a method accepts, since it may be a width."""
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _HINT = "compare it with the chat_template.jinja that etude packages, or with the one its makers publish"
@@ -49,7 +46,7 @@ class ChatError(EtudeError):
 
 
 class ChatTemplate:
-    """A compiled template. `special` names the tokens it may write, such as ``bos_token``.
+    """A compiled chat template. `special`: the tokens that it may write, by name, such as ``bos_token``.
 
     >>> greet = ChatTemplate("{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}",
     ...                      special={"bos_token": "<s>"})
@@ -63,19 +60,19 @@ class ChatTemplate:
         *,
         special: Mapping[str, str] | None = None,
         deadline_s: float = DEADLINE_S,
-        counted: bool = True,
+        limited: bool = True,
     ) -> None:
-        """`deadline_s` is CPU time of a rendering; `counted` False is for a template that is not from outside, and some
-        times faster. Raises `ChatError` for one that does not compile."""
-        self.source, self.special, self._deadline_s, self._counted = source, dict(special or {}), deadline_s, counted
+        """`source`: Jinja. `deadline_s`: CPU time of a rendering. `limited` False turns the limits off, for a trusted
+        template; this is several times faster. Raises `ChatError` when the template does not compile."""
+        self.source, self.special, self._deadline_s, self._instrument = source, dict(special or {}), deadline_s, limited
         if len(source) > MAX_TEMPLATE_CHARS:
             facts = f"{len(source)} characters, at most {MAX_TEMPLATE_CHARS} are read"
             raise ChatError("the chat template is too long", facts, hint=_HINT)
         try:
             parsed = _environment().parse(source)
             self.variables = frozenset(jinja2.meta.find_undeclared_variables(parsed))
-            self._template = (_environment() if counted else _trusting()).from_string(
-                _counted(parsed) if counted else source
+            self._template = (_environment() if limited else _trusted_environment()).from_string(
+                _instrument(parsed) if limited else source
             )
         except (jinja2.TemplateError, RecursionError, SyntaxError, ValueError) as error:
             raise ChatError("the chat template does not compile", str(error), hint=_HINT) from None
@@ -87,8 +84,9 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
     ) -> str:
-        """The conversation as text. Raises `ChatError` for what the template refuses and for one without end."""
-        given = {
+        """Render a conversation as text. Raises `ChatError` when the template refuses the messages or exceeds a
+        limit."""
+        variables = {
             **self.special,
             "messages": [_message(m) for m in messages],
             "tools": list(tools) if tools else None,
@@ -96,27 +94,27 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            if not self._counted:
-                return self._template.render(given)
-            return self._rendered(given, _Budget(time.thread_time() + self._deadline_s))
-        except _TooMuch as error:
-            raise ChatError("the chat template does too much", str(error), hint=_HINT) from None
-        except Exception as error:  # noqa: BLE001  outside code raises whatever it likes
+            if not self._instrument:
+                return self._template.render(variables)
+            return self._render_within(variables, _Budget(time.thread_time() + self._deadline_s))
+        except _LimitExceeded as error:
+            raise ChatError("the chat template exceeds a limit", str(error), hint=_HINT) from None
+        except Exception as error:  # noqa: BLE001  untrusted code can raise anything
             raise ChatError("the chat template refused the messages", str(error) or repr(error), hint=_HINT) from None
 
-    def _rendered(self, given: dict[str, Any], budget: _Budget) -> str:
+    def _render_within(self, variables: dict[str, Any], budget: _Budget) -> str:
         rendering, length = [], 0
-        for piece in self._template.generate({**given, _BUDGET: budget}):
+        for piece in self._template.generate({**variables, _BUDGET: budget}):
             budget.step()
             length += len(piece)
             if length > MAX_CHARS:
-                raise _TooMuch(f"more than {MAX_CHARS} characters")
+                raise _LimitExceeded(f"more than {MAX_CHARS} characters")
             rendering.append(piece)
         return "".join(rendering)
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as transformers hands it over: nothing that is None, reasoning under each of its names."""
+    """Prepare a message as transformers does: without None values, and with the reasoning under each of its names."""
     kept = {key: value for key, value in message.items() if value is not None}
     names = ("reasoning_content", "thinking", "reasoning")
     reasoning = next((kept[name] for name in names if name in kept), None)
@@ -124,13 +122,14 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_template(folder: Path) -> tuple[str, str | None]:
-    """A checkpoint's template, and another one for when there are tools. Raises `ChatError`."""
+    """Read a checkpoint's template, and the separate template for conversations with tools if there is one. Raises
+    `ChatError`."""
     try:
         return (folder / "chat_template.jinja").read_text(encoding="utf-8"), None
     except OSError:
         pass
     except UnicodeDecodeError as error:
-        raise ChatError(f"the chat template in {folder} is no text", str(error), hint=_HINT) from None
+        raise ChatError(f"the chat template in {folder} is not UTF-8 text", str(error), hint=_HINT) from None
     found = _read_json(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(found, list):  # several, by name
         named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
@@ -138,13 +137,13 @@ def read_template(folder: Path) -> tuple[str, str | None]:
         if isinstance(found, str):
             return found, with_tools if isinstance(with_tools, str) else None
     if not isinstance(found, str):
-        hint = "a tokeniser directory holds tokenizer.json and chat_template.jinja"
+        hint = "a tokeniser directory has tokenizer.json and chat_template.jinja"
         raise ChatError(f"no chat template in {folder}", hint=hint)
     return found, None
 
 
 def read_special(folder: Path) -> dict[str, str]:
-    """The special tokens that a checkpoint names, by name; what cannot be read is not named."""
+    """Read the special tokens of a checkpoint, by name. Files that cannot be read are skipped."""
     known = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
     contents = {name: known.get(name) for name in NAMED_TOKENS}
     plain = {name: c.get("content") if isinstance(c, dict) else c for name, c in contents.items()}
@@ -159,30 +158,31 @@ def _read_json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-# bounds
+# limits
 
 
-class _TooMuch(jinja2.TemplateError):
-    """A template that goes on and on, or grows without end."""
+class _LimitExceeded(jinja2.TemplateError):
+    """A template has exceeded a limit."""
 
 
 @dataclass
 class _Budget:
-    """What one rendering may still do."""
+    """The remaining steps and time of one rendering."""
 
     deadline: float
     steps: int = MAX_STEPS
 
     def step(self) -> None:
+        """Count one loop iteration or call. Raises `_LimitExceeded`."""
         self.steps -= 1
         if self.steps < 0:
-            raise _TooMuch(f"more than {MAX_STEPS} turns of loops and calls")
+            raise _LimitExceeded(f"more than {MAX_STEPS} loop iterations and calls")
         if time.thread_time() > self.deadline:
-            raise _TooMuch("it has not ended in time")
+            raise _LimitExceeded("it took too much CPU time")
 
 
-def _weight(*values: Any) -> int:
-    """Characters and elements in nested plain data, as far as they may be."""
+def _size(*values: Any) -> int:
+    """Number of characters and elements in nested plain data. Raises `_LimitExceeded` above the limits."""
     total, elements, waiting = 0, 0, list(values)
     while waiting:
         value = waiting.pop()
@@ -194,34 +194,34 @@ def _weight(*values: Any) -> int:
         elif isinstance(value, list | tuple):
             waiting += value
         if total > MAX_CHARS or elements + len(waiting) > MAX_ELEMENTS:
-            raise _TooMuch(f"a value of more than {MAX_CHARS} characters or {MAX_ELEMENTS} elements")
+            raise _LimitExceeded(f"a value of more than {MAX_CHARS} characters or {MAX_ELEMENTS} elements")
     return total + elements
 
 
 def _check_call(name: str, values: Sequence[Any]) -> None:
-    """Whether what a filter or a method gives is bounded by what it is given."""
-    _weight(*values)
+    """Raises `_LimitExceeded` when the result of a filter or a method could be much larger than its arguments."""
+    _size(*values)
     for value in values:
         if isinstance(value, int) and abs(value) > MAX_WIDTH and name != "range":
-            raise _TooMuch(f"{name} with {value}")
+            raise _LimitExceeded(f"{name} with {value}")
     if name in ("replace", "join", "indent", "wordwrap", "translate"):
-        texts = [_weight(value) for value in values]
+        texts = [_size(value) for value in values]
         if texts and max(texts[1:], default=1) * texts[0] > MAX_CHARS:
-            raise _TooMuch(f"{name} of {texts[0]} characters with {max(texts[1:])}")
+            raise _LimitExceeded(f"{name} of {texts[0]} characters with {max(texts[1:])}")
     if name in ("format", "format_map") and any(_has_width(v) for v in values if isinstance(v, str)):
-        raise _TooMuch(f"{name} with a wide field")
+        raise _LimitExceeded(f"{name} with a wide field")
 
 
 def _has_width(text: str) -> bool:
-    """Whether a format string has a number of five digits or more in it, or a width that is given from outside."""
+    """Whether a format string has a number of five digits or more, or a width from an argument."""
     digits = "".join(c if c.isdigit() else " " for c in text).split()
     return "*" in text or any(len(number) > 4 for number in digits)
 
 
-def _guarded(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter whose work is bounded by what it is given."""
+def _bounded_filter(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a filter with a check of its arguments."""
 
-    @functools.wraps(filter_)  # keeps whether Jinja hands it the context
+    @functools.wraps(filter_)  # keeps the attributes by which Jinja passes the context
     def checked(*args: Any, **kwargs: Any) -> Any:
         plain = [a for a in args if not isinstance(a, jinja2.Environment | jinja2.runtime.Context | nodes.EvalContext)]
         _check_call(name, [*plain, *kwargs.values()])
@@ -231,22 +231,22 @@ def _guarded(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, counting."""
+    """Jinja's sandbox with limits on steps and sizes."""
 
     intercepted_binops = frozenset({"+", "*", "%", "**"})
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        weight = _weight(left, right)
+        size = _size(left, right)
         if operator == "*" and (not isinstance(left, int | float) or not isinstance(right, int | float)):
             times = next((v for v in (left, right) if isinstance(v, int)), 1)
-            if weight * max(times, 1) > MAX_CHARS:
-                raise _TooMuch(f"a text repeated {times} times")
+            if size * max(times, 1) > MAX_CHARS:
+                raise _LimitExceeded(f"a text repeated {times} times")
         if operator == "**" and (abs(left) > MAX_WIDTH or abs(right) > 64):
-            raise _TooMuch(f"{left} ** {right}")
+            raise _LimitExceeded(f"{left} ** {right}")
         if operator == "*" and isinstance(left, int) and isinstance(right, int) and max(left, right) > 1 << 63:
-            raise _TooMuch("a number without end")
+            raise _LimitExceeded("a number of more than 63 bits")
         if operator == "%" and isinstance(left, str) and _has_width(left):
-            raise _TooMuch("a format with a wide field")
+            raise _LimitExceeded("a format with a wide field")
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -258,11 +258,11 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if isinstance(receiver, str):
             _check_call(__obj.__name__, [receiver, *plain, *kwargs.values()])
         else:
-            _weight(*plain, *kwargs.values())
+            _size(*plain, *kwargs.values())
         return super().call(__context, __obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Jinja's own guard of `str.format`, and ours of its widths."""
+        """Check the field widths of `str.format`, beside Jinja's own checks."""
         wrapped = super().wrap_str_format(value)
         if wrapped is None:
             return None
@@ -275,12 +275,12 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def turn() -> str:
-        """One more turn of a loop: being called is what counts."""
+        """Called once per loop iteration, so that `call` counts it."""
         return ""
 
     @staticmethod
     def joined(*parts: Any) -> str:
-        """What `~` gives; its parts were weighed by `call`."""
+        """The result of `~`. `call` has checked the sizes of its parts."""
         return "".join(map(str, parts))
 
 
@@ -290,8 +290,8 @@ def _budget_of(context: jinja2.runtime.Context) -> _Budget:
     return found
 
 
-def _counted(parsed: nodes.Template) -> nodes.Template:
-    """The template with each loop's turns counted and each `~` checked."""
+def _instrument(parsed: nodes.Template) -> nodes.Template:
+    """Instrument a template: count each loop iteration and check each `~`."""
     for loop in parsed.find_all((nodes.For, nodes.Macro)):
         turn = nodes.Call(nodes.EnvironmentAttribute("turn"), [], [], None, None)
         loop.body.insert(0, nodes.ExprStmt(turn))  # type: ignore[attr-defined]
@@ -310,13 +310,13 @@ def _checked_join(node: Any) -> Any:
     return nodes.Call(nodes.EnvironmentAttribute("joined"), node.nodes, [], None, None, lineno=node.lineno)
 
 
-# what transformers gives a template
+# what transformers provides to templates
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what a model is trained on; here it renders what is in it."""
+    """`{% generation %}` marks what a model is trained on. Here it only renders its content."""
 
-    tags = {"generation"}  # noqa: RUF012  as Jinja has it
+    tags = {"generation"}  # noqa: RUF012  as in Jinja
 
     def parse(self, parser: Any) -> nodes.Node:
         lineno = next(parser.stream).lineno
@@ -338,15 +338,15 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-def _finalised(value: Any) -> Any:
-    """What `{{ }}` writes: a nested value may be longer as text than in memory."""
+def _check_output(value: Any) -> Any:
+    """Check the size of a value that `{{ }}` writes: a nested value may be longer as text than in memory."""
     if not isinstance(value, str):
-        _weight(value)
+        _size(value)
     return value
 
 
-def _given(environment: jinja2.Environment) -> None:
-    """What transformers gives a template beside Jinja's own."""
+def _add_globals(environment: jinja2.Environment) -> None:
+    """Add the filters and globals that transformers provides."""
     environment.filters["tojson"] = _tojson
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
@@ -354,18 +354,18 @@ def _given(environment: jinja2.Environment) -> None:
 @functools.lru_cache(maxsize=1)
 def _environment() -> _Sandbox:
     environment = _Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols], finalize=_finalised
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols], finalize=_check_output
     )
-    _given(environment)
-    environment.filters = {name: _guarded(name, one) for name, one in environment.filters.items()}
+    _add_globals(environment)
+    environment.filters = {name: _bounded_filter(name, one) for name, one in environment.filters.items()}
     del environment.globals["lipsum"]  # pages of text
     return environment
 
 
 @functools.lru_cache(maxsize=1)
-def _trusting() -> ImmutableSandboxedEnvironment:
+def _trusted_environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
-    _given(environment)
+    _add_globals(environment)
     return environment

@@ -1,8 +1,8 @@
 """The tools with which an agent acts on its machine.
 
-A tool is a signature and a coroutine over a `Workbench`. A call that cannot be carried out is answered with a short
-text ("no such file"); only `MachineError`, which the agent cannot cause, is raised. Answers are short because they are
-prompt tokens of every later turn. Knows nothing of tokens, policies or grading.
+A tool is a signature and a coroutine over a `Workbench`. A call that fails returns a short message ("no such file");
+only `MachineError`, which the agent cannot cause, is raised. Outputs are short because they are prompt tokens of every
+later turn.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from etude.seams import Machine
 FILE_BYTES = 262_144
 """The largest file that `cat` and `edit` open."""
 PLUGIN_GRACE_S = 30.0
-"""How long a tool that is a plug-in may take beyond the deadline of its commands."""
+"""Seconds that a plug-in may take beyond the deadline of its commands."""
 
 
 @dataclass(slots=True)
 class Workbench:
-    """The state that tools work on: one machine and what the harness knows of it. The agent loop makes one per rollout.
+    """The state that tools work on: the machine of one rollout, and what the harness knows about it.
 
-    `files` are the paths of the tree as long as only the harness has changed it, so that `ls` needs no command; after
-    the first command it is None, and `ls` asks the machine.
+    `files` are the paths in the working directory while only the harness has changed it, so that `ls` needs no command.
+    After the first command it is None.
     """
 
     machine: Machine
@@ -44,15 +44,15 @@ class Workbench:
     output_chars: int
     num_commands: int = 0
     submitted: bool = False
-    lost_s: float = 0.0  # what other work on the hosts of its machine took from its commands
+    lost_s: float = 0.0  # time that other work on the host took from its commands
 
     @classmethod
     def of(cls, task: Task, machine: Machine, *, key: str, deadline_s: float, output_chars: int) -> Workbench:
-        """The workbench of a machine in the task's prepared state. `key`: prefix of its idempotency keys."""
+        """Make the workbench of a machine in the task's prepared state. `key`: prefix of its idempotency keys."""
         return cls(machine, task.test_command, set(task.files), key, deadline_s, output_chars)
 
     async def exec(self, argv: tuple[str, ...]) -> ExecResult:
-        """Run a command under an idempotency key of its own. Raises `MachineError`."""
+        """Run a command in the machine, with the deadline and a new idempotency key. Raises `MachineError`."""
         self.num_commands += 1
         self.files = None
         result = await self.machine.exec(
@@ -65,8 +65,8 @@ class Workbench:
         return result
 
     async def command(self, argv: tuple[str, ...]) -> str:
-        """Run a command. Returns its output; "timed out" is added past the deadline, and "exit N" stands for an empty
-        output where it failed."""
+        """Run a command and return its output as text. "timed out" is appended at the deadline; a failed command
+        without output gives "exit N"."""
         result = await self.exec(argv)
         output = result.output.decode(errors="replace").strip("\n")
         if result.timed_out:
@@ -76,7 +76,7 @@ class Workbench:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """One tool: its signature, and the coroutine that runs it, called with the workbench and the arguments by name."""
+    """A tool: its signature, and the coroutine function `run(workbench, **arguments)`."""
 
     signature: Signature
     run: Callable[..., Awaitable[str]]
@@ -88,13 +88,17 @@ class ToolLike(Protocol):
     signature: Signature
 
     async def run(self, bench: Workbench, **arguments: Any) -> str:
-        """Carry a call out; `arguments` are those of the signature, by name. The answer is text for the model. An
-        `OSError` or a `ValueError` is answered as what the agent caused; anything else is the tool's defect."""
+        """Execute a call and return the output for the model.
+
+        `arguments`: the call's, by the names of the signature's parameters. Raise `OSError` or `ValueError` for what
+        the agent caused: the model gets the message as output. Pass on `MachineError`. Any other exception, or no
+        result within the deadline of a command plus 30 s, is a defect of the tool and ends the run with `PluginError`.
+        Many rollouts use one object at the same time: keep the state of a rollout out of it."""
         ...
 
 
 class ToolSet:
-    """The tools of one harness, by name.
+    """The tools of an agent, by name. Raises `ConfigError` when two have the same name.
 
     >>> tools = standard_tools(("ls", "cat"))
     >>> tools.signatures["cat"].to_openai()["function"]["parameters"]["required"]
@@ -110,24 +114,25 @@ class ToolSet:
         self.signatures: Mapping[str, Signature] = {n: t.signature for n, t in self._tools.items()}
 
     def to_openai(self) -> list[dict[str, Any]]:
-        """The tools in the shape of OpenAI's `tools` list."""
+        """The tools as OpenAI's `tools` list."""
         return [s.to_openai() for s in self.signatures.values()]
 
     async def run(self, call: Call, bench: Workbench) -> str:
-        """Run a call; returns the tool's answer, clipped to `bench.output_chars`. Raises only `MachineError`."""
+        """Execute a call and return the tool's output, clipped to `bench.output_chars`. Raises `MachineError`, and
+        `PluginError` for a plug-in that fails."""
         try:
             answer = await self._tools[call.name].run(bench, **call.arguments)
         except FileNotFoundError:
             answer = "no such file"
         except IsADirectoryError:
             answer = "is a directory"
-        except (OSError, ValueError) as error:  # a path that leads out, a file too big, a full disk: the agent's doing
+        except (OSError, ValueError) as error:  # caused by the agent: a path outside, a file too large, a full disk
             answer = f"refused: {error}"
         return clip(answer, bench.output_chars)
 
 
 def clip(text: str, limit_chars: int) -> str:
-    """Shorten a text of more than `limit_chars` characters to its head and its tail.
+    """Shorten a text of more than `limit_chars` characters to its beginning and its end.
 
     >>> clip("0123456789" * 3, 16)
     '01234567...56789'
@@ -139,7 +144,7 @@ def clip(text: str, limit_chars: int) -> str:
 
 
 def number_lines(text: str) -> str:
-    """Put line numbers (from 1) before the lines, and shorten every four blanks of indentation to one.
+    """Prefix lines with their numbers (from 1), and shorten every four blanks of indentation to one.
 
     >>> print(number_lines("def f(n):\\n    return n\\n"))
     1 def f(n):
@@ -154,8 +159,8 @@ def number_lines(text: str) -> str:
 
 
 def find_line(lines: list[str], place: str) -> int | None:
-    """The index of a line that is named by its number (from 1) or by a function's name: then the first line of its
-    body, after the docstring's first line. None where there is no such line."""
+    """Find the index of a line by its number (from 1) or by a function's name. For a function it is the first line of
+    the body, after the first line of a docstring. None when there is no such line."""
     if place.isascii() and place.isdigit() and len(place) < 10:
         index = int(place) - 1
     else:
@@ -238,8 +243,8 @@ STANDARD_TOOLS: Mapping[str, Tool] = {
 
 @functools.lru_cache(maxsize=16)
 def standard_tools(names: tuple[str | Plugin, ...] = tuple(STANDARD_TOOLS)) -> ToolSet:
-    """The standard tools of these names, and plug-ins. Raises `ConfigError` for an unknown name and for one that two
-    tools have, `PluginRefused`.
+    """Make the set of the named standard tools and plug-ins. Raises `ConfigError` for an unknown or repeated name, and
+    `PluginRefused`.
 
     >>> standard_tools(("submti",))
     Traceback (most recent call last):
@@ -249,14 +254,16 @@ def standard_tools(names: tuple[str | Plugin, ...] = tuple(STANDARD_TOOLS)) -> T
     for name in names:
         if isinstance(name, str) and name not in STANDARD_TOOLS:
             raise ConfigError(f"unknown tool {name!r}", hint=nearest(name, STANDARD_TOOLS))
-    return ToolSet(tuple(guarded(n, make(Kind.TOOL, n)) if isinstance(n, Plugin) else STANDARD_TOOLS[n] for n in names))
+    return ToolSet(
+        tuple(plugin_tool(n, make(Kind.TOOL, n)) if isinstance(n, Plugin) else STANDARD_TOOLS[n] for n in names)
+    )
 
 
-def guarded(plugin: Plugin, tool: ToolLike) -> Tool:
-    """A tool that is a plug-in: with a deadline, and errors that say whose they are."""
+def plugin_tool(plugin: Plugin, tool: ToolLike) -> Tool:
+    """Wrap a tool plug-in with a deadline, and with errors that name the plug-in. Raises `PluginRefused`."""
     signature: object = tool.signature
     if not isinstance(signature, Signature):
-        facts = f"it is {type(signature).__name__}, and etude.harness.commands.Signature is wanted"
+        facts = f"it is {type(signature).__name__}, not etude.harness.commands.Signature"
         raise PluginRefused(f"the signature of tool {plugin} cannot be used", facts, hint="make one of its parameters")
 
     async def run(bench: Workbench, **arguments: Any) -> str:
@@ -273,7 +280,7 @@ def guarded(plugin: Plugin, tool: ToolLike) -> Tool:
             with called(Kind.TOOL, plugin, "run"):
                 raise error
         if not isinstance(answer, str):
-            raise unusable(Kind.TOOL, plugin, f"run returned {type(answer).__name__}, and text is wanted")
+            raise unusable(Kind.TOOL, plugin, f"run returned {type(answer).__name__}, not str")
         return answer
 
     return Tool(signature, run)

@@ -1,8 +1,8 @@
-"""Engines: tokens in, tokens out, while the weights change underneath.
+"""Inference engines that load new weights while they serve.
 
-An engine is a URL: `python -m etude.inference.server` is one, `HttpEngine` speaks to it, and a `Fleet` of them is
-the one call (`Policy.complete`) through which everything asks a model. What is exported here needs no torch; the
-engine itself is `etude.inference.engine.ReferenceEngine`.
+An engine is a server with a URL, for example `python -m etude.inference.server`. `HttpEngine` is its client. A `Fleet`
+of clients implements `Policy.complete`, through which rollouts, evaluations and the gateway sample. What is exported
+here needs no torch; the engine itself is `etude.inference.engine.ReferenceEngine`.
 
 >>> fleet = Fleet({"engine-0": HttpEngine("http://127.0.0.1:8001"), "engine-1": HttpEngine("http://127.0.0.1:8002")})
 >>> sorted(fleet.engines)

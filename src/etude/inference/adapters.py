@@ -1,7 +1,8 @@
-"""Live memory of an engine that follows adapters: A and B are what versions are written to, and what proves them; the
-model holds the merged matrices, written anew in the pause for each parameter whose A or B changed.
+"""The live weights of an engine that follows LoRA adapters.
 
-For that it needs the base beside the merged weights, in the dtype that is published. Decoding costs nothing more.
+Versions are written to A and B, and A and B are compared with what was published. The model has the merged matrices.
+During the swap, they are computed again for each parameter whose A or B changed. This needs the base weights beside the
+merged ones, in the published dtype. Decoding costs nothing extra.
 """
 
 from __future__ import annotations
@@ -31,55 +32,55 @@ Tensors = Mapping[str, Tensor]
 
 
 def fetched_base(store: BlobStore, public_key: bytes | None = None) -> Tensors:
-    """The base that a learner published beside its adapters; where there is a public key, only one that its owner
-    signed. Raises `WeightsError`, `StoreError`."""
+    """Fetch the base weights that a learner published beside its adapters. With `public_key`, only signed ones are
+    accepted. Raises `WeightsError`, `StoreError`."""
     return Channel(store, BASE_CHANNEL).fetch(public_key=public_key)
 
 
-def _take(model: Transformer, tensors: Tensors) -> None:
-    """Write these weights into a model that serves no requests yet. Raises `WeightsError` where they do not fit it."""
+def _load(model: Transformer, tensors: Tensors) -> None:
+    """Load weights into a model that serves no requests yet. Raises `WeightsError` when they do not fit."""
     update = Update(Version(0, "0" * 8, "0" * 64), {}, tensors, (), fetch_s=0.0, fetched_bytes=0)
     Target(Map(named(hf_views(model)))).prepare(update, tensors, undoable=False).apply()
 
 
 class AdaptedWeights:
-    """Makes the live memory of an engine whose model is the base of what is published. The model stays as it is until
-    the first version is written."""
+    """Makes the live weights of an engine whose model is the base of the published adapters. The model is unchanged
+    until the first version is written."""
 
     def __init__(
         self, model: Transformer, quantise: Quantise = Quantise.NONE, *, base: Callable[[], Tensors] | None = None
     ) -> None:
-        """`base`: fetches what the model is to hold, where it was made without a checkpoint."""
+        """`base`: fetches the base weights, for a model that was made without a checkpoint."""
         self._model, self._quantise, self._base = model, quantise, base
-        self._digests: dict[torch.dtype, str] = {}  # of the base: it may be asked for again and again
+        self._digests: dict[torch.dtype, str] = {}  # of the base, by dtype
 
     def __call__(self, tensors: Tensors) -> tuple[Mapping[str, torch.Tensor], list[Derived]]:
-        """The memory that versions like this one are written to, and what is computed of it. Raises `WeightsError`, and
-        `CheckpointError` for another base's adapter."""
+        """Return the live memory for adapters like this one, by published name, and what is derived from it. Raises
+        `WeightsError`, and `CheckpointError` for an adapter of another base."""
         dtype, model = self._dtype(tensors), self._model
         config, codes = published_config(tensors), tensors[PUBLISHED].codes
         if dtype not in self._digests:
             if self._base is not None:
-                _take(model, self._base())
+                _load(model, self._base())
             self._digests[dtype] = base_digest(model, dtype)
         adapters = Adapters(model, config, dtype=dtype, digest=self._digests[dtype])
         settings = torch.zeros(codes.size, dtype=torch.uint8)
 
-        def settle() -> None:
+        def check_and_round() -> None:
             if not np.array_equal(settings.numpy(), codes):
                 raise WeightsError(
-                    "an adapter of other settings is published than at the start",
-                    f"held are {config}",
-                    hint="restart the engine: it then starts with the newest version",
+                    "the published adapter has other settings than at the start",
+                    f"the engine has {config}",
+                    hint="restart the engine, which then starts with the newest version",
                 )
             round_parameters(model, dtype)
 
-        derived = [Derived(frozenset({PUBLISHED}), settle)]
+        derived = [Derived(frozenset({PUBLISHED}), check_and_round)]
         derived += [Derived(sources, compute) for sources, compute in adapters.derived]
         return {**adapters.views, PUBLISHED: settings}, derived
 
     def _dtype(self, tensors: Tensors) -> torch.dtype:
-        """What an adapter is published in, which this engine must be able to hold."""
+        """The dtype of a published adapter. Raises `WeightsError` when this engine cannot represent it."""
         kinds = {tensor.dtype for name, tensor in tensors.items() if name != PUBLISHED}
         held = self._model.embedding.dtype
         dtype = _DTYPES.get(next(iter(kinds))) if len(kinds) == 1 else None
@@ -87,7 +88,7 @@ class AdaptedWeights:
             raise WeightsError(
                 f"an adapter in {', '.join(sorted(kinds))} is published",
                 f"this engine holds weights in {str(held).removeprefix('torch.')}",
-                hint="give the engine a dtype that holds every number of the learner's `weights`",
+                hint="give the engine a dtype that represents every number of the learner's `weights`",
             )
         if self._quantise is not Quantise.NONE:
             facts = (

@@ -1,10 +1,10 @@
-"""An engine's HTTP face: routes in, routes out, nothing decided here.
+"""The HTTP API of an engine, as an ASGI app.
 
-Token-in/token-out in the shape of vLLM's endpoint, as msgpack or JSON by content type (arrays with dtype and shape,
-never lists of numbers). Errors are `errors.ErrorBody`. A caller that goes away cancels its request.
+The completion endpoint takes and returns token ids, in the shape of vLLM's, as msgpack or JSON by content type (arrays
+with dtype and shape, never lists of numbers). Error bodies are `errors.ErrorBody`. When a client disconnects, its
+request is cancelled.
 
-Generate is called thousands of times a minute, so it goes past Starlette's middleware and router, which together took
-as long as everything else in a call.
+Completions bypass Starlette's middleware and router, which took as much time as everything else in a call.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from etude.errors import EtudeError
 from etude.inference.config import EngineConfig
 from etude.inference.errors import MalformedRequest, Unauthorised, to_http
-from etude.inference.frames import MEDIA_TYPE, STREAM, frame
 from etude.inference.wire import (
     GENERATE,
     JSON,
+    MEDIA_TYPE,
     MSGPACK,
+    STREAM,
     AdoptRequest,
     OperatorResult,
     OperatorResults,
     OperatorsRequest,
     Verified,
     VerifyRequest,
+    frame,
 )
 from etude.records.completion import Completion, CompletionRequest
 from etude.records.wire import from_json, pack, to_json, unpack
@@ -46,8 +48,8 @@ T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-class Served(Engine, Streaming, Protocol):
-    """An engine in this process: its seams, and what a server tells of it."""
+class ServedEngine(Engine, Streaming, Protocol):
+    """An engine in this process: `seams.Engine`, `seams.Streaming`, and what the server needs beside them."""
 
     name: str
     config: EngineConfig
@@ -55,51 +57,51 @@ class Served(Engine, Streaming, Protocol):
 
     @property
     def alive(self) -> bool:
-        """Whether it still computes."""
+        """Whether the engine can still compute."""
         ...
 
     @property
     def stalled_s(self) -> float:
-        """How long it has not moved."""
+        """Seconds without a sign of life."""
         ...
 
     async def metrics(self) -> str:
-        """The page behind GET /metrics, in Prometheus' text format."""
+        """The text of GET /metrics, in Prometheus' format."""
         ...
 
 
 class Operators(Protocol):
-    """`ReferenceEngine.operators`."""
+    """The type of `ReferenceEngine.operators`."""
 
     async def __call__(self, token_ids: list[int], *, prompt_tokens: int) -> list[OperatorResult]: ...
 
 
 def build_app(
-    engine: Served,
+    engine: ServedEngine,
     *,
     token: str | None = None,
     lifespan: AbstractAsyncContextManager[None] | None = None,
     operators: Operators | None = None,
 ) -> ASGIApp:
-    """The application. `token`: what every POST must bear; None for an engine that only its own host reaches.
-    `operators`: where its inner results may be asked for, which holds up everybody's requests.
+    """Make the ASGI app of an engine.
 
-    `lifespan` is entered before the first request and left after the last.
+    `token`: the bearer token of every POST request; None for an engine on loopback. `operators`: enables POST
+    /operators, which delays all requests. `lifespan`: entered before the first request and exited after the last.
     """
-    face = _Face(engine, token, operators)
-    generate = face.guarded(face.generate)
-    others = Starlette(
+    endpoints = _Endpoints(engine, token, operators)
+    generate = endpoints.authenticated(endpoints.generate)
+    router = Starlette(
         routes=[
-            Route(GENERATE, generate, methods=["POST"]),  # reached by other methods, which it refuses
-            Route(STREAM, face.guarded(face.stream), methods=["POST"]),
-            Route("/pause", face.guarded(face.pause), methods=["POST"]),
-            Route("/resume", face.guarded(face.resume), methods=["POST"]),
-            Route("/adopt", face.guarded(face.adopt), methods=["POST"]),
-            Route("/verify", face.guarded(face.verify), methods=["POST"]),
-            Route("/operators", face.guarded(face.operators), methods=["POST"]),
-            Route("/health", face.health),
-            Route("/info", face.info),
-            Route("/metrics", face.metrics),
+            Route(GENERATE, generate, methods=["POST"]),  # only reached by other methods, to refuse them
+            Route(STREAM, endpoints.authenticated(endpoints.stream), methods=["POST"]),
+            Route("/pause", endpoints.authenticated(endpoints.pause), methods=["POST"]),
+            Route("/resume", endpoints.authenticated(endpoints.resume), methods=["POST"]),
+            Route("/adopt", endpoints.authenticated(endpoints.adopt), methods=["POST"]),
+            Route("/verify", endpoints.authenticated(endpoints.verify), methods=["POST"]),
+            Route("/operators", endpoints.authenticated(endpoints.operators), methods=["POST"]),
+            Route("/health", endpoints.health),
+            Route("/info", endpoints.info),
+            Route("/metrics", endpoints.metrics),
         ],
         lifespan=lambda _: nullcontext() if lifespan is None else lifespan,
     )
@@ -109,18 +111,20 @@ def build_app(
             response = await generate(Request(scope, receive))
             await response(scope, receive, send)
         else:
-            await others(scope, receive, send)
+            await router(scope, receive, send)
 
     return app
 
 
-class _Face:
-    def __init__(self, engine: Served, token: str | None, operators: Operators | None) -> None:
+class _Endpoints:
+    """The request handlers."""
+
+    def __init__(self, engine: ServedEngine, token: str | None, operators: Operators | None) -> None:
         self.engine, self._token, self._operators = engine, token, operators
         self._max_body = 64 * 1024 + 16 * engine.config.context_tokens
 
-    def guarded(self, handler: Handler) -> Handler:
-        """Checks the token first, and turns errors into answers."""
+    def authenticated(self, handler: Handler) -> Handler:
+        """Wrap a handler: check the token, and convert errors to responses."""
 
         async def answer(request: Request) -> Response:
             try:
@@ -135,13 +139,14 @@ class _Face:
         return answer
 
     async def generate(self, request: Request) -> Response:
-        asked = await self._read(request, CompletionRequest)
-        return _reply(request, await _unless_gone(request, self.engine.generate(asked)))
+        """Return a completion."""
+        body = await self._read(request, CompletionRequest)
+        return _reply(request, await _cancel_on_disconnect(request, self.engine.generate(body)))
 
     async def stream(self, request: Request) -> Response:
-        """`generate`, told while it happens. What fails before the first token is an answer with its own status."""
+        """Stream a completion as frames. An error before the first token has its own HTTP status."""
         parts = self.engine.stream(await self._read(request, CompletionRequest))
-        first = await _unless_gone(request, anext(parts))
+        first = await _cancel_on_disconnect(request, anext(parts))
         return StreamingResponse(_frames(first, parts), media_type=MEDIA_TYPE)
 
     async def pause(self, request: Request) -> Response:
@@ -153,29 +158,33 @@ class _Face:
         return Response(b"{}", media_type=JSON)
 
     async def adopt(self, request: Request) -> Response:
-        asked = await self._read(request, AdoptRequest)
-        return _reply(request, await self.engine.adopt(asked.min_step, deadline_s=asked.deadline_s))
+        """Wait for a version."""
+        body = await self._read(request, AdoptRequest)
+        return _reply(request, await self.engine.adopt(body.min_step, deadline_s=body.deadline_s))
 
     async def verify(self, request: Request) -> Response:
-        asked = await self._read(request, VerifyRequest)
-        version, logprobs = await self.engine.verify(asked.token_ids)
+        body = await self._read(request, VerifyRequest)
+        version, logprobs = await self.engine.verify(body.token_ids)
         return _reply(request, Verified(version=version, logprobs=logprobs))
 
     async def operators(self, request: Request) -> Response:
-        asked = await self._read(request, OperatorsRequest)
+        """Return every operator's results for a text, if enabled."""
+        body = await self._read(request, OperatorsRequest)
         if self._operators is None:
             raise MalformedRequest(
                 f"{self.engine.name} does not show its operators", hint="start it with --show-operators"
             )
-        shown = await self._operators(asked.token_ids, prompt_tokens=asked.prompt_tokens)
+        shown = await self._operators(body.token_ids, prompt_tokens=body.prompt_tokens)
         return _reply(request, OperatorResults(results=shown))
 
     async def health(self, request: Request) -> Response:
-        """200 while the engine steps; 503 when its thread is dead or stuck."""
+        """GET /health: 200 while the engine makes steps; 503 when it has ended or hangs."""
         engine = self.engine
-        well = engine.alive and engine.stalled_s < engine.config.stall_s
-        body = msgspec.json.encode({"well": well, "stalled_s": round(engine.stalled_s, 3), "trouble": engine.trouble})
-        return Response(body, 200 if well else 503, media_type=JSON)
+        healthy = engine.alive and engine.stalled_s < engine.config.stall_s
+        body = msgspec.json.encode(
+            {"well": healthy, "stalled_s": round(engine.stalled_s, 3), "trouble": engine.trouble}
+        )
+        return Response(body, 200 if healthy else 503, media_type=JSON)
 
     async def info(self, request: Request) -> Response:
         return _reply(request, await self.engine.info())
@@ -191,7 +200,7 @@ class _Face:
             raise Unauthorised("the bearer token is missing or wrong", hint="set ETUDE_TOKEN as the engine has it")
 
     async def _read(self, request: Request, kind: type[T]) -> T:
-        """The record in the body. Raises `MalformedRequest`, also for a body past any legal size."""
+        """Decode the record in the body. Raises `MalformedRequest`, also for a body that is too large."""
         body = bytearray()
         async for part in request.stream():
             body += part
@@ -210,7 +219,7 @@ def _wants_json(request: Request, header: str) -> bool:
 
 
 def _reply(request: Request, record: object) -> Response:
-    """msgpack, unless the request itself was JSON, or asked for it."""
+    """Encode a response as msgpack, or as JSON when the request was JSON or accepts it."""
     if _wants_json(request, "accept" if request.method == "GET" else "content-type"):
         return Response(to_json(record), media_type=JSON)
     return Response(pack(record), media_type=MSGPACK)
@@ -226,8 +235,8 @@ async def _frames(first: list[int] | Completion, parts: AsyncGenerator[list[int]
             yield frame(error)
 
 
-async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """What the work gives. Cancels it, and raises `ClientDisconnect`, when the caller goes away first."""
+async def _cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
+    """Await `work`. When the client disconnects first, cancel it and raise `ClientDisconnect`."""
     me = asyncio.current_task()
     assert me is not None, "requests are served in tasks"
     gone = asyncio.create_task(_disconnected(request))

@@ -1,4 +1,4 @@
-"""An engine somewhere else: `seams.Engine` over HTTP. No torch; an engine is a URL."""
+"""HTTP client of an engine: implements `seams.Engine` for a URL. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ import aiohttp
 
 from etude.errors import EngineError
 from etude.inference.errors import EngineGone, EngineLate, from_http
-from etude.inference.frames import STREAM, read_frames
 from etude.inference.wire import (
     GENERATE,
     MSGPACK,
+    STREAM,
     AdoptRequest,
     OperatorResult,
     OperatorResults,
     OperatorsRequest,
     Verified,
     VerifyRequest,
+    read_frames,
 )
 from etude.records.completion import Completion, CompletionRequest, Version
 from etude.records.wire import pack, unpack
@@ -29,13 +30,15 @@ from etude.seams import EngineInfo
 
 T = TypeVar("T")
 
-CONTROL_DEADLINE_S = 35.0  # longer than the engine's own, so that its error, which knows more, comes first
+CONTROL_DEADLINE_S = 35.0  # longer than the engine's own deadline, whose error says more
 GRACE_S = 2.0
-_IDLE_S, _BETWEEN_S, _PROBES = 15, 5, 4  # of TCP keep-alive: an answer may take hours, and a silent line be cut unseen
+_IDLE_S, _BETWEEN_S, _PROBES = 15, 5, 4  # TCP keep-alive: a completion may take hours
 
 
 class HttpEngine:
-    """One engine server, reached by its URL. Connections belong to the event loop of the first call.
+    """Client of one engine server. Connections belong to the event loop of the first call.
+
+    `token`: the bearer token of the requests.
 
     >>> HttpEngine("http://127.0.0.1:8000/").url
     'http://127.0.0.1:8000'
@@ -61,18 +64,18 @@ class HttpEngine:
             await session.close()
 
     async def generate(self, request: CompletionRequest) -> Completion:
-        """See `seams.Engine`. How long it takes is for the engine to bound, which sees its steps; while it says nothing
-        it is asked whether it is there."""
+        """See `seams.Engine`. The engine enforces `deadline_s`, since it sees its own steps. While it does not respond,
+        this checks that it is alive. Raises `EngineGone` and `EngineLate`."""
         what, deadline_s = f"request {request.request_id}", request.deadline_s + GRACE_S
         work = asyncio.ensure_future(self._post(GENERATE, request, Completion, what=what, deadline_s=None))
         try:
             while not (await asyncio.wait({work}, timeout=deadline_s))[0]:
-                await self._must_answer(what, deadline_s)
+                await self._check_alive(what, deadline_s)
             return work.result()
         finally:
             work.cancel()
 
-    async def _must_answer(self, what: str, deadline_s: float) -> None:
+    async def _check_alive(self, what: str, deadline_s: float) -> None:
         try:
             await self.info()
         except EngineGone:
@@ -81,51 +84,58 @@ class HttpEngine:
             raise self._late(what, deadline_s, error.what) from None
 
     async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
-        """See `seams.Streaming`. Left early, the connection is closed, and the engine drops the request."""
+        """See `seams.Streaming`. Closing the generator early closes the connection, and the engine drops the
+        request."""
         what, deadline_s = f"request {request.request_id}", request.deadline_s + GRACE_S
         async with self._answer("POST", STREAM, pack(request), what=what, deadline_s=deadline_s) as answer:
             async for part in read_frames(answer.content.readexactly, engine=self.url):
                 yield part
 
     async def pause(self) -> None:
-        await self._call("POST", "/pause", b"", what="to pause", deadline_s=CONTROL_DEADLINE_S)
+        """See `seams.Engine`."""
+        await self._call("POST", "/pause", b"", what="pause", deadline_s=CONTROL_DEADLINE_S)
 
     async def resume(self) -> None:
-        await self._call("POST", "/resume", b"", what="to resume", deadline_s=CONTROL_DEADLINE_S)
+        """See `seams.Engine`."""
+        await self._call("POST", "/resume", b"", what="resume", deadline_s=CONTROL_DEADLINE_S)
 
     async def adopt(self, min_step: int, *, deadline_s: float) -> Version:
-        asked = AdoptRequest(min_step=min_step, deadline_s=deadline_s)
-        what = f"to adopt step {min_step}"
-        return await self._post("/adopt", asked, Version, what=what, deadline_s=deadline_s + GRACE_S)
+        """See `seams.Engine`."""
+        body = AdoptRequest(min_step=min_step, deadline_s=deadline_s)
+        what = f"adopt step {min_step}"
+        return await self._post("/adopt", body, Version, what=what, deadline_s=deadline_s + GRACE_S)
 
     async def info(self, *, deadline_s: float = 5.0) -> EngineInfo:
-        body = await self._call("GET", "/info", None, what="for its state", deadline_s=deadline_s)
+        """See `seams.Engine`."""
+        body = await self._call("GET", "/info", None, what="info", deadline_s=deadline_s)
         return self._read(body, EngineInfo)
 
     async def verify(self, token_ids: Sequence[int]) -> tuple[Version, list[float]]:
-        asked = VerifyRequest(token_ids=[int(t) for t in token_ids])
-        what = "for its log-probabilities"
-        said = await self._post("/verify", asked, Verified, what=what, deadline_s=CONTROL_DEADLINE_S)
-        return said.version, said.logprobs
+        """See `seams.Engine`."""
+        body = VerifyRequest(token_ids=[int(t) for t in token_ids])
+        what = "verify"
+        answer = await self._post("/verify", body, Verified, what=what, deadline_s=CONTROL_DEADLINE_S)
+        return answer.version, answer.logprobs
 
     async def operators(self, token_ids: Sequence[int], *, prompt_tokens: int) -> list[OperatorResult]:
-        """Every operator's results for a text. Raises `MalformedRequest` where the engine does not show them."""
-        asked = OperatorsRequest(token_ids=[int(t) for t in token_ids], prompt_tokens=prompt_tokens)
-        what = "to show its operators"
-        said = await self._post("/operators", asked, OperatorResults, what=what, deadline_s=CONTROL_DEADLINE_S)
-        return said.results
+        """Compute a text and return the results of every operator. `prompt_tokens`: how many of `token_ids` are the
+        prompt. Raises `MalformedRequest` when the engine was not started with --show-operators."""
+        body = OperatorsRequest(token_ids=[int(t) for t in token_ids], prompt_tokens=prompt_tokens)
+        what = "operators"
+        answer = await self._post("/operators", body, OperatorResults, what=what, deadline_s=CONTROL_DEADLINE_S)
+        return answer.results
 
-    async def _post(self, path: str, asked: object, kind: type[T], *, what: str, deadline_s: float | None) -> T:
-        return self._read(await self._call("POST", path, pack(asked), what=what, deadline_s=deadline_s), kind)
+    async def _post(self, path: str, body: object, kind: type[T], *, what: str, deadline_s: float | None) -> T:
+        return self._read(await self._call("POST", path, pack(body), what=what, deadline_s=deadline_s), kind)
 
     def _read(self, body: bytes, kind: type[T]) -> T:
         try:
             return unpack(body, kind)
         except ValueError as error:
             raise EngineError(
-                f"{self.url} answered something that is not a {kind.__name__}",
+                f"the response of {self.url} is not a {kind.__name__}",
                 str(error),
-                hint="give the URL of an engine, as its ready file has it",
+                hint="give the URL of an engine, as in its ready file",
             ) from None
 
     async def _call(self, method: str, path: str, body: bytes | None, *, what: str, deadline_s: float | None) -> bytes:
@@ -136,7 +146,8 @@ class HttpEngine:
     async def _answer(
         self, method: str, path: str, body: bytes | None, *, what: str, deadline_s: float | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer of status 200, its body yet to be read; what goes wrong with it has a name."""
+        """Send a request and yield the response, whose status is 200 and whose body is not read yet. Raises
+        `EngineError`."""
         timeout = aiohttp.ClientTimeout(total=deadline_s, sock_connect=min(deadline_s or 5.0, 5.0))
         try:
             async with self._connected().request(method, self.url + path, data=body, timeout=timeout) as answer:
@@ -152,18 +163,18 @@ class HttpEngine:
 
     def _late(self, what: str, deadline_s: float, facts: str = "") -> EngineLate:
         return EngineLate(
-            f"{self.url} was asked {what} and did not answer within {deadline_s:g} s",
+            f"{self.url} did not answer {what} within {deadline_s:g} s",
             facts,
             hint="it hangs or is overloaded: see its /health and its log",
         )
 
     def _gone(self, what: str, error: Exception) -> EngineGone:
-        facts = f"{type(error).__name__}: {error}; it was asked {what}"
+        facts = f"{type(error).__name__}: {error}; the request was {what}"
         return EngineGone(f"no engine answers at {self.url}", facts, hint="check whether its process runs")
 
     def _connected(self) -> aiohttp.ClientSession:
         if self._session is None or self._session.closed:
-            asyncio.get_running_loop()  # a session made outside a loop would bind to none
+            asyncio.get_running_loop()  # raises outside of an event loop
             options: dict[str, Any] = {"limit": 0, "keepalive_timeout": 60.0, "socket_factory": _kept_alive}
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(**options), headers=self._headers, auto_decompress=False
@@ -172,7 +183,7 @@ class HttpEngine:
 
 
 def _kept_alive(address: aiohttp.AddrInfoType) -> socket.socket:
-    """A socket whose connection ends by itself when the other side is not heard any more."""
+    """A socket with TCP keep-alive, so that a broken connection ends."""
     family, kind, protocol, *_ = address
     sock = socket.socket(family, kind, protocol)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,4 +1,4 @@
-"""Settings of one engine. Imports no torch, so that a process that starts engines can read it."""
+"""Settings of engines. Imports no torch, so that processes that start engines can read it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 from etude.config import ranged
 from etude.numerics.config import ComputeDtype, check_device
 
-BLOCK_TOKENS = 32  # of vLLM's KV cache; its CPU build's kernels want multiples of it
+BLOCK_TOKENS = 32  # block size of vLLM's KV cache; kernels of its CPU build need multiples of it
 
 
 class EngineKind(enum.StrEnum):
-    """Which software an engine of a run is."""
+    """The server software of an engine."""
 
-    REFERENCE = "reference"  # ours: every mode, format and family
-    VLLM = "vllm"  # vLLM in an environment of its own; not exact
-    SGLANG = "sglang"  # SGLang in an environment of its own; not exact
+    REFERENCE = "reference"  # etude's own: every mode, format and family
+    VLLM = "vllm"  # vLLM in a separate environment; not exact
+    SGLANG = "sglang"  # SGLang in a separate environment; not exact
 
 
 SERVERS = {
@@ -26,7 +26,7 @@ SERVERS = {
     EngineKind.VLLM: "etude.inference.vllm.server",
     EngineKind.SGLANG: "etude.inference.sglang.server",
 }
-"""By kind of engine, the module that its process runs (`python -m`)."""
+"""The module that an engine's process runs (`python -m`), by kind."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +39,19 @@ class EngineConfig:
 
     max_sequences: int = ranged(64, low=1, high=4096)  # decoded together; also the number of KV slots
     context_tokens: int = ranged(1024, low=2)  # longest context: prompt and completion
-    chunk_tokens: int = ranged(256, low=1)  # reference engines compute a prompt up to each multiple of this position
-    step_tokens: int = ranged(512, low=1)  # prompt tokens computed in one step, beside one decoded token per sequence
-    max_waiting: int = ranged(1024, low=0)  # requests that wait for a slot; one more is refused
-    pin_lease_s: float = ranged(3.0, low=0.0)  # how long a pinned session holds its version between two calls
+    chunk_tokens: int = ranged(256, low=1)  # reference engines cut prompts at multiples of this position
+    step_tokens: int = ranged(512, low=1)  # most prompt tokens of a step, beside one decoded token per sequence
+    max_waiting: int = ranged(1024, low=0)  # most requests waiting for a slot; one more is refused
+    pin_lease_s: float = ranged(3.0, low=0.0)  # how long a pinned session keeps its version between two calls
     stall_s: float = ranged(60.0, low=0.1)  # a step that takes longer counts as a hang
-    dtype: ComputeDtype = ComputeDtype.FLOAT32  # in exact mode it must be the learner's
-    device: str = "auto"  # of reference engines: auto, cpu, cuda, cuda:N; in exact mode it must be the learner's
+    dtype: ComputeDtype = ComputeDtype.FLOAT32  # in exact mode the same as the learner's
+    device: str = "auto"  # reference engines only: auto, cpu, cuda, cuda:N; in exact mode as the learner's
 
     def __post_init__(self) -> None:
         check_device(self.device)
 
     def arguments(self) -> list[str]:
-        """Every setting as command-line arguments of an engine's process; `serving.config_of` reads them back.
+        """All settings as command-line arguments of an engine's process, for `serving.config_of`.
 
         >>> EngineConfig(device="cpu").arguments()[-2:]
         ['--device', 'cpu']
@@ -70,9 +70,10 @@ _PARALLEL = (
 
 
 def devices_of(arguments: Sequence[str]) -> int:
-    """Number of devices of one server: the product of the parallel sizes in its arguments. With
-    ``--enable-dp-attention`` SGLang's data-parallel ranks are some of its tensor-parallel ones, and count once; with
-    ``--nnodes`` the devices are divided by the number of nodes.
+    """Number of devices of one server: the product of the parallel sizes in its arguments.
+
+    With ``--enable-dp-attention`` SGLang's data-parallel ranks are among its tensor-parallel ranks and are not counted
+    again. With ``--nnodes`` the devices are divided by the number of nodes.
 
     >>> devices_of(["--tp", "8", "--dp=4", "--enable-dp-attention"]), devices_of(["--tensor_parallel_size=4", "-pp=2"])
     (8, 8)
@@ -95,30 +96,30 @@ def devices_of(arguments: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True)
-class ForeignConfig:
-    """The `[vllm]` and `[sglang]` sections: settings of engines of that software, beside those of `[engine]`."""
+class ExternalEngineConfig:
+    """The `[vllm]` and `[sglang]` sections: settings of these engines, in addition to `[engine]`."""
 
-    environment: Path | None = None  # none: $ETUDE_VLLM, or where `etude engines install vllm` put it; SGLang alike
-    kv_tokens: int | None = ranged(None, low=BLOCK_TOKENS)  # tokens of KV cache; none: max_sequences whole contexts
-    arguments: tuple[str, ...] = ()  # passed on to the server: ["--tensor-parallel-size=8"]
+    environment: Path | None = None  # None: $ETUDE_VLLM (or $ETUDE_SGLANG), or where `etude engines install` put it
+    kv_tokens: int | None = ranged(None, low=BLOCK_TOKENS)  # tokens of KV cache; None: max_sequences full contexts
+    arguments: tuple[str, ...] = ()  # passed to the server: ["--tensor-parallel-size=8"]
 
     @property
     def devices(self) -> int:
-        """Number of accelerators that one engine computes on, from the parallel sizes in `arguments`.
+        """Number of devices of one engine, from the parallel sizes in `arguments`.
 
-        >>> ForeignConfig(arguments=("--tensor-parallel-size=8", "-dp", "2")).devices
+        >>> ExternalEngineConfig(arguments=("--tensor-parallel-size=8", "-dp", "2")).devices
         16
         """
         return devices_of(self.arguments)
 
-    def kv_room(self, engine: EngineConfig) -> int:
-        """Size of the KV cache in tokens: `kv_tokens`, or `max_sequences` whole contexts.
+    def kv_capacity(self, engine: EngineConfig) -> int:
+        """Size of the KV cache in tokens: `kv_tokens`, or `max_sequences` full contexts.
 
-        >>> ForeignConfig().kv_room(EngineConfig(max_sequences=8, context_tokens=512))
+        >>> ExternalEngineConfig().kv_capacity(EngineConfig(max_sequences=8, context_tokens=512))
         4096
         """
         return self.kv_tokens or engine.max_sequences * engine.context_tokens
 
     def max_contexts(self, engine: EngineConfig) -> int:
-        """How many whole contexts fit into the KV cache, at most `max_sequences`."""
-        return min(engine.max_sequences, self.kv_room(engine) // engine.context_tokens)
+        """Number of full contexts that fit into the KV cache, at most `max_sequences`."""
+        return min(engine.max_sequences, self.kv_capacity(engine) // engine.context_tokens)

@@ -1,12 +1,13 @@
-"""Keys and values of every slot in a device's memory, and attention over them in one kernel a layer.
+"""KV cache on a GPU, by slot, and attention with one kernel per layer.
 
-Per layer one tensor for keys and one for values, ``[S, C, G, A]``: a slot's positions are rows, so that a step writes
-its rows by one copy, and a slot is a sequence of a ragged whole (`numerics.varlen`) or one long page (`numerics.gpu`).
-A step, whatever its mix of decoding rows and chunks of prompts, is one call a layer that reads what each sequence has
-kept and no more. Which kernel: our own Triton program, which has one order of sums, in exact mode and for what the
-vendor's does not take (float32, latents, whose keys are wide and hold their values); else the vendor's.
+Per layer there is one tensor of keys and one of values, ``[S, C, G, A]``: positions of a slot are rows, so a step
+writes its rows with one copy, and a slot is a sequence of a ragged batch (`numerics.varlen`) or one long page
+(`numerics.gpu`). A step with any mix of decoding rows and chunks of prompts is one kernel call per layer, which reads
+only the keys that each sequence has. The kernel is etude's Triton program, with a fixed order of summation, in exact
+mode and for inputs that the vendor's kernel does not support (float32, and latents, whose keys are wide and contain
+their values); else the vendor's.
 
-The last slot is nobody's: rows that fill a batch up to a size write there and see one key.
+The last slot is a spare: padding rows of a batch write there and see one key.
 
 Shapes: N tokens of a step, S slots, B sequences of a step, H query heads, G key/value heads, C positions a slot, A key
 width, Z value width.
@@ -28,11 +29,12 @@ from etude.numerics import varlen_attention
 from etude.numerics.operators import Operators
 
 Attend = Callable[..., torch.Tensor]
-"""(q_NHA, keys_SCGA, values_SCGZ, scale or None) -> o_NHZ"""
+"""A function (q_NHA, keys_SCGA, values_SCGZ, scale or None) -> o_NHZ."""
 
 
 class DeviceMemory:
-    """The memory: allocated once, all of it. Raises `ConfigError` where the device has too little."""
+    """The keys and values of all slots, allocated at once. Raises `ConfigError` when the device has too little
+    memory."""
 
     def __init__(
         self, sizes: ModelConfig, operators: Operators, *, num_slots: int, context_tokens: int, device: torch.device
@@ -61,17 +63,18 @@ class DeviceMemory:
         self.values = [keys[..., : kept.value_width] for keys in self.keys] if kept.shared else made[1]
 
     def step(self, decode_slots: I64, decode_positions: I64, chunks: list[Span]) -> DeviceStep:
-        """The cache of one forward: `decode` rows first, then the chunks, in order. Sends a few numbers a row."""
+        """Make the cache of one forward pass: `decode` rows first, then the chunks, in order. Sends a few numbers per
+        row."""
         counts = [1] * len(decode_slots) + [c.stop - c.start for c in chunks]
         slots_B = np.concatenate([decode_slots, np.array([c.slot for c in chunks], np.int64)])
         firsts_B = np.concatenate([decode_positions, np.array([c.start for c in chunks], np.int64)])
         within_N = np.concatenate([np.arange(n) for n in counts])
         stops_B = firsts_B + np.array(counts, np.int64)
         rows = torch.from_numpy(np.stack([slots_B.repeat(counts), firsts_B.repeat(counts) + within_N]))
-        told = torch.from_numpy(np.stack([slots_B, firsts_B, stops_B]))
+        bounds = torch.from_numpy(np.stack([slots_B, firsts_B, stops_B]))
         starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32).to(self.device)
         slots_N, positions_N = rows.to(self.device).unbind()
-        slots, firsts, stops = told.to(self.device).unbind()
+        slots, firsts, stops = bounds.to(self.device).unbind()
         sequences = Sequences(starts, slots, firsts, stops, longest=max(counts))
         return DeviceStep(self, slots_N, positions_N, sequences)
 
@@ -81,7 +84,7 @@ class DeviceMemory:
             memory[target, :stop] = memory[source, :stop]
 
     def decoding(self, slots_B: torch.Tensor, positions_B: torch.Tensor, starts: torch.Tensor) -> DeviceStep:
-        """The cache of one token of each of many sequences, of what the device has already: it can be captured.
+        """Make the cache of a decode-only step from tensors on the device, so that it can be captured in a CUDA graph.
         `starts`: int32, 0 to B."""
         sequences = Sequences(starts, slots_B, positions_B, positions_B + 1, longest=1)
         return DeviceStep(self, slots_B, positions_B, sequences)
@@ -89,17 +92,17 @@ class DeviceMemory:
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """What a kernel is told of a step's sequences. On the device."""
+    """A step's sequences as the kernels take them, on the device."""
 
-    starts: torch.Tensor  # int32 [B + 1]: their rows
+    starts: torch.Tensor  # int32 [B + 1]: first row of each sequence
     slots_B: torch.Tensor  # int64
-    firsts_B: torch.Tensor  # int64: the first row's position
-    stops_B: torch.Tensor  # int64: the last row's, plus 1
-    longest: int  # rows of one, at most
+    firsts_B: torch.Tensor  # int64: position of the first row
+    stops_B: torch.Tensor  # int64: position of the last row, plus 1
+    longest: int  # most rows of one sequence
 
 
 class DeviceStep:
-    """The cache as one forward sees it (`models.Cache`)."""
+    """The cache of one forward pass (`models.Cache`)."""
 
     compressed = True
 
@@ -108,12 +111,14 @@ class DeviceStep:
     ) -> None:
         self.memory, self.slots, self.positions = memory, slots_N, positions_N
         self._places = slots_N * memory.length + positions_N
-        self._attend = (_by_vendor if memory.vendor else _by_program)(sequences, len(slots_N), memory.length)
+        self._attend = (_vendor_attention if memory.vendor else _triton_attention)(
+            sequences, len(slots_N), memory.length
+        )
 
     def attend(
         self, layer: int, q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGZ: torch.Tensor, scale: float | None = None
     ) -> torch.Tensor:
-        """Keep the step's keys and values, attend causally within each slot; o_NHZ."""
+        """Store the step's keys and values, and attend causally within each slot. Returns o_NHZ."""
         keys, values = self.memory.keys[layer], self.memory.values[layer]
         keys.flatten(0, 1).index_copy_(0, self._places, k_NGA)
         if not self.memory.shared:
@@ -121,7 +126,7 @@ class DeviceStep:
         return self._attend(q_NHA, keys, values, scale)
 
 
-def _by_vendor(of: Sequences, num_rows: int, length: int) -> Attend:
+def _vendor_attention(of: Sequences, num_rows: int, length: int) -> Attend:
     first_key = of.slots_B * length
     starts_k = torch.cat([first_key, first_key[-1:]]).to(torch.int32)
     used_k = of.stops_B.to(torch.int32)
@@ -133,7 +138,7 @@ def _by_vendor(of: Sequences, num_rows: int, length: int) -> Attend:
     return attend
 
 
-def _by_program(of: Sequences, num_rows: int, length: int) -> Attend:
+def _triton_attention(of: Sequences, num_rows: int, length: int) -> Attend:
     from etude.numerics.gpu import Groups
     from etude.numerics.gpu.attention import PagedKeys, Queries, attend
 

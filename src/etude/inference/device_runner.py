@@ -1,14 +1,13 @@
-"""Computes one planned step on a device: what `runner.Runner` does on a CPU, with everything kept where it is computed.
+"""Computes a planned step on a GPU: as `runner.Runner` on a CPU, with all data kept on the device.
 
-Weights, keys and values, each slot's next token and routes stay on the device. A step sends a few numbers a row, and
-waits once: for its tokens and their log-probabilities. Routes cross when their request ends.
+Weights, keys and values, the next token and the routes of each slot stay on the device. A step sends a few numbers per
+row, and waits once, for its tokens and log-probabilities. Routes are copied when their request ends.
 
-A step that only decodes is the replay of a CUDA graph, one for each of a few sizes, made before the first request:
-launching a step's several hundred kernels one by one takes the host longer than the device computes. The batch is
-filled up to a size with rows of a slot that nobody has. A step with chunks of prompts is launched kernel by kernel.
+A decode-only step replays a CUDA graph, captured before the first request for each of a few batch sizes: launching a
+step's several hundred kernels one by one takes the host longer than the device computes. The batch is padded to the
+graph's size with rows of a spare slot. A step with chunks of prompts is launched kernel by kernel.
 
-Knows nothing of requests' lives, threads or versions. Shapes: B rows of a decoding step, R rows that sample, L layers
-with a router, K experts a token.
+Shapes: B rows of a decoding step, R rows that sample, L layers with a router, K experts per token.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import torch
 
 from etude.inference.device_memory import DeviceMemory, DeviceStep
 from etude.inference.kv import I64, Span
-from etude.inference.runner import Lost, Runner, sampling_rows
+from etude.inference.runner import NonFiniteReporter, Runner, sampling_rows
 from etude.inference.scheduler import Plan, Sequence
 from etude.models import Transformer
 from etude.numerics.device import on_device
@@ -34,11 +33,11 @@ from etude.records.wire import Routes
 F32 = npt.NDArray[np.float32]
 
 WARM_UPS = 2
-"""Forwards before one is captured: libraries choose and allocate in the first."""
+"""Forward passes before a capture: libraries choose algorithms and allocate in the first ones."""
 
 
 def padded_sizes(max_sequences: int) -> list[int]:
-    """Sizes of batches that a graph is made for, ascending: at most a third of one is filling.
+    """Batch sizes of the captured graphs, ascending. At most a third of a batch is padding.
 
     >>> padded_sizes(40)
     [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40]
@@ -49,7 +48,7 @@ def padded_sizes(max_sequences: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class _Draws:
-    """What rows sample by, on the device."""
+    """The inputs of sampling for each row, on the device."""
 
     slots_R: torch.Tensor  # int64
     uniform_R: torch.Tensor  # float32
@@ -63,24 +62,26 @@ class _Draws:
 
 
 class DeviceRunner:
-    """The model, the memory of keys and values, and each slot's next token and routes, on one device."""
+    """The model, its KV cache, and the next token and routes of each slot, on one device. Same methods as `Runner`."""
 
     def __init__(self, model: Transformer, *, num_slots: int, context_tokens: int) -> None:
         self.model, self.device = model.eval(), model.embedding.device
         sizes = {"num_slots": num_slots, "context_tokens": context_tokens}
         self.kv = DeviceMemory(model.local, model.operators, **sizes, device=self.device)
         routes = (self.kv.num_slots, context_tokens, model.config.num_moe_layers, model.config.top_k)
-        kind = {"uint8": torch.uint8, "uint16": torch.int16}[model.config.route_dtype]  # what devices index
+        kind = {"uint8": torch.uint8, "uint16": torch.int16}[
+            model.config.route_dtype
+        ]  # dtypes that indexing supports on devices
         self.next_tokens = torch.zeros(self.kv.num_slots, dtype=torch.int64, device=self.device)
         self._routes = torch.zeros(routes, dtype=kind, device=self.device)
-        self._lost = Lost(model)
+        self._non_finite = NonFiniteReporter(model)
         self.graphs: list[_Decode] = []
         if self.device.type == "cuda" and not model.operators.syncs_with_host:
             self._capture(num_slots)
 
     @torch.inference_mode()
     def _capture(self, num_slots: int) -> None:
-        """Graphs share one pool of memory, so the largest comes first."""
+        """Capture a graph per batch size, the largest first, since they share a memory pool."""
         with on_device(self.device):
             pool = torch.cuda.graph_pool_handle()
             for size in reversed(padded_sizes(num_slots)):
@@ -88,20 +89,20 @@ class DeviceRunner:
                 graph.capture(pool)
                 self.graphs.insert(0, graph)
 
-    def settle(self) -> None:
-        """Wait until all that was launched is done."""
+    def synchronize(self) -> None:
+        """Wait until all launched kernels are done."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def routes(self, sequence: Sequence) -> Routes:
-        """As `Runner.routes`. Waits for the device."""
+        """See `Runner.routes`. Waits for the device."""
         start, stop = sequence.request.routes_from, sequence.num_computed
         rows = self._routes[sequence.row, stop if start is None else start : stop]
         return rows.cpu().numpy().view(self.model.config.route_dtype)
 
     @torch.inference_mode()
     def step(self, plan: Plan) -> list[Sequence]:
-        """As `Runner.step`."""
+        """See `Runner.step`."""
         sampling = plan.decode + [c.sequence for c in plan.chunks if c.last]
         with on_device(self.device):
             for copy in plan.copies:
@@ -112,16 +113,17 @@ class DeviceRunner:
                 sequence.num_computed += 1
             for chunk in plan.chunks:
                 chunk.sequence.num_computed = chunk.stop
-            told = self.told(tokens[: len(sampling)], logprobs[: len(sampling)]) if sampling else ([], [])
-        for sequence, token, logprob in zip(sampling, *told, strict=True):
+            sampled = self.sampled(tokens[: len(sampling)], logprobs[: len(sampling)]) if sampling else ([], [])
+        for sequence, token, logprob in zip(sampling, *sampled, strict=True):
             sequence.token_ids.append(token)
             sequence.logprobs.append(logprob)
             if not math.isfinite(logprob):
-                self._lost.say_where(sequence)
+                self._non_finite.report(sequence)
         return sampling
 
-    def told(self, tokens_R: torch.Tensor, logprobs_R: torch.Tensor) -> tuple[list[int], list[float]]:
-        """What the device found: the one wait of a step. Both are whole in a double."""
+    def sampled(self, tokens_R: torch.Tensor, logprobs_R: torch.Tensor) -> tuple[list[int], list[float]]:
+        """Copy sampled tokens and log-probabilities to the host, in one transfer as doubles, which represent both
+        exactly."""
         tokens, logprobs = torch.stack([tokens_R.double(), logprobs_R.double()]).tolist()
         return [int(token) for token in tokens], logprobs
 
@@ -132,7 +134,7 @@ class DeviceRunner:
         return graph.run()
 
     def _mixed(self, plan: Plan, sampling: Many[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decoding rows and chunks of prompts."""
+        """Compute a step with decoding rows and chunks of prompts."""
         prompts = [c.sequence.request.prompt_ids[c.start : c.stop] for c in plan.chunks]
         spans = [Span(c.sequence.row, c.start, c.stop) for c in plan.chunks]
         cache = self.kv.step(_rows_of(plan.decode), _positions_of(plan.decode), spans)
@@ -146,7 +148,7 @@ class DeviceRunner:
     def compute(
         self, tokens_N: torch.Tensor, cache: DeviceStep, rows_R: torch.Tensor | None, draws: _Draws
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One forward and its draws: tokens [R] and log-probabilities [R], on the device."""
+        """One forward pass and sampling. Returns tokens [R] and log-probabilities [R] on the device."""
         logits_RV, routes_NLK = self.model(tokens_N, cache, rows=rows_R)
         self._routes[cache.slots, cache.positions] = routes_NLK.view(self._routes.dtype)
         tokens, logprobs = sample_on_device(
@@ -157,7 +159,7 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def score(self, token_ids: list[int]) -> list[float]:
-        """As `Runner.score`."""
+        """See `Runner.score`."""
         with on_device(self.device):
             tokens = torch.tensor(token_ids).to(self.device)
             logits, _ = self.model(tokens)
@@ -167,20 +169,20 @@ class DeviceRunner:
 
 
 class _Decode:
-    """A decoding step of one size: its inputs in places of their own, and the graph that computes from them."""
+    """A decode-only step of one batch size: static input tensors and the CUDA graph that reads them."""
 
     def __init__(self, runner: DeviceRunner, size: int) -> None:
         device = runner.device
         self.runner, self.size = runner, size
         self._spare = runner.kv.num_slots - 1
-        self._whole = torch.from_numpy(self._filling()).to(device)
+        self._inputs = torch.from_numpy(self._padding()).to(device)
         self._draws = torch.ones(3, size, device=device)
         self._starts = torch.arange(size + 1, dtype=torch.int32, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self._out: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def capture(self, pool: Any) -> None:
-        """Record the step, in a pool of memory that graphs share: one replays at a time."""
+        """Capture the step in a memory pool that all graphs share, since only one replays at a time."""
         beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
@@ -191,32 +193,32 @@ class _Decode:
         with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
             self._out = self._compute()
 
-    def _filling(self) -> I64:
-        """Slots and positions [2, B] of rows that nobody asked for."""
+    def _padding(self) -> I64:
+        """Slots and positions [2, B] of padding rows."""
         return np.repeat(np.array([[self._spare], [0]], np.int64), self.size, 1)
 
     def fill(self, slots: I64, positions: I64, draws_3R: F32) -> None:
-        """Hand over this step's rows; those up to the size are of the slot that nobody has."""
-        whole, draws = self._filling(), np.ones((3, self.size), np.float32)
-        whole[:, : len(slots)], draws[:, : len(slots)] = (slots, positions), draws_3R
-        self._whole.copy_(torch.from_numpy(whole))
+        """Copy the inputs of this step's rows, padded to the graph's size with rows of the spare slot."""
+        inputs, draws = self._padding(), np.ones((3, self.size), np.float32)
+        inputs[:, : len(slots)], draws[:, : len(slots)] = (slots, positions), draws_3R
+        self._inputs.copy_(torch.from_numpy(inputs))
         self._draws.copy_(torch.from_numpy(draws))
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and log-probabilities of all rows."""
+        """Compute the step. Returns tokens and log-probabilities of all rows, including padding."""
         if self.graph is None or self._out is None:
             return self._compute()
         self.graph.replay()
         return self._out
 
     def _compute(self) -> tuple[torch.Tensor, torch.Tensor]:
-        slots, positions = self._whole.unbind()
+        slots, positions = self._inputs.unbind()
         cache = self.runner.kv.decoding(slots, positions, self._starts)
         return self.runner.compute(self.runner.next_tokens[slots], cache, None, _Draws.of(slots, self._draws))
 
 
 def runner_for(model: Transformer, *, num_slots: int, context_tokens: int) -> Runner | DeviceRunner:
-    """The runner for where the model is."""
+    """Make the runner for the model's device."""
     kind = Runner if model.embedding.device.type == "cpu" else DeviceRunner
     return kind(model, num_slots=num_slots, context_tokens=context_tokens)
 
@@ -226,15 +228,16 @@ def _rows_of(sequences: Many[Sequence]) -> I64:
 
 
 def _positions_of(sequences: Many[Sequence]) -> I64:
-    """Of the token that each decodes next."""
+    """Position of the token that each sequence computes next."""
     return np.array([s.num_computed for s in sequences], np.int64)
 
 
 def _draws(sequences: Many[Sequence], positions: I64) -> F32:
-    """[3, R]: numbers in [0, 1) for sampled tokens at these positions, temperatures as divisors, and 1 where greedy."""
-    asked = [s.request.sampling for s in sequences]
-    temperatures = np.array([a.temperature for a in asked], np.float32)
+    """Inputs of sampling, [3, R]: uniform numbers in [0, 1) for these positions, temperatures (1 if greedy), and 1 for
+    greedy rows."""
+    samplings = [s.request.sampling for s in sequences]
+    temperatures = np.array([a.temperature for a in samplings], np.float32)
     greedy = temperatures == 0.0
-    return np.stack([uniform([a.seed for a in asked], positions), np.where(greedy, 1.0, temperatures), greedy]).astype(
-        np.float32
-    )
+    return np.stack(
+        [uniform([a.seed for a in samplings], positions), np.where(greedy, 1.0, temperatures), greedy]
+    ).astype(np.float32)

@@ -1,12 +1,13 @@
-"""The reference engine: a model that one thread steps (`stepping`), behind the asyncio interface `seams.Engine`.
+"""The reference engine: a model that is stepped by one thread (`step_thread`), behind the asyncio interface
+`seams.Engine`.
 
-Only the thread touches scheduler, KV cache and weights; pausing, swapping weights and cancelling happen between two
-tokens. A swap waits until no session pins the current version (`pins`).
+Only this thread uses the scheduler, the KV cache and the weights. So pauses, swaps of weights and cancellations happen
+between two tokens. A swap waits until no session pins the current version (`admission.VersionPins`).
 
 A request is late when the engine has made no step for the request's `deadline_s`. A request that is being computed, or
-waits while others are, is not late, however long it is and however slow the steps are. The thread drops a late request
-and reports the phase that it was in. If the thread itself hangs, the coroutine that waits raises an error with the time
-that the thread has not moved.
+waits while others are, is not late, however slow the steps are. The thread drops a late request with an error that says
+in which phase it was. If the thread itself hangs, the waiting coroutine raises an error with the time since its last
+step.
 """
 
 from __future__ import annotations
@@ -24,17 +25,15 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from etude.errors import EngineError, WeightsError
-from etude.inference.checks import Checks, behind
+from etude.inference.admission import RequestChecks, VersionPins, behind
 from etude.inference.config import EngineConfig
-from etude.inference.counters import Counters
 from etude.inference.device_runner import runner_for
 from etude.inference.errors import MalformedRequest
-from etude.inference.metrics import exposition
-from etude.inference.pins import Pins
+from etude.inference.metrics import Counters, exposition
+from etude.inference.operator_trace import as_wire, engine_results
 from etude.inference.scheduler import Plan, Scheduler
 from etude.inference.scheduler import Sequence as Running
-from etude.inference.stepping import Stepping, fail
-from etude.inference.watched import as_wire, engine_results
+from etude.inference.step_thread import StepThread, fail
 from etude.inference.wire import OperatorResult
 from etude.models import Transformer
 from etude.records.completion import Completion, CompletionRequest, StopReason, Version
@@ -44,11 +43,11 @@ from etude.weights.follow.targets import Swap
 T = TypeVar("T")
 
 CAPABILITIES = ("adopt", "pause-keep", "routes", "spans", "stream", "verify")  # "exact" is added for exact operators
-GRACE_S = 0.5  # beyond a request's deadline: a thread that does not hang reports a late request first
+GRACE_S = 0.5  # after a request's deadline, so that a thread that does not hang reports it first
 
 
 @dataclass(frozen=True)
-class Swapped:
+class SwapResult:
     """Result of a swap. `pause_s`: seconds in which no step could run because of it."""
 
     version: Version
@@ -57,9 +56,11 @@ class Swapped:
 
 
 class ReferenceEngine:
-    """Serves `seams.Engine` from a model in this process. Use as an async context manager, or `start` and `close`.
+    """Implements `seams.Engine` with a model in this process. Use it as an async context manager, or `start` and
+    `close`.
 
-    The model must not be touched by others from `start` on, except through `swap`.
+    From `start` on, nothing else may use the model, except through `swap`. Raises `EngineError` when the context of
+    `config` is longer than the model's.
     """
 
     def __init__(
@@ -68,13 +69,13 @@ class ReferenceEngine:
         self.name, self.version, self.config = name, version, config or EngineConfig()
         if self.config.context_tokens > model.config.context_tokens:
             raise EngineError(
-                f"a context of {self.config.context_tokens} tokens was asked for",
+                f"the engine's context is set to {self.config.context_tokens} tokens",
                 f"the model has positions for {model.config.context_tokens}",
-                hint="lower context_tokens (by hand: --context-tokens N), or take a model with a longer context",
+                hint="lower context_tokens (by hand: --context-tokens N), or use a model with a longer context",
             )
         self.counters = Counters()
-        self.trouble = ""  # why the latest adoption failed; "" where it did not fail
-        self._checks = Checks(name, model.config.vocab_size, self.config.context_tokens)
+        self.trouble = ""  # why the latest adoption failed; "" when it did not fail
+        self._checks = RequestChecks(name, model.config.vocab_size, self.config.context_tokens)
         self._scheduler = Scheduler(
             num_slots=self.config.max_sequences,
             chunk_tokens=self.config.chunk_tokens,
@@ -85,20 +86,21 @@ class ReferenceEngine:
         self._runner = runner_for(model, num_slots=slots, context_tokens=length)
         self.capabilities = (*CAPABILITIES, "exact") if model.operators.exact else CAPABILITIES
         self.parity = model.parity
-        self._pins = Pins(lease_s=self.config.pin_lease_s)
+        self._pins = VersionPins(lease_s=self.config.pin_lease_s)
         self._paused = False
-        self._stepped = time.monotonic()  # when the latest step, or swap, ended
-        self._swaps: deque[tuple[Swap, Future[Swapped]]] = deque()
-        self._awaiting: list[tuple[int, Future[Version]]] = []  # (step waited for, its future)
+        self._stepped = time.monotonic()  # end of the latest step or swap, monotonic
+        self._swaps: deque[tuple[Swap, Future[SwapResult]]] = deque()
+        self._awaiting: list[tuple[int, Future[Version]]] = []  # (step, future)
         max_calls = self.config.max_waiting + self.config.max_sequences
-        self._thread = Stepping(name, self._advance, self._fail_all, max_calls=max_calls)
+        self._thread = StepThread(name, self._advance, self._fail_all, max_calls=max_calls)
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """Fail the requests in flight and stop. Idempotent. Raises `EngineError` when the thread does not end."""
+        """Fail the running requests and stop the thread. Idempotent. Raises `EngineError` when the thread does not
+        end."""
         self._thread.close()
 
     async def __aenter__(self) -> Self:
@@ -110,12 +112,12 @@ class ReferenceEngine:
 
     @property
     def alive(self) -> bool:
-        """Whether the stepping thread runs."""
+        """Whether the thread runs."""
         return self._thread.alive
 
     @property
     def stalled_s(self) -> float:
-        """Seconds for which the stepping thread has not moved."""
+        """Seconds since the thread last started a loop iteration."""
         return self._thread.stalled_s
 
     async def generate(self, request: CompletionRequest) -> Completion:
@@ -126,22 +128,22 @@ class ReferenceEngine:
     async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
         """See `seams.Streaming`. Closing the generator early cancels the request."""
         self._checks.request(request)
-        news = asyncio.Event()
-        told = functools.partial(_tell, asyncio.get_running_loop(), news)
-        running = Running(request, arrived=time.monotonic(), told=told)
+        new_tokens = asyncio.Event()
+        on_tokens = functools.partial(_notify, asyncio.get_running_loop(), new_tokens)
+        running = Running(request, arrived=time.monotonic(), on_tokens=on_tokens)
         work = asyncio.ensure_future(self._serve(running))
-        work.add_done_callback(lambda _: news.set())
-        num_told = 0
+        work.add_done_callback(lambda _: new_tokens.set())
+        num_sent = 0
         try:
             while not work.done():
-                await news.wait()
-                news.clear()
-                if ids := running.token_ids[num_told:]:
-                    num_told += len(ids)
+                await new_tokens.wait()
+                new_tokens.clear()
+                if ids := running.token_ids[num_sent:]:
+                    num_sent += len(ids)
                     yield ids
             completion = work.result()
-            if len(completion.token_ids) > num_told:
-                yield completion.token_ids[num_told:].tolist()
+            if len(completion.token_ids) > num_sent:
+                yield completion.token_ids[num_sent:].tolist()
             yield completion
         finally:
             work.cancel()
@@ -150,25 +152,26 @@ class ReferenceEngine:
     async def _serve(self, running: Running) -> Completion:
         request = running.request
         self._thread.post(lambda: self._submit(running), running.future)
-        work, patience_s = asyncio.wrap_future(running.future), request.deadline_s + GRACE_S
+        work, timeout_s = asyncio.wrap_future(running.future), request.deadline_s + GRACE_S
         try:
-            while not (await asyncio.wait({work}, timeout=patience_s))[0]:
+            while not (await asyncio.wait({work}, timeout=timeout_s))[0]:
                 if self._thread.stalled_s >= request.deadline_s:
                     what = f"request {request.request_id} passed its deadline of {request.deadline_s:g} s"
-                    raise self._thread.hung(what)
+                    raise self._thread.hang_error(what)
             return work.result()
         finally:
             work.cancel()
 
     async def pause(self) -> None:
-        await self._thread.ask(lambda: setattr(self, "_paused", True), "to pause")
+        """See `seams.Engine`."""
+        await self._thread.call(lambda: setattr(self, "_paused", True), "pause")
 
     async def resume(self) -> None:
-        await self._thread.ask(lambda: setattr(self, "_paused", False), "to resume")
+        """See `seams.Engine`."""
+        await self._thread.call(lambda: setattr(self, "_paused", False), "resume")
 
     async def adopt(self, min_step: int, *, deadline_s: float) -> Version:
-        """Wait until the engine holds `min_step` or a later version; `follow` swaps it in from the weight chain. Raises
-        `EngineError` after `deadline_s`."""
+        """See `seams.Engine`. `weight_sync` fetches and swaps the versions."""
         future: Future[Version] = Future()
         self._thread.post(lambda: self._await_step(min_step, future), future)
         try:
@@ -182,8 +185,7 @@ class ReferenceEngine:
             ) from None
 
     async def info(self, *, deadline_s: float = 5.0) -> EngineInfo:
-        """What the engine is and how loaded it is. Does not wait for the stepping thread, so a hung engine answers
-        too."""
+        """See `seams.Engine`. Does not wait for the thread, so a hung engine responds too."""
         return EngineInfo(
             name=self.name,
             version=self.version,
@@ -203,43 +205,43 @@ class ReferenceEngine:
         return exposition(self.counters, await self.info())
 
     async def verify(self, token_ids: Sequence[int]) -> tuple[Version, list[float]]:
+        """See `seams.Engine`. Raises `MalformedRequest`."""
         ids = self._checks.text(token_ids)
-        return await self._thread.ask(lambda: (self.version, self._runner.score(ids)), "for its log-probabilities")
+        return await self._thread.call(lambda: (self.version, self._runner.score(ids)), "verify")
 
     async def operators(self, token_ids: Sequence[int], *, prompt_tokens: int) -> list[OperatorResult]:
-        """Compute a text and return the results of every operator (`watched`). `prompt_tokens`: how many of `token_ids`
-        are the prompt. No request is stepped meanwhile. Raises `MalformedRequest`."""
-        self._checks.ids(np.array(token_ids), least=2, most=self.config.context_tokens)
+        """Compute a text and return the results of every operator (`operator_trace`). `prompt_tokens`: how many of
+        `token_ids` are the prompt. Requests wait meanwhile. Raises `MalformedRequest`."""
+        self._checks.ids(np.array(token_ids), min_tokens=2, max_tokens=self.config.context_tokens)
         if not 1 <= prompt_tokens <= len(token_ids):
             raise MalformedRequest(
                 f"{prompt_tokens} of {len(token_ids)} tokens are the prompt", hint="give 1 to all of the tokens"
             )
-        return await self._thread.ask(
+        return await self._thread.call(
             lambda: as_wire(engine_results(self._runner.model, token_ids, prompt_tokens=prompt_tokens)),
-            "to show its operators",
+            "operators",
         )
 
-    def swap(self, swap: Swap) -> Future[Swapped]:
-        """Write prepared weights between two tokens, as soon as no session pins the version. May be called from any
-        thread.
+    def swap(self, swap: Swap) -> Future[SwapResult]:
+        """Write prepared weights between two steps, once no session pins the version. May be called from any thread.
 
-        A write that fails is undone: the future gets the error and the engine serves the old version. Where that fails
-        too, the engine ends, since its memory holds no version.
+        A write that fails is undone: the future gets the error, and the engine serves the old version. If undoing
+        fails too, the engine ends, since its weights are then of no version.
         """
-        future: Future[Swapped] = Future()
+        future: Future[SwapResult] = Future()
         self._thread.post(lambda: self._swaps.append((swap, future)), future)
         return future
 
     def between_steps(self, call: Callable[[], T]) -> Future[T]:
-        """Have the stepping thread run `call` before its next step. May be called from any thread."""
+        """Run `call` on the thread before its next step. May be called from any thread."""
         return self._thread.between_steps(call)
 
-    # -- on the thread
+    # The methods from here on run on the thread.
 
     def _advance(self) -> bool:
-        self._swap_if_free()
-        for gone in self._scheduler.departed(time.monotonic(), stepped=self._stepped):
-            self._left(gone, failed=True)
+        self._apply_swaps()
+        for gone in self._scheduler.remove_departed(time.monotonic(), stepped=self._stepped):
+            self._count_end(gone, failed=True)
         plan = Plan([], []) if self._paused else self._scheduler.plan()
         if plan:
             self._step(plan)
@@ -261,8 +263,8 @@ class ReferenceEngine:
                     counters.production_wait_s += time.monotonic() - running.arrived
             if running.finished:
                 self._finish(running)
-            elif running.told is not None:
-                running.told()
+            elif running.on_tokens is not None:
+                running.on_tokens()
         counters.busy_s += time.perf_counter() - begin
         self._stepped = time.monotonic()
 
@@ -295,19 +297,19 @@ class ReferenceEngine:
             num_cached=running.num_cached,
         )
         self._scheduler.finish(running)
-        self._left(running, failed=False)
+        self._count_end(running, failed=False)
         if running.future.set_running_or_notify_cancel():
             running.future.set_result(completion)
 
-    def _left(self, running: Running, *, failed: bool) -> None:
+    def _count_end(self, running: Running, *, failed: bool) -> None:
         request = running.request
         self.counters.failed += failed
         self.counters.requests += not failed
         self.counters.production_requests += running.production and not failed
         if request.pin_step is not None:
-            self._pins.leave(request.session_id, now=time.monotonic(), coming_back=request.keep_session)
+            self._pins.leave(request.session_id, now=time.monotonic(), may_return=request.keep_session)
 
-    def _swap_if_free(self) -> None:
+    def _apply_swaps(self) -> None:
         while self._swaps and not self._pins.held(now=time.monotonic()):
             swap, future = self._swaps.popleft()
             if not future.set_running_or_notify_cancel():
@@ -315,7 +317,7 @@ class ReferenceEngine:
             begin = time.perf_counter()
             try:
                 swap.apply()
-                self._runner.settle()
+                self._runner.synchronize()
             except WeightsError as error:
                 future.set_exception(error)
                 if swap.applied:
@@ -323,12 +325,12 @@ class ReferenceEngine:
                 continue
             self._scheduler.swapped(self.version)
             self.version = swap.version
-            for gone in self._scheduler.overtaken(self.version.step):
-                self._left(gone, failed=True)
+            for gone in self._scheduler.remove_outdated(self.version.step):
+                self._count_end(gone, failed=True)
                 fail(gone.future, behind(gone.request, self.name, self.version))
             pause_s, self._stepped = time.perf_counter() - begin, time.monotonic()
             self.counters.swaps += 1
-            future.set_result(Swapped(swap.version, pause_s, len(self._scheduler.running)))
+            future.set_result(SwapResult(swap.version, pause_s, len(self._scheduler.running)))
             reached = [f for step, f in self._awaiting if self.version.step >= step]
             self._awaiting = [(step, f) for step, f in self._awaiting if self.version.step < step and not f.done()]
             for waiter in reached:
@@ -349,7 +351,7 @@ class ReferenceEngine:
             fail(future, error)
 
 
-def _tell(loop: asyncio.AbstractEventLoop, news: asyncio.Event) -> None:
-    """Signal new tokens to a loop from the stepping thread. A loop that is closed is ignored."""
+def _notify(loop: asyncio.AbstractEventLoop, new_tokens: asyncio.Event) -> None:
+    """Set an event of an event loop from the thread. A closed loop is ignored."""
     with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(news.set)
+        loop.call_soon_threadsafe(new_tokens.set)

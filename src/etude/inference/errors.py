@@ -1,8 +1,7 @@
-"""The errors of engines, as exceptions and as HTTP answers; client and server share this table.
+"""Errors of engines, as exceptions and as HTTP responses. Client and server share this table.
 
-The body is JSON, ``{"kind", "what", "facts", "hint"}``. `kind` separates errors that share a status code: a 503 that is
-over in a moment (busy) and one that is not (failed). Engines that are not etude's own send no kind; then the status
-decides.
+The body is JSON, ``{"kind", "what", "facts", "hint"}``. `kind` separates errors with the same status: 503 is "busy" or
+"failed". Other servers send no kind; then the status decides.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from etude.errors import ContextFull, EngineBehind, EngineError, EtudeError
 
 
 class MalformedRequest(EngineError):
-    """Bytes or values that no engine would accept (HTTP 400); the same request fails everywhere."""
+    """A request that every engine would refuse (HTTP 400). It must not be sent to another one."""
 
 
 class Unauthorised(EngineError):
@@ -25,11 +24,11 @@ class EngineBusy(EngineError):
 
 
 class NotRegistered(EngineError):
-    """The engine's lease has ended, or it never joined (HTTP 410). It must join again."""
+    """The engine's lease has expired, or it never joined (HTTP 410). It must join again."""
 
 
 class EngineUnreachable(EngineError):
-    """The engine that wants to join does not answer the registry at the URL that it gave (HTTP 424)."""
+    """The registry cannot reach a joining engine at the URL that it gave (HTTP 424)."""
 
 
 class EngineLate(EngineError):
@@ -37,7 +36,7 @@ class EngineLate(EngineError):
 
 
 class EngineGone(EngineError):
-    """Nothing answers at the engine's address, or the connection broke. Raised by clients only."""
+    """No server responds at the engine's address, or the connection broke. Raised by clients only."""
 
 
 _KINDS: dict[str, tuple[int, type[EngineError]]] = {
@@ -54,7 +53,7 @@ _KINDS: dict[str, tuple[int, type[EngineError]]] = {
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON body of an HTTP answer whose status is not 200."""
+    """The JSON body of a response whose status is not 200."""
 
     what: str
     facts: str = ""
@@ -63,7 +62,7 @@ class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def to_http(error: EtudeError) -> tuple[int, bytes]:
-    """The HTTP status and the JSON body of an error.
+    """Convert an error to its HTTP status and JSON body.
 
     >>> to_http(EngineBehind("step 4 asked", "this engine holds 3", hint="adopt first"))[0]
     409
@@ -74,15 +73,15 @@ def to_http(error: EtudeError) -> tuple[int, bytes]:
 
 
 def from_http(status: int, body: bytes, *, engine: str) -> EngineError:
-    """The exception of an HTTP answer. Never raises itself, whatever the bytes are.
+    """Convert an HTTP response to the exception. Never raises, whatever the bytes are.
 
     >>> from_http(409, b'{"what": "step 4 asked", "hint": "adopt first"}', engine="engine-0")
     EngineBehind('step 4 asked')
     """
     by_status = next((t for s, t in _KINDS.values() if s == status and s != 503), EngineError)
     try:
-        said = msgspec.json.decode(body, type=ErrorBody)
+        error = msgspec.json.decode(body, type=ErrorBody)
     except ValueError:
-        return by_status(f"{engine} answered {status}", repr(body[:200]), hint="its log says why")
-    kind = _KINDS[said.kind][1] if said.kind in _KINDS else by_status
-    return kind(said.what, said.facts, hint=said.hint)
+        return by_status(f"{engine} returned status {status}", repr(body[:200]), hint="see its log")
+    kind = _KINDS[error.kind][1] if error.kind in _KINDS else by_status
+    return kind(error.what, error.facts, hint=error.hint)

@@ -1,25 +1,27 @@
-"""Serves one `Policy` from many engines: chooses the engine of each request, and handles engines that fall behind, are
-full, or die.
+"""Serves one `Policy` from many engines: chooses the engine of each request, and retries when engines fail.
 
-A session stays with its engine, whose KV cache it extends. An engine that is gone, or does not answer a health check
-while it holds a request, is not asked for a while, and its requests are sent to another engine under the same request
-id: sampling is keyed, so a repeat gives the same completion. Nothing runs in the background; engines may come and go at
-any time.
+A session stays on its engine, whose KV cache it extends. An engine that is gone, or fails a health check while it
+serves a request, is skipped for a while, and its requests are sent to another engine under the same request id:
+sampling is keyed, so a repeated request gives the same completion. There are no background tasks; engines may join and
+leave at any time.
 
-Three limits end a request. An engine that serves it ends it when it makes no progress for its `deadline_s`; time lost
-to refusals, other than for the three reasons that follow, counts against the same seconds. Waiting for an engine that
-comes back, has room, or adopts the demanded version does not count, since that takes minutes where weights are large:
-it has a limit of its own, `patience_s`. And at most `MAX_LOST` engines may be lost under one request.
+Three limits end a request:
 
-What a registry knows of an engine (`tell`) limits its work: no new requests for an engine that is drained or on
-standby, no new session where its free KV tokens are taken, and no request for which it would have to adopt a version
-while another engine has it. Where no engine has the demanded version, all are asked to adopt it, and the first that
-does gets the request. Production goes before rollouts: no limit holds it back here, and engines take it first.
+- An engine ends it when it makes no progress for its `deadline_s`. Time lost to other refusals counts against the same
+  seconds.
+- Waiting for an engine that restarts, has capacity, or adopts the demanded version takes minutes with large weights. It
+  does not count against `deadline_s`; it has its own limit, `patience_s`.
+- At most `MAX_LOST` engines may be lost while they serve the request, since it may be the cause.
 
-Between regions a rollout's next call goes to the engine where it is expected to end first (`pace`). A session stays
-with its engine, for its KV cache, and a group in its region, so that a lost region loses whole groups: both move only
-where a call takes less than half as long. So no engine gets more than it can end in about the time that the others
-need, and work left in a slow region moves when the others run out of work (decision 30).
+What the registry knows of an engine (`update`) limits its work: a draining or standby engine gets no new sessions; no
+new rollout goes to an engine without free KV tokens; and no request goes to an engine that would first have to adopt a
+version that another engine has. When no engine has the demanded version, all are asked to adopt it, and the first that
+does gets the request. Production goes before rollouts: the fleet never holds it back, and engines serve it first.
+
+Between regions, a rollout's next call goes to the engine where it is expected to end first (`Pace`). A session prefers
+its engine, for its KV cache, and a group prefers its region, so that a lost region loses complete groups. Both move
+only when a call takes less than half as long elsewhere. So no engine gets more work than it can finish in about the
+time of the others, and work in a slow region moves when the others run out of work (decision 30).
 """
 
 from __future__ import annotations
@@ -36,44 +38,42 @@ import msgspec
 
 from etude.errors import ContextFull, EngineBehind, EngineError
 from etude.inference.errors import EngineBusy, EngineGone, EngineLate, MalformedRequest, Unauthorised
-from etude.inference.membership import Listed, State
+from etude.inference.registry_messages import ListedEngine, State
 from etude.records.completion import Completion, CompletionRequest, Traffic, Version
-from etude.seams import Engine, told
+from etude.seams import Engine, stream_or_complete
 
-REST_S = 2.0  # how long an engine that was gone is left alone
-RETRY_S, SELDOM_S = 0.05, 1.0  # between two tries when nobody could serve: at first, and where the wait is long
-WORTH = 2.0  # a session or group stays while a call takes at most so many times what it would elsewhere
-TRIAL = 8  # requests at once to a member of unknown pace, where that of others is known
-PATIENCE_S = 3_600.0  # for an engine to come back, to have room, or to come up to a version
-ADOPT_S = 60.0  # an engine is asked anew after so long whether it has come to a version
-MAX_LOST = 8  # engines that were lost under one request: perhaps it is what ends them
-MAX_SESSIONS = 65_536  # remembered at most; the one unused for longest is forgotten
-
-
-# ------------------------------------------------------------------------------- how long a request takes on an engine
-# A line through what was served lately: seconds = alone + each * crowd, where crowd is how many requests ran there
-# together. The way there and back is in `alone`: a far engine is slow for one request, and no slower for many. Old
-# measurements fade, so that a line that was slow for a time is tried again.
+REST_S = 2.0  # an engine that was gone is skipped for so long
+RETRY_S, MAX_RETRY_S = 0.05, 1.0  # pause between two rounds: at first, and at most
+STAY_FACTOR = 2.0  # a session or group stays while its call takes at most this factor of the time elsewhere
+MAX_TRIAL = 8  # concurrent requests to a member of unknown pace, when the pace of others is known
+PATIENCE_S = 3_600.0  # longest wait for an engine that restarts, has capacity, or adopts a version
+ADOPT_S = 60.0  # deadline of one adopt call; it is repeated
+MAX_LOST = 8  # engines lost while serving one request, which may be the cause
+MAX_SESSIONS = 65_536  # most remembered sessions; the least recently used is dropped
 
 
-WEIGHT = 0.05  # of the newest request
-FORGET_S = 60.0  # after the last request
-PRIOR = 1.0  # variance of the crowd at which the line is half what was seen, half a line through the origin
+# How long a request takes on an engine: a linear fit of recent requests, seconds = alone + each * crowd, where crowd is
+# the number of requests that ran there together. Network latency is part of `alone`: a distant engine is slow for one
+# request, and no slower for many. Old measurements fade, so that an engine that was slow is tried again.
+
+WEIGHT = 0.05  # of the newest request in the moving averages
+FORGET_S = 60.0  # a pace is unknown so long after the last request
+PRIOR = 1.0  # variance of the crowd at which the fit is half the data, half a line through the origin
 
 
 @dataclass
 class Pace:
-    """A moving fit.
+    """A moving linear fit of an engine's seconds per request over the number of concurrent requests.
 
     >>> near, far = Pace(), Pace()
     >>> for crowd in [1, 8, 4, 8, 1] * 20:
     ...     near.served(0.02 * crowd, crowd, now=0.0)
     ...     far.served(0.2 + 0.005 * crowd, crowd, now=0.0)
-    >>> [round(near.seconds(n), 2) for n in (1, 20)], [round(far.seconds(n), 2) for n in (1, 20)]  # 0.3 leans to 1.0
+    >>> [round(near.seconds(n), 2) for n in (1, 20)], [round(far.seconds(n), 2) for n in (1, 20)]  # leans to 0
     ([0.02, 0.4], [0.19, 0.37])
     >>> far.known(now=1.0), far.known(now=100.0)
     (True, False)
-    >>> far.served(0.01, 1, now=100.0)  # its way is another by now
+    >>> far.served(0.01, 1, now=100.0)  # measured anew
     >>> round(far.seconds(1), 2)
     0.01
     """
@@ -86,11 +86,11 @@ class Pace:
     _joint: float = 0.0
 
     def known(self, now: float) -> bool:
-        """Whether something was served lately."""
+        """Whether a request was served recently."""
         return self._num_served > 0 and now - self._last < FORGET_S
 
     def served(self, seconds: float, crowd: float, *, now: float) -> None:
-        """A request was served from beginning to end, `crowd` running meanwhile, itself included."""
+        """Add a measurement: a request took `seconds`, with on average `crowd` requests running, itself included."""
         self._num_served, self._last = (self._num_served if self.known(now) else 0) + 1, now
         weight = max(WEIGHT, 1 / self._num_served)
         off, late = crowd - self._crowd, seconds - self._seconds
@@ -100,17 +100,17 @@ class Pace:
         self._joint = (1 - weight) * (self._joint + weight * off * late)
 
     def seconds(self, crowd: float) -> float:
-        """What a request is expected to take among so many. Only where it is `known`."""
-        share = self._seconds / self._crowd  # the slope where nothing is known of `alone`
+        """Expected seconds of a request among `crowd` requests. Only valid while `known`."""
+        share = self._seconds / self._crowd  # the slope of a line through the origin
         each = (self._joint + PRIOR * share) / (self._spread + PRIOR)
         return self._seconds + min(max(each, 0.0), share) * (crowd - self._crowd)
 
 
 class Assignment(enum.StrEnum):
-    """How a new session gets its engine."""
+    """How a new session is assigned to an engine."""
 
     LEAST_LOADED = "least-loaded"
-    STABLE = "stable"  # by hash of the session's group and the engine's name: a repeated run asks the same engines
+    STABLE = "stable"  # by hash of group and engine name: a repeated run uses the same engines
 
 
 def _now() -> float:
@@ -120,56 +120,62 @@ def _now() -> float:
 
 @dataclass(eq=False)
 class _Member:
+    """An engine of the fleet, with its load and state."""
+
     name: str
     engine: Engine
     num_running: int = 0
-    num_production: int = 0  # of those
+    num_production: int = 0  # of `num_running`
     rests_until: float = 0.0  # on the monotonic clock
-    probe: asyncio.Task[bool] | None = None  # one question at a time, whoever waits
-    adoption: asyncio.Task[Version | EngineError] | None = None  # the same, of `adopting`
+    probe: asyncio.Task[bool] | None = None  # the running health check, shared by all requests
+    adoption: asyncio.Task[Version | EngineError] | None = None  # the running adopt call, for step `adopting`
     adopting: int = 0
     takes_new: bool = True
-    step: int | None = None  # that it has at least; None: unknown
+    step: int | None = None  # step of its version, or a lower bound; None: unknown
     size: int = 1  # sequences that it decodes together
     region: str = ""
     pace: Pace = field(default_factory=Pace)
-    kv_tokens: int | None = None  # free when it was last told of, less what it was given since; None: unbounded
+    kv_tokens: int | None = None  # free KV tokens at the last update, less those of requests since; None: unlimited
 
     def seconds(self, typical_s: float | None) -> float:
-        """How long one more request is expected to take. Within one place, and where no engine's pace is known, only
-        the engine's load counts. An engine of unknown pace is taken to be `WORTH` times as fast as a typical one: new
-        work then measures it, and no session leaves an engine of typical pace for it."""
+        """Expected seconds of one more request. Without regions, or when no pace is known, it is the relative load.
+
+        An engine of unknown pace is assumed to be `STAY_FACTOR` times as fast as a typical one: then new work measures
+        it, and no session leaves an engine of typical pace for it."""
         crowd = self.num_running + 1
         if typical_s is None or not self.region:
             return crowd / self.size
-        return (self.pace.seconds(crowd) if self.is_known else typical_s / WORTH) * max(1.0, crowd / self.size)
+        return (self.pace.seconds(crowd) if self.is_known else typical_s / STAY_FACTOR) * max(1.0, crowd / self.size)
 
     @property
     def is_known(self) -> bool:
+        """Whether its pace is known."""
         return self.pace.known(_now())
 
     def is_behind(self, step: int) -> bool:
+        """Whether its version is known to be older than `step`."""
         return self.step is not None and self.step < step
 
-    def holds(self, step: int) -> None:
-        """It was seen with this."""
+    def saw_step(self, step: int) -> None:
+        """Record that it has a version of at least this step."""
         self.step = step if self.step is None else max(step, self.step)
 
-    def has_room(self, request: CompletionRequest) -> bool:
-        return self.kv_tokens is None or self.kv_tokens >= needed(request)
+    def has_capacity(self, request: CompletionRequest) -> bool:
+        """Whether its free KV tokens suffice for a request."""
+        return self.kv_tokens is None or self.kv_tokens >= kv_tokens_needed(request)
 
     @contextlib.contextmanager
     def serving(self, request: CompletionRequest) -> Iterator[None]:
-        """Counted while the block runs."""
+        """Count a request as running while the block runs, and measure its pace."""
         production = request.traffic is Traffic.PRODUCTION
-        self._count(1, production, needed(request))
+        self._count(1, production, kv_tokens_needed(request))
         began, crowd = _now(), self.num_running
         try:
             yield
             now = _now()
             self.pace.served(now - began, (crowd + self.num_running) / 2, now=now)
         finally:
-            self._count(-1, production, -needed(request))
+            self._count(-1, production, -kv_tokens_needed(request))
 
     def _count(self, number: int, production: bool, kv_tokens: int) -> None:
         self.num_running += number
@@ -179,26 +185,27 @@ class _Member:
 
 
 @dataclass
-class _Try:
-    """One request's way through the fleet."""
+class _Attempt:
+    """The state of one request while the fleet looks for an engine that serves it."""
 
     request: CompletionRequest
     deadline: float
-    patience_s: float  # left to wait for an engine
+    patience_s: float  # remaining seconds to wait for an engine
     waited_s: float = 0.0
     num_lost: int = 0
-    refused: dict[str, EngineError] = field(default_factory=dict)  # each engine's latest no
-    skipped: set[str] = field(default_factory=set)  # not asked again in this round
-    behind: set[str] = field(default_factory=set)  # refused it for that
-    hopeless: set[str] = field(default_factory=set)  # past the pinned step: never asked again
+    refused: dict[str, EngineError] = field(default_factory=dict)  # the latest error of each engine
+    skipped: set[str] = field(default_factory=set)  # not tried again in this round
+    behind: set[str] = field(default_factory=set)  # refused it because their version is too old
+    excluded: set[str] = field(default_factory=set)  # have passed the pinned step: never tried again
 
     @property
     def left_s(self) -> float:
+        """Seconds until the deadline."""
         return self.deadline - _now()
 
     def wait_is_over(self, seconds: float) -> None:
-        """Count `seconds` in which no engine could be asked. They count against the deadline where an engine has
-        refused the request for another reason, or `patience_s` is used up; else against `patience_s`."""
+        """Account for a wait of `seconds`. It counts against `patience_s` while all refusals are for waiting reasons
+        (behind, busy, gone); otherwise, or when `patience_s` is used up, against the deadline."""
         if all(isinstance(no, EngineBehind | EngineBusy | EngineGone) for no in self.refused.values()):
             free = min(seconds, self.patience_s)
             self.patience_s -= free
@@ -207,20 +214,20 @@ class _Try:
 
     @property
     def step(self) -> int:
-        """What an engine must hold."""
+        """The version step that an engine must have."""
         return self.request.min_step if self.request.pin_step is None else self.request.pin_step
 
     def waits_for(self, member: _Member) -> bool:
-        """Whether the member has to catch up first."""
+        """Whether the member first has to adopt a newer version."""
         return member.name in self.behind or member.is_behind(self.step)
 
 
 class Fleet:
-    """`seams.Policy` over named engines. A group is a session id up to its last dot ("g000012" of "g000012.3").
+    """Implements `seams.Policy` and `seams.Streaming` over named engines.
 
-    `heartbeat_s`: how often an engine that holds a request is asked whether it still answers. `patience_s`: how long a
-    request may wait for an engine that comes back, has room, or comes up to its version.
-    """
+    A group is a session id up to its last dot ("g000012" of "g000012.3"). `heartbeat_s`: interval of health checks of
+    an engine that serves a request. `patience_s`: longest wait of a request for an engine that restarts, has capacity,
+    or adopts its version. Must be used in one event loop."""
 
     def __init__(
         self,
@@ -232,64 +239,64 @@ class Fleet:
     ) -> None:
         self.assignment, self.heartbeat_s, self.patience_s = assignment, heartbeat_s, patience_s
         self._members = {name: _Member(name, engine) for name, engine in engines.items()}
-        self._sessions: dict[str, str] = {}  # session -> engine's name, the one unused for longest first
-        self._regions: dict[str, str] = {}  # group -> region of its newest session, the same way
+        self._sessions: dict[str, str] = {}  # session -> engine name, least recently used first
+        self._regions: dict[str, str] = {}  # group -> region of its newest session, least recently used first
         self._changed = asyncio.Event()
 
     @property
     def engines(self) -> dict[str, Engine]:
-        """All members, resting ones included."""
+        """All engines by name, including those that are skipped now."""
         return {name: member.engine for name, member in self._members.items()}
 
     def add(self, name: str, engine: Engine) -> None:
-        """A new member, or a restarted one under its old name and a new address."""
+        """Add an engine, or replace the one of this name after a restart."""
         self._members[name] = _Member(name, engine)
         self._changed.set()
         self._changed = asyncio.Event()
 
     def remove(self, name: str) -> None:
-        """Remove an engine: it gets no new requests, and those that it serves go on. Unknown names are ignored."""
+        """Remove an engine: it gets no new requests; those that it serves continue. Unknown names are ignored."""
         self._members.pop(name, None)
 
-    def tell(self, name: str, listed: Listed) -> None:
-        """Update what a registry knows of an engine. Unknown names are ignored."""
+    def update(self, name: str, listed: ListedEngine) -> None:
+        """Apply the registry's state of an engine. Unknown names are ignored."""
         member = self._members.get(name)
         if member is not None:
             member.takes_new, member.region = listed.state is State.SERVING, listed.region
             if listed.step is not None:
-                member.holds(listed.step)
+                member.saw_step(listed.step)
             member.size, member.kv_tokens = max(1, listed.max_sequences), listed.kv_tokens_free
 
     def sessions(self) -> dict[str, int]:
-        """How many sessions each engine has, those between two calls included."""
+        """Number of sessions by engine name, including those between two calls."""
         return dict(Counter(self._sessions.values()))
 
     def forget(self, session_id: str) -> None:
-        """Forget a session that will not come back, and its forks ("s+1" of "s"). Unknown ones are ignored."""
+        """Forget an ended session and its forks ("s+1" of "s"). Unknown ids are ignored."""
         for one in [s for s in self._sessions if s == session_id or s.startswith(f"{session_id}+")]:
             del self._sessions[one]
 
     async def complete(self, request: CompletionRequest) -> Completion:
-        """See `seams.Policy`. `MalformedRequest` and `ContextFull` are the caller's own and raised at once."""
-        at = _Try(request, _now() + request.deadline_s, self.patience_s)
+        """See `seams.Policy`. `MalformedRequest` and `ContextFull` are raised without trying another engine."""
+        attempt = _Attempt(request, _now() + request.deadline_s, self.patience_s)
         while True:
-            member, asked_at = await self._next(at), _now()
+            member, sent_at = await self._next(attempt), _now()
             try:
-                completion = await self._serve(member, at)
+                completion = await self._serve(member, attempt)
             except EngineError as error:
-                self._after_refusal(member, at, error, _now() - asked_at)
+                self._after_refusal(member, attempt, error, _now() - sent_at)
             else:
                 self._remember(request, member)
                 return completion
 
     async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
-        """See `seams.Streaming`. Before the first tokens another engine may take over, as in `complete`. After them an
-        engine's error is raised, since tokens that were yielded cannot be taken back."""
-        at, begun = _Try(request, _now() + request.deadline_s, self.patience_s), False
+        """See `seams.Streaming`. Before the first tokens a failed request is retried on another engine, as in
+        `complete`. After them the error is raised, since yielded tokens cannot be taken back."""
+        attempt, begun = _Attempt(request, _now() + request.deadline_s, self.patience_s), False
         while True:
-            member, asked_at = await self._next(at), _now()
+            member, sent_at = await self._next(attempt), _now()
             try:
-                async with contextlib.aclosing(_parts(member, at)) as parts:
+                async with contextlib.aclosing(_stream_parts(member, attempt)) as parts:
                     async for part in parts:
                         begun = True
                         if isinstance(part, Completion):
@@ -299,73 +306,79 @@ class Fleet:
             except EngineError as error:
                 if begun:
                     raise
-                self._after_refusal(member, at, error, _now() - asked_at)
+                self._after_refusal(member, attempt, error, _now() - sent_at)
 
-    async def _next(self, at: _Try) -> _Member:
-        """Wait for an engine to ask. Raises `EngineBehind` where none adopted the version, and `EngineError` at the
-        deadline and where no engine can ever serve the request."""
+    async def _next(self, attempt: _Attempt) -> _Member:
+        """Wait for an engine that can serve the request. Raises `EngineBehind` when none adopted the version, and
+        `EngineError` at the deadline, or when no engine can ever serve it."""
         pause_s = RETRY_S
-        while at.left_s > 0:
-            member, began = self._choose(at), _now()
-            if member is not None and at.waits_for(member):
-                await self._catch_up(member, at, min(at.left_s, pause_s))
-                at.wait_is_over(_now() - began)
+        while attempt.left_s > 0:
+            member, began = self._choose(attempt), _now()
+            if member is not None and attempt.waits_for(member):
+                await self._catch_up(member, attempt, min(attempt.left_s, pause_s))
+                attempt.wait_is_over(_now() - began)
             elif member is not None:
-                self._regions.pop(group_of(at.request), None)
-                self._regions[group_of(at.request)] = member.region
+                self._regions.pop(group_of(attempt.request), None)
+                self._regions[group_of(attempt.request)] = member.region
                 return member
-            elif at.hopeless and at.hopeless >= self._members.keys():
-                raise next(iter(at.refused.values()))
+            elif attempt.excluded and attempt.excluded >= self._members.keys():
+                raise next(iter(attempt.refused.values()))
             else:
-                at.skipped.clear()
-                await self._pause_between_rounds(min(at.left_s, pause_s))
-                at.wait_is_over(_now() - began)
-            pause_s = min(2 * pause_s, SELDOM_S)
-        raise _nobody(at)
+                attempt.skipped.clear()
+                await self._pause_between_rounds(min(attempt.left_s, pause_s))
+                attempt.wait_is_over(_now() - began)
+            pause_s = min(2 * pause_s, MAX_RETRY_S)
+        raise _no_engine_error(attempt)
 
-    def _choose(self, at: _Try) -> _Member | None:
-        """The engine to ask now; one that must adopt a version first only where all must. None where none can be
-        asked."""
-        now, out = _now(), at.skipped | at.hopeless
+    def _choose(self, attempt: _Attempt) -> _Member | None:
+        """Choose the engine to try now, or None. An engine that must adopt a version first is only chosen when all
+        must."""
+        now, out = _now(), attempt.skipped | attempt.excluded
         able = [m for m in self._members.values() if m.name not in out and m.rests_until <= now]
-        home = next((m for m in able if m.name == self._sessions.get(at.request.session_id)), None)
-        rollout = at.request.traffic is Traffic.ROLLOUT
+        home = next((m for m in able if m.name == self._sessions.get(attempt.request.session_id)), None)
+        rollout = attempt.request.traffic is Traffic.ROLLOUT
         if home is not None and not (home.region and rollout):
             return home
-        able, group = [m for m in able if m.takes_new], group_of(at.request)
+        able, group = [m for m in able if m.takes_new], group_of(attempt.request)
         if self.assignment is Assignment.STABLE:
             stable = lambda m: hashlib.sha256(f"{group}\0{m.name}".encode()).digest()  # noqa: E731
             return home or max(able, key=stable, default=None)
         if rollout:
-            able = [m for m in able if m.has_room(at.request)]
-        near = home or next((m for m in able if m.name == self._sessions.get(at.request.fork_from or "")), None)
-        return self._quickest(at, able, near, self._regions.get(group))
+            able = [m for m in able if m.has_capacity(attempt.request)]
+        near = home or next((m for m in able if m.name == self._sessions.get(attempt.request.fork_from or "")), None)
+        return self._fastest(attempt, able, near, self._regions.get(group))
 
-    def _quickest(self, at: _Try, able: list[_Member], home: _Member | None, region: str | None) -> _Member | None:
+    def _fastest(
+        self, attempt: _Attempt, able: list[_Member], home: _Member | None, region: str | None
+    ) -> _Member | None:
         """Where the request is expected to end first, or in its `home` (which has its session, or the one that it forks
         from), or in the `region`, while that is worth it."""
         paces = [m.pace.seconds(m.num_running + 1) for m in able if m.is_known]
         typical_s = sum(paces) / len(paces) if paces else None
-        tried = [m for m in able if m.is_known or m.num_running < TRIAL or not m.region]
-        best = min(tried or able, key=lambda m: rank(m, at, typical_s), default=None)
-        near = home or min((m for m in able if m.region == region), key=lambda m: rank(m, at, typical_s), default=None)
+        tried = [m for m in able if m.is_known or m.num_running < MAX_TRIAL or not m.region]
+        best = min(tried or able, key=lambda m: rank(m, attempt, typical_s), default=None)
+        near = home or min(
+            (m for m in able if m.region == region), key=lambda m: rank(m, attempt, typical_s), default=None
+        )
         if best is None or near is None:
             return near or best
-        late = at.waits_for(near) > at.waits_for(best) or near.seconds(typical_s) > WORTH * best.seconds(typical_s)
-        return best if late and at.waits_for(best) <= at.waits_for(near) else near
+        late = attempt.waits_for(near) > attempt.waits_for(best) or near.seconds(
+            typical_s
+        ) > STAY_FACTOR * best.seconds(typical_s)
+        return best if late and attempt.waits_for(best) <= attempt.waits_for(near) else near
 
-    async def _serve(self, member: _Member, at: _Try) -> Completion:
-        """Ask one engine, and while it works, whether it still answers."""
-        asked = msgspec.structs.replace(at.request, deadline_s=max(at.left_s, 0.001))
-        with member.serving(asked):
-            work = asyncio.ensure_future(member.engine.generate(asked))
+    async def _serve(self, member: _Member, attempt: _Attempt) -> Completion:
+        """Send the request to one engine, and check its health while waiting."""
+        request_now = msgspec.structs.replace(attempt.request, deadline_s=max(attempt.left_s, 0.001))
+        with member.serving(request_now):
+            work = asyncio.ensure_future(member.engine.generate(request_now))
             try:
                 while not (await asyncio.wait({work}, timeout=self.heartbeat_s))[0]:
                     if not await self._answers(member):
                         raise EngineGone(
-                            f"{member.name} holds request {at.request.request_id} and does not answer",
-                            f"asked for its state, with {self.heartbeat_s:g} s of patience",
-                            hint="it hangs or its host is gone: restart it",
+                            f"{member.name} serves request {attempt.request.request_id} and does not respond",
+                            f"a health check took more than {self.heartbeat_s:g} s",
+                            hint="it hangs or its host is down: restart it",
                         )
                 return work.result()
             finally:
@@ -373,40 +386,46 @@ class Fleet:
 
     async def _answers(self, member: _Member) -> bool:
         if member.probe is None or member.probe.done():
-            member.probe = asyncio.ensure_future(_is_well(member.engine, self.heartbeat_s))
+            member.probe = asyncio.ensure_future(_is_healthy(member.engine, self.heartbeat_s))
         return await asyncio.shield(member.probe)
 
-    def _after_refusal(self, member: _Member, at: _Try, error: EngineError, held_s: float) -> None:
-        """What a refusal, after the engine held the request for so long, means for the next choice. Raised again where
-        the request is wrong in itself, or may be what ends engines."""
-        at.num_lost += held_s >= REST_S and not isinstance(error, EngineLate | EngineBehind | EngineBusy)
-        if isinstance(error, MalformedRequest | ContextFull | Unauthorised) or at.num_lost >= MAX_LOST:
+    def _after_refusal(self, member: _Member, attempt: _Attempt, error: EngineError, held_s: float) -> None:
+        """Update the state of a request after an engine's error. `held_s`: how long the engine had it. Raises the error
+        again when the request itself is invalid, or may be what ends engines."""
+        attempt.num_lost += held_s >= REST_S and not isinstance(error, EngineLate | EngineBehind | EngineBusy)
+        if isinstance(error, MalformedRequest | ContextFull | Unauthorised) or attempt.num_lost >= MAX_LOST:
             raise error
-        quiet_s = min(held_s, at.left_s + held_s) if isinstance(error, EngineLate) else 0.0
-        at.deadline += held_s - quiet_s  # the engine computed: it, or others in whose turn it waited
-        at.refused[member.name] = error
+        quiet_s = min(held_s, attempt.left_s + held_s) if isinstance(error, EngineLate) else 0.0
+        attempt.deadline += held_s - quiet_s  # the engine made progress, with this request or others
+        attempt.refused[member.name] = error
         if isinstance(error, EngineBehind):
-            at.behind.add(member.name)
+            attempt.behind.add(member.name)
         else:
-            at.skipped.add(member.name)
-            if not isinstance(error, EngineBusy) and at.left_s > 0:  # at the deadline it may only have been slow
+            attempt.skipped.add(member.name)
+            if (
+                not isinstance(error, EngineBusy) and attempt.left_s > 0
+            ):  # at the deadline the engine may only have been slow
                 member.rests_until = _now() + REST_S
 
-    async def _catch_up(self, member: _Member, at: _Try, patience_s: float) -> None:
-        """Wait until one of those who have to catch up has; under a stable assignment, until this one has. They pull
-        the weights themselves."""
-        late = [m for m in self._members.values() if at.waits_for(m) and m.name not in at.skipped | at.hopeless]
-        asked = {m: _adoption(m, at) for m in ([member] if self.assignment is Assignment.STABLE else late)}
-        done, _ = await asyncio.wait(asked.values(), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+    async def _catch_up(self, member: _Member, attempt: _Attempt, patience_s: float) -> None:
+        """Wait until one of the engines with an older version has adopted the demanded one; with stable assignment,
+        until `member` has. The engines fetch the weights by themselves."""
+        late = [
+            m
+            for m in self._members.values()
+            if attempt.waits_for(m) and m.name not in attempt.skipped | attempt.excluded
+        ]
+        request_now = {m: _adoption(m, attempt) for m in ([member] if self.assignment is Assignment.STABLE else late)}
+        done, _ = await asyncio.wait(request_now.values(), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
         if not done:
-            at.skipped.clear()  # who is busy now, or joins, may be first
-        for member, adoption in asked.items():
+            attempt.skipped.clear()  # a busy or new engine may be first
+        for member, adoption in request_now.items():
             if adoption.done():
-                at.behind.discard(member.name)
-                _take(member, at, adoption.result())
+                attempt.behind.discard(member.name)
+                _apply_adoption(member, attempt, adoption.result())
 
     async def _pause_between_rounds(self, pause_s: float) -> None:
-        """Until the fleet changes, or a moment later."""
+        """Wait until an engine joins, at most `pause_s`."""
         try:
             await asyncio.wait_for(self._changed.wait(), pause_s)
         except TimeoutError:
@@ -421,64 +440,66 @@ class Fleet:
                 del remembered[next(iter(remembered))]
 
 
-async def _parts(member: _Member, at: _Try) -> AsyncGenerator[list[int] | Completion]:
-    """What one engine tells, counted as running there meanwhile."""
-    asked = msgspec.structs.replace(at.request, deadline_s=max(at.left_s, 0.001))
-    with member.serving(asked):
-        async with contextlib.aclosing(told(member.engine, member.engine.generate, asked)) as parts:
+async def _stream_parts(member: _Member, attempt: _Attempt) -> AsyncGenerator[list[int] | Completion]:
+    """Stream from one engine, and count the request as running there."""
+    request_now = msgspec.structs.replace(attempt.request, deadline_s=max(attempt.left_s, 0.001))
+    with member.serving(request_now):
+        async with contextlib.aclosing(stream_or_complete(member.engine, member.engine.generate, request_now)) as parts:
             async for part in parts:
                 yield part
 
 
-def rank(member: _Member, at: _Try, typical_s: float | None) -> tuple[bool, float, float, str]:
-    """The sort key of engines for a new session: it goes to the engine with the smallest."""
-    production = member.num_production if at.request.traffic is Traffic.PRODUCTION else 0
-    return at.waits_for(member), production / member.size, member.seconds(typical_s), member.name
+def rank(member: _Member, attempt: _Attempt, typical_s: float | None) -> tuple[bool, float, float, str]:
+    """Sort key of engines for a new session; the smallest is chosen."""
+    production = member.num_production if attempt.request.traffic is Traffic.PRODUCTION else 0
+    return attempt.waits_for(member), production / member.size, member.seconds(typical_s), member.name
 
 
-def _adoption(member: _Member, at: _Try) -> asyncio.Task[Version | EngineError]:
-    """The task in which an engine adopts a step. All requests that wait for the step share it."""
-    if member.adoption is None or member.adoption.done() or member.adopting != at.step:
-        member.adopting = at.step
-        member.adoption = asyncio.ensure_future(_adopted(member.engine, at.step, ADOPT_S))
+def _adoption(member: _Member, attempt: _Attempt) -> asyncio.Task[Version | EngineError]:
+    """The task of an engine's adopt call. All requests that wait for the same step share it."""
+    if member.adoption is None or member.adoption.done() or member.adopting != attempt.step:
+        member.adopting = attempt.step
+        member.adoption = asyncio.ensure_future(_adopt(member.engine, attempt.step, ADOPT_S))
     return member.adoption
 
 
-def _take(member: _Member, at: _Try, said: Version | EngineError) -> None:
-    """What an adoption came to."""
-    if isinstance(said, EngineError):
-        gone = isinstance(said, EngineGone)
-        at.refused[member.name] = said if gone else EngineBehind(said.what, said.facts, hint=said.hint)
-        at.skipped.add(member.name)
-    elif at.request.pin_step is not None and said.step > at.request.pin_step:
-        at.hopeless.add(member.name)
-    elif said.step < at.step:
-        facts = f"it was asked for step {at.step} and says that it holds {said.step}"
-        at.refused[member.name] = EngineBehind(f"{member.name} does not catch up", facts, hint="see its log")
-        at.skipped.add(member.name)
+def _apply_adoption(member: _Member, attempt: _Attempt, result: Version | EngineError) -> None:
+    """Apply the result of an adopt call to the state of a request."""
+    if isinstance(result, EngineError):
+        gone = isinstance(result, EngineGone)
+        attempt.refused[member.name] = result if gone else EngineBehind(result.what, result.facts, hint=result.hint)
+        attempt.skipped.add(member.name)
+    elif attempt.request.pin_step is not None and result.step > attempt.request.pin_step:
+        attempt.excluded.add(member.name)
+    elif result.step < attempt.step:
+        facts = f"step {attempt.step} was requested, and its version is of step {result.step}"
+        attempt.refused[member.name] = EngineBehind(
+            f"{member.name} does not adopt the version", facts, hint="see its log"
+        )
+        attempt.skipped.add(member.name)
     else:
-        member.holds(said.step)
-        at.refused.pop(member.name, None)
+        member.saw_step(result.step)
+        attempt.refused.pop(member.name, None)
 
 
 def group_of(request: CompletionRequest) -> str:
-    """The group of its session."""
+    """The group of a request's session."""
     return request.session_id.rpartition(".")[0] or request.session_id
 
 
-def needed(request: CompletionRequest) -> int:
-    """KV tokens that a request may come to fill."""
+def kv_tokens_needed(request: CompletionRequest) -> int:
+    """KV tokens that a request needs at most: prompt and completion."""
     return len(request.prompt_ids) + request.sampling.max_tokens
 
 
-async def _adopted(engine: Engine, step: int, deadline_s: float) -> Version | EngineError:
+async def _adopt(engine: Engine, step: int, deadline_s: float) -> Version | EngineError:
     try:
         return await engine.adopt(step, deadline_s=deadline_s)
     except EngineError as error:
         return error
 
 
-async def _is_well(engine: Engine, patience_s: float) -> bool:
+async def _is_healthy(engine: Engine, patience_s: float) -> bool:
     try:
         await engine.info(deadline_s=patience_s)
     except EngineError:
@@ -486,11 +507,11 @@ async def _is_well(engine: Engine, patience_s: float) -> bool:
     return True
 
 
-def _nobody(at: _Try) -> EngineError:
-    reasons = "; ".join(f"{name}: {str(e).splitlines()[0]}" for name, e in sorted(at.refused.items()))
-    late = any(isinstance(no, EngineBehind) for no in at.refused.values())
+def _no_engine_error(attempt: _Attempt) -> EngineError:
+    reasons = "; ".join(f"{name}: {str(e).splitlines()[0]}" for name, e in sorted(attempt.refused.items()))
+    late = any(isinstance(no, EngineBehind) for no in attempt.refused.values())
     return (EngineBehind if late else EngineError)(
-        f"no engine served request {at.request.request_id} within {at.request.deadline_s:g} s",
-        f"{reasons or 'the fleet had no engine to ask'}; {at.waited_s:.0f} s of waiting for one were not counted",
+        f"no engine served request {attempt.request.request_id} within {attempt.request.deadline_s:g} s",
+        f"{reasons or 'the fleet has no engines'}; {attempt.waited_s:.0f} s of waiting were not counted",
         hint="see the engines' logs; restarted ones join under their new address",
     )

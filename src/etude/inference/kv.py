@@ -1,11 +1,11 @@
-"""Keys and values of every slot, and attention over them whose bits depend on one request alone.
+"""KV cache on a CPU, by slot, and attention whose bits depend on a single request only.
 
-Per layer one tensor for keys and one for values, ``[S, G, C, A]``: a slot's keys of one head are one run of memory.
-Where values are the first numbers of their keys (a compressed cache) both are one tensor, and outputs are cut.
-Decoding rows that need the same window attend together, a chunk of a prompt by itself.
+Per layer there is one tensor of keys and one of values, ``[S, G, C, A]``: the keys of one head of a slot are
+contiguous. When values are the first numbers of their keys (a compressed cache) both are one tensor, and outputs are
+cut. Decoding rows that need the same window attend together; a chunk of a prompt attends by itself.
 
-In which sizes rows and keys come, so that a row's bits are free of its neighbours, of chunking and of prefix hits, is
-the operators' business (`numerics.exact.attention`): a row sees a window of keys, masked.
+The operators (`numerics.exact.attention`) decide the sizes of rows and key windows, so that the bits of a row do not
+depend on its neighbours, on chunking, or on prefix hits. A row sees a window of keys with a mask.
 
 Shapes: N tokens of a step, S slots, G key/value heads, R query heads a key/value head, H = G·R, C positions a slot,
 A key width, B value width, W window.
@@ -24,12 +24,12 @@ from etude.models import ModelConfig
 from etude.numerics.exact import KERNEL_BLOCK, causal_mask
 from etude.numerics.operators import Operators
 
-FEW = 4  # decoding rows that are not worth a kernel call of their own
+FEW = 4  # fewer decoding rows are not worth a separate kernel call
 I64 = npt.NDArray[np.int64]
 
 
 class KVCache:
-    """The memory: allocated once, untouched pages cost nothing."""
+    """The keys and values of all slots. Allocated once; untouched pages use no memory."""
 
     def __init__(self, sizes: ModelConfig, operators: Operators, *, num_slots: int, context_tokens: int) -> None:
         self.num_slots, self.length = num_slots, -(-context_tokens // KERNEL_BLOCK) * KERNEL_BLOCK
@@ -45,7 +45,7 @@ class KVCache:
         self.queries = torch.zeros(num_slots, self.heads, rows, kept.key_width, dtype=dtype)  # scratch of decoding
 
     def step(self, decode_slots: I64, decode_positions: I64, chunks: list[Span]) -> StepCache:
-        """The cache of one forward."""
+        """Make the cache of one forward pass: `decode` rows first, then the chunks."""
         return StepCache(self, decode_slots, decode_positions, chunks)
 
     def copy(self, source: int, target: int, stop: int) -> None:
@@ -55,18 +55,18 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Address space of all keys and values; resident only as far as used."""
+        """Address space of all keys and values in bytes. Only used pages are resident."""
         return sum(t.nbytes for t in {id(t): t for t in (*self.keys, *self.values)}.values())
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros whose pages the system hands out when they are first written (torch.zeros touches them all)."""
+    """Zeros whose pages are allocated when they are first written (torch.zeros writes all of them)."""
     return torch.from_numpy(np.zeros((*shape, dtype.itemsize), np.uint8)).view(dtype).view(shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A chunk's place: rows [first, first + stop - start) of the step are positions [start, stop) of the slot."""
+    """The positions [start, stop) of a slot that a chunk of a prompt fills."""
 
     slot: int
     start: int
@@ -74,7 +74,7 @@ class Span:
 
 
 class StepCache:
-    """The cache as one forward sees it (`models.Cache`): `decode` rows first, then the chunks, in order."""
+    """The cache of one forward pass (`models.Cache`): `decode` rows first, then the chunks, in order."""
 
     compressed = True
 
@@ -99,7 +99,7 @@ class StepCache:
     def attend(
         self, layer: int, q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGB: torch.Tensor, scale: float | None = None
     ) -> torch.Tensor:
-        """Keep the step's keys and values, attend causally within each slot; o_NHB."""
+        """Store the step's keys and values, and attend causally within each slot. Returns o_NHB."""
         kv, (n, h, a), dtype = self.kv, q_NHA.shape, q_NHA.dtype
         keys, values = kv.keys[layer], kv.values[layer]
         q_NHA, k_NGA, v_NGB = (t.to(keys.dtype) for t in (q_NHA, k_NGA, v_NGB))
@@ -117,7 +117,7 @@ class StepCache:
     def _attend_chunks(
         self, keys: torch.Tensor, values: torch.Tensor, q_NGRA: torch.Tensor, o_NGRB: torch.Tensor, scale: float | None
     ) -> None:
-        """Head by head, as the kernel wants it: one copy there and one back for all chunks."""
+        """Attend for all chunks. The kernel needs head-major layout, so there is one copy to it and one back."""
         sizes = [chunk.num_rows for chunk in self.chunks]
         q_GNRA = q_NGRA.transpose(0, 1).contiguous()
         o_GNRB = q_GNRA.new_empty(*q_GNRA.shape[:3], values.shape[-1])
@@ -127,8 +127,8 @@ class StepCache:
 
 
 def _by_window(windows: I64) -> list[tuple[int, I64]]:
-    """Decoding rows grouped by the window that they need; few go with those of the next larger one, since a call of
-    the kernel costs about what `FEW` rows do."""
+    """Group decoding rows by the window that they need. A group of fewer than `FEW` rows joins the next larger window,
+    since a kernel call costs about as much as `FEW` rows."""
     groups: list[tuple[int, I64]] = []
     taken = 0
     order, sizes = windows.argsort(kind="stable"), sorted(set(windows.tolist()))
@@ -141,8 +141,8 @@ def _by_window(windows: I64) -> list[tuple[int, I64]]:
 
 
 class _DecodeView:
-    """One row a slot, for rows that need the same window. Slots in one run are used in place, others copied out:
-    attention over the idle ones between them costs more than that."""
+    """Decoding rows that need the same window, one per slot. Contiguous slots are used in place; others are copied,
+    which costs less than attention over the slots between them."""
 
     def __init__(self, kv: KVCache, rows: I64, slots: I64, positions: I64, window: int) -> None:
         self.kv, self.window, self.num = kv, window, len(rows)
@@ -168,7 +168,7 @@ class _DecodeView:
 
 
 class _ChunkView:
-    """Consecutive positions of one slot; query heads of a key/value head are rows of one product."""
+    """A chunk: consecutive positions of one slot. The query heads of a key/value head are rows of one product."""
 
     def __init__(self, kv: KVCache, chunk: Span) -> None:
         self.kv, self.slot, self.num_rows = kv, chunk.slot, chunk.stop - chunk.start

@@ -1,8 +1,8 @@
-"""A child process that does not outlive its parent: killing the conductor stops everything.
+"""Ends a child process when its parent ends, so that killing the conductor stops everything.
 
-Three ways, because each alone has a hole: the kernel's parent-death signal (lost when the parent died before it was
-asked for), the parent's pid (looked at once a second), and the end of standard input (for a parent on whose death
-the kernel says nothing). No torch, no engine.
+There are three mechanisms, since each one alone can fail: the kernel's parent-death signal (lost when the parent died
+before it was requested), polling the parent's pid once a second, and the end of standard input (for a parent without a
+process id on this host). Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ POLL_S = 1.0
 
 
 def die_with_parent(*, watch_stdin: bool = False) -> None:
-    """From now on this process ends, at once and without ceremony, when its parent does."""
+    """Kill this process with SIGKILL when its parent ends. `watch_stdin`: also at the end of standard input."""
     parent = os.getppid()
     if sys.platform == "linux":
         when_parent_dies()
@@ -31,7 +31,7 @@ def die_with_parent(*, watch_stdin: bool = False) -> None:
 
 
 def when_parent_dies() -> None:
-    """Have the kernel kill this process when the thread that started it ends. May be called between fork and exec."""
+    """Have the kernel kill this process when the thread that started it ends. Can be called between fork and exec."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 

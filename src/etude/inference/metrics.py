@@ -1,16 +1,34 @@
-"""An engine's counters for Prometheus (text exposition format 0.0.4) and for telemetry (`engine.load`)."""
+"""Counters of an engine, exported to Prometheus (text exposition format 0.0.4) and telemetry (`engine.load`)."""
 
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
-from etude.inference.counters import Counters
 from etude.seams import EngineInfo
 
 
+@dataclass
+class Counters:
+    """Totals since the engine started. One thread writes them; any thread may read them."""
+
+    requests: int = 0  # completed requests of both classes
+    production_requests: int = 0  # completed requests of production
+    production_tokens: int = 0  # tokens decoded for production
+    production_wait_s: float = 0.0  # sum over production requests of the time from arrival to the first token
+    rollouts_preempted: int = 0  # rollouts that production made start again
+    failed: int = 0  # requests that were cancelled, late or refused
+    steps: int = 0
+    tokens: int = 0  # tokens decoded
+    prefill_tokens: int = 0  # prompt tokens computed
+    cached_tokens: int = 0  # prompt tokens whose KV was reused
+    swaps: int = 0
+    busy_s: float = 0.0  # time in steps
+
+
 def exposition(counters: Counters, info: EngineInfo) -> str:
-    """The page behind GET /metrics.
+    """The text of GET /metrics.
 
     >>> from etude.seams import EngineInfo
     >>> info = EngineInfo(name="e", version=None, paused=False, context_tokens=8, max_sequences=1, num_running=0,
@@ -33,13 +51,13 @@ def exposition(counters: Counters, info: EngineInfo) -> str:
 
 
 class Load:
-    """What an engine did since it was last asked."""
+    """Differences of an engine's counters between two calls."""
 
     def __init__(self) -> None:
         self._before = Counters()
 
     def since(self, counters: Counters, info: EngineInfo, *, wall_s: float) -> dict[str, Any]:
-        """The facts of an `engine.load` event over the last `wall_s` seconds."""
+        """The fields of an `engine.load` event for the time since the last call, `wall_s` seconds."""
         now, before = dataclasses.replace(counters), self._before
         self._before = now
         return {

@@ -1,17 +1,17 @@
-"""Who belongs to the fleet: leases, what was seen of each engine, and what follows. Pure, the clock is passed.
+"""The state of the engine registry: members, leases and probe results. Pure: the time is an argument.
 
-An engine's state is never stored; it follows from facts that are:
+The state of an engine is not stored. It is computed from these conditions; the first that holds decides:
 
-| facts | state |
+| condition | state |
 | --- | --- |
-| it left, or was drained to the end | `LEFT` |
-| its lease has ended, or it did not answer `MAX_MISSED` times in a row | `LOST` |
-| somebody drains it | `DRAINING` |
-| it has not held the head of when it joined (or of when a new lineage began) | `CATCHING_UP` |
-| it is a standby, and not more engines are lost than standbys before it | `STANDBY` |
-| else | `SERVING` |
+| it left, or has finished draining | `LEFT` |
+| its lease has expired, or `MAX_MISSED` probes in a row failed | `LOST` |
+| it is being drained | `DRAINING` |
+| it has not adopted the version that was the newest when it joined (or when a new lineage began) | `CATCHING_UP` |
+| it is a standby, and not needed to replace a lost engine | `STANDBY` |
+| otherwise | `SERVING` |
 
-Only this side's monotonic clock counts: a lease is so many seconds from the renewal's arrival here.
+Only the monotonic clock of this process counts: a lease lasts a number of seconds from the arrival of its renewal.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ import secrets
 from dataclasses import dataclass
 
 from etude.inference.errors import MalformedRequest, NotRegistered
-from etude.inference.membership import ALIVE, NO_VERSION, Join, Listed, Roster, State
+from etude.inference.registry_messages import ALIVE, NO_VERSION, JoinRequest, ListedEngine, Roster, State
 from etude.records.completion import Version
 from etude.seams import EngineInfo
 
 LEASE_S = 10.0
-MAX_MISSED = 3  # questions in a row without an answer
-MAX_MEMBERS = 1024  # remembered; those who are gone for longest are forgotten first
+MAX_MISSED = 3  # failed probes in a row
+MAX_MEMBERS = 1024  # members that are kept; the ones gone for longest are dropped first
 
 
 @dataclass(eq=False)
 class Member:
-    """One engine that joined."""
+    """An engine that has joined."""
 
-    joined: Join
+    joined: JoinRequest
     lease: str
-    lease_ends: float  # on the registry's monotonic clock
-    mark: Version | None  # what it must hold before it is given work; None: whatever the first head is
+    lease_ends: float  # on the caller's monotonic clock
+    target: Version | None  # version to adopt before it gets work; None: the first that is published
     caught_up: bool = False
     num_missed: int = 0
     draining: bool = False
     left: bool = False
-    info: EngineInfo | None = None  # as last seen
+    info: EngineInfo | None = None  # of the last successful probe
 
 
 class Registry:
-    """The members of one fleet.
+    """The members of one fleet. `lease_s`: seconds until a lease expires.
 
     >>> registry = Registry(lease_s=10.0)
-    >>> lease = registry.join(Join(name="west", url="http://west:8000"), now=0.0)
+    >>> lease = registry.join(JoinRequest(name="west", url="http://west:8000"), now=0.0)
     >>> registry.states(now=9.0), registry.states(now=10.0)
     ({'west': <State.CATCHING_UP: 'catching-up'>}, {'west': <State.LOST: 'lost'>})
     """
@@ -58,69 +58,71 @@ class Registry:
         self.members: dict[str, Member] = {}
         self._head: Version | None = None
 
-    def join(self, asked: Join, *, now: float) -> str:
-        """A new member, or one that is back: its lease. Raises `MalformedRequest` when there is no place."""
-        if asked.name not in self.members and len(self.members) >= MAX_MEMBERS:
-            self._forget_one(now)
+    def join(self, request: JoinRequest, *, now: float) -> str:
+        """Add an engine, or one that is back, and return its lease. Raises `MalformedRequest` when the registry is
+        full."""
+        if request.name not in self.members and len(self.members) >= MAX_MEMBERS:
+            self._evict_one(now)
         lease = secrets.token_hex(16)
-        self.members.pop(asked.name, None)
-        self.members[asked.name] = Member(asked, lease, now + self.lease_s, self._head)
+        self.members.pop(request.name, None)
+        self.members[request.name] = Member(request, lease, now + self.lease_s, self._head)
         return lease
 
     def renew(self, name: str, lease: str, *, now: float) -> State:
-        """Another `lease_s` from now. Raises `NotRegistered` where the lease has ended or is another's: join again."""
+        """Extend a lease to `lease_s` from now and return the engine's state. Raises `NotRegistered` when the lease has
+        expired or another engine has joined under the name; the engine must join again."""
         member = self._holder(name, lease)
         if now >= member.lease_ends and not member.left:
             raise NotRegistered(
-                f"the lease of {name} has ended", f"{now - member.lease_ends:.1f} s ago", hint="join again"
+                f"the lease of {name} has expired", f"{now - member.lease_ends:.1f} s ago", hint="join again"
             )
         member.lease_ends = now + self.lease_s
         return self.states(now=now)[name]
 
     def leave(self, name: str, lease: str) -> None:
-        """The engine goes by itself. Raises `NotRegistered`."""
+        """Record that an engine leaves. Raises `NotRegistered`."""
         self._holder(name, lease).left = True
 
     def drain(self, name: str) -> None:
-        """Give it nothing new. Raises `NotRegistered`, also for one that has left."""
+        """Start draining an engine: it gets no new sessions. Raises `NotRegistered`, also for one that has left."""
         if name not in self.members:
             known = ", ".join(sorted(self.members)) or "none so far"
             raise NotRegistered(
                 f"no engine {name!r} has joined", f"those that have: {known}", hint="see etude fleet list"
             )
         if self.members[name].left:
-            raise NotRegistered(f"{name} has left", "it is given nothing any more", hint="see etude fleet list")
+            raise NotRegistered(f"{name} has left", "it gets no requests", hint="see etude fleet list")
         self.members[name].draining = True
 
-    def drained(self, name: str) -> None:
-        """It has finished what it had. One that joined anew meanwhile goes on."""
+    def finish_drain(self, name: str) -> None:
+        """Record that a draining engine has finished its work. One that joined again meanwhile is not affected."""
         member = self.members.get(name)
         if member is not None and member.draining:
             member.left = True
 
-    def saw(self, name: str, info: EngineInfo | None) -> None:
-        """What it answered; None: nothing. Unknown names are fine: it may be gone by now."""
+    def record_probe(self, name: str, info: EngineInfo | None) -> None:
+        """Record the result of a probe; None: it failed. Unknown names are ignored."""
         member = self.members.get(name)
         if member is None:
             return
-        if info is not None and member.num_missed >= MAX_MISSED:  # it is back, and has missed versions meanwhile
-            member.mark, member.caught_up = self._head, False
+        if info is not None and member.num_missed >= MAX_MISSED:  # it is back and may have missed versions
+            member.target, member.caught_up = self._head, False
         member.num_missed = 0 if info is not None else member.num_missed + 1
         member.info = info or member.info
         self._catch_up(member)
 
-    def head(self, version: Version) -> None:
-        """Set the newest published version. If it starts a new lineage, no engine gets work before it holds it: step
-        numbers alone would admit an engine with weights of the abandoned lineage."""
+    def set_head(self, version: Version) -> None:
+        """Set the newest published version. When it starts a new lineage, engines get no work before they have adopted
+        it: step numbers alone would admit weights of the abandoned lineage."""
         renewed = self._head is None or self._head.incarnation != version.incarnation
         self._head = version
         for member in self.members.values():
             if renewed:
-                member.mark, member.caught_up = version, False
+                member.target, member.caught_up = version, False
             self._catch_up(member)
 
     def states(self, *, now: float) -> dict[str, State]:
-        """Everybody's state; standbys stand in for the lost, in order of joining."""
+        """The states of all engines by name. Standbys replace lost engines in order of joining."""
         states = {name: self._state(member, now) for name, member in self.members.items()}
         num_lost = sum(s is State.LOST and not self.members[name].joined.standby for name, s in states.items())
         for name in [name for name, s in states.items() if s is State.STANDBY][:num_lost]:
@@ -128,9 +130,9 @@ class Registry:
         return states
 
     def roster(self, *, now: float) -> Roster:
-        """Everybody but those who left."""
+        """All engines except those that have left."""
         states = self.states(now=now)
-        return {n: _listed(m, states[n]) for n, m in self.members.items() if states[n] is not State.LEFT}
+        return {n: _as_listed(m, states[n]) for n, m in self.members.items() if states[n] is not State.LEFT}
 
     def _state(self, member: Member, now: float) -> State:
         if member.left:
@@ -144,30 +146,37 @@ class Registry:
         return State.STANDBY if member.joined.standby else State.SERVING
 
     def _catch_up(self, member: Member) -> None:
-        if member.mark is None:
-            member.mark = self._head
-        held, mark = member.info.version if member.info else None, member.mark
-        if held is not None and mark is not None and held.incarnation == mark.incarnation and held.step >= mark.step:
+        if member.target is None:
+            member.target = self._head
+        held, target = member.info.version if member.info else None, member.target
+        if (
+            held is not None
+            and target is not None
+            and held.incarnation == target.incarnation
+            and held.step >= target.step
+        ):
             member.caught_up = True
 
     def _holder(self, name: str, lease: str) -> Member:
         member = self.members.get(name)
         if member is None or not secrets.compare_digest(member.lease.encode(), lease.encode()):
-            raise NotRegistered(f"{name} holds no such lease", "another has joined under its name", hint="join again")
+            raise NotRegistered(
+                f"{name} has another lease", "an engine joined again under this name", hint="join again"
+            )
         return member
 
-    def _forget_one(self, now: float) -> None:
+    def _evict_one(self, now: float) -> None:
         gone = [name for name, state in self.states(now=now).items() if state not in ALIVE]
         if not gone:
             raise MalformedRequest(f"the fleet has {MAX_MEMBERS} engines", hint="drain some before others join")
         del self.members[gone[0]]
 
 
-def _listed(member: Member, state: State) -> Listed:
+def _as_listed(member: Member, state: State) -> ListedEngine:
     joined, info = member.joined, member.info
     if info is None:
-        return Listed(url=joined.url, state=state, region=joined.region or joined.name, kv_tokens_free=0)
-    return Listed(
+        return ListedEngine(url=joined.url, state=state, region=joined.region or joined.name, kv_tokens_free=0)
+    return ListedEngine(
         url=joined.url,
         state=state,
         region=joined.region or joined.name,
@@ -181,8 +190,8 @@ def _listed(member: Member, state: State) -> Listed:
 
 
 def _other_lineage(member: Member) -> str:
-    """What an engine holds that is not what the run published; nothing where it is, or where it holds none."""
-    held, mark = member.info.version if member.info else None, member.mark
-    if held is None or mark is None or held.incarnation in (mark.incarnation, NO_VERSION.incarnation):
+    """Why an engine cannot catch up: its version is of another lineage than the run's. "" when it is not."""
+    held, target = member.info.version if member.info else None, member.target
+    if held is None or target is None or held.incarnation in (target.incarnation, NO_VERSION.incarnation):
         return ""
-    return f"it holds {held}, and the run published {mark}: is its --store the run's?"
+    return f"it has {held}, and the run published {target}: is its --store the run's?"

@@ -1,6 +1,6 @@
-"""Computes one planned step with the model: tokens in, sampled tokens out. Owns the arrays behind the slots.
+"""Computes a planned step on a CPU: tokens in, sampled tokens out. Owns the arrays behind the slots.
 
-Knows nothing of requests' lives, threads or versions.
+Requests, threads and versions are handled elsewhere (`scheduler`, `engine`).
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from etude.records.wire import Routes
 
 
 class Runner:
-    """The model, its KV cache, and each slot's tokens and routes.
+    """The model, its KV cache, and the tokens and routes of each slot.
 
-    L layers with a router, K experts a token.
+    Shapes: L layers with a router, K experts per token.
     """
 
     def __init__(self, model: Transformer, *, num_slots: int, context_tokens: int) -> None:
         self.model = model.eval()
         self.kv = KVCache(model.local, model.operators, num_slots=num_slots, context_tokens=context_tokens)
         sizes = (num_slots, context_tokens)
-        self._lost = Lost(model)
+        self._non_finite = NonFiniteReporter(model)
         self._tokens = np.zeros(sizes, np.int64)
         per_token = (model.config.num_moe_layers, model.config.top_k)
         self._routes = np.zeros((*sizes, *per_token), model.config.route_dtype)
 
     def routes(self, sequence: Sequence) -> Routes:
-        """[num_computed - routes_from, L, K]: a copy of what the caller wants and does not hold yet."""
+        """The routes that the request wants, [num_computed - routes_from, L, K]; empty when it wants none. A copy."""
         start, stop = sequence.request.routes_from, sequence.num_computed
         return self._routes[sequence.row, stop if start is None else start : stop].copy()
 
     @torch.inference_mode()
     def step(self, plan: Plan) -> list[Sequence]:
-        """Compute the plan; returns the sequences that sampled a token, which is now the last of theirs."""
+        """Compute a plan. Returns the sequences that sampled a token; it was appended to their `token_ids`."""
         for copy in plan.copies:
             self.kv.copy(copy.source, copy.target, copy.stop)
             self._routes[copy.target, : copy.stop] = self._routes[copy.source, : copy.stop]
@@ -64,53 +64,53 @@ class Runner:
         return sampling
 
     def _sample(self, sequences: list[Sequence], logits_RV: torch.Tensor) -> None:
-        asked = [s.request.sampling for s in sequences]
+        samplings = [s.request.sampling for s in sequences]
         positions = np.array([s.num_computed for s in sequences], np.int64)
-        temperatures, seeds = [a.temperature for a in asked], [a.seed for a in asked]
+        temperatures, seeds = [a.temperature for a in samplings], [a.seed for a in samplings]
         tokens, logprobs = sample(logits_RV, temperatures, seeds, positions, self.model.operators)
         sampled: list[int] = tokens.tolist()
         for sequence, token, logprob in zip(sequences, sampled, logprobs.tolist(), strict=True):
             sequence.token_ids.append(token)
             sequence.logprobs.append(logprob)
             if not math.isfinite(logprob):
-                self._lost.say_where(sequence)
-        room = positions < self._tokens.shape[1]  # the last token of a full context is never computed
+                self._non_finite.report(sequence)
+        has_next = positions < self._tokens.shape[1]  # the last token of a full context is never computed
         slots = np.array([s.row for s in sequences], np.int64)
-        self._tokens[slots[room], positions[room]] = tokens.numpy()[room]
+        self._tokens[slots[has_next], positions[has_next]] = tokens.numpy()[has_next]
 
-    def settle(self) -> None:
-        """Everything is done when a call returns."""
+    def synchronize(self) -> None:
+        """Wait until all computation is done. Does nothing on a CPU."""
 
     @torch.inference_mode()
     def score(self, token_ids: list[int]) -> list[float]:
-        """Log-probabilities at temperature 1 of each token but the first, given those before it; no KV is used."""
+        """Log-probabilities at temperature 1 of each token but the first, computed without the KV cache."""
         tokens = torch.tensor(token_ids)
         logits, _ = self.model(tokens)
         scores: list[float] = self.model.operators.log_softmax(logits[:-1]).gather(1, tokens[1:, None])[:, 0].tolist()
         return scores
 
 
-class Lost:
-    """Says once, in the log, where a forward's first number that is none arises: who trains on it refuses it too."""
+class NonFiniteReporter:
+    """Logs once in which operator the first NaN or Inf of a forward pass arises. The learner refuses such tokens."""
 
     def __init__(self, model: Transformer) -> None:
-        self._model, self._said = model, False
+        self._model, self._reported = model, False
 
-    def say_where(self, sequence: Sequence) -> None:
-        """Of a sequence whose latest token has such a log-probability."""
-        if self._said:
+    def report(self, sequence: Sequence) -> None:
+        """Report a sequence whose latest token has a log-probability that is not finite. Only the first call prints."""
+        if self._reported:
             return
-        self._said = True
+        self._reported = True
         context = [*sequence.request.prompt_ids.tolist(), *sequence.token_ids[:-1]]
         tokens = torch.tensor(context).to(self._model.embedding.device)
         found = first_non_finite(lambda watch: self._model.run(tokens, hook=watch))
-        where = f"{found.name}, {found.facts}" if found else "not when the context is computed anew"
+        where = f"{found.name}, {found.facts}" if found else "not reproduced when the context is computed again"
         request = f"request {sequence.request.request_id}, {len(context)} tokens"
         print(f"error: logits are not finite ({request}); the first: {where}", file=sys.stderr, flush=True)
 
 
 def sampling_rows(plan: Plan) -> I64:
-    """Rows of the step whose logits are needed: all decoding ones and the last of each prompt."""
+    """Indices of the rows whose logits are needed: all decoding rows, and the last row of each prompt."""
     rows, at = list(range(len(plan.decode))), len(plan.decode)
     for chunk in plan.chunks:
         at += chunk.stop - chunk.start

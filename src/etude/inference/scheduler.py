@@ -1,14 +1,21 @@
-"""Schedules requests: decides what the next forward computes. Pure: no tensors, no threads; the time is an argument.
+"""Schedules requests: decides what the next forward pass computes. Pure: no tensors, no threads; the time is an
+argument.
 
-Continuous batching at token granularity: every step is one flat batch of one decoded token for each running
-sequence that has its prompt behind it, and chunks of the prompts that have not. Sequences join and leave between
-any two steps. Where a prompt is cut depends on its positions alone, never on what else is in the batch.
+Continuous batching at token granularity: a step is one flat batch with one token of each decoding sequence, and chunks
+of prompts. Sequences join and leave between any two steps. Where a prompt is cut depends on its positions alone, never
+on what else is in the batch.
 
-Production goes before rollouts, strictly: it gets the first slot, an idle session's or in the end a running rollout's,
-which starts again later (its tokens are keyed: they come out the same under the same weights); and while a prompt of
-production is computed, rollouts stand still with their KV kept. Behind its prompt it shares the steps with them.
+Production has strict priority over rollouts. It gets the first free slot, then the slot of an idle session, then that
+of a running rollout, which starts again later (its sampling is keyed, so it gets the same tokens under the same
+weights). While a prompt of production is computed, rollouts stop, with their KV kept. Afterwards both share the steps.
 
-Bounded: slots, prompt tokens a step, and the waiting queue of each class, past which a request is refused.
+Everything is bounded: slots, prompt tokens per step, and the waiting queue of each class. Beyond it requests are
+refused.
+
+Slots: a slot is a row of the KV cache, as long as the longest context. A session keeps its slot between two calls, so
+that the next call computes only new tokens. When a slot is needed, the least recently used idle session loses its slot.
+KV is only valid for one version: a swap drops all idle sessions; running sequences continue over keys of both versions,
+and their slots are dropped at the end.
 """
 
 from __future__ import annotations
@@ -21,14 +28,116 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from etude.inference.errors import EngineBusy, EngineLate
-from etude.inference.slots import Slot, SlotTable, num_shared
 from etude.records.completion import Completion, CompletionRequest, Traffic, Version, VersionSpan
 from etude.records.wire import I32
 
 
 @dataclass(slots=True, eq=False)
+class Slot:
+    """One row of the KV cache."""
+
+    index: int
+    session_id: str = ""  # session whose context it has, or whose request runs in it
+    busy: bool = False  # whether a request runs in it
+    stale: bool = False  # whether it has keys of an older version
+    kept: I32 | None = None  # [T] an idle session's tokens: position i of the KV belongs to kept[i]
+
+
+class SlotTable:
+    """The KV slots, and the sessions that keep them.
+
+    >>> table = SlotTable(2)
+    >>> slot, num_cached = table.acquire("s", np.array([5, 6, 7], np.int32))
+    >>> slot.index, num_cached
+    (0, 0)
+    >>> table.release(slot, np.array([5, 6, 7, 8], np.int32))
+    >>> table.acquire("s", np.array([5, 6, 7, 8, 9], np.int32))[1]
+    4
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._free = [Slot(i) for i in range(num_slots)]  # sorted: low indices first keeps running slots together
+        self._idle: dict[str, Slot] = {}  # by session, least recently used first
+        self._busy: set[Slot] = set()
+
+    @property
+    def num_available(self) -> int:
+        """Number of slots that requests could get now: free ones and those of idle sessions."""
+        return len(self._free) + len(self._idle)
+
+    def idle(self, session_id: str) -> Slot | None:
+        """The slot of an idle session, or None."""
+        return self._idle.get(session_id)
+
+    def acquire(self, session_id: str, prompt_ids: I32, *, spare: str | None = None) -> tuple[Slot, int] | None:
+        """Get a slot for a request. Returns (slot, number of leading prompt tokens whose KV it has), or None when all
+        slots are busy. The idle session `spare` loses its slot only when there is no other.
+
+        The last token of a prompt always counts as new, since the request needs its logits.
+        """
+        slot, num_cached = self._idle.pop(session_id, None), 0
+        if slot is not None:
+            num_cached = _num_extended(slot, prompt_ids)
+        elif self._free:
+            slot = self._free.pop(0)
+        elif self._idle:
+            slot = self._idle.pop(next((s for s in self._idle if s != spare), next(iter(self._idle))))
+        else:
+            return None
+        slot.session_id, slot.busy, slot.stale, slot.kept = session_id, True, False, None
+        self._busy.add(slot)
+        return slot, num_cached
+
+    def release(self, slot: Slot, kept: I32 | None = None) -> None:
+        """Release the slot of a request that ended. `kept`: the tokens whose KV the slot has, to keep it for the
+        session; None frees the slot."""
+        self._busy.remove(slot)
+        slot.busy = False
+        if kept is None or slot.stale:
+            self._free_slot(slot)
+            return
+        before = self._idle.pop(slot.session_id, None)  # two concurrent calls of one session: keep the later
+        if before is not None:
+            self._free_slot(before)
+        slot.kept = kept
+        self._idle[slot.session_id] = slot
+
+    def swapped(self) -> None:
+        """Handle a change of the weights: drop idle sessions and mark busy slots as stale."""
+        for slot in self._idle.values():
+            self._free_slot(slot)
+        self._idle.clear()
+        for slot in self._busy:
+            slot.stale = True
+
+    def _free_slot(self, slot: Slot) -> None:
+        slot.session_id, slot.stale, slot.kept = "", False, None
+        self._free.append(slot)
+        self._free.sort(key=lambda s: s.index)
+
+
+def _num_extended(slot: Slot, prompt_ids: I32) -> int:
+    """Number of leading prompt tokens in the slot: all that it kept, or 0 when the prompt does not extend them."""
+    kept = slot.kept
+    if kept is None or len(prompt_ids) < len(kept) or not np.array_equal(prompt_ids[: len(kept)], kept):
+        return 0
+    return min(len(kept), len(prompt_ids) - 1)
+
+
+def num_shared_tokens(one: I32, other: I32) -> int:
+    """Length of the common prefix of two contexts.
+
+    >>> num_shared_tokens(np.array([5, 6, 7], np.int32), np.array([5, 6, 9, 9], np.int32))
+    2
+    """
+    length = min(len(one), len(other))
+    differ = np.flatnonzero(one[:length] != other[:length])
+    return int(differ[0]) if len(differ) else length
+
+
+@dataclass(slots=True, eq=False)
 class Sequence:
-    """A request in the engine, waiting or running."""
+    """A request in the engine, waiting or running, with its state."""
 
     request: CompletionRequest
     arrived: float  # seconds by the clock of the scheduler's caller
@@ -38,35 +147,36 @@ class Sequence:
     num_computed: int = 0  # positions whose KV is in the slot
     token_ids: list[int] = field(default_factory=list)  # sampled so far
     logprobs: list[float] = field(default_factory=list)
-    spans: list[VersionSpan] = field(default_factory=list)  # closed ones
-    num_spanned: int = 0  # tokens in closed spans
+    spans: list[VersionSpan] = field(default_factory=list)  # completed spans
+    num_spanned: int = 0  # tokens in `spans`
     kv_epoch: int = 0
-    told: Callable[[], None] | None = None  # called on the stepping thread after each step that sampled for it
+    on_tokens: Callable[[], None] | None = None  # called on the stepping thread after each step that sampled for it
 
     @property
     def num_prompt(self) -> int:
+        """Number of prompt tokens."""
         return len(self.request.prompt_ids)
 
     @property
     def row(self) -> int:
-        """The index of its slot; it must have one."""
+        """The index of its slot. The sequence must have one."""
         assert self.slot is not None, f"request {self.request.request_id} has no slot"
         return self.slot.index
 
     @property
     def stale(self) -> bool:
-        """Whether its slot holds keys of an older version."""
+        """Whether its slot has keys of an older version."""
         return self.slot is not None and self.slot.stale
 
     @property
     def finished(self) -> bool:
-        """Whether a stop token or the limit was reached."""
+        """Whether a stop token was sampled or the token limit was reached."""
         sampling, ids = self.request.sampling, self.token_ids
         return bool(ids) and (len(ids) >= sampling.max_tokens or ids[-1] in sampling.stop_token_ids)
 
     @property
     def phase(self) -> str:
-        """Where it is, for errors."""
+        """Description of its progress, for errors."""
         if self.slot is None:
             return "waiting for a KV slot"
         if self.num_computed < self.num_prompt:
@@ -74,35 +184,36 @@ class Sequence:
         return f"{len(self.token_ids)} of {self.request.sampling.max_tokens} tokens sampled"
 
     def is_late(self, now: float, stepped: float) -> bool:
-        """Whether nothing has happened for as long as its request allows."""
+        """Whether there was no step for the request's `deadline_s`. `stepped`: when the latest step ended."""
         return now - max(self.arrived, stepped) >= self.request.deadline_s
 
     @property
     def production(self) -> bool:
+        """Whether the request is of production."""
         return self.request.traffic is Traffic.PRODUCTION
 
-    def start_again(self) -> None:
-        """Forget everything that was computed and sampled."""
+    def restart(self) -> None:
+        """Reset everything that was computed and sampled."""
         self.slot, self.num_cached, self.num_computed, self.kv_epoch = None, 0, 0, 0
         self.token_ids, self.logprobs, self.spans, self.num_spanned = [], [], [], 0
 
     def close_span(self, version: Version) -> None:
-        """Everything sampled since the last span was sampled by `version`. One that only computed has an empty span, if
-        it comes first."""
+        """Add a span: `version` sampled all tokens since the last span. A version that computed but sampled nothing
+        gets an empty span, if it is the first."""
         n = len(self.token_ids) - self.num_spanned
         if n or (self.num_computed and not self.spans):
             self.spans.append(VersionSpan(version, n, self.kv_epoch))
             self.num_spanned += n
 
     def context(self) -> I32:
-        """Tokens whose KV is in the slot, in order."""
-        whole = np.concatenate([self.request.prompt_ids, np.array(self.token_ids, np.int32)])
-        return whole[: self.num_computed].astype(np.int32)
+        """The tokens whose KV is in the slot, in order."""
+        tokens = np.concatenate([self.request.prompt_ids, np.array(self.token_ids, np.int32)])
+        return tokens[: self.num_computed].astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Prompt positions [start, stop) of a sequence; the last chunk of a prompt samples its first token."""
+    """Prompt positions [start, stop) of a sequence. The last chunk of a prompt also samples the first token."""
 
     sequence: Sequence
     start: int
@@ -110,12 +221,13 @@ class Chunk:
 
     @property
     def last(self) -> bool:
+        """Whether it is the last chunk of its prompt."""
         return self.stop == self.sequence.num_prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Positions [0, stop) of a row's keys, values and routes are copied to another row."""
+    """A copy of positions [0, stop) of a row's keys, values and routes to another row."""
 
     source: int
     target: int
@@ -124,11 +236,12 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step: the copies, in order; then one forward: `decode` in order of slot, one token each, and the chunks."""
+    """One step: the copies, in order, then one forward pass over `decode` (one token each, in order of slot) and
+    `chunks`."""
 
     decode: list[Sequence]
     chunks: list[Chunk]
-    copies: list[Copy] = field(default_factory=list)  # there are some only where there are chunks
+    copies: list[Copy] = field(default_factory=list)  # empty when there are no chunks
 
     def __bool__(self) -> bool:
         return bool(self.decode or self.chunks)
@@ -143,10 +256,11 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._copies: list[Copy] = []  # for the next plan
-        self.num_preempted = 0  # rollouts that gave up their slot
+        self.num_preempted = 0  # number of preempted rollouts
 
     def submit(self, sequence: Sequence) -> None:
-        """Join the queue; who will get a slot at the next plan does not count. Raises `EngineBusy` when it is full."""
+        """Add a request to the queue. Requests that get a slot at the next plan do not count. Raises `EngineBusy` when
+        the queue of its class is full."""
         num_waiting = sum(s.production == sequence.production for s in self.waiting)
         if num_waiting >= self.max_waiting + self.slots.num_available:
             raise EngineBusy(
@@ -157,7 +271,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def plan(self) -> Plan:
-        """Admit what fits, then the next step's work. Empty when there is none."""
+        """Give slots to waiting requests and plan the next step. The plan is empty when there is nothing to compute."""
         self._admit()
         first = [s for s in self.running if s.production and s.num_computed < s.num_prompt]
         running = [s for s in self.running if s.production] if first else self.running
@@ -176,7 +290,7 @@ class Scheduler:
         return Plan(decode, chunks, copies)
 
     def finish(self, sequence: Sequence) -> None:
-        """Remove a request, at its end or before it. Its slot stays with its session, or becomes free."""
+        """Remove a request, finished or not. Its slot stays with its session, or becomes free."""
         if sequence.slot is None:
             self.waiting.remove(sequence)
             return
@@ -184,9 +298,9 @@ class Scheduler:
         keep = sequence.request.keep_session and sequence.num_computed > 0
         self.slots.release(sequence.slot, sequence.context() if keep else None)
 
-    def departed(self, now: float, *, stepped: float) -> list[Sequence]:
-        """Sequences that were cancelled or are past their deadline, now removed; late ones have failed. `stepped`: when
-        the latest step ended. One that waits for a slot lives on while others are decoded: its turn comes."""
+    def remove_departed(self, now: float, *, stepped: float) -> list[Sequence]:
+        """Remove and return sequences that were cancelled or are late; late ones fail. `stepped`: when the latest step
+        ended. A sequence that waits for a slot is not late while others make progress."""
         gone = [s for s in (*self.waiting, *self.running) if s.future.cancelled() or s.is_late(now, stepped)]
         for sequence in gone:
             self.finish(sequence)
@@ -194,24 +308,24 @@ class Scheduler:
                 sequence.future.set_exception(late(sequence))
         return gone
 
-    def overtaken(self, step: int) -> list[Sequence]:
-        """Sequences that demand a later version step than the weights are now of, removed: after a lost lineage the
-        chain goes on from an older step, and no token may be sampled under what was asked for."""
+    def remove_outdated(self, step: int) -> list[Sequence]:
+        """Remove and return sequences that demand a later version than `step`. After a lost lineage the chain continues
+        from an older step, and no token may be sampled by a version older than demanded."""
         gone = [s for s in (*self.waiting, *self.running) if s.request.min_step > step]
         for sequence in gone:
             self.finish(sequence)
         return gone
 
     def swapped(self, old: Version) -> None:
-        """The weights changed between two steps; `old` sampled everything up to here."""
+        """Handle a change of the weights between two steps. `old`: the version of all tokens so far."""
         for sequence in self.running:
             sequence.close_span(old)
             sequence.kv_epoch += sequence.num_computed > 0
         self.slots.swapped()
 
     def _admit(self) -> None:
-        """Give slots to waiting requests: production first, then calls of sessions that hold a slot already, then in
-        order of arrival."""
+        """Give slots to waiting requests: production first, then sessions that keep a slot, then in order of
+        arrival."""
         if not self.waiting:
             return
         for sequence in [s for s in self.waiting if s.production]:
@@ -241,28 +355,30 @@ class Scheduler:
         return True
 
     def _fork_source(self, request: CompletionRequest) -> tuple[int, int] | None:
-        """The row whose keys a new session begins with, and the number of positions that it can use. None where the
-        session has a slot already, and where nothing of `fork_from` is held under the current version."""
+        """The row to copy keys from for a new session, and the number of positions it can use. None when the session
+        has a slot already, or when no KV of `fork_from` under the current version exists."""
         if request.fork_from is None or self.slots.idle(request.session_id) is not None:
             return None
         held = [(s.row, s.context()) for s in self.running if s.request.session_id == request.fork_from and not s.stale]
         if (idle := self.slots.idle(request.fork_from)) is not None and idle.kept is not None:
             held.append((idle.index, idle.kept))
         new = request.prompt_ids[:-1]  # the last token is always computed: its logits are what the request wants
-        row, num_tokens = max(((row, num_shared(ids, new)) for row, ids in held), key=lambda s: s[1], default=(0, 0))
+        row, num_tokens = max(
+            ((row, num_shared_tokens(ids, new)) for row, ids in held), key=lambda s: s[1], default=(0, 0)
+        )
         return (row, num_tokens) if num_tokens else None
 
     def _preempt(self) -> bool:
-        """Have the rollout that loses least start again, before the others that wait. One whose tokens were told while
-        they came cannot."""
-        able = [s for s in self.running if not s.production and s.told is None]
+        """Preempt the rollout that loses least; it waits first in the queue and starts again. A streamed request cannot
+        be preempted, since its tokens were sent."""
+        able = [s for s in self.running if not s.production and s.on_tokens is None]
         if not able:
             return False
         victim = min(able, key=lambda s: s.num_computed)
         assert victim.slot is not None, "it runs"
         self.running.remove(victim)
         self.slots.release(victim.slot)
-        victim.start_again()
+        victim.restart()
         self.waiting.appendleft(victim)
         self.num_preempted += 1
         return True
@@ -274,7 +390,7 @@ class Scheduler:
 
 
 def late(sequence: Sequence) -> EngineLate:
-    """The error of a request that is past its deadline."""
+    """Make the error of a late request."""
     request = sequence.request
     return EngineLate(
         f"request {request.request_id} passed its deadline of {request.deadline_s:g} s without a step of the engine",

@@ -1,6 +1,6 @@
-"""The common part of all engine processes: arguments, socket, ready file. Imports no torch.
+"""The common part of all engine processes: command-line arguments, socket and ready file. Imports no torch.
 
-``{"url", "pid", "name"}`` is written to the ready file once it answers.
+``{"url", "pid", "name"}`` is written to the ready file once the engine serves.
 """
 
 from __future__ import annotations
@@ -21,110 +21,118 @@ from starlette.types import ASGIApp
 from etude.config import build, to_plain
 from etude.errors import EngineError, EtudeError
 from etude.inference.config import EngineConfig
-from etude.inference.membership import Wanted, environment_token
-from etude.inference.registering import WAIT_S, say
+from etude.inference.registry_client import WAIT_S, print_to_stderr
+from etude.inference.registry_messages import EngineRequirements, environment_token
 from etude.stores.http import HttpStore
 from etude.telemetry import Telemetry
 from etude.weights.chain.history import head
 
-RELAY_S = 5.0  # for its first answer
+STORE_TIMEOUT_S = 5.0  # for the first response of a store over HTTP
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command-line options that engines of every kind have."""
-    parser.add_argument("--name", default="engine", help="what it calls itself in completions and events")
+    """Add the command-line options of all kinds of engines."""
+    parser.add_argument("--name", default="engine", help="its name in completions and events")
     parser.add_argument("--checkpoint", type=Path, help="a Hugging Face directory")
-    parser.add_argument("--store", help="the blob store whose weight chain it follows: a directory, or s3://bucket/...")
+    parser.add_argument("--store", help="the blob store with the weight chain: a directory, or s3://bucket/...")
     parser.add_argument(
-        "--public-key", type=public_key, metavar="HEX", help="believe only weights whose pointer its owner signed"
+        "--public-key",
+        type=public_key,
+        metavar="HEX",
+        help="accept only weights whose pointer the owner of this key signed",
     )
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0, help="0: a free one, see the ready file")
-    parser.add_argument("--ready-file", type=Path, help="where to write the URL, as JSON, once it answers")
+    parser.add_argument("--port", type=int, default=0, help="0: a free port, see the ready file")
+    parser.add_argument("--ready-file", type=Path, help="where to write the URL, as JSON, once it serves")
     for setting in dataclasses.fields(EngineConfig):
         kind = type(setting.default)
         parser.add_argument(f"--{setting.name.replace('_', '-')}", type=kind, help=f"default {setting.default}")
-    parser.add_argument("--poll-s", type=float, default=0.05, help="how often the weight pointer is read")
+    parser.add_argument("--poll-s", type=float, default=0.05, help="interval at which the weight pointer is read")
     parser.add_argument("--telemetry", type=Path, help="the events file")
-    parser.add_argument("--threads", type=int, default=1, help="of the model's arithmetic")
-    parser.add_argument("--watch-stdin", action="store_true", help="end at the end of standard input, too")
-    parser.add_argument("--register", metavar="URL", help="join the run whose registry listens there (fleet.listen)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the model's computation")
+    parser.add_argument("--watch-stdin", action="store_true", help="also exit at the end of standard input")
+    parser.add_argument("--register", metavar="URL", help="join the run with the registry at this URL (fleet.listen)")
     parser.add_argument(
         "--wait-s",
         type=float,
         default=WAIT_S,
-        help="for a registry that is away, or a run's first version (default %(default)g)",
+        help="longest wait for the registry, or for the first version (default %(default)g)",
     )
-    parser.add_argument("--advertise", metavar="URL", help="where the run reaches this engine, if not as it listens")
-    parser.add_argument("--region", default="", help="its lane in the report (default: its name)")
-    parser.add_argument("--standby", action="store_true", help="follow the weights; work when others are lost")
-    parser.add_argument("--cache", type=Path, help="a directory in which the engines of a region share downloads")
+    parser.add_argument(
+        "--advertise", metavar="URL", help="URL at which the run reaches this engine, if not its listening address"
+    )
+    parser.add_argument("--region", default="", help="its region, a lane in the report (default: its name)")
+    parser.add_argument(
+        "--standby", action="store_true", help="follow the weights; get requests only when other engines are lost"
+    )
+    parser.add_argument("--cache", type=Path, help="a directory in which engines of a region share downloads")
 
 
 def public_key(text: str) -> bytes:
-    """An argument that is an Ed25519 public key."""
+    """Parse a command-line argument that is an Ed25519 public key in hex."""
     if not re.fullmatch("[0-9a-f]{64}", text):
-        raise argparse.ArgumentTypeError("a public key is 64 hex characters: etude weights key says them")
+        raise argparse.ArgumentTypeError("a public key is 64 hex characters: etude weights key prints it")
     return bytes.fromhex(text)
 
 
-def take_key(args: argparse.Namespace, asked: Wanted) -> None:
-    """The public key of the run that an engine joins, where the engine was given none. Raises `EngineError` where it
-    was given another: then it would refuse every version of this run."""
-    told = bytes.fromhex(asked.public_key) if asked.public_key else None
-    if args.public_key and told != args.public_key:
-        signs = f"the run signs with {asked.public_key}" if told else "the run signs nothing"
+def apply_public_key(args: argparse.Namespace, requirements: EngineRequirements) -> None:
+    """Take the public key of the run that an engine joins. Raises `EngineError` when the engine was given another key:
+    it would refuse every version of this run."""
+    run_key = bytes.fromhex(requirements.public_key) if requirements.public_key else None
+    if args.public_key and run_key != args.public_key:
+        signs = f"the run signs with {requirements.public_key}" if run_key else "the run does not sign"
         raise EngineError(
             f"{args.name} would refuse the weights of the run at {args.register}",
-            f"{signs}; this engine believes {args.public_key.hex()} alone",
+            f"{signs}; this engine only accepts {args.public_key.hex()}",
             hint="give the run's own key to --public-key, or set stores.signing_key of the run",
         )
-    args.public_key = told
+    args.public_key = run_key
 
 
-def take_sizes(args: argparse.Namespace, asked: Wanted) -> None:
-    """What a run wants of any engine stands in for what was not given; its dtype counts, whatever was."""
-    args.dtype = asked.dtype
-    args.context_tokens = args.context_tokens or asked.context_tokens
-    args.max_sequences = args.max_sequences or asked.max_sequences
-    args.store = args.store or asked.store or None
+def apply_sizes(args: argparse.Namespace, requirements: EngineRequirements) -> None:
+    """Take the sizes and the store that were not given from the run's requirements, and always its dtype."""
+    args.dtype = requirements.dtype
+    args.context_tokens = args.context_tokens or requirements.context_tokens
+    args.max_sequences = args.max_sequences or requirements.max_sequences
+    args.store = args.store or requirements.store or None
 
 
 def require_weights(args: argparse.Namespace) -> None:
-    """Raises `EngineError` where an engine would have no weights; tells of a store that they cannot come from now."""
+    """Raises `EngineError` when neither a checkpoint nor a run's weight chain was given. Warns when the store cannot be
+    read."""
     if args.checkpoint is None and not (args.register and args.store):
         hint = "give --checkpoint DIR, or --register URL with --store PLACE"
-        raise EngineError("an engine without weights", "neither a checkpoint nor a run's chain was named", hint=hint)
+        raise EngineError("the engine has no weights", "neither a checkpoint nor a run's store was given", hint=hint)
     if args.register and args.store:
-        tell_store(args.store)
+        warn_about_store(args.store)
 
 
-def tell_store(place: str, said: Callable[[str], None] = say) -> None:
-    """Say of the store that an engine is to follow that it is not there, or does not answer; it is asked again later.
-    A bucket's own client waits too long to be asked now."""
+def warn_about_store(place: str, report: Callable[[str], None] = print_to_stderr) -> None:
+    """Report when an engine's store does not exist yet or cannot be read; it is tried again later. Buckets are not
+    checked, since their client has long timeouts."""
     if place.startswith(("http://", "https://")):
         try:
-            head(HttpStore(place, silence_s=RELAY_S, deadline_s=RELAY_S), "policy")
+            head(HttpStore(place, silence_s=STORE_TIMEOUT_S, deadline_s=STORE_TIMEOUT_S), "policy")
         except EtudeError as error:
-            said(f"the store at {place} cannot be read now: {error.facts or error.what}; {error.hint}")
+            report(f"the store at {place} cannot be read now: {error.facts or error.what}; {error.hint}")
     elif "://" not in place and not Path(place).exists():
-        said(f"there is no store at {place} yet: is it the run's folder of weights, as this machine has it?")
+        report(f"there is no store at {place} yet: is it the run's folder of weights, as this machine has it?")
 
 
 def config_of(args: argparse.Namespace) -> EngineConfig:
-    """The settings among the arguments. Raises `ConfigError`."""
+    """Make the engine's settings from the command-line arguments. Raises `ConfigError`."""
     settings = {f.name: getattr(args, f.name) for f in dataclasses.fields(EngineConfig)}
     return build(EngineConfig, {k: v for k, v in settings.items() if v is not None}, "engine")
 
 
 def report_settings(telemetry: Telemetry | None, config: EngineConfig, *, device: str) -> None:
-    """Write the settings that an engine works with as an event, `device` as it was found."""
+    """Write the engine's settings as a telemetry event. `device`: the device that is used."""
     if telemetry is not None:
         telemetry.event("engine.settings", **{**to_plain(config), "device": device})
 
 
 def serve(app: ASGIApp, listener: socket.socket, *, name: str, ready_file: Path | None) -> None:
-    """Serve until told to stop."""
+    """Serve the app until the process is stopped. `ready_file`: where to write the URL once it serves."""
     config = uvicorn.Config(
         app,
         loop="uvloop",
@@ -134,7 +142,7 @@ def serve(app: ASGIApp, listener: socket.socket, *, name: str, ready_file: Path 
         access_log=False,
         log_level="warning",
         timeout_keep_alive=75,
-        proxy_headers=False,  # it is on loopback, or its caller bears a token
+        proxy_headers=False,  # no proxy is trusted
         server_header=False,
         date_header=False,
         timeout_graceful_shutdown=1,
@@ -143,7 +151,7 @@ def serve(app: ASGIApp, listener: socket.socket, *, name: str, ready_file: Path 
 
 
 class _Server(uvicorn.Server):
-    """Says that it is ready when it is."""
+    """A uvicorn server that writes the ready file once it serves."""
 
     def __init__(self, config: uvicorn.Config, *, ready: bytes, ready_file: Path | None) -> None:
         super().__init__(config)
@@ -153,7 +161,7 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if self.should_exit:
             return
-        _spare_the_collector()
+        _freeze_garbage_collector()
         if self._ready_file is not None:
             partial = self._ready_file.with_name(f"{self._ready_file.name}.{os.getpid()}")
             partial.write_bytes(self._ready)
@@ -161,24 +169,25 @@ class _Server(uvicorn.Server):
         print(self._ready.decode(), flush=True)
 
 
-def _spare_the_collector() -> None:
-    """Take what is there now out of garbage collection: a full one walks all of torch, 100 ms between two tokens."""
+def _freeze_garbage_collector() -> None:
+    """Exclude all current objects from garbage collection. A full collection walks all of torch's objects, which takes
+    100 ms between two tokens."""
     gc.collect()
     gc.freeze()
 
 
 def read_token(host: str) -> str | None:
-    """ETUDE_TOKEN; an engine that others can reach must have one."""
+    """Read ETUDE_TOKEN. Raises `EngineError` when it is missing and the host is not loopback."""
     token = environment_token()
     if not token and host not in ("127.0.0.1", "::1", "localhost"):
         raise EngineError(
-            f"an engine on {host} without a token", "anybody could use it and stop it", hint="set ETUDE_TOKEN"
+            f"an engine on {host} needs a token", "any host could use and stop it", hint="set ETUDE_TOKEN"
         )
     return token
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that is bound, before anything slow begins."""
+    """Bind a socket before anything slow starts. Raises `EngineError` when the address is in use or invalid."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -187,7 +196,7 @@ def listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         listener.close()
         raise EngineError(
-            f"cannot listen on {host}:{port}", str(error), hint="take another --port, or 0 for a free one"
+            f"cannot listen on {host}:{port}", str(error), hint="choose another --port, or 0 for a free one"
         ) from None
     return listener
 

@@ -1,10 +1,18 @@
-"""Paths, content types and control messages that an engine's server and its client share. No torch."""
+"""Paths, messages and stream frames that an engine's server and its client share. Imports no torch."""
 
 from __future__ import annotations
 
-import msgspec
+import asyncio
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
 
-from etude.records.completion import Version
+import msgspec
+import numpy as np
+
+from etude.errors import EngineError, EtudeError
+from etude.inference.errors import from_http, to_http
+from etude.records.completion import Completion, Version
+from etude.records.wire import pack, unpack
 
 JSON = "application/json"
 MSGPACK = "application/msgpack"
@@ -29,21 +37,22 @@ class VerifyRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verified(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of POST /verify: the version in live memory and its log-probability of each token but the first."""
+    """Response of POST /verify: the loaded version, and its log-probability of each token but the first."""
 
     version: Version
     logprobs: list[float]
 
 
 class OperatorsRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of POST /operators: a text of which the first `prompt_tokens` are computed in chunks, the others singly."""
+    """Body of POST /operators: a text whose first `prompt_tokens` tokens are computed in chunks, the others one by
+    one."""
 
     token_ids: list[int]
     prompt_tokens: int
 
 
 class OperatorResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One operator's results for every token; raw little-endian bytes, since numpy has no bfloat16."""
+    """The results of one operator for all tokens, as little-endian bytes, since numpy has no bfloat16."""
 
     name: str
     dtype: str
@@ -52,6 +61,63 @@ class OperatorResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OperatorResults(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of POST /operators, in the order of computing."""
+    """Response of POST /operators, in the order of computation."""
 
     results: list[OperatorResult]
+
+
+STREAM = "/inference/v1/generate/stream"
+MEDIA_TYPE = "application/vnd.etude.frames"
+MAX_FRAME_BYTES = 1 << 28
+_HEAD, _STATUS = struct.Struct("<cI"), struct.Struct("<H")
+
+
+def frame(part: list[int] | Completion | EtudeError) -> bytes:
+    """Encode a frame: token ids, the completion, or an error.
+
+    A stream is a sequence of frames in the body of one response. A frame is its kind (one byte), the length of its
+    payload (u32, little endian) and the payload:
+
+        t   token ids, int32 little endian: sampled since the last frame
+        c   the packed `Completion`; the last frame
+        e   HTTP status (u16, little endian) and JSON body of an error; the last frame
+
+    >>> frame([1, 2])
+    b't\\x08\\x00\\x00\\x00\\x01\\x00\\x00\\x00\\x02\\x00\\x00\\x00'
+    """
+    if isinstance(part, list):
+        kind, payload = b"t", np.array(part, "<i4").tobytes()
+    elif isinstance(part, Completion):
+        kind, payload = b"c", pack(part)
+    else:
+        status, body = to_http(part)
+        kind, payload = b"e", _STATUS.pack(status) + body
+    return _HEAD.pack(kind, len(payload)) + payload
+
+
+async def read_frames(
+    read_exactly: Callable[[int], Awaitable[bytes]], *, engine: str
+) -> AsyncIterator[list[int] | Completion]:
+    """Yield the parts of a stream, the `Completion` last.
+
+    `read_exactly(n)` reads n bytes. Raises the `EngineError` of an error frame, and `EngineError` for invalid or
+    truncated bytes."""
+    try:
+        while True:
+            kind, size = _HEAD.unpack(await read_exactly(_HEAD.size))
+            if size > MAX_FRAME_BYTES:
+                raise ValueError(f"a frame of {size} bytes")
+            payload = await read_exactly(size)
+            if kind == b"t":
+                yield np.frombuffer(payload, "<i4").tolist()
+            elif kind == b"c":
+                yield unpack(payload, Completion)
+                return
+            elif kind == b"e":
+                raise from_http(_STATUS.unpack_from(payload)[0], payload[_STATUS.size :], engine=engine)
+            else:
+                raise ValueError(f"a frame of kind {kind!r}")
+    except (ValueError, struct.error, asyncio.IncompleteReadError) as error:
+        raise EngineError(
+            f"the stream of {engine} is invalid or ended early", str(error), hint="send the request again; see its log"
+        ) from None

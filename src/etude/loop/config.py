@@ -18,8 +18,8 @@ from etude.environments.images import ImageStore
 from etude.errors import ConfigError, ConfigUnreadable, RunError, RunRefused, StoreError
 from etude.experience.config import ExperienceConfig
 from etude.harness.config import HarnessConfig
-from etude.inference.config import EngineConfig, EngineKind, ForeignConfig
-from etude.inference.foreign.environment import MAKES
+from etude.inference.config import EngineConfig, EngineKind, ExternalEngineConfig
+from etude.inference.external.environment import SERVER_KINDS
 from etude.loop.parity import OverBudget, ParityConfig
 from etude.loop.task_images import with_built_images
 from etude.models.config import ModelConfig
@@ -149,8 +149,8 @@ class RunConfig:
     harness: HarnessConfig = field(default_factory=HarnessConfig)
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
-    vllm: ForeignConfig = field(default_factory=ForeignConfig)
-    sglang: ForeignConfig = field(default_factory=ForeignConfig)
+    vllm: ExternalEngineConfig = field(default_factory=ExternalEngineConfig)
+    sglang: ExternalEngineConfig = field(default_factory=ExternalEngineConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
     experience: ExperienceConfig = field(default_factory=ExperienceConfig)
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
@@ -191,7 +191,7 @@ class RunConfig:
         """Refuse engine kinds that cannot compute what `[numerics]` asks for. Raises `ConfigError`, `ValueError`."""
         what = f"fleet.engines = {list(map(str, self.fleet.engines))}"
         for kind in sorted({*self.fleet.engines} - {EngineKind.REFERENCE}):
-            foreign, make = self.foreign(kind), MAKES[kind].name
+            foreign, make = self.foreign(kind), SERVER_KINDS[kind].name
             if not foreign.max_contexts(self.engine):
                 raise ValueError(
                     f"{kind}.kv_tokens = {foreign.kv_tokens} cannot hold one full context: "
@@ -294,7 +294,7 @@ class RunConfig:
             return int(self.engine.device != "cpu")
         return self.foreign(kind).devices
 
-    def foreign(self, kind: EngineKind) -> ForeignConfig:
+    def foreign(self, kind: EngineKind) -> ExternalEngineConfig:
         """The settings of vLLM or SGLang engines."""
         return self.vllm if kind is EngineKind.VLLM else self.sglang
 

@@ -29,7 +29,7 @@ from etude.records.task import Split
 from etude.rollouts import demonstrate
 from etude.run import RunFolder
 from etude.tasks import RepairSource, assert_no_heldout, code_documents, library_documents
-from etude.tasks.corpus import plugged_documents
+from etude.tasks.corpus import plugin_documents
 from etude.tasks.scripts import Demonstrating, demonstrations
 from etude.telemetry import Telemetry
 from etude.training.corpus import write_corpus
@@ -51,7 +51,7 @@ def build(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
     heldout = _play(
         source, HELDOUT_DOCUMENTS, seed=config.seed, first=2_000_000, right_body=1.0, split=Split.VALIDATION
     )
-    own = [text for plugin in corpus.sources for text in plugged_documents(plugin, seed=config.seed)]
+    own = [text for plugin in corpus.sources for text in plugin_documents(plugin, seed=config.seed)]
     assert_no_heldout(chain(code, own))
     with telemetry.span("corpus.tokenizer", vocab_size=config.model.vocab_size):
         texts = chain(code[:TOKENIZER_SAMPLE], library, own, *map(_message_texts, talks[:TOKENIZER_SAMPLE]))
@@ -64,11 +64,11 @@ def build(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
         )
     chat = ChatFormat.load(run / "tokenizer")
     signatures = standard_tools(config.harness.tools).signatures
-    documents = [chat.whole(talk, signatures) for talk in talks]
+    documents = [chat.encode_conversation(talk, signatures) for talk in talks]
     documents += [chat.document("".join(some)) for some in _batched(code, CODE_PER_DOCUMENT)]
     documents += [chat.document(text) for text in chain(library, own)]
     random.Random(f"corpus {config.seed}").shuffle(documents)
-    write_corpus(run / "corpus", documents, heldout=[chat.whole(talk, signatures) for talk in heldout])
+    write_corpus(run / "corpus", documents, heldout=[chat.encode_conversation(talk, signatures) for talk in heldout])
     telemetry.event("corpus.done", documents=len(documents), tokens=sum(len(d) for d in documents))
 
 

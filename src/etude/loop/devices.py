@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from etude.errors import ConfigError
 from etude.inference.config import EngineKind
-from etude.inference.foreign.environment import MAKES, environment
+from etude.inference.external.environment import SERVER_KINDS, environment
 from etude.loop.config import RunConfig
 
 COUNT_S = 120.0
@@ -60,8 +60,8 @@ def check_devices(config: RunConfig, *, count: Callable[[], int] = count_gpus) -
 def check_foreign_device(config: RunConfig, kind: EngineKind) -> None:
     """Raise `ConfigError` when `engine.device` differs from the device that this kind of engine was installed for, and
     `EngineError` when it is not installed."""
-    device, name = config.engine.device, MAKES[kind].name
-    installed = environment(config.foreign(kind).environment, MAKES[kind]).require().device
+    device, name = config.engine.device, SERVER_KINDS[kind].name
+    installed = environment(config.foreign(kind).environment, SERVER_KINDS[kind]).require().device
     if device.partition(":")[0] not in ("auto", installed):
         raise ConfigError(
             f"engine.device = {device!r}",

@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from etude.errors import ConfigError, DeadlineExceeded, EtudeError
 from etude.http_server import bind, run_http_server
-from etude.inference.membership import Listed, Roster, State, Wanted, environment_token
-from etude.inference.registrar import Registrar
+from etude.inference.registry_messages import EngineRequirements, ListedEngine, Roster, State, environment_token
+from etude.inference.registry_server import RegistryServer
 from etude.loop.config import RunConfig
 from etude.loop.locations import weights_location
 from etude.run import RunFolder
@@ -47,15 +47,15 @@ def check_listen(config: RunConfig) -> None:
 @contextlib.asynccontextmanager
 async def open_registry(
     run: RunFolder, config: RunConfig, telemetry: Telemetry, beat: Beat, *, failed: asyncio.Future[EtudeError]
-) -> AsyncIterator[Registrar]:
+) -> AsyncIterator[RegistryServer]:
     """Run a registry for a block. `beat` gets the list of engines at every heartbeat. `failed` gets an error when the
     run has had no engine for too long or the task that watches the engines ends."""
     check_listen(config)
     own = {f"engine-{i}" for i in range(len(config.fleet.engines))}
-    registrar = Registrar(required_of_engines(run, config), token=environment_token(), reserved=own)
+    registrar = RegistryServer(required_of_engines(run, config), token=environment_token(), reserved=own)
     host, _, port = config.fleet.listen.rpartition(":")
 
-    def changed(name: str, listed: Listed) -> None:
+    def changed(name: str, listed: ListedEngine) -> None:
         telemetry.event("fleet.state", engine=name, region=listed.region, state=str(listed.state), url=listed.url)
 
     had_some = time.monotonic()
@@ -87,10 +87,10 @@ async def open_registry(
             await registrar.close()
 
 
-def required_of_engines(run: RunFolder, config: RunConfig) -> Wanted:
+def required_of_engines(run: RunFolder, config: RunConfig) -> EngineRequirements:
     """The model and settings that an engine must have to join a run."""
     place, signer = weights_location(run), read_signer(config.stores.signing_key)
-    return Wanted(
+    return EngineRequirements(
         model=(run / "checkpoints" / "mid" / "config.json").read_text(),
         mode=config.numerics.mode,
         quantise=config.numerics.quantise,
@@ -104,7 +104,7 @@ def required_of_engines(run: RunFolder, config: RunConfig) -> Wanted:
     )
 
 
-def load_fields(one: Listed) -> dict[str, object]:
+def load_fields(one: ListedEngine) -> dict[str, object]:
     """The fields of a `fleet.load` event."""
     return {
         "region": one.region,
@@ -117,7 +117,7 @@ def load_fields(one: Listed) -> dict[str, object]:
     }
 
 
-async def wait_for_first_engine(registrar: Registrar, telemetry: Telemetry, listen: str) -> None:
+async def wait_for_first_engine(registrar: RegistryServer, telemetry: Telemetry, listen: str) -> None:
     """Wait for an engine that serves, and report the state of those that have joined. Has no deadline: the registry
     ends the run after `NONE_S`."""
     last_reason = ""

@@ -19,7 +19,7 @@ from etude.models.packed_weights import read_stored
 from etude.models.transformer import Transformer
 from etude.models.weight_views import hf_views
 from etude.numerics.config import Quantise
-from etude.records.adapter import PUBLISHED, modules
+from etude.records.adapter import PUBLISHED, adapted_modules
 from etude.run import RunFolder
 from etude.weights import Tensor
 from etude.weights.chain import inspect
@@ -61,7 +61,7 @@ def export_version(
     start = run / "checkpoints" / "mid"
     model = load_model(start)
     report_unused_layers(start, model.config, log)
-    if modules(tensors):
+    if adapted_modules(tensors):
         _adapted(model, tensors)
     else:
         with torch.no_grad():
@@ -88,7 +88,7 @@ def export_version_adapter(run: RunFolder, step: int, out: Path) -> Path:
     """As `export_adapter`, for a version that a run published. Raises `CheckpointError`."""
     store, start = weights_store(run, readonly=True), run / "checkpoints" / "mid"
     tensors = rebuild(store, inspect.find(store, str(step)))
-    if not modules(tensors):
+    if not adapted_modules(tensors):
         raise CheckpointError(f"step {step} of {run.path} is not an adapter", hint="export it without --adapter")
     adapters = _adapted(load_model(start), tensors)
     with atomic_directory(out) as folder:

@@ -94,7 +94,7 @@ def check_limits(
     tools = standard_tools(limits.tools)
     _check_turns(limits, chat, tools.signatures, log)
     first = ([{"role": "user", "content": task.instruction}] for task in tasks)
-    prompts = sorted(len(chat.first(messages, tools.signatures)) for messages in first)
+    prompts = sorted(len(chat.encode_prompt(messages, tools.signatures)) for messages in first)
     past = [tokens for tokens in prompts if tokens + limits.turn_tokens > limits.context_tokens]
     if not past:
         return
@@ -116,7 +116,7 @@ def check_limits(
 def _check_turns(
     limits: HarnessConfig, chat: ChatFormat, signatures: Mapping[str, Signature], log: Callable[[str], None]
 ) -> None:
-    calls = {name: len(chat.spell(_smallest_call(signature))) for name, signature in signatures.items()}
+    calls = {name: len(chat.encode_call(_smallest_call(signature))) for name, signature in signatures.items()}
     past = {name: tokens for name, tokens in calls.items() if tokens > limits.turn_tokens}
     what = f"harness.turn_tokens = {limits.turn_tokens}"
     sizes = ", ".join(f"{name} {tokens}" for name, tokens in past.items())

@@ -61,7 +61,7 @@ def copy_probe(run: RunFolder, config: RunConfig) -> CopyProbe | None:
         task, script, end = source.copy_probe(index)
         machine = MemoryMachine({path: text.encode() for path, text in task.files.items()})
         talk = demonstrate(task, script, tools, machine)
-        texts.append(chat.whole(talk[:-1], tools.signatures))  # without the edit's answer
+        texts.append(chat.encode_conversation(talk[:-1], tools.signatures))  # without the edit's answer
         num_answer.append(len(chat.encode(end)) + 1)  # plus the end of the turn
     return CopyProbe(tuple(texts), tuple(num_answer))
 

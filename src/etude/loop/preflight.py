@@ -25,7 +25,7 @@ from etude.experience.open_database import check_server
 from etude.harness import ChatFormat, standard_tools
 from etude.http_server import bind
 from etude.inference.config import EngineKind
-from etude.inference.foreign.environment import MAKES
+from etude.inference.external.environment import SERVER_KINDS
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.devices import check_devices, check_foreign_device
 from etude.loop.engine_registry import check_listen
@@ -132,7 +132,7 @@ def check_foreign(config: RunConfig, *, adopted: bool) -> None:
     if model.architecture.no_external_engines:
         raise ConfigError(
             f"fleet.engines = {list(map(str, config.fleet.engines))}",
-            f"{MAKES[kinds[0]].name} {model.architecture.no_external_engines} (family {model.family})",
+            f"{SERVER_KINDS[kinds[0]].name} {model.architecture.no_external_engines} (family {model.family})",
             hint="use reference engines for this model",
         )
 

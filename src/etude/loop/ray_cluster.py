@@ -23,7 +23,7 @@ from etude import __version__
 from etude.config import Plugin, plugins_in
 from etude.errors import ConfigError, EtudeError, TaskError
 from etude.inference.config import EngineKind
-from etude.inference.foreign.environment import MAKES, environment
+from etude.inference.external.environment import SERVER_KINDS, environment
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.devices import gpus_of
 from etude.loop.preflight import validate_tasks
@@ -114,7 +114,7 @@ def check(config: RunConfig, runs: Path) -> None:
     mark = runs.absolute() / f".seen-{secrets.token_hex(8)}"
     named = [str(config.tasks.source), config.machines.images]
     kinds = {*config.fleet.engines} - {EngineKind.REFERENCE}
-    named += [str(environment(config.foreign(kind).environment, MAKES[kind]).folder) for kind in kinds]
+    named += [str(environment(config.foreign(kind).environment, SERVER_KINDS[kind]).folder) for kind in kinds]
     files: dict[str, str | None] = {str(Path(p).absolute()): None for p in named if p and Path(p).exists()}
     mark.write_text(mark.name)
     try:

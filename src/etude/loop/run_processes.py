@@ -22,10 +22,10 @@ from etude.errors import DeadlineExceeded
 from etude.experience import RolloutFiles
 from etude.inference import HttpEngine
 from etude.inference.config import SERVERS, EngineKind
+from etude.inference.external.environment import SERVER_KINDS, environment
 from etude.inference.fleet import PATIENCE_S
-from etude.inference.foreign.environment import MAKES, environment
-from etude.inference.membership import Listed, Roster, State, environment_token
-from etude.inference.registrar import Registrar
+from etude.inference.registry_messages import ListedEngine, Roster, State, environment_token
+from etude.inference.registry_server import RegistryServer
 from etude.loop.adjustable_semaphore import Limit
 from etude.loop.config import RunConfig, rollouts_on
 from etude.loop.engine_registry import open_registry, wait_for_first_engine
@@ -108,7 +108,7 @@ class RunProcesses:
         self.run, self.config, self.telemetry, self.supervisor = run, config, telemetry, supervisor
         self.workers, self.graders, self.learners = Pool("worker"), Pool("grader"), Pool("learner")
         self.max_running = Limit(config.max_running)  # concurrent rollouts; follows the engines that are up
-        self.registrar: Registrar | None = None  # where remote engines join
+        self.registrar: RegistryServer | None = None  # where remote engines join
         self._own: dict[str, HttpEngine] = {}
         self._waiting: dict[str, EngineKind] = {}  # own engines that wait for a machine
         self._joined_contexts = 0  # contexts of remote engines
@@ -132,7 +132,7 @@ class RunProcesses:
     def set_head(self, version: Version) -> None:
         """Set the newest published version. A remote engine must load it before it gets work."""
         if self.registrar is not None:
-            self.registrar.head(version)
+            self.registrar.set_head(version)
 
     async def wait_for_engine(self) -> None:
         """Wait until at least one engine serves. Returns at once when the run has engines of its own."""
@@ -142,7 +142,7 @@ class RunProcesses:
     def require_parity(self, learner_class: str) -> None:
         """From now on, refuse remote engines whose parity class differs from the learner's."""
         if self.registrar is not None:
-            self.registrar.wanted = msgspec.structs.replace(self.registrar.wanted, parity=learner_class)
+            self.registrar.requirements = msgspec.structs.replace(self.registrar.requirements, parity=learner_class)
 
     async def start_sampling(self) -> None:
         """Start engines, workers and graders concurrently; returns when all are ready. Does not wait for remote
@@ -299,7 +299,7 @@ class RunProcesses:
         """Send the list of engines to every worker. Returns the number of sessions by engine, summed over workers."""
         region = "home" if self.registrar else ""
         sizes = {f"engine-{i}": self.config.contexts_of(kind) for i, kind in enumerate(self.config.fleet.engines)}
-        own = {n: Listed(url=e.url, region=region, max_sequences=sizes[n]) for n, e in self._own.items()}
+        own = {n: ListedEngine(url=e.url, region=region, max_sequences=sizes[n]) for n, e in self._own.items()}
         roster = own | (self.registrar.roster if self.registrar else {})
 
         async def send(caller: Caller) -> dict[str, int]:
@@ -326,8 +326,8 @@ def engine_argv(run: RunFolder, config: RunConfig, name: str, kind: EngineKind) 
         numerics = config.numerics
         return [*argv, "--mode", numerics.mode, "--quantise", numerics.quantise, "--degree", str(numerics.degree)]
     foreign = config.foreign(kind)
-    argv += ["--kv-tokens", str(foreign.kv_room(config.engine))]
-    argv += ["--environment", str(environment(foreign.environment, MAKES[kind]).folder)]
+    argv += ["--kv-tokens", str(foreign.kv_capacity(config.engine))]
+    argv += ["--environment", str(environment(foreign.environment, SERVER_KINDS[kind]).folder)]
     argv += ["--needs-routes"] if config.wants_routes else []
     return [*argv, *(f"--argument={argument}" for argument in foreign.arguments)]
 

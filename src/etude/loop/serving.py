@@ -19,9 +19,8 @@ from etude.gateway import GatewayConfig, create_app, serving
 from etude.harness import ChatFormat
 from etude.inference import Fleet, HttpEngine
 from etude.inference.config import EngineConfig
-from etude.inference.membership import environment_token
-from etude.inference.registering import wanted
-from etude.inference.roster import RosterFollower
+from etude.inference.registry_client import FleetUpdater, fetch_requirements
+from etude.inference.registry_messages import environment_token
 from etude.loop.config import read_config
 from etude.loop.locations import has_published, poll_arguments, weights_location
 from etude.loop.processes import Child, Role, Supervisor
@@ -92,12 +91,12 @@ async def serve_fleet(
     checkpoint: Path, *, registry: str, model: str, gateway: GatewayConfig, key: str | None
 ) -> AsyncIterator[str]:
     """Serve from the engines of a run while the block runs, in addition to its rollouts; yields the base URL.
-    `checkpoint`: its chat format is used. Raises what `inference.registering.wanted` raises."""
+    `checkpoint`: its chat format is used. Raises what `inference.registry_client.fetch_requirements` raises."""
     chat, token = ChatFormat.load(checkpoint), environment_token()
-    requirements = await asyncio.to_thread(wanted, registry, token, wait_s=0.0)
+    requirements = await asyncio.to_thread(fetch_requirements, registry, token, wait_s=0.0)
     fleet = Fleet({})
-    follower = RosterFollower(fleet, token=token)
-    following = asyncio.create_task(follower.follow_registry(registry), name="follow the fleet")
+    follower = FleetUpdater(fleet, token=token)
+    following = asyncio.create_task(follower.poll_registry(registry), name="follow the fleet")
     try:
         app = create_app(fleet, chat, model=model, context_tokens=requirements.context_tokens, config=gateway, key=key)
         async with serving(app, config=gateway) as url:

@@ -18,7 +18,7 @@ from etude.errors import InputError, TaskError
 from etude.records.image import Image
 from etude.seams import Runtime
 from etude.tasks.harbor import HarborSource
-from etude.tasks.trees import open_no_link, refuse_link
+from etude.tasks.text_files import open_no_link, refuse_link
 
 BUILD_S = 1_800.0
 _KINDS = {stat.S_IFLNK: "link", stat.S_IFDIR: "folder", stat.S_IFREG: "file"}

@@ -12,8 +12,8 @@ import asyncio
 from etude.environments.backends import runtime_from_config
 from etude.harness import ChatFormat
 from etude.inference import Assignment, Fleet
-from etude.inference.membership import Roster
-from etude.inference.roster import RosterFollower
+from etude.inference.registry_client import FleetUpdater
+from etude.inference.registry_messages import Roster
 from etude.loop import child
 from etude.loop.config import open_tasks, read_config
 from etude.loop.locations import rollout_files
@@ -42,11 +42,11 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
         assignment=Assignment.STABLE if stable else Assignment.LEAST_LOADED,
         heartbeat_s=FAR_HEARTBEAT_S if config.fleet.listen else HEARTBEAT_S,
     )
-    following, files = RosterFollower(fleet), rollout_files(run)
+    following, files = FleetUpdater(fleet), rollout_files(run)
 
     async def engines(roster: Roster) -> dict[str, int]:
         """Replace the list of engines. Returns the number of sessions by engine."""
-        await following.follow(roster)
+        await following.apply(roster)
         return fleet.sessions()
 
     async def stored(rollout: Rollout, *, kept: bool, find_signs: bool) -> RolloutReply:

@@ -26,7 +26,7 @@ from etude.models.packed_weights import Matrix, quantisable_matrices
 from etude.models.transformer import Transformer
 from etude.models.weight_views import hf_views, stays_float32
 from etude.numerics.lora import LoraOperators, LoraPairs, merge_lora
-from etude.records.adapter import A, AdapterConfig, names
+from etude.records.adapter import A, AdapterConfig, lora_names
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,9 @@ class _Adapter:
         rows = list(self.pairs.rows) * (len(self.names) // len(self.pairs.rows))
         a, b = self.pairs.a.detach().view(-1, rank, width), torch.split(self.pairs.b.detach().view(-1, rank), rows)
         named = zip(self.names, a, b, strict=True)
-        return {name: one for module, down, up in named for name, one in zip(names(module), (down, up), strict=True)}
+        return {
+            name: one for module, down, up in named for name, one in zip(lora_names(module), (down, up), strict=True)
+        }
 
 
 class Adapters(nn.Module):

@@ -1,9 +1,9 @@
-"""The hardware of a run as a few numbers: from data sheets for accelerators, measured for this machine.
+"""Hardware as a few numbers: from data sheets for accelerators, measured for this machine.
 
-Dense bf16 peaks without sparsity, memory and bandwidths are from the makers' data sheets (NVIDIA H100 SXM, H200 SXM and
-DGX B200; NVLink in one direction; one network card of 400 Gbit/s per device, 8 devices per node). Prices are
-assumptions of 2026, used where none are given. The share of the peak that is reached is an assumption too, and shown as
-one: .4 of the peak in training, .6 of the roofline in decoding (this project's goals on an H200).
+Dense bf16 peaks without sparsity, memory and bandwidths are from data sheets (NVIDIA H100 SXM, H200 SXM and DGX B200;
+NVLink in one direction; one 400 Gbit/s network card per device, 8 devices per node). Default prices are assumptions of
+2026. The achieved share of the peak is an assumption, too: 0.4 of the peak in training, 0.6 of the roofline in decoding
+(goals of this project on an H200).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from etude.numerics.config import Quantise
 from etude.numerics.formats import FORMATS
 
 MATRIX_BYTES: dict[Quantise, float] = {name: form.bits_per_number / 8 for name, form in FORMATS.items()}
-"""Of a number in an engine's matrices where these are rounded, with its share of the scales of blocks."""
+"""Bytes per number in quantised matrices, including the block scales."""
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,15 @@ class Device:
     """The numbers of one accelerator."""
 
     name: str
-    flops: float  # a second, dense bf16
-    bytes_s: float  # of its memory
+    flops: float  # per second, dense bf16
+    bytes_s: float  # memory bandwidth
     memory_bytes: float
     dollars_h: float
-    nvlink_bytes_s: float  # of a device to the others of its node
-    network_bytes_s: float = 50e9  # of a device's share of its node's network
+    nvlink_bytes_s: float  # to the other devices of the node
+    network_bytes_s: float = 50e9  # per device
     node_devices: int = 8
-    training_share: float = 0.4  # of `flops`, forward and backward
-    decoding_share: float = 0.6  # of the roofline
+    training_share: float = 0.4  # achieved share of `flops` in training
+    decoding_share: float = 0.6  # achieved share of the roofline in decoding
 
 
 DEVICES = {
@@ -43,35 +43,34 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Measured:
-    """Times of this machine's CPU, measured by `etude.loop.calibration`: CPU seconds in one thread, for the given
-    model.
+    """Measurements of this machine by `etude.loop.calibration`: CPU seconds in one thread, for a given model.
 
-    Each is measured by itself in some seconds: the learner's step at two sizes, an engine at two numbers of sequences
-    and with prompts alone, scripts that play tasks on machines, a version that is published and followed.
+    Measured separately, within seconds: learner steps of two sizes, an engine with two batch sizes and with prompts
+    only, scripts that solve tasks on machines, publishing and loading a version.
     """
 
     cores: int
     memory_bytes: float
-    training_s: float  # a step, whatever its tokens
+    training_s: float  # per step, independent of its tokens
     training_s_token: float
     prefill_s_token: float
-    decode_s: float  # an engine's step, whatever it decodes
-    decode_s_sequence: float  # and for each sequence in it
-    publish_s: float  # the learner's share of a version
-    follow_s: float  # an engine's
-    request_s: float  # an engine's, beside what it computes, of a turn
-    turn_s: float  # worker and machines, of a turn: its request and its tool
-    grade_s: float  # grader and machines, of exports that were not graded before
-    conductor_s: float  # a rollout, its transitions among it
+    decode_s: float  # per decoding step, independent of the batch size
+    decode_s_sequence: float  # and per sequence in the batch
+    publish_s: float  # learner, per version
+    follow_s: float  # engine, per version
+    request_s: float  # engine, per turn, besides the computation
+    turn_s: float  # worker and machines, per turn: request and tool
+    grade_s: float  # grader and machines, per new exports
+    conductor_s: float  # conductor, per rollout
     dollars_h: float = 0.0
 
 
 def device(name: str) -> Device:
-    """The accelerator of a name. Raises `ConfigError`.
+    """The accelerator with this name. Raises `ConfigError`.
 
     >>> device("h200").bytes_s
     4800000000000.0
     """
     if name not in DEVICES:
-        raise ConfigError(f"--hardware {name!r} is unknown", hint=nearest(name, [*DEVICES, "cpu"]))
+        raise ConfigError(f"unknown hardware {name!r}", hint=nearest(name, [*DEVICES, "cpu"]))
     return DEVICES[name]

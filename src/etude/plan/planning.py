@@ -1,10 +1,10 @@
-"""Computes the times, memory and cost of a step from sizes and hardware, and what bounds each.
+"""Compute time, memory and cost of a training step from model sizes and hardware, and find the bottleneck.
 
-On accelerators learner and engines have devices of their own and run at the same time, so a step takes as long as the
-slowest of them. The learner's weights are gathered while it computes, so the longer of the two counts; sending tokens
-to experts, and an engine's all-reduces, do not overlap with arithmetic. On one machine's CPU they share its cores, so a
-step takes as long as everything that they compute together, or as the learner alone, each of whose ranks is one thread.
-Pure: measured numbers are arguments.
+On accelerators, learner and engines have separate devices and run concurrently, so a step takes as long as the slowest
+of them. Gathering the learner's weights overlaps with its computation, so the longer of the two counts. Sending tokens
+to experts, and the all-reduces of an engine, do not overlap with computation. On the CPU of one machine, learner and
+engines share the cores: a step takes the sum of their work divided by the cores, or the time of a learner rank, which
+is one thread. Measured numbers are arguments.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from etude.plan.hardware import MATRIX_BYTES, Device, Measured
 from etude.plan.shape import Layout, Shape, Training
 
 ROUNDS = 60
-ENCODE_BYTES_S = 2e9  # of a snapshot, a rank's cores together: docs/concepts/deltas.md
+ENCODE_BYTES_S = 2e9  # speed of encoding a snapshot on one rank: docs/concepts/deltas.md
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of one rank or one device, in bytes."""
+    """Memory use of one learner rank or one engine device, in bytes."""
 
     weights: float
-    optimiser: float  # masters, moments and gradients; an engine has none
+    optimiser: float  # master weights, moments and gradients; 0 for an engine
     activations: float
-    cache: float
-    room: float
+    cache: float  # keys and values
+    capacity: float  # of the device
 
     @property
     def total(self) -> float:
@@ -39,92 +39,95 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        return self.total <= self.room
+        return self.total <= self.capacity
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a step. Seconds are wall time; `*_device_s` are summed over devices, or CPU seconds."""
+    """The estimate for one training step. Seconds are wall time; `*_device_s` are summed over devices (CPU: CPU
+    seconds)."""
 
     learner_memory: Memory
     engine_memory: Memory
-    batch: float  # sequences that an engine decodes together, on average
-    critical_batch: float  # from which on arithmetic bounds decoding, not memory; 0: not told of a CPU
-    decode_tokens_s: float  # of one engine
+    batch: float  # average decoding batch size of an engine
+    critical_batch: float  # batch size from which decoding is compute-bound; 0 for a CPU
+    decode_tokens_s: float  # per engine
     learner_s: float
     engines_s: float
     machines_s: float
-    rollout_s: float  # one rollout from its admission to its grade
-    sync_s: float  # until every engine has a version
+    rollout_s: float  # from the start of a rollout to its grade
+    sync_s: float  # until every engine has a new version
     sync_bytes: float
     step_s: float
     bound_by: str
     learner_device_s: float
     engine_device_s: float
-    inference_to_training: float  # 0: nothing is trained on
-    communication_s: float  # of a learner's rank, in a step: weights gathered and tokens sent to experts
-    dollars: Mapping[str, float]  # a step's, by part: "learner", "engines"; "machine" of a CPU
+    inference_to_training: float  # ratio of device seconds; 0 if nothing is trained
+    communication_s: float  # per learner rank and step: weight gathering, tokens to experts
+    dollars: Mapping[str, float]  # cost of a step by part: "learner", "engines"; "machine" for a CPU
     step_dollars: float
-    million_tokens_dollars: float  # of sampled tokens
+    million_tokens_dollars: float  # cost of a million sampled tokens
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """The plan as plain data for JSON."""
         memory = {"learner_memory": self.learner_memory, "engine_memory": self.engine_memory}
         return {**asdict(self), **{k: {**asdict(m), "total": m.total, "fits": m.fits} for k, m in memory.items()}}
 
     @property
     def fits(self) -> bool:
-        """Whether learner and engines have the memory that they need."""
+        """Whether learner and engines have enough memory."""
         return self.learner_memory.fits and self.engine_memory.fits
 
 
 def plan(
     model: ModelConfig, shape: Shape, layout: Layout, hardware: Device | Measured, engines_on: Device | None = None
 ) -> Plan:
-    """Plan a step of these rollouts on this hardware. `engines_on`: the engines' accelerator, where it is another."""
+    """Estimate a training step. `engines_on`: the device of the engines, if it differs from `hardware`."""
     if isinstance(hardware, Measured):
         return _on_cpu(model, shape, layout, hardware)
     return _on_devices(model, shape, layout, hardware, engines_on or hardware)
 
 
 def critical_batch(model: ModelConfig, device: Device) -> float:
-    """Number of sequences at which the arithmetic of a decoding step takes as long as reading its weights: the ridge of
-    the roofline. Williams et al. 2009, "Roofline"; Pope et al. 2022 (arXiv 2211.05102), section 3, where only experts
-    that are chosen count."""
+    """Batch size at which computing a decoding step takes as long as reading its weights: the ridge point of the
+    roofline. Williams et al. 2009, "Roofline"; Pope et al. 2022 (arXiv 2211.05102), section 3, counting only the chosen
+    experts."""
 
-    def late(batch: float) -> bool:
+    def is_compute_bound(batch: float) -> bool:
         flops = 2.0 * arithmetic.active_parameters(model) * batch
         return flops / device.flops >= arithmetic.read_bytes(model, batch) / device.bytes_s
 
     low, high = 1.0, 2.0
-    while not late(high) and high < 1e9:
+    while not is_compute_bound(high) and high < 1e9:
         low, high = high, 2 * high
     for _ in range(ROUNDS):
         middle = (low + high) / 2
-        low, high = (low, middle) if late(middle) else (middle, high)
+        low, high = (low, middle) if is_compute_bound(middle) else (middle, high)
     return high
 
 
-def settled(guess: float, step: Callable[[float], float]) -> float:
-    """Where a damped iteration comes to rest."""
+def fixed_point(guess: float, step: Callable[[float], float]) -> float:
+    """The fixed point of `step`, by damped iteration from `guess`."""
     for _ in range(ROUNDS):
         guess = (guess + step(guess)) / 2
     return guess
 
 
-def memory_of(model: ModelConfig, layout: Layout, room: float, engine_room: float) -> tuple[Memory, Memory]:
-    """The memory of one rank of the learner and of one device of an engine."""
+def memory_of(model: ModelConfig, layout: Layout, capacity: float, engine_capacity: float) -> tuple[Memory, Memory]:
+    """The memory use of one learner rank and of one engine device, given their capacities in bytes."""
     training, shared = layout.training, layout.learner_ranks
     weights = arithmetic.weights_bytes(model, training, shared)
     optimiser = arithmetic.optimiser_bytes(model, training, shared)
-    learner = Memory(weights, optimiser, arithmetic.activation_bytes(model, layout.budget_tokens, training), 0.0, room)
+    learner = Memory(
+        weights, optimiser, arithmetic.activation_bytes(model, layout.budget_tokens, training), 0.0, capacity
+    )
     cache = arithmetic.kv_bytes_device(model, layout.engine_ranks, layout.dtype_bytes) * layout.kv_tokens
-    held = arithmetic.engine_bytes(model, layout.dtype_bytes, layout.matrix_bytes) / layout.engine_ranks
-    return learner, Memory(held, 0.0, 0.0, cache, engine_room)
+    engine_weights = arithmetic.engine_bytes(model, layout.dtype_bytes, layout.matrix_bytes) / layout.engine_ranks
+    return learner, Memory(engine_weights, 0.0, 0.0, cache, engine_capacity)
 
 
 def _learner_s(model: ModelConfig, shape: Shape, layout: Layout, device: Device) -> tuple[float, float, float]:
-    """(device seconds, wall seconds, seconds of communication of a rank) of a step."""
+    """(device seconds, wall seconds, communication seconds per rank) of the learner in a step."""
     training, ranks = layout.training, layout.learner_ranks
     trained = shape.rollouts * shape.signal_share * shape.context
     flops = arithmetic.training_flops(model, shape.context / 2, training) * trained
@@ -136,10 +139,10 @@ def _learner_s(model: ModelConfig, shape: Shape, layout: Layout, device: Device)
 
 
 def _sync_s(layout: Layout, num_bytes: float, snapshot: float) -> float:
-    """Until the farthest region has a version: it is encoded by the learner's ranks, and each region reads the pointer,
-    the manifest and the objects, one after the other."""
-    arrived = max(num_bytes / one.bytes_s + 3 * one.round_trip_s for one in layout.places)
-    return arrived + snapshot / layout.learner_ranks / ENCODE_BYTES_S
+    """Time until the slowest region has a new version: the learner's ranks encode it, and each region reads the
+    pointer, the manifest and the objects one after another."""
+    transfer_s = max(num_bytes / one.bytes_s + 3 * one.round_trip_s for one in layout.places)
+    return transfer_s + snapshot / layout.learner_ranks / ENCODE_BYTES_S
 
 
 def _on_devices(model: ModelConfig, shape: Shape, layout: Layout, learners: Device, device: Device) -> Plan:
@@ -147,28 +150,28 @@ def _on_devices(model: ModelConfig, shape: Shape, layout: Layout, learners: Devi
     learner_device_s, learner_s, communication_s = _learner_s(model, shape, layout, learners)
     prefill_s = arithmetic.forward_flops(model, mean) * shape.prefill_tokens / (device.flops * device.training_share)
     kv = arithmetic.kv_bytes_device(model, ranks, layout.dtype_bytes) * mean
-    lean = arithmetic.engine_bytes(model, layout.dtype_bytes, layout.matrix_bytes) / model.num_parameters
+    weight_bytes = arithmetic.engine_bytes(model, layout.dtype_bytes, layout.matrix_bytes) / model.num_parameters
 
     def decode_s(batch: float) -> float:
-        """One step of an engine: the roofline (Williams et al. 2009), and its all-reduces."""
+        """Duration of one decoding step: the roofline (Williams et al. 2009) and the all-reduces."""
         compute = arithmetic.forward_flops(model, mean) * batch / device.flops / ranks
-        read = (arithmetic.read_bytes(model, batch, lean) / ranks + kv * batch) / device.bytes_s
+        read = (arithmetic.read_bytes(model, batch, weight_bytes) / ranks + kv * batch) / device.bytes_s
         reduced = tensor_parallel_s(model, batch, ranks, device)
         return max(compute, read) / device.decoding_share + reduced
 
-    flight = min(layout.max_running, (layout.max_lag + 1) * shape.rollouts) / layout.engines
-    far = sum(one.engines * one.round_trip_s for one in layout.places) / layout.engines
-    apart_s = shape.turns * (shape.tool_s + far)
+    in_flight = min(layout.max_running, (layout.max_lag + 1) * shape.rollouts) / layout.engines
+    round_trip_s = sum(one.engines * one.round_trip_s for one in layout.places) / layout.engines
+    waiting_s = shape.turns * (shape.tool_s + round_trip_s)
 
     def batch_of(batch: float) -> float:
-        """Little's law: of those in flight the share that decodes."""
+        """Little's law: the share of rollouts in flight that are decoding."""
         decoding = shape.sampled_tokens * decode_s(batch) + prefill_s / ranks
-        return max(1.0, flight * decoding / (decoding + apart_s))
+        return max(1.0, in_flight * decoding / (decoding + waiting_s))
 
-    batch = settled(max(1.0, flight), batch_of)
+    batch = fixed_point(max(1.0, in_flight), batch_of)
     a_rollout_s = shape.sampled_tokens * decode_s(batch) / batch + prefill_s / ranks
     rollouts = shape.rollouts + layout.evaluated
-    rollout_s = shape.sampled_tokens * decode_s(batch) + prefill_s / ranks + apart_s
+    rollout_s = shape.sampled_tokens * decode_s(batch) + prefill_s / ranks + waiting_s
     published = arithmetic.trained_parameters(model, layout.training)
     sync_bytes, snapshot = arithmetic.delta_bytes(published, layout.changed_share), arithmetic.BF16_BYTES * published
     sync_s = _sync_s(layout, sync_bytes, snapshot)
@@ -180,7 +183,7 @@ def _on_devices(model: ModelConfig, shape: Shape, layout: Layout, learners: Devi
     }
     found = {**parts, "learner device": learner_device_s, "communication": communication_s}
     kinds = (learners, device)
-    return _made(model, shape, layout, kinds, found, batch, decode_s(batch), rollout_s, (sync_s, sync_bytes), 0.0)
+    return _plan_of(model, shape, layout, kinds, found, batch, decode_s(batch), rollout_s, (sync_s, sync_bytes), 0.0)
 
 
 def _on_cpu(model: ModelConfig, shape: Shape, layout: Layout, cpu: Measured) -> Plan:
@@ -188,37 +191,37 @@ def _on_cpu(model: ModelConfig, shape: Shape, layout: Layout, cpu: Measured) -> 
     rank_s = cpu.training_s + cpu.training_s_token * trained / layout.learner_ranks + cpu.publish_s
     learner_s = rank_s * layout.learner_ranks
     machine_s = cpu.turn_s * shape.turns + cpu.grade_s * shape.fresh_grades
-    flight = min(layout.max_running, (layout.max_lag + 1) * shape.rollouts) / layout.engines
+    in_flight = min(layout.max_running, (layout.max_lag + 1) * shape.rollouts) / layout.engines
 
     def engine_s(batch: float) -> float:
-        """CPU seconds of an engine for one rollout, among `batch` that are decoded together."""
+        """CPU seconds of an engine for one rollout, with `batch` sequences in the decoding batch."""
         decoded = shape.sampled_tokens * (cpu.decode_s / batch + cpu.decode_s_sequence)
         return decoded + shape.prefill_tokens * cpu.prefill_s_token + shape.turns * cpu.request_s
 
     def batch_of(batch: float) -> float:
-        """On shared cores time goes as work does: of a rollout's life the engine's share is that of its work."""
-        return max(1.0, flight * engine_s(batch) / (engine_s(batch) + machine_s + cpu.conductor_s))
+        """On shared cores, the engine's share of a rollout's time equals its share of the work."""
+        return max(1.0, in_flight * engine_s(batch) / (engine_s(batch) + machine_s + cpu.conductor_s))
 
-    batch, rollouts = settled(flight, batch_of), shape.rollouts + layout.evaluated
+    batch, rollouts = fixed_point(in_flight, batch_of), shape.rollouts + layout.evaluated
     engines_s = engine_s(batch) * rollouts + cpu.follow_s * layout.engines
     machines_s = (machine_s + cpu.conductor_s) * rollouts
-    together = (learner_s + engines_s + machines_s) / cpu.cores
+    all_s = (learner_s + engines_s + machines_s) / cpu.cores
     parts = {
-        "the cores": together,
+        "the cores": all_s,
         "the learner": rank_s,
         "an engine": engines_s / layout.engines,
         "waiting for tools": shape.turns * shape.tool_s / (layout.max_lag + 1),
     }
     decode_s = cpu.decode_s + cpu.decode_s_sequence * batch
-    rollout_s = together * min(layout.max_running, (layout.max_lag + 1) * shape.rollouts) / max(1.0, rollouts)
+    rollout_s = all_s * min(layout.max_running, (layout.max_lag + 1) * shape.rollouts) / max(1.0, rollouts)
     published = arithmetic.trained_parameters(model, layout.training)
     sync = (cpu.publish_s + cpu.follow_s, arithmetic.delta_bytes(published, layout.changed_share))
     priced = Device("cpu", 0.0, 0.0, cpu.memory_bytes, cpu.dollars_h, 0.0)
     found = {**parts, "learner device": learner_s, "engines device": engines_s}
-    return _made(model, shape, layout, (priced, priced), found, batch, decode_s, rollout_s, sync, machines_s)
+    return _plan_of(model, shape, layout, (priced, priced), found, batch, decode_s, rollout_s, sync, machines_s)
 
 
-def _made(
+def _plan_of(
     model: ModelConfig,
     shape: Shape,
     layout: Layout,
@@ -268,44 +271,43 @@ def _made(
     )
 
 
-# ---------------------------------------------------------------------------------- bytes that devices send each other
-# Devices of one node talk over NVLink; a larger group also over the network, of which each device has its node's share.
+# ------------------------------------------------------------------------------------------------------- communication
+# Devices of one node use NVLink. A larger group also uses the network, whose bandwidth the devices of a node share.
 
 
 STEP_S, HOP_S = 10e-6, 30e-6
-"""Latency of a collective within a node and across nodes: assumptions of the size that NCCL's tests print."""
+"""Latency of a collective within a node and across nodes: assumptions, in the range of NCCL's tests."""
 
 
-def gathered_s(num_bytes: float, ranks: int, device: Device) -> float:
-    """An all-gather of a tensor of so many bytes by ranks that each have a share (a reduce-scatter takes as long). Each
-    rank receives what it lacks over NVLink; each node receives what it lacks over its network cards, which share it.
+def all_gather_s(num_bytes: float, ranks: int, device: Device) -> float:
+    """Seconds of an all-gather of `num_bytes` that are sharded over `ranks` (a reduce-scatter takes as long). Each rank
+    receives the missing shards over NVLink; each node receives its missing shards over its network cards in parallel.
     Rajbhandari et al. 2019, "ZeRO" (arXiv 1910.02054), section 7; rings: Patarasuk and Yuan 2009."""
     if ranks == 1:
         return 0.0
     inside = num_bytes * (1 - 1 / ranks) / device.nvlink_bytes_s
     if ranks <= device.node_devices:
         return inside
-    lacking = num_bytes * (1 - device.node_devices / ranks)
-    return max(inside, lacking / (device.node_devices * device.network_bytes_s))
+    missing = num_bytes * (1 - device.node_devices / ranks)
+    return max(inside, missing / (device.node_devices * device.network_bytes_s))
 
 
 def sharing_s(model: ModelConfig, training: Training, ranks: int, device: Device) -> float:
-    """Seconds of communication in one forward and backward pass of a learner's rank under full sharding: all weights
-    are gathered for the forward pass and for the backward one, and gradients of what trains are scattered. Rajbhandari
-    et al. 2019, section 7.2.2: three times the weights. Experts are gathered among the ranks that have the same
-    ones."""
+    """Seconds of communication in one forward and backward pass of a fully sharded learner rank: all weights are
+    gathered for the forward and for the backward pass, and gradients of trained weights are scattered. Rajbhandari et
+    al. 2019, section 7.2.2: three times the weights. Experts are gathered among the ranks that share them."""
     experts = arithmetic.expert_parameters(model)
     parts = (
         (model.num_parameters - experts, ranks),
         (experts / training.expert_parallel, ranks // training.expert_parallel),
     )
     times = 2 * training.gathered_bytes + (0 if training.lora_rank else arithmetic.FLOAT32_BYTES)
-    return sum(gathered_s(times * parameters, among, device) for parameters, among in parts)
+    return sum(all_gather_s(times * parameters, among, device) for parameters, among in parts)
 
 
 def dispatch_s(model: ModelConfig, training: Training, tokens: float, device: Device) -> float:
-    """Sending so many tokens to their experts and back, forward and backward, and forward once more where activations
-    are computed again. Lepikhin et al. 2020, "GShard" (arXiv 2006.16668), section 3.3."""
+    """Seconds to send tokens to their experts and back, forward and backward, and once more with activation
+    recomputation. Lepikhin et al. 2020, "GShard" (arXiv 2006.16668), section 3.3."""
     degree = training.expert_parallel
     if degree == 1 or not model.num_moe_layers:
         return 0.0
@@ -316,7 +318,7 @@ def dispatch_s(model: ModelConfig, training: Training, tokens: float, device: De
 
 
 def tensor_parallel_s(model: ModelConfig, batch: float, devices: int, device: Device) -> float:
-    """Seconds of communication in one forward of `batch` tokens on devices that share every matrix: two all-reduces a
+    """Seconds of communication in one forward pass of `batch` tokens under tensor parallelism: two all-reduces per
     layer. Shoeybi et al. 2019 (arXiv 1909.08053), section 3."""
     if devices == 1:
         return 0.0
@@ -326,72 +328,71 @@ def tensor_parallel_s(model: ModelConfig, batch: float, devices: int, device: De
     return 2 * model.num_layers * (2 * (1 - 1 / devices) * one / speed + (STEP_S if within else HOP_S))
 
 
-# --------------------------------------------------------------------------------- settings with which a run would fit
+# ------------------------------------------------------------------------------------------ settings that reduce memory
 
 
-MOST_RANKS = 65_536
+MAX_RANKS = 65_536
 ADAPTER_RANK = 32
 FITTED_SHARE = 0.95
-"""Share of the memory that a suggestion of fewer tokens fills."""
+"""Share of the memory that is used with a suggested smaller cache."""
 
 
-def learner_remedies(model: ModelConfig, layout: Layout, room: float) -> Iterator[str]:
-    """Yield settings with which one rank of the learner fits into `room` bytes, the cheapest first. Yields nothing
-    where it fits already."""
+def learner_remedies(model: ModelConfig, layout: Layout, capacity: float) -> Iterator[str]:
+    """Yield settings with which a learner rank fits in `capacity` bytes, the cheapest first. Yields nothing if it fits
+    already."""
 
     def memory(changed: Layout) -> Memory:
-        return memory_of(model, changed, room, room)[0]
+        return memory_of(model, changed, capacity, capacity)[0]
 
     if memory(layout).fits:
         return
     training = layout.training
-    again = replace(layout, training=replace(training, recompute=True))
-    if not training.recompute and memory(again).fits:
+    recomputing = replace(layout, training=replace(training, recompute=True))
+    if not training.recompute and memory(recomputing).fits:
         yield "learner.recompute = true"
         return
-    beside = "" if training.recompute else " and learner.recompute = true"
-    if ranks := _fewest(layout.learner_ranks, lambda n: memory(replace(again, learner_ranks=n)).fits):
-        yield f"learner.ranks = {ranks}{beside}"
+    and_recompute = "" if training.recompute else " and learner.recompute = true"
+    if ranks := _fewest(layout.learner_ranks, lambda n: memory(replace(recomputing, learner_ranks=n)).fits):
+        yield f"learner.ranks = {ranks}{and_recompute}"
     if not training.lora_rank:
-        adapters = replace(again, training=replace(again.training, lora_rank=ADAPTER_RANK))
+        adapters = replace(recomputing, training=replace(recomputing.training, lora_rank=ADAPTER_RANK))
         if ranks := _fewest(layout.learner_ranks, lambda n: memory(replace(adapters, learner_ranks=n)).fits):
             more = f", learner.ranks = {ranks}" if ranks != layout.learner_ranks else ""
-            yield f"adapters: learner.lora_rank = {ADAPTER_RANK}{more}{beside}"
+            yield f"adapters: learner.lora_rank = {ADAPTER_RANK}{more}{and_recompute}"
     if layout.budget_tokens > 1024:
-        less = replace(again, budget_tokens=layout.budget_tokens // 4)
+        less = replace(recomputing, budget_tokens=layout.budget_tokens // 4)
         if memory(less).fits:
-            yield f"a quarter of the tokens in a forward: learner.budget_tokens = {less.budget_tokens}{beside}"
+            yield f"fewer tokens per forward pass: learner.budget_tokens = {less.budget_tokens}{and_recompute}"
 
 
-def engine_remedies(model: ModelConfig, layout: Layout, room: float) -> Iterator[str]:
-    """Yield settings with which one device of an engine fits into `room` bytes. Yields nothing where it fits
-    already."""
+def engine_remedies(model: ModelConfig, layout: Layout, capacity: float) -> Iterator[str]:
+    """Yield settings with which an engine device fits in `capacity` bytes. Yields nothing if it fits already."""
 
     def memory(changed: Layout) -> Memory:
-        return memory_of(model, changed, room, room)[1]
+        return memory_of(model, changed, capacity, capacity)[1]
 
     now = memory(layout)
     if now.fits:
         return
-    left = FITTED_SHARE * room - now.weights
+    left = FITTED_SHARE * capacity - now.weights
     if left > 0:
         tokens = int(left / now.cache * layout.kv_tokens)
-        yield f"keys and values of {tokens:,} tokens for {layout.kv_tokens:,}: fewer engine.max_sequences, or kv_tokens"
+        yield f"a KV cache of {tokens:,} tokens, not {layout.kv_tokens:,}: fewer engine.max_sequences, or kv_tokens"
 
     def fits_on(devices: int) -> bool:
         return model.num_heads % devices == 0 and memory(replace(layout, engine_ranks=devices)).fits
 
     if ranks := _fewest(layout.engine_ranks, fits_on):
-        yield f"{ranks} devices an engine (--engine-ranks {ranks})"
+        yield f"{ranks} devices per engine (--engine-ranks {ranks})"
     for name, width in MATRIX_BYTES.items():
         if width < layout.matrix_bytes and memory(replace(layout, matrix_bytes=width)).fits:
-            yield f'weights in fewer bits: numerics.quantise = "{name}"'
+            yield f'quantised weights: numerics.quantise = "{name}"'
 
 
 def _fewest(now: int, fits: Callable[[int], bool]) -> int:
-    """The smallest of `now`, 2 `now`, 4 `now` … ranks that fits; 0 where none does."""
+    """The smallest of `now`, 2 `now`, 4 `now`, ... that fits; 0 if none does."""
     ranks = now
-    while ranks <= MOST_RANKS:
+    while ranks <= MAX_RANKS:
         if fits(ranks):
             return ranks
         ranks *= 2

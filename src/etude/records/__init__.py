@@ -1,4 +1,4 @@
-"""The nouns of etude as frozen data. Imports nothing of ours.
+"""The data types of etude, as frozen records: tasks, rollouts, samples, completions. Imports no other part of etude.
 
 >>> from etude.records import Version
 >>> from etude.records.wire import pack, unpack

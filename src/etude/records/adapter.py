@@ -1,8 +1,8 @@
-"""What an adapter (LoRA, arXiv 2106.09685) is beside its numbers: rank, scale, modules, and the base it belongs to.
+"""The configuration of a LoRA adapter (arXiv 2106.09685): rank, scale, adapted modules, and the base model.
 
-In a directory these are PEFT's `adapter_config.json`, which peft and vLLM read; in a channel of weights the same facts
-are a tensor of bytes beside the others, so that one digest proves them together. A base is named by a digest of all its
-weights as they are computed with: an adapter of another one is refused, whatever its shapes.
+In a directory it is PEFT's `adapter_config.json`, which peft and vLLM read. In a channel of weights it is a tensor of
+bytes beside A and B, so that one digest covers all of them. The base model is identified by a digest of all its weights
+in the dtype that is used for computing. An adapter of another base is refused, whatever its shapes are.
 """
 
 from __future__ import annotations
@@ -15,19 +15,24 @@ from pathlib import Path
 from typing import Any
 
 PUBLISHED = "adapter_config"
-"""The tensor of bytes beside a published adapter's A and B (`AdapterConfig.to_bytes`)."""
+"""Name of the tensor of bytes with the configuration of a published adapter (`AdapterConfig.to_bytes`)."""
 BASE_CHANNEL = "base"
-"""The channel beside a policy's in which its base lies, for engines that have no checkpoint."""
+"""Name of the channel with the base model of a policy's adapters, for engines without a checkpoint."""
 PREFIX = "base_model.model."
-"""What PEFT puts before a base's names."""
+"""PEFT's prefix of the base model's tensor names."""
 A, B = ".lora_A.weight", ".lora_B.weight"
 _PLAIN = {"bias": "none", "fan_in_fan_out": False, "use_rslora": False, "use_dora": False, "modules_to_save": None}
-_VARIED = ("rank_pattern", "alpha_pattern", "target_parameters", "layers_to_transform")  # by which modules differ
+_VARIED = (
+    "rank_pattern",
+    "alpha_pattern",
+    "target_parameters",
+    "layers_to_transform",
+)  # settings that differ between modules
 
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """Of one adapter.
+    """The configuration of one adapter.
 
     >>> config = AdapterConfig(rank=8, alpha=32.0, modules=("down_proj", "up_proj"), base="ab" * 32)
     >>> config.scale, AdapterConfig.from_bytes(config.to_bytes()) == config
@@ -36,20 +41,20 @@ class AdapterConfig:
 
     rank: int
     alpha: float
-    modules: tuple[str, ...]  # the last parts of the names of what is adapted, sorted
-    base: str  # of the weights it belongs to, 64 hex characters (`lora.base_digest`); empty: not known
+    modules: tuple[str, ...]  # last parts of the names of the adapted modules, sorted
+    base: str  # digest of the base weights, 64 hex characters (`lora.base_digest`); "": unknown
 
     @property
     def scale(self) -> float:
-        """What B A is multiplied by."""
+        """The factor of B A in the merged weight: alpha / rank."""
         return self.alpha / self.rank
 
     def to_bytes(self) -> bytes:
-        """As a channel ships it: the same bytes for the same adapter, wherever its files lie."""
+        """Serialise as a channel ships it. The same adapter gives the same bytes."""
         return json.dumps({**self._facts(), "base": self.base}, sort_keys=True).encode()
 
     def to_peft(self, base: Path) -> dict[str, Any]:
-        """The content of PEFT's adapter_config.json. `base`: where the base lies."""
+        """Return the content of PEFT's adapter_config.json. `base`: the directory of the base model."""
         named = {"base_model_name_or_path": str(base), "task_type": "CAUSAL_LM", "inference_mode": True}
         return {**self._facts(), **named, **_PLAIN, "lora_dropout": 0.0, "init_lora_weights": True}
 
@@ -59,21 +64,21 @@ class AdapterConfig:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> AdapterConfig:
-        """Raises `ValueError`."""
+        """Parse the bytes of `to_bytes`. Raises `ValueError`."""
         raw = json.loads(data)
         return cls.from_peft(raw, raw.get("base", "") if isinstance(raw, dict) else "")
 
     @classmethod
     def from_peft(cls, raw: Any, base: str) -> AdapterConfig:
-        """The content of an adapter_config.json. Raises `ValueError` for one that is damaged, or of a kind that nothing
-        here computes."""
+        """Parse the content of an adapter_config.json. `base`: digest of the base weights, or "". Raises `ValueError`
+        when it is damaged, or when the adapter is not plain LoRA."""
         if not isinstance(raw, Mapping):
-            raise ValueError("it is no object")
+            raise ValueError("it is not an object")
         other = {key: raw[key] for key, plain in _PLAIN.items() if raw.get(key, plain) != plain}
         other |= {key: raw[key] for key in _VARIED if raw.get(key)}
         if raw.get("peft_type") != "LORA" or other:
             facts = "".join(f", {k} = {v!r:.40}" for k, v in other.items())
-            raise ValueError(f"peft_type = {raw.get('peft_type')!r}{facts}: only plain LORA is computed")
+            raise ValueError(f"peft_type = {raw.get('peft_type')!r}{facts}: only plain LORA is supported")
         rank, alpha, modules = raw.get("r"), raw.get("lora_alpha"), raw.get("target_modules")
         if not (
             isinstance(rank, int)
@@ -87,20 +92,21 @@ class AdapterConfig:
         return cls(rank, float(alpha), tuple(sorted(modules)), base)
 
 
-def names(module: str) -> tuple[str, str]:
-    """PEFT's names of A and B of what Hugging Face calls `module`.
+def lora_names(module: str) -> tuple[str, str]:
+    """PEFT's tensor names of A and B for the weight that Hugging Face names `module`.
 
-    >>> names("model.layers.0.mlp.up_proj.weight")[0]
+    >>> lora_names("model.layers.0.mlp.up_proj.weight")[0]
     'base_model.model.model.layers.0.mlp.up_proj.lora_A.weight'
     """
     stem = PREFIX + module.removesuffix(".weight")
     return stem + A, stem + B
 
 
-def modules(published: Iterable[str]) -> list[str]:
-    """Hugging Face's names of what is adapted, by published names; none where all weights are published.
+def adapted_modules(published: Iterable[str]) -> list[str]:
+    """Hugging Face's names of the adapted weights, from the names of the published tensors. Empty when the published
+    tensors are not an adapter.
 
-    >>> modules(names("model.layers.0.mlp.up_proj.weight"))
+    >>> adapted_modules(lora_names("model.layers.0.mlp.up_proj.weight"))
     ['model.layers.0.mlp.up_proj.weight']
     """
     return [name.removeprefix(PREFIX).removesuffix(A) + ".weight" for name in published if name.endswith(A)]

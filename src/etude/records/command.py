@@ -1,4 +1,4 @@
-"""Commands for machines, checked, and their results; shared by all runtimes."""
+"""Commands for machines: validated arguments, options, events and results. Shared by all runtimes."""
 
 from __future__ import annotations
 
@@ -11,50 +11,49 @@ import msgspec
 
 
 class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a command in a machine. `output`: stdout and stderr together, cut to `output_bytes` where
-    `truncated`."""
+    """Result of a command in a machine."""
 
     exit_code: int  # 128 + signal when killed
-    output: bytes
-    timed_out: bool
-    truncated: bool
+    output: bytes  # stdout and stderr interleaved, at most `output_bytes` plus a mark of the cut
+    timed_out: bool  # the command was killed at its deadline
+    truncated: bool  # the middle of `output` was cut out
     wall_s: float
-    lost_s: float = 0.0  # of these, what other work on the host took from the command; 0 where that is not measured
+    lost_s: float = 0.0  # of `wall_s`: time that other work on the host took from the command; 0 when not measured
 
 
-class Started(msgspec.Struct, frozen=True):
-    """A command's first process is there; `pid` is its number in the machine."""
+class ProcessStarted(msgspec.Struct, frozen=True):
+    """Event: the first process of a command has started. `pid`: its process id in the machine."""
 
     pid: int
 
 
-class Printed(msgspec.Struct, frozen=True):
-    """Output that a command has written since the last call of `tell`, before it is cut."""
+class OutputChunk(msgspec.Struct, frozen=True):
+    """Event: output of a command since the last event, before any truncation."""
 
     stream: int  # 1 stdout, 2 stderr
     data: bytes
 
 
-Tell = Callable[[Started | Printed], None]
-"""Called in the event loop while a command runs; it must not block."""
+OutputCallback = Callable[[ProcessStarted | OutputChunk], None]
+"""Callback for events while a command runs. Called in the event loop; it must not block."""
 
-MAX_COMMAND_BYTES = 1 << 20  # of its words and variables, 16 more for each
+MAX_COMMAND_BYTES = 1 << 20  # of arguments and environment variables, each counted with 16 bytes more
 
 
 class ExecOptions(TypedDict, total=False):
-    """The options of a command, beside its arguments, key and deadline. `Command` has the defaults."""
+    """Optional arguments of `Machine.exec`. `Command` has the defaults."""
 
-    stdin: bytes | AsyncIterable[bytes]  # at once, or as the command takes it
-    output_bytes: int  # output past it is cut in the middle
+    stdin: bytes | AsyncIterable[bytes]  # all at once, or as the command reads it
+    output_bytes: int  # longer output loses its middle
     cwd: str  # below the working directory, or absolute; "" is the working directory
     env: Mapping[str, str]  # added to the machine's own
     user: str  # one of `RuntimeInfo.users`; "" is the image's
-    tell: Tell | None  # called with all output as it comes; stdout and stderr then have a pipe each
+    on_output: OutputCallback | None  # called with all output as it comes; stdout and stderr then are separate pipes
 
 
 @dataclass(frozen=True)
 class Command:
-    """The arguments of `Machine.exec`, complete and checked. Made by machines, see `of`.
+    """Validated arguments of `Machine.exec`, with defaults. Machines make it with `Command.of`.
 
     >>> Command.of(["ls", "-l"], key="1", deadline_s=5, user="root").cwd
     ''
@@ -71,17 +70,17 @@ class Command:
     cwd: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
     user: str = ""
-    tell: Tell | None = None
+    on_output: OutputCallback | None = None
 
     @classmethod
     def of(cls, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]) -> Command:
-        """Make a command from the arguments of `exec`. Raises `ValueError` for arguments that are no command."""
+        """Validate the arguments of `Machine.exec`. Raises `ValueError`."""
         if isinstance(argv, str):
             raise ValueError(f"a command is a list of words, not the text {argv[:80]!r}")
         return cls(tuple(argv), key, deadline_s, **options)
 
     def __post_init__(self) -> None:
-        self._must_have_kinds()
+        self._check_types()
         words = [self.user, self.cwd, *self.argv, *(f"{name}={value}" for name, value in self.env.items())]
         if not self.argv or not self.argv[0] or any("\0" in word for word in words):
             raise ValueError("a command has at least one word and no NUL byte")
@@ -90,8 +89,8 @@ class Command:
         if sum(len(os.fsencode(word)) + 16 for word in words) > MAX_COMMAND_BYTES:
             raise ValueError("the command line is too long")
 
-    def _must_have_kinds(self) -> None:
-        """What no type checker saw may be anything."""
+    def _check_types(self) -> None:
+        """Check the types at run time: a plug-in's call may not have been type-checked."""
         texts = [self.key, self.user, self.cwd, *self.argv, *self.env, *self.env.values()]
         strange = [one for one in texts if not isinstance(one, str)]
         if strange:
@@ -107,10 +106,11 @@ class Command:
 
     @property
     def has_input(self) -> bool:
+        """Whether stdin is not empty."""
         return self.stdin != b""
 
-    def must_be_by(self, users: Sequence[str]) -> None:
-        """`ValueError` where its user is none of these."""
+    def check_user(self, users: Sequence[str]) -> None:
+        """Raises `ValueError` when the command's user is not one of `users`."""
         if self.user and self.user not in users:
             known = (
                 f"users are {', '.join(users)}"
@@ -121,12 +121,12 @@ class Command:
 
 
 def check_count(n: int) -> None:
-    """`ValueError` where a runtime cannot fork so many."""
+    """Raises `ValueError` for a number of forks below 1."""
     if n < 1:
         raise ValueError(f"n is a number from 1 on, not {n}")
 
 
 def check_max_bytes(max_bytes: int) -> None:
-    """`ValueError` for a bound that nothing could keep."""
+    """Raises `ValueError` for a negative limit."""
     if max_bytes < 0:
         raise ValueError(f"max_bytes is 0 or more, not {max_bytes}")

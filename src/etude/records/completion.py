@@ -1,5 +1,6 @@
-"""Request and result of one model call. No part of a result can be rebuilt later, so none is dropped or
-re-tokenised."""
+"""Request and result of one model call. No part of a result can be recomputed later, so never drop or re-tokenise
+any.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from etude.records.wire import F32, I32, Routes
 
 
 def route_dtype(num_experts: int) -> type[np.uint8 | np.uint16]:
-    """What a route of a model with so many experts is stored as: the last value of a dtype is kept for `missing_route`.
+    """The dtype of routes for a model with this number of experts. The largest value is reserved for `missing_route`.
 
     >>> route_dtype(255).__name__, route_dtype(256).__name__
     ('uint8', 'uint16')
@@ -22,7 +23,7 @@ def route_dtype(num_experts: int) -> type[np.uint8 | np.uint16]:
 
 
 def missing_route(dtype: Any) -> int:
-    """The value in an array of routes that says: none is known here. Never a zero, which is an expert.
+    """The value in an array of routes that means "unknown". It is never 0, which is an expert.
 
     >>> missing_route(np.uint8), missing_route(np.uint16)
     (255, 65535)
@@ -31,7 +32,7 @@ def missing_route(dtype: Any) -> int:
 
 
 class Version(msgspec.Struct, frozen=True, order=True):
-    """A policy's weights. A restart never reuses a name for other bytes.
+    """Identifies a policy's weights. A restarted learner never reuses a version for other bytes.
 
     >>> str(Version(step=3, incarnation="0a1b2c3d", digest="ab" * 32))
     'v000003-0a1b2c3d-abababababab'
@@ -48,9 +49,9 @@ class Version(msgspec.Struct, frozen=True, order=True):
 class VersionSpan(msgspec.Struct, frozen=True):
     """`num_tokens` consecutive sampled tokens that one version produced.
 
-    `kv_epoch` counts the swaps that the request's kept KV has lived through: 0 means that every key and value the
-    tokens attended to was computed by `version` itself. A version that read some of the prompt and sampled nothing has
-    a span of no tokens, so that the first span is always of the oldest version behind a completion.
+    `kv_epoch` counts the swaps of weights since the request's oldest KV was computed: 0 means that `version` computed
+    every key and value that the tokens attended to. A version that computed part of the prompt but sampled nothing has
+    a span of 0 tokens, so the first span always has the oldest version of a completion.
     """
 
     version: Version
@@ -59,21 +60,23 @@ class VersionSpan(msgspec.Struct, frozen=True):
 
 
 class StopReason(enum.StrEnum):
+    """Why a completion ended."""
+
     STOP = "stop"  # a stop token was sampled; it is the last of token_ids
     LENGTH = "length"  # max_tokens were sampled
     CANCELLED = "cancelled"  # the caller went away
 
 
 class Traffic(enum.StrEnum):
-    """The class of a request. Production goes before rollouts."""
+    """The priority class of a request. Production goes before rollouts."""
 
     ROLLOUT = "rollout"
     PRODUCTION = "production"
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How to sample. `seed` keys the randomness together with the token's position in the context, so the same
-    request gives the same tokens on any engine, in any batch."""
+    """Sampling parameters. The random numbers depend on `seed` and the token's position in the context only, so the
+    same request gives the same tokens on any engine and in any batch."""
 
     max_tokens: int
     stop_token_ids: tuple[int, ...]
@@ -82,45 +85,43 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens in. Made by a `Policy`, read by engines.
+    """A request for one completion: prompt tokens and how to sample.
 
-    `session_id` names the conversation: later requests of a session whose prompt extends the earlier context reuse
-    its KV if the version is the same. `routes_from` says from which position on the caller wants routes (it holds
-    the earlier ones already); None wants none.
+    `session_id` identifies a conversation. A request whose prompt extends the context of an earlier request of its
+    session reuses the KV cache, if the version is the same.
 
-    `fork_from` names another session: where the engine still holds that session's KV under the same version, the new
-    session begins with a copy of it, as far as both contexts have the same tokens. It saves work and changes no result:
-    an engine without that KV computes the prompt. Engines with a prefix cache of their own (vLLM, SGLang) ignore it.
+    `fork_from` is the id of another session. If the engine still has that session's KV cache under the same version,
+    the new session starts with a copy of it, up to the first token that differs. It saves work and changes no result:
+    an engine without that KV computes the prompt. Engines with their own prefix cache (vLLM, SGLang) ignore it.
 
-    `deadline_s` bounds how long nothing may happen: it begins anew whenever the engine that has the request makes a
-    step. So a long completion on a slow engine lives, one on an engine that hangs or is paused does not. To bound the
-    whole time, cancel the call.
-    """
+    `deadline_s` limits the time without progress: it starts again with every step of the engine that serves the
+    request. So a long completion on a slow engine succeeds, and one on a hanging or paused engine fails. To limit the
+    total time, cancel the call."""
 
     request_id: str
     session_id: str
     prompt_ids: I32  # [P]
     sampling: Sampling
-    min_step: int = 0  # refuse (EngineBehind) under this version step
-    pin_step: int | None = None  # an evaluation's demand: exactly this step, never swapped in mid-generation
-    routes_from: int | None = 0
-    deadline_s: float = 60.0  # without a step of the engine
-    keep_session: bool = True  # False: the last call of a session, its KV may go at once
-    fork_from: str | None = None  # id of the session that this new one branches off
+    min_step: int = 0  # an engine with an older version raises EngineBehind
+    pin_step: int | None = None  # exactly this version step, never swapped during the session; for evaluations
+    routes_from: int | None = 0  # first context position whose routes the caller wants; None: no routes
+    deadline_s: float = 60.0  # longest time without a step of the engine
+    keep_session: bool = True  # False: the last call of a session, whose KV can be freed at once
+    fork_from: str | None = None  # id of the session that this one is a branch of
     traffic: Traffic = Traffic.ROLLOUT
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens out.
+    """The sampled tokens of one request, with everything that training needs of them.
 
-    `routes[i]` are the experts of context position `routes_start + i`; they cover every position that was computed
-    up to and including the one that predicted the last token, so `routes_start + len(routes) == P + T - 1`; when none
-    were wanted there are none.
+    `routes[i]` has the experts of context position `routes_start + i`. The last one is the position that predicted the
+    last token: `routes_start + len(routes) == P + T - 1`. It is empty when the request wanted no routes. Raises
+    `ValueError` when token ids, log-probabilities and spans have different lengths.
     """
 
     request_id: str
     token_ids: I32  # [T]
-    logprobs: F32  # [T] under the sampling distribution, at the temperature sampled with (1.0 when greedy)
+    logprobs: F32  # [T] of the sampled tokens, at the sampling temperature (1.0 when greedy)
     routes: Routes  # [R, MoE layers, top_k]
     routes_start: int
     spans: tuple[VersionSpan, ...]  # sum of num_tokens == T
@@ -135,7 +136,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def oldest_steps(self) -> I32:
-        """[T] the oldest version step behind each token: of the keys that it attended to, or its own."""
+        """[T] the oldest version step that each token depends on: its own, or that of a key that it attended to."""
         oldest: list[int] = []
         for span in self.spans:
             behind = oldest[-1:] if span.kv_epoch else []  # keys of the spans before were kept

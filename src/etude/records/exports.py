@@ -1,8 +1,8 @@
-"""What a task declares to be taken out of its frozen machine: files, whole folders, or the machine's state.
+"""The export declarations of a task: which files and folders are read from its frozen machine for grading.
 
-A declaration is a plain relative path, ``src/calc.py``; with a slash at its end it is the folder and all that is in
-it, ``logs/``; ``./`` is the whole working directory. `STATE` is what a task whose machine's state counts exports
-beside them, or `NO_STATE` with a word on why there is none: no paths, so no file can pass for them.
+A declaration is a relative path such as ``src/calc.py``. A slash at the end declares a folder with everything in it:
+``logs/``; ``./`` is the whole working directory. A task that is graded by its machine's state also exports `STATE`, or
+`NO_STATE` with the reason why there is no state. Neither is a valid path, so no file can take their place.
 
 >>> covers(("calc.py", "logs/"), "logs/a/b.txt"), covers(("calc.py", "logs/"), "calc.py.txt")
 (True, False)
@@ -22,13 +22,14 @@ CONFIGURATION = frozenset(
         "pyproject.toml", "sitecustomize.py", "usercustomize.py",
     }
 )  # fmt: skip
-"""Names of files that decide how hidden tests run. The task's own are used, or none, but where a task declares one."""
+"""Names of files that configure how hidden tests run. Unless the task declares such a file as an export, the agent's is
+ignored, and the task's own is used."""
 _PATH_BYTES = 1024
 
 
 def is_plain(path: str) -> bool:
-    """Whether it is the plain form of a path below the working directory: text without ``..``, ``.`` and NUL, not too
-    long.
+    """Whether `path` is a normalised path below the working directory: valid UTF-8 of at most 1024 bytes, without
+    ``..``, ``.`` and NUL.
 
     >>> [is_plain(path) for path in ("a/b.py", "/a", "a/../b", "./a", "a//b", "a/", "")]
     [True, False, False, False, False, False, False]
@@ -39,7 +40,7 @@ def is_plain(path: str) -> bool:
 
 
 def _is_text(path: str) -> bool:
-    """Whether it is UTF-8: a name of other bytes cannot be told on, and has no place in a task."""
+    """Whether the path can be encoded as UTF-8; another one cannot be stored in a record."""
     try:
         path.encode()
     except UnicodeEncodeError:
@@ -48,7 +49,7 @@ def _is_text(path: str) -> bool:
 
 
 def is_declarable(path: str) -> bool:
-    """Whether a task can declare it.
+    """Whether a task can declare this path as an export.
 
     >>> [is_declarable(path) for path in ("a.py", "logs/", "./", "../logs/", "/logs/", "/")]
     [True, True, True, False, False, False]
@@ -57,7 +58,7 @@ def is_declarable(path: str) -> bool:
 
 
 def covering(declared: Iterable[str]) -> Callable[[str], bool]:
-    """Tells of a plain path whether it is one of the declared files, or in one of the declared folders."""
+    """Return a predicate: whether a path is one of the declared files, or is in one of the declared folders."""
     names = frozenset(declared)
     if WHOLE in names:
         return lambda path: True
@@ -68,5 +69,5 @@ def covering(declared: Iterable[str]) -> Callable[[str], bool]:
 
 
 def covers(declared: Iterable[str], path: str) -> bool:
-    """`covering`, for one path."""
+    """Whether the declarations cover a path. For many paths use `covering`."""
     return covering(declared)(path)

@@ -1,4 +1,4 @@
-"""Images: the root filesystem that machines are forked from, named by its content."""
+"""Images: root filesystems that machines are forked from, identified by their content."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import msgspec
 
 
 class Image(msgspec.Struct, frozen=True, kw_only=True):
-    """A root filesystem and how commands start in it. Made by an image store, which has the bytes; read by runtimes.
+    """A root filesystem and the defaults for commands in it. An image store makes it and has the bytes; runtimes read
+    it.
 
     >>> Image(digest="9f3c", workdir="/testbed", env={"LANG": "C.UTF-8"}).user
     ''
     """
 
-    digest: str  # SHA-256 of the filesystem's content: the store's name for it
+    digest: str  # SHA-256 of the filesystem's content; its name in the store
     workdir: str = "/workspace"
-    env: dict[str, str] = {}  # beside what every machine has
-    user: str = ""  # whom commands run as; "": the runtime's first
+    env: dict[str, str] = {}  # in addition to the variables of every machine
+    user: str = ""  # user that commands run as; "": the runtime's first user

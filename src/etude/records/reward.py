@@ -1,40 +1,40 @@
-"""Rewards as data: the terms that were measured of a rollout, and the reward composed from them."""
+"""Rewards as data: the measured terms of a rollout, and the reward composed from them."""
 
 from __future__ import annotations
 
 import msgspec
 
-GRADE = "grade"  # what the grader gave
+GRADE = "grade"  # the grade of the grader
 SUBMITTED = "submitted"  # 1.0 where the agent submitted, else 0.0
-SIGNS = "signs"  # number of signs of cheating
-SIGNS_IF_REWARDED = "signs_if_rewarded"  # number of signs that count only where the other terms earn more than 0
+SIGNS = "signs"  # number of detected signs of cheating
+SIGNS_IF_REWARDED = "signs_if_rewarded"  # number of signs that count only when the other terms give more than 0
 K1 = "k1"  # Σ log π − log π_ref over the sampled tokens; measured when a batch is made
 BUILT_IN = (GRADE, SUBMITTED, SIGNS, SIGNS_IF_REWARDED, K1)
-"""Names of the terms that etude measures itself."""
+"""Names of the built-in terms."""
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one measurement of a rollout. An unknown value is neither 0 nor a failure of the rollout."""
+    """The result of one measurement of a rollout. An unknown value is neither 0 nor a failed rollout."""
 
     value: float | None  # None: unknown
-    evidence: str = ""  # one line: what the value rests on, or why it is unknown
+    evidence: str = ""  # one line: the reason for the value, or why it is unknown
 
 
 class Term(msgspec.Struct, frozen=True, kw_only=True):
-    """A `Score` with the name and the version of what measured it: one raw part of a reward. Terms are stored, and
+    """One raw part of a reward: a `Score` with the name and version of the term that measured it. Terms are stored and
     never changed."""
 
     name: str
     value: float | None  # None: unknown
-    version: str = ""  # of what measured it: another version may give the same rollout another value
-    evidence: str = ""  # one line: what the value rests on, or why it is unknown
+    version: str = ""  # of the code that measured it; another version may give another value
+    evidence: str = ""  # one line: the reason for the value, or why it is unknown
 
 
 class Reward(msgspec.Struct, frozen=True, kw_only=True):
-    """The reward of a rollout. Derived: `etude.rewards.Composition` makes it from terms."""
+    """The reward of a rollout. `etude.rewards.Composition` computes it from the stored terms."""
 
-    value: float  # what credit is computed from
+    value: float  # input of the credit scheme
     raw: float  # before the KL penalty
-    reason: str  # one line: the grader's, after those of the gates that took the reward
-    gates: tuple[str, ...] = ()  # names of the terms that took the reward: `SUBMITTED`, `SIGNS`
-    missing: tuple[str, ...] = ()  # weighted terms that do not count in this group: a sibling has no comparable value
+    reason: str  # one line: the gates that removed the reward, then the grader's reason
+    gates: tuple[str, ...] = ()  # names of the terms that removed the reward: `SUBMITTED`, `SIGNS`
+    missing: tuple[str, ...] = ()  # terms left out of this group: a sibling has no comparable value

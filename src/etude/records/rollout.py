@@ -1,4 +1,4 @@
-"""Records of rollouts: one try at a task, its trace, and how it ended."""
+"""Records of rollouts: one attempt at a task, its trace, and how it ended."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from etude.records.wire import F32, I32, Bools, Routes
 
 NO_MEASURES: Mapping[str, float] = MappingProxyType({})
 UNKNOWN = -1
-"""In `Path.steps`: it is not known who read the token. So is what nobody sampled and has an apparent step of -1."""
+"""Value in `Path.steps` of a token that no known version read. A token that was not sampled and whose version has the
+apparent step -1 counts as unknown too."""
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool call of the model and its output. A call that could not be parsed is kept, with its error as output."""
+    """A tool call of the model and its output. A malformed call is kept, with the parse error as its output."""
 
     name: str  # "" when the call could not be parsed
     arguments: dict[str, str | int]
@@ -32,74 +33,74 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 class TurnKind(enum.StrEnum):
     """The purpose of a turn."""
 
-    ACT = "act"  # it works at the task
-    SUMMARY = "summary"  # it writes the text with which a cleared context goes on
-    SIDE = "side"  # beside the task: a title, a classification
+    ACT = "act"  # works at the task
+    SUMMARY = "summary"  # writes the text with which a cleared context continues
+    SIDE = "side"  # something beside the task: a title, a classification
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """A node of a trace: the tokens it adds, nothing else. `parent` None is a root.
+    """One model call, as a node of a trace. It stores only the tokens that it adds to its parent's context.
 
-    The context of a turn is its ancestors' tokens, then `prompt_ids`, then what the completion sampled.
+    The context of a turn is the tokens of its ancestors, then `prompt_ids`, then the sampled tokens.
     """
 
-    parent: int | None  # index of the parent in Trace.turns
-    prompt_ids: I32  # [P] what the harness appended: rendered messages and the generation prompt
+    parent: int | None  # index of the parent in `Trace.turns`; None: a root
+    prompt_ids: I32  # [P] tokens of the new messages and of the generation prompt
     completion: Completion
-    sampling: Sampling  # as the engine used it
-    calls: tuple[ToolCall, ...] = ()  # in the order in which the model made them; empty: it spoke without a call
+    sampling: Sampling  # as used by the engine
+    calls: tuple[ToolCall, ...] = ()  # in the order of the completion; empty: text only
     kind: TurnKind = TurnKind.ACT
 
 
 class Path(msgspec.Struct, frozen=True, kw_only=True):
-    """A path from root to leaf of a trace: exactly the tokens that the model read and sampled, as arrays over T
-    tokens."""
+    """A path of a trace from a root to a leaf, as arrays over its T tokens: exactly what the model read and sampled."""
 
     token_ids: I32  # [T]
     mask: Bools  # [T] True where the policy sampled the token
     logprobs: F32  # [T] 0.0 where mask is False
-    steps: I32  # [T] version step that sampled the token; of others, the first that read it, or `UNKNOWN`;
-    # of a version of a lost lineage its apparent step, which may be negative (`experience.lineage`)
-    kv_epochs: I32  # [T] of sampled tokens: swaps that the keys they attended to had lived through
-    routes: Routes  # [T, MoE layers, top_k], `missing_route` where none is known (the last token); [0, …] without any
-    digest: str = ""  # content digest of the one version that sampled every token; "" when several did, or unknown
+    steps: I32  # [T] step of the version that sampled the token; for other tokens, of the first that read it, or
+    # `UNKNOWN`; for a version of a lost lineage its apparent step, which may be negative (`experience.lineage`)
+    kv_epochs: I32  # [T] for sampled tokens: swaps of weights since the oldest key that the token attended to
+    routes: Routes  # [T, MoE layers, top_k]; `missing_route` where unknown (the last token); [0, …] without routes
+    digest: str = ""  # content digest of the version that sampled all tokens; "" for several versions, or unknown
 
     @property
     def oldest_steps(self) -> I32:
-        """[T] the oldest version step behind each token: of the keys that it attended to in its completion, or its own.
+        """[T] the oldest version step that each token depends on: its own, or that of a key that it attended to.
 
-        A token of epoch 0 attends to keys that its own version computed; one of a later epoch also to those before it,
-        back to the last token of epoch 0.
+        A token of epoch 0 attends only to keys of its own version. A token of a later epoch also attends to the keys of
+        the tokens before it, back to the last token of epoch 0.
         """
-        # A stretch begins at each token of epoch 0. Each lies 2^33 below the one before, so that the running minimum
-        # never reaches back into an earlier stretch.
-        stretch = np.cumsum(self.kv_epochs == 0) * np.int64(2**33)
-        oldest: I32 = (np.minimum.accumulate(self.steps - stretch) + stretch).astype(np.int32)
+        # A segment starts at each token of epoch 0. Each segment is shifted 2^33 below the one before, so that the
+        # running minimum never takes a value of an earlier segment.
+        offset = np.cumsum(self.kv_epochs == 0) * np.int64(2**33)
+        oldest: I32 = (np.minimum.accumulate(self.steps - offset) + offset).astype(np.int32)
         return oldest
 
 
 class Trace(msgspec.Struct, frozen=True):
-    """A rollout as a tree of turns. Made by rollouts, stored whole, read by credit and packing.
+    """The model calls of a rollout, as a tree of turns.
 
-    A linear rollout is a chain: turn i has parent i - 1. A summary or a sub-agent is a branch.
+    In a linear rollout turn i has parent i - 1. A summary or a sub-agent is a branch.
     """
 
     turns: tuple[Turn, ...]
 
     def leaves(self) -> list[int]:
-        """Indices of the turns that no other turn continues."""
+        """Indices of the turns without children."""
         parents = {t.parent for t in self.turns}
         return [i for i in range(len(self.turns)) if i not in parents]
 
     def chain(self, leaf: int) -> list[int]:
-        """Indices of the turns from the root to `leaf`."""
+        """Indices of the turns from the root to `leaf`, both included."""
         found = [leaf]
         while (parent := self.turns[found[-1]].parent) is not None:
             found.append(parent)
         return found[::-1]
 
     def path(self, leaf: int) -> Path:
-        """The path from the root to `leaf`. Raises `ValueError` when token, route and span counts disagree."""
+        """The tokens from the root to `leaf`, as arrays. Raises `ValueError` when the routes of a completion do not fit
+        its tokens."""
         chain = [self.turns[at] for at in self.chain(leaf)]
         num_tokens = sum(len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in chain)
         token_ids, mask = np.empty(num_tokens, np.int32), np.zeros(num_tokens, bool)
@@ -135,7 +136,7 @@ class Trace(msgspec.Struct, frozen=True):
 
 
 def _no_routes(chain: list[Turn], num_tokens: int) -> Routes:
-    """Where a path's routes will be laid, all missing; for no token when no completion has any."""
+    """An array for the routes of a path, all `missing_route`; of length 0 when no completion has routes."""
     for turn in chain:
         routes = turn.completion.routes
         if len(routes):
@@ -144,8 +145,8 @@ def _no_routes(chain: list[Turn], num_tokens: int) -> Routes:
 
 
 def _take_routes(completion: Completion, routes: Routes, known: Bools, end: int) -> None:
-    """Lay a completion's routes into its path's, where none are `known` yet. They reach to `end`, the position that
-    predicted its last token: a token that was taken back has taken its route along."""
+    """Copy a completion's routes into the routes of its path, at positions that are not `known` yet. They must reach to
+    `end`, the position that predicted the last token. Raises `ValueError`."""
     new, start = completion.routes, completion.routes_start
     if not len(new):
         return
@@ -160,30 +161,30 @@ def _take_routes(completion: Completion, routes: Routes, known: Bools, end: int)
 
 
 class Ending(enum.StrEnum):
-    """Why the agent stopped. Every one of these the agent can cause, so every one is graded."""
+    """Why the agent stopped. The agent can cause each of these, so each is graded."""
 
-    SUBMITTED = "submitted"
+    SUBMITTED = "submitted"  # it called `submit`
     TURNS = "turns"  # the turn limit
     CONTEXT = "context"  # the context limit
-    DEADLINE = "deadline"  # the wall-clock limit of the rollout
+    DEADLINE = "deadline"  # the time limit of the rollout
     STOPPED = "stopped"  # the agent program returned without a submission
 
 
 class Boundary(enum.StrEnum):
-    """Where a rollout became invalid. Each needs host-side evidence that the agent could not have caused."""
+    """Which part of the system made a rollout invalid. Each needs evidence that the agent cannot have caused."""
 
     PROVIDER = "provider"  # no engine answered
     MACHINE = "machine"  # the machine or its launcher failed outside the agent's reach
-    TASK = "task"  # its hidden tests or its verifier do not work, without any file of the agent's either
+    TASK = "task"  # its hidden tests or its verifier fail even without the agent's files
     GRADER = "grader"  # the grader's own process failed
-    STORE = "store"
+    STORE = "store"  # the rollout could not be stored
     WORKER = "worker"  # the process that ran the rollout died
     RUN = "run"  # the run was stopped
 
 
 class Graded(msgspec.Struct, frozen=True, kw_only=True, tag="graded"):
-    """The rollout was judged. `terms` are the raw parts of its reward, the grader's grade first. The reward itself is
-    composed from them, see `etude.rewards`. Raises `ValueError` where the first term is no known grade."""
+    """The result of a graded rollout. `terms` are the raw parts of its reward; the first is the grade. `etude.rewards`
+    composes the reward from them. Raises `ValueError` when the first term is not a known grade."""
 
     terms: tuple[Term, ...]
     trust: Trust
@@ -196,8 +197,10 @@ class Graded(msgspec.Struct, frozen=True, kw_only=True, tag="graded"):
     def of(
         cls, grade: float, measures: Mapping[str, float] = NO_MEASURES, *, trust: Trust, reason: str, version: str = ""
     ) -> Graded:
-        """Make a verdict. `reason`: one line, such as "all 12 hidden tests pass"; `measures`: further numbers by name;
-        `version`: of the grader. A measure that is not finite is unknown.
+        """Make the result of a grader.
+
+        `grade`: usually from 0 to 1. `measures`: further terms by name; a value that is not finite becomes unknown.
+        `reason`: one line, such as "all 12 hidden tests pass". `version`: of the grader.
 
         >>> Graded.of(0.0, {"tests": 0.5}, trust=Trust.DATA, reason="1 of 2 hidden tests pass").values
         {'grade': 0.0, 'tests': 0.5}
@@ -211,14 +214,14 @@ class Graded(msgspec.Struct, frozen=True, kw_only=True, tag="graded"):
 
     @property
     def grade(self) -> float:
-        """What the grader gave."""
+        """The grade that the grader gave."""
         value = self.terms[0].value
         assert value is not None, "checked when it was made"
         return value
 
     @property
     def reason(self) -> str:
-        """Why the grader gave it, in one line."""
+        """The reason for the grade, in one line."""
         return self.terms[0].evidence
 
     @property
@@ -227,16 +230,17 @@ class Graded(msgspec.Struct, frozen=True, kw_only=True, tag="graded"):
         return {term.name: term.value for term in self.terms}
 
     def with_terms(self, *terms: Term) -> Graded:
-        """The same with further terms, which replace those of the same names."""
+        """A copy with further terms. They replace terms of the same names."""
         names = {term.name for term in terms}
         return Graded(terms=(*(one for one in self.terms if one.name not in names), *terms), trust=self.trust)
 
 
 class Invalid(msgspec.Struct, frozen=True, kw_only=True, tag="invalid"):
-    """The rollout says nothing about the policy. It is kept as data and stays out of baselines."""
+    """A rollout that failed outside the agent's reach, so it says nothing about the policy. It is stored, but not
+    trained on and not part of baselines."""
 
     boundary: Boundary
-    reason: str
+    reason: str  # one line
     evidence: str  # what the host saw: exit status, errno, the deadline's name
 
 
@@ -244,7 +248,7 @@ Outcome = Graded | Invalid
 
 
 class RolloutSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout to run. Made by the conductor, read by workers. Ids: group "g000012", rollout "g000012.3"."""
+    """A rollout to run, from the conductor to a worker. Ids: group "g000012", rollout "g000012.3"."""
 
     rollout_id: str
     group_id: str
@@ -252,13 +256,13 @@ class RolloutSpec(msgspec.Struct, frozen=True, kw_only=True):
     task: Task
     seed: int
     temperature: float
-    min_step: int = 0
-    pin_step: int | None = None
-    keep_routes: bool = True
+    min_step: int = 0  # as in `CompletionRequest`
+    pin_step: int | None = None  # as in `CompletionRequest`
+    keep_routes: bool = True  # whether completions must have routes
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished rollout as a worker returns it: what happened, before anybody has judged it."""
+    """A finished rollout as a worker returns it, before it is graded."""
 
     rollout_id: str
     group_id: str
@@ -266,21 +270,22 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     task: Task
     trace: Trace
     ending: Ending
-    exports: dict[str, bytes]  # path -> content from the frozen machine, as declared and capped; records.exports
+    exports: dict[str, bytes]  # path -> content, read from the frozen machine as the task declares (`records.exports`)
     wall_s: float
-    tool_s: float  # of which spent in tools
+    tool_s: float  # of `wall_s`: time in tool calls
     invalid: Invalid | None = None  # set when it failed outside the agent's reach; then exports is empty
 
     @property
     def num_turns(self) -> int:
+        """Number of model calls."""
         return len(self.trace.turns)
 
     @property
     def num_sampled(self) -> int:
-        """Tokens the policy sampled."""
+        """Number of tokens that the policy sampled."""
         return sum(len(t.completion.token_ids) for t in self.trace.turns)
 
     @property
     def num_malformed(self) -> int:
-        """Tool calls that could not be parsed."""
+        """Number of tool calls that could not be parsed."""
         return sum(call.malformed for turn in self.trace.turns for call in turn.calls)

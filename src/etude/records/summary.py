@@ -1,4 +1,4 @@
-"""Summaries of finished rollouts without their tokens, and the plan of a step's batch made of them."""
+"""Summaries of finished rollouts without their tokens, and the plan of a batch in terms of summaries."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from etude.records.reward import Reward
 from etude.records.rollout import Ending, Graded, Invalid, Rollout, Trace
 
 
-class Stored(msgspec.Struct, frozen=True):
-    """The file of a stored rollout: its size and digest."""
+class StoredFile(msgspec.Struct, frozen=True):
+    """Size and digest of the file of a stored rollout."""
 
     num_bytes: int
     sha256: str  # 64 hex characters
 
 
 class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished rollout without its tokens and files, as the conductor and the ledger keep it. Made by the worker that
-    ran it; the whole rollout is in the file that `stored` describes."""
+    """A finished rollout without its tokens and files. The conductor and the ledger work with summaries; the complete
+    rollout is in the file that `stored` describes."""
 
     rollout_id: str
     group_id: str
     attempt: int
     task_id: str
     family: str
-    problem: str  # id of the problem that the task is one statement of; else the task's own
+    problem: str  # id of the problem that the task is a variant of; else the task id
     ending: Ending
     num_turns: int
     num_sampled: int  # tokens that the policy sampled
@@ -38,15 +38,17 @@ class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
     tool_s: float
     engines: tuple[str, ...]  # names of the engines that served its turns, sorted
-    num_moves: int  # turns that were served by another engine than the turn before
-    versions: tuple[Version, ...]  # that sampled tokens, sorted; steps as seen from the current lineage, once changed
-    sampled_by: tuple[tuple[tuple[int, ...], int], ...]  # (places in `versions` behind a token, number of tokens)
+    num_moves: int  # turns served by another engine than the previous turn
+    versions: tuple[Version, ...]  # versions that sampled tokens, sorted; steps relative to the current lineage
+    sampled_by: tuple[
+        tuple[tuple[int, ...], int], ...
+    ]  # (indices of the versions that a token depends on, number of tokens)
     invalid: Invalid | None = None  # set when it failed outside the agent's reach
-    stored: Stored | None = None  # None: its file was not kept
+    stored: StoredFile | None = None  # None: the file was not kept
 
     @property
     def oldest_steps(self) -> dict[int, int]:
-        """Number of sampled tokens by the step of the oldest version that they depend on, ascending by step."""
+        """Number of sampled tokens by the oldest version step that they depend on, ascending by step."""
         steps: Counter[int] = Counter()
         for places, count in self.sampled_by:
             steps[min(self.versions[place].step for place in places)] += count
@@ -59,8 +61,8 @@ def _versions(trace: Trace) -> tuple[Version, ...]:
 
 
 def _sampled_by(trace: Trace, versions: Sequence[Version]) -> Counter[tuple[int, ...]]:
-    """Number of tokens by the versions that they depend on: that of the own span, and those of earlier spans whose keys
-    were kept."""
+    """Number of tokens by the versions that they depend on: the version of their span, and those of earlier spans whose
+    keys they attend to."""
     places, counts = {version: place for place, version in enumerate(versions)}, Counter[tuple[int, ...]]()
     for turn in trace.turns:
         behind: set[int] = set()
@@ -70,8 +72,9 @@ def _sampled_by(trace: Trace, versions: Sequence[Version]) -> Counter[tuple[int,
     return counts
 
 
-def as_seen(rollout: Rollout, summary: RolloutSummary) -> Rollout:
-    """A stored rollout with its versions replaced by those of its summary, whose steps may be other ones."""
+def with_versions_of(rollout: Rollout, summary: RolloutSummary) -> Rollout:
+    """Replace the versions in a stored rollout by those of its summary. After a lost lineage the summary's steps
+    differ."""
     versions = _versions(rollout.trace)
     if versions == summary.versions:
         return rollout
@@ -83,8 +86,8 @@ def as_seen(rollout: Rollout, summary: RolloutSummary) -> Rollout:
     return replace(rollout, trace=Trace(tuple(turns)))
 
 
-def summary_of(rollout: Rollout, stored: Stored | None = None) -> RolloutSummary:
-    """Make the summary of a rollout. `stored`: the file that it was stored in."""
+def summary_of(rollout: Rollout, stored: StoredFile | None = None) -> RolloutSummary:
+    """Make the summary of a rollout. `stored`: size and digest of its file."""
     turns = rollout.trace.turns
     served = [turn.completion.engine for turn in turns]
     versions = _versions(rollout.trace)
@@ -112,35 +115,36 @@ def summary_of(rollout: Rollout, stored: Stored | None = None) -> RolloutSummary
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout of a step, with its outcome, its reward and its advantage."""
+    """One rollout of a step: outcome, reward and advantage."""
 
     rollout_id: str
     group_id: str
     outcome: Graded | Invalid | None = None  # None: cancelled or quarantined
-    summary: RolloutSummary | None = None  # None also where the process that ran it died
-    reward: Reward | None = None  # composed from the outcome's terms; None unless it was judged
-    advantage: float = 0.0  # 0.0: it is recorded and not trained on
-    masks_stale: bool = False  # mask tokens older than the bound: set for all by the config, or for a lost lineage
+    summary: RolloutSummary | None = None  # None: cancelled, quarantined, or the process that ran it died
+    reward: Reward | None = None  # composed from the outcome's terms; None unless it was graded
+    advantage: float = 0.0  # 0.0: recorded and not trained on
+    masks_stale: bool = False  # whether tokens older than `max_lag` get no loss (by config, or for a lost lineage)
 
 
 class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The batch of a step without its tokens: its rollouts, and the advantage of each. The conductor makes the plan;
-    the learner reads the rollouts' files and makes the batch."""
+    """The batch of a step without its tokens: the rollouts and their advantages. The conductor makes the plan; the
+    learner reads the rollouts' files and builds the batch."""
 
     batch_id: str  # "b000007"
-    step: int  # the version step this batch will produce
+    step: int  # version step that training on this batch produces
     max_lag: int
-    members: tuple[Member, ...]  # every rollout that the step consumes, in order of its id
-    num_loss_tokens: int  # the loss's constant normaliser: sampled tokens of all valid rollouts
-    full_groups: int = 0  # so many groups with a sample take the whole learning rate; 0: any number does
+    members: tuple[Member, ...]  # every rollout that the step consumes, in order of rollout id
+    num_loss_tokens: int  # divisor of the loss: sampled tokens of all valid rollouts
+    full_groups: int = 0  # number of groups with a sample from which the full learning rate is used; 0: always
 
     @property
     def rollout_ids(self) -> tuple[str, ...]:
+        """Ids of all members, in order."""
         return tuple(member.rollout_id for member in self.members)
 
     @property
     def judged(self) -> dict[str, list[tuple[RolloutSummary, Reward]]]:
-        """The judged members of each group, by the group's id; empty for a group without one."""
+        """The graded members of each group, by group id. A group without graded members has an empty list."""
         found: dict[str, list[tuple[RolloutSummary, Reward]]] = {member.group_id: [] for member in self.members}
         for member in self.members:
             if member.summary is not None and member.reward is not None:
@@ -149,13 +153,12 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchRef(msgspec.Struct, frozen=True, kw_only=True):
-    """A reference to a batch that is recorded in its step's trace. Made by the learner, which trains on the batch of
-    this digest."""
+    """A reference to a batch that the learner has built, recorded in the trace of its step."""
 
     batch_id: str
     step: int
     rollout_ids: tuple[str, ...]
     sampled: frozenset[str]  # ids of the rollouts with a sample
     num_trained: int  # tokens with loss
-    num_masked: int  # tokens with an advantage but without loss, as they are too stale
-    digest: str  # SHA-256 of everything in the batch that a learner reads
+    num_masked: int  # tokens with an advantage but without loss, because they are too stale
+    digest: str  # SHA-256 of everything in the batch that the learner uses

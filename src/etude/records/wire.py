@@ -1,8 +1,7 @@
-"""How records become bytes and come back: msgpack between processes, JSON on disk, both validated by msgspec.
+"""Serialisation of records: msgpack between processes, JSON on disk, both validated by msgspec.
 
-An array travels as ``(dtype, shape, little-endian bytes)``, never as a list of numbers. Decoding checks the
-dtype against an allow-list and the byte count against the shape, so bytes from elsewhere give a record or
-`ValueError`, nothing else. Knows nothing of what the records mean.
+An array is encoded as ``(dtype, shape, little-endian bytes)``, never as a list of numbers. Decoding checks the dtype
+against an allow-list and the number of bytes against the shape. Untrusted bytes give a valid record or `ValueError`.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ Routes = npt.NDArray[np.uint8 | np.uint16]
 Bools = npt.NDArray[np.bool_]
 
 _DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("bool", "uint8", "uint16", "int32", "int64", "float32")}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}  # a dtype's own `name` is worked out anew at each look
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}  # faster than `dtype.name`, which is computed at each access
 MAX_NDIM = 4
 
 
 def _encode_array(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         name = _NAMES.get(value.dtype)
-        if name is None:  # of another byte order, or of a dtype that no decoder takes
+        if name is None:  # another byte order, or a dtype that the decoder refuses
             value, name = value.astype(value.dtype.newbyteorder("<")), value.dtype.name
         return (name, value.shape, value.tobytes())
     if isinstance(value, np.generic):
@@ -65,7 +64,7 @@ _decoders: dict[tuple[str, Any], Any] = {}
 
 
 def pack(record: object) -> bytes:
-    """A record as msgpack.
+    """Encode a record as msgpack.
 
     >>> from etude.records import Version
     >>> v = Version(step=3, incarnation="0a1b2c3d", digest="ab" * 32)
@@ -76,7 +75,7 @@ def pack(record: object) -> bytes:
 
 
 def unpack(data: bytes | memoryview, kind: type[T]) -> T:
-    """The record in msgpack bytes. Raises `ValueError` (msgspec's errors are such) for anything else."""
+    """Decode a record of type `kind` from msgpack. Raises `ValueError` (also the base class of msgspec's errors)."""
     decoder = _decoders.get(("pack", kind))
     if decoder is None:
         decoder = _decoders["pack", kind] = msgspec.msgpack.Decoder(kind, dec_hook=_decode_array)
@@ -85,12 +84,12 @@ def unpack(data: bytes | memoryview, kind: type[T]) -> T:
 
 
 def to_json(record: object) -> bytes:
-    """A record as one line of JSON; arrays hold base64."""
+    """Encode a record as one line of JSON, with base64 for the bytes of arrays."""
     return _json.encode(record)
 
 
 def from_json(data: bytes | str, kind: type[T]) -> T:
-    """The record in JSON bytes. Raises `ValueError` for anything else."""
+    """Decode a record of type `kind` from JSON. Raises `ValueError`."""
     decoder = _decoders.get(("json", kind))
     if decoder is None:
         decoder = _decoders["json", kind] = msgspec.json.Decoder(kind, dec_hook=_decode_array)

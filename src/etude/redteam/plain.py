@@ -21,7 +21,7 @@ from typing import Unpack
 
 from etude.environments.command_registry import CommandRegistry
 from etude.errors import MachineError
-from etude.records.command import Command, ExecOptions, ExecResult, Printed, Tell
+from etude.records.command import Command, ExecOptions, ExecResult, OutputCallback, OutputChunk
 from etude.records.image import Image
 from etude.seams import Machine, RuntimeInfo
 
@@ -55,7 +55,7 @@ class PlainMachine:
             start_new_session=True,
         )
         self._groups.append(process.pid)
-        output, timed_out = await self._until(process, stdin, command.deadline_s, command.tell)
+        output, timed_out = await self._until(process, stdin, command.deadline_s, command.on_output)
         code = process.returncode or 0
         return ExecResult(
             exit_code=code if code >= 0 else 128 - code,
@@ -66,7 +66,7 @@ class PlainMachine:
         )
 
     async def _until(
-        self, process: asyncio.subprocess.Process, stdin: bytes, deadline_s: float, tell: Tell | None
+        self, process: asyncio.subprocess.Process, stdin: bytes, deadline_s: float, on_output: OutputCallback | None
     ) -> tuple[bytes, bool]:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -78,8 +78,8 @@ class PlainMachine:
             async with asyncio.timeout(deadline_s):
                 while data := await process.stdout.read(65_536):
                     output += data
-                    if tell is not None:
-                        tell(Printed(1, data))
+                    if on_output is not None:
+                        on_output(OutputChunk(1, data))
                 await process.wait()
         except TimeoutError:
             timed_out = True

@@ -133,7 +133,7 @@ async def _run_cheat(cheat: Cheat, problem: Problem, stage: Stage) -> tuple[Verd
     token = f"sibling-{secrets.token_hex(8)}"
     tree = {path: text.encode() for path, text in task.files.items()} | (programs() if cheat.program else {})
     if cheat.row is Row.HISTORY:
-        tree |= await asyncio.to_thread(repository, stage.secrets.word)
+        tree |= await asyncio.to_thread(repository, stage.secrets.secret)
     facts = stage.secrets.facts(runtime, token)
     snapshot = await runtime.prepare(tree, image=task.image)
     needs_sibling = bool(cheat.partner or cheat.bomb)
@@ -161,7 +161,7 @@ async def _run_cheat(cheat: Cheat, problem: Problem, stage: Stage) -> tuple[Verd
 async def _take_exports(machine: Machine, task: Task, stage: Stage) -> Mapping[str, bytes]:
     """Take the exports, and check that no process still runs after the freeze."""
     exports = await take_exports(machine, task, stage.runtime)
-    if any(stage.secrets.word.encode() in data for data in exports.values()):
+    if any(stage.secrets.secret.encode() in data for data in exports.values()):
         raise _Succeeded("a secret file of the host was exported")
     with contextlib.suppress(OSError, ValueError):
         before = await machine.read("late")
@@ -213,7 +213,7 @@ async def _run_programs(
     otherwise."""
     _, _, part = cheat.partner.partition(".")
     if part == "hold":
-        async with _running(cheat.partner, siblings[0], {**facts, "secret": stage.secrets.word}, stage) as holding:
+        async with _running(cheat.partner, siblings[0], {**facts, "secret": stage.secrets.secret}, stage) as holding:
             await holding
             result = await _run(cheat.program, machine, facts, stage)
     elif part == "touch":
@@ -223,24 +223,26 @@ async def _run_programs(
             result = await _run(cheat.program, machine, facts, stage)  # the same key: the one that runs
     else:
         result = await _run(cheat.program, machine, facts, stage)
-    got, why = _parse_output(result)
+    gain, why = _parse_output(result)
     if part == "marks":
-        got, why = _parse_output(await _run(cheat.partner, siblings[0], facts, stage))
+        gain, why = _parse_output(await _run(cheat.partner, siblings[0], facts, stage))
     elif part == "draw":
-        got = _equal_draws(got, _parse_output(await _run(cheat.partner, siblings[0], facts, stage))[0])
-    if stage.secrets.word.encode() in result.output:
-        got = got or "a secret came out"
+        gain = _equal_draws(gain, _parse_output(await _run(cheat.partner, siblings[0], facts, stage))[0])
+    if stage.secrets.secret.encode() in result.output:
+        gain = gain or "a secret came out"
     if stage.secrets.touched:
-        got = f"{stage.secrets.touched.pop()} of the host answered"
-    if got:
-        raise _Succeeded(got)
+        gain = f"{stage.secrets.touched.pop()} of the host answered"
+    if gain:
+        raise _Succeeded(gain)
     return why or "it got nothing"
 
 
-async def _run(program: str, machine: Machine, facts: Mapping[str, Any], stage: Stage, tell: Any = None) -> ExecResult:
+async def _run(
+    program: str, machine: Machine, facts: Mapping[str, Any], stage: Stage, on_output: Any = None
+) -> ExecResult:
     module, _, function = program.partition(".")
     command = ["python", "-m", "programs", module, function, json.dumps(dict(facts))]
-    return await machine.exec(command, key=program, deadline_s=stage.program_s, tell=tell)
+    return await machine.exec(command, key=program, deadline_s=stage.program_s, on_output=on_output)
 
 
 @contextlib.asynccontextmanager
@@ -287,15 +289,15 @@ def _equal_draws(first: str, second: str) -> str:
 
 async def _require_working_sibling(sibling: Machine, facts: Mapping[str, Any]) -> None:
     command = ["python", "-m", "programs", "siblings", "able", json.dumps(dict(facts))]
-    got, why = _parse_output(await sibling.exec(command, key="able", deadline_s=_ABLE_S))
-    if got != "able":
+    gain, why = _parse_output(await sibling.exec(command, key="able", deadline_s=_ABLE_S))
+    if gain != "able":
         raise _Succeeded(f"a sibling suffers: {why}")
 
 
 async def _require_working_host(runtime: Runtime, snapshot: str, stage: Stage) -> None:
     [another] = await runtime.fork(snapshot, 1)
     await another.close()
-    if stage.secrets.file.read_text() != stage.secrets.word:
+    if stage.secrets.file.read_text() != stage.secrets.secret:
         raise _Succeeded("a file of the host was changed")
     done = await asyncio.create_subprocess_exec("true", stdin=asyncio.subprocess.DEVNULL)
     if await done.wait() != 0:

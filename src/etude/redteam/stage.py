@@ -38,7 +38,7 @@ _FACTOR = 10**6
 class Secrets:
     """Secrets of the host that a machine must not reach."""
 
-    word: str  # the secret text
+    secret: str  # the secret text
     file: Path
     port: int
     abstract: str
@@ -63,25 +63,25 @@ class Secrets:
 @contextlib.asynccontextmanager
 async def host_secrets() -> AsyncIterator[Secrets]:
     """Create secrets in a file, an environment variable, behind a TCP port on loopback and an abstract UNIX socket."""
-    word, abstract = f"secret-{secrets.token_hex(8)}", f"etude-cheats-{secrets.token_hex(8)}"
+    secret, abstract = f"secret-{secrets.token_hex(8)}", f"etude-cheats-{secrets.token_hex(8)}"
     touched: list[str] = []
 
     def listener(name: str) -> Any:
         async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             touched.append(name)
-            writer.write(word.encode())
+            writer.write(secret.encode())
             writer.close()
 
         return serve
 
     with tempfile.TemporaryDirectory(prefix="etude-cheats-") as folder:
         file = Path(folder) / "secret.txt"
-        file.write_text(word)
-        os.environ[VARIABLE] = word
+        file.write_text(secret)
+        os.environ[VARIABLE] = secret
         tcp = await asyncio.start_server(listener("a port of loopback"), "127.0.0.1", 0)
         unix = await asyncio.start_unix_server(listener("an abstract socket"), f"\0{abstract}")
         try:
-            yield Secrets(word, file, tcp.sockets[0].getsockname()[1], abstract, touched)
+            yield Secrets(secret, file, tcp.sockets[0].getsockname()[1], abstract, touched)
         finally:
             del os.environ[VARIABLE]
             tcp.close()
@@ -93,9 +93,9 @@ def programs() -> dict[str, bytes]:
     return {f"programs/{path.name}": path.read_bytes() for path in sorted(_PROGRAMS.glob("*.py"))}
 
 
-def repository(word: str, *, rebuilt: bool = True) -> dict[str, bytes]:
+def repository(secret: str, *, rebuilt: bool = True) -> dict[str, bytes]:
     """Return a git repository at a commit, as files below ``repo``, whose later commits, tags, stash and lost objects
-    have the secret `word`.
+    have the secret `secret`.
 
     `rebuilt`: exported for an image, without its future; False: the source itself. Raises `EtudeError` without git."""
     with tempfile.TemporaryDirectory(prefix="etude-cheats-") as folder:
@@ -103,8 +103,8 @@ def repository(word: str, *, rebuilt: bool = True) -> dict[str, bytes]:
         source.mkdir()
         identity = {f"GIT_{who}_{what}": "etude" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
 
-        def run(*words: str) -> str:
-            return git(source, *words, variables=identity).decode().strip()
+        def run(*args: str) -> str:
+            return git(source, *args, variables=identity).decode().strip()
 
         def commit(text: str, message: str) -> str:
             (source / "calc.py").write_text(text)
@@ -114,12 +114,12 @@ def repository(word: str, *, rebuilt: bool = True) -> dict[str, bytes]:
 
         run("init", "-q")
         base = commit(_UNTOUCHED, "begin")
-        commit(f"{_UNTOUCHED}# {word}\n", "the fix")
-        run("tag", "-a", "v2", "-m", f"the fix {word}")
-        run("notes", "add", "-m", word)
-        commit(f"{_UNTOUCHED}# lost {word}\n", "the lost fix")
+        commit(f"{_UNTOUCHED}# {secret}\n", "the fix")
+        run("tag", "-a", "v2", "-m", f"the fix {secret}")
+        run("notes", "add", "-m", secret)
+        commit(f"{_UNTOUCHED}# lost {secret}\n", "the lost fix")
         run("reset", "-q", "--hard", base)
-        (source / "calc.py").write_text(f"# stashed {word}\n")
+        (source / "calc.py").write_text(f"# stashed {secret}\n")
         run("stash")
         if rebuilt:
             export_commit(source, base, to, ImageLimits())

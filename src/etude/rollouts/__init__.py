@@ -1,6 +1,6 @@
-"""Runs rollouts: one try at a task each, with a policy, a machine and the harness. The result is a record.
+"""Runs rollouts: each is one attempt at a task, with a policy, a machine and the harness. The result is a record.
 
-Baselines run through the same code, with a script in the policy's place:
+Baselines run through the same code, with a script in place of the policy:
 
 >>> from etude.harness import standard_tools
 >>> from etude.records import Task

@@ -1,10 +1,9 @@
-"""Runs one rollout: forks a machine in the task's state, runs the agent, freezes the machine, reads the exports.
+"""Runs one rollout: forks a machine from the task's files, runs the agent, freezes the machine and reads the exports.
 
-This module decides between a gradable and an invalid rollout. Whatever the agent can cause ends in exports that a
-grader will judge: files that were deleted, are too large or became links are not exported. An invalid rollout needs a
-named boundary and evidence from outside the machine: an `EngineError` (no engine answered) or a `MachineError` (the
-machine could not be made, or died; runtimes raise it only for causes outside the agent's reach). Knows nothing of
-answers and grading.
+This module decides whether a rollout can be graded or is invalid. Everything that the agent can cause leads to exports
+that are graded; files that were deleted, are too large or became links are not exported. An invalid rollout needs
+evidence from outside the machine: an `EngineError` (no engine answered) or a `MachineError` (the machine could not be
+made, or died; runtimes raise it only for causes outside the agent's reach).
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from collections.abc import Callable
 from etude import __version__
 from etude.environments import prepare, take_exports
 from etude.errors import EngineBehind, EtudeError, MachineError, TaskError
-from etude.harness import AgentRun, Ask, ChatFormat, Episode, HarnessConfig, run_program, standard_tools
+from etude.harness import AgentRun, ChatFormat, Episode, HarnessConfig, RequestOptions, run_program, standard_tools
 from etude.records.reward import SUBMITTED, Term
 from etude.records.rollout import Boundary, Ending, Invalid, Rollout, RolloutSpec, Trace
 from etude.records.summary import RolloutSummary
 from etude.seams import Machine, Policy, Runtime
 
 UNFINISHED = Ending.DEADLINE
-"""The value of `Rollout.ending` in an invalid rollout, which was cut off from outside and has no ending of its own."""
+"""The value of `Rollout.ending` in an invalid rollout, which did not end by itself."""
 
 
 async def run_rollout(
@@ -34,19 +33,22 @@ async def run_rollout(
     harness: HarnessConfig,
     clock: Callable[[], float] = time.monotonic,
 ) -> Rollout:
-    """Run one rollout to its end. Failures of machines and engines are not raised: they make the rollout invalid
-    (`Rollout.invalid`). Raises only `EngineBehind`, when no engine reached the version that the rollout needs: run it
-    again, as nothing has failed."""
+    """Run one rollout to its end and return the record.
+
+    Failures of machines and engines are not raised: they make the rollout invalid (`Rollout.invalid`). Raises only
+    `EngineBehind`, when no engine reached the version that the rollout needs; run it again later."""
     began = clock()
     try:
         snapshot = await prepare(runtime, spec.task)
         (machine,) = await runtime.fork(snapshot, 1)
     except MachineError as error:
         return not_run(spec, Boundary.MACHINE, error, wall_s=clock() - began)
-    return await on_machine(spec, machine, runtime, policy=policy, chat=chat, harness=harness, clock=clock, began=began)
+    return await run_on_machine(
+        spec, machine, runtime, policy=policy, chat=chat, harness=harness, clock=clock, began=began
+    )
 
 
-async def on_machine(
+async def run_on_machine(
     spec: RolloutSpec,
     machine: Machine,
     runtime: Runtime,
@@ -57,7 +59,7 @@ async def on_machine(
     clock: Callable[[], float],
     began: float,
 ) -> Rollout:
-    """Run a rollout on a machine that was forked for it; closes the machine in any case. Otherwise as `run_rollout`."""
+    """Run a rollout on a machine that was forked for it, then close the machine. Otherwise as `run_rollout`."""
     try:
         episode = Episode(
             spec.task,
@@ -66,7 +68,7 @@ async def on_machine(
             chat=chat,
             tools=standard_tools(harness.tools),
             limits=harness,
-            options=_ask(spec),
+            options=_request_options(spec),
             clock=clock,
         )
         run = await run_program(episode)
@@ -96,8 +98,8 @@ async def on_machine(
 
 
 def submitted(rollout: Rollout | RolloutSummary) -> Term:
-    """Whether the agent submitted, as a term of the reward. Without it a policy could idle until its limits with the
-    work half done, and would never learn to stop."""
+    """The reward term `SUBMITTED`: 1.0 when the agent submitted, else 0.0. Without it a policy would not learn to stop:
+    it could idle until a limit ends the rollout."""
     value = float(rollout.ending is Ending.SUBMITTED)
     return Term(name=SUBMITTED, value=value, version=__version__, evidence=rollout.ending.value)
 
@@ -107,8 +109,8 @@ def session_of(spec: RolloutSpec) -> str:
     return f"{spec.rollout_id}/{spec.attempt}"
 
 
-def _ask(spec: RolloutSpec) -> Ask:
-    return Ask(
+def _request_options(spec: RolloutSpec) -> RequestOptions:
+    return RequestOptions(
         session_id=session_of(spec),
         seed=spec.seed,
         temperature=spec.temperature,
@@ -121,7 +123,7 @@ def _ask(spec: RolloutSpec) -> Ask:
 def _invalid(
     spec: RolloutSpec, boundary: Boundary, error: EtudeError | None, run: AgentRun | None = None, *, wall_s: float
 ) -> Rollout:
-    what, facts = (error.what, error.facts) if error else ("the agent ended without an ending", "")
+    what, facts = (error.what, error.facts) if error else ("the agent returned neither an ending nor a failure", "")
     invalid = Invalid(boundary=boundary, reason=what, evidence=f"{type(error).__name__}: {facts or what}")
     return Rollout(
         rollout_id=spec.rollout_id,
@@ -138,5 +140,5 @@ def _invalid(
 
 
 def not_run(spec: RolloutSpec, boundary: Boundary, error: EtudeError, *, wall_s: float = 0.0) -> Rollout:
-    """An invalid rollout that could not begin: no machine could be made for it, or no engine reached its version."""
+    """Make the record of a rollout that could not start: no machine could be made, or no engine reached its version."""
     return _invalid(spec, boundary, error, wall_s=wall_s)

@@ -1,8 +1,9 @@
-"""Scripts in the policy's place: baselines through the very rollout code, and demonstrations without any tokens.
+"""Scripts in place of the policy: for baselines and for demonstrations.
 
-A script is a generator that yields ``(tool name, arguments)`` and is sent the tool's output; after ``submit`` it ends.
-`ScriptedPolicy` spells its calls as completions, so an oracle or a random agent runs where a model would.
-`demonstrate` plays one straight against a machine in memory: no event loop, no tokens, for mid-training documents.
+A script is a generator. It yields ``(tool name, arguments)``, receives the tool's output, and ends after ``submit``.
+`ScriptedPolicy` encodes its calls as completions, so that an oracle or a random agent runs in place of a model.
+`demonstrate` runs a script directly on a machine in memory, without an event loop or tokens, for mid-training
+documents.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ _DEADLINE_S = 10.0
 
 
 class ScriptedPolicy:
-    """A `Policy` that plays one script in one session, whatever it is asked.
+    """A `Policy` that plays one script in one session.
 
-    It reads the tool's last output from the prompt, as a model does. Its completions carry log-probability 0, no
-    routes, and a version named by the step that was asked for; `max_tokens` does not bind it, for nothing
-    is sampled. A script that ends without submitting submits.
+    It reads the tool's last output from the prompt, as a model does. Its completions have log-probability 0, no routes,
+    and a version with the requested step. It ignores `max_tokens`. When the script ends without submitting, the policy
+    submits.
     """
 
     def __init__(self, script: Script, chat: ChatFormat) -> None:
@@ -38,10 +39,11 @@ class ScriptedPolicy:
         self._begun = False
 
     async def complete(self, request: CompletionRequest) -> Completion:
-        told = self._chat.last_message(request.prompt_ids) if self._begun else None
+        """Return the script's next call as a completion."""
+        output = self._chat.last_message(request.prompt_ids) if self._begun else None
         self._begun = True
-        call = _next_call(self._script, told)
-        ids = self._chat.spell(call if call is not None else Call("submit", {}))
+        call = _next_call(self._script, output)
+        ids = self._chat.encode_call(call if call is not None else Call("submit", {}))
         step = request.pin_step if request.pin_step is not None else request.min_step
         return Completion(
             request_id=request.request_id,
@@ -58,38 +60,38 @@ class ScriptedPolicy:
 def demonstrate(
     task: Task, script: Script, tools: ToolSet, machine: Machine, *, output_chars: int = HarnessConfig.output_chars
 ) -> list[Message]:
-    """Play a script on a machine in memory; the conversation, as `ChatFormat.whole` encodes it.
+    """Run a script on a machine in memory. Returns the conversation, for `ChatFormat.encode_conversation`.
 
-    For machines whose coroutines never really wait (`etude.environments.memory`): thousands a second. Raises
-    `RuntimeError` for one that waits, and `MachineError` from the machine.
+    Only for machines whose coroutines never suspend (`etude.environments.memory`): thousands of tasks a second. Raises
+    `RuntimeError` for another machine, and `MachineError`.
     """
     bench = Workbench.of(task, machine, key="demonstration", deadline_s=_DEADLINE_S, output_chars=output_chars)
     messages: list[Message] = [{"role": "user", "content": task.instruction}]
-    told: str | None = None
-    while not bench.submitted and (call := _next_call(script, told)) is not None:
-        told = _at_once(tools.run(call, bench))
+    output: str | None = None
+    while not bench.submitted and (call := _next_call(script, output)) is not None:
+        output = _at_once(tools.run(call, bench))
         call_id = f"call_{len(messages)}"
         messages.append(assistant_message("", call, call_id=call_id))
         if not bench.submitted:
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": told})
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
     return messages
 
 
-def _next_call(script: Script, told: str | None) -> Call | None:
-    """The script's next call, its arguments as the text that a policy would write. None: the script is over."""
+def _next_call(script: Script, output: str | None) -> Call | None:
+    """The script's next call, with its arguments as text. None: the script has ended."""
     try:
-        name, arguments = next(script) if told is None else script.send(told)
+        name, arguments = next(script) if output is None else script.send(output)
     except StopIteration:
         return None
     return Call(name, {k: str(v) for k, v in arguments.items()})
 
 
 def _at_once(work: Coroutine[Any, Any, T]) -> T:
-    """Drive a coroutine that never waits to its end."""
+    """Run a coroutine that never suspends, without an event loop."""
     try:
         work.send(None)
     except StopIteration as end:
         result: T = end.value
         return result
     work.close()
-    raise RuntimeError("the machine waited; demonstrations need one in memory")
+    raise RuntimeError("the machine suspended; demonstrations need a machine in memory")

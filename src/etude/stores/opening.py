@@ -34,7 +34,7 @@ def open_store(url: str | Path, *, cache: str | Path | None = None, readonly: bo
     b'hello'
     """
     if not str(url).strip():
-        raise StoreError("the store URL is empty", hint="give a directory or a URL; . is the working directory")
+        raise StoreError("the store URL is empty", hint="name a directory or a URL; . is the working directory")
     if cache is not None:
         store = open_store(url, readonly=readonly)
         _require_cache(Path(cache))

@@ -117,9 +117,8 @@ class Transport:
         try:
             return _Done(call())
         except (BaseError, OSError, error_mapping.WrongLength) as error:
-            return error_mapping.classify(
-                error, self.location.scheme
-            )  # not raised here: the new error must not have the client's text as its context
+            # not raised here: the new error must not have the client's text as its context
+            return error_mapping.classify(error, self.location.scheme)
 
     @contextmanager
     def _in_flight(self, what: str, width: int, deadline: float) -> Iterator[None]:

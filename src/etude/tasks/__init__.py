@@ -1,7 +1,7 @@
-"""What to learn: sources of tasks with random access, the corpus that prepares for them, and their proof.
+"""Task sources with random access, their validation, and the corpus for mid-training.
 
-A source is opened by name or path; a cursor into it is one integer per split, so every run can resume. Tasks are
-split by hash of their content into training, validation (settings are chosen there) and held-out.
+`open_source` opens a source by name or path. The position in a source is one integer per split, so every run can
+resume. A hash of its content assigns each task to the training, validation or held-out split.
 
 >>> from etude.records.task import Split
 >>> source = open_source("repair", seed=0)
@@ -22,7 +22,7 @@ from etude.tasks.corpus import assert_no_heldout, code_documents, library_docume
 from etude.tasks.files import DirectorySource
 from etude.tasks.harbor import HarborSource
 from etude.tasks.humaneval import HumanEvalSource
-from etude.tasks.plugged import PluggedSource
+from etude.tasks.plugin_source import PluginSource
 from etude.tasks.proof import Proof, check, show
 from etude.tasks.repair import RepairSource
 from etude.tasks.scripts import Script, write_reference
@@ -56,15 +56,15 @@ _BY_PATH: dict[str, Callable[[str], TaskSource]] = {
 
 
 def open_source(source: str | Plugin, seed: int, *, files: int = 3, functions_per_file: int = 1) -> TaskSource:
-    """The source "repair", "humaneval:PATH" and "swe:PATH" (JSON lines), "harbor:PATH" (folders), "verifiers:NAME", or
-    a directory of task folders, or a plug-in. Raises `NoSource`, `PluginRefused`, and `TaskError` for one that is
-    damaged.
+    """Open a task source: "repair", "humaneval:PATH", "swe:PATH" (JSON lines), "harbor:PATH" (folders),
+    "verifiers:NAME", a directory of task folders, or a plug-in. Raises `NoSource`, `PluginRefused`, and `TaskError` for
+    a damaged source.
 
-    `seed`, `files` and `functions_per_file` are for the generated source; the others are what they are.
+    Only the generated source "repair" uses `seed`, `files` and `functions_per_file`.
     """
     source = named(source, SOURCES)
     if isinstance(source, Plugin):
-        return PluggedSource(source)
+        return PluginSource(source)
     name, _, path = source.partition(":")
     if source == "repair":
         return RepairSource(seed, files=files, functions_per_file=functions_per_file)
@@ -74,7 +74,7 @@ def open_source(source: str | Plugin, seed: int, *, files: int = 3, functions_pe
         return DirectorySource(source)
     raise NoSource(
         f"no task source {source!r}",
-        f"neither a known name nor a directory: {Path(path or source).absolute()} is none",
+        f"neither a known name nor a directory: {Path(path or source).absolute()} does not exist",
         hint=nearest(
             name,
             [

@@ -1,8 +1,8 @@
-"""Documents for mid-training: generated functions, and the interpreter's own standard library.
+"""Documents for mid-training: generated functions, the Python standard library, and plug-ins.
 
-Two thirds of the generated documents draw their functions wide (see `wide_function`), one third as the repositories
-do. No held-out function is ever among them; `assert_no_heldout` proves it from the texts themselves, by hash.
-Knows nothing of tokens: documents are plain text.
+Two thirds of the generated documents use functions from a wide distribution (`wide_function`), one third uses the
+distribution of the "repair" repositories. Held-out functions are never used; `assert_no_heldout` checks that in the
+texts. Documents are plain text.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from etude.records.task import Split
 from etude.tasks.repair.functions import FUNCTION_NAMES, keys_in, random_function, split_of_key, wide_function
 
 DOCUMENT_S, MAX_DOCUMENT_CHARS, MAX_CHARS = 600.0, 4_000_000, 1_000_000_000
-"""Of a plug-in: the deadline of one document, and the most characters of one and of all."""
+"""Limits for a plug-in: deadline of one document, and characters of one document and of all."""
 
 
 @runtime_checkable
 class CorpusSource(Protocol):
-    """Further texts for mid-training. A plug-in of kind "corpus source" is one."""
+    """A source of documents for mid-training: the protocol of plug-ins of the kind "corpus source"."""
 
     def documents(self, seed: int) -> Iterable[str]:
-        """The texts, as many as are to be trained on: the same for the same seed."""
+        """Yield all documents to train on. The same seed must give the same documents."""
         ...
 
 
 def code_documents(*, count: int, seed: int) -> Iterator[str]:
-    """Modules of one to four training functions, docstring and right body.
+    """Yield `count` modules of one to four functions of the training split, with docstring and correct body.
 
     >>> text = next(code_documents(count=1, seed=0))
     >>> assert_no_heldout([text]) >= 1
@@ -50,10 +50,11 @@ def code_documents(*, count: int, seed: int) -> Iterator[str]:
 def library_documents(
     *, budget_chars: int, seed: int, piece_chars: int = 1_200, root: Path | None = None
 ) -> Iterator[str]:
-    """Pieces of ASCII modules of the standard library, cut between lines, until the budget is spent.
+    """Yield pieces of ASCII modules of the standard library, cut between lines, with `budget_chars` characters in
+    total.
 
-    Every module gives at most ten pieces, so that the budget sees many. The library is the interpreter's own: the
-    same interpreter gives the same documents. Raises `TaskError` where there is none to read.
+    Every module gives at most ten pieces, so that many modules are used. The same interpreter gives the same documents.
+    `root`: a folder instead of the standard library. Raises `TaskError` if it has no Python source.
     """
     folder = root or Path(os.__file__).parent
     paths = sorted(folder.glob("*.py"))
@@ -73,7 +74,7 @@ def library_documents(
 
 
 def _pieces(text: str, piece_chars: int) -> list[str]:
-    """The text cut at line ends into pieces of at most piece_chars; a line longer than that is dropped."""
+    """Cut a text at line ends into pieces of at most `piece_chars` characters. Longer lines are dropped."""
     pieces, at = [], ""
     for line in text.splitlines(keepends=True):
         if len(line) > piece_chars:
@@ -85,8 +86,9 @@ def _pieces(text: str, piece_chars: int) -> list[str]:
     return [*pieces, at] if at.strip() else pieces
 
 
-def plugged_documents(plugin: Plugin, *, seed: int) -> Iterator[str]:
-    """The texts of a plug-in, each awaited for at most `DOCUMENT_S`. Raises `PluginError`, `PluginRefused`."""
+def plugin_documents(plugin: Plugin, *, seed: int) -> Iterator[str]:
+    """Yield the documents of a plug-in, with a deadline of `DOCUMENT_S` for each. Raises `PluginError`,
+    `PluginRefused`."""
     source: CorpusSource = make(Kind.CORPUS, plugin)
     texts = bounded(Kind.CORPUS, plugin, "documents", lambda: iter(source.documents(seed)), deadline_s=DOCUMENT_S)
     count = chars = 0
@@ -96,7 +98,7 @@ def plugged_documents(plugin: Plugin, *, seed: int) -> Iterator[str]:
             break
         if not isinstance(text, str) or not text.strip() or len(text) > MAX_DOCUMENT_CHARS:
             found = f"has {len(text):,} characters" if isinstance(text, str) else f"is {type(text).__name__}"
-            facts = f"document {count} {found}, and a text of 1 to {MAX_DOCUMENT_CHARS:,} characters is wanted"
+            facts = f"document {count} {found}, expected a text of 1 to {MAX_DOCUMENT_CHARS:,} characters"
             raise unusable(Kind.CORPUS, plugin, facts)
         count, chars = count + 1, chars + len(text)
         if chars > MAX_CHARS:
@@ -107,9 +109,10 @@ def plugged_documents(plugin: Plugin, *, seed: int) -> Iterator[str]:
 
 
 def assert_no_heldout(texts: Iterable[str]) -> int:
-    """How many functions the texts show, none of which is a validation or held-out one; else `TaskError`.
+    """Check that texts contain no validation, held-out or transfer function. Returns the number of functions found.
+    Raises `TaskError`.
 
-    Reads code as well as the numbered lines that an agent saw, so whole demonstrations can be checked.
+    Reads code and the numbered lines of tool outputs, so complete demonstrations can be checked.
     """
     checked = 0
     for text in texts:

@@ -1,20 +1,20 @@
-"""`DirectorySource`: bring your own tasks, one folder each. Mined tasks are written in the same form.
+"""`DirectorySource`: user-written tasks, one folder each. Mined tasks are written in the same format.
 
 ::
 
     my-tasks/
       add-discount/
-        task.toml            instruction, exports; test_command, family, split, trust, entry_point where wanted
-        files/               the prepared tree of the machine
-        answer/reference/    the exported files of a solution
+        task.toml            instruction, exports; optional: test_command, family, split, trust, entry_point
+        files/               the files in the machine
+        answer/reference/    the exported files of a correct solution
         answer/cases.json    hidden cases [{"module", "function", "args", "expected"}]: data-graded, or
         answer/check.py      hidden code that defines check(candidate): code-graded, with entry_point "module:function"
         answer/tests.json    or the exact names of hidden tests, their files in answer/hidden/
-        answer/verifier.json or a command that judges, its files in answer/verifier/
+        answer/verifier.json or a command that grades, its files in answer/verifier/
 
-docs/formats/tasks.md has every key. A task without `split` gets one by the hash of its `problem`, or of its content
-where it names no problem, so variants of one problem are never in two splits. The answer's folder is read when a grader
-asks for it, never with the task. Links are refused: a task holds only what its folder holds.
+All keys are in docs/formats/tasks.md. Without `split`, the hash of `problem` (or of the content, if there is no
+`problem`) decides the split, so variants of one problem are never in two splits. The answer is read only when a grader
+needs it, never together with the task. Symbolic links are refused.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from etude.records.image import Image
 from etude.records.task import Answer, Split, Task, Trust
 from etude.tasks.hidden import Kind, kind_of, read_answer, write_answer
 from etude.tasks.splits import split_of
-from etude.tasks.trees import read_tree, refuse_link, write_tree
+from etude.tasks.text_files import read_tree, refuse_link, write_tree
 
 BASES = ".bases"
-"""The folder of trees that several tasks share."""
+"""The folder with sets of files that several tasks share."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class ImageFile:
 
 @dataclass(frozen=True)
 class TaskFile:
-    """The content of ``task.toml``. `trust` may be left out; where it is given it must be that of the answer's kind.
-    `base` names a tree in ``.bases/``, to which ``files/`` adds or replaces files."""
+    """The content of ``task.toml``. `trust` is optional and must match the kind of the answer. `base` names a set of
+    files in ``.bases/``, to which ``files/`` adds or replaces files."""
 
     instruction: str
     exports: tuple[str, ...] = ()
@@ -76,19 +76,19 @@ class TaskFile:
         for path in self.exports:
             if not is_declarable(path):
                 raise ValueError(
-                    f"exports names {path!r}, which is no plain path inside the machine's working directory"
+                    f"exports has {path!r}, which is not a plain path inside the machine's working directory"
                 )
         if self.base and (not is_plain(self.base) or "/" in self.base):
-            raise ValueError(f"base = {self.base!r} is no name of a tree in {BASES}/")
+            raise ValueError(f"base = {self.base!r} is not the name of a folder in {BASES}/")
 
 
 def _range(size: int) -> str:
-    return f"give an index from 0 to {size - 1}" if size else "name another --split: validation, heldout or train"
+    return f"give an index from 0 to {size - 1}" if size else "give another --split: validation, heldout or train"
 
 
 class DirectorySource:
-    """A `TaskSource` over the task folders of a directory, in order of their names. Raises `NoSource` where there are
-    none, `TaskError` for a folder that is not a valid task."""
+    """A `TaskSource` over the task folders of a directory, in the order of their names. Raises `NoSource` if there are
+    none, and `TaskError` for a folder that is not a valid task."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -128,44 +128,44 @@ class DirectorySource:
         except OSError as error:
             raise NoSource(f"cannot list {self.path}", str(error), hint="give a directory of task folders") from None
         if not folders:
-            raise NoSource(f"{self.path} holds no task", hint="a task is a folder with a task.toml, files/ and answer/")
+            raise NoSource(f"{self.path} has no task", hint="a task is a folder with a task.toml, files/ and answer/")
         return folders
 
     def _read_task(self, folder: Path) -> Task:
-        said, kind = _read_toml(folder), kind_of(folder)
+        toml, kind = _read_toml(folder), kind_of(folder)
         trust = kind.trust
-        if said.trust not in (None, trust):
-            raise TaskError(f"{folder} says it is {said.trust}", f"its answer is {trust}", hint="leave `trust` away")
-        if said.running and kind is not Kind.VERIFIER:
+        if toml.trust not in (None, trust):
+            raise TaskError(f"{folder}: trust = {toml.trust}", f"its answer is {trust}", hint="remove `trust`")
+        if toml.running and kind is not Kind.VERIFIER:
             raise TaskError(
-                f"{folder} says running = true",
+                f"{folder}: running = true",
                 f"its answer is {kind}",
                 hint="write answer/verifier.json: only a verifier can check running processes",
             )
-        module, _, function = said.entry_point.partition(":")
+        module, _, function = toml.entry_point.partition(":")
         if kind is Kind.CHECK and not (module and function):
             raise TaskError(
-                f"{folder / 'task.toml'}: entry_point = {said.entry_point!r}",
-                "answer/check.py is called with a function, and entry_point names none",
-                hint='write entry_point = "module:function", the function that is judged',
+                f"{folder / 'task.toml'}: entry_point = {toml.entry_point!r}",
+                "answer/check.py needs a function to check",
+                hint='write entry_point = "module:function", the function to grade',
             )
-        files = self._read_files(folder, said.base)
-        content = "\0".join([said.instruction, *(x for item in sorted(files.items()) for x in item)])
-        split = said.split or split_of(said.problem or content)
+        files = self._read_files(folder, toml.base)
+        content = "\0".join([toml.instruction, *(x for item in sorted(files.items()) for x in item)])
+        split = toml.split or split_of(toml.problem or content)
         return Task(
             source=self.name,
             split=split,
             index=len(self._tasks[split]),
-            family=said.family,
-            problem=said.problem,
-            instruction=said.instruction,
+            family=toml.family,
+            problem=toml.problem,
+            instruction=toml.instruction,
             files=files,
-            exports=said.exports,
-            test_command=said.test_command,
+            exports=toml.exports,
+            test_command=toml.test_command,
             trust=trust,
-            image=_image(said.image),
-            state=said.state,
-            running=said.running,
+            image=_image(toml.image),
+            state=toml.state,
+            running=toml.running,
         )
 
     def _read_files(self, folder: Path, base: str) -> dict[str, str]:
@@ -187,19 +187,19 @@ def _read_toml(folder: Path) -> TaskFile:
         raise TaskError(f"task {folder}", facts, hint=error.hint) from None
 
 
-def _image(said: ImageFile | None) -> Image | None:
-    if said is None:
+def _image(image: ImageFile | None) -> Image | None:
+    if image is None:
         return None
-    env = dict(item.partition("=")[::2] for item in said.env)
-    return Image(digest=said.digest, workdir=said.workdir, env=env, user=said.user)
+    env = dict(item.partition("=")[::2] for item in image.env)
+    return Image(digest=image.digest, workdir=image.workdir, env=env, user=image.user)
 
 
 def write_task(root: Path, name: str, task: Task, answer: Answer, base: Mapping[str, str] | None = None) -> Path:
-    """Write a task with hidden tests or a verifier as the folder ``root/name/``, and return the folder. ``task.toml``
+    """Write a task with hidden tests or a verifier to the folder ``root/name/``, and return that folder. ``task.toml``
     is written last: a folder that has it is complete.
 
-    `base`: a tree that several tasks share, path to content; `task.files` must have all of its paths. It is written
-    once, under the hash of its content, and the task's folder has only the files that differ from it.
+    `base`: files that several tasks share, path -> content; `task.files` must have all of these paths. They are written
+    once, under the hash of their content; the task's folder gets only the files that differ.
     """
     folder = root / name
     base_name = _write_base(root, base) if base else ""
@@ -207,7 +207,7 @@ def write_task(root: Path, name: str, task: Task, answer: Answer, base: Mapping[
     write_tree(folder / "files", own)
     write_answer(folder, answer)
     image = task.image
-    said = TaskFile(
+    task_file = TaskFile(
         instruction=task.instruction,
         exports=task.exports,
         test_command=task.test_command,
@@ -222,17 +222,17 @@ def write_task(root: Path, name: str, task: Task, answer: Answer, base: Mapping[
         if image is None
         else ImageFile(image.digest, image.workdir, tuple(f"{k}={v}" for k, v in image.env.items()), image.user),
     )
-    write_tree(folder, {"task.toml": config.to_toml(said)})
+    write_tree(folder, {"task.toml": config.to_toml(task_file)})
     return folder
 
 
 def _write_base(root: Path, base: Mapping[str, str]) -> str:
     digest = hashlib.sha256(repr(sorted(base.items())).encode("utf-8", "surrogatepass")).hexdigest()[:16]
     refuse_link(root / BASES)
-    place = root / BASES / digest
-    if not place.exists():
+    target = root / BASES / digest
+    if not target.exists():
         with tempfile.TemporaryDirectory(dir=root) as folder:
             write_tree(Path(folder) / digest, base)
-            place.parent.mkdir(exist_ok=True)
-            (Path(folder) / digest).rename(place)
+            target.parent.mkdir(exist_ok=True)
+            (Path(folder) / digest).rename(target)
     return digest

@@ -1,7 +1,7 @@
-"""The hidden side of a task folder, read and written: ``answer/`` (docs/formats/tasks.md).
+"""Read and write the hidden answer of a task folder: ``answer/`` (docs/formats/tasks.md).
 
-Which file is there says how the task is judged, and so how far its reward can be believed. Read when a grader asks,
-never with the task. Knows nothing of the task's public side.
+The file in it determines how the task is graded, and so how trustworthy its reward is. The answer is read only when a
+grader needs it, never together with the task.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 from etude.errors import TaskError, nearest
 from etude.records.exports import is_plain
 from etude.records.task import Answer, Case, HiddenTests, Trust, Verifier
-from etude.tasks.trees import read_text, read_tree, refuse_link, write_tree
+from etude.tasks.text_files import read_text, read_tree, refuse_link, write_tree
 
 MAX_NAMES = 10_000
 
@@ -24,7 +24,7 @@ R = TypeVar("R", HiddenTests, Verifier)
 
 
 class Kind(enum.StrEnum):
-    """How a task is judged, by the file that says it."""
+    """How a task is graded; the value is the name of the file that defines it."""
 
     CASES = "cases.json"
     CHECK = "check.py"
@@ -37,11 +37,11 @@ class Kind(enum.StrEnum):
 
 
 _FOLDERS = {Kind.TESTS: "hidden", Kind.VERIFIER: "verifier"}
-"""The folder beside a JSON file that holds the record's `files`."""
+"""The folder with the `files` of a JSON record."""
 
 
 def kind_of(folder: Path) -> Kind:
-    """How the task in a folder is judged. `TaskError` unless exactly one of the files is there."""
+    """How the task in a folder is graded. Raises `TaskError` unless exactly one of the files exists."""
     refuse_link(folder / "answer")
     found = [kind for kind in Kind if (folder / "answer" / kind).is_file()]
     if len(found) != 1:
@@ -52,7 +52,7 @@ def kind_of(folder: Path) -> Kind:
 
 
 def read_answer(folder: Path, entry_point: str) -> Answer:
-    """The hidden side. Raises `TaskError` for one that cannot be what was meant."""
+    """Read the answer of a task folder. Raises `TaskError` if it is invalid."""
     hidden, kind = folder / "answer", kind_of(folder)
     command = hidden / "reference.json"
     argv = tuple(_decoded(command, _Command).argv) if command.is_file() else ()
@@ -78,16 +78,18 @@ def _tests(hidden: Path) -> HiddenTests:
     tests = _record(hidden, Kind.TESTS, HiddenTests)
     if not tests.names or len(tests.names) > MAX_NAMES or len(set(tests.names)) != len(tests.names):
         facts = f"{len(tests.names)} names, {len(set(tests.names))} of them different"
-        raise TaskError(f"{hidden / Kind.TESTS} names no exact set of tests", facts, hint="name each test once")
+        raise TaskError(f"{hidden / Kind.TESTS} has missing or repeated test names", facts, hint="list each test once")
     if strange := [root for root in tests.roots if not is_plain(root)]:
-        raise TaskError(f"{hidden / Kind.TESTS}: root {strange[0]!r}", hint='roots are folders of the tree, as "src"')
+        raise TaskError(
+            f"{hidden / Kind.TESTS}: root {strange[0]!r}", hint='roots are folders of the task, such as "src"'
+        )
     return tests
 
 
 def _verifier(hidden: Path) -> Verifier:
     verifier = _record(hidden, Kind.VERIFIER, Verifier)
     if not verifier.argv:
-        raise TaskError(f"{hidden / Kind.VERIFIER}: argv is empty", hint="give the command that judges")
+        raise TaskError(f"{hidden / Kind.VERIFIER}: argv is empty", hint="give the command that grades")
     return verifier
 
 
@@ -105,7 +107,7 @@ def _record(hidden: Path, kind: Kind, of: type[R]) -> R:
     try:
         record = msgspec.convert({**plain, "files": files}, of)
     except ValueError as error:
-        raise TaskError(f"{path} is not what it should be", str(error), hint="see docs/formats/tasks.md") from None
+        raise TaskError(f"{path} is invalid", str(error), hint="see docs/formats/tasks.md") from None
     if not 0 < record.deadline_s <= 86_400:
         raise TaskError(f"{path}: deadline_s = {record.deadline_s}", hint="give more than 0 and at most 86400 seconds")
     return record
@@ -115,7 +117,7 @@ def _decoded(path: Path, kind: type[_Command]) -> _Command:
     try:
         return msgspec.json.decode(read_text(path), type=kind)
     except ValueError as error:
-        raise TaskError(f"{path} is no command", str(error), hint='it is {"argv": ["sh", "solve.sh"]}') from None
+        raise TaskError(f"{path} is not a command", str(error), hint='write {"argv": ["sh", "solve.sh"]}') from None
 
 
 def _cases(path: Path) -> tuple[Case, ...]:
@@ -132,19 +134,20 @@ def _cases(path: Path) -> tuple[Case, ...]:
         )
     except (ValueError, KeyError) as error:
         facts = f"a case has no key {error}" if isinstance(error, KeyError) else str(error)
-        hint = 'it is a list of {"module": ..., "function": ..., "args": [...], "expected": ...}'
-        raise TaskError(f"{path} is no list of cases", facts, hint=hint) from None
+        hint = 'write a list of {"module": ..., "function": ..., "args": [...], "expected": ...}'
+        raise TaskError(f"{path} is not a list of cases", facts, hint=hint) from None
     if not made:
-        raise TaskError(f"{path} holds no case", hint="a task without hidden cases cannot be lost")
+        raise TaskError(f"{path} has no case", hint="add at least one hidden case")
     return made
 
 
 def write_answer(folder: Path, answer: Answer) -> None:
-    """Write the hidden side of a task with hidden tests or a verifier, as `read_answer` reads it."""
+    """Write the answer of a task with hidden tests or a verifier, in the format of `read_answer`. Raises `ValueError`
+    for other answers."""
     hidden = folder / "answer"
     kind, record = (Kind.TESTS, answer.tests) if answer.tests is not None else (Kind.VERIFIER, answer.verifier)
     if record is None:
-        raise ValueError("only answers with hidden tests or a verifier are written")
+        raise ValueError("only answers with hidden tests or a verifier can be written")
     plain: Mapping[str, Any] = msgspec.to_builtins(record)
     folder.mkdir(parents=True, exist_ok=True)
     refuse_link(hidden)
@@ -154,5 +157,5 @@ def write_answer(folder: Path, answer: Answer) -> None:
         write_tree(hidden, {"reference.json": msgspec.json.encode({"argv": answer.reference_argv}).decode()})
     if record.files:
         write_tree(hidden / _FOLDERS[kind], record.files)
-    said = {name: value for name, value in plain.items() if name != "files"}
-    write_tree(hidden, {kind: msgspec.json.format(msgspec.json.encode(said)).decode() + "\n"})
+    fields = {name: value for name, value in plain.items() if name != "files"}
+    write_tree(hidden, {kind: msgspec.json.format(msgspec.json.encode(fields)).decode() + "\n"})

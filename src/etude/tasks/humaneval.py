@@ -1,11 +1,11 @@
 """`HumanEvalSource`: tasks from HumanEval-style JSON lines (Chen et al. 2021, "Evaluating Large Language Models
 Trained on Code"), plain or gzipped.
 
-Each line has ``task_id``, ``prompt`` (a stub: signature and docstring), ``entry_point``, ``canonical_solution``
-and ``test`` (source that defines ``check(candidate)``). The stub becomes ``solution.py``; those of the docstring's
-examples that are one literal call become visible tests. Hidden tests may use the prompt's imports and helpers by
-name, as in the original; they get the prompt's own, never the agent's, so that a helper cannot be bent to pass.
-Nothing of the file is executed here.
+Each line has ``task_id``, ``prompt`` (a stub: signature and docstring), ``entry_point``, ``canonical_solution`` and
+``test`` (source that defines ``check(candidate)``). The stub becomes ``solution.py``. Examples in the docstring that
+are one call with literals become visible tests. Hidden tests can use the imports and helpers of the prompt by name, as
+in the original; they get those of the prompt, never the agent's, so that an agent cannot change a helper to pass. No
+code of the file is executed in this process.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import msgspec
 from etude.errors import TaskError
 from etude.records.task import Answer, Split, Task, Trust
 from etude.syntax import literal, parse
-from etude.tasks.lines import lines_of
 from etude.tasks.splits import split_of
+from etude.tasks.text_files import read_lines
 from etude.tasks.visible import TEST_COMMAND, TEST_FILE, call_text, visible_tests
 
 MODULE = "solution"
 FILE = f"{MODULE}.py"
 INSTRUCTION = f"write the function in {FILE}"
 MAX_BYTES = 256 << 20
-"""Of the unpacked file. A reader can bound its memory."""
+"""Largest uncompressed file."""
 
 
 class _Line(msgspec.Struct, frozen=True):
@@ -41,9 +41,8 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 class HumanEvalSource:
-    """A `TaskSource` over a JSONL file; the split is by hash of the prompt, the order in a split is the file's.
-
-    Code-graded: hidden tests have to import the agent's code. Raises `TaskError` with the number of a bad line.
+    """A `TaskSource` over a JSON-lines file. A hash of the prompt decides the split; the order in a split is that of
+    the file. Code-graded: hidden tests import the agent's code. Raises `TaskError` with the number of an invalid line.
     """
 
     name = "humaneval"
@@ -52,14 +51,14 @@ class HumanEvalSource:
         self.path = Path(path)
         self._lines: dict[Split, list[_Line]] = {split: [] for split in Split}
         seen: set[str] = set()
-        for place, raw in lines_of(self.path, "HumanEval-style lines", max_bytes=MAX_BYTES):
+        for place, raw in read_lines(self.path, "HumanEval-style lines", max_bytes=MAX_BYTES):
             line = _parse(raw, place)
             if line.prompt in seen:
-                raise TaskError(place, "its prompt was there before", hint="remove one")
+                raise TaskError(place, "another line has the same prompt", hint="remove one")
             seen.add(line.prompt)
             self._lines[split_of(line.prompt)].append(line)
         if not seen:
-            raise TaskError(f"{self.path} holds no task", hint="give a JSON-lines file with one task a line")
+            raise TaskError(f"{self.path} has no task", hint="give a JSON-lines file with one task per line")
 
     def size(self, split: Split) -> int | None:
         return len(self._lines[split])
@@ -96,7 +95,7 @@ class HumanEvalSource:
         lines = self._lines[split]
         if not 0 <= index < len(lines):
             raise TaskError(
-                f"no task {index} in {split}", f"{self.path} has {len(lines)} of that split", hint="start at 0"
+                f"no task {index} in {split}", f"{self.path} has {len(lines)} in that split", hint="indices start at 0"
             )
         return lines[index]
 
@@ -119,16 +118,17 @@ def _parse(raw: bytes, place: str) -> _Line:
 
 
 def _defined(source: str, place: str) -> list[str]:
-    """Names of the functions that a source defines at its top level."""
+    """Names of the functions that a source defines at the top level."""
     try:
         tree = parse(source)
     except SyntaxError as error:
-        raise TaskError(f"{place} is not Python", str(error), hint="mend the source in that line") from None
+        raise TaskError(f"{place} is not Python", str(error), hint="fix the source in that line") from None
     return [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
 
 
 def _examples(line: _Line) -> Iterator[tuple[str, str, Any]]:
-    """The docstring's examples that are one call of the entry point with literals and a literal result."""
+    """Yield (module, call text, expected value) for the docstring's examples that are one call of the entry point with
+    literal arguments and result."""
     try:
         examples = doctest.DocTestParser().get_examples(line.prompt)
     except ValueError:  # a malformed docstring has no examples

@@ -1,6 +1,6 @@
-"""What a long search has found so far, kept in a file: one that was interrupted goes on where it stopped.
+"""A file with the results of a long search, so that an interrupted search can resume.
 
-One JSON line for each thing that was tried, appended once its outcome is durable; a torn last line is tried again.
+One JSON line per attempt, appended when its result is durable. An incomplete last line is ignored and tried again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from etude.errors import StoreError
 
 
 class Keyed(Protocol):
-    """A dataclass whose `key` says what was tried, with what it was tried with."""
+    """A dataclass whose `key` identifies an attempt and its settings."""
 
     @property
     def key(self) -> str: ...
@@ -25,7 +25,7 @@ K = TypeVar("K", bound=Keyed)
 
 
 class Journal(Generic[K]):
-    """The entries of a file, by key. Raises `StoreError`."""
+    """The entries of a journal file, by key. Raises `StoreError`."""
 
     def __init__(self, path: Path, kind: type[K]) -> None:
         self.path = path
@@ -34,7 +34,7 @@ class Journal(Generic[K]):
             path.parent.mkdir(parents=True, exist_ok=True)
             text = path.read_bytes() if path.exists() else b""
         except OSError as error:
-            hint = "give a folder that may be written"
+            hint = "give a writable folder"
             raise StoreError(f"{path.parent} cannot be used", str(error), hint=hint) from None
         self._torn = bool(text) and not text.endswith(b"\n")
         for line in text.splitlines():
@@ -45,7 +45,7 @@ class Journal(Generic[K]):
             self.entries[entry.key] = entry
 
     def add(self, entry: K) -> None:
-        """Keep an entry, durably."""
+        """Append an entry and sync the file to disk."""
         self.entries[entry.key] = entry
         try:
             with self.path.open("ab") as file:
@@ -54,5 +54,5 @@ class Journal(Generic[K]):
                 os.fsync(file.fileno())
             self._torn = False
         except OSError as error:
-            hint = "make room, and begin again: what is there is not tried twice"
+            hint = "free disk space and repeat the command: finished attempts are not repeated"
             raise StoreError(f"{self.path} cannot be written", str(error), hint=hint) from None

@@ -1,7 +1,8 @@
-"""Does the answer lie where the agent can read it: in the task's other files, in a library, among Git's objects?
+"""Find leaked answers: does an agent find the reference solution in the task's files, in a library, or in Git objects?
 
-A hash scan: the reference's own lines are cut into runs of three, spaces apart, and looked for by their hashes, so the
-answer itself never enters a machine. Idioms of three lines recur; a place counts from half of a solution's runs on.
+The scan compares hashes, so the answer never enters a machine. It hashes every run of three lines of the reference that
+is not in the task's files, ignoring spaces. Since short idioms recur, a place counts as a leak if it has at least half
+of these hashes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from etude.records.task import Answer, Task
 from etude.seams import Runtime
 from etude.tasks.guest import program
 from etude.tasks.guest.scan import pieces
-from etude.tasks.verdicts import untouched
+from etude.tasks.verdicts import unmodified
 
 LINES, CHARS = 3, 60
 MIN_SHARE = 0.5
@@ -27,15 +28,15 @@ _OUTPUT_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Leak:
-    """A place in which at least half of a reference solution can be read."""
+    """A place that contains at least half of a reference solution."""
 
     place: str  # "pkg/old.py", "the instruction", "/usr/lib/python3/x.py", "git object 3f.."
-    share: float  # of the solution's pieces
+    share: float  # of the hashed pieces
 
 
 def answer_pieces(task: Task, answer: Answer) -> frozenset[str]:
-    """Pieces, by length and hash, of what the reference has and the same file of the untouched task has not."""
-    before = untouched(task)
+    """Pieces ("length hash") of the reference that are not in the same file of the task."""
+    before = unmodified(task)
     own: set[str] = set()
     for path, text in answer.reference.items():
         own |= set(pieces(text, LINES, CHARS)) - set(pieces(before.get(path, ""), LINES, CHARS))
@@ -43,14 +44,14 @@ def answer_pieces(task: Task, answer: Answer) -> frozenset[str]:
 
 
 def leaks_in_task(task: Task, answer: Answer) -> list[Leak]:
-    """Leaks among what every agent is given: the task's files and its instruction."""
+    """Leaks in the files and the instruction of a task."""
     places = {**task.files, "the instruction": task.instruction}
     wanted = answer_pieces(task, answer)
     return _leaks(wanted, {place: set(pieces(text, LINES, CHARS)) for place, text in places.items()}) if wanted else []
 
 
 async def leaks_in_machines(runtime: Runtime, pairs: Iterable[tuple[Task, Answer]]) -> dict[str, list[Leak]]:
-    """Leaks in what machines come with, by task id: one scan for each image. `TaskError` where a scan fails."""
+    """Leaks in the images of machines, by task id. Scans each image once. Raises `TaskError` if a scan fails."""
     by_image: dict[str, tuple[Image | None, dict[str, frozenset[str]]]] = {}
     for task, answer in pairs:
         _, wanted = by_image.setdefault(task.image.digest if task.image else "", (task.image, {}))
@@ -90,18 +91,18 @@ async def _scan(runtime: Runtime, image: Image | None, wanted: frozenset[str]) -
     for line in result.output.split(b"\n"):
         if line.startswith(f"{nonce} ".encode()) and (places := _places(line.partition(b" ")[2])) is not None:
             return places
-    said = result.output[-200:].decode(errors="replace").strip()
+    output = result.output[-200:].decode(errors="replace").strip()
     raise TaskError(
-        "the scan for leaked answers did not report",
-        f"exit code {result.exit_code}{', past its deadline' if result.timed_out else ''}: {said}",
-        hint="the image needs python3; leave the scan out with --no-leaks",
+        "the scan for leaked answers failed",
+        f"exit code {result.exit_code}{', deadline reached' if result.timed_out else ''}: {output}",
+        hint="the image needs python3; without --leaks there is no scan",
     )
 
 
-def _places(said: bytes) -> dict[str, set[str]] | None:
-    """What a scan found; None where it is no such thing: an image's python3 may say anything."""
+def _places(line: bytes) -> dict[str, set[str]] | None:
+    """Parse the result of a scan; None if it is invalid. The python3 of an image is untrusted."""
     try:
-        found = json.loads(said)
+        found = json.loads(line)
         if isinstance(found, dict) and all(
             isinstance(pieces, list) and all(isinstance(piece, str) for piece in pieces) for pieces in found.values()
         ):

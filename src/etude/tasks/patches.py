@@ -1,7 +1,7 @@
-"""Unified diffs, as Git writes them, applied to texts: without a program, a folder or a guess.
+"""Apply unified diffs in the format of Git to texts in memory, without fuzzy matching.
 
-A hunk goes exactly where it says, or where its lines stand once, nearest to that; else the patch does not fit. Binary
-changes and links are refused. Parses what others wrote: any text gives files or `TaskError`.
+A hunk is applied at its line number, or at the only other place where its old lines occur; otherwise the patch does not
+apply. Binary changes and links are refused. The input is untrusted: any text gives files or a `TaskError`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class _File:
 
 
 def patched(files: Mapping[str, str], patch: str) -> dict[str, str | None]:
-    """What a patch makes of files: path -> new text, None for one that it deletes. Only the paths that it names.
+    """Apply a patch to files. Returns path -> new text for the changed paths only; None for a deleted file. Raises
+    `TaskError` if the patch does not apply.
 
     >>> patched({"a": "1\\n2\\n"}, "--- a/a\\n+++ b/a\\n@@ -1,2 +1,2 @@\\n 1\\n-2\\n+3\\n")
     {'a': '1\\n3\\n'}
@@ -39,12 +40,12 @@ def patched(files: Mapping[str, str], patch: str) -> dict[str, str | None]:
     for file in _parsed(patch):
         for path in (file.old, file.new):
             if path is not None and not is_plain(path):
-                raise TaskError(f"a patch names {path!r}", hint="paths in patches are plain and relative")
+                raise TaskError(f"a patch names {path!r}", hint="paths in patches must be plain and relative")
         before = ""
         if file.old is not None:
             found = result[file.old] if file.old in result else files.get(file.old)
             if found is None:
-                raise TaskError(f"a patch changes {file.old}", "there is no such text file", hint="see base_commit")
+                raise TaskError(f"a patch changes {file.old}", "there is no such text file", hint="check base_commit")
             before = found
             if file.new != file.old:
                 result[file.old] = None
@@ -65,7 +66,7 @@ def _parsed(patch: str) -> list[_File]:
             files.append(_File(*_of_header(line)))
         elif files and line.startswith(("new file mode ", "deleted file mode ")):
             if line.endswith(_LINK_MODE):
-                raise TaskError("a patch makes or deletes a link", hint="tasks hold regular files only")
+                raise TaskError("a patch creates or deletes a link", hint="tasks can have only regular files")
             if line.startswith("new"):
                 files[-1].old = None
             else:
@@ -75,7 +76,7 @@ def _parsed(patch: str) -> list[_File]:
         elif files and line.startswith("rename to "):
             files[-1].new = _unquoted(line.removeprefix("rename to "))
         elif line.startswith(("GIT binary patch", "Binary files ")):
-            raise TaskError("a patch changes a binary file", line[:80], hint="tasks hold text files only")
+            raise TaskError("a patch changes a binary file", line[:80], hint="tasks can have only text files")
         elif line.startswith("--- ") and at + 1 < len(lines) and lines[at + 1].startswith("+++ "):
             if not files or files[-1].hunks or not _is_git(lines, at):
                 files.append(_File())
@@ -89,7 +90,7 @@ def _parsed(patch: str) -> list[_File]:
 
 
 def _is_git(lines: list[str], at: int) -> bool:
-    """Whether a ``---`` line belongs to the ``diff --git`` head above it."""
+    """Whether a ``---`` line belongs to the ``diff --git`` header above it."""
     for line in reversed(lines[max(0, at - 8) : at]):
         if line.startswith("diff --git "):
             return True
@@ -101,7 +102,7 @@ def _is_git(lines: list[str], at: int) -> bool:
 
 
 def _of_header(line: str) -> tuple[str | None, str | None]:
-    """Both paths of ``diff --git a/x b/x``; they are the same unless ``rename`` says otherwise."""
+    """Both paths of ``diff --git a/x b/x``; they are equal unless a ``rename`` line follows."""
     rest = line.removeprefix("diff --git ")
     middle = len(rest) // 2
     if rest.startswith('"'):
@@ -121,7 +122,7 @@ def _side(line: str) -> str | None:
 
 
 def _unquoted(name: str) -> str:
-    r"""A path as Git quotes those with bytes that are not plain ASCII.
+    r"""Decode a path that Git quoted because it is not plain ASCII.
 
     >>> _unquoted('"\\303\\274 \\"b\\".txt"')
     'ü "b".txt'
@@ -131,16 +132,16 @@ def _unquoted(name: str) -> str:
     try:
         return _ESCAPE.sub(_escaped, name[1:-1].encode()).decode()
     except ValueError:
-        raise TaskError(f"a patch names {name[:80]}", "which is no UTF-8", hint="rename the file") from None
+        raise TaskError(f"a patch names {name[:80]}", "which is not UTF-8", hint="rename the file") from None
 
 
 def _escaped(match: re.Match[bytes]) -> bytes:
-    """The byte that an escape stands for; `ValueError` for an octal number that is none."""
+    """The byte of an escape sequence. Raises `ValueError` for an octal number above 255."""
     return bytes([int(match[1], 8)]) if match[1] else _LETTERS.get(match[2], match[2])
 
 
 def _hunk(file: _File, match: re.Match[str], lines: list[str], at: int) -> int:
-    """Read a hunk's lines; returns the number of the line after it."""
+    """Read the lines of a hunk into `file`. Returns the index of the line after it."""
     start, old, _, new = (1 if group is None else int(group) for group in match.groups())
     body: list[str] = []
     at += 1
@@ -158,7 +159,7 @@ def _hunk(file: _File, match: re.Match[str], lines: list[str], at: int) -> int:
             break
         at += 1
     if old or new:
-        raise TaskError(f"a hunk of {file.new or file.old} ends early", match.group(0), hint="the patch was cut")
+        raise TaskError(f"a hunk of {file.new or file.old} ends early", match.group(0), hint="the patch is truncated")
     file.hunks.append((start, body))
     return at
 
@@ -173,7 +174,7 @@ def _applied(text: str, file: _File) -> str:
         place = _place(lines, before, wanted, at)
         if place is None:
             facts = f"its hunk at line {start} has other lines than the file"
-            raise TaskError(f"a patch does not fit {file.old or file.new}", facts, hint="see base_commit")
+            raise TaskError(f"a patch does not apply to {file.old or file.new}", facts, hint="check base_commit")
         made += lines[at:place]
         made += [line[1:] for line in body if line[0] != "-"]
         at = place + len(before)
@@ -181,13 +182,13 @@ def _applied(text: str, file: _File) -> str:
 
 
 def _split(text: str) -> list[str]:
-    """Lines that end with a line feed and with nothing else, as Git counts them."""
+    """Split at line feeds only, as Git does."""
     parts = text.split("\n")
     return [f"{part}\n" for part in parts[:-1]] + ([parts[-1]] if parts[-1] else [])
 
 
 def _place(lines: list[str], before: list[str], wanted: int, at: int) -> int | None:
-    """Where a hunk's old lines stand at or after `at`: as it says, else the one place that has them."""
+    """The index at or after `at` where the old lines of a hunk are: the wanted one, else the only match, else None."""
     if at <= wanted and lines[wanted : wanted + len(before)] == before:
         return wanted
     if not before:

@@ -1,6 +1,6 @@
-"""Proving tasks before use: the reference solution scores 1, the untouched state scores 0.
+"""Validate tasks before use: the reference solution must score 1, and the unmodified task must score 0.
 
-A task that fails either teaches noise. Knows nothing of how grading works: it is handed a `Grader`.
+A task that fails either check gives a wrong training signal. Grading is done by a `Grader` that is passed in.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from etude.errors import TaskError
 from etude.records.exports import covering
 from etude.records.task import Answer, Split, Task
 from etude.seams import Grader, TaskSource
-from etude.tasks.verdicts import in_parallel, num_tasks, untouched, verdict
+from etude.tasks.verdicts import in_parallel, num_tasks, unmodified, verdict
 
 Export = Callable[[Task, Mapping[str, bytes], Sequence[str]], Awaitable[Mapping[str, bytes]]]
-"""What is exported of a machine in which files were written and a command was run (`environments.simulate_exports`)."""
+"""Write files into a machine, run a command, and return the exported files (`environments.simulate_exports`)."""
 Tests = Callable[[Task, Answer], Awaitable[str]]
-"""Why an agent could not run a task's own tests; empty when it can (`environments.find_test_command_problem`)."""
+"""Why the test command of a task cannot start; "" if it can (`environments.find_test_command_problem`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A task that did not prove itself."""
+    """A task that failed validation."""
 
     index: int
     task_id: str
@@ -32,7 +32,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What `check` found."""
+    """The result of `check`."""
 
     source: str
     split: Split
@@ -45,12 +45,12 @@ class Proof:
         return self.num_tasks - len(self.failures)
 
     def require(self, place: str = "", *, listed: bool = False) -> None:
-        """Raises `TaskError` unless every task proved itself, naming the first failure if they were not `listed`
-        before. `place`: what was read."""
+        """Raise `TaskError` unless every task is valid. The error has the first failure, unless all failures were
+        already `listed`. `place`: the source in the message, by default its name."""
         if self.failures:
             first, place = self.failures[0], place or self.source
             raise TaskError(
-                f"{len(self.failures)} of {self.num_tasks} {self.split} tasks of {place} do not prove themselves",
+                f"{len(self.failures)} of {self.num_tasks} {self.split} tasks of {place} are not valid",
                 "" if listed else f"task {first.index} ({first.task_id}): {first.reason}",
                 hint=f"look at it with `etude tasks show {place} --split {self.split} --index {first.index}`",
             )
@@ -66,14 +66,14 @@ async def check(
     deadline_s: float = 60.0,
     export: Export | None = None,
     tests: Tests | None = None,
-    told: Callable[[], None] = lambda: None,
+    on_task: Callable[[], None] = lambda: None,
 ) -> Proof:
-    """Grade the reference and the untouched state of the split's first n tasks (all, or 100 of an endless source).
+    """Grade the reference solution and the unmodified files of the first `n` tasks of a split (default: all, or 100 of
+    an infinite source).
 
-    `deadline_s` bounds each verdict; one that does not come is that task's failure, by name. `export` makes the
-    exports of solutions that are commands, and of tasks whose machine's state counts; `tests` is asked whether the
-    command of the `test` tool can start; `told` is called after each
-    task. Raises `TaskError` when the split holds no task, and whatever the source or the grader raises.
+    `deadline_s`: for each grading; a timeout is a failure of that task. `export`: runs solutions that are commands, and
+    tasks that grade the state of a machine. `tests`: checks that the command of the `test` tool can start. `on_task` is
+    called after each task. Raises `TaskError` if the split has no task, and any error of the source or the grader.
     """
     count = num_tasks(source, source.size(split), n, split)
     started = time.perf_counter()
@@ -82,9 +82,9 @@ async def check(
         try:
             task = source.task(split, index)
             task_id, reason = task.task_id, await _fault(source, grader, task, deadline_s, export, tests)
-        except TaskError as error:  # one that cannot be made says nothing of the others
-            task_id, reason = "none", f"cannot be made: {str(error).splitlines()[0]}"
-        told()
+        except TaskError as error:  # the other tasks are still checked
+            task_id, reason = "none", f"cannot be loaded: {str(error).splitlines()[0]}"
+        on_task()
         return Failure(index, task_id, reason) if reason else None
 
     found = await in_parallel(range(count), prove, min(concurrency, count))
@@ -98,16 +98,16 @@ async def check(
 
 
 async def fault(grader: Grader, task: Task, answer: Answer, deadline_s: float, export: Export | None = None) -> str:
-    """Why a task does not prove itself; empty when it does."""
+    """Why a task is not valid; "" if it is."""
     is_declared = covering(task.exports)
-    strangers = sorted(path for path in answer.reference if not is_declared(path))
-    if strangers and not answer.reference_argv:
-        return f"the reference changes {strangers[0]}, which is not exported"
+    undeclared = sorted(path for path in answer.reference if not is_declared(path))
+    if undeclared and not answer.reference_argv:
+        return f"the reference changes {undeclared[0]}, which is not exported"
     if (answer.reference_argv or task.state) and export is None:
-        return "it can only be proven in machines, and there are none"
+        return "it can only be checked in machines, and none are available"
     for label, files, argv, wanted in (
         ("reference solution", answer.reference, answer.reference_argv, 1.0),
-        ("untouched state", {}, (), 0.0),
+        ("unmodified task", {}, (), 0.0),
     ):
         try:
             exports = await exported(task, files, argv, export)
@@ -124,10 +124,10 @@ async def fault(grader: Grader, task: Task, answer: Answer, deadline_s: float, e
 async def exported(
     task: Task, files: Mapping[str, str], argv: Sequence[str], export: Export | None
 ) -> Mapping[str, str | bytes]:
-    """What a solution of these files and this command would export; without a machine where only files can matter.
-    `TaskError` where the command fails."""
+    """The exports of a solution that writes `files` and runs `argv`. Uses a machine only if the command or the state of
+    the machine matters. Raises `TaskError` if the command fails."""
     if export is None or not (argv or task.state):
-        return untouched(task) | dict(files)
+        return unmodified(task) | dict(files)
     return await export(task, {path: text.encode() for path, text in files.items()}, argv)
 
 
@@ -148,7 +148,7 @@ async def _fault(
 
 
 def show(task: Task) -> str:
-    """A task as text for a terminal: what the agent is told and finds. The hidden side is not in it."""
+    """A task as text for a terminal: instruction and files, without the hidden answer."""
     head = (
         ("task", f"{task.task_id} ({task.source}, {task.split} {task.index})"),
         ("family", task.family),

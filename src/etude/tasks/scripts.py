@@ -1,8 +1,7 @@
-"""Scripts: agents without a model, written as generators; and what a task source may offer of them beside its tasks.
+"""Scripted agents without a model, and the optional methods of task sources that provide them.
 
-A script yields ``(tool name, arguments)`` and is sent the tool's output as text; it ends after ``submit``. The rollout
-code plays it as a policy (baselines) or against a machine in memory (demonstrations). Knows nothing of how tools work
-or how calls are spelled.
+A script is a generator: it yields ``(tool name, arguments)``, receives the tool's output as text, and ends after
+``submit``. Rollouts use it as a policy (baselines), or run it on a machine in memory (demonstrations).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Script = Generator[Call, str, None]
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A task and a script to play on it, once."""
+    """A task and a script for it. The script can be run once."""
 
     task: Task
     script: Script
@@ -31,31 +30,31 @@ class Demonstration:
 
 @runtime_checkable
 class Demonstrating(Protocol):
-    """An optional part of a `TaskSource`: shows how its tasks are done. Mid-training learns from it. The scripts are
-    played on machines in memory, in the process that calls: they and the tasks' files are to be trusted code."""
+    """Optional method of a `TaskSource`: demonstrations of its tasks, on which mid-training trains. The scripts run on
+    machines in memory, in the calling process, so the scripts and the files of the tasks must be trusted code."""
 
     def demonstration(self, split: Split, index: int, *, seed: int, right: float) -> Demonstration:
-        """A demonstration on the task `index` of a split: the same for the same arguments. `right`: how often its
-        decisive edit is to be right, from 0 to 1 (`corpus.right_body`)."""
+        """A demonstration for task `index` of a split, deterministic in its arguments. `right`: probability from 0 to 1
+        that its decisive edit is correct (`corpus.right_body`)."""
         ...
 
 
 @runtime_checkable
 class WithBaselines(Protocol):
-    """An optional part of a `TaskSource`: scripted agents, whose solve rates a run is compared with."""
+    """Optional method of a `TaskSource`: scripted agents as baselines for the solve rate of a run."""
 
     def baseline(self, task: Task, kind: str, *, seed: int) -> Script:
-        """A script of the kind "oracle", which knows the answer, or "random", which acts without judgement."""
+        """A script of kind "oracle", which knows the answer, or "random", which makes random valid edits."""
         ...
 
 
 @runtime_checkable
 class WithCopyProbe(Protocol):
-    """An optional part of a `TaskSource`: texts whose end a model can only know by copying, for mid-training's probe.
-    Played as demonstrations are."""
+    """Optional method of a `TaskSource`: texts whose last words a model can only predict by copying from the context,
+    for a metric of mid-training. The scripts run like demonstrations."""
 
     def copy_probe(self, index: int) -> tuple[Task, Script, str]:
-        """Training task, a script that ends with the call to be copied, and the end of that call's text."""
+        """(training task, a script that ends with the call to copy, the last words of that call)."""
         ...
 
 
@@ -68,16 +67,16 @@ def demonstrations(
     first: int = 1_000_000,
     split: Split = Split.TRAIN,
 ) -> Iterator[Demonstration]:
-    """Demonstrations on tasks from index `first` on, far from those that rollouts try.
+    """Yield `count` demonstrations for tasks from index `first`, which rollouts never reach.
 
-    Only training tasks may be learned from; those of another split serve to measure a loss.
+    Train only on the training split; demonstrations of another split are for measuring a loss.
     """
     for index in range(first, first + count):
         yield source.demonstration(split, index, seed=seed, right=right_body)
 
 
 def write_reference(task: Task, answer: Answer) -> Script:
-    """The oracle of any source: write the reference solution's files, run its command if it has one, and submit."""
+    """The oracle for any source: write the files of the reference solution, run its command if any, and submit."""
     is_declared = covering(task.exports)
     for path, text in answer.reference.items():
         if answer.reference_argv or is_declared(path):

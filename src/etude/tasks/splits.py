@@ -1,7 +1,7 @@
-"""Which split a piece of content belongs to, by its hash alone.
+"""Assign content to splits by its hash.
 
-The rule knows no seed, so a function that one run holds out is held out in every run, and a corpus can be checked
-against it without any source at hand. Knows nothing of what the content is.
+The rule has no seed: content that one run holds out is held out in every run, and a corpus can be checked without the
+task source.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import hashlib
 from etude.records.task import Split
 
 SHARES = 10
-"""One tenth of all content is for validation, one tenth is held out, the rest trains."""
+"""One tenth of all content is for validation, one tenth is held out, the rest is for training."""
 
 
 def split_of(content: str) -> Split:
-    """The split of a content key: SHA-256, its first 8 bytes modulo ten.
+    """The split of a content key: the first 8 bytes of its SHA-256, modulo ten.
 
     >>> split_of("(n) n plus 4")
     <Split.HELDOUT: 'heldout'>

@@ -1,11 +1,11 @@
 """`SweSource`: tasks from SWE-bench-style rows (Jimenez et al. 2024), JSON lines, plain or gzipped.
 
-A row names a repository and a commit, has two patches (the solution and its tests), the issue's text, and the names of
-tests that fail before and of those that pass both times. The agent finds the tree of the base commit as plain files,
-without history; hidden are the patched test files and the exact names. A row may say where its repository is
-(``repo_path``, below the file's folder: a working directory, a bare repository or a bundle); else it is looked for as
-``repos/owner__name``, also with ``.git`` or ``.bundle``, beside the file. With ``image`` the tree is in the image, and
-the task has no files of its own. Fields that are not known are left alone: they are for other readers.
+A row has a repository and a commit, two patches (the solution and its tests), the text of the issue, and the names of
+tests that fail before the solution and of tests that always pass. The agent gets the files of the base commit, without
+history. Hidden are the patched test files and the test names. `repo_path` in a row is the path of the repository
+relative to the file: a working directory, a bare repository or a bundle. Without it, the repository is expected at
+``repos/owner__name`` next to the file, optionally with ``.git`` or ``.bundle``. With ``image`` the files are in the
+image, and the task has no files. Unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from etude.records.exports import CONFIGURATION, is_plain
 from etude.records.image import Image
 from etude.records.task import Answer, HiddenTests, Runner, Split, Task
 from etude.scratch import ScratchDirectory
-from etude.tasks.lines import lines_of
 from etude.tasks.mining.commits import whole_tree_task
 from etude.tasks.mining.git import Repository
 from etude.tasks.mining.testing import data_named_by_tests, helpers_of_tests, imports_in, is_test, source_roots
 from etude.tasks.patches import patched
 from etude.tasks.splits import split_of
+from etude.tasks.text_files import read_lines
 
 MAX_BYTES = 1 << 30
 MAX_FILES, MAX_TREE_BYTES = 20_000, 48 << 20
@@ -55,9 +55,9 @@ class _Row(msgspec.Struct, frozen=True):
 
 
 class SweSource:
-    """A `TaskSource` over rows; the split is by hash of the problem, the order in a split is the file's.
+    """A `TaskSource` over rows. A hash of the problem decides the split; the order in a split is that of the file.
 
-    Rows are checked when the source is opened, repositories when a task of theirs is asked for. Code-graded.
+    Rows are validated when the source is opened, repositories when one of their tasks is requested. Code-graded.
     """
 
     name = "swe"
@@ -69,14 +69,14 @@ class SweSource:
         self._trees: OrderedDict[str, dict[str, str]] = OrderedDict()
         self._imports: dict[str, dict[str, set[str]]] = {}
         seen: set[str] = set()
-        for place, raw in lines_of(self.path, "SWE-bench-style rows", max_bytes=MAX_BYTES):
+        for place, raw in read_lines(self.path, "SWE-bench-style rows", max_bytes=MAX_BYTES):
             row = _parsed(raw, place)
             if row.instance_id in seen:
-                raise TaskError(place, f"{row.instance_id} was there before", hint="remove one")
+                raise TaskError(place, f"another row has the id {row.instance_id}", hint="remove one")
             seen.add(row.instance_id)
             self._rows[split_of(f"{row.instance_id}\0{row.problem_statement}")].append(row)
         if not seen:
-            raise TaskError(f"{self.path} holds no task", hint="give a JSON-lines file with one row a task")
+            raise TaskError(f"{self.path} has no task", hint="give a JSON-lines file with one row per task")
 
     def size(self, split: Split) -> int | None:
         return len(self._rows[split])
@@ -88,7 +88,7 @@ class SweSource:
         made = whole_tree_task(
             tree,
             answer,
-            kept=self._of_tests(row, answer.tests.files if answer.tests is not None else {}, tree),
+            kept=self._test_inputs(row, answer.tests.files if answer.tests is not None else {}, tree),
             source=self.name,
             family=row.repo,
             instruction=row.problem_statement,
@@ -107,12 +107,12 @@ class SweSource:
         tree = self._tree(row)
         hidden = {path: text for path, text in patched(tree, row.test_patch).items() if text is not None}
         changed = {path: text for path, text in patched(tree, row.patch).items() if text is not None}
-        given = self._of_tests(row, hidden, {**tree, **changed})
+        given = self._test_inputs(row, hidden, {**tree, **changed})
         fixed = {path: text for path, text in changed.items() if path.endswith(".py") or path not in given}
         lost = [path for path in fixed if is_test(path) and path in hidden]
         if not fixed or lost:
-            facts = f"its patch changes {lost[0]}, as its test_patch does" if lost else "its patch leaves no file"
-            raise TaskError(f"{row.instance_id} has no solution apart from its tests", facts, hint="leave the row out")
+            facts = f"patch and test_patch both change {lost[0]}" if lost else "its patch leaves no file"
+            raise TaskError(f"{row.instance_id} has no solution outside its tests", facts, hint="remove the row")
         hidden |= {path: text for path, text in changed.items() if path not in fixed and path not in hidden}
         names = [*_names(row.FAIL_TO_PASS), *_names(row.PASS_TO_PASS)]
         runner, exact = exact_names(names, hidden, row.instance_id)
@@ -120,9 +120,9 @@ class SweSource:
         tests = HiddenTests(runner=runner, files=hidden, names=exact, roots=roots, deadline_s=row.test_deadline_s)
         return Answer(reference=fixed, tests=tests)
 
-    def _of_tests(self, row: _Row, hidden: Mapping[str, str], paths: Collection[str]) -> set[str]:
-        """Those of the paths that hidden tests read, load their cases with and are configured by, whichever patch has
-        them."""
+    def _test_inputs(self, row: _Row, hidden: Mapping[str, str], paths: Collection[str]) -> set[str]:
+        """The paths that hidden tests depend on: data that they read, helpers that they import, and their
+        configuration."""
         tree, imports = self._tree(row), self._imports[_key(row)]
         helpers = helpers_of_tests(imports | imports_in(hidden))
         folders = {parent for path in hidden for parent in PurePosixPath(path).parents}
@@ -141,8 +141,8 @@ class SweSource:
             texts = repository.texts(tree) if len(tree) <= MAX_FILES else {}
             if len(tree) > MAX_FILES or sum(map(len, texts.values())) > MAX_TREE_BYTES:
                 facts = f"{len(tree)} files; at most {MAX_FILES} and {MAX_TREE_BYTES >> 20} MiB of text"
-                hint = "make an image of it and name that in the row: `etude machines image build`"
-                raise TaskError(f"{row.instance_id}: {row.repo} is too large to be a task's files", facts, hint=hint)
+                hint = "build an image with `etude machines image build`, and set image in the row"
+                raise TaskError(f"{row.instance_id}: {row.repo} is too large for the files of a task", facts, hint=hint)
             self._trees[key], self._imports[key] = texts, imports_in(texts)
             while len(self._trees) > KEPT_TREES:
                 del self._imports[self._trees.popitem(last=False)[0]]
@@ -152,16 +152,16 @@ class SweSource:
     def _repository(self, row: _Row) -> Repository:
         folder, name = self.path.parent, row.repo.replace("/", "__")
         beside = [folder / "repos" / f"{name}{end}" for end in ("", ".git", ".bundle")]
-        places = [folder / row.repo_path] if row.repo_path else beside
-        place = next((one for one in places if one.exists()), None)
-        if place is None:
+        candidates = [folder / row.repo_path] if row.repo_path else beside
+        found = next((path for path in candidates if path.exists()), None)
+        if found is None:
             hint = f"clone it to {beside[1]} (`git clone --mirror`), or set repo_path in the row"
-            raise TaskError(f"{row.instance_id}: {row.repo} is not there", f"looked at {places[0]}", hint=hint)
-        if place not in self._repositories:
-            self._repositories[place] = Repository(place if place.is_dir() else self._unbundled(place))
-        return self._repositories[place]
+            raise TaskError(f"{row.instance_id}: {row.repo} does not exist", f"expected {candidates[0]}", hint=hint)
+        if found not in self._repositories:
+            self._repositories[found] = Repository(found if found.is_dir() else self._clone_of_bundle(found))
+        return self._repositories[found]
 
-    def _unbundled(self, bundle: Path) -> Path:
+    def _clone_of_bundle(self, bundle: Path) -> Path:
         folder = ScratchDirectory("swe")
         weakref.finalize(self, folder.close)
         target = folder.path / "repository.git"
@@ -172,14 +172,14 @@ class SweSource:
         except (OSError, subprocess.TimeoutExpired) as error:
             facts = str(error)
         if facts:
-            raise TaskError(f"{bundle} is no Git bundle", facts, hint="make one with `git bundle create`")
+            raise TaskError(f"{bundle} is not a Git bundle", facts, hint="create one with `git bundle create`")
         return target
 
     def _row(self, split: Split, index: int) -> _Row:
         rows = self._rows[split]
         if not 0 <= index < len(rows):
-            facts = f"{self.path} has {len(rows)} of that split"
-            raise TaskError(f"no task {index} in {split}", facts, hint="start at 0")
+            facts = f"{self.path} has {len(rows)} in that split"
+            raise TaskError(f"no task {index} in {split}", facts, hint="indices start at 0")
         return rows[index]
 
 
@@ -188,10 +188,10 @@ def _key(row: _Row) -> str:
 
 
 def exact_names(names: Sequence[str], files: Mapping[str, str], of: str) -> tuple[Runner, tuple[str, ...]]:
-    """The runner that a row's names are written for, and the names as `HiddenTests` has them.
+    """The test runner for the test names of a row, and the names in the format of `HiddenTests`.
 
-    Known forms: ``path.py::test`` (pytest), ``test (module.Class)`` and ``module.Class.test`` (unittest), and a bare
-    ``test``, which has to be in one of the patched files. Raises `TaskError` for others, and for a mixture.
+    Supported: ``path.py::test`` (pytest), ``test (module.Class)`` and ``module.Class.test`` (unittest), and a bare
+    ``test``, which must be in exactly one of the patched files. Raises `TaskError` for other forms and for a mixture.
 
     >>> exact_names(["test_a (pkg.tests.T)"], {}, "row")
     (<Runner.UNITTEST: 'unittest'>, ('pkg.tests.T.test_a',))
@@ -212,12 +212,12 @@ def exact_names(names: Sequence[str], files: Mapping[str, str], of: str) -> tupl
             places = [path for path, text in files.items() if path.endswith(".py") and word.search(text)]
             if len(places) != 1:
                 facts = f"{len(places)} of the patched test files define it"
-                raise TaskError(f"{of}: test {name[:80]!r} cannot be found", facts, hint="name it path.py::test")
+                raise TaskError(f"{of}: test {name[:80]!r} cannot be found", facts, hint="write path.py::test")
             made[f"{places[0]}::{name}"] = Runner.PYTEST
     runners = set(made.values())
     if len(runners) != 1:
-        facts = "no test is named" if not runners else "some are pytest's, some are unittest's"
-        raise TaskError(f"{of}: its tests have no one runner", facts, hint="name all of them in one form")
+        facts = "it has no test names" if not runners else "some are for pytest, some for unittest"
+        raise TaskError(f"{of}: its tests need exactly one runner", facts, hint="use one form for all names")
     return runners.pop(), tuple(made)
 
 
@@ -228,7 +228,7 @@ def _names(field: list[str] | str) -> list[str]:
         return msgspec.json.decode(field, type=list[str])
     except ValueError:
         raise TaskError(
-            "a row's test names are no list", field[:80], hint="a JSON list of texts, or its text"
+            "the test names of a row are not a list", field[:80], hint="write a JSON list of strings"
         ) from None
 
 
@@ -239,14 +239,14 @@ def _parsed(raw: bytes, place: str) -> _Row:
         if not _names(row.FAIL_TO_PASS):
             raise ValueError("FAIL_TO_PASS is empty")
         if not re.fullmatch(r"[0-9a-fA-F]{7,64}", row.base_commit):
-            raise ValueError(f"base_commit {row.base_commit[:80]!r} is no commit's id")
+            raise ValueError(f"base_commit {row.base_commit[:80]!r} is not a commit id")
         if row.repo_path and not is_plain(row.repo_path):
-            raise ValueError(f"repo_path {row.repo_path[:80]!r} is no plain path below the folder of the file")
+            raise ValueError(f"repo_path {row.repo_path[:80]!r} is not a plain path relative to the folder of the file")
         texts = (row.instance_id, row.repo, row.patch, row.test_patch, row.problem_statement, *_names(row.FAIL_TO_PASS))
-        "".join((*texts, *_names(row.PASS_TO_PASS))).encode()  # JSON can name half of a character, which no task can
+        "".join((*texts, *_names(row.PASS_TO_PASS))).encode()  # JSON allows lone surrogates, which cannot be encoded
         if not 0 < row.test_deadline_s <= 86_400:
             raise ValueError(f"test_deadline_s = {row.test_deadline_s}")
     except (ValueError, RecursionError, TypeError) as error:
         hint = "a row has instance_id, repo, base_commit, patch, test_patch, problem_statement, FAIL_TO_PASS"
-        raise TaskError(f"{place} is no SWE-style row", str(error)[:300], hint=hint) from None
+        raise TaskError(f"{place} is not a SWE-style row", str(error)[:300], hint=hint) from None
     return row

@@ -1,7 +1,5 @@
-"""One verdict on some files of a task, bounded in time: what proof, mutation gate and mining ask for.
-
-Knows nothing of how grading works: it is handed a `Grader`.
-"""
+"""Grade files of a task with a deadline: shared by validation, mutation testing and mining. Grading is done by a
+`Grader` that is passed in."""
 
 from __future__ import annotations
 
@@ -19,19 +17,19 @@ from etude.seams import Grader, TaskSource
 T = TypeVar("T")
 R = TypeVar("R")
 DEFAULT_TASKS = 100
-"""How many tasks of an endless source are looked at when nobody says."""
+"""Default number of tasks to check in an infinite source."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A reward with its reason, or why there is none."""
+    """A reward and its reason, or the reason why grading failed."""
 
     reward: float | None  # None: not graded
     reason: str
 
 
-def untouched(task: Task) -> dict[str, str]:
-    """What would be exported of a machine in which nothing was done."""
+def unmodified(task: Task) -> dict[str, str]:
+    """The exports of a machine in which nothing was changed: path -> text."""
     is_declared = covering(task.exports)
     return {path: text for path, text in task.files.items() if is_declared(path)}
 
@@ -39,19 +37,17 @@ def untouched(task: Task) -> dict[str, str]:
 async def verdict(
     grader: Grader, task: Task, answer: Answer, files: Mapping[str, str | bytes], deadline_s: float
 ) -> Verdict:
-    """The grader's verdict on these exports; none where it does not come in time or is `Invalid`."""
+    """Grade exports. The reward is None if the grader reaches the deadline or returns `Invalid`."""
     exports = {path: _bytes(content) for path, content in files.items()}
     try:
         async with asyncio.timeout(deadline_s):
             outcome = await grader.grade(task, answer, exports)
     except TimeoutError:
-        return Verdict(None, f"got no verdict within {deadline_s:g} s")
+        return Verdict(None, f"was not graded within {deadline_s:g} s")
     match outcome:
         case Invalid(boundary=Boundary.MACHINE, reason=reason, evidence=evidence) if evidence:
-            why = " ".join(
-                evidence.replace("\n  hint:", "; hint:").split()
-            )  # what the host refused, with its hint: nothing else says it
-            return Verdict(None, f"could not be graded ({Boundary.MACHINE}): {reason}: {why}")
+            cause = " ".join(evidence.replace("\n  hint:", "; hint:").split())  # the error of the host, with its hint
+            return Verdict(None, f"could not be graded ({Boundary.MACHINE}): {reason}: {cause}")
         case Invalid(boundary=boundary, reason=reason):
             return Verdict(None, f"could not be graded ({boundary}): {reason}")
         case Graded(grade=grade, reason=reason):
@@ -63,23 +59,23 @@ def _bytes(content: str | bytes) -> bytes:
 
 
 def num_tasks(source: TaskSource, size: int | None, n: int | None, what: Split) -> int:
-    """How many tasks of a split are looked at: n of them, or all, or 100 of an endless source. `TaskError` where
+    """The number of tasks to check in a split: at most `n`, or all, or 100 of an infinite source. Raises `TaskError` if
     there is none."""
     count = min(x for x in (n, size) if x is not None) if (n, size) != (None, None) else DEFAULT_TASKS
     if count < 1:
         sizes = {split: source.size(split) for split in Split}
-        said = ", ".join(f"{split} {'endless' if its is None else its}" for split, its in sizes.items())
+        listed = ", ".join(f"{split} {'infinite' if number is None else number}" for split, number in sizes.items())
         raise TaskError(
             f"{source.name} has no {what} task to check",
-            f"the sizes of its splits: {said}",
-            hint=f'`split = "{what}"` in a task.toml puts a task there; or name another --split or --num',
+            f"the sizes of its splits: {listed}",
+            hint=f'write split = "{what}" in a task.toml to put the task there, or give another --split or --num',
         )
     return count
 
 
 async def in_parallel(items: Iterable[T], work: Callable[[T], Awaitable[R]], concurrency: int) -> list[R]:
-    """The results of `work` for each item, in the order of the items, at most `concurrency` at once. The first error
-    ends the rest and is raised."""
+    """Run `work` for each item, at most `concurrency` at once. Returns the results in the order of the items. The first
+    error cancels the rest and is raised."""
     numbered, results = enumerate(items), dict[int, R]()
 
     async def worker() -> None:
@@ -91,5 +87,5 @@ async def in_parallel(items: Iterable[T], work: Callable[[T], Awaitable[R]], con
             for _ in range(max(1, concurrency)):
                 group.create_task(worker())
     except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None  # one error with its hint says more than the group
+        raise errors.exceptions[0] from None  # a single error with its hint is clearer than the group
     return [results[number] for number in sorted(results)]

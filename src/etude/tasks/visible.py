@@ -1,7 +1,7 @@
-"""The visible tests of a task: a self-contained ``tests.py`` that says what fails first, in few tokens.
+"""The visible tests of a task: a self-contained ``tests.py`` with short output.
 
-``python tests.py`` prints a line for the first failing case and a count: every token of a tool's answer costs a
-small model context. The agent may read, edit or delete the file; the hidden cases live elsewhere and do not care.
+``python tests.py`` prints the first failing case and a count. The output is short because every token of a tool's
+answer takes context from a small model. The agent may read, edit or delete the file: grading uses hidden cases.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def call_text(function: str, args: Iterable[Any]) -> str:
 
 
 def visible_tests(cases: Iterable[tuple[str, str, Any]]) -> str:
-    """The text of ``tests.py`` for (module, call text, wanted plain value) triples.
+    """The text of ``tests.py`` for (module, call text, expected plain value) triples.
 
-    Its output, where the first of two cases fails::
+    Example output if the first of two cases fails::
 
         FAIL calc.py price(3) got 4 want 5
         1 of 2 passed

@@ -1,8 +1,9 @@
-"""The library's own fakes: one for every seam, small and honest, for tests, demonstrations and your own harness.
+"""Fakes for every protocol in `etude.seams`, for tests, demonstrations and your own harness; and contract suites.
 
-A fake keeps the seam's contract, errors included, without processes, files or weights. What one cannot do is said
-in its docstring; the most important: **nothing here isolates anything**. `MemoryMachine` and `FakeGrader` run code
-in this very process, so hand them only code that we generated ourselves. `contracts` has the suites for plug-ins.
+A fake implements the full contract of its protocol, including errors, without processes, files or weights. Its
+docstring lists its limitations. **There is no isolation**: `MemoryMachine` and `FakeGrader` run code in the current
+process, so use them only with trusted code. `contracts`, `rewards` and `model_family` have the contract suites for
+plug-ins.
 """
 
 from etude.environments.memory import MemoryMachine, MemoryRuntime, run_python

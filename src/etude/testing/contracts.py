@@ -1,4 +1,4 @@
-"""Contract suites for plug-ins: what etude relies on, as tests that a user runs on their own class.
+"""Contract suites for plug-ins: tests of what etude relies on, for your own class.
 
 With pytest, subclass the suite of the kind::
 
@@ -6,8 +6,8 @@ With pytest, subclass the suite of the kind::
         def make(self):
             return MyLoss(clip_low=0.1)
 
-``etude plugins check my_package.module:Name`` runs the same tests without pytest (`results`). Each suite makes a new
-object for every test. Torch is loaded by the suites that need it only.
+``etude plugins check my_package.module:Name`` runs the same tests without pytest (`results`). Each test makes a new
+object. Only the suites that need torch import it.
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ TEST_S = 60.0
 
 
 class Contract:
-    """A suite: every method whose name begins with ``test_`` is one promise."""
+    """A contract suite: each method with a name that begins with ``test_`` is one test."""
 
     def make(self) -> Any:
-        """A new plug-in to test."""
+        """Return a new plug-in to test."""
         raise NotImplementedError("override make() to return your plug-in")
 
     @property
     def name(self) -> Plugin:
-        """What errors call the plug-in."""
+        """The name of the plug-in in errors."""
         made = type(self.make())
         return Plugin(f"{made.__module__}:{made.__qualname__}")
 
 
 def results(suite: type[Contract], make: Callable[[], Any], *, deadline_s: float = TEST_S) -> Iterator[tuple[str, str]]:
-    """Run a suite on a plug-in. Yields each test's promise in words, and how it was broken ("" where it was kept). Runs
-    in the main thread only: a test that hangs is ended by a signal."""
+    """Run a suite on a plug-in. Yields (name of the test as text, why it failed or ""). Works only in the main thread,
+    because a signal ends a test that hangs."""
 
     def late(_: int, __: FrameType | None) -> None:
-        raise DeadlineExceeded("the test did not end", f"within {deadline_s:g} s", hint="see where it waits")
+        raise DeadlineExceeded("the test did not end", f"within {deadline_s:g} s", hint="check what it waits for")
 
     for name in (name for name in dir(suite) if name.startswith("test_")):
         contract = suite()
@@ -74,21 +74,21 @@ def results(suite: type[Contract], make: Callable[[], Any], *, deadline_s: float
         signal.setitimer(signal.ITIMER_REAL, deadline_s)
         try:
             getattr(contract, name)()
-            broken = ""
+            failure = ""
         except EtudeError as error:
-            broken = f"{error.what}: {error.facts}"
+            failure = f"{error.what}: {error.facts}"
         except AssertionError as error:
-            broken = str(error) or described(error)
+            failure = str(error) or described(error)
         except Exception as error:  # noqa: BLE001  a plug-in may raise anything
-            broken = described(error)
+            failure = described(error)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
-        yield name.removeprefix("test_").replace("_", " "), broken
+        yield name.removeprefix("test_").replace("_", " "), failure
 
 
 class PolicyLossContract(Contract):
-    """What the learner relies on in a policy loss (`etude.training.losses.PolicyLossFunction`)."""
+    """Tests what the learner relies on in a policy loss (`etude.training.losses.PolicyLossFunction`)."""
 
     def loss(self, tokens: SampledTokens) -> PolicyLoss:
         from etude.training.learner_plugins import call_loss
@@ -96,7 +96,7 @@ class PolicyLossContract(Contract):
         return call_loss(self.name, self.make(), tokens)
 
     def gradient(self, tokens: SampledTokens) -> torch.Tensor:
-        """Of the loss by the learner's log-probabilities, [R]."""
+        """Gradient of the loss with respect to the learner's log-probabilities, [R]."""
         import torch
 
         (gradient_R,) = torch.autograd.grad(self.loss(tokens).loss, tokens.logprobs_R)
@@ -150,7 +150,7 @@ class PolicyLossContract(Contract):
 
 
 class CorrectionContract(Contract):
-    """What the learner relies on in a correction (`etude.training.corrections.Correction`)."""
+    """Tests what the learner relies on in a correction (`etude.training.corrections.Correction`)."""
 
     def weights(self, tokens: SampledTokens) -> Corrected:
         from etude.training.learner_plugins import call_correction
@@ -183,7 +183,7 @@ class CorrectionContract(Contract):
 
 
 def _task_error(work: Callable[[], object]) -> str:
-    """What the `TaskError` of a call says; "no error" where it returns."""
+    """The `what` of the `TaskError` that a call raises; "no error" if it returns."""
     try:
         work()
     except TaskError as error:
@@ -194,8 +194,8 @@ def _task_error(work: Callable[[], object]) -> str:
 def sampled_tokens(
     *, lengths: tuple[int, ...] = (5, 2, 4), staleness: float = 0.0, normaliser: float = 11.0
 ) -> SampledTokens:
-    """Sampled tokens of sequences of these lengths, with advantages of both signs. `staleness`: the mean of the
-    learner's log-probability minus the sampler's, in nats; 0: they are equal."""
+    """Sampled tokens of sequences with these lengths, with positive and negative advantages. `staleness`: mean
+    difference of the learner's and the sampler's log-probabilities, in nats."""
     import torch
 
     from etude.training.losses import SampledTokens
@@ -215,7 +215,7 @@ def sampled_tokens(
 
 
 def _sequence(tokens: SampledTokens, sequence: int) -> SampledTokens:
-    """One sequence as a forward pass of its own."""
+    """The tokens of one sequence, as for a separate forward pass."""
     from etude.training.losses import SampledTokens
 
     kept_R = tokens.sequence_R == sequence
@@ -229,11 +229,11 @@ def _sequence(tokens: SampledTokens, sequence: int) -> SampledTokens:
 
 
 class TrackerContract(Contract):
-    """What the conductor relies on in a tracker (`etude.seams.Tracker`)."""
+    """Tests what the conductor relies on in a tracker (`etude.seams.Tracker`)."""
 
     @contextlib.contextmanager
     def started(self, **changes: Any) -> Iterator[Any]:
-        """A tracker that has started, of a run in a folder of its own."""
+        """A started tracker, for a run in a temporary folder."""
         with tempfile.TemporaryDirectory() as folder:
             config = {"seed": 0, "rl": {"steps": 3}, "harness": {"tools": ["ls"]}}
             run = {"name": "try", "run_id": "try-1", "folder": folder, "resumed": False, "config": config, "facts": {}}
@@ -280,7 +280,7 @@ class TrackerContract(Contract):
 
 
 class CorpusSourceContract(Contract):
-    """What mid-training relies on in a corpus source (`etude.tasks.corpus.CorpusSource`)."""
+    """Tests what mid-training relies on in a corpus source (`etude.tasks.corpus.CorpusSource`)."""
 
     FIRST = 50
 
@@ -308,30 +308,32 @@ class CorpusSourceContract(Contract):
 
 
 class ToolContract(Contract):
-    """What the agent loop relies on in a tool (`etude.harness.tools.ToolLike`)."""
+    """Tests what the agent loop relies on in a tool (`etude.harness.tools.ToolLike`)."""
 
     FILES: Mapping[str, bytes] = {"calc.py": b"def add(a, b):\n    return a - b\n", "notes/todo.txt": b"mend add\n"}
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments of a call that the tool can carry out on `FILES`. Override it where these are not."""
+        """Arguments of a valid call on `FILES`. Override it if the defaults are not valid."""
         values = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
         parameters = self.make().signature.parameters
         return {p.name: "calc.py" if "path" in p.name else values.get(p.kind, "add") for p in parameters if p.required}
 
     def answered(self, arguments: Mapping[str, Any]) -> str:
-        """The answer to a call, as the agent loop would have it."""
+        """The output of a call, as in the agent loop."""
         from etude.environments.memory import MemoryMachine
         from etude.harness.commands import Call
-        from etude.harness.tools import ToolSet, Workbench, guarded
+        from etude.harness.tools import ToolSet, Workbench, plugin_tool
 
-        tool = guarded(self.name, self.make())
+        tool = plugin_tool(self.name, self.make())
         machine = MemoryMachine(self.FILES)
         bench = Workbench(machine, ("python", "tests.py"), {*self.FILES}, "contract", 5.0, 400)
         return asyncio.run(ToolSet((tool,)).run(Call(tool.signature.name, dict(arguments)), bench))
 
     def test_its_signature_can_be_shown_to_a_model(self) -> None:
         schema = self.make().signature.to_openai()["function"]
-        assert schema["name"].isidentifier(), f"{schema['name']!r} is no name: letters, digits and underscores are"
+        assert schema["name"].isidentifier(), (
+            f"{schema['name']!r} is not a valid name: use letters, digits and underscores"
+        )
         assert schema["description"].strip(), "it has no description"
 
     def test_a_call_is_answered_with_text(self) -> None:
@@ -348,8 +350,8 @@ class ToolContract(Contract):
 
 
 class TaskSourceContract(Contract):
-    """What a run relies on in a task source (`etude.seams.TaskSource`). That each task can be solved and is not solved
-    already is proven in machines: `etude tasks check my_package.module:Name`."""
+    """Tests what a run relies on in a task source (`etude.seams.TaskSource`). To check in machines that tasks can be
+    solved and are not solved already: `etude tasks check my_package.module:Name`."""
 
     def some(self, source: TaskSource, split: Split) -> list[Task]:
         size = source.size(split)
@@ -395,7 +397,7 @@ class TaskSourceContract(Contract):
             declared = answer.reference_argv or all(covers(task.exports, path) for path in answer.reference)
             assert declared, "the reference writes a file that the task does not export"
             shown = all(text in task.files.values() for text in answer.reference.values())
-            assert not shown, "the reference lies in the task's files"
+            assert not shown, "the reference is in the task's files"
 
     def test_an_answer_is_refused_for_a_task_that_was_changed(self) -> None:
         source = self.make()
@@ -425,7 +427,7 @@ class TaskSourceContract(Contract):
 
 
 class HarnessContract(Contract):
-    """What a rollout relies on in an agent program (`etude.harness.programs.Harness`). Needs `etude[train]`."""
+    """Tests what a rollout relies on in an agent program (`etude.harness.programs.Harness`). Needs `etude[train]`."""
 
     TASK = Task(
         source="contract",
@@ -438,9 +440,17 @@ class HarnessContract(Contract):
     )
 
     def played(self, script: Script | None, *, max_turns: int = 6) -> AgentRun:
-        """The program's run with a script in the model's place; None: with an engine that fails."""
+        """Run the program with a script instead of a model; None: with an engine that fails."""
         from etude.environments.memory import MemoryMachine
-        from etude.harness import SPECIAL_TOKENS, Ask, ChatFormat, Episode, HarnessConfig, chat_template, standard_tools
+        from etude.harness import (
+            SPECIAL_TOKENS,
+            ChatFormat,
+            Episode,
+            HarnessConfig,
+            RequestOptions,
+            chat_template,
+            standard_tools,
+        )
         from etude.harness.programs import run_plugin
         from etude.rollouts import ScriptedPolicy
         from etude.training.tokenizer import train_tokenizer
@@ -452,7 +462,7 @@ class HarnessContract(Contract):
         limits = HarnessConfig(max_turns=max_turns, context_tokens=4096)
         policy = _NoEngine() if script is None else ScriptedPolicy(script, chat)
         machine = MemoryMachine({path: text.encode() for path, text in self.TASK.files.items()})
-        options, tools = Ask(session_id="contract", seed=0), standard_tools()
+        options, tools = RequestOptions(session_id="contract", seed=0), standard_tools()
 
         async def run() -> AgentRun:
             episode = Episode(self.TASK, machine, policy=policy, chat=chat, tools=tools, limits=limits, options=options)
@@ -479,7 +489,7 @@ class HarnessContract(Contract):
 
 
 class _NoEngine:
-    """A policy whose engines are gone."""
+    """A policy without working engines."""
 
     async def complete(self, request: CompletionRequest) -> Completion:
         raise EngineError("no engine answers", hint="this is a test")

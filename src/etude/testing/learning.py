@@ -1,4 +1,4 @@
-"""What learns and what it learns from: engines, policies, a learner, a store, a sink, without weights and files."""
+"""Fakes of engines, policies, the learner, the experience store and trackers, without weights or files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from etude.seams import Engine, EngineInfo, TrackedRun
 
 
 def make_version(step: int, content: str = "") -> Version:
-    """A version whose digest follows from step and content.
+    """A version whose digest is a hash of step and content.
 
     >>> make_version(3).step
     3
@@ -28,10 +28,10 @@ def make_version(step: int, content: str = "") -> Version:
 
 
 class ScriptedEngine:
-    """An `Engine` that answers with given token lists, one a request, and everything a completion carries.
+    """An `Engine` that returns the given token lists, one per request, as full completions.
 
-    Every token has log-probability -0.5 and experts ``position % 4`` in each of `num_layers` layers. Lists end by
-    the stop token or at max_tokens; when they have all been said, the next request is an `EngineError`.
+    Every token has log-probability -0.5 and experts ``position % 4`` in each of `num_layers` layers. A list is cut
+    after a stop token and at `max_tokens`. When all lists are used, a request raises `EngineError`.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ScriptedEngine:
         top_k: int = 2,
     ) -> None:
         self.name, self.version, self.context_tokens = name, make_version(step), context_tokens
-        self.requests: list[CompletionRequest] = []  # every request served, for a test to look at
+        self.requests: list[CompletionRequest] = []  # all served requests
         self._answers, self._shape = iter(answers), (num_layers, top_k)
         self._running = asyncio.Event()
         self._running.set()
@@ -54,7 +54,7 @@ class ScriptedEngine:
     async def generate(self, request: CompletionRequest) -> Completion:
         if len(request.prompt_ids) + request.sampling.max_tokens > self.context_tokens:
             raise ContextFull(
-                f"{request.request_id} needs more than {self.context_tokens} tokens", hint="ask for fewer"
+                f"{request.request_id} needs more than {self.context_tokens} tokens", hint="request fewer"
             )
         self._waiting += 1
         try:
@@ -67,18 +67,18 @@ class ScriptedEngine:
             self._waiting -= 1
         step = self.version.step
         if step < request.min_step or request.pin_step not in (None, step):
-            raise EngineBehind(f"{self.name} holds step {step}", hint="ask another engine, or adopt")
+            raise EngineBehind(f"{self.name} has step {step}", hint="use another engine, or adopt")
         tokens = next(self._answers, None)
         if tokens is None:
-            raise EngineError(f"{self.name} has no answer left", hint="script one for every request")
+            raise EngineError(f"{self.name} has no answer left", hint="give one token list for every request")
         self.requests.append(request)
         return self._completion(request, list(tokens))
 
     def _completion(self, request: CompletionRequest, tokens: list[int]) -> Completion:
         sampling, reason = request.sampling, StopReason.LENGTH
-        for place, token in enumerate(tokens[: sampling.max_tokens]):
+        for position, token in enumerate(tokens[: sampling.max_tokens]):
             if token in sampling.stop_token_ids:
-                tokens, reason = tokens[: place + 1], StopReason.STOP
+                tokens, reason = tokens[: position + 1], StopReason.STOP
                 break
         tokens = tokens[: sampling.max_tokens]
         end = len(request.prompt_ids) + len(tokens) - 1
@@ -125,7 +125,7 @@ class ScriptedEngine:
 
 
 class EnginePolicy:
-    """The smallest `Policy`: one engine."""
+    """A `Policy` that calls one engine."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -135,7 +135,7 @@ class EnginePolicy:
 
 
 class StreamingPolicy(EnginePolicy):
-    """One that also streams: a token a part."""
+    """A `Policy` that also streams: one token per part, then the completion."""
 
     async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
         completion = await self.engine.generate(request)
@@ -145,7 +145,7 @@ class StreamingPolicy(EnginePolicy):
 
 
 class FakeLearner:
-    """A `Learner` that only counts: every optimiser step makes another version. Keeps what it was given."""
+    """A `Learner` without a model: every optimizer step makes a new version. Records its batches and versions."""
 
     def __init__(self, step: int = 0) -> None:
         self.step, self.batches, self.published = step, list[Batch](), list[Published]()
@@ -195,7 +195,8 @@ class FakeLearner:
 
 
 class MemoryExperience:
-    """An `ExperienceStore` in two dicts. Without `allowed` (state -> next states, "" before the first) all moves go."""
+    """An `ExperienceStore` in memory. `allowed`: state -> allowed next states, "" for a new rollout; without it every
+    transition is allowed."""
 
     def __init__(self, allowed: Mapping[str, Iterable[str]] | None = None) -> None:
         self._allowed = None if allowed is None else {state: set(after) for state, after in allowed.items()}
@@ -205,7 +206,9 @@ class MemoryExperience:
     def move(self, rollout_id: str, to: str, *, reason: str = "", **facts: Any) -> None:
         state = self._state.get(rollout_id, "")
         if self._allowed is not None and to not in self._allowed.get(state, ()):
-            raise LedgerError(f"{rollout_id} cannot go from {state or 'nowhere'} to {to}", hint="see the table")
+            raise LedgerError(
+                f"{rollout_id} cannot go from {state or 'nowhere'} to {to}", hint="see the transition table"
+            )
         self._state[rollout_id] = to
 
     def put(self, rollout_id: str, name: str, data: bytes) -> None:
@@ -230,7 +233,7 @@ class MemoryExperience:
 
 
 class MemoryTracker:
-    """A `Tracker` that remembers."""
+    """A `Tracker` that records what it receives."""
 
     def __init__(self) -> None:
         self.run: TrackedRun | None = None

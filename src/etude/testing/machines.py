@@ -1,4 +1,4 @@
-"""A task source and a grader without processes, for trusted code only."""
+"""A task source in memory and a grader that runs in the current process, for trusted code only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from etude.records.task import Answer, Split, Task, Trust
 
 
 class ListSource:
-    """A `TaskSource` over (task, answer) pairs; each task's `split` and `index` are set by its place."""
+    """A `TaskSource` over (task, answer) pairs. The `source` and `index` of each task are set by its position."""
 
     name = "list"
 
@@ -33,7 +33,7 @@ class ListSource:
 
     def answer(self, task: Task) -> Answer:
         if self.task(task.split, task.index) != task:
-            raise TaskError(f"task {task.task_id} is not of this list", hint="ask the source that made it")
+            raise TaskError(f"task {task.task_id} is not of this list", hint="use the source that made the task")
         return self._pairs[task.split][task.index][1]
 
 
@@ -42,7 +42,8 @@ def _replace(task: Task, **changes: Any) -> Task:
 
 
 class FakeGrader:
-    """A `Grader` that really runs the hidden cases, in this process: trusted code only. `outcome` overrides it."""
+    """A `Grader` that runs the hidden tests in the current process, so only for trusted code. `outcome`: a function
+    that replaces grading."""
 
     def __init__(self, outcome: Callable[[Task], Graded | Invalid] | None = None) -> None:
         self._outcome = outcome

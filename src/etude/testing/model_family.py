@@ -1,4 +1,4 @@
-"""The contract suite of a model family: what etude relies on, as tests that run on a class of your own as on etude's.
+"""The contract suite of a model family: tests of what etude relies on, for your own class.
 
 With pytest, subclass the suite::
 
@@ -6,8 +6,8 @@ With pytest, subclass the suite::
         def make(self):
             return MyFamily()
 
-Each test makes a tiny random model of the family (`ModelFamily.tiny`). Needs torch; the last two tests compare with
-transformers, and see nothing where it is not installed or does not know the `model_type`.
+Each test makes a tiny random model of the family (`ModelFamily.tiny`). Needs torch. The last two tests compare with
+transformers; they do nothing if it is not installed or does not know the `model_type`.
 """
 
 from __future__ import annotations
@@ -38,25 +38,24 @@ from etude.weights.follow.targets import Target
 
 NUM_TOKENS = 48
 NEAR = 1e-5
-"""The largest difference of two logits in float32, relative to the largest of them."""
+"""Largest accepted difference of two logits in float32, relative to the largest logit."""
 
 
 class ModelFamilyContract(Contract):
-    """What etude relies on in a `ModelFamily`."""
+    """Tests what etude relies on in a `ModelFamily`."""
 
     def make(self) -> ModelFamily:
-        """A new family to test."""
+        """Return a new family to test."""
         raise NotImplementedError("override make() to return your family")
 
     def test_each_name_comes_back_and_shapes_are_those_of_the_model(self) -> None:
         family = self.make()
         c = family.tiny()
         pairs = {name: family.hf_name(name) for name, _ in weight_shapes(c)}
-        for ours, theirs in pairs.items():
-            assert family.etude_name(theirs) == ours, (
-                f"{ours} is {theirs} outside, which is {family.etude_name(theirs)} inside"
-            )
-            assert stays_float32(ours) == stays_float32(theirs), f"{theirs} must keep the last part of {ours}"
+        for name, outside in pairs.items():
+            back = family.etude_name(outside)
+            assert back == name, f"{name} is {outside} outside, which is {back} inside"
+            assert stays_float32(name) == stays_float32(outside), f"{outside} must keep the last part of {name}"
         assert len(set(pairs.values())) == len(pairs), "two tensors have one name"
         found = {name: tuple(view.shape) for name, view in views(Transformer(c, seed=0)).items()}
         wrong = found.items() ^ dict(weight_shapes(c)).items()
@@ -69,15 +68,17 @@ class ModelFamilyContract(Contract):
 
     def test_other_values_than_those_that_are_computed_are_refused_by_their_key(self) -> None:
         family = self.make()
-        changes: dict[str, object] = {key: f"not {ours}" for key, (ours, _) in family.fixed.items()}
+        changes: dict[str, object] = {key: f"not {supported}" for key, (supported, _) in family.fixed.items()}
         for key, value in {**changes, "architectures": ["AnotherForCausalLM"]}.items():
-            said = ""
+            message = ""
             try:
                 ModelConfig.from_hf(family.tiny().to_hf() | {key: value})
             except CheckpointError as error:
-                said = str(error)
+                message = str(error)
             wanted = "AnotherForCausalLM" if key == "architectures" else key
-            assert wanted in said, f"{key} = {value!r} was {f'refused without its name: {said}' if said else 'read'}"
+            assert wanted in message, (
+                f"{key} = {value!r} was {f'refused without its name: {message}' if message else 'read'}"
+            )
 
     def test_every_weight_has_a_finite_gradient(self) -> None:
         model = random_model(self.make().tiny())
@@ -129,19 +130,18 @@ class ModelFamilyContract(Contract):
         with TemporaryDirectory() as name:
             folder = Path(name)
             save_model(random_model(self.make().tiny()), folder / "first", dtype="f32")
-            theirs = loaded_by_transformers(folder / "first")
+            reference = loaded_by_transformers(folder / "first")
             with torch.no_grad():
-                for parameter in theirs.parameters():  # other weights than etude wrote
+                for parameter in reference.parameters():  # other weights than etude wrote
                     parameter.mul_(1.1)
-            theirs.save_pretrained(folder / "theirs")
+            reference.save_pretrained(folder / "reference")
             for operators in (None, Native()):
-                compare(load_model(folder / "theirs", operators=operators), theirs)
+                compare(load_model(folder / "reference", operators=operators), reference)
 
 
 @torch.no_grad()
 def random_model(c: ModelConfig, seed: int = 0) -> Transformer:
-    """A model in which every weight makes a difference: sharp matrices, norms that are not one, biases that are not
-    zero."""
+    """A model in which every weight matters: large matrices, norms that are not one, biases that are not zero."""
     model, generator = Transformer(c, seed=seed).eval(), torch.Generator().manual_seed(seed)
     for name, view in views(model).items():
         drawn = torch.randn(view.shape, generator=generator)
@@ -158,7 +158,7 @@ def tokens(c: ModelConfig) -> torch.Tensor:
 
 
 def unknown_to_transformers(family: ModelFamily) -> str:
-    """Why transformers cannot be compared with; empty where it can."""
+    """Why a comparison with transformers is not possible; "" if it is."""
     try:
         from transformers import CONFIG_MAPPING
     except ImportError:
@@ -168,7 +168,7 @@ def unknown_to_transformers(family: ModelFamily) -> str:
 
 
 def loaded_by_transformers(folder: Path) -> Any:
-    """A checkpoint's model as transformers computes it, in float32."""
+    """Load a checkpoint with transformers, in float32."""
     from transformers import AutoModelForCausalLM
 
     with warnings.catch_warnings():
@@ -178,18 +178,18 @@ def loaded_by_transformers(folder: Path) -> Any:
 
 
 @torch.no_grad()
-def compare(ours: Transformer, theirs: Any) -> None:
-    """Raises `AssertionError` where the two do not compute the same logits by the same experts."""
+def compare(model: Transformer, reference: Any) -> None:
+    """Raise `AssertionError` unless both models compute the same logits with the same experts."""
     chosen: list[torch.Tensor] = []
-    routers = [layer.mlp.gate for layer in theirs.model.layers if hasattr(layer.mlp, "gate")]
+    routers = [layer.mlp.gate for layer in reference.model.layers if hasattr(layer.mlp, "gate")]
     hooks = [one.register_forward_hook(lambda _module, _inputs, outputs: chosen.append(outputs[2])) for one in routers]
-    expected = theirs(tokens(ours.config)[None]).logits[0]
+    expected = reference(tokens(model.config)[None]).logits[0]
     for hook in hooks:
         hook.remove()
-    done = ours.eval().run(tokens(ours.config))
-    assert len(chosen) == ours.config.num_moe_layers, f"transformers has {len(chosen)} routers"
-    for layer, mine, experts in zip(ours.config.moe_layers, done.routes.unbind(1), chosen, strict=True):
-        differing = int((mine.long().sort(-1).values != experts.sort(-1).values).any(-1).sum())
+    done = model.eval().run(tokens(model.config))
+    assert len(chosen) == model.config.num_moe_layers, f"transformers has {len(chosen)} routers"
+    for layer, routes, experts in zip(model.config.moe_layers, done.routes.unbind(1), chosen, strict=True):
+        differing = int((routes.long().sort(-1).values != experts.sort(-1).values).any(-1).sum())
         assert not differing, f"layer {layer} sends {differing} tokens to other experts"
     distance = float((done.logits - expected).abs().max() / expected.abs().max())
     assert distance <= NEAR, f"logits differ by {distance:.1e} of the largest"

@@ -1,4 +1,4 @@
-"""Contract suites for reward terms and credit schemes: what etude relies on, as tests to run on a class of your own.
+"""Contract suites for reward terms and credit schemes: tests of what etude relies on, for your own class.
 
 With pytest, subclass the suite::
 
@@ -33,18 +33,18 @@ GROUPS: tuple[tuple[float, ...], ...] = (
     (1.0, 1.0, 1.0),
     (0.0,) * 8,
 )
-"""Rewards of groups, those without a signal included."""
+"""Rewards of groups, including groups without signal."""
 
 
 class CreditSchemeContract(Contract):
-    """What a batch relies on in a credit scheme (`etude.seams.CreditScheme`)."""
+    """Tests what a batch relies on in a credit scheme (`etude.seams.CreditScheme`)."""
 
     def make(self) -> CreditScheme:
-        """A new scheme to test."""
+        """Return a new scheme to test."""
         raise NotImplementedError("override make() to return your scheme")
 
     def given(self, values: Sequence[float]) -> list[float]:
-        """The scheme's advantages for these rewards."""
+        """The advantages of the scheme for these rewards."""
         return advantages([Reward(value=value, raw=value, reason="") for value in values], self.make())
 
     def test_every_reward_has_one_finite_advantage(self) -> None:
@@ -76,19 +76,19 @@ class CreditSchemeContract(Contract):
     def test_it_has_a_name_and_a_version(self) -> None:
         scheme = self.make()
         for what in ("name", "version"):
-            assert isinstance(getattr(scheme, what), str), f"its {what} is no text"
+            assert isinstance(getattr(scheme, what), str), f"its {what} is not a string"
             assert getattr(scheme, what), f"its {what} is empty"
 
 
 class RewardTermContract(Contract):
-    """What graders rely on in a reward term (`etude.seams.RewardTerm`)."""
+    """Tests what graders rely on in a reward term (`etude.seams.RewardTerm`)."""
 
     def make(self) -> RewardTerm:
-        """A new term to test."""
+        """Return a new term to test."""
         raise NotImplementedError("override make() to return your term")
 
     def rollouts(self) -> Sequence[tuple[Rollout, Graded]]:
-        """Judged rollouts to measure. Override it for a term that only knows certain tasks."""
+        """Graded rollouts to test with. Override it for a term that only supports certain tasks."""
         solved = Graded.of(1.0, {"tests": 1.0}, trust=Trust.DATA, reason="all 3 hidden tests pass")
         failed = Graded.of(0.0, {"tests": 0.0}, trust=Trust.DATA, reason="0 of 3 hidden tests pass")
         return (
@@ -98,13 +98,13 @@ class RewardTermContract(Contract):
         )
 
     def measured(self, term: RewardTerm, rollout: Rollout, graded: Graded) -> Term:
-        """The term's value of a rollout, as a run stores it."""
+        """The value of the term for a rollout, as a run stores it."""
         return asyncio.run(measure([NamedTerm("yours", term)], rollout, graded, deadline_s=30.0)).terms[-1]
 
     def test_every_rollout_has_a_finite_value_or_an_unknown_one_with_the_reason(self) -> None:
         for rollout, graded in self.rollouts():
             found = self.measured(self.make(), rollout, graded)
-            assert found.value is not None or found.evidence, "an unknown value has no evidence that says why"
+            assert found.value is not None or found.evidence, "an unknown value needs evidence with the reason"
 
     def test_the_same_rollout_has_the_same_value(self) -> None:
         for rollout, graded in self.rollouts():
@@ -120,12 +120,12 @@ class RewardTermContract(Contract):
 
     def test_it_has_a_version(self) -> None:
         version = self.make().version
-        assert isinstance(version, str), "its version is no text"
+        assert isinstance(version, str), "its version is not a string"
         assert version, "its version is empty"
 
 
 def finished(*, num_turns: int, ending: Ending = Ending.SUBMITTED, exports: dict[str, bytes] | None = None) -> Rollout:
-    """A linear rollout that sampled four tokens a turn and handed in one file."""
+    """A finished linear rollout with four sampled tokens per turn and one exported file."""
     turns = [
         Turn(
             parent=i - 1 if i else None,

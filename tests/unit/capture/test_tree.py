@@ -1,4 +1,4 @@
-"""A tree of turns: nothing is tokenised twice, and every turn is who it is."""
+"""Turn trees: nothing is tokenised twice, and equal turns stay separate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.unit.harness.tokeniser import laptop_chat
 
 from etude.capture import Message, Node, Prompt, TurnTree
-from etude.capture.tree import chain
+from etude.capture.tree import conversation_keys
 from etude.errors import ContextFull
 from etude.harness import standard_tools
 from etude.records import Completion, Sampling, VersionSpan
@@ -36,12 +36,12 @@ def said(text: str) -> Message:
 
 
 def plain(text: str) -> list[int]:
-    """The tokens of a whole answer."""
+    """The tokens of a complete reply."""
     return [*CHAT.encode(text).tolist(), CHAT.end_id]
 
 
 def odd(text: str) -> list[int]:
-    """The same answer in tokens that the tokeniser would not give."""
+    """The same reply in tokens that the tokeniser would not produce."""
     return [*(int(i) for letter in text for i in CHAT.encode(letter)), CHAT.end_id]
 
 
@@ -84,7 +84,11 @@ def test_a_conversation_becomes_a_chain_of_turns_with_the_tokens_of_the_whole() 
     trace = one.trace()
     assert [turn.parent for turn in trace.turns] == [None, 0, 1]
     whole = [user("fix"), said("ls"), user("go on"), said("cat"), user("go on"), said("test")]
-    assert trace.path(2).token_ids.tolist() == CHAT.whole(whole, SIGNATURES).tolist() == nodes[2].context().tolist()
+    assert (
+        trace.path(2).token_ids.tolist()
+        == CHAT.encode_conversation(whole, SIGNATURES).tolist()
+        == nodes[2].context().tolist()
+    )
     assert trace.path(2).mask.sum() == sum(len(plain(text)) for text in ("ls", "cat", "test"))
     assert {node.session_id for node in nodes} == {"s"}
     assert len(one) == 3
@@ -96,9 +100,9 @@ def test_sampled_tokens_are_never_tokenised_again_and_known_messages_never_rende
         def __init__(self) -> None:
             self.calls: list[tuple[int, int]] = []
 
-        def first(self, messages: list[Message], *rest: Any, **options: Any) -> Any:
+        def encode_prompt(self, messages: list[Message], *rest: Any, **options: Any) -> Any:
             self.calls.append((0, len(messages)))
-            return CHAT.first(messages, *rest, **options)
+            return CHAT.encode_prompt(messages, *rest, **options)
 
         def continuation(self, previous: list[Message], new: list[Message], *rest: Any, **options: Any) -> Any:
             self.calls.append((len(previous), len(new)))
@@ -155,7 +159,7 @@ def test_a_second_continuation_is_a_branch_with_a_fork_of_the_session() -> None:
     assert [turn.parent for turn in trace.turns] == [None, 0, 0]
     assert trace.leaves() == [1, 2]
     whole = [user("fix"), said("ls"), user("another way"), said("test")]
-    assert trace.path(2).token_ids.tolist() == CHAT.whole(whole, SIGNATURES).tolist()
+    assert trace.path(2).token_ids.tolist() == CHAT.encode_conversation(whole, SIGNATURES).tolist()
     on = one.prompt([*whole, user("go on")], SIGNATURES)
     assert (on.session_id, on.fork_from) == ("s+1", None)  # the branch goes on in its own session
 
@@ -185,11 +189,11 @@ def test_another_history_or_other_tools_are_another_root_and_a_changed_end_leave
 
 
 def test_keys_ignore_how_a_message_is_written_and_tell_histories_apart() -> None:
-    one = chain([], [user("a"), said("b")])
-    assert one == chain([], [{"content": "a", "role": "user"}, said("b")])
-    assert one[0] == chain([], [user("a")])[0]
-    assert one[1] != chain([], [said("b")])[0]
-    assert one[0] != chain([{"type": "function"}], [user("a")])[0]
+    one = conversation_keys([], [user("a"), said("b")])
+    assert one == conversation_keys([], [{"content": "a", "role": "user"}, said("b")])
+    assert one[0] == conversation_keys([], [user("a")])[0]
+    assert one[1] != conversation_keys([], [said("b")])[0]
+    assert one[0] != conversation_keys([{"type": "function"}], [user("a")])[0]
 
 
 def test_a_prompt_that_surely_does_not_fit_is_refused_before_it_is_tokenised() -> None:
@@ -197,9 +201,9 @@ def test_a_prompt_that_surely_does_not_fit_is_refused_before_it_is_tokenised() -
     [node] = talk(one, "ls")
     messages = [user("fix"), said("ls"), user("x" * 4000)]
     with pytest.raises(ContextFull):
-        one.prompt(messages, SIGNATURES, most=node.num_tokens + 20)
+        one.prompt(messages, SIGNATURES, max_tokens=node.num_tokens + 20)
     with pytest.raises(ContextFull):
-        one.prompt([user("x" * 4000)], SIGNATURES, most=20)
+        one.prompt([user("x" * 4000)], SIGNATURES, max_tokens=20)
     again = one.prompt(messages, SIGNATURES)
     assert (again.parent, again.fork_from) == (node, "s")  # the refused request had taken the session
 
@@ -238,7 +242,7 @@ def test_a_bounded_tree_counts_what_it_holds_and_holds_the_parents_of_all(talks:
         messages = [user(first)]
         for text in texts:
             prompt = one.prompt(messages, SIGNATURES)
-            assert prompt.token_ids.tolist() == CHAT.first(messages, SIGNATURES).tolist()
+            assert prompt.token_ids.tolist() == CHAT.encode_prompt(messages, SIGNATURES).tolist()
             answer(one, prompt, text)
             messages += [said(text), user("go on")]
             trace = one.trace()  # every parent has an index
@@ -268,4 +272,7 @@ def test_many_threads_lose_no_turn_and_share_no_session() -> None:
     for depth in range(6):  # equal turns, each continued by one request, or forked
         assert len({sessions[depth] for sessions in found}) == number
     whole = [user("fix"), *[said("ls"), user("go on")] * 5, said("ls")]
-    assert all(trace.path(leaf).token_ids.tolist() == CHAT.whole(whole, SIGNATURES).tolist() for leaf in trace.leaves())
+    assert all(
+        trace.path(leaf).token_ids.tolist() == CHAT.encode_conversation(whole, SIGNATURES).tolist()
+        for leaf in trace.leaves()
+    )

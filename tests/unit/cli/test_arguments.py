@@ -68,8 +68,8 @@ def test_a_name_of_a_run_with_path_parts_is_refused(name, capsys, tmp_path, monk
     (tmp_path / "c.toml").write_text("seed = 1\n")
     assert main(["run", "c.toml", "--name", name]) == 2
     said = capsys.readouterr().err
-    assert f"--name {name!r} is no name of a run" in said
-    assert "hint: give a plain name" in said
+    assert f"--name {name!r} is not a valid name for a run" in said
+    assert "hint: give a name without a path" in said
     assert [path.name for path in tmp_path.iterdir()] == ["c.toml"]
 
 
@@ -80,7 +80,9 @@ def test_a_place_to_run_on_is_here_or_a_cluster(text):
 
 @pytest.mark.parametrize("text", ["", "lokal", "head", "ray://head", "http://head:1", "head:port", "a b:1"])
 def test_a_place_that_is_none_is_told_what_there_is(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="is nowhere: local, ray, HOST:PORT or ray://HOST:PORT"):
+    with pytest.raises(
+        argparse.ArgumentTypeError, match="is not a cluster: write local, ray, HOST:PORT or ray://HOST:PORT"
+    ):
         arguments.cluster(text)
 
 
@@ -96,7 +98,7 @@ def test_tasks_that_are_not_there_are_named_before_a_cluster_is_asked(tmp_path):
     from etude.loop import ray_cluster
 
     config = build(RunConfig, {"tasks": {"source": str(tmp_path / "tasks")}})
-    with pytest.raises(NoSource, match=f"neither a known name nor a directory: {tmp_path}/tasks is none"):
+    with pytest.raises(NoSource, match=f"neither a known name nor a directory: {tmp_path}/tasks does not exist"):
         ray_cluster.check(config, tmp_path / "runs")
 
 

@@ -21,7 +21,7 @@ from etude.loop.config import RunConfig
 from etude.records.task import Split
 from etude.run import RunFolder
 from etude.tasks.proof import Failure, Proof
-from etude.tasks.weak import TaskReport
+from etude.tasks.report import TaskReport
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "getting-started.md"
 
@@ -79,7 +79,7 @@ def test_a_new_folder_that_cannot_be_made_is_bad_input(
     (tmp_path / "afile").write_text("x")
     (tmp_path / "dangling").symlink_to("nosuch/further")
     assert main(["init", folder]) == Exit.BAD_INPUT
-    assert f"error: {folder} cannot be made: " in capsys.readouterr().err
+    assert f"error: {folder} cannot be created: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_why_a_task_does_not_prove_itself_is_said_once(
     assert main(["tasks", "check", "own"]) == Exit.FAILED
     said = "".join(capsys.readouterr())
     assert said.count(why) == 1
-    assert "error: 1 of 1 train tasks of own do not prove themselves\n  hint: look at it with" in said
+    assert "error: 1 of 1 train tasks of own are not valid\n  hint: look at it with" in said
 
 
 def test_what_a_run_has_lost_is_named_and_nothing_is_replaced(
@@ -175,7 +175,7 @@ def test_rollouts_of_a_run_that_has_not_begun_rl_are_not_there_yet(
     run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["rollouts", "list", "a"]) == Exit.FAILED
-    assert "it has not begun RL" in capsys.readouterr().err
+    assert "RL has not started" in capsys.readouterr().err
 
 
 def test_an_output_that_has_no_room_is_an_error_in_three_parts(run: RunFolder) -> None:
@@ -183,5 +183,5 @@ def test_an_output_that_has_no_room_is_an_error_in_three_parts(run: RunFolder) -
         done = subprocess.run([sys.executable, "-m", "etude.cli", "status", "a"], stdout=full, stderr=subprocess.PIPE)
     assert done.returncode == Exit.FAILED
     assert b"Traceback" not in done.stderr
-    assert done.stderr.startswith(b"error: not everything could be written\n")
+    assert done.stderr.startswith(b"error: the output could not be written completely\n")
     assert b"hint: " in done.stderr

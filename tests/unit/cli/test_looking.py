@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from etude.cli import _parser, main
+from etude.cli import main
+from etude.cli.commands import build_parser
 from etude.config import to_toml
 from etude.dashboard import RunView, plain_line
 from etude.errors import EXITS, CheckpointError, EngineError, Exit, NoCheckpoint
@@ -45,9 +46,9 @@ def test_a_newer_run_that_is_damaged_is_named_and_passed_over(runs: Path, capsys
     (runs / "new" / "run.json").write_text("{")
     assert main(["status"]) == 0
     out, err = capsys.readouterr()
-    assert "runs/old: not running; go on with: etude run --resume runs/old" in out
-    assert err.startswith("passed over: runs/new/run.json is damaged: ")
-    assert "taking runs/old" in err
+    assert "runs/old: not running; resume with: etude run --resume runs/old" in out
+    assert err.startswith("skipped: runs/new/run.json is damaged: ")
+    assert "using runs/old" in err
     (runs / "old" / "run.json").write_text("{")
     os.utime(runs / "old" / "run.json", (1, 1))
     assert main(["status"]) == Exit.FAILED
@@ -80,7 +81,7 @@ def test_a_run_is_watched_until_nobody_holds_it(runs: Path) -> None:
     argv = [sys.executable, "-m", "etude.cli", "status", "--watch", "old"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as watching:
         assert watching.stdout is not None
-        assert watching.stdout.readline() == "(what the words below mean: etude status --words runs/old)\n"
+        assert watching.stdout.readline() == "(for the meaning of the terms: etude status --words runs/old)\n"
         assert watching.stdout.readline().rstrip().endswith("corpus")
         assert watching.poll() is None
         run.unlock()
@@ -137,18 +138,18 @@ def test_restarts_are_in_the_report_and_each_kind_is_counted_by_itself(runs: Pat
 
 
 def test_a_path_that_is_not_there_is_named_as_it_was_given(runs: Path) -> None:
-    from etude.cli.places import existing
+    from etude.cli.locations import existing_path
 
     history = History(RunFolder.open(runs / "old"), {}, {})
     with pytest.raises(CheckpointError, match=r"no checkpoint at runs/old/checkpoints/gone\n"):
         history.start_checkpoint(1, Path("runs/old/checkpoints/gone"))
     with pytest.raises(NoCheckpoint) as absent:
-        existing(Path("runs/gone"))
+        existing_path(Path("runs/gone"))
     assert absent.value.facts == ""
 
 
 def test_a_run_comes_before_what_is_looked_at_in_it_and_may_be_left_out() -> None:
-    parser = _parser()
+    parser = build_parser()
     for words, run in (
         (["rollouts", "show", "a", "g0.1"], Path("a")),
         (["rollouts", "show", "g0.1"], None),
@@ -173,7 +174,7 @@ def test_the_help_and_the_guide_have_every_exit_code(capsys: pytest.CaptureFixtu
 
 def test_ctrl_c_while_modules_are_loaded_is_a_word() -> None:
     program = """
-import etude.cli._interrupted, signal, os
+import etude.cli.signals, signal, os
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell would ignore it
 os.kill(os.getpid(), signal.SIGINT)
 print("not reached")
@@ -194,4 +195,4 @@ def test_a_run_that_fails_says_how_to_go_on(
     assert main(["run", "--resume", "runs/old"]) == Exit.FAILED
     said = capsys.readouterr().err
     assert "error: engine-0 keeps dying: exit code -9\n  hint: see its log; " in said
-    assert said.rstrip().endswith("go on with: etude run --resume runs/old")
+    assert said.rstrip().endswith("resume with: etude run --resume runs/old")

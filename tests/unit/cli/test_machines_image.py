@@ -31,14 +31,14 @@ def test_an_image_is_built_named_listed_shown_and_removed(tmp_path, image):
     assert json.loads(image("show", "mine", "--verify")[1])["image"] == {
         "digest": digest, "workdir": "/w", "env": {}, "user": "",
     }  # fmt: skip
-    assert image("remove", "mine")[1] == "removed, 2 B\n"
+    assert image("remove", "mine")[1] == "deleted, 2 B freed\n"
     assert image("list")[1] == ""
 
 
 @pytest.mark.parametrize("words", [["list"], ["show", "x"], ["remove", "x"], ["collect"]])
 def test_looking_into_a_store_that_is_not_there_makes_none(tmp_path, image, words):
     code, _, err = image(*words)
-    assert (code, "no images in" in err, "hint: etude machines image build" in err) == (2, True, True)
+    assert (code, "no images in" in err, "hint: build one: etude machines image build" in err) == (2, True, True)
     assert not (tmp_path / "store").exists()
 
 
@@ -57,7 +57,7 @@ def test_what_a_source_is_shows_by_itself(tmp_path, image):
         code, out, err = image("build", tmp_path / source, *more)
         assert code == 0, err
         assert json.loads(image("show", out.split()[0])[1])["source"] == kind
-    assert image("collect")[1].startswith("4 images removed")
+    assert image("collect")[1].startswith("4 images deleted")
 
 
 @pytest.mark.parametrize("words", [

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.here import needs
 
-import etude.cli.machines_probe
+import etude.cli.machines
 from etude.cli import main
 from etude.errors import Exit
 
@@ -32,7 +32,7 @@ def test_a_command_has_its_files_and_its_exit_code_and_streams_are_passed_on(tmp
     assert main(["machines", "run", "--files", str(tmp_path), "--", *command]) == 3
     assert capfdbinary.readouterr() == (b"there\n", b"said\n")
     assert main(["machines", "run", "--deadline", "0.2s", "--", "sleep", "60"]) == AT_DEADLINE
-    assert b"killed at its deadline of 0.2 s" in capfdbinary.readouterr().err
+    assert b"killed at the deadline of 0.2 s" in capfdbinary.readouterr().err
 
 
 def test_what_is_piped_in_arrives_and_a_shell_reads_lines_of_it():
@@ -45,7 +45,7 @@ def test_what_is_piped_in_arrives_and_a_shell_reads_lines_of_it():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--files", "nowhere", "--", "true"], "--files nowhere is no folder"),
+        (["--files", "nowhere", "--", "true"], "--files nowhere is not a folder"),
         (["--user", "somebody", "--", "true"], "cannot run as 'somebody'"),
         (["--backend", "nothing", "--", "true"], "no backend 'nothing'"),
         (["--image", "nothing", "--store", "images", "--", "true"], "hint: "),
@@ -87,12 +87,12 @@ def test_what_works_here_is_tried_and_what_does_not_has_its_reason(monkeypatch, 
     needs("namespace")
     for name in ("E2B_API_KEY", "E2B_API_URL", "E2B_DOMAIN"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(etude.cli.machines_probe, "BACKENDS", ["namespace", "remote"])
+    monkeypatch.setattr(etude.cli.machines, "BACKENDS", ["namespace", "remote"])
     assert main(["machines", "probe"]) == Exit.DONE
     said = capsys.readouterr().out
     assert "shared kernel" in said
     assert "hint: set E2B_API_KEY" in said
-    monkeypatch.setattr(etude.cli.machines_probe, "BACKENDS", ["remote"])
+    monkeypatch.setattr(etude.cli.machines, "BACKENDS", ["remote"])
     assert main(["machines", "probe"]) == Exit.FAILED
 
 

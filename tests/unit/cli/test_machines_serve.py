@@ -15,10 +15,10 @@ GOOD = '[me]\nkey = "e2b_0123456789abcdef"\n'
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--host", "0.0.0.0"], "open to the network"),
-        (["--host", "machines.example"], "open to the network"),
-        (["--keys", "absent.toml"], "no file of keys"),
-        (["--keys", "keys.toml", "--templates", "absent.toml"], "no file of templates"),
+        (["--host", "0.0.0.0"], "reachable from the network"),
+        (["--host", "machines.example"], "reachable from the network"),
+        (["--keys", "absent.toml"], "not a valid file of keys"),
+        (["--keys", "keys.toml", "--templates", "absent.toml"], "not a valid file of templates"),
         (["--backend", "nowhere"], "no backend 'nowhere'"),
         (["--backend", "remote"], "the service of the remote machines is not configured"),
     ],

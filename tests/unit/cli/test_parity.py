@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from etude.cli import _parser, main
-from etude.cli.parity import _asked
+from etude.cli import main
+from etude.cli.commands import build_parser
+from etude.cli.parity import _settings
 from etude.config import to_toml
 from etude.errors import InputError
 from etude.inference.config import EngineConfig
@@ -37,7 +38,7 @@ def run_of(folder: Path, config: RunConfig) -> Path:
 
 
 def asked(*words: object) -> tuple[object, ...]:
-    one = _asked(_parser().parse_args(["parity", *map(str, words)]))
+    one = _settings(build_parser().parse_args(["parity", *map(str, words)]))
     return one.mode, one.dtype, one.learner_dtype, one.quant, one.budget.ratio_p99
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.cli.watched import Watched
+from etude.cli.store_locations import ReportingStore
 from etude.errors import StoreError
 from etude.stores import MemoryStore
 
@@ -34,14 +34,14 @@ class Away(MemoryStore):
         return super().get(key, start, stop)
 
 
-def watched(store: Away, after_s: float = 0.01) -> tuple[Watched, list[str]]:
+def watched(store: Away, after_s: float = 0.01) -> tuple[ReportingStore, list[str]]:
     said: list[str] = []
 
     def tell(line: str) -> None:
         said.append(line)
         store.told.set()
 
-    return Watched(store, "http://relay:8800", 60.0, tell, after_s=after_s), said
+    return ReportingStore(store, "http://relay:8800", 60.0, tell, after_s=after_s), said
 
 
 def test_one_line_says_what_is_waited_for_and_until_when_and_another_that_it_is_back() -> None:
@@ -50,8 +50,8 @@ def test_one_line_says_what_is_waited_for_and_until_when_and_another_that_it_is_
     assert one.compare_and_swap("pointers/policy", None, b"v1")
     assert one.get("pointers/policy") == b"v1"
     first, last = said
-    waiting = rf"waiting: http://relay:8800 has given no answer since ({CLOCK}) \(pointers/policy\);"
-    found = re.fullmatch(rf"{waiting} it is asked until ({CLOCK})", first)
+    waiting = rf"waiting: http://relay:8800 has not answered since ({CLOCK}) \(pointers/policy\);"
+    found = re.fullmatch(rf"{waiting} retrying until ({CLOCK})", first)
     assert found
     since, until = (sum(int(n) * w for n, w in zip(t.split(":"), (3600, 60, 1), strict=True)) for t in found.groups())
     assert (until - since) % 86_400 == 60
@@ -100,4 +100,4 @@ def test_a_follower_of_a_dead_relay_says_at_once_what_it_waits_for(answers: str,
         finally:
             child.kill()
             child.communicate()
-    assert re.fullmatch(rf"waiting: {url} has given no answer since {CLOCK} .*; it is asked until {CLOCK}\n", line)
+    assert re.fullmatch(rf"waiting: {url} has not answered since {CLOCK} .*; retrying until {CLOCK}\n", line)

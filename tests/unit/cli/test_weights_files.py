@@ -36,7 +36,7 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
 
 def test_encode_verify_and_apply_lead_to_the_same_bytes(pair, capsys) -> None:
     assert main(["weights", "encode", "a", "b", "-o", "d"]) == 0
-    assert "times less than 48 kB" in capsys.readouterr().out
+    assert "times smaller than 48 kB" in capsys.readouterr().out
     assert main(["weights", "verify", "d", "--base", "a"]) == 0
     assert "13 tensors" in capsys.readouterr().out
     assert main(["weights", "apply", "a", "d", "-o", "c"]) == 0
@@ -91,9 +91,9 @@ def test_whole_tensors_take_no_part_in_the_share_of_the_bound_and_have_a_row_of_
     assert (whole[-1], total[-1], cells(said, "added")[-1], cells(said, "reshaped")[-1]) == ("–",) * 4
     assert (whole[2], total[2]) == ("26,000", f"{26_000 + 24_005:,}")
     plain = " ".join(said.split())
-    assert "whole: new, or of another dtype or shape: 2 of 15 tensors, which add 48" in plain
+    assert "new or have another dtype or shape: 2 of 15, 48" in plain
     page = Path("out.html").read_text()
-    assert "2 tensors that go whole, which have no bound" in page
+    assert "2 tensors that are stored complete, which have no bound" in page
     lead = page.split('class="lead">')[1].split("</p>")[0]
     assert float(lead.split(" of their bound")[0].split()[-1]) == pytest.approx(float(share), abs=0.01)
 
@@ -105,7 +105,7 @@ def test_where_every_tensor_is_new_there_is_no_share_of_the_bound(pair, capsys) 
     said = capsys.readouterr().out
     assert cells(said, "whole")[-1] == cells(said, "all")[-1] == "–"
     assert "│ deltas" not in said
-    assert "1 tensor that goes whole, which has no bound." in Path("out.html").read_text()
+    assert "1 tensor that is stored complete, which has no bound." in Path("out.html").read_text()
 
 
 def cells(said: str, name: str) -> list[str]:
@@ -123,7 +123,7 @@ def test_a_diff_shows_the_heaviest_and_all_when_asked(tmp_path: Path, monkeypatc
             for name, tensor in tensors.items():
                 writer.put(name, tensor)
     main(["weights", "diff", "a", "b"])
-    assert "40 heaviest of 50 tensors" in capsys.readouterr().out
+    assert "40 largest of 50 tensors" in capsys.readouterr().out
     main(["weights", "diff", "a", "b", "--all"])
     said = capsys.readouterr().out
     assert all(f"w{i} " in said for i in range(50))
@@ -151,7 +151,7 @@ def test_a_plot_is_one_page_that_fetches_nothing(pair, capsys) -> None:
         (["apply", "b", "d", "-o", "c"], 1, "this delta is for another base"),
         (["verify", "d", "--base", "b"], 1, "this delta is for another base"),
         (["verify", "d"], 2, "d is a file"),
-        (["verify", "--base", "a"], 2, "no delta file"),
+        (["verify", "--base", "a"], 2, "without a delta file"),
         (["encode", "a", "b", "-o", "no/where"], 2, "no directory no"),
         (["encode", "a", "b", "-o", "d/where"], 2, "no directory d"),
         (["encode", "a", "b", "-o", "other"], 2, "other is a directory"),

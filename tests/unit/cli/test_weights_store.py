@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from etude.cli import duration, main, weights_store
+from etude.cli import main, weights_store
+from etude.cli.arguments import duration
 from etude.run import RunFolder
 from etude.stores import open_store
 from etude.weights import Channel
@@ -51,7 +52,7 @@ def test_checkpoints_travel_through_a_store_into_a_directory(steps, capsys) -> N
     assert holds("live", "c0")
     for step in (1, 2, 3):
         assert main(["weights", "publish", f"c{step}", "store"]) == 0
-        assert "times less than the weights" in capsys.readouterr().out
+        assert "times smaller than the weights" in capsys.readouterr().out
     assert main(["weights", "follow", "store", "--apply", "live", "--once"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].endswith("held by live, proven")
@@ -86,7 +87,7 @@ def test_a_checkpoint_with_other_tensors_than_the_heads_is_published_by_a_flag_a
     before = sorted(Path("store").rglob("*"))
     assert main(["weights", "publish", "other", "store"]) == 2
     said = capsys.readouterr().err
-    assert "other holds another checkpoint than channel 'policy' of store" in said
+    assert "other has other tensors than channel 'policy' of store" in said
     assert says in said
     assert "--other-tensors" in said.split("hint: ")[1]
     assert sorted(Path("store").rglob("*")) == before
@@ -110,7 +111,7 @@ def test_files_of_the_directory_that_were_damaged_are_named_and_repaired(steps, 
     assert main(follow) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("v000000-")
-    assert said[0].endswith(f": damaged, or changed by something else: {file}; repaired next")
+    assert said[0].endswith(f": damaged, or changed by another program: {file}; will be repaired")
     assert said[1].startswith(f"v00000{int(newer)}-")
     assert said[1].endswith(f"; repaired: {file}")
     assert holds("live", "c1" if newer else "c0")
@@ -216,7 +217,7 @@ def test_a_publish_that_saves_nothing_claims_nothing(steps, capsys) -> None:
     Path("small").mkdir()
     save_file({"q": torch.zeros(3, 3)}, "small/model.safetensors", {"format": "pt"})
     main(["weights", "publish", "small", "store", "--other-tensors"])
-    assert "times less" not in capsys.readouterr().out
+    assert "times smaller" not in capsys.readouterr().out
     main(["weights", "follow", "store", "--apply", "live", "--once"])
     assert "lists of" not in capsys.readouterr().out
 
@@ -280,7 +281,7 @@ def test_a_relay_of_a_run_that_has_published_nothing_yet_says_so_and_serves_what
     try:
         assert relay.stdout is not None
         url = relay.stdout.readline().split(" at ")[1].strip()
-        assert "engines wait for the first version" in relay.stdout.readline()
+        assert "engines will wait for the first one" in relay.stdout.readline()
         assert main(["weights", "publish", "c0", "run/weights"]) == 0
         assert main(["weights", "follow", url, "--apply", "live", "--once"]) == 0
         assert holds("live", "c0")
@@ -311,11 +312,11 @@ def test_followers_of_a_region_share_a_cache_and_those_without_its_disk_a_relay(
 @pytest.mark.parametrize(
     ("argv", "code", "says"),
     [
-        (["relay", "store", "--listen", "0.0.0.0:0"], 2, "anybody could read the weights"),
-        (["relay", "store", "--listen", "8800"], 2, "is no address"),
-        (["relay", "stroe", "--listen", "127.0.0.1:0"], 2, "no store at stroe: nor a run"),
+        (["relay", "store", "--listen", "0.0.0.0:0"], 2, "anyone could read the weights"),
+        (["relay", "store", "--listen", "8800"], 2, "is not an address"),
+        (["relay", "stroe", "--listen", "127.0.0.1:0"], 2, "no store at stroe: and no run"),
         (["follow", "http://u:p@host", "--apply", "live", "--once"], 2, "only a host and a port"),
-        (["log", "ftp://x/y"], 2, "no store speaks 'ftp'"),
+        (["log", "ftp://x/y"], 2, "no store supports 'ftp'"),
         (["log", "htp://x/y"], 2, "did you mean 'http'?"),
         (["diff", "nosuchA", "nosuchB"], 2, "no checkpoint at nosuchA"),
         (["diff", "1", "2"], 2, "no run in runs/"),
@@ -345,7 +346,7 @@ def test_times_are_written_with_their_unit(capsys) -> None:
     assert [duration(text) for text in ("90s", "1.5m", "24h", "7d")] == [90.0, 90.0, 86_400.0, 604_800.0]
     with pytest.raises(SystemExit):
         main(["weights", "gc", "store", "--keep", "7"])
-    assert "is no time: write 90s" in capsys.readouterr().err
+    assert "is not a duration: write 90s" in capsys.readouterr().err
 
 
 def test_a_signed_channel_is_moved_with_its_key_alone(steps, capsys) -> None:
@@ -393,7 +394,7 @@ def test_garbage_collection_of_a_signed_channel_says_that_it_needs_the_key(steps
     main(["weights", "publish", "c0", "store", "--key", "private"])
     capsys.readouterr()
     assert main(["weights", "gc", "store"]) == 0
-    assert "needs the key that signs: --key FILE" in capsys.readouterr().out
+    assert "give its private key: --key FILE" in capsys.readouterr().out
     assert main(["weights", "gc", "store", "--key", "private"]) == 0
     assert "--key" not in capsys.readouterr().out
 
@@ -408,7 +409,7 @@ def test_a_stores_damaged_pointer_is_repaired_and_every_command_says_how(steps, 
         assert "`etude weights repair RUN|STORE`" in capsys.readouterr().err
     assert main(["weights", "repair", "store"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("the pointer names v000001-")
+    assert said.startswith("the pointer is set to v000001-")
     assert "v000002-" in said.splitlines()[1]
     assert main(["weights", "point", "store", "2"]) == 0
     assert main(["weights", "follow", "store", "--apply", "live", "--once"]) == 0
@@ -451,7 +452,7 @@ def test_a_rollback_can_be_undone(steps, capsys) -> None:
         main(["weights", "publish", step, "store"])
     newest = capsys.readouterr().out.splitlines()[-1].split(":")[0]
     assert main(["weights", "point", "store", "0"]) == 0
-    assert "until `etude weights gc` takes it" in capsys.readouterr().out
+    assert "until `etude weights gc` deletes them" in capsys.readouterr().out
     for text, checkpoint in (("2", "c2"), ("0", "c0"), (newest, "c2")):
         assert main(["weights", "point", "store", text]) == 0
         assert main(["weights", "follow", "store", "--apply", "live", "--once"]) == 0
@@ -463,11 +464,11 @@ def test_a_step_rises_and_a_name_of_several_versions_names_none(steps, capsys) -
     main(["weights", "publish", "c1", "store", "--step", "5"])
     for step in ("5", "0"):
         assert main(["weights", "publish", "c2", "store", "--step", step]) == 2
-        assert f"--step {step} is not above the head's: it is v000005-" in capsys.readouterr().err
+        assert f"--step {step} is not above the newest version's: which is v000005-" in capsys.readouterr().err
     with pytest.raises(SystemExit) as left:
         main(["weights", "publish", "c2", "store", "--step", "-3"])
     assert left.value.code == 2
-    assert "'-3' is no step" in capsys.readouterr().err
+    assert "'-3' is not a step" in capsys.readouterr().err
     for checkpoint in ("c2", "c3"):  # each a version ahead of the rolled back head, of the same step
         main(["weights", "point", "store", "0"])
         main(["weights", "publish", checkpoint, "store"])
@@ -562,7 +563,7 @@ def test_a_directory_that_cannot_be_searched_is_an_error_of_three_parts(steps, c
     assert main(["weights", *argv]) == 1
     said = capsys.readouterr().err
     assert said.startswith("error: noread/")
-    assert "cannot be used: Permission denied\n  hint: give the user that runs this access" in said
+    assert "cannot be used: Permission denied\n  hint: give the user that runs this command access" in said
     assert not Path("store").exists()
 
 
@@ -571,7 +572,7 @@ def test_no_store_is_made_inside_a_checkpoint(steps, capsys) -> None:
         before = sorted(Path().rglob("*"))
         assert main(["weights", "publish", "c1", place]) == 2
         said = capsys.readouterr().err
-        assert f"{place} is a checkpoint, and no store" in said
+        assert f"{place} is a checkpoint, not a store" in said
         assert "etude weights publish CHECKPOINT STORE" in said
         assert sorted(Path().rglob("*")) == before
 
@@ -661,7 +662,7 @@ def test_a_folder_of_something_else_is_no_store_and_nothing_is_written_there(ste
     }.get(command, [])
     checkpoint = ["c0"] if command == "publish" else []
     assert main(["weights", command, *checkpoint, "library", *more]) == 2
-    assert "library is no store: it has files, and none of pointers/" in capsys.readouterr().err
+    assert "library is not a store: it has files, but none of pointers/" in capsys.readouterr().err
     assert [path.name for path in Path("library").iterdir()] == ["libfoo.so"]
 
 

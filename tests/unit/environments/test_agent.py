@@ -24,7 +24,7 @@ from etude.environments.agent import AgentMachine, Channel, commands, program, p
 from etude.environments.agent.channel import ChannelLost
 from etude.environments.agent.protocol import Frame, Parser, ProtocolError, frame
 from etude.errors import MachineError
-from etude.records.command import MAX_COMMAND_BYTES, Command, Printed
+from etude.records.command import MAX_COMMAND_BYTES, Command, OutputChunk
 
 KINDS = [protocol.READY, protocol.STARTED, protocol.OUTPUT, protocol.ENDED, protocol.DATA, protocol.DONE, b"?"]
 FRAMES = st.lists(
@@ -285,12 +285,12 @@ def test_a_command_whose_listener_fails_is_killed_and_the_others_go_on():
     marker = f"30000{os.getpid()}"
 
     def tell(event):
-        if isinstance(event, Printed):
+        if isinstance(event, OutputChunk):
             raise LookupError("not so")
 
     async def test(agent):
         with pytest.raises(LookupError, match="not so"):
-            await shell(agent.machine, f"echo; sleep {marker}", "1", tell=tell)
+            await shell(agent.machine, f"echo; sleep {marker}", "1", on_output=tell)
         await until(lambda: not alive(marker), "it was killed")
         assert (await shell(agent.machine, "echo on", "2")).output == b"on\n"
 
@@ -335,7 +335,9 @@ def test_a_listener_that_fails_fails_its_own_command_only():
 
     async def test(agent):
         failing, other = await asyncio.gather(
-            shell(agent.machine, "echo 1", "1", tell=fail), shell(agent.machine, "echo 2", "2"), return_exceptions=True
+            shell(agent.machine, "echo 1", "1", on_output=fail),
+            shell(agent.machine, "echo 2", "2"),
+            return_exceptions=True,
         )
         assert isinstance(failing, RuntimeError)
         assert other.output == b"2\n"

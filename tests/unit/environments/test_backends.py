@@ -18,7 +18,7 @@ def test_an_unknown_backend_is_refused_with_the_nearest_name():
 
 
 def test_limits_that_a_service_would_not_keep_are_refused_and_others_need_its_address(monkeypatch):
-    with pytest.raises(InputError, match="remote service"):
+    with pytest.raises(InputError, match="remote backend"):
         runtime_from_config(MachinesConfig(backend="remote", cpus=2.0))
     for name in ("E2B_API_URL", "E2B_API_KEY", "E2B_DOMAIN"):
         monkeypatch.delenv(name, raising=False)

@@ -1,4 +1,4 @@
-"""The parts of virtual machines, one by one: what is read from QEMU, memory, disks, images, and what is missing."""
+"""Unit tests of virtual machines: QEMU's monitor, memory, disks, images, missing requirements."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PAGE = mmap.PAGESIZE
 
 
 def monitor_after(said: bytes) -> str:
-    """What becomes of a command when QEMU says this and hangs up."""
+    """The result of a command if QEMU sends this and closes the connection."""
 
     async def main() -> str:
         ours, theirs = socket.socketpair()
@@ -75,7 +75,7 @@ def test_any_bytes_from_a_monitor_are_an_answer_or_an_error(junk, at):
 
 @pytest.fixture
 def other_process():
-    """A process that maps a file privately and has written to some of it; the file, the pages, the process."""
+    """Start a process that maps a file privately and has written to some pages. Yields file, pages and process."""
     ram = os.memfd_create("ram")
     os.ftruncate(ram, 64 * PAGE)
     os.pwrite(ram, b"base" * (16 * PAGE), 0)
@@ -173,7 +173,7 @@ def test_the_same_folder_makes_the_same_disk(tmp_path):
 
 
 def test_what_is_missing_is_named_with_what_to_do(tmp_path, monkeypatch):
-    with pytest.raises(MachineError, match="no image") as none:
+    with pytest.raises(MachineError, match="no guest image") as none:
         find(tmp_path)
     assert "etude machines image microvm" in none.value.hint
     with pytest.raises(MachineError, match="no-such-tool") as tool:
@@ -250,7 +250,7 @@ def test_the_accelerator_is_probed_once(monkeypatch):
 
 
 def test_an_image_of_ones_own_boots_with_its_files_user_and_environment(tmp_path):
-    """A root with nothing but busybox: what a machine needs beside that comes with the boot."""
+    """A root filesystem with only busybox: the boot adds everything else that a machine needs."""
     opened("microvm", microvm)
     cache = tmp_path / "cache"
     cache.mkdir()

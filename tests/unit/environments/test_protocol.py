@@ -64,7 +64,7 @@ def with_machine(test: Callable[[NamespaceMachine], Awaitable[Any]]) -> Any:
 async def begun(machine: Any, argv: list[str]) -> asyncio.Task[Any]:
     """A command that runs."""
     there = asyncio.Event()
-    running = asyncio.create_task(machine.exec(argv, key="begun", deadline_s=100, tell=lambda _: there.set()))
+    running = asyncio.create_task(machine.exec(argv, key="begun", deadline_s=100, on_output=lambda _: there.set()))
     await asyncio.wait_for(there.wait(), 20)
     return running
 

@@ -1,4 +1,4 @@
-"""E2B's own Python client, as it is on PyPI, against our server over machines of namespaces: what of it works here."""
+"""E2B's Python client from PyPI with etude's server and namespace machines: the supported part of its API."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEMPLATES = {"tpl": Template({"hello.txt": b"hello", "sub/data.bin": bytes(range
 
 @contextlib.contextmanager
 def served(backend: str, make: Callable[[], Runtime]) -> Iterator[str]:
-    """The URL of a server in a thread: the synchronous client blocks. E2B's variables point to it."""
+    """Run a server in a thread, since the synchronous client blocks, and set E2B's variables. Yields its URL."""
     needs(backend)
     told: SimpleQueue[str | Exception] = SimpleQueue()
     stop = threading.Event()

@@ -1,4 +1,4 @@
-"""What comes over the wire, whoever sends it: envelopes, messages, forms, listings, whole or cut or changed."""
+"""Parsers of the protocol: envelopes, messages, forms, listings, also truncated and altered ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STREAM = b"".join(map(connect.envelope, HAPPENED)) + connect.end()
 
 
 def read(data: bytes, sizes: list[int], *, is_answer: bool = True, max_bytes: int = 1 << 16) -> list[m.ProcessEvent]:
-    """The messages in `data`, which comes in pieces of these sizes, again and again."""
+    """Read the messages in `data`, received in pieces of these sizes."""
 
     async def chunks() -> AsyncIterator[bytes]:
         at, number = 0, 0

@@ -1,4 +1,4 @@
-"""Served machines as REST has them: keys, quotas, leases, states; over a runtime in memory, without a socket."""
+"""The server of machines: keys, quotas, leases, states, with a runtime in memory and without a socket."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALICE, BOB = "e2b_" + "a" * 20, "e2b_" + "b" * 20
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """A clock that the test advances."""
 
     now = 1000.0
 
@@ -35,7 +35,7 @@ class Clock:
 
 
 class Side:
-    """A client, and what it talks to."""
+    """A client, and the server that it is connected to."""
 
     def __init__(self, http: httpx.AsyncClient, boxes: SandboxManager, clock: Clock) -> None:
         self.http, self.boxes, self.clock = http, boxes, clock
@@ -46,7 +46,7 @@ class Side:
 
 
 def served(test: Callable[[Side], Awaitable[Any]], *, state_bytes: int = 1 << 20, **quota: Any) -> Any:
-    """Run an async test against a server of two accounts, whose runtime keeps so many bytes of what nobody holds."""
+    """Run an async test with a server of two accounts. Its runtime keeps so many bytes of snapshots without a hold."""
 
     async def main() -> Any:
         clock, runtime = Clock(), MemoryRuntime(max_bytes=state_bytes)
@@ -191,7 +191,7 @@ def test_a_creation_that_failed_is_tried_again_with_its_key():
 
 
 def test_a_template_that_the_runtime_let_go_of_is_prepared_again():
-    """Another account's snapshots may push it out of a runtime's bounded memory."""
+    """Snapshots of another account can displace it from the bounded memory of a runtime."""
 
     async def test(side):
         assert (await side.make(templateID="tpl")).status_code == 201
@@ -398,7 +398,7 @@ def test_a_machine_that_is_being_made_when_the_server_ends_is_not_left_over(monk
 
 
 def held() -> Counter[str]:
-    """Objects of ours that are alive, by class; classes and what there is few of left out."""
+    """Count live objects of etude's classes; without those with few objects."""
     gc.collect()
     names = (type(thing).__name__ for thing in gc.get_objects() if str(type(thing).__module__).startswith("etude."))
     return Counter({name: number for name, number in Counter(names).items() if number > 20})
@@ -432,7 +432,7 @@ def test_a_server_holds_nothing_of_machines_that_have_ended(monkeypatch):
             await side.http.delete(f"/sandboxes/{box.id}")
         assert (side.boxes.num_alive, box.account.num_live) == (0, 0)
         del box
-        assert held() - before == Counter({"Made": 50})
+        assert held() - before == Counter({"CreatedSandbox": 50})
 
     served(test)
 

@@ -1,4 +1,4 @@
-"""The root of virtual machines is unpacked from packages: whatever links they have, the host's files stay."""
+"""Unpacking packages into a root filesystem never writes outside of it, whatever links they have."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if shutil.which("dpkg-deb") is None:
 
 
 def package(folder: Path, name: str, *, files: dict[str, str] | None = None, links: dict[str, str] | None = None):
-    """A real .deb with these files and links."""
+    """Make a real .deb with these files and links."""
     tree = folder / f"{name}.tree"
     (tree / "DEBIAN").mkdir(parents=True)
     (tree / "DEBIAN/control").write_text(

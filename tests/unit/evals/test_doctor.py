@@ -12,9 +12,9 @@ from tests.unit.models.families import FAMILIES
 from etude.errors import EngineError
 from etude.evals.doctor.diagnosis import Verdict, examine
 from etude.evals.doctor.local import findings
-from etude.evals.doctor.sides import LearnerSide, OurEngine
+from etude.evals.doctor.sides import LearnerSide, ReferenceEngineSide
 from etude.evals.parity import Budget
-from etude.inference.watched import engine_results
+from etude.inference.operator_trace import engine_results
 from etude.models import ModelConfig, Transformer
 from etude.models.components import Routing, Scores
 from etude.models.packed_weights import PackedWeights
@@ -217,7 +217,7 @@ def test_a_clean_engine_of_hundreds_of_experts_raises_nothing(name: str) -> None
     budget = Budget(0.0, 0.0)
     prompts = [SMALL_TOKENS[:20], SMALL_TOKENS[3:10]]
     found = examine(
-        OurEngine(exact[0]), LearnerSide(exact[1]), prompts, max_tokens=5, seed=0, exact=True, budget=budget
+        ReferenceEngineSide(exact[0]), LearnerSide(exact[1]), prompts, max_tokens=5, seed=0, exact=True, budget=budget
     )
     assert found.verdict is Verdict.EQUAL
     assert [way.replayed is not None and way.replayed.equal for way in found.ways] == [True] * 4
@@ -242,8 +242,8 @@ def test_a_router_that_is_not_shown_leaves_the_others_routes_where_they_are() ->
 
 
 def test_an_engine_of_another_model_is_refused_by_its_routes() -> None:
-    engine = OurEngine(model(F32, sizes=LARGE["qwen3-moe, 384"]))
-    with pytest.raises(EngineError, match="of another model"):
+    engine = ReferenceEngineSide(model(F32, sizes=LARGE["qwen3-moe, 384"]))
+    with pytest.raises(EngineError, match="belong to another model"):
         examine(engine, LearnerSide(model(F32)), PROMPTS, max_tokens=4, seed=0, exact=False, budget=Budget(1.0, 1.0))
 
 
@@ -252,7 +252,7 @@ PROMPTS = [TOKENS[:20], TOKENS[3:10], TOKENS[:31]]
 
 def test_a_clean_engine_is_near_in_every_way() -> None:
     found = examine(
-        OurEngine(model(BF16)),
+        ReferenceEngineSide(model(BF16)),
         LearnerSide(model(BF16)),
         PROMPTS,
         max_tokens=8,
@@ -267,7 +267,7 @@ def test_a_clean_engine_is_near_in_every_way() -> None:
 
 def test_stale_weights_are_off_and_named() -> None:
     found = examine(
-        OurEngine(changed(stale)(F32)),
+        ReferenceEngineSide(changed(stale)(F32)),
         LearnerSide(model(F32, Exact)),
         PROMPTS,
         max_tokens=8,

@@ -26,14 +26,14 @@ from tests.unit.gateway.test_gateway import door
 
 from etude.errors import EngineError
 from etude.evals.doctor.diagnosis import Verdict, examine
-from etude.evals.doctor.remote import OurRemoteEngine, VllmEngine, at_url
+from etude.evals.doctor.remote import RemoteReferenceEngine, VllmEngine, at_url
 from etude.evals.doctor.sides import NO_VERSION, LearnerSide
 from etude.evals.parity import Budget
 from etude.inference.app import build_app
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
+from etude.inference.operator_trace import as_tensor, as_wire
 from etude.inference.server import _parser
-from etude.inference.watched import as_tensor, as_wire
 from etude.inference.wire import OperatorResult
 
 BUDGET = Budget(k3=1e-9, ratio_p99=1e-3)
@@ -69,7 +69,7 @@ def our_server(served: torch.nn.Module, *, show_operators: bool) -> Iterator[str
 def test_our_engine_at_a_url_is_examined_and_a_stale_weight_in_it_named() -> None:
     with our_server(changed(stale)(F32), show_operators=True) as url:
         engine = at_url(url)
-        assert isinstance(engine, OurRemoteEngine)
+        assert isinstance(engine, RemoteReferenceEngine)
         found = examine(engine, LearnerSide(model(F32)), PROMPTS, max_tokens=6, seed=0, exact=False, budget=BUDGET)
     assert [way.way for way in found.ways] == ["batched", "alone", "cached"]
     assert found.verdict is Verdict.OFF
@@ -84,7 +84,7 @@ def test_an_engine_that_was_not_started_to_show_its_operators_is_examined_withou
 
 
 def test_nobody_at_the_address_is_said() -> None:
-    with pytest.raises(EngineError, match="is no engine that the doctor knows"):
+    with pytest.raises(EngineError, match="is not a supported engine"):
         at_url("http://127.0.0.1:9")
 
 
@@ -93,7 +93,7 @@ def test_etudes_own_gateway_is_known_and_what_to_start_instead_is_said() -> None
         async with door() as (_, _, url):
             await asyncio.to_thread(at_url, url)
 
-    with pytest.raises(EngineError, match="is etude's gateway") as caught:
+    with pytest.raises(EngineError, match="is the gateway of etude") as caught:
         asyncio.run(ask())
     said = re.search(r"python -m etude.inference.server (.*)", caught.value.hint)
     assert said is not None

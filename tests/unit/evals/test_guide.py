@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.cli import _parser
+from etude.cli.commands import build_parser
 from etude.evals.parity import budget_of
 from etude.inference.server import _parser as server_parser
 from etude.models import ModelConfig, Transformer, save_model
@@ -35,7 +35,7 @@ def test_every_command_of_the_guide_is_one() -> None:
     commands = re.findall(r"^etude ((?:parity|replay) [^|#\n]*)", GUIDE, re.M)
     assert len(commands) == 9
     for command in commands:
-        _parser().parse_args(command.replace("STEP", "30").split())
+        build_parser().parse_args(command.replace("STEP", "30").split())
     [server] = re.findall(r"^python -m etude.inference.server (.*)$", GUIDE, re.M)
     assert server_parser().parse_args(server.split()).show_operators
 

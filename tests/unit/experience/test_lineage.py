@@ -15,7 +15,7 @@ from etude.experience import Finished, Group, Ledger, Straggler, make_batch, pla
 from etude.experience.lineage import MAX_VERSIONS, Branches, with_apparent_steps
 from etude.records import Completion, Sample, Trace, Version, VersionSpan
 from etude.records.completion import StopReason
-from etude.records.summary import as_seen
+from etude.records.summary import with_versions_of
 
 
 def version(step: int, incarnation: str, digest: int | None = None) -> Version:
@@ -111,7 +111,7 @@ def test_keys_of_a_lost_lineage_that_were_kept_make_what_comes_after_as_old() ->
     spans = ((FIRST[12], 2, 0), (FIRST[13], 1, 1), (version(11, "b"), 2, 2))
     found = with_apparent_steps(branches, group(trace(*spans)))
     ((mine, _),) = found.valid
-    seen = as_seen(read(mine), mine)
+    seen = with_versions_of(read(mine), mine)
     path = seen.trace.path(0)
     assert path.oldest_steps[path.mask].tolist() == [8, 8, 7, 7, 7]
     assert seen.trace.turns[0].completion.oldest_steps.tolist() == [8, 8, 7, 7, 7]

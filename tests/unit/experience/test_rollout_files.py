@@ -15,7 +15,7 @@ from tests.small_rollouts import Kit
 from etude.errors import LedgerError, StoreError
 from etude.experience import Ledger, RolloutFiles, plan_batch, record_batch
 from etude.experience.groups import Finished, Group
-from etude.records.summary import RolloutSummary, Stored, summary_of
+from etude.records.summary import RolloutSummary, StoredFile, summary_of
 from etude.records.wire import pack
 
 
@@ -117,7 +117,7 @@ def test_a_file_of_an_earlier_format_is_refused_by_name_and_counts_as_stored(fil
     path, rollout = files.path("g000000.0", 0), Kit.rollout("g000000.0")
     earlier = pack(rollout)
     path.write_bytes(earlier)
-    summary = summary_of(rollout, Stored(len(earlier), hashlib.sha256(earlier).hexdigest()))
+    summary = summary_of(rollout, StoredFile(len(earlier), hashlib.sha256(earlier).hexdigest()))
     for read in (files.read, files.read_exports):
         with pytest.raises(LedgerError, match=r"the stored rollout g000000\.0 has another format") as caught:
             read(summary)

@@ -29,11 +29,11 @@ def text(said: str) -> list[int]:
 
 
 def call(name: str, **arguments: str) -> list[int]:
-    return CHAT.spell(Call(name, arguments)).tolist()
+    return CHAT.encode_call(Call(name, arguments)).tolist()
 
 
 class Slow:
-    """A policy that answers when it is let, and says what it has been asked and what was taken back."""
+    """A policy that responds when it is released, and records its requests and cancellations."""
 
     def __init__(self) -> None:
         self.let, self.asked, self.cancelled = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -67,7 +67,7 @@ async def door(
     config: GatewayConfig | None = None,
     chat: ChatFormat = CHAT,
 ) -> AsyncIterator[tuple[openai.AsyncOpenAI, ScriptedEngine, str]]:
-    """A real server and the real client."""
+    """A real server and the real OpenAI client."""
     engine = ScriptedEngine(answers, context_tokens=max(4096, context_tokens))
     config = config or GatewayConfig(port=0)
     app = create_app(
@@ -108,7 +108,7 @@ def test_a_client_lists_the_model_and_chats_with_it() -> None:
             choice = answer.choices[0]
             assert (choice.message.content, choice.finish_reason, choice.message.role) == ("ok", "stop", "assistant")
             assert answer.usage is not None
-            prompt = CHAT.first(USER)
+            prompt = CHAT.encode_prompt(USER)
             sampled = len(text("ok"))
             assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), sampled)
             assert answer.system_fingerprint == str(engine.version)
@@ -232,7 +232,7 @@ def test_a_stream_of_a_tool_call_adds_up_to_the_call() -> None:
 
 
 class Live:
-    """A policy that samples what a test puts in, says when it was left, and breaks on an error."""
+    """A policy that streams the tokens that a test puts in, and records when the stream was closed."""
 
     def __init__(self) -> None:
         self.sampled: asyncio.Queue[list[int] | Exception] = asyncio.Queue()
@@ -428,7 +428,7 @@ def test_token_ids_are_returned_to_who_asks() -> None:
                 model="laptop", messages=USER, extra_body={"return_token_ids": True}
             )
             assert answer.model_extra is not None
-            assert answer.model_extra["prompt_token_ids"] == CHAT.first(USER).tolist()
+            assert answer.model_extra["prompt_token_ids"] == CHAT.encode_prompt(USER).tolist()
             assert answer.choices[0].model_extra == {"token_ids": text("ok")}
 
     run(work)
@@ -468,7 +468,7 @@ def test_an_answer_without_a_limit_takes_what_room_there_is() -> None:
     async def work() -> None:
         async with door([text("ok")], context_tokens=64) as (client, engine, _):
             await client.chat.completions.create(model="laptop", messages=USER)
-            assert engine.requests[0].sampling.max_tokens == 64 - len(CHAT.first(USER))
+            assert engine.requests[0].sampling.max_tokens == 64 - len(CHAT.encode_prompt(USER))
 
     run(work)
 
@@ -625,7 +625,7 @@ def test_prompts_are_int32() -> None:
 
 
 class Noting(ChatFormat):
-    """A chat format that notes which conversations it tokenises."""
+    """A chat format that records which conversations it tokenises."""
 
     @classmethod
     def of_the_laptop(cls) -> Noting:
@@ -635,9 +635,9 @@ class Noting(ChatFormat):
 
     asked: list[int]
 
-    def first(self, messages, signatures=None, *, most=None):  # type: ignore[no-untyped-def]
+    def encode_prompt(self, messages, signatures=None, *, max_tokens=None):  # type: ignore[no-untyped-def]
         self.asked.append(sum(len(message["content"]) for message in messages))
-        return super().first(messages, signatures, most=most)
+        return super().encode_prompt(messages, signatures, max_tokens=max_tokens)
 
 
 LONG = [{"role": "user", "content": "def f(x):\n    return x + 1\n" * 12_000}]

@@ -14,10 +14,10 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsNon
 from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as TextParams
 from tests.unit.harness.tokeniser import laptop_chat
 
-from etude.gateway import ChatRequest, Refused, read_request
-from etude.gateway.answers import make_answer
+from etude.gateway import ChatRequest, RequestRefused, read_request
 from etude.gateway.requests import HARMLESS, NEUTRAL_OF_CHAT, NEUTRAL_OF_TEXT, TextRequest, read_text_request
-from etude.gateway.streams import Spoken
+from etude.gateway.responses import make_response
+from etude.gateway.streams import StreamedText
 from etude.harness import standard_tools
 from etude.records import Completion
 from etude.records.completion import StopReason, VersionSpan
@@ -108,7 +108,7 @@ def test_tools_that_the_client_forbids_are_not_offered() -> None:
     ],
 )
 def test_a_wrong_request_names_the_field(changes: dict[str, object], param: str) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRefused) as refused:
         read(**changes)
     assert (refused.value.status, refused.value.param) == (400, param)
 
@@ -116,10 +116,10 @@ def test_a_wrong_request_names_the_field(changes: dict[str, object], param: str)
 @pytest.mark.parametrize(
     ("reader", "field", "value", "says"),
     [
-        (read_request, "n", 2, "only 1 leaves it as it is"),
+        (read_request, "n", 2, "only 1 is accepted"),
         (read_request, "logprobs", True, "logprobs = true is not offered by this model: "),
-        (read_request, "tool_choice", "required", 'only "auto" or "none" leaves'),
-        (read_text_request, "logprobs", 5, "only null leaves it"),
+        (read_request, "tool_choice", "required", 'only "auto" or "none" is accepted'),
+        (read_text_request, "logprobs", 5, "only null is accepted"),
         (read_text_request, "logprobs", 0, "logprobs = 0 is not offered"),
         (read_text_request, "best_of", 3, "\n  hint: leave best_of out"),
         (read_text_request, "logit_bias", {str(i): 1 for i in range(99)}, "is not offered"),
@@ -134,7 +134,7 @@ def test_a_field_that_is_not_offered_is_refused_in_three_parts(
     body = {"model": "m", **asked}
     for harmless in (None, *(NEUTRAL_OF_TEXT if reader is read_text_request else NEUTRAL_OF_CHAT)[field]):
         reader(json.dumps(body | {field: harmless}).encode())
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRefused) as refused:
         reader(json.dumps(body | {field: value}).encode())
     message = refused.value.message
     assert refused.value.param == field
@@ -148,7 +148,7 @@ def test_a_field_that_is_not_offered_is_refused_in_three_parts(
 def test_a_parameter_that_nobody_knows_is_refused_by_its_name(reader: Callable[[bytes], Any]) -> None:
     asked = {"prompt": "x"} if reader is read_text_request else {"messages": [{"role": "user", "content": "x"}]}
     for name, hint in (("max_token", "did you mean 'max_tokens'?"), ("nonsense_of_mine", "leave it out"), ("", "")):
-        with pytest.raises(Refused, match="Unknown parameter") as refused:
+        with pytest.raises(RequestRefused, match="Unknown parameter") as refused:
             reader(json.dumps({"model": "m", **asked, name: None}).encode())
         assert (refused.value.status, refused.value.param, refused.value.code) == (400, name, "unknown_parameter")
         assert hint in refused.value.message
@@ -176,7 +176,7 @@ def test_every_parameter_of_openais_client_is_honoured_accepted_or_refused_for_a
 
 def test_a_call_of_the_old_form_is_refused_where_it_stands() -> None:
     called = {"role": "assistant", "content": None, "function_call": {"name": "ls", "arguments": "{}"}}
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRefused) as refused:
         read(messages=[called, {"role": "user", "content": "x"}])
     assert refused.value.param == "messages[0].function_call"
 
@@ -189,13 +189,13 @@ def test_the_guide_lists_every_field_that_is_not_offered() -> None:
 def test_arguments_that_are_no_json_object_are_refused() -> None:
     for arguments in ("[]", "{", "3", "[" * 100_000, r'{"path": "\ud800"}'):
         calls = [{"function": {"name": "ls", "arguments": arguments}}]
-        with pytest.raises(Refused, match="JSON object"):
+        with pytest.raises(RequestRefused, match="JSON object"):
             read(messages=[{"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": "x"}])
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_request_or_a_refusal(data: bytes) -> None:
-    with contextlib.suppress(Refused):
+    with contextlib.suppress(RequestRefused):
         assert isinstance(read_request(data), ChatRequest)
 
 
@@ -209,13 +209,13 @@ json_values = st.recursive(
 @settings(max_examples=300)
 @given(st.sampled_from([*sorted(GOOD), "seed", "top_p", "tool_choice", "logit_bias"]), json_values)
 def test_any_value_in_any_field_is_a_request_or_a_refusal(field: str, value: object) -> None:
-    with contextlib.suppress(Refused):
+    with contextlib.suppress(RequestRefused):
         assert isinstance(read(**{field: value}), ChatRequest)
 
 
 @given(st.binary(max_size=100))
 def test_any_bytes_are_a_text_request_or_a_refusal(data: bytes) -> None:
-    with contextlib.suppress(Refused):
+    with contextlib.suppress(RequestRefused):
         assert isinstance(read_text_request(data), TextRequest)
 
 
@@ -223,7 +223,7 @@ def test_any_bytes_are_a_text_request_or_a_refusal(data: bytes) -> None:
 @given(st.sampled_from(["prompt", "max_tokens", "stop", "seed", "echo", "logprobs"]), json_values)
 def test_any_value_in_any_field_of_a_text_request_is_one_or_a_refusal(field: str, value: object) -> None:
     body = {"model": "m", "prompt": "x", field: value}
-    with contextlib.suppress(Refused):
+    with contextlib.suppress(RequestRefused):
         assert isinstance(read_text_request(json.dumps(body).encode()), TextRequest)
 
 
@@ -240,9 +240,9 @@ CHAT = laptop_chat()
 )
 def test_what_a_stream_says_is_the_answer_and_no_more(ids: list[int], ended: bool, stop: list[str], size: int) -> None:
     ids = [*ids, CHAT.end_id] if ended else ids
-    spoken = Spoken(CHAT, stop)
+    spoken = StreamedText(CHAT, stop)
     for at in range(0, len(ids), size):
-        spoken.more(ids[at : at + size])  # half a character said too early would not begin the whole answer's text
+        spoken.add(ids[at : at + size])  # half a character said too early would not begin the whole answer's text
     completion = Completion(
         request_id="r",
         token_ids=np.array(ids, np.int32),
@@ -253,13 +253,13 @@ def test_what_a_stream_says_is_the_answer_and_no_more(ids: list[int], ended: boo
         stop_reason=StopReason.STOP if ended else StopReason.LENGTH,
         engine="e",
     )
-    answer = make_answer(
+    answer = make_response(
         completion,
         chat=CHAT,
         signatures=standard_tools().signatures,
         stop=stop,
         prompt_ids=np.zeros(1, np.int32),
-        answer_id="a",
+        response_id="a",
         model="m",
         created=0,
     )
@@ -267,7 +267,7 @@ def test_what_a_stream_says_is_the_answer_and_no_more(ids: list[int], ended: boo
 
 
 class Counting:
-    """A format that counts the tokens it decodes."""
+    """A chat format that counts decoded tokens."""
 
     def __init__(self) -> None:
         self.num_decoded = 0
@@ -276,16 +276,16 @@ class Counting:
         self.num_decoded += len(ids)
         return CHAT.decode(ids)
 
-    def leading_text(self, ids: list[int]) -> int:
-        return CHAT.leading_text(ids)
+    def num_text_tokens(self, ids: list[int]) -> int:
+        return CHAT.num_text_tokens(ids)
 
 
 def test_tokens_that_are_no_characters_are_said_and_not_decoded_again_and_again() -> None:
     half = next(i for i in range(CHAT.vocab_size) if CHAT.decode([i]) == "\ufffd")
     chat = Counting()
-    spoken = Spoken(chat, [])  # type: ignore[arg-type]
+    spoken = StreamedText(chat, [])  # type: ignore[arg-type]
     for _ in range(500):
-        spoken.more([half])
+        spoken.add([half])
     assert CHAT.decode([half] * 500).startswith(spoken.sent)
     assert len(spoken.sent) > 480
     assert chat.num_decoded < 500 * 60
@@ -293,5 +293,5 @@ def test_tokens_that_are_no_characters_are_said_and_not_decoded_again_and_again(
 
 @pytest.mark.parametrize("data", [b"[" * 200_000, b'{"model":' + b"[" * 200_000, b"\xff", b""])
 def test_hostile_bytes_are_refused(data: bytes) -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(RequestRefused):
         read_request(data)

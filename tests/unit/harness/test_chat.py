@@ -32,13 +32,13 @@ def spell(ids: np.ndarray) -> str:
 
 
 def test_messages_render_to_the_documented_wire_form() -> None:
-    assert spell(CHAT.first(MESSAGES, TOOLS)) == (
+    assert spell(CHAT.encode_prompt(MESSAGES, TOOLS)) == (
         "<|system|>be brief<|end|><|user|>fix the failing test<|end|><|assistant|><|call|>ls<|end|>"
         "<|tool|>calc.py<|end|><|assistant|>I see<|call|>edit calc.py 3 return a + b<|end|>"
         "<|tool|>ok<|end|><|assistant|>"
     )
-    assert spell(CHAT.whole(MESSAGES[:3])).endswith("<|call|>ls<|end|>")
-    assert CHAT.whole(MESSAGES).dtype == np.int32
+    assert spell(CHAT.encode_conversation(MESSAGES[:3])).endswith("<|call|>ls<|end|>")
+    assert CHAT.encode_conversation(MESSAGES).dtype == np.int32
 
 
 def test_arguments_may_be_a_json_string_in_any_order() -> None:
@@ -48,14 +48,14 @@ def test_arguments_may_be_a_json_string_in_any_order() -> None:
         "content": None,
         "tool_calls": [{"function": {"name": "edit", "arguments": arguments}}],
     }
-    assert spell(CHAT.whole([message], TOOLS)) == "<|assistant|><|call|>edit a.py 3 x<|end|>"
+    assert spell(CHAT.encode_conversation([message], TOOLS)) == "<|assistant|><|call|>edit a.py 3 x<|end|>"
 
 
 def test_first_and_continuations_add_up_to_the_whole_conversation() -> None:
     said = CHAT.encode("ls").tolist()
-    ids = [*CHAT.first(MESSAGES[:2]), IDS["<|call|>"], *said, CHAT.end_id]
+    ids = [*CHAT.encode_prompt(MESSAGES[:2]), IDS["<|call|>"], *said, CHAT.end_id]
     ids += CHAT.continuation(MESSAGES[:3], MESSAGES[3:4], TOOLS).tolist()
-    assert ids == CHAT.first(MESSAGES[:4], TOOLS).tolist()
+    assert ids == CHAT.encode_prompt(MESSAGES[:4], TOOLS).tolist()
 
 
 def test_a_continuation_ends_the_message_of_a_completion_that_was_cut_off() -> None:
@@ -80,7 +80,7 @@ def test_a_template_with_text_after_the_stop_token_continues_right_behind_it() -
 
 @given(st.text(alphabet=st.sampled_from("<|>endtoluser\ue000 a\n"), max_size=40) | st.sampled_from(SPECIAL_TOKENS))
 def test_text_that_spells_special_tokens_stays_text(text: str) -> None:
-    ids = CHAT.whole([{"role": "tool", "content": text}]).tolist()
+    ids = CHAT.encode_conversation([{"role": "tool", "content": text}]).tolist()
     assert ids[0] == IDS["<|tool|>"]
     assert ids[-1] == CHAT.end_id
     assert ids[1:-1] == CHAT.encode(text).tolist()
@@ -111,7 +111,7 @@ def test_a_document_is_one_message_of_its_own_kind() -> None:
 
 
 def test_a_readable_context_names_who_speaks() -> None:
-    assert CHAT.readable(CHAT.first(MESSAGES[1:4], TOOLS)) == (
+    assert CHAT.readable(CHAT.encode_prompt(MESSAGES[1:4], TOOLS)) == (
         "[user] fix the failing test\n[call] ls\n[tool] calc.py\n[assistant] "
     )
 
@@ -121,7 +121,7 @@ def test_a_format_loads_from_a_directory_with_either_place_for_the_template(tmp_
     with pytest.raises(ChatError, match="no chat template"):
         ChatFormat.load(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": chat_template()}))
-    assert ChatFormat.load(tmp_path).first(MESSAGES[:2]).tolist() == CHAT.first(MESSAGES[:2]).tolist()
+    assert ChatFormat.load(tmp_path).encode_prompt(MESSAGES[:2]).tolist() == CHAT.encode_prompt(MESSAGES[:2]).tolist()
     (tmp_path / "chat_template.jinja").write_text(chat_template())
     assert ChatFormat.load(tmp_path).stop_token_ids == CHAT.stop_token_ids
 
@@ -142,23 +142,26 @@ def test_a_template_cannot_leave_its_sandbox() -> None:
         laptop_tokenizer(), "{{ messages.__class__.__mro__ }}{{ ''.__class__.__base__.__subclasses__() }}"
     )
     with pytest.raises(ChatError, match="refused"):
-        chat.first(MESSAGES)
+        chat.encode_prompt(MESSAGES)
 
 
 def test_the_packaged_template_refuses_an_unknown_role() -> None:
     with pytest.raises(ChatError, match="refused"):
-        CHAT.first([{"role": "user|><|end", "content": "x"}])
+        CHAT.encode_prompt([{"role": "user|><|end", "content": "x"}])
 
 
 def test_a_spelled_call_is_what_the_template_renders_and_parses_back() -> None:
-    spelled = CHAT.spell(EDIT)
+    spelled = CHAT.encode_call(EDIT)
     assert CHAT.parse(spelled, TOOLS).call == EDIT
-    assert CHAT.whole([assistant_message("", EDIT, call_id="c")]).tolist() == [IDS["<|assistant|>"], *spelled]
+    assert CHAT.encode_conversation([assistant_message("", EDIT, call_id="c")]).tolist() == [
+        IDS["<|assistant|>"],
+        *spelled,
+    ]
 
 
 def test_the_last_message_of_a_prompt_is_found() -> None:
-    assert CHAT.last_message(CHAT.first(MESSAGES)) == "ok"
-    assert CHAT.last_message(CHAT.first(MESSAGES[:2])) == "fix the failing test"
+    assert CHAT.last_message(CHAT.encode_prompt(MESSAGES)) == "ok"
+    assert CHAT.last_message(CHAT.encode_prompt(MESSAGES[:2])) == "fix the failing test"
     assert CHAT.last_message([]) == ""
 
 
@@ -174,15 +177,15 @@ def test_a_template_that_lists_tools_is_given_them_as_they_were_sent_and_nothing
         },
     }
     signatures = ChatFormat.signatures([tool])
-    ids = lists.first(MESSAGES[:2], signatures)
+    ids = lists.encode_prompt(MESSAGES[:2], signatures)
     said = lists.decode(ids, special=True)
     assert json.loads(said.partition("<|system|>")[0]) == [tool]
     assert ids.tolist().count(IDS["<|end|>"]) == 2
-    assert np.array_equal(lists.first(MESSAGES[:2]), CHAT.first(MESSAGES[:2]))
-    assert np.array_equal(CHAT.first(MESSAGES[:2], signatures), CHAT.first(MESSAGES[:2]))
+    assert np.array_equal(lists.encode_prompt(MESSAGES[:2]), CHAT.encode_prompt(MESSAGES[:2]))
+    assert np.array_equal(CHAT.encode_prompt(MESSAGES[:2], signatures), CHAT.encode_prompt(MESSAGES[:2]))
 
 
 def test_the_leading_text_of_a_completion_ends_at_its_call() -> None:
-    said = [*CHAT.encode("look ").tolist(), *CHAT.spell(EDIT).tolist()]
-    assert CHAT.leading_text(said) == len(CHAT.encode("look "))
-    assert CHAT.leading_text(CHAT.encode("<|end|>")) == len(CHAT.encode("<|end|>"))
+    said = [*CHAT.encode("look ").tolist(), *CHAT.encode_call(EDIT).tolist()]
+    assert CHAT.num_text_tokens(said) == len(CHAT.encode("look "))
+    assert CHAT.num_text_tokens(CHAT.encode("<|end|>")) == len(CHAT.encode("<|end|>"))

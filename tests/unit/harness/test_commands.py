@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.harness.calls import HERMES
+from etude.harness.call_formats import HERMES
 from etude.harness.commands import Call, Parameter, Signature, read_call, write_words
 from etude.harness.tools import standard_tools
 

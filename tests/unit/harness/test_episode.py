@@ -13,7 +13,16 @@ from tests.unit.harness.tokeniser import laptop_chat
 
 from etude.config import Plugin, build
 from etude.errors import ConfigError, ContextFull, EngineError, MachineError
-from etude.harness import AgentRun, Ask, Call, Episode, EpisodeEnded, HarnessConfig, run_program, standard_tools
+from etude.harness import (
+    AgentRun,
+    Call,
+    Episode,
+    EpisodeEnded,
+    HarnessConfig,
+    RequestOptions,
+    run_program,
+    standard_tools,
+)
 from etude.harness.chat import Message
 from etude.harness.episode import SPEAK_BY_TOOLS
 from etude.harness.programs import run_plugin
@@ -28,7 +37,7 @@ ROOMY = HarnessConfig(max_turns=8, turn_tokens=48, context_tokens=1024)
 
 
 def say(name: str, **arguments: str) -> list[int]:
-    return CHAT.spell(Call(name, arguments)).tolist()
+    return CHAT.encode_call(Call(name, arguments)).tolist()
 
 
 def act(
@@ -47,7 +56,7 @@ def act(
         chat=CHAT,
         tools=standard_tools(limits.tools),
         limits=limits,
-        options=Ask(session_id="g000001.0/0", seed=7, **ask),  # type: ignore[arg-type]
+        options=RequestOptions(session_id="g000001.0/0", seed=7, **ask),  # type: ignore[arg-type]
         clock=clock,
     )
     return asyncio.run(run_program(episode)), engine
@@ -60,7 +69,7 @@ def test_an_agent_that_repairs_and_submits_leaves_a_trace_whose_path_is_what_the
     path = run.trace.path(run.trace.leaves()[0])
     last = engine.requests[-1]
     assert path.token_ids.tolist() == [*last.prompt_ids.tolist(), *say("submit")]
-    assert path.token_ids.tolist() == CHAT.whole(run.messages[:-1], standard_tools().signatures).tolist()
+    assert path.token_ids.tolist() == CHAT.encode_conversation(run.messages[:-1], standard_tools().signatures).tolist()
     assert int(path.mask.sum()) == sum(len(t.completion.token_ids) for t in run.trace.turns)
     assert CHAT.readable(path.token_ids) == (
         "[user] fix\n[call] ls\n[tool] calc.py tests.py\n[call] test\n[tool] -2 of 4\n"
@@ -183,7 +192,7 @@ class Refusing:
 
 def refused(error: Exception) -> AgentRun:
     machine = MemoryMachine({p: t.encode() for p, t in TASK.files.items()})
-    options, tools = Ask(session_id="s", seed=0), standard_tools()
+    options, tools = RequestOptions(session_id="s", seed=0), standard_tools()
     episode = Episode(TASK, machine, policy=Refusing(error), chat=CHAT, tools=tools, limits=ROOMY, options=options)
     return asyncio.run(run_program(episode))
 
@@ -208,7 +217,7 @@ def program(run: Callable[[Episode], Awaitable[None]], answers: Sequence[Sequenc
 
     machine = MemoryMachine({p: t.encode() for p, t in TASK.files.items()})
     policy, settings = EnginePolicy(ScriptedEngine(answers)), dataclasses.replace(ROOMY, **limits)
-    options = Ask(session_id="s", seed=0)
+    options = RequestOptions(session_id="s", seed=0)
     episode = Episode(TASK, machine, policy=policy, chat=CHAT, tools=standard_tools(), limits=settings, options=options)
     return asyncio.run(run_plugin(Plugin("own:Own"), Own(), episode))
 

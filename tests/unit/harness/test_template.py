@@ -1,4 +1,4 @@
-"""Chat templates of outside: what they are given, and that none of them can go on without end."""
+"""Chat templates of checkpoints: the names that they get, and the limits on their work."""
 
 from __future__ import annotations
 
@@ -110,5 +110,5 @@ def test_a_checkpoints_files_name_its_template_and_its_tokens(tmp_path: Path) ->
     (tmp_path / "chat_template.jinja").write_text("file")
     assert read_template(tmp_path) == ("file", None)
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe\xfa")
-    with pytest.raises(ChatError, match="is no text"):
+    with pytest.raises(ChatError, match="is not UTF-8 text"):
         read_template(tmp_path)

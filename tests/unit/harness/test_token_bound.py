@@ -1,4 +1,4 @@
-"""What a text surely has in tokens is never more than what it has."""
+"""The lower bound of a text's tokens is never too high."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.unit.harness.tokeniser import laptop_chat, laptop_tokenizer
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from etude.errors import ContextFull
-from etude.harness.token_bound import chars_per_token
+from etude.harness.chat import chars_per_token
 
 CHAT = laptop_chat()
 PER_TOKEN = chars_per_token(laptop_tokenizer())
@@ -52,13 +52,15 @@ def test_nothing_is_said_of_a_tokeniser_that_may_leave_text_out(change: str) -> 
 def test_what_cannot_fit_is_refused_before_it_is_tokenised() -> None:
     text = "x " * int(64 * PER_TOKEN)
     for refuses in (
-        lambda: CHAT.encode(text, most=64),
-        lambda: CHAT.first([{"role": "user", "content": text}], most=64),
-        lambda: CHAT.continuation([{"role": "assistant", "content": ""}], [{"role": "user", "content": text}], most=64),
+        lambda: CHAT.encode(text, max_tokens=64),
+        lambda: CHAT.encode_prompt([{"role": "user", "content": text}], max_tokens=64),
+        lambda: CHAT.continuation(
+            [{"role": "assistant", "content": ""}], [{"role": "user", "content": text}], max_tokens=64
+        ),
     ):
         with pytest.raises(ContextFull, match=r"a context of 64 tokens: [0-9,]+ characters are at least 1[0-9]{2} "):
             refuses()
-    assert len(CHAT.encode("x" * 64, most=64)) <= 64
+    assert len(CHAT.encode("x" * 64, max_tokens=64)) <= 64
 
 
 def test_a_long_text_has_the_tokens_of_its_short_parts() -> None:

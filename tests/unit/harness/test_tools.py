@@ -83,7 +83,7 @@ def test_a_written_file_is_listed_and_hidden_ones_are_not() -> None:
 
 
 class ShellMachine(MemoryMachine):
-    """Answers commands with a fixed result."""
+    """A machine that returns a fixed result for every command."""
 
     def __init__(self, result: ExecResult) -> None:
         super().__init__({})

@@ -1,4 +1,4 @@
-"""What the tests of inference share: a tiny random model, and requests for it."""
+"""Helpers of the inference tests: a tiny random model, updates, and requests."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def version(step: int) -> Version:
 
 
 def target(model: Transformer) -> Target:
-    """The live weights of a model under their published names."""
+    """The live weights of a model by published name."""
     return Target(Map(named(hf_views(model))))
 
 
 def update(step: int, tensors: Mapping[str, Tensor], **changed: object) -> Update:
-    """An update to `tensors`: all of them new, unless `changed` or `replaced` says which are."""
+    """An update to `tensors`. All are new unless `changed` or `replaced` is given."""
     said = {"changed": {}, "replaced": {} if "changed" in changed else tensors, **changed}
     return Update(version=version(step), removed=(), fetch_s=0.0, fetched_bytes=0, **said)
 
@@ -64,7 +64,7 @@ def ask(
     vocab_size: int = TINY.vocab_size,
     **fields: object,
 ) -> CompletionRequest:
-    """A request; `prompt` is its token ids, or how many random ones, keyed by the name."""
+    """Make a request. `prompt`: token ids, or a number of random ones, seeded by the name."""
     seed = sum(name.encode())
     if isinstance(prompt, int):
         prompt = np.random.default_rng(seed).integers(0, vocab_size, prompt).astype(np.int32)

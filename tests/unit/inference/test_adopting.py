@@ -1,4 +1,4 @@
-"""The reference engine's own memory as a target: what a swap leaves in it, and what an engine does when one fails."""
+"""Swaps into the reference engine's memory: the weights afterwards, and what the engine does when a swap fails."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from etude.errors import EngineError, WeightsError
-from etude.inference.follow import initial_version
+from etude.inference.weight_sync import initial_version
 from etude.models import Transformer, hf_views
 from etude.weights import Tensor
 from etude.weights.follow.runtime_map import Derived, Map, named
@@ -32,7 +32,7 @@ def model() -> Transformer:
 
 @pytest.fixture
 def tensors(model: Transformer) -> dict[str, Tensor]:
-    """What was published: the model's weights rounded to bf16, which the model does not hold yet."""
+    """The published tensors: the model's weights rounded to bf16, which differ from the model's own."""
     return {n: Tensor("bf16", tuple(v.shape), bf16(v)) for n, v in hf_views(model).items()}
 
 
@@ -103,7 +103,7 @@ def test_f16_values_are_widened_exactly(model: Transformer, tensors: dict[str, T
 
 
 def failing(model: Transformer, tensors: dict[str, Tensor], *, undoable: bool) -> Swap:
-    """A swap that writes everything, and whose hook then fails."""
+    """A swap that writes all tensors, and whose hook then fails."""
 
     def fail() -> None:
         raise RuntimeError("no room to prepack")

@@ -1,4 +1,4 @@
-"""An engine's HTTP face, byte for byte."""
+"""An engine's HTTP API, byte for byte."""
 
 from __future__ import annotations
 

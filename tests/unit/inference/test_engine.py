@@ -1,4 +1,4 @@
-"""The reference engine's own sides: what the contract of all engines does not ask."""
+"""The reference engine, beyond the contract of all engines."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def test_a_completion_of_slow_tokens_outlives_its_deadline_many_times_and_one_th
 
 
 class Slow(ScriptedEngine):
-    """An engine whose answer takes longer than the request may be silent; that it works is its own to say."""
+    """An engine whose response takes longer than the deadline, but which is alive."""
 
     alive, stalled_s, trouble, config = True, 0.0, "", EngineConfig()
 

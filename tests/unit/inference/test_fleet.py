@@ -1,4 +1,4 @@
-"""Many engines behind one call."""
+"""Fleets: choice of engines, retries, and deadlines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.clock import run_at_once
 from etude.errors import ContextFull, EngineBehind, EngineError
 from etude.inference import Assignment, EngineBusy, EngineGone, Fleet
 from etude.inference.fleet import FORGET_S, MAX_LOST
-from etude.inference.membership import Listed, State
+from etude.inference.registry_messages import ListedEngine, State
 from etude.records import Completion, CompletionRequest
 from etude.records.completion import Traffic, Version
 from etude.seams import EngineInfo, Policy
@@ -22,7 +22,7 @@ from .helpers import ask
 
 
 class Member(ScriptedEngine):
-    """An engine that answers [7] without end, and can be told to be gone, busy, or to hang."""
+    """A fake engine that samples only 7, and can be set to be gone, busy, or to hang."""
 
     def __init__(self, name: str, *, step: int = 0) -> None:
         super().__init__(iter(lambda: [7], None), name=name, step=step)
@@ -192,7 +192,7 @@ def test_when_nobody_holds_it_the_first_to_catch_up_serves_it() -> None:
 
 
 class Distant(Member):
-    """One that takes so long to come to a version, or to restart."""
+    """A fake engine that takes a given time to adopt a version, or to restart."""
 
     takes_s = 600.0
 
@@ -232,7 +232,7 @@ def test_an_engine_that_never_comes_up_is_named_after_the_patience_as_behind() -
     async def story() -> None:
         engine, loop = Distant("far"), asyncio.get_running_loop()
         engine.takes_s, began = float("inf"), loop.time()
-        with pytest.raises(EngineBehind, match=r"(?s)far: far .*; 900 s of waiting for one were not"):
+        with pytest.raises(EngineBehind, match=r"(?s)far: far .*; 900 s of waiting were not"):
             await Fleet({"far": engine}, patience_s=900.0).complete(ask("a", min_step=5, deadline_s=10.0))
         assert 900.0 <= loop.time() - began < 1000.0
 
@@ -324,7 +324,7 @@ def test_a_fleet_is_a_policy() -> None:
 
 
 class StreamingMember(Member):
-    """One that tells [7] and then, if it is told to, breaks."""
+    """A fake engine that streams [7] and then fails if set to."""
 
     breaks = False
 
@@ -364,15 +364,15 @@ def test_an_engine_that_cannot_stream_tells_everything_at_once() -> None:
     asyncio.run(story())
 
 
-def listed(state: State = State.SERVING, **facts: object) -> Listed:
-    return Listed(url="http://e", state=state, **facts)  # type: ignore[arg-type]
+def listed(state: State = State.SERVING, **facts: object) -> ListedEngine:
+    return ListedEngine(url="http://e", state=state, **facts)  # type: ignore[arg-type]
 
 
 def test_a_drained_engine_keeps_its_sessions_and_gets_no_new_ones() -> None:
     async def story() -> None:
         policy, _ = fleet(2)
         home = (await served_by(policy, "a"))[0]
-        policy.tell(home, listed(State.DRAINING))
+        policy.update(home, listed(State.DRAINING))
         other = {"engine-0": "engine-1", "engine-1": "engine-0"}[home]
         assert await served_by(policy, "b", session="a") == [home]
         assert await served_by(policy, "c", "d", "e") == [other] * 3
@@ -388,8 +388,8 @@ def test_free_kv_tokens_bound_what_an_engine_is_given_until_it_is_told_of_again(
         policy, members = fleet(2)
         for member in members.values():
             await member.pause()
-        policy.tell("engine-0", listed(kv_tokens_free=18))  # a request here is of 10 and at most 8 tokens
-        policy.tell("engine-1", listed(kv_tokens_free=3 * 18))
+        policy.update("engine-0", listed(kv_tokens_free=18))  # a request here is of 10 and at most 8 tokens
+        policy.update("engine-1", listed(kv_tokens_free=3 * 18))
         tasks = [asyncio.ensure_future(policy.complete(ask(f"r{i}"))) for i in range(6)]
         await asyncio.sleep(0.01)
         assert [(await m.info()).num_waiting for m in members.values()] == [1, 3], "two wait for room"
@@ -397,7 +397,7 @@ def test_free_kv_tokens_bound_what_an_engine_is_given_until_it_is_told_of_again(
         tasks.append(asyncio.ensure_future(policy.complete(first)))
         await asyncio.sleep(0.01)
         assert [(await m.info()).num_waiting for m in members.values()] == [2, 3], "production is held back by no bound"
-        policy.tell("engine-0", listed(kv_tokens_free=18))
+        policy.update("engine-0", listed(kv_tokens_free=18))
         for member in members.values():
             await member.resume()
         assert {c.request_id for c in await asyncio.gather(*tasks)} == {*(f"r{i}" for i in range(6)), "production"}
@@ -409,7 +409,7 @@ def test_siblings_stay_in_the_region_of_their_group_while_it_has_room() -> None:
     async def story() -> None:
         policy, members = fleet(4)
         for i in range(4):
-            policy.tell(f"engine-{i}", listed(region="north" if i < 2 else "south"))
+            policy.update(f"engine-{i}", listed(region="north" if i < 2 else "south"))
         for member in members.values():
             await member.pause()
         asking = [asyncio.ensure_future(policy.complete(ask(f"g{i % 3}.{i}/0"))) for i in range(24)]
@@ -435,8 +435,8 @@ def test_a_new_session_goes_rather_to_an_engine_that_needs_not_catch_up() -> Non
         policy, members = fleet(2)
         members["engine-1"] = Member("engine-1", step=5)
         policy.add("engine-1", members["engine-1"])
-        policy.tell("engine-0", listed(step=0))
-        policy.tell("engine-1", listed(step=5))
+        policy.update("engine-0", listed(step=0))
+        policy.update("engine-1", listed(step=5))
         assert await served_by(policy, "a", "b", min_step=5) == ["engine-1"] * 2
         assert not members["engine-0"].requests
 
@@ -453,7 +453,7 @@ def test_a_region_far_away_gets_fewer_sessions_than_one_that_is_near() -> None:
         near, far = Member("near"), Far("far")
         policy = Fleet({"near": near, "far": far})
         for name in ("near", "far"):
-            policy.tell(name, listed(region=name, max_sequences=8))
+            policy.update(name, listed(region=name, max_sequences=8))
         await served_by(policy, "a", "b", "c", "d", session="home")
         await asyncio.gather(*(policy.complete(ask(f"first{i}")) for i in range(4)))
         await near.pause()
@@ -467,11 +467,11 @@ def test_a_region_far_away_gets_fewer_sessions_than_one_that_is_near() -> None:
 
 
 def regions(**paces: float) -> tuple[Fleet, dict[str, Member]]:
-    """A member a region. It is known that a request takes so many seconds there, if any are given."""
+    """A fleet with one member per region, with known seconds per request if given."""
     members = {name: Member(name) for name in paces}
     policy = Fleet(members)
     for name, seconds in paces.items():
-        policy.tell(name, listed(region=name, max_sequences=64))
+        policy.update(name, listed(region=name, max_sequences=64))
         seen(policy, name, alone=seconds)
     return policy, members
 
@@ -554,7 +554,7 @@ def test_a_fork_goes_to_the_engine_of_the_session_that_it_leaves_while_that_take
         members["engine-0"].busy = False
         assert await served_by(policy, "b") == ["engine-0"]
         assert await served_by(policy, "a+1", fork_from="a") == ["engine-1"]
-        policy.tell("engine-1", listed(State.DRAINING))
+        policy.update("engine-1", listed(State.DRAINING))
         assert await served_by(policy, "a+2", fork_from="a") == ["engine-0"]
         assert await served_by(policy, "more", session="a+1") == ["engine-1"]
         policy.forget("a")

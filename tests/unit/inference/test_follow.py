@@ -1,4 +1,4 @@
-"""An engine at the head of a weight chain."""
+"""Weight sync of the reference engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from etude.errors import WeightsError
 from etude.inference.engine import ReferenceEngine
-from etude.inference.follow import Following, is_finite
+from etude.inference.weight_sync import WeightSync, is_finite
 from etude.models import Transformer, hf_views
 from etude.stores import MemoryStore
 from etude.telemetry import Telemetry, read_events
@@ -22,7 +22,7 @@ from .helpers import TINY, ask, engine, target
 
 
 class World:
-    """An engine, a writer, and the thing between them, stepped by hand."""
+    """An engine, a writer, and the weight sync between them, stepped by hand."""
 
     def __init__(self, telemetry: Telemetry | None = None) -> None:
         self.store = MemoryStore()
@@ -30,7 +30,7 @@ class World:
         self.model = Transformer(TINY, seed=0)
         self.engine: ReferenceEngine = engine(self.model)
         self.follower = Follower(self.store)
-        self.following = Following(self.engine, hf_views(self.model), self.follower, telemetry=telemetry)
+        self.following = WeightSync(self.engine, hf_views(self.model), self.follower, telemetry=telemetry)
 
     def publish(self, step: int, seed: int | None = None, bad: str | None = None) -> None:
         views = hf_views(Transformer(TINY, seed=step if seed is None else seed))

@@ -1,4 +1,4 @@
-"""A completion while it is sampled, as bytes."""
+"""Frames of a streamed completion."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import EngineBehind, EngineError
-from etude.inference.frames import frame, read_frames
+from etude.inference.wire import frame, read_frames
 from etude.records import Completion
 
 
@@ -27,7 +27,7 @@ def test_an_error_after_tokens_is_raised_as_what_it_was() -> None:
 
 
 def test_a_body_that_ends_without_a_completion_is_an_engine_error() -> None:
-    with pytest.raises(EngineError, match="broke off"):
+    with pytest.raises(EngineError, match="is invalid or ended early"):
         asyncio.run(read(frame([1, 2])))
 
 

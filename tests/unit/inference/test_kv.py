@@ -1,4 +1,4 @@
-"""Keys and values by slot, and attention whose bits depend on one request alone."""
+"""The KV cache by slot, and attention whose bits depend on a single request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rows(n: int, heads: int, seed: int) -> torch.Tensor:
 
 
 def whole(kv: KVCache, slot: int, length: int, seed: int) -> torch.Tensor:
-    """Attention over a whole context as one chunk; o_NHA."""
+    """Attention over a full context as one chunk; o_NHA."""
     q, k, v = rows(length, 4, seed), rows(length, 2, seed + 1), rows(length, 2, seed + 2)
     return StepCache(kv, NONE, NONE, [Span(slot, 0, length)]).attend(0, q, k, v)
 

@@ -1,4 +1,4 @@
-"""The registry over HTTP with engines that answer, and an engine's side of it."""
+"""The registry over HTTP with running engines, and its clients."""
 
 from __future__ import annotations
 
@@ -21,15 +21,20 @@ from etude.inference.app import build_app
 from etude.inference.engine import ReferenceEngine
 from etude.inference.errors import to_http
 from etude.inference.fleet import Fleet
-from etude.inference.membership import DRAIN, JOIN, Join, Listed, Roster, State, Wanted
-from etude.inference.registering import Registration, address_towards, understood, wanted
-from etude.inference.registrar import Registrar
 from etude.inference.registry import Registry
-from etude.inference.roster import RosterFollower
+from etude.inference.registry_client import (
+    FleetUpdater,
+    Registration,
+    fetch_requirements,
+    local_address_for,
+    parse_answer,
+)
+from etude.inference.registry_messages import DRAIN, JOIN, EngineRequirements, JoinRequest, ListedEngine, Roster, State
+from etude.inference.registry_server import RegistryServer
 
 from .helpers import ask, engine, version
 
-WANTED = Wanted(
+WANTED = EngineRequirements(
     model="{}",
     mode="exact",
     quantise="none",
@@ -43,9 +48,9 @@ WANTED = Wanted(
 
 @dataclass
 class World:
-    """A registry that listens, what it told, and the sessions that its engines are said to have."""
+    """A running registry, its reported changes, and the number of sessions of its engines."""
 
-    registrar: Registrar
+    registrar: RegistryServer
     url: str
     told: list[tuple[str, State]] = field(default_factory=list)
     sessions: dict[str, int] = field(default_factory=dict)
@@ -56,16 +61,18 @@ class World:
                 await asyncio.sleep(0.01)
 
     def registration(self, name: str, url: str, **facts: bool) -> Registration:
-        return Registration(self.url, Join(name=name, url=url, **facts), token="t", said=lambda _: None)
+        return Registration(self.url, JoinRequest(name=name, url=url, **facts), token="t", report=lambda _: None)
 
 
 @asynccontextmanager
-async def world(what: Wanted = WANTED, *, lease_s: float = 1.0) -> AsyncIterator[World]:
-    registrar = Registrar(what, token="t", reserved={"engine-0"}, registry=Registry(lease_s=lease_s), beat_s=0.02)
+async def world(what: EngineRequirements = WANTED, *, lease_s: float = 1.0) -> AsyncIterator[World]:
+    registrar = RegistryServer(
+        what, token="t", reserved={"engine-0"}, registry=Registry(lease_s=lease_s), interval_s=0.02
+    )
     async with run_http_server(registrar.app, bind("127.0.0.1", 0), name="a registry") as url:
         made = World(registrar, url)
 
-        def changed(name: str, listed: Listed) -> None:
+        def changed(name: str, listed: ListedEngine) -> None:
             made.told.append((name, listed.state))
 
         async def beat(_: Roster) -> dict[str, int]:
@@ -82,7 +89,7 @@ async def world(what: Wanted = WANTED, *, lease_s: float = 1.0) -> AsyncIterator
 
 @asynccontextmanager
 async def served(port: int = 0, token: str = "t", **settings: int) -> AsyncIterator[tuple[ReferenceEngine, str]]:
-    """An engine that answers over HTTP at step 3."""
+    """An engine over HTTP with a version of step 3."""
     async with engine(step=3, **settings) as made:
         app = build_app(made, token=token)
         async with run_http_server(app, bind("127.0.0.1", port), name="an engine", grace_s=0) as url:  # type: ignore[arg-type]
@@ -98,7 +105,7 @@ def run(story: Callable[[], Awaitable[None]]) -> None:
 
 
 class SomethingElse(BaseHTTPRequestHandler):
-    """A web page at every address."""
+    """A server that returns a web page for every path."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -135,7 +142,7 @@ def test_a_url_of_something_else_is_told_from_a_registry_that_is_away(
     name, *rest = command
     assert main(["fleet", name, web_page, *rest]) == 2
     said = capsys.readouterr().err
-    assert "is no registry: it answers 200 with b'<!doctype html><html>'" in said
+    assert "is not a registry: its response is 200: b'<!doctype html><html>'" in said
     assert "hint: " in said
     assert main(["fleet", name, nobody, *rest]) == 1
     assert "no registry" in capsys.readouterr().err
@@ -143,26 +150,26 @@ def test_a_url_of_something_else_is_told_from_a_registry_that_is_away(
 
 def test_a_registry_that_is_away_is_waited_for_by_name_and_not_for_ever(nobody: str) -> None:
     told: list[str] = []
-    asked = Join(name="west", url="http://127.0.0.1:1")
+    asked = JoinRequest(name="west", url="http://127.0.0.1:1")
     with pytest.raises(DeadlineExceeded, match="no registry at") as error:
-        asyncio.run(Registration(nobody, asked, token=None, wait_s=0.1, said=told.append).keep())
+        asyncio.run(Registration(nobody, asked, token=None, wait_s=0.1, report=told.append).run())
     assert "waited 0.1 s" in error.value.facts
     assert len(told) == 1
     assert told[0].startswith(f"waiting for the registry at {nobody} until ")
 
 
 def test_an_engine_that_joins_something_else_is_told_so(web_page: str) -> None:
-    with pytest.raises(InputError, match="is no registry"):
-        wanted(web_page, None)
+    with pytest.raises(InputError, match="is not a registry"):
+        fetch_requirements(web_page, None)
 
 
 def test_a_proxy_before_a_registry_that_is_away_is_no_other_thing() -> None:
     with pytest.raises(EngineGone, match="no registry answers"):
-        understood("http://home", 502, b"<html>bad gateway", Wanted)
-    with pytest.raises(InputError, match="is no registry"):
-        understood("http://home", 404, b"Not Found", Wanted)
+        parse_answer("http://home", 502, b"<html>bad gateway", EngineRequirements)
+    with pytest.raises(InputError, match="is not a registry"):
+        parse_answer("http://home", 404, b"Not Found", EngineRequirements)
     with pytest.raises(Unauthorised):
-        understood("http://home", *to_http(Unauthorised("no", hint="a token")), Wanted)
+        parse_answer("http://home", *to_http(Unauthorised("no", hint="a token")), EngineRequirements)
 
 
 def test_an_engine_joins_catches_up_works_is_drained_and_leaves(
@@ -170,13 +177,13 @@ def test_an_engine_joins_catches_up_works_is_drained_and_leaves(
 ) -> None:
     async def story() -> None:
         async with world() as home, served() as (_, url):
-            home.registrar.head(version(3))
+            home.registrar.set_head(version(3))
             member = home.registration("west", url)
-            keeping = asyncio.create_task(member.keep())
+            keeping = asyncio.create_task(member.run())
             await home.until("west", State.SERVING)
             fleet = Fleet({})
-            follower = RosterFollower(fleet, token="t")
-            following = asyncio.create_task(follower.follow_registry(home.url))
+            follower = FleetUpdater(fleet, token="t")
+            following = asyncio.create_task(follower.poll_registry(home.url))
             done = await fleet.complete(ask("r", min_step=3))
             assert done.spans[0].version == version(3)
             home.sessions = fleet.sessions()
@@ -204,11 +211,11 @@ def test_an_engine_joins_catches_up_works_is_drained_and_leaves(
 def test_an_engine_that_stops_answering_is_lost_a_standby_stands_in_and_back_it_catches_up() -> None:
     async def story() -> None:
         async with world() as home, served() as (_, standing_by):
-            home.registrar.head(version(3))
-            beside = asyncio.create_task(home.registration("spare", standing_by, standby=True).keep())
+            home.registrar.set_head(version(3))
+            beside = asyncio.create_task(home.registration("spare", standing_by, standby=True).run())
             async with served() as (_, url):
                 port = int(url.rpartition(":")[2])
-                keeping = asyncio.create_task(home.registration("west", url).keep())
+                keeping = asyncio.create_task(home.registration("west", url).run())
                 await home.until("west", State.SERVING)
                 await home.until("spare", State.STANDBY)
             await home.until("west", State.LOST)
@@ -230,8 +237,8 @@ def test_a_list_of_the_fleet_has_no_numbers_of_who_is_lost(
 
     async def story() -> None:
         async with world(lease_s=0.3) as home, served() as (_, url):
-            home.registrar.head(version(3))
-            keeping = asyncio.create_task(home.registration("west", url).keep())
+            home.registrar.set_head(version(3))
+            keeping = asyncio.create_task(home.registration("west", url).run())
             await home.until("west", State.SERVING)
             assert await asyncio.to_thread(main, ["fleet", "list", home.url]) == 0
             keeping.cancel()
@@ -251,18 +258,18 @@ def test_an_engine_that_follows_another_runs_store_is_told_so_in_the_list(
 
     async def story() -> None:
         async with world() as home, served() as (_, url):
-            home.registrar.head(msgspec.structs.replace(version(3), incarnation="0ther000"))
-            keeping = asyncio.create_task(home.registration("west", url).keep())
+            home.registrar.set_head(msgspec.structs.replace(version(3), incarnation="0ther000"))
+            keeping = asyncio.create_task(home.registration("west", url).run())
             await home.until("west", State.CATCHING_UP)
             assert await asyncio.to_thread(main, ["fleet", "list", home.url]) == 0
-            home.registrar.head(version(3))
+            home.registrar.set_head(version(3))
             assert await asyncio.to_thread(main, ["fleet", "list", home.url]) == 0
             keeping.cancel()
 
     run(story)
     _, west, reason, _, serving = capsys.readouterr().out.splitlines()
     assert west.split()[2] == "catching-up"
-    assert reason.startswith("  west is catching up: it holds v000003")
+    assert reason.startswith("  west is catching up: it has v000003")
     assert reason.endswith("is its --store the run's?")
     assert serving.split()[2] == "serving"
 
@@ -270,8 +277,8 @@ def test_an_engine_that_follows_another_runs_store_is_told_so_in_the_list(
 def test_an_engine_whose_renewals_stop_is_lost_though_it_answers_and_joins_again() -> None:
     async def story() -> None:
         async with world(lease_s=0.3) as home, served() as (_, url):
-            home.registrar.head(version(3))
-            cut_off = asyncio.create_task(home.registration("west", url).keep())
+            home.registrar.set_head(version(3))
+            cut_off = asyncio.create_task(home.registration("west", url).run())
             await home.until("west", State.SERVING)
             waiting = asyncio.create_task(home.registrar.serving()["west"].adopt(99, deadline_s=100.0))
             await asyncio.sleep(0.05)
@@ -281,7 +288,7 @@ def test_an_engine_whose_renewals_stop_is_lost_though_it_answers_and_joins_again
                 await waiting
             assert "west" not in home.registrar.serving()
             home.told.clear()
-            back = asyncio.create_task(home.registration("west", url).keep())
+            back = asyncio.create_task(home.registration("west", url).run())
             await home.until("west", State.SERVING)
             back.cancel()
 
@@ -296,15 +303,19 @@ def test_what_cannot_work_is_refused_when_it_joins() -> None:
                 (home.registration("", url), MalformedRequest, "a name and a URL"),
                 (home.registration("west", "ftp://there"), MalformedRequest, "a name and a URL"),
                 (home.registration("small", small), MalformedRequest, "has a context of 64 tokens"),
-                (Registration(home.url, Join(name="west", url=url), token="other"), Unauthorised, "missing or wrong"),
+                (
+                    Registration(home.url, JoinRequest(name="west", url=url), token="other"),
+                    Unauthorised,
+                    "missing or wrong",
+                ),
             ]
             for registration, kind, said in refusals:
                 with pytest.raises(kind, match=said):
-                    await registration.keep()
-            keeping = asyncio.create_task(home.registration("west", url).keep())
+                    await registration.run()
+            keeping = asyncio.create_task(home.registration("west", url).run())
             await home.until("west", State.CATCHING_UP)
             with pytest.raises(MalformedRequest, match="there is an engine 'west'"):
-                await home.registration("west", small).keep()
+                await home.registration("west", small).run()
             keeping.cancel()
             async with aiohttp.ClientSession(headers={"authorization": "Bearer t"}) as session:
                 assert (await session.post(home.url + JOIN, data=b"{")).status == 400
@@ -316,8 +327,8 @@ def test_what_cannot_work_is_refused_when_it_joins() -> None:
 def test_an_engine_with_another_token_than_the_run_is_refused_when_it_joins() -> None:
     async def story() -> None:
         async with world() as home, served(token="another") as (_, url):
-            with pytest.raises(Unauthorised, match="west does not take the run's token") as error:
-                await home.registration("west", url).keep()
+            with pytest.raises(Unauthorised, match="west does not accept the run's token") as error:
+                await home.registration("west", url).run()
             assert url in error.value.facts
             assert "ETUDE_TOKEN" in error.value.hint
             assert not home.registrar.engines
@@ -331,7 +342,7 @@ def test_who_computes_other_bits_than_the_learner_is_refused_in_exact_mode() -> 
     async def story() -> None:
         async with world(other) as home, served() as (_, url):
             with pytest.raises(MalformedRequest, match="computes other bits"):
-                await home.registration("west", url).keep()
+                await home.registration("west", url).run()
 
     run(story)
 
@@ -340,8 +351,8 @@ def test_an_engine_that_cannot_be_reached_is_told_how_to_say_where_it_is() -> No
     async def story() -> None:
         said: list[str] = []
         async with world() as home:
-            asked = Join(name="west", url="http://127.0.0.1:9")
-            keeping = asyncio.create_task(Registration(home.url, asked, token="t", said=said.append).keep())
+            asked = JoinRequest(name="west", url="http://127.0.0.1:9")
+            keeping = asyncio.create_task(Registration(home.url, asked, token="t", report=said.append).run())
             async with asyncio.timeout(20):
                 while not said:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
@@ -362,7 +373,7 @@ def test_a_wrong_url_of_an_engine_that_runs_is_refused_at_once_and_the_registry_
                 assert await asyncio.to_thread(main, ["fleet", "join", home.url, url, "--name", "west"]) == 1
                 said = capsys.readouterr().err
                 assert said.startswith(f"error: west does not answer at {url}: ")
-                assert "hint: give the engine's own URL" in said
+                assert "hint: give the URL at which the run reaches the engine" in said
                 assert "no registry" not in said
 
     run(story)
@@ -370,23 +381,23 @@ def test_a_wrong_url_of_an_engine_that_runs_is_refused_at_once_and_the_registry_
 
 def test_a_registry_that_nobody_waits_for_is_not_told_with_an_option_for_waiting(nobody: str) -> None:
     with pytest.raises(DeadlineExceeded) as error:
-        wanted(nobody, None, wait_s=0.0)
+        fetch_requirements(nobody, None, wait_s=0.0)
     assert "--wait-s" not in error.value.hint
 
 
 def test_what_the_run_wants_is_asked_before_anything_is_loaded() -> None:
     async def story() -> None:
         async with world() as home:
-            assert await asyncio.to_thread(wanted, home.url, "t") == WANTED
+            assert await asyncio.to_thread(fetch_requirements, home.url, "t") == WANTED
             with pytest.raises(Unauthorised):
-                await asyncio.to_thread(wanted, home.url, None)
+                await asyncio.to_thread(fetch_requirements, home.url, None)
         with pytest.raises(DeadlineExceeded, match="no registry at"):
-            await asyncio.to_thread(wanted, home.url, "t", wait_s=0.0)
+            await asyncio.to_thread(fetch_requirements, home.url, "t", wait_s=0.0)
 
     run(story)
 
 
 def test_an_engine_finds_its_own_address() -> None:
-    assert address_towards("http://127.0.0.1:8790") == "127.0.0.1"
-    with pytest.raises(InputError, match="is no registry"):
-        wanted("127.0.0.1:8790", None)
+    assert local_address_for("http://127.0.0.1:8790") == "127.0.0.1"
+    with pytest.raises(InputError, match="is not a registry"):
+        fetch_requirements("127.0.0.1:8790", None)

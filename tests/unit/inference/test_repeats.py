@@ -1,4 +1,4 @@
-"""A server's output in which each traceback stands once."""
+"""Repeated tracebacks in a server's output."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.inference.foreign.process import BEGIN, JOINTS, MAX_KNOWN, MAX_LINES, Repeats
+from etude.inference.external.process import BEGIN, JOINTS, MAX_KNOWN, MAX_LINES, TracebackFilter
 
 
 def passed(lines: list[str]) -> list[str]:
-    """What is printed of these lines."""
-    repeats = Repeats()
+    """The lines that are printed."""
+    repeats = TracebackFilter()
     out = [one for line in lines for one in repeats.line(f"{line}\n")]
     return [line.removesuffix("\n") for line in [*out, *repeats.end()]]
 
@@ -60,13 +60,13 @@ def test_other_tracebacks_and_other_lines_pass() -> None:
 
 def test_what_is_held_and_remembered_is_bounded() -> None:
     endless = [BEGIN, *(f'  File "a.py", line {i}, in f' for i in range(2 * MAX_LINES))]
-    repeats = Repeats()
+    repeats = TracebackFilter()
     assert len([one for line in endless for one in repeats.line(line)]) == len(endless)
     for i in range(4 * MAX_KNOWN):
         for line in (BEGIN, f'  File "a{i}.py", line 1, in f', "ValueError: no"):
             list(repeats.line(line))
     assert len(repeats._known) == MAX_KNOWN
-    assert not repeats._held
+    assert not repeats._lines
 
 
 LINES = [BEGIN, f"INFO 11-22 08:00:00 [a.py:1] {BEGIN}", "  frame", "E: 1", "E: 2", "", *JOINTS, "other", "(pid=3) "]
@@ -87,8 +87,8 @@ def test_a_child_that_fails_again_and_again_does_not_fill_its_adapters_log() -> 
     script = f"""
 import os, sys
 from pathlib import Path
-from etude.inference.vllm.process import Vllm
-vllm = Vllm([sys.executable, "-c", {fails!r}], dict(os.environ), name="e", socket=Path("s"), gives_routes=False)
+from etude.inference.vllm.process import VllmProcess
+vllm = VllmProcess([sys.executable, "-c", {fails!r}], dict(os.environ), name="e", socket=Path("s"), gives_routes=False)
 vllm.process.wait()
 vllm._reader.join()
 """

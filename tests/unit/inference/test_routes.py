@@ -1,4 +1,4 @@
-"""Routes and versions of what an engine keeps and what it takes back: they go with the tokens, wherever those go."""
+"""Routes and versions of cached prefixes and of preempted requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def codes(model: Transformer) -> dict[str, Tensor]:
 
 
 def alone(prompt: np.ndarray, seed: int = 1) -> np.ndarray:
-    """The routes that a model gives these tokens: one forward, no engine."""
+    """The routes of these tokens, from one forward pass without an engine."""
     with torch.inference_mode():
         return Transformer(TINY, seed=seed).eval()(torch.from_numpy(prompt.astype(np.int64)))[1].numpy()
 

@@ -1,4 +1,4 @@
-"""What the next forward computes."""
+"""The scheduler: plans, priorities and forks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def scheduler(**changes: int) -> Scheduler:
 
 
 def compute(plan: Plan) -> None:
-    """What the runner does to sequences, without a model: every sampled token is a 7."""
+    """A fake runner without a model: every sampled token is 7."""
     for s in plan.decode:
         s.num_computed += 1
     for chunk in plan.chunks:
@@ -113,7 +113,7 @@ def test_a_cancelled_sequence_frees_its_slot_at_the_next_look() -> None:
     first = join(queue, "first")
     compute(queue.plan())
     first.future.cancel()
-    assert queue.departed(0.0, stepped=0.0) == [first]
+    assert queue.remove_departed(0.0, stepped=0.0) == [first]
     assert queue.slots.num_available == 1
     assert not queue.plan()
 
@@ -122,8 +122,10 @@ def test_a_late_request_fails_naming_its_deadline_and_its_phase() -> None:
     queue = scheduler(num_slots=1)
     running, waiting = join(queue, "running", arrived=5.0), join(queue, "waiting", arrived=4.0)
     compute(queue.plan())
-    assert queue.departed(64.0, stepped=5.0) == []
-    assert queue.departed(65.0, stepped=5.0) == [waiting, running], "no step for 60 s, however long it waited before"
+    assert queue.remove_departed(64.0, stepped=5.0) == []
+    assert queue.remove_departed(65.0, stepped=5.0) == [waiting, running], (
+        "no step for 60 s, however long it waited before"
+    )
     with pytest.raises(
         EngineError,
         match=r"deadline of 60 s without a step of the engine: 1 of 8 tokens",
@@ -211,7 +213,7 @@ def test_production_takes_no_slot_of_production_nor_of_a_rollout_whose_tokens_we
     queue = scheduler(num_slots=2)
     join(queue, "p0", 10, traffic=Traffic.PRODUCTION)
     told = join(queue, "told", 10)
-    told.told = lambda: None
+    told.on_tokens = lambda: None
     compute(queue.plan())
     late = join(queue, "p1", 10, traffic=Traffic.PRODUCTION)
     queue.plan()

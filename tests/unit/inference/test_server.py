@@ -1,4 +1,4 @@
-"""An engine as a process: how it starts, what it refuses, and that it never outlives its parent."""
+"""The process of an engine: start, refusals, and exit with its parent."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from etude.config import to_plain
 from etude.errors import DeadlineExceeded, EngineError
 from etude.inference import EngineConfig, EngineGone, HttpEngine, server, serving
 from etude.inference.engine import ReferenceEngine
-from etude.inference.membership import NO_VERSION
-from etude.inference.server import follower_deadline_s, waits_for
-from etude.inference.serving import read_token, tell_store
+from etude.inference.registry_messages import NO_VERSION
+from etude.inference.server import follower_deadline_s, wait_message
+from etude.inference.serving import read_token, warn_about_store
 from etude.models import Transformer, hf_views
 from etude.models.checkpoint import save_model
 from etude.records import Version
@@ -87,7 +87,7 @@ def test_it_serves_from_an_empty_store_says_where_and_notices_a_hang(
             assert (version.step, version.incarnation) == (0, "00000000")
             assert len((await engine.generate(ask("r", 20, 8))).token_ids) == 8
             process.send_signal(signal.SIGSTOP)
-            with pytest.raises(EngineError, match=r"asked request stuck and did not answer within"):
+            with pytest.raises(EngineError, match=r"did not answer request stuck within"):
                 await engine.generate(ask("stuck", deadline_s=0.1))
             process.send_signal(signal.SIGCONT)
             process.send_signal(signal.SIGTERM)
@@ -121,7 +121,7 @@ def test_it_follows_a_chain_in_a_bucket(argv: list[str], s3: str) -> None:
 
 
 def followers(process: subprocess.Popen[bytes]) -> list[int]:
-    """The children of an engine."""
+    """The child processes of an engine."""
     return [
         int(pid) for tasks in Path(f"/proc/{process.pid}/task").glob("*/children") for pid in tasks.read_text().split()
     ]
@@ -168,7 +168,7 @@ def test_an_engine_whose_follower_is_killed_adopts_the_next_version_and_no_follo
 
 def test_an_engine_that_others_can_reach_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ETUDE_TOKEN", raising=False)
-    with pytest.raises(EngineError, match=r"(?s)on 0.0.0.0 without a token.*ETUDE_TOKEN"):
+    with pytest.raises(EngineError, match=r"(?s)on 0.0.0.0 needs a token.*ETUDE_TOKEN"):
         read_token("0.0.0.0")
     assert read_token("127.0.0.1") is None
 
@@ -208,27 +208,27 @@ def test_a_port_in_use_and_a_missing_checkpoint_are_errors_with_a_hint(argv: lis
 
 def test_an_engine_without_weights_says_what_it_waits_for() -> None:
     bare, place = ReferenceEngine(Transformer(TINY, seed=1), version=NO_VERSION, name="west"), "http://home:8800"
-    assert waits_for(bare, place, waited_s=1, wait_s=5) == f"west waits for a first version in {place}"
+    assert wait_message(bare, place, waited_s=1, wait_s=5) == f"west waits for a first version in {place}"
     bare.trouble = "it does not answer"
-    assert waits_for(bare, place, waited_s=1, wait_s=5).endswith(f"{place}: it does not answer")
+    assert wait_message(bare, place, waited_s=1, wait_s=5).endswith(f"{place}: it does not answer")
     with pytest.raises(DeadlineExceeded, match="west has no weights from http://home:8800") as error:
-        waits_for(bare, place, waited_s=6, wait_s=5)
+        wait_message(bare, place, waited_s=6, wait_s=5)
     assert error.value.facts == "it does not answer; waited 5 s"
-    assert not waits_for(engine(step=0), place, waited_s=6, wait_s=5)
+    assert not wait_message(engine(step=0), place, waited_s=6, wait_s=5)
 
 
 def test_a_store_that_cannot_be_reached_is_told_before_it_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "RELAY_S", 0.2)
+    monkeypatch.setattr(serving, "STORE_TIMEOUT_S", 0.2)
     said: list[str] = []
-    tell_store(str(tmp_path), said.append)
+    warn_about_store(str(tmp_path), said.append)
     assert not said
-    tell_store(str(tmp_path / "missing"), said.append)
+    warn_about_store(str(tmp_path / "missing"), said.append)
     assert said == [
         f"there is no store at {tmp_path / 'missing'} yet: is it the run's folder of weights, as this machine has it?"
     ]
-    tell_store("http://127.0.0.1:1", said.append)
+    warn_about_store("http://127.0.0.1:1", said.append)
     assert said[1].startswith("the store at http://127.0.0.1:1 cannot be read now: ")
     assert not (tmp_path / "missing").exists()
 
@@ -288,5 +288,5 @@ def test_a_follower_takes_no_core_that_the_engine_computes_on(tmp_path, monkeypa
     asked = {}
     monkeypatch.setattr(server, "FollowerProcess", lambda store, **settings: asked.update(settings))
     monkeypatch.setattr(server.os, "sched_getaffinity", lambda pid: set(range(cores)))
-    server._chain(server._parser().parse_args(["--store", str(tmp_path), "--threads", str(threads)]))
+    server._start_follower(server._parser().parse_args(["--store", str(tmp_path), "--threads", str(threads)]))
     assert asked["threads"] == left

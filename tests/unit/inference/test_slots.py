@@ -1,4 +1,4 @@
-"""Who holds which KV slot."""
+"""Assignment of KV slots to sessions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.inference.slots import Slot, SlotTable
+from etude.inference.scheduler import Slot, SlotTable
 
 
 def ids(*tokens: int) -> np.ndarray:

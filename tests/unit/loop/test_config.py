@@ -160,7 +160,7 @@ def test_dtypes_that_cannot_agree_are_refused_with_the_mode_in_which_they_may_di
         ([], "engines names 0 engines: a run has 1 to 64"),
         (["reference"] * 65, "engines names 65 engines"),
         (["vlm"], "fleet.engines[0] = 'vlm' is unknown\n  hint: did you mean 'vllm'?"),
-        ("vllm", 'a list is wanted, not "vllm"'),
+        ("vllm", 'expected a list, got "vllm"'),
     ],
 )
 def test_a_fleet_that_cannot_be_is_refused_by_name(fleet: object, said: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from etude.config import build
 from etude.errors import ConfigError, Exit
 from etude.inference.config import EngineKind
-from etude.inference.foreign.environment import MARK, VLLM, Mark
+from etude.inference.external.environment import MARK, VLLM, Mark
 from etude.loop.config import RunConfig
 from etude.loop.devices import check_devices, check_foreign_device, count_gpus
 

@@ -13,7 +13,7 @@ import pytest
 from etude.config import build, to_toml
 from etude.errors import ConfigError, EtudeError
 from etude.inference.config import EngineKind
-from etude.inference.membership import Listed, Roster, State
+from etude.inference.registry_messages import ListedEngine, Roster, State
 from etude.loop import engine_registry
 from etude.loop.config import RunConfig
 from etude.loop.evaluation import without_remote_engines
@@ -62,7 +62,9 @@ def test_how_much_runs_follows_the_engines_that_serve() -> None:
     async def story() -> None:
         processes = RunProcesses(None, build(RunConfig, ELSEWHERE), None, None)  # type: ignore[arg-type]
         assert processes.max_running.value == 0
-        serving, other = (Listed(url="http://e", state=s, max_sequences=40) for s in (State.SERVING, State.STANDBY))
+        serving, other = (
+            ListedEngine(url="http://e", state=s, max_sequences=40) for s in (State.SERVING, State.STANDBY)
+        )
         for roster, most in (({"a": serving, "b": other}, 30), ({"a": serving, "b": serving}, 60), ({}, 0)):
             await processes._on_roster(roster)
             assert processes.max_running.value == most
@@ -105,7 +107,7 @@ def test_a_run_tells_where_it_waits_for_engines_and_that_one_has_come(tmp_path: 
         waiting = asyncio.create_task(engine_registry.wait_for_first_engine(registrar, telemetry, "home:8790"))  # type: ignore[arg-type]
         await asyncio.sleep(0)
         for state in (State.CATCHING_UP, State.SERVING):
-            registrar.roster = {"west": Listed(url="http://e", state=state)}
+            registrar.roster = {"west": ListedEngine(url="http://e", state=state)}
             await asyncio.sleep(2 * engine_registry.POLL_S)
         await asyncio.wait_for(waiting, 20)
 

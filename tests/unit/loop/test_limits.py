@@ -24,7 +24,7 @@ TASKS = [
     msgspec.structs.replace(task, instruction="fix the failing test" * (1 + i // 8))
     for i, task in enumerate(first_tasks(RepairSource(seed=0, files=2), [Split.TRAIN, Split.HELDOUT]))
 ]
-PROMPTS = sorted(len(CHAT.first([{"role": "user", "content": task.instruction}])) for task in TASKS)
+PROMPTS = sorted(len(CHAT.encode_prompt([{"role": "user", "content": task.instruction}])) for task in TASKS)
 
 
 @pytest.fixture
@@ -89,7 +89,9 @@ def _without_words(chat: ChatFormat, tools: Sequence[str]) -> int:
     from etude.harness import Call
 
     needs = {name: signature.parameters for name, signature in standard_tools(tuple(tools)).signatures.items()}
-    return max(len(chat.spell(Call(name, {p.name: "x" for p in found if p.required}))) for name, found in needs.items())
+    return max(
+        len(chat.encode_call(Call(name, {p.name: "x" for p in found if p.required}))) for name, found in needs.items()
+    )
 
 
 def test_turns_that_hold_no_call_are_refused_and_those_that_hold_some_are_told() -> None:

@@ -107,17 +107,17 @@ def test_progress_is_the_processs_own_counter() -> None:
 
 HOST = """
 import sys, time
-from etude.training.sharded.mesh import LOOPBACK, listen
-store = listen(LOOPBACK)
+from etude.training.sharded.mesh import LOOPBACK, host_store
+store = host_store(LOOPBACK)
 print(store.port, flush=True)
 time.sleep(60)
 """
 RANK = """
 import sys, time
 from etude.loop import ranks
-from etude.training.sharded.mesh import LOOPBACK, reach
+from etude.training.sharded.mesh import LOOPBACK, connect_store
 ranks.REPORT_S = 0.05
-ranks.RankProgress(reach(LOOPBACK, int(sys.argv[1])), 1, 2, 2.0).watch(ranks.exit_with_error)
+ranks.RankProgress(connect_store(LOOPBACK, int(sys.argv[1])), 1, 2, 2.0).watch(ranks.exit_with_error)
 print("watching", flush=True)
 time.sleep(60)
 """

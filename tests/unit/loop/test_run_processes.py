@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from etude.config import to_toml
-from etude.inference.config import SERVERS, EngineConfig, EngineKind, ForeignConfig
-from etude.inference.foreign.serving import parser_of
+from etude.inference.config import SERVERS, EngineConfig, EngineKind, ExternalEngineConfig
+from etude.inference.external.serving import make_parser
 from etude.inference.serving import config_of
 from etude.loop.config import FleetConfig, RunConfig
 from etude.loop.run_processes import engine_argv
@@ -33,7 +33,7 @@ ENGINE = EngineConfig(
 def test_an_engine_is_started_with_every_setting_of_the_run(kind: EngineKind, tmp_path: Path) -> None:
     default = EngineConfig()
     assert all(getattr(ENGINE, f.name) != getattr(default, f.name) for f in dataclasses.fields(ENGINE))
-    foreign = ForeignConfig(environment=tmp_path, kv_tokens=4096, arguments=("--a=b", "--c=d"))
+    foreign = ExternalEngineConfig(environment=tmp_path, kv_tokens=4096, arguments=("--a=b", "--c=d"))
     config = RunConfig(
         engine=ENGINE,
         numerics=NumericsConfig(mode=Mode.NATIVE),
@@ -45,7 +45,7 @@ def test_an_engine_is_started_with_every_setting_of_the_run(kind: EngineKind, tm
     run = RunFolder.create(tmp_path / "run", config_toml=to_toml(config), seed=0)
     module, server, *words = engine_argv(run, config, "engine-0", kind)
     assert (module, server) == ("-m", SERVERS[kind])
-    args, unknown = parser_of("any", "engine").parse_known_args(words)
+    args, unknown = make_parser("any", "engine").parse_known_args(words)
     assert config_of(args) == ENGINE
     if kind is EngineKind.REFERENCE:
         assert unknown == ["--mode", "native", "--quantise", "none", "--degree", "1"]

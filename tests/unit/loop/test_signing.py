@@ -12,7 +12,7 @@ from etude.cli import main
 from etude.config import build, to_toml
 from etude.errors import EngineError, InputError, WeightsError
 from etude.inference.config import EngineKind
-from etude.inference.serving import take_key
+from etude.inference.serving import apply_public_key
 from etude.loop.config import RunConfig
 from etude.loop.engine_registry import required_of_engines
 from etude.loop.learner import LearnerProcess
@@ -116,7 +116,7 @@ def test_a_key_that_is_none_is_refused_before_the_run_starts(tmp_path: Path, tex
 def joined(tmp_path: Path, key: Path | None, given: bytes | None) -> Any:
     run, config = run_of(tmp_path, key)
     args = argparse.Namespace(name="west", register="http://home:8790", public_key=given)
-    take_key(args, required_of_engines(run, config))
+    apply_public_key(args, required_of_engines(run, config))
     return args.public_key
 
 
@@ -127,7 +127,7 @@ def test_an_engine_that_joins_believes_the_runs_key_or_the_one_that_it_was_given
     for i, told in enumerate((key, None)):
         with pytest.raises(EngineError, match="west would refuse the weights") as refused:
             joined(tmp_path / f"d{i}", told, bytes(32))
-        assert "this engine believes 0000" in refused.value.facts
+        assert "this engine only accepts 0000" in refused.value.facts
         assert "--public-key" in refused.value.hint
 
 
@@ -137,5 +137,5 @@ def test_a_checkpoint_that_nobody_signed_is_not_served_as_signed(
     save_model(Transformer(SIZES, seed=1), tmp_path / "checkpoint", dtype="bf16")
     assert main(["serve", str(tmp_path / "checkpoint"), "--public-key", "ab" * 32]) != 0
     said = capsys.readouterr().err
-    assert "--public-key is for a run's weights" in said
+    assert "--public-key needs the weights of a run" in said
     assert "hint:" in said

@@ -35,17 +35,17 @@ from etude.plan.arithmetic import (
     active_parameters,
     delta_bytes,
     expert_adapters,
-    experts_met,
     forward_flops,
     kv_bytes_token,
     optimiser_bytes,
     read_bytes,
     trained_parameters,
     training_flops,
+    used_experts,
     weights_bytes,
 )
 from etude.plan.hardware import MATRIX_BYTES
-from etude.plan.planning import dispatch_s, gathered_s, memory_of, sharing_s
+from etude.plan.planning import all_gather_s, dispatch_s, memory_of, sharing_s
 from etude.records.adapter import AdapterConfig
 from etude.run import RunFolder
 from etude.training.config import LiveWeights, LoraOn
@@ -167,12 +167,12 @@ def test_adapters_of_experts_are_divided_by_the_ranks_that_share_them():
 
 def test_what_ranks_send_each_other_is_told_by_hand_computed_bytes():
     h200, whole = device("h200"), 8e9
-    assert gathered_s(whole, 1, h200) == 0
-    assert gathered_s(whole, 8, h200) == pytest.approx(7e9 / 450e9)  # 7/8 over NVLink
+    assert all_gather_s(whole, 1, h200) == 0
+    assert all_gather_s(whole, 8, h200) == pytest.approx(7e9 / 450e9)  # 7/8 over NVLink
     # two nodes: each lacks half, which comes over its 8 cards of 50 GB/s: 10 ms; inside 15/16 over NVLink: 16.7 ms
-    assert gathered_s(whole, 16, h200) == pytest.approx(7.5e9 / 450e9)
+    assert all_gather_s(whole, 16, h200) == pytest.approx(7.5e9 / 450e9)
     slow = replace(h200, network_bytes_s=5e9)
-    assert gathered_s(whole, 16, slow) == pytest.approx(4e9 / 40e9)  # a slow network is what is waited for
+    assert all_gather_s(whole, 16, slow) == pytest.approx(4e9 / 40e9)  # a slow network is what is waited for
     # weights twice in bf16, gradients once in float32
     dense = ModelConfig(family="qwen3", num_experts=0, top_k=0, dense_size=512)
     assert sharing_s(dense, Training(gathered_bytes=2), 8, h200) == pytest.approx(
@@ -217,7 +217,7 @@ def test_a_latent_is_kept_once_for_all_heads():
 
 
 def test_a_small_batch_reads_the_experts_that_it_meets_and_a_large_one_all():
-    assert experts_met(QWEN, 1) == pytest.approx(8 / 128)
+    assert used_experts(QWEN, 1) == pytest.approx(8 / 128)
     assert read_bytes(QWEN, 1) == pytest.approx(2 * active_parameters(QWEN), rel=1e-3)
     assert read_bytes(QWEN, 1e6) == pytest.approx(2 * (QWEN.num_parameters - QWEN.vocab_size * 2048), rel=1e-6)
 
@@ -369,7 +369,7 @@ def test_what_does_not_fit_fails_and_says_what_would(tmp_path, capsys):
     assert cli.main(argv) == 1
     printed, error = capsys.readouterr()
     assert "$" not in printed
-    assert "error: this does not fit: a rank of the learner holds" in error
+    assert "error: not enough memory: a rank of the learner needs" in error
     assert "would fit: learner.ranks = 16 and learner.recompute = true | adapters: learner.lora_rank = 32" in error
     assert "a device of an engine holds" in error
     assert "--engine-ranks " in error
@@ -395,7 +395,7 @@ def test_prices_are_of_the_kind_of_hardware_and_engines_may_have_another(tmp_pat
     plan_ = planned(tmp_path / "config.toml", capsys, *prices)["plan"]
     hours = plan_["step_s"] / 3600
     assert plan_["dollars"] == pytest.approx({"learner": 8 * 4 * hours, "engines": 3 * 1 * hours})
-    assert plan_["engine_memory"]["room"] == 80e9
+    assert plan_["engine_memory"]["capacity"] == 80e9
 
 
 def test_regions_are_given_by_name_engines_bandwidth_and_round_trip(tmp_path, capsys):
@@ -435,13 +435,13 @@ def test_a_number_out_of_its_range_is_refused_with_the_range(capsys, flag, value
     ("words", "said"),
     [
         (["--prompt-tokens", "96", "--sampled-tokens", "12000"], "rollouts of 12,096 tokens do not fit"),
-        (["--engine-ranks", "999"], "--engine-ranks 999 cannot share"),
+        (["--engine-ranks", "999"], "--engine-ranks 999 does not divide"),
         (["--region", "tokyo:1"], "a region is NAME:ENGINES:GBITS:MS"),
         (["--region", "tokyo:7:10:160"], "the regions have 7 engines: there are 2"),
-        (["--region", "tokyo:2:nan:160"], "'nan' is no number"),
-        (["--price", "h20=3"], "--price 'h20=3' names no hardware"),
-        (["--price", "h200=-3"], "is no number from 0 on"),
-        (["--engine-hardware", "h20"], "--hardware 'h20' is unknown"),
+        (["--region", "tokyo:2:nan:160"], "'nan' is not a number"),
+        (["--price", "h20=3"], "--price 'h20=3': unknown hardware"),
+        (["--price", "h200=-3"], "is not a number of at least 0"),
+        (["--engine-hardware", "h20"], "unknown hardware 'h20'"),
     ],
 )
 def test_what_no_run_has_is_not_planned(tmp_path, capsys, words, said):
@@ -479,7 +479,10 @@ def test_a_machine_that_cannot_be_measured_keeps_its_cause(tmp_path, capsys):
         (["--set", "rl.stepz=3"], "did you mean 'rl.steps'?"),
         (["--set", "learner.lora_rank=4", "--set", "learner.optimizer=muon"], "LoRA needs adamw"),
         (["--set", "learner.lora_rank=4000"], "an adapter of rank above"),
-        (["--set", "fleet.engines=[]", "--set", "fleet.listen=127.0.0.1:0"], "hint: --engines: how many join"),
+        (
+            ["--set", "fleet.engines=[]", "--set", "fleet.listen=127.0.0.1:0"],
+            "hint: give the number of engines that will join: --engines",
+        ),
     ],
 )
 def test_what_is_not_known_is_named(tmp_path, capsys, words, says):

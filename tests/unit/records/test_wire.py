@@ -1,4 +1,4 @@
-"""Records become bytes and come back; bytes from elsewhere give a record or ValueError, nothing else."""
+"""Serialisation of records; untrusted bytes give a record or ValueError."""
 
 from __future__ import annotations
 

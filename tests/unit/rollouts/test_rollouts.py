@@ -52,7 +52,7 @@ def roll(script: Script, runtime: MemoryRuntime | None = None, limits: HarnessCo
 
 
 class Watched(MemoryRuntime):
-    """Keeps the machines it made."""
+    """A runtime that keeps its machines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ def machine() -> MemoryMachine:
 def test_a_demonstration_is_the_very_conversation_that_a_rollout_of_the_script_has() -> None:
     messages = demonstrate(TASK, repair(), standard_tools(), machine())
     rollout = roll(repair())
-    assert CHAT.whole(messages).tolist() == rollout.trace.path(rollout.num_turns - 1).token_ids.tolist()
+    assert CHAT.encode_conversation(messages).tolist() == rollout.trace.path(rollout.num_turns - 1).token_ids.tolist()
 
 
 def test_a_random_script_demonstrates_what_it_plays() -> None:
@@ -225,7 +225,7 @@ def test_a_random_script_demonstrates_what_it_plays() -> None:
         messages = demonstrate(TASK, stumble(random.Random(seed)), standard_tools(), machine())  # type: ignore[arg-type]
         rollout = roll(stumble(random.Random(seed)))  # type: ignore[arg-type]
         path = rollout.trace.path(rollout.num_turns - 1).token_ids
-        played = CHAT.whole(messages).tolist()
+        played = CHAT.encode_conversation(messages).tolist()
         assert path[: len(played)].tolist() == played
 
 

@@ -1,4 +1,4 @@
-"""Copies near by: one download for many, and the far store's bytes whatever the near disk does."""
+"""The cached store: one download for many readers, and correct bytes whatever happens to the cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KEY = f"objects/policy/ab/{hashlib.sha256(DATA).hexdigest()}-0a1b2c3d"
 
 
 class Far(MemoryStore):
-    """Counts what it is asked for, and does first what a test says."""
+    """A source store that counts reads, and calls `first` before each."""
 
     def __init__(self, first: Callable[[], None] = lambda: None) -> None:
         super().__init__()

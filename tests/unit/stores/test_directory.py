@@ -1,4 +1,4 @@
-"""The directory store on a disk that refuses, and what a killed writer leaves."""
+"""The directory store on full and read-only disks, with links, and after killed writers."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ print(store.get("pointers/p"))
 
 
 def on_a_small_disk(script: str, folder: Path) -> str:
-    """What the script prints; `folder` is a disk of 256 KiB to it."""
+    """Run a script with a disk of 256 KiB at `folder`; return its output."""
     mounted = 'mount -t tmpfs -o size=256k tmpfs "$0" && exec "$@"'
     command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mounted, str(folder)]
     if shutil.which("unshare") is None or subprocess.run([*command, "true"], capture_output=True).returncode:
@@ -196,7 +196,7 @@ def test_a_directory_without_write_permission_is_a_store_error(tmp_path: Path) -
 
 
 def _with_links(folder: Path) -> tuple[DirectoryStore, Path]:
-    """A store with three objects and, beside them, links to a folder that is not its own."""
+    """A store with three objects, and links to a folder outside of it."""
     host = folder / "host"
     (host / "deep").mkdir(parents=True)
     (host / "secret").write_text("the host's")
@@ -255,7 +255,7 @@ def test_a_file_whose_name_is_no_key_is_not_listed(tmp_path: Path) -> None:
 
 
 def asked(relay: ASGIApp, path: str = "", prefix: str = "") -> tuple[int, bytes]:
-    """What a relay answers to a path as it is: a client would normalise ``..`` first."""
+    """The response of a relay to a raw path; an HTTP client would normalise ``..``."""
     sent: list[Message] = []
 
     async def receive() -> Message:

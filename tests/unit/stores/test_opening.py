@@ -1,4 +1,4 @@
-"""Places, and what comes of them."""
+"""Opening stores from paths and URLs."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_an_object_of_more_than_a_bucket_copies_is_refused_before_it_is_sent(mon
 
 
 def test_a_pointer_of_more_than_a_part_is_refused_before_anything_is_asked() -> None:
-    with pytest.raises(StoreError, match="no pointer"):
+    with pytest.raises(StoreError, match="too many for a pointer"):
         BucketStore("s3://models", part_bytes=5 << 20).compare_and_swap("p", None, bytes((5 << 20) + 1))
 
 

@@ -1,4 +1,4 @@
-"""A store behind a relay: read as it is, on good days and on bad ones, and written by nobody."""
+"""A relay and its client: reads, broken connections, and refused writes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from etude.stores.relay import build_relay
 
 @contextmanager
 def relayed(store: BlobStore, **options: Any) -> Iterator[str]:
-    """The URL of a relay that runs in a thread."""
+    """Run a relay in a thread; yields its URL."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(build_relay(store, **options), log_level="error", lifespan="off"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -41,7 +41,7 @@ def relayed(store: BlobStore, **options: Any) -> Iterator[str]:
 
 @contextmanager
 def wire(upstream: str, allowed: list[int]) -> Iterator[str]:
-    """A way to the relay that is cut, connection by connection, after so many bytes of answers; then cut no more."""
+    """A TCP proxy to the relay that cuts each connection after so many bytes of responses, then no more."""
     port = int(upstream.rpartition(":")[2])
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -232,7 +232,7 @@ def test_a_region_behind_a_relay_downloads_an_object_once(tmp_path: Path) -> Non
 
 @contextmanager
 def answering(status: str, body: bytes) -> Iterator[str]:
-    """The URL of what answers every request alike."""
+    """Run a server with one response to every request; yields its URL."""
     head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode()
     with socket.create_server(("127.0.0.1", 0)) as listener:
 

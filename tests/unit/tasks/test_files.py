@@ -92,15 +92,15 @@ def _no_files(folder: Path) -> None:
 
 
 BAD_FOLDERS: list[tuple[Callable[[Path], object], str]] = [
-    (_edit("task.toml", "instruction ="), "is not TOML"),
-    (_edit("task.toml", b"\xff"), "is not TOML"),
-    (_edit("task.toml", f"a = {'[' * 5000}"), "is not TOML"),
-    (_edit("task.toml", f"a = {'9' * 5000}"), "is not TOML"),
+    (_edit("task.toml", "instruction ="), "is not valid TOML"),
+    (_edit("task.toml", b"\xff"), "is not valid TOML"),
+    (_edit("task.toml", f"a = {'[' * 5000}"), "is not valid TOML"),
+    (_edit("task.toml", f"a = {'9' * 5000}"), "is not valid TOML"),
     (_edit("task.toml", TOML + "familly = 'x'"), "unknown key 'familly'(.|\n)*family"),
     (_edit("task.toml", "exports = ['own.py']"), "'instruction' is missing"),
     (_edit("task.toml", "instruction = 'x'\nexports = []"), "must not be empty"),
-    (_edit("task.toml", "instruction = 'x'\nexports = ['../own.py']"), "no plain path"),
-    (_edit("task.toml", "instruction = 'x'\nexports = ['/own.py']"), "no plain path"),
+    (_edit("task.toml", "instruction = 'x'\nexports = ['../own.py']"), "not a plain path"),
+    (_edit("task.toml", "instruction = 'x'\nexports = ['/own.py']"), "not a plain path"),
     (_edit("task.toml", TOML + "split = 'held'"), "'held' is unknown(.|\n)*heldout"),
     (_edit("task.toml", TOML + "trust = 'code-graded'"), "its answer is data-graded"),
     (_edit("answer/check.py", "def check(candidate): pass"), "it has cases.json and check.py"),
@@ -112,7 +112,7 @@ BAD_FOLDERS: list[tuple[Callable[[Path], object], str]] = [
     (_link_of("task.toml"), "is a link"),
     (_link_of("files"), "has no files/"),
     (_link_of("answer"), "is a link"),
-    (_pipe, "is no file"),
+    (_pipe, "is not a file"),
     (_no_files, "has no files/"),
 ]
 
@@ -150,12 +150,12 @@ def test_a_key_that_a_case_lacks_is_named_in_words(tmp_path: Path) -> None:
     folder = _task(tmp_path, toml=TOML + 'split = "train"')
     (folder / "answer" / "cases.json").write_text('[{"module": "own", "function": "f", "args": [], "expcted": 1}]')
     source = DirectorySource(tmp_path)
-    with pytest.raises(TaskError, match=r"cases\.json is no list of cases: a case has no key 'expected'"):
+    with pytest.raises(TaskError, match=r"cases\.json is not a list of cases: a case has no key 'expected'"):
         source.answer(source.task(Split.TRAIN, 0))
 
 
 def test_a_directory_without_tasks_or_no_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match="holds no task"):
+    with pytest.raises(TaskError, match="has no task"):
         DirectorySource(tmp_path)
     with pytest.raises(TaskError, match="cannot list"):
         DirectorySource(tmp_path / "none")
@@ -266,9 +266,9 @@ def test_tasks_over_the_same_base_share_it(tmp_path: Path) -> None:
 
 
 BAD_TESTS = {
-    '{"runner": "unittest", "names": []}': "no exact set",
-    '{"runner": "unittest", "names": ["a", "a"]}': "no exact set",
-    '{"runner": "nose", "names": ["a"]}': "not what it should be",
+    '{"runner": "unittest", "names": []}': "missing or repeated",
+    '{"runner": "unittest", "names": ["a", "a"]}': "missing or repeated",
+    '{"runner": "nose", "names": ["a"]}': "is invalid",
     '{"runner": "unittest", "names": ["a"], "files": {}}': "unknown key 'files'",
     '{"runner": "unittest", "names": ["a"], "deadline_s": 0}': "deadline_s = 0",
     "[]": "not a JSON object",
@@ -289,7 +289,7 @@ def test_a_base_outside_the_tasks_is_refused(tmp_path: Path, base: str) -> None:
     folder = write_task(tmp_path, "one", HIDDEN, BY_TESTS)
     toml = folder / "task.toml"
     toml.write_text(toml.read_text().replace('base = ""', f'base = "{base}"'))
-    with pytest.raises(TaskError, match="no name of a tree"):
+    with pytest.raises(TaskError, match="not the name of a folder"):
         DirectorySource(tmp_path)
 
 

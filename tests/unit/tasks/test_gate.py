@@ -14,11 +14,11 @@ from etude.environments import NamespaceRuntime
 from etude.errors import TaskError
 from etude.records.rollout import Boundary, Graded, Invalid
 from etude.records.task import Answer, Case, HiddenTests, Runner, Split, Task, Trust
-from etude.tasks.gate import LEAST_S, Gated, gate, wrong_versions
 from etude.tasks.journal import Journal
 from etude.tasks.leaks import leaks_in_machines, leaks_in_task
+from etude.tasks.mutation_testing import MIN_TIMEOUT_S, MutationResult, mutants_of, run_mutants
 from etude.tasks.proof import check
-from etude.tasks.weak import as_json, reports
+from etude.tasks.report import as_json, reports
 from etude.testing import FakeGrader, ListSource
 
 RIGHT = "def f(a, b):\n    if a < b:\n        return a + b\n    return a - b\n"
@@ -41,7 +41,7 @@ def _source(*cases: tuple[Case, ...]) -> ListSource:
 
 
 def test_wrong_patches_pass_weak_tests_and_fail_strong_ones() -> None:
-    strong, weak = asyncio.run(gate(_source(STRONG, WEAK), FakeGrader(), Split.TRAIN, num_mutants=12))
+    strong, weak = asyncio.run(run_mutants(_source(STRONG, WEAK), FakeGrader(), Split.TRAIN, num_mutants=12))
     assert strong.survivors == ()
     assert strong.num_mutants == weak.num_mutants > 5
     assert weak.survival > 0.3
@@ -63,7 +63,7 @@ class Flaky(FakeGrader):
 
 
 def test_a_verdict_that_changes_is_seen_and_one_that_does_not_come_is_no_survivor() -> None:
-    [one] = asyncio.run(gate(_source(STRONG), Flaky(), Split.TRAIN, num_mutants=6, repeats=4, concurrency=1))
+    [one] = asyncio.run(run_mutants(_source(STRONG), Flaky(), Split.TRAIN, num_mutants=6, repeats=4, concurrency=1))
     assert one.flaky
     assert one.num_ungraded >= 2
     assert len(one.survivors) + one.num_ungraded <= one.num_mutants
@@ -77,9 +77,9 @@ def test_a_gate_that_was_interrupted_goes_on_where_it_stopped(tmp_path: Path) ->
             Counting.count += 1
             return await super().grade(task, answer, exports)
 
-    async def gated(**settings: Any) -> list[Gated]:
-        journal = Journal(tmp_path / "found.partial", Gated)
-        return await gate(
+    async def gated(**settings: Any) -> list[MutationResult]:
+        journal = Journal(tmp_path / "found.partial", MutationResult)
+        return await run_mutants(
             _source(STRONG, WEAK), Counting(), Split.TRAIN, num_mutants=6, concurrency=1, journal=journal, **settings
         )
 
@@ -104,8 +104,8 @@ def test_a_hidden_test_of_a_wrong_version_has_as_long_as_the_references_need_and
             return Graded.of(0.0, trust=Trust.CODE, reason="")
 
     task, answer = _source(STRONG).task(Split.TRAIN, 0), Answer(reference={"m.py": RIGHT}, tests=tests)
-    asyncio.run(gate(ListSource([(task, answer)]), Watching(), Split.TRAIN, num_mutants=2))
-    assert seen == {True: 300, False: LEAST_S}
+    asyncio.run(run_mutants(ListSource([(task, answer)]), Watching(), Split.TRAIN, num_mutants=2))
+    assert seen == {True: 300, False: MIN_TIMEOUT_S}
 
 
 def test_mutants_are_made_where_the_reference_differs_and_in_every_file_in_turn() -> None:
@@ -120,7 +120,7 @@ def test_mutants_are_made_where_the_reference_differs_and_in_every_file_in_turn(
         exports=("a.py", "b.py", "c.py"),
     )
     answer = Answer(reference={"a.py": "X = 1\nY = 5\n", "b.py": "Z = 4\n", "c.py": "W = 6\n"})
-    made = wrong_versions(task, answer, 6)
+    made = mutants_of(task, answer, 6)
     assert {m.path for m in made} == {"a.py", "b.py", "c.py"}
     assert all(m.text.startswith("X = 1\n") for m in made if m.path == "a.py")
 
@@ -136,7 +136,7 @@ def test_a_solution_that_is_a_command_is_made_wrong_line_by_line_and_one_that_fa
             raise TaskError("it failed", hint="")
         return {"m.py": b"def f(a, b): return a + b\n" if "add" in text else b"def f(a, b): pass\n"}
 
-    [one] = asyncio.run(gate(source, FakeGrader(), Split.TRAIN, num_mutants=9, repeats=2, export=export))
+    [one] = asyncio.run(run_mutants(source, FakeGrader(), Split.TRAIN, num_mutants=9, repeats=2, export=export))
     assert one.num_mutants == 3
     assert [survivor.diff.splitlines()[4] for survivor in one.survivors] == ["-write nothing"]
     assert one.rewards == (1.0, 1.0)
@@ -145,7 +145,7 @@ def test_a_solution_that_is_a_command_is_made_wrong_line_by_line_and_one_that_fa
 def test_the_report_names_what_is_weak_and_holds_every_diff() -> None:
     source = _source(STRONG, WEAK)
     proof = asyncio.run(check(source, FakeGrader(), Split.TRAIN))
-    gated = asyncio.run(gate(source, FakeGrader(), Split.TRAIN, num_mutants=12, repeats=2))
+    gated = asyncio.run(run_mutants(source, FakeGrader(), Split.TRAIN, num_mutants=12, repeats=2))
     ids = {(Split.TRAIN, n): source.task(Split.TRAIN, n).task_id for n in range(2)}
     strong, weak = made = reports([proof], gated, {}, ids)
     assert strong.weaknesses == ()

@@ -102,7 +102,7 @@ def test_a_task_is_read_and_its_places_are_moved_onto_the_runtimes_own_root(tmp_
     assert "/workspace/out/hello.txt" in answer.verifier.files[".harbor/tests/check.py"]
     config = source.config(task)
     assert config.agent_timeout_s == 120
-    assert config.wishes == {"cpus": 1, "memory_mb": 2048, "allow_internet": True}
+    assert config.requests == {"cpus": 1, "memory_mb": 2048, "allow_internet": True}
 
 
 @pytest.mark.parametrize("mode", ["state", "separate"])
@@ -210,13 +210,13 @@ REFUSED = {
     "[verifier]\nenvironment = {}": "the task's own image",
     "[verifier]\ncollect = [{command = 'x'}]": "verifier.collect",
     "[environment]\ncpu = 1": "environment.cpus",
-    "[environment.env]\nKEY = '${SECRET}'": "nothing of the host",
+    "[environment.env]\nKEY = '${SECRET}'": "variable .* of the host",
     "[verifier]\ntimeout_sec = 0": "timeout_sec = 0",
     "artifacts = ['../x']": "without",
     "[verifier": "cannot be read",
     f"a = {'[' * 5000}": "cannot be read",
     f"a = {'9' * 5000}": "cannot be read",
-    "verifier = 3": "no section",
+    "verifier = 3": "not a section",
 }
 
 
@@ -233,7 +233,7 @@ DOCKERFILES = {
     "FROM a\nWORKDIR /app\nRUN apt-get install x\n": "line 3: RUN needs an image",
     "FROM a\nCOPY hint.txt /etc/\nWORKDIR /app\n": "copies to /etc/hint.txt",
     "FROM a\nWORKDIR /app\nCOPY ../../x .\n": "outside environment",
-    "FROM a\nWORKDIR /app\nCOPY none .\n": "there is no none",
+    "FROM a\nWORKDIR /app\nCOPY none .\n": "none does not exist",
     "FROM a\n": "sets no WORKDIR",
 }
 
@@ -256,7 +256,7 @@ def test_only_whole_places_are_moved() -> None:
 
 
 def test_a_folder_without_tasks_or_parts_of_one_is_named(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match="holds no Harbor task"):
+    with pytest.raises(TaskError, match="has no Harbor task"):
         open_source(f"harbor:{tmp_path}", 0)
     folder = hello(tmp_path / "hello")
     (folder / "solution" / "solve.sh").unlink()

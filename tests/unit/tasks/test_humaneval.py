@@ -90,7 +90,7 @@ def test_hidden_tests_use_the_prompts_helpers_and_not_the_agents(tmp_path: Path)
         ("[]", "line 2"),
         ({k: v for k, v in ROW.items() if k != "test"}, "line 2: .*test"),
         (ROW | {"prompt": 3}, "line 2: .*str"),
-        (ROW, "line 2: its prompt was there before"),
+        (ROW, "line 2: another line has the same prompt"),
         (ROW | {"prompt": "def (:\n"}, "line 2: prompt is not Python"),
         (ROW | {"prompt": "\0"}, "line 2: prompt is not Python"),
         (ROW | {"prompt": "(" * 5_000}, "line 2: prompt is not Python"),
@@ -106,7 +106,7 @@ def test_a_bad_line_is_named_by_its_number(tmp_path: Path, row: object, said: st
 
 
 def test_a_file_without_tasks_missing_or_half_packed_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match="holds no task"):
+    with pytest.raises(TaskError, match="has no task"):
         _source(tmp_path, "", "")
     with pytest.raises(TaskError, match="cannot read"):
         HumanEvalSource(tmp_path / "none.jsonl")

@@ -20,13 +20,13 @@ from etude.errors import NoSource, TaskError
 from etude.records.task import Runner, Split
 from etude.seams import Grader, Runtime
 from etude.tasks import DirectorySource, check
-from etude.tasks.gate import gate
 from etude.tasks.journal import Journal
 from etude.tasks.leaks import leaks_in_machines
-from etude.tasks.mining import FILE, Repository, Tried, functions_to_delete, mine_commits, mine_deletions
+from etude.tasks.mining import FILE, Attempt, Repository, functions_to_delete, mine_commits, mine_deletions
 from etude.tasks.mining.deletions import covering_tests, functions_in
 from etude.tasks.mining.messages import instruction_from
 from etude.tasks.mining.testing import run_tests
+from etude.tasks.mutation_testing import run_mutants
 
 T = TypeVar("T")
 
@@ -86,7 +86,7 @@ def test_more_text_than_a_tree_may_have_is_refused_and_less_is_read_in_batches(t
     repository = Repository(tmp_path / "repo")
     assert repository.texts(repository.tree("HEAD")) == files
     monkeypatch.setattr("etude.tasks.mining.git.MAX_TEXT_BYTES", 2000)
-    monkeypatch.setattr("etude.tasks.mining.git.MAX_KEPT_BYTES", 2000)
+    monkeypatch.setattr("etude.tasks.mining.git.MAX_CACHED_BYTES", 2000)
     repository = Repository(tmp_path / "repo")
     with pytest.raises(TaskError, match="too much text"):
         repository.texts(repository.tree("HEAD"))
@@ -134,7 +134,7 @@ def test_a_report_that_was_cut_says_so_and_passes_nothing(using) -> None:
 
     async def work(runtime: Runtime, _: Grader) -> None:
         ran = await run_tests(runtime, files, ["test_a.py"], Runner.UNITTEST, deadline_s=60.0)
-        assert (ran.passed, ran.trouble) == (frozenset(), "its tests report more than 4 MiB")
+        assert (ran.passed, ran.problem) == (frozenset(), "its tests report more than 4 MiB")
 
     using(work)
 
@@ -145,18 +145,18 @@ def _all_tasks(source: DirectorySource) -> list[tuple[Split, int]]:
 
 def test_a_commit_whose_tests_fail_before_and_pass_after_becomes_a_task_without_history(tmp_path, using) -> None:
     ids = shop(tmp_path / "repo")
-    told: list[Tried] = []
+    told: list[Attempt] = []
 
     async def work(runtime: Runtime, grader: Grader) -> None:
         repository = Repository(tmp_path / "repo")
-        mined = await mine_commits(repository, runtime, grader, tmp_path / "out", limit=10, told=told.append)
+        mined = await mine_commits(repository, runtime, grader, tmp_path / "out", limit=10, on_attempt=told.append)
         assert [one.name for one in mined.tasks] == [f"commit-{ids[2][:12]}"]
         assert mined.tasks[0].num_failing == 3
         assert mined.tasks[0].num_passing == 1
-        reasons = {one.key.split()[1]: one.outcome for one in mined.tried}
-        assert reasons[ids[0]].startswith("its message says too little")
+        reasons = {one.key.split()[1]: one.outcome for one in mined.attempts}
+        assert reasons[ids[0]].startswith("its message is too short")
         assert reasons[ids[1]] == "changes no test"
-        assert reasons[ids[3]] == "its tests pass before it"
+        assert reasons[ids[3]] == "its tests pass without it"
         source = DirectorySource(tmp_path / "out")
         [(split, index)] = _all_tasks(source)
         task = source.task(split, index)
@@ -173,7 +173,7 @@ def test_a_commit_whose_tests_fail_before_and_pass_after_becomes_a_task_without_
         assert "tests.test_calc.Discount.test_percent" in answer.tests.names
         assert answer.tests.files["tests/test_calc.py"] == TEST_BOTH
         (await check(source, grader, split)).require()
-        [gated] = await gate(source, grader, split, num_mutants=4, concurrency=4)
+        [gated] = await run_mutants(source, grader, split, num_mutants=4, concurrency=4)
         assert gated.num_mutants == 4
         assert gated.survival < 1
 
@@ -184,12 +184,12 @@ def test_a_commit_whose_tests_fail_before_and_pass_after_becomes_a_task_without_
 
 def test_what_was_tried_is_kept_and_an_interrupted_search_goes_on(tmp_path, using) -> None:
     shop(tmp_path / "repo")
-    told: list[Tried] = []
+    told: list[Attempt] = []
 
     class Interrupted(Exception):
         pass
 
-    def stop(tried: Tried) -> None:
+    def stop(tried: Attempt) -> None:
         told.append(tried)
         if len(told) == 2:
             raise Interrupted
@@ -197,12 +197,12 @@ def test_what_was_tried_is_kept_and_an_interrupted_search_goes_on(tmp_path, usin
     async def work(runtime: Runtime, grader: Grader) -> None:
         repository = Repository(tmp_path / "repo")
         with pytest.raises(Interrupted):
-            await mine_commits(repository, runtime, grader, tmp_path / "out", limit=10, concurrency=1, told=stop)
+            await mine_commits(repository, runtime, grader, tmp_path / "out", limit=10, concurrency=1, on_attempt=stop)
         kept = (tmp_path / "out" / FILE).read_text()
         assert len(kept.splitlines()) == 2
         (tmp_path / "out" / FILE).write_text(kept + '{"key": "torn')
         mined = await mine_commits(repository, runtime, grader, tmp_path / "out", limit=10)
-        assert len(mined.tried) == 4
+        assert len(mined.attempts) == 4
         assert len(mined.tasks) == 1
         again = (tmp_path / "out" / FILE).read_text()
         await mine_commits(repository, runtime, grader, tmp_path / "out", limit=10)
@@ -251,7 +251,7 @@ def test_real_code_of_the_standard_library_gives_deletion_tasks(tmp_path, using)
 
     async def work(runtime: Runtime, grader: Grader) -> None:
         mined = await mine_deletions(files, functions, runtime, grader, tmp_path / "out")
-        assert len(mined.tasks) >= 2, mined.tried
+        assert len(mined.tasks) >= 2, mined.attempts
         source = DirectorySource(tmp_path / "out")
         pairs = [(task, source.answer(task)) for task in (source.task(*place) for place in _all_tasks(source))]
         leaks = await leaks_in_machines(runtime, pairs)
@@ -339,12 +339,12 @@ def test_tests_of_a_module_are_those_named_after_it_else_those_that_import_it() 
 
 
 def test_a_damaged_journal_forgets_only_what_is_damaged(tmp_path) -> None:
-    journal = Journal(tmp_path / FILE, Tried)
-    journal.add(Tried("commit a", "task", "n"))
+    journal = Journal(tmp_path / FILE, Attempt)
+    journal.add(Attempt("commit a", "task", "n"))
     journal.path.write_text(
         journal.path.read_text() + "{}\n[]\nnonsense\n" + json.dumps({"key": "b", "outcome": "no"}) + "\n"
     )
-    assert set(Journal(tmp_path / FILE, Tried).entries) == {"commit a", "b"}
+    assert set(Journal(tmp_path / FILE, Attempt).entries) == {"commit a", "b"}
 
 
 def test_a_bundle_cannot_be_written_into(tmp_path) -> None:

@@ -207,7 +207,7 @@ def test_a_commit_whose_code_needs_its_other_files_is_no_task(tmp_path: Path, us
     async def work(runtime: Runtime, grader: Grader) -> None:
         mined = await mine_commits(Repository(tmp_path / "repo"), runtime, grader, tmp_path / "out", limit=1)
         assert list(mined.reasons()) == [
-            "its tests do not pass twice, or need other files than code: programs/step.txt"
+            "its tests do not pass twice, or need files that are not code: programs/step.txt"
         ]
 
     using(work)
@@ -276,7 +276,7 @@ def test_a_module_that_the_machine_lacks_is_named(tmp_path: Path, using) -> None
 
     async def work(runtime: Runtime, grader: Grader) -> None:
         mined = await mine_commits(Repository(tmp_path / "repo"), runtime, grader, tmp_path / "out", limit=1)
-        assert list(mined.reasons()) == ["its tests need absent_at_all, which is not found in the machine"]
+        assert list(mined.reasons()) == ["its tests need absent_at_all, which is not installed in the machine"]
 
     using(work)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.tasks.mutation import changed_lines, mutants
-from etude.tasks.mutation.lines import line_deletions
+from etude.tasks.mutation.edits import line_deletions
 from etude.tasks.mutation.python import python_edits, same_code
 
 CASES = {

@@ -62,9 +62,9 @@ def test_what_git_diffs_is_applied_to_the_letter(tmp_path: Path, seed: int) -> N
 def test_a_hunk_whose_lines_stand_once_elsewhere_goes_there_and_one_that_fits_nowhere_is_refused() -> None:
     patch = "--- a/a\n+++ b/a\n@@ -1,2 +1,2 @@\n x\n-y\n+z\n"
     assert patched({"a": "new\nx\ny\n"}, patch) == {"a": "new\nx\nz\n"}
-    with pytest.raises(TaskError, match="does not fit"):
+    with pytest.raises(TaskError, match="does not apply"):
         patched({"a": "x\nq\n"}, patch)
-    with pytest.raises(TaskError, match="does not fit"):
+    with pytest.raises(TaskError, match="does not apply"):
         patched({"a": "0\nx\ny\nx\ny\n"}, patch)
 
 

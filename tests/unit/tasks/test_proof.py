@@ -55,7 +55,7 @@ def test_a_task_that_does_not_prove_itself_is_named_with_the_reason() -> None:
         (3, "reference solution scores 0: 0 of 1 hidden tests pass"),
     ]
     assert (proof.num_tasks, proof.num_proven) == (4, 1)
-    with pytest.raises(TaskError, match="3 of 4 train tasks of list do not prove themselves"):
+    with pytest.raises(TaskError, match="3 of 4 train tasks of list are not valid"):
         proof.require()
 
 
@@ -64,7 +64,7 @@ def test_a_task_that_is_solved_untouched_is_a_failure() -> None:
         return Graded.of(1.0, trust=Trust.DATA, reason="all pass")
 
     proof = asyncio.run(check(ListSource([_pair({"own.py": RIGHT})]), FakeGrader(always), Split.TRAIN))
-    assert [f.reason for f in proof.failures] == ["untouched state scores 1: all pass"]
+    assert [f.reason for f in proof.failures] == ["unmodified task scores 1: all pass"]
 
 
 def test_an_invalid_verdict_and_one_that_never_comes_are_failures_by_name() -> None:
@@ -130,7 +130,7 @@ def test_sources_open_by_name_or_path_and_an_unknown_one_names_the_nearest(tmp_p
         open_source("humaneval", seed=0)
     with pytest.raises(TaskError, match="cannot read"):
         open_source(f"humaneval:{tmp_path / 'none.jsonl'}", seed=0)
-    with pytest.raises(TaskError, match="holds no task"):
+    with pytest.raises(TaskError, match="has no task"):
         open_source(str(tmp_path), seed=0)
 
 

@@ -132,14 +132,14 @@ def test_repositories_are_found_beside_the_file_by_path_and_as_bundles(tmp_path:
 
 @pytest.mark.parametrize("path", ["/etc", "../elsewhere", "repos/../../elsewhere", "."])
 def test_a_row_names_no_repository_outside_of_its_folder(tmp_path: Path, path: str) -> None:
-    with pytest.raises(TaskError, match="no plain path below the folder of the file"):
+    with pytest.raises(TaskError, match="not a plain path relative to the folder of the file"):
         source_of(tmp_path, row(tmp_path, repo_path=path))
 
 
 @pytest.mark.parametrize("key", ["problem_statement", "patch", "instance_id", "FAIL_TO_PASS"])
 def test_half_a_character_is_in_no_row(tmp_path: Path, key: str) -> None:
     half = ["tests.test_calc.Half.test_\ud800"] if key == "FAIL_TO_PASS" else "half \ud800"
-    with pytest.raises(TaskError, match="no SWE-style row"):
+    with pytest.raises(TaskError, match="not a SWE-style row"):
         source_of(tmp_path, row(tmp_path, **{key: half}))
 
 
@@ -183,7 +183,7 @@ def test_names_without_one_runner_or_one_place_are_refused(names: list[str]) -> 
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"base_commit": "--output=x"}, "no commit's id"),
+    ({"base_commit": "--output=x"}, "not a commit id"),
     ({"FAIL_TO_PASS": "[]"}, "FAIL_TO_PASS is empty"),
     ({"FAIL_TO_PASS": "nonsense"}, "no list"),
     ({"patch": 3}, "SWE-style row"),

@@ -111,7 +111,7 @@ def test_rows_that_cannot_be_judged_or_proven_are_named(source: VerifiersSource)
     reasons = {failure.reason for failure in proof.failures}
     assert reasons == {
         "reference solution scores 0: no answer.txt was left",
-        "cannot be made: row 38 of sums cannot be judged: it needs a container",
+        "cannot be loaded: row 38 of sums cannot be graded: it needs a container",
     }
     places = {source.number(split, n): (split, n) for split in Split for n in range(source.size(split) or 0)}
     with pytest.raises(TaskError, match="needs a container"):
@@ -126,7 +126,7 @@ def test_what_fails_on_one_answer_alone_is_that_answers_fault_and_the_child_goes
     outcome = _graded(source, task, text)
     assert isinstance(outcome, Graded)
     assert outcome.grade == 0
-    assert "on this answer alone" in outcome.reason
+    assert "only with this answer" in outcome.reason
     assert isinstance(_graded(source, task, str(number + 2)), Graded)
 
 
@@ -150,7 +150,7 @@ def test_a_reward_out_of_range_is_the_tasks_fault(source: VerifiersSource) -> No
 
 
 def test_a_hang_ends_at_its_deadline_by_name(source: VerifiersSource) -> None:
-    with pytest.raises(TaskError, match=r"did not answer 'score': no answer until its deadline"):
+    with pytest.raises(TaskError, match=r"did not answer 'score': no response before the deadline"):
         source.score(1, "hang", deadline_s=0.2)
     assert source.score(1, "3") == (1.0, {"length": 1.0})
 

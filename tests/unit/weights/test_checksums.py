@@ -12,7 +12,7 @@ from etude.weights import apply, encode
 from etude.weights.delta import checksums as module
 from etude.weights.delta import native
 from etude.weights.delta.changes import Changes
-from etude.weights.delta.checksums import BLOCK_BYTES, checksum, checksums, checksums_around, sums_by_numpy
+from etude.weights.delta.checksums import BLOCK_BYTES, checksum, checksums, checksums_before_after, sums_by_numpy
 from etude.weights.delta.native import LEVELS, NativeKernels
 from etude.weights.tensors import Codes
 
@@ -89,9 +89,9 @@ def codes_bytes(width: type) -> int:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_what_a_list_adds_is_the_checksum_of_what_it_makes(width: type) -> None:
     old, new, changes = sample(width, 30_000)
-    assert checksums_around(old, changes) == (checksum(old), checksum(new)) == checksums(old, new)
+    assert checksums_before_after(old, changes) == (checksum(old), checksum(new)) == checksums(old, new)
     wide = Changes(changes.positions.astype(np.int64), changes.codes)
-    assert checksums_around(old, wide) == (checksum(old), checksum(new))
+    assert checksums_before_after(old, wide) == (checksum(old), checksum(new))
 
 
 @needs_library
@@ -146,7 +146,7 @@ def test_flipped_top_bits_do_not_cancel() -> None:
 def test_places_that_do_not_rise_or_lie_outside_are_refused(positions: list[int]) -> None:
     changes = Changes(np.array(positions, np.uint32), np.zeros(len(positions), np.uint16))
     with pytest.raises(ValueError, match="outside of 9"):
-        checksums_around(np.zeros(9, np.uint16), changes)
+        checksums_before_after(np.zeros(9, np.uint16), changes)
     with pytest.raises(ValueError, match="outside of 9"):
         sums_by_numpy(np.zeros(9, np.uint16), changes=changes)
 

@@ -15,9 +15,9 @@ def test_the_guides_code_runs_from_top_to_bottom() -> None:
 
 
 def test_every_command_of_the_guide_is_one(capsys) -> None:
-    from etude.cli import _parser
+    from etude.cli.commands import build_parser
 
     commands = re.findall(r"^etude (weights .*?)(?:  +#.*)?$", GUIDE.read_text(), re.M)
     assert len(commands) == 5
     for command in commands:
-        _parser().parse_args(command.split())
+        build_parser().parse_args(command.split())

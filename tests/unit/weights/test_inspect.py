@@ -15,7 +15,7 @@ from etude.weights.chain.branches import point
 from etude.weights.chain.compactor import Compactor
 from etude.weights.chain.inspect import diff, find, log, repair, verify
 from etude.weights.chain.manifest import Kind
-from etude.weights.chain.signing import Signer, new_key, signed_by
+from etude.weights.chain.signing import Signer, is_signed_by, new_key
 
 Policy = Callable[..., dict[str, Tensor]]
 
@@ -257,14 +257,14 @@ def test_a_manifests_signature_is_over_every_byte_before_it(policy: Policy, sign
     signed_steps(store, policy, range(1), signer)
     signed_steps(plain := MemoryStore(), policy, range(1), None)
     data = store.get(store.list("manifests/")[0])
-    assert signed_by(signer.public_key, data)
-    assert not signed_by(Signer(new_key()).public_key, data)
-    assert not signed_by(signer.public_key, plain.get(plain.list("manifests/")[0]))
+    assert is_signed_by(signer.public_key, data)
+    assert not is_signed_by(Signer(new_key()).public_key, data)
+    assert not is_signed_by(signer.public_key, plain.get(plain.list("manifests/")[0]))
     chance = random.Random(0)
     for _ in range(300):
         bad = bytearray(data)
         bad[chance.randrange(len(bad))] ^= 1 << chance.randrange(8)
-        assert not signed_by(signer.public_key, bytes(bad))
+        assert not is_signed_by(signer.public_key, bytes(bad))
     for cut in range(0, len(data), 7):
-        assert not signed_by(signer.public_key, data[:cut])
-        assert not signed_by(signer.public_key, data[cut + 1 :])
+        assert not is_signed_by(signer.public_key, data[:cut])
+        assert not is_signed_by(signer.public_key, data[cut + 1 :])

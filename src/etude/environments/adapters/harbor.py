@@ -28,7 +28,7 @@ from etude.environments.images import ImageStore
 from etude.environments.images.dockerfile_build import build_from_dockerfile
 from etude.environments.images.store import default_store
 from etude.errors import MachineError
-from etude.records.command import Printed, Started
+from etude.records.command import OutputChunk, ProcessStarted
 from etude.records.image import Image
 from etude.seams import Machine, Runtime
 
@@ -61,10 +61,12 @@ class EtudeEnvironment(BaseEnvironment):
 
     @staticmethod
     def type() -> str:
+        """The name of this environment."""
         return "etude"
 
     @property
     def capabilities(self) -> EnvironmentCapabilities:
+        """What Harbor can request: machines have no network."""
         return EnvironmentCapabilities(disable_internet=True)
 
     def _validate_definition(self) -> None:
@@ -167,9 +169,9 @@ class EtudeEnvironment(BaseEnvironment):
         streams: dict[int, list[bytes]] = {1: [], 2: []}
         size, calls = 0, list[asyncio.Task[None]]()
 
-        def tell(event: Started | Printed) -> None:
+        def on_output(event: ProcessStarted | OutputChunk) -> None:
             nonlocal size
-            if isinstance(event, Printed):
+            if isinstance(event, OutputChunk):
                 size += len(event.data)
                 if size <= MAX_TRANSFER_BYTES:
                     streams[event.stream].append(event.data)
@@ -185,7 +187,7 @@ class EtudeEnvironment(BaseEnvironment):
             cwd=cwd,
             env=env or {},
             user=self._user(user),
-            tell=tell,
+            on_output=on_output,
         )
         await asyncio.gather(*calls)
         if size > MAX_TRANSFER_BYTES:

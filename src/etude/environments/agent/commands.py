@@ -14,7 +14,7 @@ from etude.environments.command_registry import cancel_and_wait, consume_excepti
 from etude.environments.fair_time import MAX_EXTENSION, FairClock, wait_until_deadline
 from etude.environments.output import OutputBuffer
 from etude.errors import MachineError
-from etude.records.command import Command, ExecResult, Printed, Started
+from etude.records.command import Command, ExecResult, OutputChunk, ProcessStarted
 
 SLACK_S = 5.0  # for the agent to end a command after its deadline
 _PART_BYTES = 64 << 10  # of standard input in one frame
@@ -58,7 +58,7 @@ async def run(channel: Channel, command: Command, clock: FairClock | None = None
 
 def _flags(command: Command) -> int:
     given = protocol.STDIN if command.has_input else 0
-    if command.tell is not None:
+    if command.on_output is not None:
         return given | protocol.SEPARATE_STREAMS
     return given | (protocol.ALL_OUTPUT if command.output_bytes > _MAX_KEPT_BYTES else 0)
 
@@ -67,7 +67,7 @@ class _CommandHandler:
     """Handles the agent's answers to one command."""
 
     def __init__(self, command: Command, kill: Callable[[], None]) -> None:
-        self.output, self._tell, self.kill = OutputBuffer(command.output_bytes), command.tell, kill
+        self.output, self._tell, self.kill = OutputBuffer(command.output_bytes), command.on_output, kill
         self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self.ended.add_done_callback(consume_exception)
         self.window = protocol.INPUT_WINDOW
@@ -76,9 +76,9 @@ class _CommandHandler:
     def on_answer(self, kind: bytes, body: bytes) -> bool:
         if kind == protocol.OUTPUT and body:
             self.output.add(body[1:])
-            self._report(Printed(1 if body[0] == 0 else body[0], body[1:]))
+            self._report(OutputChunk(1 if body[0] == 0 else body[0], body[1:]))
         elif kind == protocol.STARTED:
-            self._report(Started(protocol.number(body)))
+            self._report(ProcessStarted(protocol.number(body)))
         elif kind == protocol.TAKEN:
             self.window = min(self.window + protocol.number(body), protocol.INPUT_WINDOW)
             self.window_moved.set()
@@ -94,7 +94,7 @@ class _CommandHandler:
             raise ProtocolError(f"an answer of kind {kind!r} to a command")
         return False
 
-    def _report(self, event: Started | Printed) -> None:
+    def _report(self, event: ProcessStarted | OutputChunk) -> None:
         if self._tell is not None:
             try:
                 self._tell(event)

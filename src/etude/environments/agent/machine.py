@@ -67,7 +67,7 @@ class AgentMachine:
         self._require_open()
         if self._frozen is not None:
             raise MachineError("the machine is frozen", hint="read its files, or fork a snapshot of it")
-        command.must_be_by(self._users)
+        command.check_user(self._users)
         user = command.user or self._users[0]
         return self._run(replace(command, env={**self._env, **command.env}, user=user))
 

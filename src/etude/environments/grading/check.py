@@ -23,7 +23,7 @@ from etude.environments.grading.machines import (
 )
 from etude.environments.grading.verdicts import Rejected, graded
 from etude.errors import MachineError
-from etude.records.command import ExecResult, Printed, Started
+from etude.records.command import ExecResult, OutputChunk, ProcessStarted
 from etude.records.exports import covering
 from etude.records.rollout import Graded
 from etude.records.task import Answer, Trust
@@ -141,8 +141,8 @@ class _Relay:
     async def _run_side(self, machine: Machine, queue: asyncio.Queue[bytes], on_line: Any) -> ExecResult:
         lines = _Lines()
 
-        def on_event(event: Started | Printed) -> None:
-            if isinstance(event, Printed) and event.stream == 1 and not self._finished.is_set():
+        def on_event(event: ProcessStarted | OutputChunk) -> None:
+            if isinstance(event, OutputChunk) and event.stream == 1 and not self._finished.is_set():
                 try:
                     for line in lines.feed(event.data):
                         on_line(line)
@@ -155,7 +155,7 @@ class _Relay:
                 yield await queue.get()
 
         argv = [self._python, "-c", runner_source("check")]
-        return await machine.exec(argv, key="check", deadline_s=self._deadline_s, stdin=stdin(), tell=on_event)
+        return await machine.exec(argv, key="check", deadline_s=self._deadline_s, stdin=stdin(), on_output=on_event)
 
     def _from_test(self, line: bytes) -> None:
         if not line.startswith(self._marker):

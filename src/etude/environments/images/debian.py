@@ -57,16 +57,16 @@ def apt_sources(folder: str | os.PathLike[str] = "/etc/apt") -> list[AptSource]:
     at = Path(folder)
     for path in [at / "sources.list", *sorted((at / "sources.list.d").glob("*.list"))]:
         for line in _text(path).splitlines():
-            words = re.sub(r"\[([^]]*)\]", "", line.partition("#")[0]).split()
+            fields = re.sub(r"\[([^]]*)\]", "", line.partition("#")[0]).split()
             signed = re.search(r"\[[^]]*signed-by=([^] ]+)", line)
-            if len(words) >= 4 and words[0] == "deb" and "main" in words[3:]:
-                found.append(AptSource(words[1], words[2], signed[1] if signed else ""))
+            if len(fields) >= 4 and fields[0] == "deb" and "main" in fields[3:]:
+                found.append(AptSource(fields[1], fields[2], signed[1] if signed else ""))
     for path in sorted((at / "sources.list.d").glob("*.sources")):
         for stanza in re.split(r"\n\s*\n", re.sub(r"(?m)^#.*\n", "", _text(path))):
-            fields = {k.lower(): v.split() for k, v in re.findall(r"(?m)^([A-Za-z-]+):[ \t]*(.*)$", stanza)}
-            if "deb" in fields.get("types", ()) and "main" in fields.get("components", ()):
-                keyring = next((k for k in fields.get("signed-by", ()) if k.startswith("/")), "")
-                found += [AptSource(u, s, keyring) for u in fields.get("uris", ()) for s in fields.get("suites", ())]
+            entries = {k.lower(): v.split() for k, v in re.findall(r"(?m)^([A-Za-z-]+):[ \t]*(.*)$", stanza)}
+            if "deb" in entries.get("types", ()) and "main" in entries.get("components", ()):
+                keyring = next((k for k in entries.get("signed-by", ()) if k.startswith("/")), "")
+                found += [AptSource(u, s, keyring) for u in entries.get("uris", ()) for s in entries.get("suites", ())]
     return found
 
 

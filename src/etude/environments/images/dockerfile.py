@@ -46,12 +46,12 @@ class Document(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """One instruction. `words`: the arguments in exec form, or the full text as a single item in shell form."""
+    """One instruction. `args`: the arguments in exec form, or the full text as a single item in shell form."""
 
     line: int
     name: str
     flags: dict[str, str]
-    words: tuple[str, ...]
+    args: tuple[str, ...]
     is_exec: bool  # written as a JSON list
     documents: tuple[Document, ...] = ()
 
@@ -138,12 +138,12 @@ def _instruction(line: int, text: str) -> Instruction:
     flags, rest = _flags(bare, rest)
     if not rest:
         raise bare.error(f"{bare.name} without arguments", "add its arguments")
-    words = _json_list(rest) if bare.name in _TAKES_JSON else None
-    if bare.name == "SHELL" and words is None:
+    args = _json_list(rest) if bare.name in _TAKES_JSON else None
+    if bare.name == "SHELL" and args is None:
         raise bare.error("SHELL without a JSON list", 'write SHELL ["/bin/bash", "-c"]')
     if bare.name not in ("RUN", "CMD", "ENTRYPOINT", "SHELL", *NO_EFFECT) and (odd := unsupported(rest)):
         raise bare.error(f"{odd[:60]!r} is not supported", "write ${NAME}, ${NAME:-default} or ${NAME:+other}")
-    return Instruction(line, bare.name, flags, (rest,) if words is None else words, words is not None)
+    return Instruction(line, bare.name, flags, (rest,) if args is None else args, args is not None)
 
 
 def _flags(bare: Instruction, rest: str) -> tuple[dict[str, str], str]:
@@ -169,7 +169,7 @@ def _with_documents(at: Instruction, lines: Iterator[tuple[int, str]]) -> Instru
     if at.name not in _TAKES_DOCUMENTS or at.is_exec:
         return at
     documents = []
-    for word in raw_words(at.words[0]):
+    for word in split_words(at.args[0]):
         if found := _DOCUMENT.fullmatch(word):
             strip = "\t" if found[1] else ""
             body: list[str] = []
@@ -188,24 +188,24 @@ def _json_list(text: str) -> tuple[str, ...] | None:
     if not text.startswith("["):
         return None
     try:
-        words = json.loads(text)
+        args = json.loads(text)
     except (ValueError, RecursionError):
         return None  # shell form, as in Docker
-    if isinstance(words, list) and words and all(isinstance(word, str) and "\0" not in word for word in words):
-        return tuple(words)
+    if isinstance(args, list) and args and all(isinstance(word, str) and "\0" not in word for word in args):
+        return tuple(args)
     return None
 
 
 def _from(instruction: Instruction) -> tuple[str, str]:
-    words = instruction.words[0].split()
-    if len(words) == 3 and words[1].upper() == "AS" and re.fullmatch("[a-z][a-z0-9-_.]*", words[2].lower()):
-        return words[0], words[2].lower()
-    if len(words) != 1:
+    args = instruction.args[0].split()
+    if len(args) == 3 and args[1].upper() == "AS" and re.fullmatch("[a-z][a-z0-9-_.]*", args[2].lower()):
+        return args[0], args[2].lower()
+    if len(args) != 1:
         raise instruction.error("FROM takes an image and an optional AS name", "write FROM image AS name")
-    return words[0], ""
+    return args[0], ""
 
 
-def raw_words(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Split a text into words, with their quotes."""
     return re.findall(_WORD, text)
 
@@ -245,7 +245,7 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
 def pairs(instruction: Instruction, variables: Mapping[str, str]) -> dict[str, str]:
     """Return the NAME=value pairs of ENV or LABEL, also of the form ``ENV NAME value``, with variables expanded."""
-    text = instruction.words[0]
+    text = instruction.args[0]
     name, rest = (*re.split(r"\s+", text, maxsplit=1), "")[:2]
     if "=" not in name:
         if not rest or not _NAME.fullmatch(name):
@@ -263,11 +263,11 @@ def pairs(instruction: Instruction, variables: Mapping[str, str]) -> dict[str, s
 def args_of(instruction: Instruction, variables: Mapping[str, str]) -> list[str]:
     """Return the arguments of an instruction, with variables expanded (not in single quotes) and quotes removed."""
     if instruction.is_exec:
-        return [expand(word, variables) for word in instruction.words]
-    text = instruction.words[0]
+        return [expand(word, variables) for word in instruction.args]
+    text = instruction.args[0]
     if re.search(r"\S", re.sub(_WORD, "", text)):
         raise instruction.error("a quote is not closed", "close it")
-    return [_unquoted(word, variables) for word in raw_words(text)]
+    return [_unquoted(word, variables) for word in split_words(text)]
 
 
 def _unquoted(word: str, variables: Mapping[str, str]) -> str:

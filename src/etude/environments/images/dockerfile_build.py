@@ -113,8 +113,8 @@ class _State:
     def argv(self, at: Instruction) -> tuple[str, ...]:
         """The command line of a RUN, CMD or ENTRYPOINT. Shell form is passed to the shell, with its here-documents."""
         if at.is_exec:
-            return at.words
-        text = at.words[0]
+            return at.args
+        text = at.args[0]
         if len(at.documents) == 1 and re.fullmatch(r"<<-?\S+", text):  # the document is the script
             return _of_script(at.documents[0].text, self.shell)
         return (*self.shell, "".join([text, *(f"\n{d.text}{d.name}\n" for d in at.documents)]))
@@ -173,6 +173,7 @@ class _Build:
                 raise InputError(f"the Dockerfile has no ARG {name[:40]}", hint=hint)
 
     def find(self, name: str) -> Stage:
+        """Return the stage with a name or number. Raises `InputError`."""
         for number, stage in enumerate(self.file.stages):
             if name.lower() in (stage.name, str(number)) and name:
                 return stage
@@ -202,7 +203,7 @@ class _Build:
             else:
                 state = self._setting(state, instruction)
         state = await asyncio.to_thread(self._apply, state, waiting)
-        made = (*base.made, *(f"{i.name} {' '.join(i.words)}"[:500] for i in stage.instructions))
+        made = (*base.made, *(f"{i.name} {' '.join(i.args)}"[:500] for i in stage.instructions))
         return msgspec.structs.replace(state.record, source="dockerfile", made=made)
 
     async def _base(self, stage: Stage) -> ImageRecord:
@@ -225,7 +226,7 @@ class _Build:
 
     def _setting(self, state: _State, at: Instruction) -> _State:
         record, variables = state.record, state.variables
-        text = at.words[0]
+        text = at.args[0]
         if at.name == "ENV":
             return state.then(at.name, found := pairs(at, variables), env={**record.image.env, **found})
         if at.name == "ARG":
@@ -233,7 +234,7 @@ class _Build:
             known = _without_none((name, self._global.get(name) if value is None else value) for name, value in named)
             return replace(state.then(at.name, known), arguments={**state.arguments, **known})
         if at.name == "SHELL":
-            return replace(state, shell=at.words)
+            return replace(state, shell=at.args)
         if at.name in NO_EFFECT:
             return state
         if at.name == "LABEL":
@@ -247,20 +248,20 @@ class _Build:
     async def _copies(self, stage: Stage, state: _State, at: Instruction) -> CopyStep:
         variables = state.variables
         if at.name == "WORKDIR":
-            return self._sources.folder(at, _absolute(state, expand(at.words[0], variables), at, self._store))
-        words = args_of(at, variables)
+            return self._sources.folder(at, _absolute(state, expand(at.args[0], variables), at, self._store))
+        args = args_of(at, variables)
         at = at._replace(
             flags={name: expand(value, variables) for name, value in at.flags.items()},
             documents=tuple(d._replace(text=expand(d.text, variables)) if d.expands else d for d in at.documents),
         )
-        if len(words) < 2:
+        if len(args) < 2:
             raise at.error(f"{at.name} needs a source and a destination", f"write {at.name} SOURCE DESTINATION")
         digest = None
         if "from" in at.flags:
             digest = (await self._other(stage, at, at.flags["from"])).image.digest
-        to = _absolute(state, words[-1], at, self._store)
-        into = words[-1].endswith(("/", "/.")) or words[-1] == "."
-        names = [word for word in words[:-1] if not (at.documents and word.startswith("<<"))]
+        to = _absolute(state, args[-1], at, self._store)
+        into = args[-1].endswith(("/", "/.")) or args[-1] == "."
+        names = [word for word in args[:-1] if not (at.documents and word.startswith("<<"))]
         return self._sources.copies(at, names, to, into=into, digest=digest)
 
     async def _other(self, stage: Stage, at: Instruction, name: str) -> ImageRecord:

@@ -222,9 +222,7 @@ class Tree:
             return open_in(self.root, folder or ".", _FOLDER, one_mount=True)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.EXDEV):
-                raise BadSource(
-                    f"{folder} is a circular link or leads to another mount", hint="fix the links of the source"
-                ) from None
+                raise BadSource(f"{folder} is a circular link or a mount", hint="fix the links of the source") from None
             raise
 
     def _replace_by_folder(self, folder: str) -> None:

@@ -106,7 +106,7 @@ class Apt:
         command = [*self._command, nothing, "--print-uris", "install", *names]
         lines = run(command, "resolving packages", deadline_s=60.0).decode().splitlines()
         found = [line.split() for line in lines if line.startswith("'")]
-        return {words[1]: words[3].removeprefix("SHA256:") for words in found}
+        return {fields[1]: fields[3].removeprefix("SHA256:") for fields in found}
 
     def fetch(self, names: Sequence[str], files: dict[str, str], log: Log) -> list[Package]:
         """Download packages and check their signed hashes. Returns them sorted by name."""

@@ -86,7 +86,7 @@ def _unpack_one(package: Package, tree: Tree) -> None:
 def install_path(name: str) -> str:
     """Return the path where a file of a package is installed; "" for the root, and for names with "..".
 
-    >>> placed("./bin/sh"), placed("./usr/bin/git"), placed("./")
+    >>> install_path("./bin/sh"), install_path("./usr/bin/git"), install_path("./")
     ('usr/bin/sh', 'usr/bin/git', '')
     """
     parts = [part for part in PurePosixPath(name).parts if part not in (".", "/")]

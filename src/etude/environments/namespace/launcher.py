@@ -39,7 +39,7 @@ from etude.environments.namespace.guest.packets import (
     STARTED,
 )
 from etude.errors import MachineError
-from etude.records.command import Started, Tell
+from etude.records.command import OutputCallback, ProcessStarted
 
 T = TypeVar("T")
 _START_DEADLINE_S = 20.0
@@ -113,7 +113,7 @@ class LauncherProcess:
         self._pending: deque[PendingMachine] = deque()
         self._ending: dict[int, asyncio.Future[None]] = {}
         self._running: dict[int, asyncio.Future[CommandEnd]] = {}  # by the command's number, like `_on_started`
-        self._on_started: dict[int, Tell] = {}
+        self._on_started: dict[int, OutputCallback] = {}
         self._last_number = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -198,12 +198,12 @@ class LauncherProcess:
         deadline_s: float,
         *,
         flags: int = 0,
-        tell: Tell | None = None,
+        tell: OutputCallback | None = None,
     ) -> asyncio.Future[CommandEnd]:
         """Run a command in a machine.
 
         `streams`: descriptors of its request and its output, then those that `flags` name. `tell` is called with
-        `Started` (the PID) once the command runs. The future raises `MachineError` if launcher or runner dies.
+        `ProcessStarted` (the PID) once the command runs. The future raises `MachineError` if launcher or runner dies.
         """
         if tell is not None:
             flags |= REPORT_PID
@@ -280,7 +280,7 @@ class LauncherProcess:
             self._on_started.pop(number, None)
             _set_result(self._running.pop(number), CommandEnd(*ENDED_FACTS.unpack(facts)))
         elif kind == BEGUN:
-            self._on_started.pop(number)(Started(*BEGUN_FACTS.unpack(facts)))
+            self._on_started.pop(number)(ProcessStarted(*BEGUN_FACTS.unpack(facts)))
         elif kind == GONE:
             _set_result(self._ending.setdefault(number, asyncio.get_running_loop().create_future()), None)
         elif kind == MADE:

@@ -37,7 +37,7 @@ from etude.environments.network.loopback import listen_on_loopback
 from etude.environments.output import OutputBuffer
 from etude.environments.paths import encode_path
 from etude.errors import MachineError
-from etude.records.command import Command, ExecOptions, ExecResult, Printed, Tell, check_max_bytes
+from etude.records.command import Command, ExecOptions, ExecResult, OutputCallback, OutputChunk, check_max_bytes
 
 T = TypeVar("T")
 _SLACK_S = 5.0  # for the runner to end a command after its deadline; then the machine is killed
@@ -91,7 +91,7 @@ class NamespaceMachine:
         self._require_open()
         if self._frozen is not None:
             raise MachineError("the machine is frozen", hint="read its files, or fork a snapshot of it")
-        command.must_be_by(self._users)
+        command.check_user(self._users)
         forked = command.user in ("", USERS[0]) and python.serves([*command.argv])  # by the runner's interpreter
         if self._agent is None or forked:
             return self._run(command)
@@ -103,7 +103,7 @@ class NamespaceMachine:
                 return _KILLED
             started = time.perf_counter()
             request_bytes = request(command.argv, cwd=command.cwd, env=command.env)
-            stdin, deadline_s, tell = command.stdin, command.deadline_s, command.tell
+            stdin, deadline_s, tell = command.stdin, command.deadline_s, command.on_output
             if isinstance(stdin, bytes) and len(stdin) > _PIPE_BYTES:
                 stdin = _as_stream(stdin)
             streams = self._streams(request_bytes, stdin, separate_stderr=tell is not None)
@@ -425,7 +425,7 @@ class PipeOutput(OutputBuffer):
     """An output buffer that reads pipes without blocking, one chunk per event-loop iteration, so that the output of
     one command cannot starve other work. `tell` receives every byte as well, with the number of its pipe (1 or 2)."""
 
-    def __init__(self, pipes: Sequence[int], limit: int, tell: Tell | None = None) -> None:
+    def __init__(self, pipes: Sequence[int], limit: int, tell: OutputCallback | None = None) -> None:
         super().__init__(limit)
         self._loop, self._tell = asyncio.get_running_loop(), tell
         self._open = dict(enumerate(pipes, start=1))
@@ -444,7 +444,7 @@ class PipeOutput(OutputBuffer):
         elif not self._ended:
             self.add(data)
             if self._tell is not None:
-                self._tell(Printed(number, data))
+                self._tell(OutputChunk(number, data))
         return bool(data)
 
     def end(self) -> bool:

@@ -13,7 +13,7 @@ from etude.errors import EtudeError, MachineError
 class ApiError(Exception):
     """An error response: HTTP status, what happened, the facts, a hint.
 
-    >>> Refused(404, "no sandbox i7", hint="it has ended").fields()
+    >>> ApiError(404, "no sandbox i7", hint="it has ended").fields()
     {'code': 404, 'message': 'no sandbox i7', 'hint': 'it has ended'}
     """
 

@@ -18,7 +18,7 @@ from etude.environments.remote.connect import Code, RpcError
 from etude.environments.remote.external_service import OutputCollector, result_of_error
 from etude.environments.remote.machine_client import MachineClient
 from etude.errors import MachineError
-from etude.records.command import Command, ExecResult, Printed, Started, Tell
+from etude.records.command import Command, ExecResult, OutputCallback, OutputChunk, ProcessStarted
 
 _PIECE = 1 << 20  # of standard input in one call
 _GRACE_S = 30.0  # to receive the result after the command's deadline
@@ -43,7 +43,7 @@ async def run_on_etude(client: MachineClient, command: Command) -> ExecResult:
                         if event.keepalive is not None:
                             continue
                         received, tries = received + 1, 0
-                        _report(event, command.tell)
+                        _report(event, command.on_output)
                         feed()
                         if event.end is not None:
                             return _etude_result(event.end)
@@ -58,7 +58,7 @@ async def run_on_external(client: MachineClient, command: Command) -> ExecResult
     """Run a command on an external service. Raises `MachineError` and `ValueError`."""
     began, tries = time.monotonic(), 0
     end = began + command.deadline_s
-    got = OutputCollector(command.output_bytes, command.tell, began=began)
+    output = OutputCollector(command.output_bytes, command.on_output, began=began)
     method: str = _START
     message: object = _external_start(client, command)
     async with _input_feeder(client, command) as feed:
@@ -69,13 +69,13 @@ async def run_on_external(client: MachineClient, command: Command) -> ExecResult
                     method, message, user=command.user, deadline_s=left_s + 1.0, timeout_ms=timeout_ms
                 ) as events:
                     async for update in events:
-                        got.add(update.event)
+                        output.add(update.event)
                         feed()
                         if update.event.end is not None:
-                            return got.ended(update.event.end)
+                            return output.ended(update.event.end)
                 raise RpcError(Code.UNAVAILABLE, _NO_END)
             except RpcError as error:
-                known = result_of_error(error, got)
+                known = result_of_error(error, output)
                 if known is not None:
                     return known
                 if error.code is not Code.UNAVAILABLE:
@@ -83,9 +83,9 @@ async def run_on_external(client: MachineClient, command: Command) -> ExecResult
                 tries = await _wait_again(client, command, tries, end, error)
                 if error.hint != "unsent":
                     await _must_run(client, command)
-                    got.mark_incomplete()
+                    output.mark_incomplete()
                     method, message = _CONNECT, m.Selected(process=m.Selector(tag=_tag(command)))
-    return got.result(137, timed_out=True)
+    return output.result(137, timed_out=True)
 
 
 def _etude_start(command: Command, received: int) -> m.Start:
@@ -93,7 +93,7 @@ def _etude_start(command: Command, received: int) -> m.Start:
         key=command.key,
         deadline_ms=max(1, round(command.deadline_s * 1000)),
         output_bytes=command.output_bytes,
-        tell=command.tell is not None,
+        tell=command.on_output is not None,
         after=received,
     )
     process = _config(command, command.cwd or None)
@@ -168,15 +168,15 @@ async def _feed(client: MachineClient, command: Command) -> None:
         await client.unary("process.Process/CloseStdin", m.Selected(process=select), dict)
 
 
-def _report(event: m.Event, tell: Tell | None) -> None:
-    if tell is None:
+def _report(event: m.Event, on_event: OutputCallback | None) -> None:
+    if on_event is None:
         return
     if event.start is not None and event.start.pid:
-        tell(Started(event.start.pid))
+        on_event(ProcessStarted(event.start.pid))
     if event.data is not None:
         for stream, data in ((1, event.data.stdout), (2, event.data.stderr)):
             if data:
-                tell(Printed(stream, data))
+                on_event(OutputChunk(stream, data))
 
 
 def _etude_result(ended: m.Ended) -> ExecResult:
@@ -195,7 +195,7 @@ async def _send(client: MachineClient, sent: m.SendInput) -> None:
     server."""
     while True:
         try:
-            await client.unary("process.Process/SendInput", sent, dict, again=client.is_etude)
+            await client.unary("process.Process/SendInput", sent, dict, idempotent=client.is_etude)
             return
         except (MachineError, RpcError) as error:
             is_late = isinstance(error, MachineError) or error.code is Code.DEADLINE_EXCEEDED

@@ -101,8 +101,8 @@ class SandboxRoutes:
         if key is not None and not 0 < len(key) <= _MAX_KEY:
             raise ApiError(400, "the idempotency key has an invalid length", hint=f"1 to {_MAX_KEY} characters")
         work = self._manager.create(account, body, key)
-        made = await self._call(work, f"a machine from {body.template_id[:80]!r} could not be created")
-        return json_response(self._sandbox(made), status=201)
+        created = await self._call(work, f"a machine from {body.template_id[:80]!r} could not be created")
+        return json_response(self._sandbox(created), status=201)
 
     async def list(self, request: Request) -> Response:
         """List the sandboxes of an account, newest first, filtered by state, metadata, template and start time."""
@@ -157,7 +157,7 @@ class SandboxRoutes:
         """Return how to connect to a sandbox (200); resume it if it is paused (201)."""
         sandbox, body = self._find_sandbox(request), await _read_message(request, m.Lease)
         was_paused = await self._call(self._manager.resume(sandbox, body.timeout), "it could not be resumed")
-        return json_response(self._sandbox(sandbox.made), status=201 if was_paused else 200)
+        return json_response(self._sandbox(sandbox.created), status=201 if was_paused else 200)
 
     async def snapshot(self, request: Request) -> Response:
         """Take a snapshot of a sandbox, which keeps running."""
@@ -169,8 +169,8 @@ class SandboxRoutes:
     async def fork(self, request: Request) -> Response:
         """Create more sandboxes with the same state: all or an error."""
         sandbox, body = self._find_sandbox(request), await _read_message(request, m.Fork)
-        made = await self._call(self._manager.fork(sandbox, body.count, body.timeout), "it could not be forked")
-        return json_response([{"sandbox": self._sandbox(one.made)} for one in made], status=201)
+        created = await self._call(self._manager.fork(sandbox, body.count, body.timeout), "it could not be forked")
+        return json_response([{"sandbox": self._sandbox(one.created)} for one in created], status=201)
 
     async def freeze(self, request: Request) -> Response:
         """Extension of etude: stop all processes for good. Files can still be read, and snapshots taken."""
@@ -216,13 +216,13 @@ class SandboxRoutes:
             facts = f"the {self._manager.runtime.info.name} runtime stores only files"
             raise ApiError(400, "memory cannot be stored", facts, hint='use mode="filesystem", or leave it out')
 
-    def _sandbox(self, made: CreatedSandbox) -> m.Sandbox:
+    def _sandbox(self, created: CreatedSandbox) -> m.Sandbox:
         return m.Sandbox(
-            sandbox_id=made.id,
-            template_id=made.template_id,
+            sandbox_id=created.id,
+            template_id=created.template_id,
             client_id="etude",
             envd_version=ENVD_VERSION,
-            envd_access_token=made.token,
+            envd_access_token=created.token,
             domain=self._config.domain or None,
         )
 

@@ -11,7 +11,7 @@ from etude.environments.output import OutputBuffer
 from etude.environments.remote import messages as m
 from etude.environments.remote.connect import Code, RpcError
 from etude.environments.remote.machine_client import MachineClient
-from etude.records.command import ExecResult, Printed, Started, Tell
+from etude.records.command import ExecResult, OutputCallback, OutputChunk, ProcessStarted
 from etude.seams import Machine
 
 _NOT_FOUND: Final = ("executable file not found", "no such file or directory")
@@ -21,17 +21,17 @@ _SIGNALS: Final = {"signal: killed": 137, "signal: terminated": 143, "signal: in
 class OutputCollector:
     """Collects the output of a command up to a size limit, and passes each event to a callback."""
 
-    def __init__(self, max_bytes: int, tell: Tell | None, *, began: float) -> None:
+    def __init__(self, max_bytes: int, on_event: OutputCallback | None, *, began: float) -> None:
         self._began_at = began  # by time.monotonic
         self._output = OutputBuffer(max_bytes)
-        self._tell, self._incomplete, self._began = tell, False, False
+        self._on_event, self._incomplete, self._began = on_event, False, False
 
     def add(self, event: m.Event) -> None:
         """Add an event of the command."""
         if event.start is not None and not self._began:
             self._began = True
-            if self._tell is not None:
-                self._tell(Started(event.start.pid))
+            if self._on_event is not None:
+                self._on_event(ProcessStarted(event.start.pid))
         if event.data is not None:
             for stream, data in ((1, event.data.stdout), (2, event.data.stderr)):
                 if data:
@@ -39,8 +39,8 @@ class OutputCollector:
 
     def add_output(self, stream: int, data: bytes) -> None:
         """Add output of the command. `stream`: 1 for stdout, 2 for stderr."""
-        if self._tell is not None:
-            self._tell(Printed(stream, data))
+        if self._on_event is not None:
+            self._on_event(OutputChunk(stream, data))
         self._output.add(data)
 
     def mark_incomplete(self) -> None:
@@ -73,21 +73,21 @@ def result_of_error(error: RpcError, collector: OutputCollector) -> ExecResult |
     if error.code is not Code.INVALID_ARGUMENT or not ("starting process" in text or text.startswith("cwd ")):
         return None
     collector.add_output(2, f"{text}\n".encode())
-    missing = any(words in text for words in _NOT_FOUND) and not text.startswith("cwd ")
+    missing = any(text in text for text in _NOT_FOUND) and not text.startswith("cwd ")
     return collector.result(127 if missing else 126)
 
 
 async def check_links(client: MachineClient, name: str, max_bytes: int) -> str:
     """Return the absolute path of a regular file below the working directory. Raises `RpcError` if a part of the path
     is a link, or the file is larger than `max_bytes`."""
-    place = PurePosixPath(client.config.workdir)
+    path = PurePosixPath(client.config.workdir)
     parts = PurePosixPath(name).parts
     for number, part in enumerate(parts, 1):
-        place = place / part
-        stat = await client.unary("filesystem.Filesystem/Stat", m.Path(path=str(place)), m.WithEntry)
+        path = path / part
+        stat = await client.unary("filesystem.Filesystem/Stat", m.Path(path=str(path)), m.WithEntry)
         entry = stat.entry
         if entry.is_symlink or entry.symlink_target is not None:
-            raise RpcError(Code.INVALID_ARGUMENT, f"{name}: {place} is a link")
+            raise RpcError(Code.INVALID_ARGUMENT, f"{name}: {path} is a link")
         is_folder = entry.type == "FILE_TYPE_DIRECTORY"
         if number == len(parts) and is_folder:
             raise RpcError(Code.INVALID_ARGUMENT, f"{name} is a folder", hint="folder")
@@ -96,8 +96,8 @@ async def check_links(client: MachineClient, name: str, max_bytes: int) -> str:
         if number == len(parts) and int(entry.size) > max_bytes:
             raise RpcError(Code.INVALID_ARGUMENT, f"{name} is larger than {max_bytes} bytes")
         if number < len(parts) and not is_folder:
-            raise RpcError(Code.NOT_FOUND, f"{place} is not a folder")
-    return str(place)
+            raise RpcError(Code.NOT_FOUND, f"{path} is not a folder")
+    return str(path)
 
 
 async def kill_all(machine: Machine) -> None:

@@ -19,7 +19,7 @@ from etude.environments.remote import messages as m
 from etude.environments.remote.connect import Code, RpcError
 from etude.environments.remote.shells import Shells
 from etude.errors import MachineError
-from etude.records.command import Printed, Started
+from etude.records.command import OutputChunk, ProcessStarted
 from etude.seams import Machine
 
 _DEADLINE_S = 60.0
@@ -192,8 +192,8 @@ class Files:
         """Run a program as a separate command, for one with input or with a newline in a path."""
         out, err = bytearray(), bytearray()
 
-        def tell(event: Started | Printed) -> None:
-            if isinstance(event, Printed):
+        def on_output(event: ProcessStarted | OutputChunk) -> None:
+            if isinstance(event, OutputChunk):
                 buffer = out if event.stream == 1 else err
                 buffer += event.data[: max(0, max_bytes + 1 - len(buffer))]
 
@@ -205,7 +205,7 @@ class Files:
                 stdin=stdin,
                 output_bytes=0,
                 user=self._user,
-                tell=tell,
+                on_output=on_output,
             )
         except MachineError as error:
             raise RpcError(Code.INTERNAL, f"{error.what}: {error.facts}", hint=error.hint) from None

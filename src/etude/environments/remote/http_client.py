@@ -1,7 +1,7 @@
 """HTTP client of a service with E2B's API: retries, deadlines, clear errors.
 
 A request is retried if the service says so, or cannot have received it. Otherwise only idempotent requests
-(`again=True`) are retried: reads, deletions, and creations with an idempotency key.
+(`idempotent=True`) are retried: reads, deletions, and creations with an idempotency key.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ class HttpClient:
         deadline_s: float,
         headers: Mapping[str, str],
         body: bytes | None = None,
-        again: bool = True,
+        idempotent: bool = True,
         max_bytes: int = _MAX_ANSWER,
     ) -> Reply:
         """Send a request, with retries.
 
-        `what`: the purpose of the request, for errors. `again`: the request is idempotent. `max_bytes`: limit of the
-        response body. Raises `MachineError` if the service cannot be reached within the deadline, `ValueError` for a
-        larger response.
+        `what`: the purpose of the request, for errors. `idempotent`: whether to retry it if the service may have
+        received it. `max_bytes`: limit of the response body. Raises `MachineError` if the service cannot be reached
+        within the deadline, `ValueError` for a larger response.
         """
         end = time.monotonic() + deadline_s
         for attempt in range(self._tries):
@@ -88,7 +88,12 @@ class HttpClient:
             left_s = end - time.monotonic()
             try:
                 answer, retry_s = await self._once(method, url, headers, body, max(left_s, 0.001), max_bytes)
-                if retry_s is None or last or time.monotonic() + retry_s >= end or not (again or answer.status == 429):
+                if (
+                    retry_s is None
+                    or last
+                    or time.monotonic() + retry_s >= end
+                    or not (idempotent or answer.status == 429)
+                ):
                     return answer
                 wait_s = retry_s
             except aiohttp.ClientConnectorError as error:
@@ -98,7 +103,7 @@ class HttpClient:
             except TimeoutError:
                 raise deadline_error(url, what, deadline_s) from None
             except (aiohttp.ClientError, OSError) as error:
-                if last or not again:
+                if last or not idempotent:
                     raise _unreachable(url, what, error) from None
                 wait_s = _backoff_s(attempt)
             wait_s = max(wait_s, _backoff_s(attempt))

@@ -62,8 +62,8 @@ class RemoteMachine:
                 headers = {"etude-exactly": str(max_bytes)}
                 reply = await self._client.download(name, headers=headers, max_bytes=max_bytes + 65_536)
             else:
-                place = await check_links(self._client, name, max_bytes)
-                reply = await self._client.download(place, headers={}, max_bytes=max_bytes)
+                absolute = await check_links(self._client, name, max_bytes)
+                reply = await self._client.download(absolute, headers={}, max_bytes=max_bytes)
         except RpcError as error:
             raise self._read_error(path, error.code.status, error.message, error.hint) from None
         if reply.status == 200:

@@ -37,8 +37,8 @@ class MachineClient:
         if created.envd_access_token:
             self._headers["x-access-token"] = created.envd_access_token
 
-    async def unary(self, method: str, message: object, kind: type[T], *, user: str = "", again: bool = True) -> T:
-        """Call an RPC with a single response. `again`: retry it if the connection breaks."""
+    async def unary(self, method: str, message: object, kind: type[T], *, user: str = "", idempotent: bool = True) -> T:
+        """Call an RPC with a single response. `idempotent`: retry it if the connection breaks."""
         reply = await self._client.request(
             "POST",
             f"{self.url}/{method}",
@@ -46,7 +46,7 @@ class MachineClient:
             deadline_s=self.config.call_s,
             headers={**self._as(user), "content-type": connect.JSON, "connect-protocol-version": "1"},
             body=msgspec.json.encode(message),
-            again=again,
+            idempotent=idempotent,
         )
         if reply.status != 200:
             raise connect.error_of_response(reply.status, reply.body)

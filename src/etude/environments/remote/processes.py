@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Mapping
 from etude.environments.remote import messages as m
 from etude.environments.remote.connect import Code, RpcError
 from etude.errors import MachineError
-from etude.records.command import ExecResult, Printed, Started, Tell
+from etude.records.command import ExecResult, OutputCallback, OutputChunk, ProcessStarted
 from etude.seams import Machine
 
 _MAX_KEPT = 128  # ended commands that clients can still reconnect to
@@ -145,9 +145,9 @@ class Process:
         """The entry of this process in a list."""
         return m.ProcessInfo(config=self.spec.process, pid=self.pid or 0, tag=self.spec.tag)
 
-    def on_event(self, event: Started | Printed) -> None:
+    def on_event(self, event: ProcessStarted | OutputChunk) -> None:
         """Append an event of `Machine.exec` to the log."""
-        if isinstance(event, Started):
+        if isinstance(event, ProcessStarted):
             self.pid = event.pid
             self.log_start(event.pid)
             return
@@ -162,7 +162,7 @@ class Process:
         """Append the result to the log. There is always a start event before it, even if the command could not be
         started: E2B's clients need it."""
         if not self.log.position and not self.exact and result.output:
-            self.on_event(Printed(_STDERR, result.output))
+            self.on_event(OutputChunk(_STDERR, result.output))
         self.log_start(0)
         if result.timed_out and not self.exact:
             self.failure = RpcError(Code.DEADLINE_EXCEEDED, "the command was killed at its deadline")
@@ -220,9 +220,8 @@ class Processes:
             raise RpcError(Code.RESOURCE_EXHAUSTED, facts, hint="request less output, or fork another machine")
         self._running[process.key] = process
         if process.exact is not None and not process.exact.tell:
-            process.log_start(
-                0
-            )  # the client waits for it before it sends input, and gets no other event before the end
+            # the client waits for it before it sends input, and gets no other event before the end
+            process.log_start(0)
         process.task = asyncio.create_task(self._run(process, deadline_s))
         return process
 
@@ -237,7 +236,7 @@ class Processes:
 
     async def _run(self, process: Process, deadline_s: float) -> None:
         exact, config = process.exact, process.spec.process
-        tell: Tell | None = process.on_event if exact is None or exact.tell else None
+        on_output: OutputCallback | None = process.on_event if exact is None or exact.tell else None
         try:
             result = await self._machine.exec(
                 argv(config),
@@ -248,7 +247,7 @@ class Processes:
                 cwd=config.cwd or "",
                 env={**self._env, **config.envs},
                 user=process.user,
-                tell=tell,
+                on_output=on_output,
             )
         except MachineError as error:
             process.failure = RpcError(Code.INTERNAL, f"{error.what}: {error.facts}".strip(": "), hint=error.hint)
@@ -275,10 +274,10 @@ class Processes:
     async def signal(self, process: Process, name: str) -> None:
         """Send TERM or KILL to a process and its group. Raises `RpcError`."""
         program = 'kill -s "$1" -- "-$2" 2>/dev/null || exec kill -s "$1" "$2"'
-        words = ["sh", "-c", program, "sh", name, str(process.pid)]
+        args = ["sh", "-c", program, "sh", name, str(process.pid)]
         try:
             key = f"kill-{secrets.token_hex(8)}"
-            done = await self._machine.exec(words, key=key, deadline_s=10.0, user=process.user)
+            done = await self._machine.exec(args, key=key, deadline_s=10.0, user=process.user)
         except MachineError as error:
             raise RpcError(Code.UNAVAILABLE, error.what, hint=error.hint) from None
         if done.exit_code:

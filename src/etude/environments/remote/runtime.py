@@ -239,8 +239,8 @@ class RemoteRuntime:
 
         async def abort() -> None:
             stop.set()
-            made = await asyncio.gather(*making, return_exceptions=True)
-            ending = (one.close() for one in made if isinstance(one, RemoteMachine))
+            created = await asyncio.gather(*making, return_exceptions=True)
+            ending = (one.close() for one in created if isinstance(one, RemoteMachine))
             await asyncio.gather(*ending, return_exceptions=True)
 
         aborting = asyncio.create_task(abort())
@@ -259,9 +259,11 @@ class RemoteRuntime:
             await self._forget(template)
         if reply.status not in (200, 201):
             raise self._refusal(what, reply)
-        made = reply.read(m.Sandbox)
+        created = reply.read(m.Sandbox)
         machine = RemoteMachine(
-            MachineClient(self._client, self._url_of(made), made, self._config, is_etude=self._properties is not None),
+            MachineClient(
+                self._client, self._url_of(created), created, self._config, is_etude=self._properties is not None
+            ),
             self,
         )
         self._alive[machine.id] = machine
@@ -269,10 +271,10 @@ class RemoteRuntime:
             self._renewing = asyncio.create_task(self._renew())
         return machine
 
-    def _url_of(self, made: m.Sandbox) -> str:
+    def _url_of(self, created: m.Sandbox) -> str:
         if self._sandbox_url:
-            return self._sandbox_url.replace("{id}", made.sandbox_id)
-        return f"https://{_PORT}-{made.sandbox_id}.{made.domain}" if made.domain else self.url
+            return self._sandbox_url.replace("{id}", created.sandbox_id)
+        return f"https://{_PORT}-{created.sandbox_id}.{created.domain}" if created.domain else self.url
 
     async def _renew(self) -> None:
         """Renew the leases of all machines, every third of a lease."""
@@ -294,7 +296,7 @@ class RemoteRuntime:
     async def take_snapshot(self, machine_id: str, name: str | None) -> str | None:
         """Take a snapshot of a machine at the service. Returns its id; None if the service has no snapshots."""
         path = f"/sandboxes/{quote(machine_id)}/snapshots"
-        reply = await self._call("POST", path, m.Pause(name=name), what="a snapshot", again=False)
+        reply = await self._call("POST", path, m.Pause(name=name), what="a snapshot", idempotent=False)
         if reply.status in (200, 201):
             return reply.read(m.SnapshotInfo).snapshot_id
         if reply.status in (405, 501) or (reply.status == 404 and self._properties is None):
@@ -353,7 +355,7 @@ class RemoteRuntime:
         message: object = None,
         *,
         what: str,
-        again: bool = True,
+        idempotent: bool = True,
         headers: Mapping[str, str] | None = None,
         deadline_s: float = 0.0,
     ) -> Reply:
@@ -365,7 +367,7 @@ class RemoteRuntime:
             deadline_s=deadline_s or self._config.call_s,
             headers={**self._headers, **(headers or {})},
             body=body,
-            again=again,
+            idempotent=idempotent,
         )
 
     def _refusal(self, what: str, reply: Reply) -> MachineError:

@@ -82,8 +82,8 @@ class Sandbox:
     """One sandbox, running or paused."""
 
     def __init__(self, account: Account, spec: NewSandbox, machine: Machine, config: ServerConfig) -> None:
-        self.made = CreatedSandbox(secrets.token_hex(10), secrets.token_hex(24), spec.template_id)
-        self.id, self.token, self.template_id = self.made.id, self.made.token, self.made.template_id
+        self.created = CreatedSandbox(secrets.token_hex(10), secrets.token_hex(24), spec.template_id)
+        self.id, self.token, self.template_id = self.created.id, self.created.token, self.created.template_id
         self.account = account
         self.metadata, self.env = dict(spec.metadata or {}), dict(spec.env_vars or {})
         self.auto_pause = spec.auto_pause
@@ -172,7 +172,7 @@ class SandboxManager:
                 raise
             again = await self.snapshot_of(account, spec.template_id)  # the runtime may have dropped it
             [sandbox] = await self._fork(account, spec, again, 1)
-        return sandbox.made
+        return sandbox.created
 
     async def _fork(self, account: Account, spec: NewSandbox, snapshot: str, n: int) -> list[Sandbox]:
         account.add_live(n)

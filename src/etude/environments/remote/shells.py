@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Mapping
 
 from etude.environments.remote.connect import Code, RpcError
 from etude.errors import MachineError
-from etude.records.command import Printed, Started
+from etude.records.command import OutputChunk, ProcessStarted
 from etude.seams import Machine
 
 _DEADLINE_S = 60.0  # for one request
@@ -75,7 +75,7 @@ class Shell:
         self._lines, self._pid = asyncio.Queue(4), None
         current = self._current = object()
 
-        def tell(event: Started | Printed) -> None:
+        def on_output(event: ProcessStarted | OutputChunk) -> None:
             if self._current is current:  # ignore the output of a killed shell
                 self._on_event(event)
 
@@ -87,12 +87,12 @@ class Shell:
                 stdin=_until_none(self._lines),
                 output_bytes=0,
                 user=self._user,
-                tell=tell,
+                on_output=on_output,
             )
         )
 
-    def _on_event(self, event: Started | Printed) -> None:
-        if isinstance(event, Started):
+    def _on_event(self, event: ProcessStarted | OutputChunk) -> None:
+        if isinstance(event, ProcessStarted):
             self._pid = event.pid
         else:
             self._response.add(event)
@@ -133,7 +133,7 @@ class _Response:
         self._out_done = self._err_done = False
         self._end = f"\0{mark} ".encode()
 
-    def add(self, printed: Printed) -> None:
+    def add(self, printed: OutputChunk) -> None:
         """Add output."""
         if printed.stream == 1:
             self._add_out(printed.data)
@@ -187,13 +187,13 @@ class Shells:
             shell.close()
 
 
-def quote(word: str) -> str:
+def quote(arg: str) -> str:
     """Quote an argument for a shell.
 
-    >>> quoted("it's")
+    >>> quote("it's")
     "'it'\\\\''s'"
     """
-    return "'" + word.replace("'", "'\\''") + "'"
+    return "'" + arg.replace("'", "'\\''") + "'"
 
 
 async def _until_none(lines: asyncio.Queue[bytes | None]) -> AsyncIterator[bytes]:

@@ -85,9 +85,8 @@ class FileRoutes:
         except ApiError as error:
             return refusal_response(error)
         content_type, limit = request.headers.get("content-type", ""), self._config.max_file_bytes
-        body = await read_body(
-            request, limit + (1 << 20)
-        )  # before any refusal: a client that still sends may not read the response
+        # before any refusal: a client that still sends may not read the response
+        body = await read_body(request, limit + (1 << 20))
         if any(name.startswith("x-metadata-") for name in request.headers):
             raise ApiError(400, "metadata of files is not supported", hint="write the file without it")
         if request.headers.get("content-encoding", "identity") == "gzip":

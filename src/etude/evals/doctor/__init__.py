@@ -1,9 +1,14 @@
-"""The parity doctor: the same tokens through an engine and the learner, how far they are apart, and where it begins.
+"""The parity doctor: compare an engine with the learner on the same tokens, and locate the first wrong operator.
 
-An engine samples, as in reinforcement learning; the learner computes the same tokens in a packed forward. Their
-log-probabilities are compared (`evals.parity`). Where the engine shows its operators' results, each operator is then
-computed alone, on what the engine gave it, so that errors do not add up: the first that is off by more than its
-rounding is named with its layer (`local`).
+An engine samples, as in RL; the learner computes the same tokens in a packed forward pass. Their log-probabilities are
+compared (`evals.parity`). If the engine reports the results of its operators, each operator is then computed alone on
+the engine's inputs, so that errors do not accumulate: the first operator with a larger error than rounding allows is
+reported with its layer (`local`).
 
-Imports torch: it is asked for by name, and not by the face of `evals`.
+This package imports torch, so `etude.evals` does not import it.
 """
+
+from etude.evals.doctor.diagnosis import Diagnosis, Verdict, examine
+from etude.evals.doctor.sides import EngineSide, LearnerSide, ReferenceEngineSide
+
+__all__ = ["Diagnosis", "EngineSide", "LearnerSide", "ReferenceEngineSide", "Verdict", "examine"]

@@ -1,5 +1,5 @@
-"""Compares an engine with the learner: samples in every way that the engine has, scores the same tokens with the
-learner, and finds the operators that are off where the two differ."""
+"""Compare an engine with the learner: sample in every way that the engine supports, score the same tokens with the
+learner, and find wrong operators."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from etude.models import Transformer
 
 
 class Verdict(enum.StrEnum):
-    EQUAL = "equal"  # every number the same
-    NEAR = "near"  # within the budget, and every operator within its rounding
-    OFF = "off"
+    """The result of a comparison."""
+
+    EQUAL = "equal"  # all numbers are equal
+    NEAR = "near"  # within the budget, and no operator has an error above its rounding
+    OFF = "off"  # neither
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class WayResult:
 
     way: str
     parity: Parity
-    replayed: Parity | None  # the learner with the engine's routes; None where the engine gives none
+    replayed: Parity | None  # the learner with the engine's routes; None if the engine returns none
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,11 @@ class Diagnosis:
     """The result of `examine`."""
 
     engine: str
-    exact: bool  # whether equality was asked for
+    exact: bool  # whether equality was required
     budget: Budget
     ways: tuple[WayResult, ...]
-    findings: tuple[Finding, ...]  # operators that are off, in the order of computing
-    shown: bool  # whether the engine shows its operators at all
+    findings: tuple[Finding, ...]  # wrong operators, in the order of computation
+    shown: bool  # whether the engine reports the results of its operators
 
     @property
     def verdict(self) -> Verdict:
@@ -51,7 +53,7 @@ class Diagnosis:
         return Verdict.NEAR if near else Verdict.OFF
 
     def plain(self) -> dict[str, Any]:
-        """The diagnosis as plain data, for JSON."""
+        """The diagnosis as plain data for JSON."""
         return {
             "engine": self.engine,
             "verdict": str(self.verdict),
@@ -86,27 +88,29 @@ def examine(
     seed: int,
     exact: bool,
     budget: Budget,
-    told: Callable[[str], None] = lambda what: None,
-    alone: Transformer | None = None,
+    report: Callable[[str], None] = lambda line: None,
+    reference: Transformer | None = None,
 ) -> Diagnosis:
-    """Sample every prompt in every way of the engine, score the samples with the learner, and compare the operators of
-    the longest one. `told` is called with a line on each stage as it begins. `alone` is the model that recomputes each
-    operator, for an engine in another dtype than the learner's (None: the learner's model). Raises the engine's
-    `EngineError`."""
+    """Sample every prompt in every way of the engine, score the samples with the learner, and compare the operators for
+    the longest sample.
+
+    `max_tokens`: per prompt. `exact`: whether equality is required; else `budget` applies. `report` is called with a
+    line at the beginning of each stage. `reference`: the model that recomputes each operator, if the engine has another
+    dtype than the learner (None: the learner's model). Raises `EngineError`."""
     ways, texts = [], []
     for way in engine.ways:
-        told(f"{engine.name} samples {len(prompts)} x {max_tokens} tokens, {way}")
+        report(f"{engine.name} samples {len(prompts)} x {max_tokens} tokens, {way}")
         texts = engine.sample(way, prompts, max_tokens=max_tokens, seed=seed)
-        told(f"the learner computes what {engine.name} sampled, {way}")
+        report(f"the learner scores the tokens of {engine.name}, {way}")
         ways.append(_compared(way, texts, learner))
     text = max(texts, key=lambda t: len(t.token_ids))
-    told(f"{engine.name} shows its operators for {len(text.token_ids)} tokens")
-    theirs = engine.results(text.token_ids[:-1], prompt_tokens=text.num_prompt)
+    report(f"{engine.name} computes the results of its operators for {len(text.token_ids)} tokens")
+    results = engine.results(text.token_ids[:-1], prompt_tokens=text.num_prompt)
     found: list[Finding] = []
-    if theirs is not None:
-        told("each operator is computed alone")
-        found = findings(alone or learner.model, text.token_ids[:-1], theirs, exact=exact)
-    return Diagnosis(engine.name, exact, budget, tuple(ways), tuple(found), theirs is not None)
+    if results is not None:
+        report("each operator is computed alone")
+        found = findings(reference or learner.model, text.token_ids[:-1], results, exact=exact)
+    return Diagnosis(engine.name, exact, budget, tuple(ways), tuple(found), results is not None)
 
 
 def _compared(way: str, texts: Sequence[Sampled], learner: LearnerSide) -> WayResult:
@@ -117,15 +121,15 @@ def _compared(way: str, texts: Sequence[Sampled], learner: LearnerSide) -> WayRe
 
 
 def _check_routes(texts: Sequence[Sampled], learner: LearnerSide) -> None:
-    """Raises `EngineError` for routes that do not fit the learner's model."""
+    """Raise `EngineError` if the routes do not fit the learner's model."""
     of = learner.model.config
     for routes in (text.routes for text in texts if text.routes is not None):
         if routes.shape[1:] != (of.num_moe_layers, of.top_k) or routes.dtype != of.route_dtype:
             raise EngineError(
-                "the engine's routes are of another model",
-                f"{routes.dtype} of shape {routes.shape[1:]} a token; the learner's {of.num_moe_layers} routers have "
-                f"{of.num_experts} experts and choose {of.top_k}",
-                hint="give the engine and the doctor the same checkpoint",
+                "the engine's routes belong to another model",
+                f"{routes.dtype} of shape {routes.shape[1:]} per token; the learner has {of.num_moe_layers} routers of "
+                f"{of.num_experts} experts and uses {of.top_k}",
+                hint="use the same checkpoint for the engine and for this command",
             )
 
 

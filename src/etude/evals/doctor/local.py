@@ -1,16 +1,16 @@
-"""Which operator is off: each one computed alone, on the inputs that the engine gave it.
+"""Find wrong operators of an engine: compute each operator alone on the inputs that it had in the engine.
 
-The learner's model runs over the same tokens while every result is replaced by the engine's. So what it computes for
-an operator comes from the engine's inputs of that operator, and the two results differ by that operator's own error;
-errors of earlier ones do not count. In exact mode any differing bit names the operator.
+The learner's model runs on the same tokens, while every result is replaced by the engine's result. So each operator
+gets the engine's inputs, and the two results differ only by the error of that operator; errors of earlier operators do
+not accumulate. In exact mode an operator is wrong if any bit differs.
 
-Elsewhere an error is judged by the rounding that it may have. The same is computed in float64, with the same
-replacements; how far the engine lies from that is set against how far our own operator lies, in the same dtype, on
-the same inputs. Two numbers are kept for each token: the relative error, and the *excess*, what is left of it once
-each element may be rounded to the dtype, once in a product, twice elsewhere (a norm before and after its weight). A
-wrong constant of 1e-5 is far under bf16's rounding and shows in neither: it shows in float32.
+In native mode the error is compared with rounding. The same computation runs in float64 with the same replacements. The
+engine's error relative to float64 is compared with the error of the learner's operator in the same dtype on the same
+inputs. Two numbers are used for each token: the relative error, and the *excess*, which remains after each element may
+be rounded to the dtype, once in a product and twice elsewhere (a norm before and after its weight). A wrong constant of
+1e-5 is far below the rounding of bf16 and cannot be seen there, only in float32.
 
-What the engine does not show (a vendor's fused kernel) counts into the next result that it does.
+The error of an operator that the engine does not report (in a fused kernel) is attributed to the next one that it does.
 
 Shapes: T positions.
 """
@@ -23,77 +23,78 @@ from dataclasses import dataclass
 import torch
 
 from etude.errors import EngineError
-from etude.inference.watched import Results
+from etude.inference.operator_trace import Results
 from etude.models import ModelConfig, Packed, Transformer, hf_views
 from etude.numerics import Native
 from etude.records.completion import missing_route
 
-TIMES, TIMES_ALL = 6.0, 2.5
-"""How many times our own error an engine's may be, in its worst row and over all of them: kernels round in between, in
-another order. Clean models of both families in three dtypes come to 1.2 (tests/unit/evals/test_doctor.py)."""
+MAX_RATIO, MAX_RATIO_ALL = 6.0, 2.5
+"""How many times larger than the learner's error an engine's error may be, in its worst row and over all rows: kernels
+round intermediate results in another order. Correct models of both families in three dtypes reach 1.2
+(tests/unit/evals/test_doctor.py)."""
 
-_LEAST = float(torch.finfo(torch.float32).eps)
+_EPSILON = float(torch.finfo(torch.float32).eps)
 
 PRODUCTS = ("qkv", "inward", ".q", "expanded", ".out", "scores", "gate_up", "down", "logits")
-"""How the names end of results that are rounded once."""
+"""Ends of the names of results that are rounded once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """An operator whose result is not what its inputs give."""
+    """A wrong operator: its result does not follow from its inputs."""
 
     name: str  # "layers.3.attention.qkv"
     error: float  # relative error of the worst row
-    allowed: float  # what rounding in this dtype may give; 0 in exact mode
+    allowed: float  # largest error explained by rounding in this dtype; 0 in exact mode
     position: int  # of the worst row
-    num_rows: int  # rows that are off
-    unseen: tuple[str, ...]  # operators before it that the engine does not show: it may be one of them
+    num_rows: int  # rows with a larger error
+    unseen: tuple[str, ...]  # preceding operators that the engine does not report: the wrong one may be among them
 
     @property
     def layer(self) -> int | None:
-        """The number of the operator's layer; None outside of the layers."""
+        """The layer of the operator; None if it is outside of the layers."""
         head, _, rest = self.name.partition(".")
         return int(rest.partition(".")[0]) if head == "layers" else None
 
 
-def findings(model: Transformer, token_ids: Sequence[int], theirs: Results, *, exact: bool) -> list[Finding]:
-    """Every operator that is off, in the order of computing.
+def findings(model: Transformer, token_ids: Sequence[int], engine_results: Results, *, exact: bool) -> list[Finding]:
+    """Every wrong operator, in the order of computation.
 
-    `model` is the learner's, in the engine's dtype. `theirs` are the engine's results for all of `token_ids`. Raises
-    `EngineError` for results of other shapes.
+    `model`: the learner's model in the engine's dtype. `engine_results`: the engine's results for all of `token_ids`.
+    Raises `EngineError` if their shapes do not fit the model.
     """
-    ours, reference = _alone(model, token_ids, theirs), {}
+    own_results, reference = _compute_alone(model, token_ids, engine_results), {}
     if not exact:
-        reference = _alone(_in_double(model), token_ids, theirs)
+        reference = _compute_alone(_in_double(model), token_ids, engine_results)
     found: list[Finding] = []
     unseen: list[str] = []
-    for name, mine in ours.items():
-        if name not in theirs:
+    for name, result in own_results.items():
+        if name not in engine_results:
             unseen.append(name)
             continue
-        one = _judged(name, mine, theirs[name], reference.get(name), tuple(unseen))
+        one = _judge(name, result, engine_results[name], reference.get(name), tuple(unseen))
         if one is not None:
             found.append(one)
         unseen = []
     return found
 
 
-def _alone(model: Transformer, token_ids: Sequence[int], theirs: Results) -> Results:
-    """Every operator's result on the engine's inputs."""
+def _compute_alone(model: Transformer, token_ids: Sequence[int], engine_results: Results) -> Results:
+    """The result of each operator, computed on the engine's inputs."""
     own: Results = {}
 
     def watch(name: str, tensor: torch.Tensor) -> torch.Tensor:
         own[name] = tensor
-        if name not in theirs:
+        if name not in engine_results:
             return tensor
-        _check_shape(name, theirs[name], tensor.shape)
-        return theirs[name].to(tensor.dtype)
+        _check_shape(name, engine_results[name], tensor.shape)
+        return engine_results[name].to(tensor.dtype)
 
     with torch.inference_mode():
         done = model.eval().run(
             torch.tensor(list(token_ids)),
             Packed([len(token_ids)], model.operators),
-            _replayed(theirs, model.config, len(token_ids)),
+            _reported_routes(engine_results, model.config, len(token_ids)),
             hook=watch,
         )
     for at, name in enumerate(n for n in own if n.endswith("experts.used")):
@@ -101,55 +102,55 @@ def _alone(model: Transformer, token_ids: Sequence[int], theirs: Results) -> Res
     return own
 
 
-def _replayed(theirs: Results, of: ModelConfig, num_tokens: int) -> torch.Tensor | None:
-    """The engine's experts as routes, `of.route_dtype` [T, L, K]: missing for a layer that is not shown, and where
-    there is no such expert. None where no layer is shown."""
+def _reported_routes(engine_results: Results, of: ModelConfig, num_tokens: int) -> torch.Tensor | None:
+    """The engine's experts as routes, `of.route_dtype` [T, L, K]: "missing" for layers that are not reported and for
+    invalid experts. None if no layer is reported."""
     missing = missing_route(of.route_dtype)
     routes = torch.full((num_tokens, of.num_moe_layers, of.top_k), missing)
     names = [f"layers.{layer}.experts.used" for layer in of.moe_layers]
     for at, name in enumerate(names):
-        if name in theirs:
-            _check_shape(name, theirs[name], routes[:, at].shape)
-            routes[:, at] = theirs[name]
+        if name in engine_results:
+            _check_shape(name, engine_results[name], routes[:, at].shape)
+            routes[:, at] = engine_results[name]
     routes[(routes < 0) | (routes >= of.num_experts)] = missing
-    return routes.to(getattr(torch, of.route_dtype)) if any(name in theirs for name in names) else None
+    return routes.to(getattr(torch, of.route_dtype)) if any(name in engine_results for name in names) else None
 
 
 def _check_shape(name: str, tensor: torch.Tensor, expected: torch.Size) -> None:
     if tensor.shape != expected:
         raise EngineError(
-            f"an engine shows {name} as {list(tensor.shape)}",
+            f"the engine returned {name} with shape {list(tensor.shape)}",
             f"the learner computes {list(expected)}",
-            hint="see that both have the same checkpoint; take engine and doctor of one release",
+            hint="use the same checkpoint and the same version of etude for both",
         )
 
 
 def _in_double(model: Transformer) -> Transformer:
-    """The same weights in float64, computed plainly."""
+    """A model with the same weights in float64 and native operators."""
     twin = Transformer(model.config, seed=None, dtype=torch.float64, operators=Native(torch.float64))
     with torch.no_grad():
-        for mine, theirs in zip(hf_views(twin).values(), hf_views(model).values(), strict=True):
-            mine.copy_(theirs)
+        for copy, original in zip(hf_views(twin).values(), hf_views(model).values(), strict=True):
+            copy.copy_(original)
     return twin
 
 
-def _judged(
-    name: str, mine: torch.Tensor, theirs: torch.Tensor, true: torch.Tensor | None, unseen: tuple[str, ...]
+def _judge(
+    name: str, own: torch.Tensor, engine: torch.Tensor, true: torch.Tensor | None, unseen: tuple[str, ...]
 ) -> Finding | None:
-    if not mine.dtype.is_floating_point:
-        differs = _rows((mine.sort(-1).values != theirs.sort(-1).values).to(torch.float64)).any(1)
+    if not own.dtype.is_floating_point:
+        differs = _rows((own.sort(-1).values != engine.sort(-1).values).to(torch.float64)).any(1)
         return _finding(name, differs.double(), 0.0, unseen)
     if true is None:
-        return _finding(name, _error(theirs.double(), mine.double()), 0.0, unseen)
-    dtype = theirs.dtype
-    mine = mine.to(dtype)  # where theirs is the coarser one: that is a rounding, too
+        return _finding(name, _error(engine.double(), own.double()), 0.0, unseen)
+    dtype = engine.dtype
+    own = own.to(dtype)  # the engine's dtype may be coarser: that is rounding, too
     rounding = torch.finfo(dtype).eps * (0.51 if name.endswith(PRODUCTS) else 1.02)
     for slack in (0.0, rounding):
-        its, own = (_error(one.double(), true.double(), slack) for one in (theirs, mine))
-        if found := _finding(name, its, TIMES * max(float(own.max()), _LEAST), unseen):
+        engine_error, own_error = (_error(x.double(), true.double(), slack) for x in (engine, own))
+        if found := _finding(name, engine_error, MAX_RATIO * max(float(own_error.max()), _EPSILON), unseen):
             return found
-    its, own = (_whole(one.double(), true.double()) for one in (theirs, mine))
-    return _finding(name, its, TIMES_ALL * max(float(own), _LEAST), unseen)
+    engine_error, own_error = (_total_error(x.double(), true.double()) for x in (engine, own))
+    return _finding(name, engine_error, MAX_RATIO_ALL * max(float(own_error), _EPSILON), unseen)
 
 
 def _finding(name: str, error_T: torch.Tensor, allowed: float, unseen: tuple[str, ...]) -> Finding | None:
@@ -170,11 +171,12 @@ def _norms(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _error(found: torch.Tensor, true: torch.Tensor, slack: float = 0.0) -> torch.Tensor:
-    """[T]: root mean square of a row's error over that of the row, each element's first `slack` forgiven."""
+    """[T]: norm of a row's error divided by the norm of the row; relative errors of elements up to `slack` are
+    ignored."""
     beyond = ((found - true).abs() - true.abs() * slack).clamp_min(0)
     return _norms(beyond) / _norms(true).clamp_min(torch.finfo(torch.float32).tiny)
 
 
-def _whole(found: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
-    """[1]: the relative error of all rows together."""
+def _total_error(found: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
+    """[1]: relative error over all rows."""
     return _error(found.flatten()[None], true.flatten()[None])

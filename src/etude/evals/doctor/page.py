@@ -1,4 +1,4 @@
-"""A diagnosis as one self-contained page: no script, nothing fetched, the plot as inline SVG."""
+"""Write a diagnosis as a self-contained HTML page: no scripts, no external files, plots as inline SVG."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ _WIDTH, _HEIGHT, _FLOOR = 720, 160, 120
 
 
 def write_page(path: Path, found: Diagnosis, *, title: str) -> None:
-    """Verdict, numbers by way, what is off, and each way's histogram of |difference| of log-probabilities."""
+    """Write a page with the verdict, the metrics for each way of sampling, the wrong operators, and histograms of
+    |difference| of log-probabilities."""
     rows = "".join(_row(way) for way in found.ways)
     off = "".join(
-        f"<li class=off><b>{html.escape(f.name)}</b>: error {f.error:.2e}, rounding allows {f.allowed:.2e}, "
+        f"<li class=off><b>{html.escape(f.name)}</b>: error {f.error:.2e}, allowed by rounding {f.allowed:.2e}, "
         f"worst at position {f.position}, {f.num_rows} rows</li>"
         for f in found.findings
     )
     plots = "".join(f"<h2>{html.escape(way.way)}</h2>{_histogram(way)}" for way in found.ways)
-    said = html.escape(title)
+    heading = html.escape(title)
     path.write_text(
-        f"""<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{said} · etude parity</title>
+        f"""<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{heading} · etude parity</title>
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'"><style>{_CSS}</style>
-</head><body><h1>{said}</h1><p>{html.escape(found.engine)} against the learner: <b>{found.verdict}</b></p>
+</head><body><h1>{heading}</h1><p>{html.escape(found.engine)} against the learner: <b>{found.verdict}</b></p>
 <table><tr><th>way</th><th>tokens</th><th>differing</th><th>k1</th><th>k3</th><th>p99 |r-1|</th><th>max |r-1|</th>
 <th>flipped</th><th>k3 replayed</th></tr>{rows}</table><p>{html.escape(LEGEND)}</p><ul>{off}</ul>{plots}</body></html>
 """,

@@ -1,7 +1,8 @@
-"""Engines at a URL: ours, which may show its operators, and any vLLM, which shows log-probabilities only.
+"""Engines at a URL: the reference engine, which can report the results of its operators, and vLLM, which returns only
+log-probabilities.
 
-What is sampled by vLLM is asked for by its OpenAI-compatible `/v1/completions` with token ids in and out
-(`return_token_ids`), at temperature 1, where its log-probabilities are those of the distribution sampled from.
+vLLM samples through its OpenAI-compatible `/v1/completions` with token ids in and out (`return_token_ids`) at
+temperature 1, where its log-probabilities are those of the sampling distribution.
 """
 
 from __future__ import annotations
@@ -18,35 +19,35 @@ from etude.errors import EngineError
 from etude.evals.doctor.sides import EngineSide, Sampled, sample_ways
 from etude.inference.client import HttpEngine
 from etude.inference.errors import MalformedRequest
-from etude.inference.watched import Results, as_tensor
+from etude.inference.operator_trace import Results, as_tensor
 
 T = TypeVar("T")
 
 ANSWER_S = 600.0
-"""For all of a way's answers: an engine on a CPU samples some tens of tokens a second."""
-LOOK_S = 10.0
-OUR_SERVER = "python -m etude.inference.server --checkpoint CHECKPOINT --port 8001 --show-operators"
-"""What starts our engine so that it can be examined."""
+"""Deadline for all requests of one way of sampling: an engine on a CPU samples tens of tokens per second."""
+PROBE_S = 10.0
+SERVER_COMMAND = "python -m etude.inference.server --checkpoint CHECKPOINT --port 8001 --show-operators"
+"""Starts the reference engine so that it reports the results of its operators."""
 
 
 def at_url(url: str, *, token: str | None = None) -> EngineSide:
-    """The side that an address is. Raises `EngineError` where nobody answers, or something else than an engine."""
+    """The engine at a URL. Raises `EngineError` if there is no answer, or if it is not a supported engine."""
     url = url.rstrip("/").removesuffix("/v1")
     try:
         asyncio.run(_info(url, token))
-        return OurRemoteEngine(url, token=token)
+        return RemoteReferenceEngine(url, token=token)
     except EngineError as first:
         models = _models(url, token)
         if models and models[0].get("owned_by") == "etude":
             raise EngineError(
-                f"{url} is etude's gateway, the door for a product's requests",
-                "it gives no log-probabilities by token ids",
-                hint=f"serve the same checkpoint by the engine itself: {OUR_SERVER}",
+                f"{url} is the gateway of etude, not an engine",
+                "the gateway returns no log-probabilities for token ids",
+                hint=f"serve the same checkpoint with an engine: {SERVER_COMMAND}",
             ) from None
         if models is None:
             raise EngineError(
-                f"{url} is no engine that the doctor knows",
-                f"neither ours ({first.what}) nor an OpenAI-compatible one with /v1/models",
+                f"{url} is not a supported engine",
+                f"not a reference engine ({first.what}), and there is no OpenAI-compatible /v1/models",
                 hint="give the URL of python -m etude.inference.server, or of vllm serve, without a path",
             ) from None
         return VllmEngine(url, str(models[0]["id"]), token=token)
@@ -54,21 +55,22 @@ def at_url(url: str, *, token: str | None = None) -> EngineSide:
 
 async def _info(url: str, token: str | None) -> None:
     async with HttpEngine(url, token=token) as engine:
-        await engine.info(deadline_s=LOOK_S)
+        await engine.info(deadline_s=PROBE_S)
 
 
 def _models(url: str, token: str | None) -> list[dict[str, Any]] | None:
-    """What is served there, each with an id; None where no such list is had."""
+    """The models served at a URL, each with an id; None if there is no such list."""
     try:
-        answer = httpx.get(f"{url.rstrip('/')}/v1/models", headers=_bearer(token), timeout=LOOK_S)
+        answer = httpx.get(f"{url.rstrip('/')}/v1/models", headers=_bearer(token), timeout=PROBE_S)
         cards = [dict(card) for card in answer.json()["data"] if card["id"]]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError):
         return None
     return cards or None
 
 
-class OurRemoteEngine:
-    """`python -m etude.inference.server`; with `--show-operators` it shows them."""
+class RemoteReferenceEngine:
+    """The server `python -m etude.inference.server`. With `--show-operators` it reports the results of its
+    operators."""
 
     ways = ("batched", "alone", "cached")
 
@@ -94,12 +96,12 @@ class OurRemoteEngine:
             return asyncio.run(run())
         except TimeoutError:
             raise EngineError(
-                f"{self._url} did not answer within {ANSWER_S:g} s", hint="ask for fewer --tokens, or see its /health"
+                f"{self._url} did not answer within {ANSWER_S:g} s", hint="use fewer --tokens, or check its /health"
             ) from None
 
 
 class VllmEngine:
-    """vLLM behind its OpenAI-compatible server."""
+    """vLLM behind its OpenAI-compatible server. It does not report the results of its operators."""
 
     ways = ("batched", "alone")
 
@@ -127,7 +129,7 @@ class VllmEngine:
             "max_tokens": max_tokens,
             "temperature": 1.0,
             "seed": seed,
-            "logprobs": 0,  # of the sampled token alone
+            "logprobs": 0,  # only for the sampled token
             "return_token_ids": True,
             "ignore_eos": True,
         }
@@ -139,28 +141,28 @@ class VllmEngine:
             raise EngineError(
                 f"{self._url} did not complete a prompt",
                 f"{type(error).__name__}: {error}",
-                hint="see whether it lives, and its log",
+                hint="check that it is running, and its log",
             ) from None
         if answer.status_code != 200:
-            raise EngineError(f"{self._url} answered {answer.status_code}", answer.text[:300], hint="its log says why")
+            raise EngineError(f"{self._url} answered {answer.status_code}", answer.text[:300], hint="see its log")
         return _read(answer, body["prompt"], self._url)
 
 
 def _read(answer: httpx.Response, prompt: list[int], url: str) -> Sampled:
-    """A completion's tokens and log-probabilities. Raises `EngineError` for an answer of another form."""
+    """Parse the tokens and log-probabilities of a completion. Raises `EngineError` if they are missing."""
     try:
         choice = answer.json()["choices"][0]
-        ids, said = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-        good = len(ids) == len(said) > 0 and all(type(i) is int and i >= 0 for i in ids)
-        logprobs = np.array(said, np.float32)
-        good = good and logprobs.ndim == 1 and not any(map(math.isnan, said))
+        ids, values = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        is_valid = len(ids) == len(values) > 0 and all(type(i) is int and i >= 0 for i in ids)
+        logprobs = np.array(values, np.float32)
+        is_valid = is_valid and logprobs.ndim == 1 and not any(map(math.isnan, values))
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        good, said = False, repr(error)
-    if not good:
+        is_valid, values = False, repr(error)
+    if not is_valid:
         raise EngineError(
             f"{url} answered without token ids and their log-probabilities",
-            str(said)[:200],
-            hint="take a vLLM that knows return_token_ids (from 0.10.2 on)",
+            str(values)[:200],
+            hint="use a vLLM that supports return_token_ids (0.10.2 or later)",
         )
     return Sampled([*prompt, *ids], len(prompt), logprobs, None)
 

@@ -1,6 +1,6 @@
-"""The two sides of a comparison: an engine that samples, and the learner that computes the same tokens.
+"""The two sides of a comparison: an engine that samples, and the learner that scores the same tokens.
 
-Our engine runs in this process, or answers at a URL; the others are in modules of their own.
+The reference engine in this process is here; other engines are in `remote` and `transformers_engine`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
-from etude.inference.watched import CHUNK, Results, engine_results
+from etude.inference.operator_trace import CHUNK, Results, engine_results
 from etude.models import Packed, Transformer
 from etude.records.completion import Completion, CompletionRequest, Sampling, Version
 from etude.seams import Engine
@@ -27,23 +27,23 @@ NO_VERSION = Version(step=0, incarnation="00000000", digest="0" * 64)
 
 @dataclass(frozen=True)
 class Sampled:
-    """A text and what the engine said of the part that it sampled."""
+    """A sampled text with the engine's log-probabilities and routes."""
 
     token_ids: list[int]  # prompt and completion
     num_prompt: int
-    logprobs: npt.NDArray[np.float32]  # [T] of the completion, at temperature 1
-    routes: npt.NDArray[np.integer] | None  # [len(token_ids) - 1, L, K]; None where the engine gives none
+    logprobs: npt.NDArray[np.float32]  # [T] of the completion at temperature 1
+    routes: npt.NDArray[np.integer] | None  # [len(token_ids) - 1, L, K]; None if the engine returns none
 
 
 class EngineSide(Protocol):
-    """An engine, as the doctor sees it."""
+    """The interface of an engine for a comparison."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """How it can be made to compute: "batched", "alone", "chunked", ..."""
+        """Supported ways of sampling: "batched", "alone", "chunked", "cached"."""
         ...
 
     def sample(self, way: str, prompts: Sequence[Sequence[int]], *, max_tokens: int, seed: int) -> list[Sampled]:
@@ -51,12 +51,12 @@ class EngineSide(Protocol):
         ...
 
     def results(self, token_ids: Sequence[int], *, prompt_tokens: int) -> Results | None:
-        """Every operator's results, or None where it shows none."""
+        """The results of every operator for these tokens; None if the engine does not report them."""
         ...
 
 
-class OurEngine:
-    """The reference engine in this process. `model` is its own, not the learner's."""
+class ReferenceEngineSide:
+    """The reference engine in this process. `model` must not be the learner's model."""
 
     name = "etude"
     ways = ("batched", "alone", "chunked", "cached")
@@ -83,12 +83,12 @@ class OurEngine:
 async def sample_ways(
     engine: Engine, way: str, prompts: Sequence[Sequence[int]], *, max_tokens: int, seed: int
 ) -> list[Sampled]:
-    """One of our engine's ways: all prompts at once; one after another; or in two calls of a session, the second of
-    which finds the first one's keys and values."""
+    """Sample with an engine in one way: all prompts in one batch ("batched", "chunked"); one after another ("alone");
+    or each in two calls of a session, the second of which uses the cached keys and values of the first ("cached")."""
 
     def one(i: int) -> Awaitable[Sampled]:
         if way == "cached":
-            return _in_two_calls(engine, i, prompts[i], max_tokens=max_tokens, seed=seed)
+            return _complete_cached(engine, i, prompts[i], max_tokens=max_tokens, seed=seed)
         return _complete(engine, f"{way}-{i}", prompts[i], max_tokens=max_tokens, seed=seed + i)
 
     if way == "alone":
@@ -97,16 +97,16 @@ async def sample_ways(
 
 
 async def _complete(engine: Engine, name: str, prompt: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
-    return _sampled(prompt, await _ask(engine, name, name, prompt, max_tokens, seed))
+    return _sampled(prompt, await _complete_once(engine, name, name, prompt, max_tokens, seed))
 
 
-async def _in_two_calls(engine: Engine, i: int, prompt: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
+async def _complete_cached(engine: Engine, i: int, prompt: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
     half, session = max(1, len(prompt) // 2), f"cached-{i}"
-    await _ask(engine, f"{session}-first", session, prompt[:half], 1, seed + i)
-    return _sampled(prompt, await _ask(engine, f"{session}-second", session, prompt, max_tokens, seed + i))
+    await _complete_once(engine, f"{session}-first", session, prompt[:half], 1, seed + i)
+    return _sampled(prompt, await _complete_once(engine, f"{session}-second", session, prompt, max_tokens, seed + i))
 
 
-async def _ask(
+async def _complete_once(
     engine: Engine, name: str, session: str, prompt: Sequence[int], max_tokens: int, seed: int
 ) -> Completion:
     return await engine.generate(
@@ -127,14 +127,14 @@ def _sampled(prompt: Sequence[int], completion: Completion) -> Sampled:
 
 @dataclass(frozen=True)
 class Scored:
-    """What the learner says of the same tokens."""
+    """The learner's log-probabilities and routes for the same tokens."""
 
     logprobs: npt.NDArray[np.float32]  # [T]
-    routes: npt.NDArray[np.integer]  # [len(token_ids) - 1, L, K]: its own choice
+    routes: npt.NDArray[np.integer]  # [len(token_ids) - 1, L, K]: the learner's own choice
 
 
 class LearnerSide:
-    """The learner's forward: several texts packed into one."""
+    """Scores texts with the learner's forward pass: several texts are packed into one."""
 
     def __init__(self, model: Transformer, *, budget_tokens: int = 8192) -> None:
         self.model = model.train()
@@ -142,7 +142,8 @@ class LearnerSide:
 
     @torch.no_grad()
     def score(self, texts: Sequence[Sampled], *, replay: bool = False) -> list[Scored]:
-        """In the order of `texts`. With `replay` the engine's routes are used; `Scored.routes` stay the live ones."""
+        """Score texts, in order. With `replay` the forward pass uses the engine's routes; `Scored.routes` are always
+        the learner's own choice."""
         return [scored for part in self._parts(texts) for scored in self._forward(part, replay)]
 
     def _parts(self, texts: Sequence[Sampled]) -> Iterator[Sequence[Sampled]]:
@@ -159,11 +160,11 @@ class LearnerSide:
         for text, length in zip(texts, lengths, strict=True):
             rows = torch.arange(start + text.num_prompt - 1, start + length)
             targets = torch.tensor(text.token_ids[text.num_prompt :])
-            mine = logprobs[rows].gather(1, targets[:, None])[:, 0]
-            yield Scored(mine.numpy(), done.live[start : start + length].numpy())
+            scores = logprobs[rows].gather(1, targets[:, None])[:, 0]
+            yield Scored(scores.numpy(), done.live[start : start + length].numpy())
             start += length
 
 
 def _routes(text: Sampled) -> npt.NDArray[np.integer]:
-    assert text.routes is not None, "asked for by a caller that has seen them"
+    assert text.routes is not None, "checked by the caller"
     return text.routes

@@ -1,7 +1,5 @@
-"""`transformers` as an engine: it samples from its own cache, token after token, and hooks show its operators' results.
-
-Needs the package, which is no dependency of etude; it is imported when asked for.
-"""
+"""`transformers` as an engine: it samples with its own KV cache, token by token, and hooks record the results of its
+operators. The package is not a dependency of etude and is imported when it is used."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from torch import nn
 
 from etude.errors import CheckpointError, EngineError
 from etude.evals.doctor.sides import Sampled
-from etude.inference.watched import Results
+from etude.inference.operator_trace import Results
 from etude.numerics.sampling import sample
 
 Take = Callable[[Any], torch.Tensor]
@@ -36,12 +34,12 @@ LATENT = (
     ("attention.q", "q_b_proj"),
     ("attention.kv_norm", "kv_a_layernorm"),
 )
-"""Our names of results of attention, and their modules. They expand latents for all keys at each step, so that is not
-among them."""
+"""(name of a result in etude, module in transformers) for attention. transformers expands latents for all keys at each
+step, so that result is not compared."""
 
 
 class TransformersEngine:
-    """A checkpoint as `AutoModelForCausalLM` computes it."""
+    """A checkpoint as computed by `AutoModelForCausalLM`."""
 
     name = "transformers"
     ways = ("alone",)
@@ -51,7 +49,8 @@ class TransformersEngine:
 
     @classmethod
     def load(cls, checkpoint: Path, dtype: torch.dtype) -> TransformersEngine:
-        """Raises `EngineError` where the package is not there, `CheckpointError` where it cannot read the directory."""
+        """Load a checkpoint. Raises `EngineError` if transformers is not installed, and `CheckpointError` if it cannot
+        load the checkpoint."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
@@ -68,16 +67,16 @@ class TransformersEngine:
                 raise CheckpointError(
                     f"transformers cannot load {checkpoint}",
                     str(error).partition("\n")[0],
-                    hint="see whether it knows this model_type; or take another --engine",
+                    hint="check that it supports this model_type, or use another --engine",
                 ) from None
         return cls(model)
 
     @torch.no_grad()
     def sample(self, way: str, prompts: Sequence[Sequence[int]], *, max_tokens: int, seed: int) -> list[Sampled]:
-        return [self._one(list(map(int, p)), max_tokens, seed + i) for i, p in enumerate(prompts)]
+        return [self._sample(list(map(int, p)), max_tokens, seed + i) for i, p in enumerate(prompts)]
 
-    def _one(self, prompt: list[int], max_tokens: int, seed: int) -> Sampled:
-        ids, said, cache = list(prompt), [], None
+    def _sample(self, prompt: list[int], max_tokens: int, seed: int) -> Sampled:
+        ids, logprobs, cache = list(prompt), [], None
         fresh = prompt
         for _ in range(max_tokens):
             done = self._model(torch.tensor([fresh]), past_key_values=cache, use_cache=True)
@@ -85,8 +84,8 @@ class TransformersEngine:
             token, logprob = sample(done.logits[0, -1:], [1.0], [seed], [len(ids)])
             fresh = token.tolist()
             ids += fresh
-            said.append(float(logprob))
-        return Sampled(ids, len(prompt), np.array(said, np.float32), None)
+            logprobs.append(float(logprob))
+        return Sampled(ids, len(prompt), np.array(logprobs, np.float32), None)
 
     @torch.no_grad()
     def results(self, token_ids: Sequence[int], *, prompt_tokens: int) -> Results:
@@ -118,8 +117,8 @@ def _hook(parts: dict[str, list[torch.Tensor]], name: str, module: nn.Module, be
 
 
 def _watched(model: Any) -> list[tuple[str, nn.Module, bool, Take]]:
-    """Our name, their module, whether its input is meant, and which part. A name that ends with a slash and a number is
-    a part of a result of ours."""
+    """(name in etude, module in transformers, whether to record its input instead of its output, which part of it). A
+    name that ends with a slash and a number is a part of one result in etude."""
 
     def whole(value: Any) -> torch.Tensor:
         tensor: torch.Tensor = value[0] if isinstance(value, tuple) else value
@@ -136,7 +135,7 @@ def _watched(model: Any) -> list[tuple[str, nn.Module, bool, Take]]:
         attention, mlp = layer.self_attn, layer.mlp
         heads = by_head(attention.head_dim) if hasattr(attention, "head_dim") else whole
         projections = LATENT if hasattr(attention, "kv_a_proj_with_mqa") else GROUPED
-        passed = "mlp" if hasattr(mlp, "down_proj") else "shared"  # a product that every token passes
+        passed = "mlp" if hasattr(mlp, "down_proj") else "shared"  # the MLP that every token uses
         product = mlp if passed == "mlp" else getattr(mlp, "shared_experts", None)
         own: list[tuple[str, nn.Module | None, bool, Take]] = [
             ("attention_norm", layer.input_layernorm, False, whole),
@@ -165,7 +164,7 @@ def _watched(model: Any) -> list[tuple[str, nn.Module, bool, Take]]:
 
 
 def _joined(theirs: Results) -> Results:
-    """Their results that are one of ours, put together: products side by side, norms head after head."""
+    """Concatenate results that are one result in etude: products side by side, norms head after head."""
     parts: dict[str, list[torch.Tensor]] = {}
     for name in sorted(theirs):
         parts.setdefault(name.partition("/")[0], []).append(theirs[name])

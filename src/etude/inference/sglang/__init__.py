@@ -1,6 +1,6 @@
-"""SGLang as an engine: its server in an environment of its own, and an adapter that speaks etude's protocol before it.
+"""SGLang as an engine: its server in a separate environment, and an adapter that implements etude's protocol.
 
-`server` is the process that a run starts, with SGLang's own as its child (`process`); `protocol` translates; `follow`
-comes to the head of the chain, writes it as a checkpoint, and has SGLang load that in a pause. What it has in common
-with other makes is `etude.inference.foreign`. Nothing here loads torch, and nothing of SGLang is changed.
+`server` is the process that a run starts, with SGLang's server as its child (`process`). `protocol` encodes requests
+and parses responses. The parts shared with vLLM are in `etude.inference.external`. Nothing here loads torch, and no
+code of SGLang is changed.
 """

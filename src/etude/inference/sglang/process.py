@@ -1,4 +1,4 @@
-"""SGLang's server as a child of its adapter, on a port of loopback that asks for a key which nobody else is told."""
+"""SGLang's server as a child process of its adapter, on a loopback port with a secret key."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ import msgspec
 
 from etude.errors import EngineError
 from etude.inference.config import EngineConfig
-from etude.inference.foreign.calls import Calls, Dialect, RouteSource
-from etude.inference.foreign.environment import Environment
-from etude.inference.foreign.process import Child, environ
+from etude.inference.external.client import Dialect, RouteSource, ServerClient
+from etude.inference.external.environment import Environment
+from etude.inference.external.process import ServerProcess, server_environ
 from etude.inference.sglang import protocol
-from etude.inference.sglang.protocol import MAKE
+from etude.inference.sglang.protocol import SERVER
 from etude.models.config import ModelConfig
 
 MODULE = "sglang.launch_server"
 LOAD_S, FORGET_S = 600.0, 10.0
-KEPT_TOKENS = 7
-"""Of a context SGLang takes so many fewer as input: it wants more than five left, and one for itself."""
-ON_CPU = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-NO_END = json.dumps({"eos_token_id": None})
-"""A request's own stop tokens are the only ones; where SGLang ignores the model's, it ignores those, too."""
+RESERVED_TOKENS = 7
+"""Tokens of a context that SGLang does not accept as input: it needs more than five left, and one for itself."""
+CPU_ARGUMENTS = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+NO_END_TOKEN = json.dumps({"eos_token_id": None})
+"""Removes the model's end token, so that a request's stop tokens are the only ones. SGLang's `ignore_eos` would ignore
+those too."""
 
 
-class SglangCalls(Calls):
-    """Calls to an SGLang server. `gives_routes`: it was started to tell routes with its answers."""
+class SglangClient(ServerClient):
+    """Client of an SGLang server. `gives_routes`: it was started to return routes with its responses."""
 
-    make = MAKE
+    server = SERVER
     dialect: ClassVar[Dialect] = protocol
 
     def __init__(self, port: int, *, name: str, key: str, gives_routes: bool = False) -> None:
@@ -43,50 +44,50 @@ class SglangCalls(Calls):
         self._forgetting: set[asyncio.Task[None]] = set()
 
     async def freeze(self) -> None:
-        await self.ask("/pause_generation", {"mode": "in_place"}, what="to pause")
+        await self.ask("/pause_generation", {"mode": "in_place"}, what="pause")
 
     async def thaw(self) -> None:
-        await self.ask("/continue_generation", {}, what="to go on")
+        await self.ask("/continue_generation", {}, what="resume")
 
     async def label(self, label: str) -> None:
         body = {"new_version": label, "abort_all_requests": False}
-        await self.ask("/update_weight_version", body, what="to label its tokens")
+        await self.ask("/update_weight_version", body, what="label its tokens")
 
     async def load(self, checkpoint: Path) -> None:
-        """Have it load the weights of a directory, in a pause: what it decodes keeps its keys and values."""
+        """Load weights from a checkpoint directory during a pause. Running requests keep their KV cache."""
         body = {"model_path": str(checkpoint), "flush_cache": False, "load_format": "auto"}
-        data = await self.ask("/update_weights_from_disk", body, what="to load weights", deadline_s=LOAD_S)
+        data = await self.ask("/update_weights_from_disk", body, what="load weights", deadline_s=LOAD_S)
         if not msgspec.json.decode(data).get("success"):
             raise EngineError(f"SGLang of {self.name} did not load weights", repr(data[:500]), hint="see its log")
 
     async def route_source(self, num_moe_layers: int) -> RouteSource:
         if not num_moe_layers:
             return RouteSource(missing="the model has no routers")
-        return RouteSource(native=True) if self.gives_routes else RouteSource(missing="it was not started to tell them")
+        return RouteSource(native=True) if self.gives_routes else RouteSource(missing="it was started without routes")
 
     async def take_routes(self, name: str) -> str | None:
-        """Nothing is kept: routes come with the answers."""
+        """None: routes come with the responses."""
         return None
 
     def forget(self, name: str) -> None:
-        """SGLang looks for a closed connection every few seconds only."""
+        """Abort the request: SGLang notices a closed connection only after seconds."""
         task = asyncio.ensure_future(self._abort(name))
         self._forgetting.add(task)
         task.add_done_callback(self._forgetting.discard)
 
     async def _abort(self, name: str) -> None:
         with contextlib.suppress(EngineError):  # it is gone, and the request with it
-            await self.ask("/abort_request", {"rid": name}, what="to drop a request", deadline_s=FORGET_S)
+            await self.ask("/abort_request", {"rid": name}, what="drop a request", deadline_s=FORGET_S)
 
 
-class Sglang(Child, SglangCalls):
+class SglangProcess(ServerProcess, SglangClient):
     """An SGLang server as a child of this process."""
 
     def __init__(
         self, argv: Sequence[str], env: dict[str, str], *, name: str, port: int, key: str, gives_routes: bool
     ) -> None:
-        SglangCalls.__init__(self, port, name=name, key=key, gives_routes=gives_routes)
-        self.begin(argv, env)
+        SglangClient.__init__(self, port, name=name, key=key, gives_routes=gives_routes)
+        self.launch(argv, env)
 
 
 def start(
@@ -100,25 +101,28 @@ def start(
     threads: int,
     folder: Path,
     arguments: Sequence[str],
-) -> Sglang:
-    """SGLang over a checkpoint, as a child of this process. Raises `EngineError` where there is none of the version
-    that the adapter was written for."""
+) -> SglangProcess:
+    """Start SGLang with a checkpoint as a child process.
+
+    `kv_tokens`: size of the KV cache. `folder`: for temporary files. `arguments`: further command-line arguments.
+    Raises `EngineError` when the tested version of SGLang is not installed."""
     device = environment.require().device
     port, key, gives_routes = _free_port(), secrets.token_hex(16), device == "cuda" and model.num_moe_layers > 0
-    argv = [str(environment.python), "-m", "etude.inference.foreign.launch", MODULE]
+    argv = [str(environment.python), "-m", "etude.inference.external.launch", MODULE]
     argv += ["--host", "127.0.0.1", "--port", str(port), "--api-key", key]
     argv += ["--model-path", str(checkpoint), "--skip-tokenizer-init", "--dtype", str(config.dtype)]
-    argv += ["--context-length", str(config.context_tokens + KEPT_TOKENS)]
-    argv += ["--max-running-requests", str(config.max_sequences), "--max-total-tokens", str(kv_tokens + KEPT_TOKENS)]
+    argv += ["--context-length", str(config.context_tokens + RESERVED_TOKENS)]
+    argv += ["--max-running-requests", str(config.max_sequences)]
+    argv += ["--max-total-tokens", str(kv_tokens + RESERVED_TOKENS)]
     argv += ["--chunked-prefill-size", str(config.step_tokens), "--random-seed", "0", "--sleep-on-idle"]
     argv += ["--enable-priority-scheduling", "--priority-scheduling-preemption-threshold", "0"]
     argv += ["--incremental-streaming-output", "--weight-version", "0", "--log-level", "warning"]
-    argv += ["--json-model-override-args", NO_END]
+    argv += ["--json-model-override-args", NO_END_TOKEN]
     argv += ["--enable-return-routed-experts"] if gives_routes else []
-    argv += ["--enable-deterministic-inference"] if device == "cuda" else [*ON_CPU, "--disable-cuda-graph"]
+    argv += ["--enable-deterministic-inference"] if device == "cuda" else [*CPU_ARGUMENTS, "--disable-cuda-graph"]
     argv += arguments
-    env = environ(folder, threads) | {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
-    return Sglang(argv, env, name=name, port=port, key=key, gives_routes=gives_routes)
+    env = server_environ(folder, threads) | {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    return SglangProcess(argv, env, name=name, port=port, key=key, gives_routes=gives_routes)
 
 
 def _free_port() -> int:

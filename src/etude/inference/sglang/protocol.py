@@ -1,7 +1,7 @@
-"""Writes requests to SGLang and reads its answers. Pure: knows nothing of sockets.
+"""Encodes requests to SGLang and parses its responses. Pure.
 
-SGLang's answers are read by what they must hold, and everything else in them is left alone: one that holds less, or
-disagrees with itself, is an `EngineError`, never a completion. Written against `/generate` of SGLang 0.5.23.
+Only the needed fields of a response are parsed. A response that lacks one, or contradicts itself, raises `EngineError`.
+Written for `/generate` of SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -14,14 +14,21 @@ import numpy as np
 
 from etude.errors import EngineError
 from etude.inference.errors import MalformedRequest
-from etude.inference.foreign.parts import Part, as_routes, broken, kept_routes, keyed_seed, labelled
+from etude.inference.external.answers import (
+    AnswerPart,
+    broken_answer,
+    convert_routes,
+    decode_kept_routes,
+    keyed_seed,
+    read_spans,
+)
 from etude.models.config import ModelConfig
 from etude.records.completion import CompletionRequest, Traffic
 from etude.records.wire import Routes
 
-MAKE, GENERATE = "SGLang", "/generate"
-LEAST_TEMPERATURE = 1e-6
-"""Under it SGLang takes the likeliest token, and tells log-probabilities at temperature 1."""
+SERVER, GENERATE = "SGLang", "/generate"
+MIN_TEMPERATURE = 1e-6
+"""Below this temperature SGLang samples greedily, and returns log-probabilities at temperature 1."""
 T = TypeVar("T")
 
 
@@ -57,30 +64,30 @@ class _Answer(msgspec.Struct, frozen=True):
     meta_info: _Meta
 
 
-class _Trouble(msgspec.Struct, frozen=True):
+class _ErrorMessage(msgspec.Struct, frozen=True):
     message: str
 
 
-class _Refusal(msgspec.Struct, frozen=True):
-    error: _Trouble | str
+class _ErrorBody(msgspec.Struct, frozen=True):
+    error: _ErrorMessage | str
 
 
-def asked(request: CompletionRequest, name: str, *, salt: str, native_routes: bool) -> bytes:
-    """The body that asks for a completion. `name`: what SGLang calls the request; `salt`: prefixes are shared under
-    the same one only. Raises `MalformedRequest`."""
+def encode_request(request: CompletionRequest, name: str, *, salt: str, native_routes: bool) -> bytes:
+    """The body of a request for a completion. `name`: the request's id in SGLang; `salt`: requests share cached
+    prefixes only with others of the same salt. Raises `MalformedRequest`."""
     sampling, prompt = request.sampling, request.prompt_ids
-    if 0.0 < sampling.temperature < LEAST_TEMPERATURE:
+    if 0.0 < sampling.temperature < MIN_TEMPERATURE:
         raise MalformedRequest(
             f"request {request.request_id} asks for temperature {sampling.temperature:g}",
-            f"SGLang samples at {LEAST_TEMPERATURE:g} at least, or greedily at 0",
-            hint=f"ask for 0, or for {LEAST_TEMPERATURE:g} and more",
+            f"SGLang samples at {MIN_TEMPERATURE:g} at least, or greedily at 0",
+            hint=f"ask for 0, or at least {MIN_TEMPERATURE:g}",
         )
     params: dict[str, Any] = {
         "max_new_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "sampling_seed": keyed_seed(sampling.seed, len(prompt)),
         "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": not sampling.stop_token_ids,  # it would ignore a request's own, too
+        "ignore_eos": not sampling.stop_token_ids,  # it would also ignore the request's own stop tokens
     }
     body: dict[str, Any] = {"rid": name, "input_ids": prompt.tolist(), "sampling_params": params, "extra_key": salt}
     body |= {"return_logprob": True, "stream": True, "priority": int(request.traffic is Traffic.PRODUCTION)}
@@ -89,83 +96,84 @@ def asked(request: CompletionRequest, name: str, *, salt: str, native_routes: bo
     return msgspec.json.encode(body)
 
 
-def scored(token_ids: list[int], name: str, *, salt: str) -> bytes:
-    """The body that asks for a text's log-probabilities."""
+def encode_scoring_request(token_ids: list[int], name: str, *, salt: str) -> bytes:
+    """The body of a request for a text's log-probabilities; `name` and `salt` as in `encode_request`."""
     params = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
     body = {"rid": name, "input_ids": token_ids, "sampling_params": params, "extra_key": salt, "priority": 1}
     return msgspec.json.encode(body | {"return_logprob": True, "logprob_start_len": 0})
 
 
 def read_scores(body: bytes, token_ids: list[int], *, engine: str) -> tuple[int | None, list[float]]:
-    """(which adoption computed it, log-probability of each token but the first) of an answer to `scored`. None: SGLang
-    has no label for it. Raises `Broken`."""
+    """Parse the response to `encode_scoring_request`: (number of the adoption that computed it, log-probability of each
+    token but the first). The number is None when there is no label. Raises `BrokenAnswer`."""
     meta = _decoded(body, _Answer, engine).meta_info
     rows = meta.input_token_logprobs or []
     logprobs = [row.logprob for row in rows[1:] if row.logprob is not None]
     if [row.token_id for row in rows] != token_ids or len(logprobs) != len(token_ids) - 1:
-        raise broken(MAKE, engine, f"{len(logprobs)} log-probabilities of {len(token_ids)} tokens")
-    spans = labelled(meta.weight_versions or [], MAKE, engine)
+        raise broken_answer(SERVER, engine, f"{len(logprobs)} log-probabilities of {len(token_ids)} tokens")
+    spans = read_spans(meta.weight_versions or [], SERVER, engine)
     return (spans[-1][0] if spans else None), logprobs
 
 
-def read_event(line: bytes, *, engine: str) -> Part | None:
-    """A line of a streamed answer: some tokens; None for one that says nothing. Raises `Broken`, and `EngineError` for
-    what SGLang ended it with."""
+def read_event(line: bytes, *, engine: str) -> AnswerPart | None:
+    """Parse one line of a streamed response: a part with some tokens, or None for a line without tokens. Raises
+    `BrokenAnswer`, and `EngineError` when the server ended the request with an error."""
     if not line.startswith(b"data: ") or is_end(line):
         return None
     body = line[len(b"data: ") :]
     if body.lstrip().startswith(b'{"error"'):
-        raise refused(500, body, engine=engine)
+        raise read_error(500, body, engine=engine)
     return _part(_decoded(body, _Answer, engine), engine)
 
 
 def is_end(line: bytes) -> bool:
-    """Whether a line is the last of a streamed answer."""
+    """Whether this is the last line of a streamed response."""
     return line.strip() == b"data: [DONE]"
 
 
-def refused(status: int, body: bytes, *, engine: str) -> EngineError:
-    """The exception behind an answer that is not 200; never raises, whatever the bytes are.
+def read_error(status: int, body: bytes, *, engine: str) -> EngineError:
+    """Convert a response whose status is not 200 to an exception. Never raises, whatever the bytes are.
 
-    >>> print(refused(400, b'{"error": {"message": "too long"}}', engine="engine-1"))
+    >>> print(read_error(400, b'{"error": {"message": "too long"}}', engine="engine-1"))
     SGLang of engine-1 answered 400: too long
-      hint: its log says why
+      hint: see its log
     """
     try:
-        error = msgspec.json.decode(body, type=_Refusal).error
-        said = error if isinstance(error, str) else error.message
+        error = msgspec.json.decode(body, type=_ErrorBody).error
+        message = error if isinstance(error, str) else error.message
     except ValueError:
-        said = repr(body[:200])
-    return EngineError(f"SGLang of {engine} answered {status}", said[:500], hint="its log says why")
+        message = repr(body[:200])
+    return EngineError(f"SGLang of {engine} answered {status}", message[:500], hint="see its log")
 
 
-def given_routes(data: str | None, model: ModelConfig, *, count: int) -> Routes:
-    """Routes of `count` positions: base64 of int32 [positions, layers, top_k]. Raises `ValueError`."""
+def decode_routes(data: str | None, model: ModelConfig, *, count: int) -> Routes:
+    """Decode the routes in a response: base64 of int32 [positions, layers, top_k]. `count`: number of positions. Raises
+    `ValueError`."""
     if data is None:
-        return kept_routes(None, model, start=0, stop=count)
-    told = np.frombuffer(base64.b64decode(data), "<i4")
-    if told.size != count * model.num_layers * model.top_k:
-        raise ValueError(f"routes of {told.size} numbers for {count} positions")
-    shaped = told.reshape(count, model.num_layers, model.top_k)
-    return as_routes(shaped[:, list(model.moe_layers)], model)
+        return decode_kept_routes(None, model, start=0, stop=count)
+    values = np.frombuffer(base64.b64decode(data), "<i4")
+    if values.size != count * model.num_layers * model.top_k:
+        raise ValueError(f"routes of {values.size} numbers for {count} positions")
+    shaped = values.reshape(count, model.num_layers, model.top_k)
+    return convert_routes(shaped[:, list(model.moe_layers)], model)
 
 
-def _part(answer: _Answer, engine: str) -> Part:
+def _part(answer: _Answer, engine: str) -> AnswerPart:
     ids, meta = answer.output_ids, answer.meta_info
-    told, finish = meta.output_token_logprobs or [], meta.finish_reason
-    if [one.token_id for one in told] != ids:
-        raise broken(MAKE, engine, f"log-probabilities of {len(told)} tokens, {len(ids)} tokens")
+    sampled, finish = meta.output_token_logprobs or [], meta.finish_reason
+    if [one.token_id for one in sampled] != ids:
+        raise broken_answer(SERVER, engine, f"log-probabilities of {len(sampled)} tokens, {len(ids)} tokens")
     if finish is not None and finish.type == "abort":
-        raise EngineError(f"SGLang of {engine} dropped a request", finish.message, hint="ask again; its log says why")
-    logprobs = [one.logprob for one in told if one.logprob is not None]
+        raise EngineError(f"SGLang of {engine} aborted a request", finish.message, hint="send it again; see its log")
+    logprobs = [one.logprob for one in sampled if one.logprob is not None]
     if len(logprobs) != len(ids):
-        raise broken(MAKE, engine, f"{len(logprobs)} log-probabilities of {len(ids)} tokens")
-    spans = labelled(meta.weight_versions or [], MAKE, engine) if finish is not None else ()
-    return Part(ids, logprobs, finish.type if finish else None, spans, meta.cached_tokens, meta.routed_experts)
+        raise broken_answer(SERVER, engine, f"{len(logprobs)} log-probabilities of {len(ids)} tokens")
+    spans = read_spans(meta.weight_versions or [], SERVER, engine) if finish is not None else ()
+    return AnswerPart(ids, logprobs, finish.type if finish else None, spans, meta.cached_tokens, meta.routed_experts)
 
 
 def _decoded(body: bytes, kind: type[T], engine: str) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except ValueError as error:
-        raise broken(MAKE, engine, f"{error}; {body[:200]!r}") from None
+        raise broken_answer(SERVER, engine, f"{error}; {body[:200]!r}") from None

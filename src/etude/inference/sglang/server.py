@@ -1,9 +1,9 @@
-"""The program of an SGLang engine: ``python -m etude.inference.sglang.server --checkpoint DIR [--store PLACE] ...``.
+"""The process of an SGLang engine: ``python -m etude.inference.sglang.server --checkpoint DIR [--store PLACE] ...``.
 
-Starts SGLang in its own environment as a child, follows the weight chain for it, and serves `app` on a socket as
-`etude.inference.server` does for our own engine: the same protocol, the same ready file, the same ends. SGLang dies
-with it, however it ends. ETUDE_TOKEN in the environment is the bearer token that every POST must carry. With
-``--register URL`` it joins the fleet of a run elsewhere, as `etude.inference.server` does, and needs no checkpoint.
+It starts SGLang in its own environment as a child process, keeps its weights at the newest version, and serves `app` on
+a socket with the same protocol, ready file and exit conditions as `etude.inference.server`. SGLang exits with it in any
+case. The environment variable ETUDE_TOKEN is the bearer token of every POST request. With ``--register URL`` it joins
+the fleet of a run on another host, as `etude.inference.server` does, and needs no checkpoint.
 """
 
 from __future__ import annotations
@@ -17,14 +17,21 @@ from functools import partial
 from pathlib import Path
 
 from etude.errors import WeightsError
-from etude.inference.foreign.engine import ForeignEngine
-from etude.inference.foreign.environment import SGLANG, environment
-from etude.inference.foreign.following import Following
-from etude.inference.foreign.serving import initial_version, offer, parser_of, prepare, read_model, run
-from etude.inference.membership import NO_VERSION
+from etude.inference.external.engine import ExternalEngine
+from etude.inference.external.environment import SGLANG, environment
+from etude.inference.external.serving import (
+    initial_version,
+    make_parser,
+    prepare_checkpoint,
+    read_model_config,
+    run_process,
+    serve_engine,
+)
+from etude.inference.external.weight_sync import ExternalWeightSync
+from etude.inference.registry_messages import NO_VERSION
 from etude.inference.serving import config_of, listen, read_token, report_settings
-from etude.inference.sglang.process import SglangCalls, start
-from etude.records.adapter import modules
+from etude.inference.sglang.process import SglangClient, start
+from etude.records.adapter import adapted_modules
 from etude.records.completion import Version
 from etude.stores import open_store
 from etude.telemetry import Telemetry
@@ -33,17 +40,17 @@ from etude.weights.files.checkpoint import CheckpointWriter, copy_other_files, i
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until told to stop; the exit code."""
-    args = parser_of("SGLang", "python -m etude.inference.sglang.server").parse_args(argv)
-    return run(args, "sglang", partial(_serve, args))
+    """Run the engine until it is stopped. Returns the exit code."""
+    args = make_parser("SGLang", "python -m etude.inference.sglang.server").parse_args(argv)
+    return run_process(args, "sglang", partial(_serve, args))
 
 
 def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) -> None:
     token, listener = read_token(args.host), listen(args.host, args.port)
-    held, named = environment(args.environment, SGLANG), args.checkpoint is not None
+    held, has_checkpoint = environment(args.environment, SGLANG), args.checkpoint is not None
     device = held.require().device
-    more = prepare(args, token, folder)
-    config, model = config_of(args), read_model(args.checkpoint)
+    more = prepare_checkpoint(args, token, folder)
+    config, model = config_of(args), read_model_config(args.checkpoint)
     kv_tokens = args.kv_tokens or config.max_sequences * config.context_tokens
     child = start(
         held,
@@ -56,35 +63,35 @@ def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) 
         folder=folder,
         arguments=[*more, *args.argument],
     )
-    engine = ForeignEngine(
+    engine = ExternalEngine(
         child,
         name=args.name,
         model=model,
         config=config,
-        version=initial_version(args.checkpoint) if named else NO_VERSION,
+        version=initial_version(args.checkpoint) if has_checkpoint else NO_VERSION,
         kv_tokens=kv_tokens,
         parity=f"sglang-{SGLANG.version}-{device}-{config.dtype}",
     )
     report_settings(telemetry, config, device=device)
-    following = None
+    weight_sync = None
     if args.store is not None:
         chain = Follower(open_store(args.store, cache=args.cache), public_key=args.public_key)
-        following = SglangFollowing(
+        weight_sync = SglangWeightSync(
             engine, chain, start=args.checkpoint, folder=folder / "head", poll_s=args.poll_s, telemetry=telemetry
         )
-    offer(args, listener, token, child, engine, following, telemetry)
+    serve_engine(args, listener, token, child, engine, weight_sync, telemetry)
 
 
-# -------------------------------------------------------------------------------------- following the chain of weights
-# Versions are fetched and proven here, written as a checkpoint, and loaded by SGLang in a pause.
+class SglangWeightSync(ExternalWeightSync):
+    """Updates the weights of an SGLang server. A version is fetched and checked here, written as a checkpoint, and
+    loaded by SGLang during a pause.
 
-
-class SglangFollowing(Following):
-    """`start`: the checkpoint that SGLang was started from; `folder`: where there is room for another like it."""
+    `start`: the checkpoint that SGLang was started from. `folder`: where the new checkpoint is written.
+    """
 
     def __init__(
         self,
-        engine: ForeignEngine,
+        engine: ExternalEngine,
         chain: Follower,
         *,
         start: Path,
@@ -92,9 +99,9 @@ class SglangFollowing(Following):
         poll_s: float = 0.05,
         telemetry: Telemetry | None = None,
     ) -> None:
-        assert isinstance(engine.calls, SglangCalls), "it is told to load weights"
+        assert isinstance(engine.client, SglangClient), "only SGLang loads checkpoints"
         super().__init__(engine, poll_s=poll_s, telemetry=telemetry)
-        self._calls, self._chain, self._start, self._folder = engine.calls, chain, start, folder
+        self._client, self._chain, self._start, self._folder = engine.client, chain, start, folder
 
     async def _ready(self) -> bool:
         await asyncio.to_thread(self._chain.advance)
@@ -104,15 +111,15 @@ class SglangFollowing(Following):
         return True
 
     async def _swap(self) -> Version:
-        await self._calls.load(self._folder)
+        await self._client.load(self._folder)
         assert self._chain.version is not None, "it is ready"
         return self._chain.version
 
     def _write(self, folder: Path) -> None:
-        """The version that the chain is at, as a checkpoint. Raises `WeightsError`, `CheckpointError`."""
+        """Write the chain's version as a checkpoint. Raises `WeightsError`, `CheckpointError`."""
         tensors = self._chain.tensors
-        if modules(tensors):
-            facts, hint = "SGLang takes whole weights", "take vLLM or reference engines, or learner.lora_rank = 0"
+        if adapted_modules(tensors):
+            facts, hint = "SGLang only loads full weights", "use vLLM or reference engines, or learner.lora_rank = 0"
             raise WeightsError("an adapter is published", facts, hint=hint)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()

@@ -1,7 +1,6 @@
-"""vLLM as an engine: its server in an environment of its own, and an adapter that speaks etude's protocol before it.
+"""vLLM as an engine: its server in a separate environment, and an adapter that implements etude's protocol.
 
-`server` is the process that a run starts, with vLLM's own as its child (`process`); `protocol` translates, `follow` has
-its workers come to the head of the chain. `worker` and `routes` are loaded by vLLM's workers, `scheduling` by its core.
-What it has in common with other makes is `etude.inference.foreign`. No module of etude's side loads torch; no module at
-all changes vLLM's code.
+`server` is the process that a run starts, with vLLM's server as its child (`process`). `protocol` encodes requests and
+parses responses. `worker` is loaded by vLLM's workers, `scheduling` by its core. The parts shared with
+SGLang are in `etude.inference.external`. No module of the adapter loads torch, and no code of vLLM is changed.
 """

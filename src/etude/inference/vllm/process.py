@@ -1,7 +1,7 @@
-"""vLLM's server as a child of its adapter, on a socket of the file system that nobody else reaches.
+"""vLLM's server as a child process of its adapter, on a Unix socket that only the adapter uses.
 
-It is told to serve with everything that the adapter needs: the endpoints of tokens in, tokens out, the development
-endpoints (pausing, calls to its workers), which ask for no key. What it prints goes on to the adapter's own output.
+It is started with everything that the adapter needs: the token endpoints, and the development endpoints (pause, calls
+to its workers), which need no key. Its output is copied to the adapter's output.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 import msgspec
 
 from etude.inference.config import BLOCK_TOKENS, EngineConfig
-from etude.inference.foreign.calls import CONTROL_S, Calls, Dialect, RouteSource
-from etude.inference.foreign.environment import Environment
-from etude.inference.foreign.process import Child, environ
+from etude.inference.external.client import CONTROL_S, Dialect, RouteSource, ServerClient
+from etude.inference.external.environment import Environment
+from etude.inference.external.process import ServerProcess, server_environ
 from etude.inference.vllm import protocol
-from etude.inference.vllm.protocol import MAKE
+from etude.inference.vllm.protocol import SERVER
 from etude.models.config import ModelConfig
 
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -28,10 +28,10 @@ SCHEDULERS = {
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-class VllmCalls(Calls):
-    """Calls to a vLLM server over its socket. `gives_routes`: it was started to tell routes with its answers."""
+class VllmClient(ServerClient):
+    """Client of a vLLM server. `gives_routes`: it was started to return routes with its responses."""
 
-    make = MAKE
+    server = SERVER
     dialect: ClassVar[Dialect] = protocol
 
     def __init__(self, socket: Path, *, name: str, gives_routes: bool = False) -> None:
@@ -39,43 +39,43 @@ class VllmCalls(Calls):
         self.gives_routes = gives_routes
 
     async def freeze(self) -> None:
-        await self.ask("/pause?mode=keep&clear_cache=false", what="to pause")
+        await self.ask("/pause?mode=keep&clear_cache=false", what="pause")
 
     async def thaw(self) -> None:
-        await self.ask("/resume", what="to resume")
+        await self.ask("/resume", what="resume")
 
     async def label(self, label: str) -> None:
-        await self.ask("/update_weight_version", {"new_version": label}, what="to label its tokens")
+        await self.ask("/update_weight_version", {"new_version": label}, what="label its tokens")
 
     async def route_source(self, num_moe_layers: int) -> RouteSource:
-        """By the build itself if it was started so, else by the hook."""
+        """Routes come from the server if it was started so, else from the worker extension."""
         if not num_moe_layers:
             return RouteSource(missing="the model has no routers")
         if self.gives_routes:
             return RouteSource(native=True)
-        told = await self.call("etude_keep_routes")
-        missing = next((one["missing"] for one in told if one["missing"]), "")
+        results = await self.call("etude_keep_routes")
+        missing = next((one["missing"] for one in results if one["missing"]), "")
         return RouteSource(missing=missing) if missing else RouteSource(kept=True)
 
     async def take_routes(self, name: str) -> str | None:
-        told = await self.call("etude_take_routes", [name])
-        return next((one[name] for one in told if name in one), None)
+        results = await self.call("etude_take_routes", [name])
+        return next((one[name] for one in results if name in one), None)
 
     async def call(self, method: str, *args: object, deadline_s: float = CONTROL_S) -> list[Any]:
-        """What each worker answers to a call of its extension. Raises `EngineError`."""
+        """Call a method of the worker extension. Returns the result of each worker. Raises `EngineError`."""
         body = {"method": method, "args": args, "timeout": deadline_s}
-        data = await self.ask("/collective_rpc", body, what=f"for {method}", deadline_s=deadline_s + 1.0)
+        data = await self.ask("/collective_rpc", body, what=f"run {method}", deadline_s=deadline_s + 1.0)
         return list(msgspec.json.decode(data)["results"]) if data else []
 
 
-class Vllm(Child, VllmCalls):
+class VllmProcess(ServerProcess, VllmClient):
     """A vLLM server as a child of this process."""
 
     def __init__(
         self, argv: Sequence[str], env: dict[str, str], *, name: str, socket: Path, gives_routes: bool
     ) -> None:
-        VllmCalls.__init__(self, socket, name=name, gives_routes=gives_routes)
-        self.begin(argv, env)
+        VllmClient.__init__(self, socket, name=name, gives_routes=gives_routes)
+        self.launch(argv, env)
 
 
 def start(
@@ -90,14 +90,17 @@ def start(
     folder: Path,
     extension: str,
     arguments: Sequence[str],
-) -> Vllm:
-    """vLLM over a checkpoint, as a child of this process; `folder` is for its socket. Raises `EngineError` where there
-    is no vLLM of a tested version."""
+) -> VllmProcess:
+    """Start vLLM with a checkpoint as a child process.
+
+    `kv_tokens`: size of the KV cache. `folder`: for its socket. `extension`: class of the worker extension.
+    `arguments`: further command-line arguments. Raises `EngineError` when the tested version of vLLM is not
+    installed."""
     device = environment.require().device
     socket = folder / "vllm.sock"
-    argv = [str(environment.python), "-m", "etude.inference.foreign.launch", MODULE, "--uds", str(socket)]
+    argv = [str(environment.python), "-m", "etude.inference.external.launch", MODULE, "--uds", str(socket)]
     argv += ["--model", str(checkpoint), "--dtype", str(config.dtype), "--skip-tokenizer-init", "--seed", "0"]
-    argv += ["--max-model-len", str(config.context_tokens + 1)]  # a text is scored with one token after it
+    argv += ["--max-model-len", str(config.context_tokens + 1)]  # scoring a text samples one token after it
     argv += ["--max-num-seqs", str(config.max_sequences), "--scheduling-policy", "priority"]
     argv += ["--scheduler-cls", SCHEDULERS[device]]
     argv += ["--enable-prefix-caching", "--block-size", str(BLOCK_TOKENS), *_prefill(config, device)]
@@ -109,13 +112,14 @@ def start(
     gives_routes = device == "cuda" and bool(model.num_moe_layers)
     argv += ["--enable-return-routed-experts"] if gives_routes else []
     argv += ["--disable-uvicorn-access-log", *arguments]
-    return Vllm(argv, _environ(folder, threads), name=name, socket=socket, gives_routes=gives_routes)
+    return VllmProcess(argv, _vllm_environ(folder, threads), name=name, socket=socket, gives_routes=gives_routes)
 
 
 def _prefill(config: EngineConfig, device: str) -> list[str]:
-    """How many tokens a step computes. In chunks on a GPU; whole prompts on a CPU, whose build (0.32) ends when a
-    request with a seed has not come to its prompt's end in a step: "CPU Generator does not use offset". Beside a token
-    for everybody who runs there is room for the longest: else it would wait for them."""
+    """Arguments for prefill: chunked on a GPU, complete prompts on a CPU.
+
+    The CPU build (0.32) exits when a step ends inside the prompt of a request with a seed ("CPU Generator does not use
+    offset"). A step has space for one token of each running request and the longest prompt, so that no prompt waits."""
     tokens = config.step_tokens + config.max_sequences
     if device == "cpu":
         whole = config.context_tokens + 1 + config.max_sequences
@@ -123,12 +127,12 @@ def _prefill(config: EngineConfig, device: str) -> list[str]:
     return ["--enable-chunked-prefill", "--max-num-batched-tokens", str(tokens)]
 
 
-def _environ(folder: Path, threads: int) -> dict[str, str]:
-    """Variables that vLLM's processes see."""
-    return environ(folder, threads) | {
-        "VLLM_SERVER_DEV_MODE": "1",  # pausing, and calls to the workers
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # each process loads `launch`, and so ends with the adapter
-        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # for the one token that is sampled after a text, and never read
+def _vllm_environ(folder: Path, threads: int) -> dict[str, str]:
+    """Environment variables for vLLM's processes."""
+    return server_environ(folder, threads) | {
+        "VLLM_SERVER_DEV_MODE": "1",  # enables pausing and calls to the workers
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # each process loads `launch`, and so exits with the adapter
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # for the token that is sampled after a scored text
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines that share cores must be able to move
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -136,5 +140,5 @@ def _environ(folder: Path, threads: int) -> dict[str, str]:
 
 
 def _kv_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """Of one token's keys and values, over all layers."""
+    """Bytes of one token's keys and values in all layers."""
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * _BYTES[config.dtype]

@@ -1,7 +1,7 @@
-"""Writes requests to vLLM and reads its answers. Pure: knows nothing of sockets.
+"""Encodes requests to vLLM and parses its responses. Pure.
 
-Of an answer only the fields that are needed are read, and other fields are ignored. An answer that lacks one, or
-contradicts itself, is an `EngineError`, never a completion. Written for `/inference/v1/generate` of vLLM 0.32.
+Only the needed fields of a response are parsed. A response that lacks one, or contradicts itself, raises `EngineError`.
+Written for `/inference/v1/generate` of vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ import numpy as np
 
 from etude.errors import EngineError
 from etude.inference.errors import MalformedRequest
-from etude.inference.foreign.parts import Part, as_routes, broken, kept_routes, keyed_seed, labelled
+from etude.inference.external.answers import (
+    AnswerPart,
+    broken_answer,
+    convert_routes,
+    decode_kept_routes,
+    keyed_seed,
+    read_spans,
+)
 from etude.inference.wire import GENERATE
 from etude.models.config import ModelConfig
 from etude.records.completion import CompletionRequest, Traffic
@@ -23,18 +30,18 @@ from etude.records.wire import Routes
 
 __all__ = [
     "GENERATE",
-    "asked",
-    "given_routes",
+    "decode_routes",
+    "encode_request",
+    "encode_scoring_request",
     "is_end",
+    "read_error",
     "read_event",
     "read_scores",
-    "refused",
-    "scored",
 ]
 
-LEAST_TEMPERATURE = 0.01
+MIN_TEMPERATURE = 0.01
 """The lowest temperature above 0. At a lower one vLLM samples, and computes log-probabilities, at this temperature."""
-MAKE = "vLLM"
+SERVER = "vLLM"
 T = TypeVar("T")
 
 
@@ -79,23 +86,23 @@ class _Answer(msgspec.Struct, frozen=True):
     prompt_logprobs: list[dict[str, _Scored] | None] | None = None
 
 
-class _Trouble(msgspec.Struct, frozen=True):
+class _ErrorMessage(msgspec.Struct, frozen=True):
     message: str
 
 
-class _Refusal(msgspec.Struct, frozen=True):
-    error: _Trouble
+class _ErrorBody(msgspec.Struct, frozen=True):
+    error: _ErrorMessage
 
 
-def asked(request: CompletionRequest, name: str, *, salt: str, native_routes: bool) -> bytes:
+def encode_request(request: CompletionRequest, name: str, *, salt: str, native_routes: bool) -> bytes:
     """The body of a request for a completion. `name`: the request's id in vLLM; `salt`: requests share cached prefixes
     only with others of the same salt. Raises `MalformedRequest`."""
     sampling, prompt = request.sampling, request.prompt_ids
-    if 0.0 < sampling.temperature < LEAST_TEMPERATURE:
+    if 0.0 < sampling.temperature < MIN_TEMPERATURE:
         raise MalformedRequest(
             f"request {request.request_id} asks for temperature {sampling.temperature:g}",
-            f"vLLM samples at {LEAST_TEMPERATURE:g} at least, or greedily at 0",
-            hint=f"ask for 0, or at least {LEAST_TEMPERATURE:g}",
+            f"vLLM samples at {MIN_TEMPERATURE:g} at least, or greedily at 0",
+            hint=f"ask for 0, or at least {MIN_TEMPERATURE:g}",
         )
     params: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
@@ -114,8 +121,8 @@ def asked(request: CompletionRequest, name: str, *, salt: str, native_routes: bo
     return msgspec.json.encode(body)
 
 
-def scored(token_ids: list[int], name: str, *, salt: str) -> bytes:
-    """The body of a request for a text's log-probabilities; `name` and `salt` as in `asked`."""
+def encode_scoring_request(token_ids: list[int], name: str, *, salt: str) -> bytes:
+    """The body of a request for a text's log-probabilities; `name` and `salt` as in `encode_request`."""
     params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False, "ignore_eos": True}
     return msgspec.json.encode(
         {"request_id": name, "token_ids": token_ids, "sampling_params": params, "cache_salt": salt}
@@ -123,72 +130,74 @@ def scored(token_ids: list[int], name: str, *, salt: str) -> bytes:
 
 
 def read_scores(body: bytes, token_ids: list[int], *, engine: str) -> tuple[int | None, list[float]]:
-    """Read the answer to `scored`: (the number of the adoption that computed it, the log-probability of each token but
-    the first). The number is None where vLLM sends no label. Raises `Broken`."""
+    """Parse the response to `encode_scoring_request`: (number of the adoption that computed it, log-probability of each
+    token but the first). The number is None when there is no label. Raises `BrokenAnswer`."""
     answer = _decoded(body, _Answer, engine)
     rows = answer.prompt_logprobs or []
     found = [row.get(str(token)) if row else None for row, token in zip(rows[1:], token_ids[1:], strict=False)]
     logprobs = [one.logprob for one in found if one is not None]
     if len(rows) != len(token_ids) or len(logprobs) != len(token_ids) - 1:
-        raise broken(MAKE, engine, f"{len(logprobs)} log-probabilities of {len(token_ids)} tokens")
+        raise broken_answer(SERVER, engine, f"{len(logprobs)} log-probabilities of {len(token_ids)} tokens")
     spans = _spans(answer.choices[0], engine) if answer.choices else ()
     return (spans[-1][0] if spans else None), logprobs
 
 
-def read_event(line: bytes, *, engine: str) -> Part | None:
-    """Read one line of a streamed answer: a part with some tokens, or None for a line without any. Raises `Broken`, and
-    `EngineError` where vLLM ended the request with an error."""
+def read_event(line: bytes, *, engine: str) -> AnswerPart | None:
+    """Parse one line of a streamed response: a part with some tokens, or None for a line without tokens. Raises
+    `BrokenAnswer`, and `EngineError` when the server ended the request with an error."""
     if not line.startswith(b"data: ") or is_end(line):
         return None
     body = line[len(b"data: ") :]
     if body.lstrip().startswith(b'{"error"'):
-        raise refused(500, body, engine=engine)
+        raise read_error(500, body, engine=engine)
     return _part(_decoded(body, _Answer, engine), engine)
 
 
 def is_end(line: bytes) -> bool:
-    """Whether this is the last line of a streamed answer."""
+    """Whether this is the last line of a streamed response."""
     return line.strip() == b"data: [DONE]"
 
 
-def refused(status: int, body: bytes, *, engine: str) -> EngineError:
-    """The exception of an answer whose status is not 200. Never raises itself, whatever the bytes are.
+def read_error(status: int, body: bytes, *, engine: str) -> EngineError:
+    """Convert a response whose status is not 200 to an exception. Never raises, whatever the bytes are.
 
-    >>> print(refused(400, b'{"error": {"message": "too long"}}', engine="engine-1"))
+    >>> print(read_error(400, b'{"error": {"message": "too long"}}', engine="engine-1"))
     vLLM of engine-1 answered 400: too long
-      hint: its log says why
+      hint: see its log
     """
     try:
-        said = msgspec.json.decode(body, type=_Refusal).error.message
+        message = msgspec.json.decode(body, type=_ErrorBody).error.message
     except ValueError:
-        said = repr(body[:200])
-    return EngineError(f"vLLM of {engine} answered {status}", said[:500], hint="its log says why")
+        message = repr(body[:200])
+    return EngineError(f"vLLM of {engine} answered {status}", message[:500], hint="see its log")
 
 
-def given_routes(data: str | None, model: ModelConfig, *, count: int) -> Routes:
-    """Decode routes that vLLM sent in an answer: base64 of an .npy file, [positions, layers, top_k]. Raises
-    `ValueError`."""
+def decode_routes(data: str | None, model: ModelConfig, *, count: int) -> Routes:
+    """Decode the routes in a response: base64 of an .npy file, [positions, layers, top_k]. `count`: number of
+    positions. Raises `ValueError`."""
     if data is None:
-        return kept_routes(None, model, start=0, stop=count)
-    told = np.load(io.BytesIO(base64.b64decode(data)), allow_pickle=False)
-    if told.shape != (count, model.num_layers, model.top_k):
-        raise ValueError(f"routes of shape {list(told.shape)} for {count} positions")
-    return as_routes(told[:, list(model.moe_layers)], model)
+        return decode_kept_routes(None, model, start=0, stop=count)
+    values = np.load(io.BytesIO(base64.b64decode(data)), allow_pickle=False)
+    if values.shape != (count, model.num_layers, model.top_k):
+        raise ValueError(f"routes of shape {list(values.shape)} for {count} positions")
+    return convert_routes(values[:, list(model.moe_layers)], model)
 
 
-def _part(answer: _Answer, engine: str) -> Part:
+def _part(answer: _Answer, engine: str) -> AnswerPart:
     if len(answer.choices) != 1:
         if not answer.choices:
-            return Part([], [], num_cached=_cached(answer))
-        raise broken(MAKE, engine, f"{len(answer.choices)} choices")
+            return AnswerPart([], [], num_cached=_cached(answer))
+        raise broken_answer(SERVER, engine, f"{len(answer.choices)} choices")
     choice = answer.choices[0]
-    ids, told = choice.token_ids or [], (choice.logprobs.content if choice.logprobs else None) or []
-    if [one.token_id for one in told] != ids:
-        raise broken(MAKE, engine, f"log-probabilities of {len(told)} tokens, {len(ids)} tokens")
+    ids, sampled = choice.token_ids or [], (choice.logprobs.content if choice.logprobs else None) or []
+    if [one.token_id for one in sampled] != ids:
+        raise broken_answer(SERVER, engine, f"log-probabilities of {len(sampled)} tokens, {len(ids)} tokens")
     if choice.finish_reason == "abort":
-        raise EngineError(f"vLLM of {engine} dropped a request", hint="ask again; its log says why")
+        raise EngineError(f"vLLM of {engine} aborted a request", hint="send it again; see its log")
     spans = _spans(choice, engine) if choice.finish_reason else ()
-    return Part(ids, [one.logprob for one in told], choice.finish_reason, spans, _cached(answer), choice.routed_experts)
+    return AnswerPart(
+        ids, [one.logprob for one in sampled], choice.finish_reason, spans, _cached(answer), choice.routed_experts
+    )
 
 
 def _cached(answer: _Answer) -> int:
@@ -200,8 +209,8 @@ def _decoded(body: bytes, kind: type[T], engine: str) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except ValueError as error:
-        raise broken(MAKE, engine, f"{error}; {body[:200]!r}") from None
+        raise broken_answer(SERVER, engine, f"{error}; {body[:200]!r}") from None
 
 
 def _spans(choice: _Choice, engine: str) -> tuple[tuple[int, int], ...]:
-    return labelled(choice.weight_versions or [], MAKE, engine)
+    return read_spans(choice.weight_versions or [], SERVER, engine)

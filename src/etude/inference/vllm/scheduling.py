@@ -1,9 +1,9 @@
-"""vLLM's scheduler, strict about who goes first: what is urgent gets a seat and room at once, that of the rollouts.
+"""vLLM's scheduler with strict priorities: production requests preempt rollouts.
 
-vLLM (0.32) orders its queue by priority, but takes nothing from what runs for what waits: with every seat taken by long
-rollouts a request of production waits for one of them to end. Here the youngest of them goes back to the queue before
-a step is planned, by vLLM's own preemption: it keeps its tokens and its stream of random numbers, and later computes
-again what the prefix cache no longer holds. Loaded by vLLM's core alone (`--scheduler-cls`).
+vLLM (0.32) orders its queue by priority, but does not preempt running requests for waiting ones: when long rollouts
+have every sequence slot, a production request waits until one of them ends. Here, before a step is planned, the
+youngest rollouts return to the queue by vLLM's own preemption. They keep their tokens and their random state, and later
+compute again what the prefix cache no longer has. Only vLLM's core loads this module (`--scheduler-cls`).
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from vllm.v1.core.sched.interface import PauseState  # type: ignore[import-not-f
 from vllm.v1.core.sched.scheduler import Scheduler  # type: ignore[import-not-found]
 
 URGENT = 0
-"""The priority of production; the adapter gives rollouts a later one."""
+"""The priority of production; rollouts have a higher number."""
 
 
 class _Strict:
-    """Before a `Scheduler` in the order of resolution."""
+    """A mix-in before a `Scheduler` in the method resolution order."""
 
     waiting: Any
     running: Any
     kv_cache_manager: Any
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """Plan a step."""
+        """Preempt rollouts if needed, then plan a step."""
         if self._pause_state == PauseState.UNPAUSED:  # type: ignore[attr-defined]
             self._make_way()
         return super().schedule(*args, **kwargs)  # type: ignore[misc]
 
     def _make_way(self) -> None:
-        """Have rollouts give way until all that is urgent can begin, or none of them is left."""
+        """Preempt rollouts until all waiting production requests fit, or no rollout is left."""
         urgent = list(itertools.takewhile(lambda one: one.priority <= URGENT, self.waiting)) if self.waiting else []
         while urgent and not self._fit(urgent):
             victim = max(self.running, key=lambda one: (one.priority, one.arrival_time), default=None)
@@ -44,7 +44,7 @@ class _Strict:
             self._preempt_request(victim, time.monotonic())  # type: ignore[attr-defined]
 
     def _fit(self, urgent: list[Any]) -> bool:
-        """Whether there are seats and blocks for them, shared prefixes not counted."""
+        """Whether there are sequence slots and blocks for these requests, without counting shared prefixes."""
         seats = self.max_num_active_reqs - len(self.running)  # type: ignore[attr-defined]
         blocks = sum(one.num_tokens // self.block_size + 1 for one in urgent)  # type: ignore[attr-defined]
         free: int = self.kv_cache_manager.block_pool.get_num_free_blocks()
@@ -52,8 +52,8 @@ class _Strict:
 
 
 class StrictScheduler(_Strict, Scheduler):  # type: ignore[misc]
-    """For the CPU build, which plans a step after the one before."""
+    """For the CPU build, which plans a step after the previous one has ended."""
 
 
 class StrictAsyncScheduler(_Strict, AsyncScheduler):  # type: ignore[misc]
-    """For builds that plan a step while another runs."""
+    """For builds that plan a step while the previous one runs."""

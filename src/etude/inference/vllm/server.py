@@ -1,9 +1,9 @@
-"""The program of a vLLM engine: ``python -m etude.inference.vllm.server --checkpoint DIR [--store PLACE] ...``.
+"""The process of a vLLM engine: ``python -m etude.inference.vllm.server --checkpoint DIR [--store PLACE] ...``.
 
-Starts vLLM in its own environment as a child, follows the weight chain with it, and serves `app` on a socket as
-`etude.inference.server` does for our own engine: the same protocol, the same ready file, the same ends. vLLM dies with
-it, however it ends. ETUDE_TOKEN in the environment is the bearer token that every POST must carry. With ``--register
-URL`` it joins the fleet of a run elsewhere, as `etude.inference.server` does, and needs no checkpoint.
+It starts vLLM in its own environment as a child process, keeps its weights at the newest version, and serves `app` on a
+socket with the same protocol, ready file and exit conditions as `etude.inference.server`. vLLM exits with it in any
+case. The environment variable ETUDE_TOKEN is the bearer token of every POST request. With ``--register URL`` it joins
+the fleet of a run on another host, as `etude.inference.server` does, and needs no checkpoint.
 """
 
 from __future__ import annotations
@@ -20,13 +20,20 @@ from typing import Any
 import msgspec
 
 from etude.errors import DeadlineExceeded, WeightsError
-from etude.inference.foreign.engine import ForeignEngine
-from etude.inference.foreign.environment import VLLM, environment
-from etude.inference.foreign.following import Following
-from etude.inference.foreign.serving import initial_version, offer, parser_of, prepare, read_model, run
-from etude.inference.membership import NO_VERSION
+from etude.inference.external.engine import ExternalEngine
+from etude.inference.external.environment import VLLM, environment
+from etude.inference.external.serving import (
+    initial_version,
+    make_parser,
+    prepare_checkpoint,
+    read_model_config,
+    run_process,
+    serve_engine,
+)
+from etude.inference.external.weight_sync import ExternalWeightSync
+from etude.inference.registry_messages import NO_VERSION
 from etude.inference.serving import config_of, listen, read_token, report_settings
-from etude.inference.vllm.process import VllmCalls, start
+from etude.inference.vllm.process import VllmClient, start
 from etude.records.completion import Version
 from etude.stores import open_store
 from etude.telemetry import Telemetry
@@ -36,17 +43,17 @@ EXTENSION = "etude.inference.vllm.worker.WorkerExtension"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until told to stop; the exit code."""
+    """Run the engine until it is stopped. Returns the exit code."""
     args = _parser().parse_args(argv)
-    return run(args, "vllm", partial(_serve, args))
+    return run_process(args, "vllm", partial(_serve, args))
 
 
 def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) -> None:
     token, listener = read_token(args.host), listen(args.host, args.port)
-    held, named = environment(args.environment), args.checkpoint is not None
+    held, has_checkpoint = environment(args.environment), args.checkpoint is not None
     device = held.require().device
-    more = prepare(args, token, folder)
-    config, model = config_of(args), read_model(args.checkpoint)
+    more = prepare_checkpoint(args, token, folder)
+    config, model = config_of(args), read_model_config(args.checkpoint)
     kv_tokens = args.kv_tokens or config.max_sequences * config.context_tokens
     vllm = start(
         held,
@@ -60,20 +67,20 @@ def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) 
         extension=args.extension,
         arguments=[*more, *args.argument],
     )
-    engine = ForeignEngine(
+    engine = ExternalEngine(
         vllm,
         name=args.name,
         model=model,
         config=config,
-        version=initial_version(args.checkpoint) if named else NO_VERSION,
+        version=initial_version(args.checkpoint) if has_checkpoint else NO_VERSION,
         kv_tokens=kv_tokens,
         parity=f"vllm-{VLLM.version}-{device}-{config.dtype}",
     )
     report_settings(telemetry, config, device=device)
-    following = None
+    weight_sync = None
     if args.store is not None:
         head = HeadTracker(open_store(args.store, cache=args.cache), "policy", public_key=args.public_key)
-        following = VllmFollowing(
+        weight_sync = VllmWeightSync(
             engine,
             head,
             args.store,
@@ -82,31 +89,30 @@ def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) 
             poll_s=args.poll_s,
             telemetry=telemetry,
         )
-    offer(args, listener, token, vllm, engine, following, telemetry)
+    serve_engine(args, listener, token, vllm, engine, weight_sync, telemetry)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_of("vLLM", "python -m etude.inference.vllm.server")
-    parser.add_argument("--extension", default=EXTENSION, help="the class that vLLM's workers are given")
+    parser = make_parser("vLLM", "python -m etude.inference.vllm.server")
+    parser.add_argument("--extension", default=EXTENSION, help="the class of vLLM's worker extension")
     return parser
 
 
-# -------------------------------------------------------------------------------------- following the chain of weights
-# Only the pointer is read here, some hundred bytes. vLLM's workers fetch, decode and prove beside the requests, and
-# write what is proven between two steps, in a pause.
-
-
 PREPARE_S, SWAP_S = 600.0, 120.0
-FIRST_LOOK_S, LAST_LOOK_S = 0.01, 0.25  # between two questions to the workers, each of which takes time of a step
+MIN_POLL_S, MAX_POLL_S = 0.01, 0.25  # interval of polling the workers, which delays their steps
 
 
-class VllmFollowing(Following):
-    """`place`: the store, as vLLM's workers open it, `head` is of the same; `public_key`: the workers believe only what
-    its owner signed; `cache`: a directory in which a region's engines share what they fetched."""
+class VllmWeightSync(ExternalWeightSync):
+    """Updates the weights of a vLLM server. Its workers fetch, decode and check a version while requests run, and write
+    it during a pause; this process only reads the pointer.
+
+    `head`: reads the pointer of the channel. `place`: the same store, as the workers open it. `public_key`: accept only
+    versions signed with it. `cache`: a directory in which engines of a region share downloads.
+    """
 
     def __init__(
         self,
-        engine: ForeignEngine,
+        engine: ExternalEngine,
         head: HeadTracker,
         place: str,
         *,
@@ -115,13 +121,13 @@ class VllmFollowing(Following):
         poll_s: float = 0.05,
         telemetry: Telemetry | None = None,
     ) -> None:
-        assert isinstance(engine.calls, VllmCalls), "its workers are called"
+        assert isinstance(engine.client, VllmClient), "its workers are called"
         super().__init__(engine, poll_s=poll_s, telemetry=telemetry)
-        self.head, self.place, self.cache, self._call = head, place, cache, engine.calls.call
+        self.head, self.place, self.cache, self._call = head, place, cache, engine.client.call
         self._public_key = public_key.hex() if public_key else ""
 
     async def start_at_head(self) -> None:
-        """As of every follower. Raises `EngineError` for a model that the workers have no map for."""
+        """See `ExternalWeightSync`. Raises `EngineError` for a model that the workers do not support."""
         await self._call("etude_follow", self.place, "policy", "", self._public_key, str(self.cache or ""))
         await super().start_at_head()
 
@@ -133,16 +139,16 @@ class VllmFollowing(Following):
         return True
 
     async def _prepared(self) -> None:
-        """Every worker has one and the same version fetched and proven."""
+        """Have all workers fetch and check the same version. Raises `WeightsError`, `DeadlineExceeded`."""
         call, version = self._call, None
         await call("etude_prepare")
-        end, rest_s = time.monotonic() + PREPARE_S, FIRST_LOOK_S
+        end, rest_s = time.monotonic() + PREPARE_S, MIN_POLL_S
         while time.monotonic() < end:
             states = await call("etude_state")
             trouble = next((one["trouble"] for one in states if one["trouble"]), "")
             if trouble:
                 raise WeightsError(
-                    f"{self.engine.name} cannot come to the head", trouble, hint="see etude weights fsck"
+                    f"{self.engine.name} cannot load the newest version", trouble, hint="see etude weights fsck"
                 )
             found = [one["prepared"] for one in states]
             if not any(one["preparing"] for one in states):
@@ -151,26 +157,28 @@ class VllmFollowing(Following):
             if all(found):
                 if all(one == found[0] for one in found):
                     return
-                version = max(found, key=lambda one: one["step"])  # the others come to the newest
+                version = max(found, key=lambda one: one["step"])  # the other workers prepare the newest too
                 await call("etude_prepare", version)
             await asyncio.sleep(rest_s)
-            rest_s = min(LAST_LOOK_S, 1.5 * rest_s)
+            rest_s = min(MAX_POLL_S, 1.5 * rest_s)
         raise DeadlineExceeded(
-            f"{self.engine.name} did not fetch the head within {PREPARE_S:g} s",
-            f"asked for {version or 'the newest'}",
+            f"{self.engine.name} did not fetch the newest version within {PREPARE_S:g} s",
+            f"requested: {version or 'the newest'}",
             hint="see the store, and the engine's log",
         )
 
     async def _swap(self) -> Version:
-        """The version that every worker has written."""
+        """Have all workers write the prepared version, and return it."""
         call = self._call
-        told: list[dict[str, Any]] = await call("etude_swap", deadline_s=SWAP_S)
-        trouble = next((one["trouble"] for one in told if one["trouble"]), "")
+        results: list[dict[str, Any]] = await call("etude_swap", deadline_s=SWAP_S)
+        trouble = next((one["trouble"] for one in results if one["trouble"]), "")
         if trouble:
             raise WeightsError(
-                f"{self.engine.name} could not write a version", trouble, hint="it is written whole next, requests wait"
+                f"{self.engine.name} could not write a version",
+                trouble,
+                hint="it is written completely next; requests wait",
             )
-        versions = [msgspec.convert(one["version"], Version) for one in told]
+        versions = [msgspec.convert(one["version"], Version) for one in results]
         if any(version != versions[0] for version in versions):
             facts = ", ".join(map(str, versions))
             raise WeightsError(f"the workers of {self.engine.name} hold different versions", facts, hint="restart it")

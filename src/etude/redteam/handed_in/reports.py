@@ -166,6 +166,7 @@ _ODD = "def f(n):\n    return 10 ** 5000 if n == 3 else float('nan')\n"
 
 
 def forgery() -> list[Cheat]:
+    """All cheats of this module."""
     row = Row.FORGERY
     return [
         *(cheat(name, row, what, calc(body)) for name, what, body in _PROGRAMS),

@@ -19,6 +19,7 @@ sys.modules["math"] = math
 
 
 def second_look() -> list[Cheat]:
+    """All cheats of this module."""
     return [*_once(), *_shadows(), *_words(), *_for_the_detector(), *_against_runners(), _page_cache()]
 
 

@@ -1,4 +1,4 @@
-"""Programs that run in machines, as text: they import the standard library of whatever Python is there (3.8 on)."""
+"""Source code of programs that run in machines. They need only the standard library of Python 3.8 or later."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from importlib import resources
 
 
 def program(name: str) -> str:
-    """The source of a guest program, for ``python -c``.
+    """The source code of a guest program, for ``python -c``.
 
-    >>> program("scan").startswith('\"\"\"In a machine')
+    >>> program("scan").startswith('\"\"\"A program for machines')
     True
     """
     return (resources.files(__package__) / f"{name}.py").read_text()

@@ -1,17 +1,17 @@
-"""A program for machines: runs the tests of one file, and reports each test's result as it ends and the files read.
+"""A program for machines: run the tests of one file, and report each result and the files that were read.
 
-It is used to find out which tests a repository has; grading has a runner of its own.
+Used by mining to find the tests of a repository. Grading uses another program.
 
 stdin: JSON {"nonce", "runner", "path", "roots"}; `roots` are folders below the working directory in which modules are
 found. stdout: lines of the nonce and one JSON value:
 
 - ["test", name, "passed" or "failed"]: a skipped test counts as failed;
-- ["error", the last line of the error that kept tests from being found];
+- ["error", last line of an error during test collection];
 - ["missing", module];
-- ["read", by which file, which file], for files of the working directory that are no modules, once each;
+- ["read", reading file, file], for files of the working directory that are not modules, once each;
 - null at the end.
 
-What the tests print is dropped.
+The output of the tests is discarded.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ import unittest
 from typing import Any
 
 sys.dont_write_bytecode = True
-Say = Any
+Report = Any
 
 
-def listen(say: Say) -> None:
-    """Report from now on which files of the working directory are read by code in it. A file that does not exist is not
-    reported."""
-    here, said = os.path.realpath(os.getcwd()) + os.sep, set()
-    reading = os.O_WRONLY | os.O_RDWR
+def report_reads(report: Report) -> None:
+    """Report from now on which existing files of the working directory are read by code in it."""
+    here, reported = os.path.realpath(os.getcwd()) + os.sep, set()
+    writing = os.O_WRONLY | os.O_RDWR
 
     def inside(path: str) -> str | None:
-        """A path relative to the working directory; None where it lies outside."""
+        """The path relative to the working directory; None if it is outside."""
         whole = os.path.realpath(path)
         return whole[len(here) :] if whole.startswith(here) else None
 
     def reader() -> str | None:
-        """The nearest caller whose file lies in the working directory."""
+        """The file of the innermost caller in the working directory."""
         frame: Any = sys._getframe(2)
         while frame is not None:
             name = frame.f_code.co_filename
@@ -47,18 +46,18 @@ def listen(say: Say) -> None:
             frame = frame.f_back
         return None
 
-    def heard(event: str, args: Any) -> None:
-        if event != "open" or not isinstance(args[0], (str, bytes)) or args[2] & reading:
+    def hook(event: str, args: Any) -> None:
+        if event != "open" or not isinstance(args[0], (str, bytes)) or args[2] & writing:
             return
         path = inside(os.fsdecode(args[0]))
         if path is None or path.endswith((".py", ".pyc")) or not os.path.isfile(path):
             return
         by = reader()
-        if by is not None and (by, path) not in said:
-            said.add((by, path))
-            say("read", by, path)
+        if by is not None and (by, path) not in reported:
+            reported.add((by, path))
+            report("read", by, path)
 
-    sys.addaudithook(heard)
+    sys.addaudithook(hook)
 
 
 def last_line(text: Any) -> str:
@@ -66,64 +65,66 @@ def last_line(text: Any) -> str:
     return lines[-1].strip().lstrip("E ")[:200] if lines else ""
 
 
-def with_unittest(path: str, say: Say) -> None:
+def with_unittest(path: str, report: Report) -> None:
     class Result(unittest.TestResult):
         def startTest(self, test: unittest.TestCase) -> None:
             super().startTest(test)
-            self.bad = False
+            self.failed = False
 
         def stopTest(self, test: unittest.TestCase) -> None:
             super().stopTest(test)
             if type(test).__module__.startswith("unittest"):
-                return  # it stands for a file that does not import
-            say("test", test.id(), "failed" if self.bad else "passed")
+                return  # a placeholder for a file that cannot be imported
+            report("test", test.id(), "failed" if self.failed else "passed")
 
-        def _worse(self) -> None:
-            self.bad = True
+        def _fail(self) -> None:
+            self.failed = True
 
         def addError(self, test: Any, err: Any) -> None:
-            self._worse()
+            self._fail()
             if type(test).__module__.startswith("unittest"):
-                say("error", last_line(err[1]))
+                report("error", last_line(err[1]))
 
         def addFailure(self, test: Any, err: Any) -> None:
-            self._worse()
+            self._fail()
 
         def addSkip(self, test: Any, reason: str) -> None:
-            self._worse()
+            self._fail()
 
         def addExpectedFailure(self, test: Any, err: Any) -> None:
-            self._worse()
+            self._fail()
 
         def addUnexpectedSuccess(self, test: Any) -> None:
-            self._worse()
+            self._fail()
 
         def addSubTest(self, test: Any, subtest: Any, err: Any) -> None:
             if err is not None:
-                self._worse()
+                self._fail()
 
     module = path[: -len(".py")].replace("/", ".")
     unittest.defaultTestLoader.loadTestsFromName(module).run(Result())
 
 
-def with_pytest(path: str, say: Say) -> None:
+def with_pytest(path: str, report: Report) -> None:
     import pytest
 
-    class Told:
+    send = report  # the hooks of pytest have an argument `report`
+
+    class Reporter:
         def __init__(self) -> None:
-            self.bad: set[str] = set()
+            self.failed: set[str] = set()
 
         def pytest_runtest_logreport(self, report: Any) -> None:
             if report.outcome != "passed" or hasattr(report, "wasxfail"):
-                self.bad.add(report.nodeid)
+                self.failed.add(report.nodeid)
             if report.when == "teardown":
-                say("test", report.nodeid, "failed" if report.nodeid in self.bad else "passed")
+                send("test", report.nodeid, "failed" if report.nodeid in self.failed else "passed")
 
         def pytest_collectreport(self, report: Any) -> None:
             if report.failed:
-                say("error", last_line(report.longrepr))
+                send("error", last_line(report.longrepr))
 
-    pytest.main([path, "-q", "-p", "no:cacheprovider", "-o", "addopts=", "--rootdir=."], plugins=[Told()])
+    pytest.main([path, "-q", "-p", "no:cacheprovider", "-o", "addopts=", "--rootdir=."], plugins=[Reporter()])
 
 
 def main() -> None:
@@ -135,17 +136,17 @@ def main() -> None:
     sys.path[:0] = [os.getcwd(), *(os.path.abspath(root) for root in request["roots"])]
     sys.argv = [request["path"]]
 
-    def say(*what: str) -> None:
+    def report(*what: str) -> None:
         out.write(f"{request['nonce']} {json.dumps(what or None)}\n")
         out.flush()
 
     run = with_pytest if request["runner"] == "pytest" else with_unittest
-    listen(say)
+    report_reads(report)
     try:
-        run(request["path"], say)
+        run(request["path"], report)
     except ModuleNotFoundError as error:
-        say("missing", str(error.name))
-    say()
+        report("missing", str(error.name))
+    report()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""In a machine: look for pieces of text, known by their hashes, in its libraries and in Git's objects.
+"""A program for machines: find pieces of text, given by their hashes, in installed libraries and in Git objects.
 
 stdin: {"nonce", "pieces": [piece, ...], "lines", "chars"}; stdout: one line, the nonce and {place: [piece, ...]}.
 """
@@ -20,8 +20,8 @@ PLACES = ["/usr/lib/python3", "/usr/local/lib", "/opt", "/home", "/root", "/srv"
 
 
 def pieces(text: str, lines: int, chars: int, lengths: Container[int] | None = None) -> Iterator[str]:
-    """Every run of `lines` lines that say something, spaces apart, and hold at least `chars` characters, as its length
-    and its hash; with `lengths` those alone that are so long, since a hash costs more than all the rest."""
+    """Yield "length hash" for every run of `lines` lines with at least `chars` characters; spaces and blank lines are
+    ignored. `lengths`: skip pieces of other lengths, because hashing is slow."""
     rows = [" ".join(row.split()) for row in text.splitlines()]
     rows = [row for row in rows if row]
     for at in range(len(rows) - lines + 1):
@@ -56,7 +56,7 @@ def files() -> Iterator[tuple[str, bytes]]:
 
 
 def objects() -> Iterator[tuple[str, bytes]]:
-    """Every blob that Git has in the working directory, reachable or not."""
+    """Yield every blob in the Git repository of the working directory, reachable or not."""
     if not os.path.exists(".git"):
         return
     listing = ["git", "cat-file", "--batch-all-objects", "--batch-check=%(objecttype) %(objectsize) %(objectname)"]

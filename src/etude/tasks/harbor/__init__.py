@@ -1,16 +1,16 @@
-"""`HarborSource`: tasks in Harbor's form, which Terminal-Bench 2 is written in (harborframework.com).
+"""`HarborSource`: tasks in the format of Harbor (harborframework.com), which Terminal-Bench 2 uses.
 
 ::
 
     hello-world/
-      task.toml                 timeouts, resources, artifacts, how it is verified
+      task.toml                 timeouts, resources, artifacts, verification
       instruction.md
       environment/Dockerfile    the machine
-      tests/test.sh             judges: a number in /logs/verifier/reward.txt, or "reward" in reward.json
+      tests/test.sh             grades: a number in /logs/verifier/reward.txt, or "reward" in reward.json
       solution/solve.sh         the reference solution, a command
 
-Verified in the agent's machine (Harbor's default), a task's state counts: it is judged in a fork of the frozen machine.
-In separate mode only declared artifacts leave it. A Dockerfile that does more than copy needs an image.
+By default Harbor verifies in the agent's machine: such a task is graded in a fork of the frozen machine. In separate
+mode only declared artifacts are exported. A Dockerfile that does more than copy files needs an image.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from etude.records.task import Answer, Split, Task, Trust, Verifier
 from etude.tasks.harbor.config import HarborConfig, read_config
 from etude.tasks.harbor.own_root import HIDDEN, OwnRoot, own_root
 from etude.tasks.splits import split_of
-from etude.tasks.trees import read_text, read_tree
+from etude.tasks.text_files import read_text, read_tree
 
 __all__ = ["HarborSource", "ImageOf"]
 
 ImageOf = Callable[[Path], Image | None]
-"""The image of a task, by its folder; None where it was not built."""
+"""Maps the folder of a task to its image; None if it was not built."""
 
 _CANARY = re.compile(r"^(<!--.*canary.*-->|#.*canary.*)$", re.IGNORECASE)
 _REWARD = f"{HIDDEN}/reward"
@@ -44,10 +44,10 @@ _FROM_JSON = (
 
 
 class HarborSource:
-    """A `TaskSource` over the task folders of a directory, in the order of their names; or over one task folder.
+    """A `TaskSource` over the task folders of a directory, in the order of their names, or over one task folder.
 
-    `image_of` gives the images of tasks that were built. Configs are read when the source is opened; what cannot be
-    done here is an error that names the file.
+    `image_of` returns the image of a task if it was built. The configs are read when the source is opened; an
+    unsupported setting raises a `TaskError` that names the file.
     """
 
     name = "harbor"
@@ -61,7 +61,7 @@ class HarborSource:
             self._tasks[split_of(instruction)].append((folder, read_config(folder)))
 
     def folders(self) -> list[Path]:
-        """The task folders. Raises `NoSource` where there is none."""
+        """The task folders. Raises `NoSource` if there are none."""
         if (self.path / "task.toml").is_file():
             return [self.path]
         try:
@@ -70,18 +70,18 @@ class HarborSource:
             raise NoSource(f"cannot list {self.path}", str(error), hint="give a folder of Harbor tasks") from None
         if not found:
             hint = "a task is a folder with task.toml, instruction.md, environment/ and tests/"
-            raise NoSource(f"{self.path} holds no Harbor task", hint=hint)
+            raise NoSource(f"{self.path} has no Harbor task", hint=hint)
         return found
 
     def folder(self, split: Split, index: int) -> Path:
-        """The folder that a task is read from."""
+        """The folder of a task."""
         return self._at(split, index)[0]
 
     def size(self, split: Split) -> int | None:
         return len(self._tasks[split])
 
     def config(self, task: Task) -> HarborConfig:
-        """What its task.toml says: timeouts, wishes for resources and network."""
+        """The config of a task: timeouts, requested resources and network."""
         return self._at(task.split, task.index)[1]
 
     def task(self, split: Split, index: int) -> Task:
@@ -127,7 +127,7 @@ class HarborSource:
         row = self._tasks[split]
         if not 0 <= index < len(row):
             raise TaskError(
-                f"no task {index} in {split}", f"{self.path} has {len(row)} of that split", hint="start at 0"
+                f"no task {index} in {split}", f"{self.path} has {len(row)} in that split", hint="indices start at 0"
             )
         return row[index]
 
@@ -135,16 +135,16 @@ class HarborSource:
         image = self._image_of(folder)
         if image is None:
             return None
-        user = config.agent_user or image.user or "root"  # a container's user, where nobody is named
+        user = config.agent_user or image.user or "root"  # the default of containers
         env = image.env | config.environment
         return msgspec.structs.replace(image, workdir=config.workdir or image.workdir, env=env, user=user)
 
     def _own_root(self, folder: Path, config: HarborConfig) -> OwnRoot:
         hint = "build its image: `etude tasks check ... --images STORE`"
         if config.environment:
-            raise TaskError(f"{folder} sets [environment.env]", "only an image has an environment", hint=hint)
+            raise TaskError(f"{folder} sets [environment.env]", "this needs an image", hint=hint)
         if config.agent_user or config.verifier_user:
-            raise TaskError(f"{folder} names a user", "only an image has users", hint=hint)
+            raise TaskError(f"{folder} sets a user", "this needs an image", hint=hint)
         return own_root(folder)
 
 
@@ -153,24 +153,24 @@ def _workdir(root: OwnRoot | None) -> str:
 
 
 def _instruction(folder: Path) -> str:
-    """The instruction without the lines that mark a benchmark's data, which no agent is shown."""
+    """The instruction, without the canary lines that mark benchmark data."""
     lines = read_text(folder / "instruction.md").split("\n")
     while lines and (_CANARY.match(lines[0].strip()) or not lines[0].strip()):
         lines.pop(0)
     if not lines:
-        raise TaskError(f"{folder / 'instruction.md'} says nothing", hint="write what is to be done")
+        raise TaskError(f"{folder / 'instruction.md'} is empty", hint="write what the agent should do")
     return "\n".join(lines).rstrip()
 
 
 def _solution(folder: Path) -> Mapping[str, str]:
     files = read_tree(folder / "solution", folder)
     if "solve.sh" not in files:
-        raise TaskError(f"{folder} has no solution/solve.sh", hint="a task proves itself by its solution")
+        raise TaskError(f"{folder} has no solution/solve.sh", hint="it is needed to validate the task")
     return files
 
 
 def _exports(folder: Path, config: HarborConfig, workdir: str) -> tuple[str, ...]:
-    """Declared artifacts, relative to the working directory. The state's tasks export that alone."""
+    """Declared artifacts, relative to the working directory; () for a task that is graded in the machine."""
     if not config.separate:
         return ()
     exports = []
@@ -178,19 +178,24 @@ def _exports(folder: Path, config: HarborConfig, workdir: str) -> tuple[str, ...
         path = PurePosixPath(workdir) / source
         if not path.is_relative_to(workdir):
             facts = f"the working directory is {workdir}"
-            raise TaskError(f"{folder}: artifact {source} lies outside it", facts, hint="declare paths below it")
+            raise TaskError(
+                f"{folder}: artifact {source} is outside the working directory", facts, hint="declare paths below it"
+            )
         inside = path.relative_to(workdir).as_posix()
         declared = "./" if inside == "." else inside + ("/" if source.endswith("/") else "")
         if not is_declarable(declared):
-            raise TaskError(f"{folder}: artifact {source!r}", "is no plain path", hint="declare a plain path")
+            raise TaskError(f"{folder}: artifact {source!r}", "is not a plain path", hint="declare a plain path")
         exports.append(declared)
     if not exports:
-        raise TaskError(f"{folder}: a separate verifier without artifacts", "it would see nothing", hint="declare them")
+        raise TaskError(
+            f"{folder}: a separate verifier without artifacts", "there is nothing to verify", hint="declare artifacts"
+        )
     return tuple(exports)
 
 
 def _verify(config: HarborConfig, *, at_root: bool) -> str:
-    """The shell's part of judging: tests where they belong, no reward from before, the number where we read it."""
+    """A shell script that grades: it moves the tests in place, deletes old rewards, runs the tests, and writes the
+    reward to a fixed path."""
     logs = "/logs/verifier" if at_root else f"$PWD/{HIDDEN}/logs/verifier"
     tests = "/tests" if at_root else f"$PWD/{HIDDEN}/tests"
     lines = [
@@ -206,7 +211,7 @@ def _verify(config: HarborConfig, *, at_root: bool) -> str:
 
 
 def _solve(config: HarborConfig, *, at_root: bool) -> str:
-    """The shell's part of the reference solution; nothing of it is left behind."""
+    """A shell script that runs the reference solution and then deletes its files."""
     script = "/solution/solve.sh" if at_root else f'"$PWD/{HIDDEN}/solution/solve.sh"'
     lines = [
         *([f'cp -r "$PWD/{HIDDEN}/solution" /solution || exit 91'] if at_root else []),
@@ -220,5 +225,5 @@ def _solve(config: HarborConfig, *, at_root: bool) -> str:
 
 
 def _run(script: str) -> str:
-    """A script by its own first line where it has one, else by the shell."""
+    """A shell command that runs a script with its own interpreter line, or with sh if it has none."""
     return f"if head -c 2 {script} | grep -q '#!'; then chmod +x {script}; {script}; else sh {script}; fi"

@@ -1,7 +1,7 @@
-"""``task.toml`` of a Harbor task, read: what it says, and what of it cannot be done here.
+"""Read the ``task.toml`` of a Harbor task.
 
-Follows the schema of harbor 0.25 (versions 1.0 to 1.4). What would change a task's meaning and cannot be had is an
-error with what to do; wishes (resources, time, network) are kept and shown; what only describes is left alone.
+Follows the schema of harbor 0.25 (versions 1.0 to 1.4). An unsupported setting that changes the meaning of a task is an
+error with a hint. Requests for resources and network are stored but not enforced. Descriptive fields are ignored.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import TaskError, nearest
-from etude.tasks.trees import read_text
+from etude.tasks.text_files import read_text
 
 VERSIONS = ("1.0", "1.1", "1.2", "1.3", "1.4")
 _TOP = {
@@ -30,18 +30,18 @@ _ENVIRONMENT = {
     "mcp_servers", "env", "skills_dir", "healthcheck", "workdir", "allow_internet", "network_mode", "allowed_hosts",
     "memory", "storage",
 }  # fmt: skip
-_WISHES = ("cpus", "memory_mb", "storage_mb", "memory", "storage", "network_mode", "allow_internet", "allowed_hosts")
+_REQUESTS = ("cpus", "memory_mb", "storage_mb", "memory", "storage", "network_mode", "allow_internet", "allowed_hosts")
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}")
 
 
 @dataclass(frozen=True)
 class HarborConfig:
-    """The fields of a Harbor ``task.toml`` that etude uses."""
+    """The fields of a Harbor ``task.toml`` that are used."""
 
     name: str
     docker_image: str
     workdir: str
-    separate: bool  # the verifier works on declared artifacts in a fresh machine, not in the agent's
+    separate: bool  # the verifier runs on declared artifacts in a new machine
     artifacts: tuple[str, ...]  # absolute paths, or relative to the working directory
     environment: dict[str, str]
     verifier_env: dict[str, str]
@@ -50,16 +50,16 @@ class HarborConfig:
     agent_timeout_s: float | None
     agent_user: str
     verifier_user: str
-    wishes: dict[str, Any]  # resources and network, as the task asks for them
+    requests: dict[str, Any]  # for resources and network, as written in the file
 
 
 def read_config(folder: Path) -> HarborConfig:
-    """The config of the task in a folder. Raises `TaskError`, which names the file."""
+    """Read the config of the task in a folder. Raises `TaskError` that names the file."""
     path = folder / "task.toml"
     try:
         plain = tomllib.loads(read_text(path))
-    except (ValueError, RecursionError) as error:  # a number of too many digits is a plain ValueError
-        raise TaskError(f"{path} cannot be read", str(error), hint="it is TOML, as harbor writes it") from None
+    except (ValueError, RecursionError) as error:  # a number with too many digits is a plain ValueError
+        raise TaskError(f"{path} cannot be read", str(error), hint="write TOML in the format of harbor") from None
     return _Reader(path).config(plain, folder.name)
 
 
@@ -71,17 +71,17 @@ class _Reader:
         self._known(plain, _TOP, "")
         version = str(plain.get("schema_version", plain.get("version", VERSIONS[-1])))
         if version not in VERSIONS:
-            raise self._error(f"schema_version = {version!r}", f"known are {', '.join(VERSIONS)}")
+            raise self._error(f"schema_version = {version!r}", f"supported: {', '.join(VERSIONS)}")
         if plain.get("steps"):
-            raise self._error("[[steps]]", "tasks of several steps are not supported: make a task of each step")
+            raise self._error("[[steps]]", "tasks with several steps are not supported: write one task per step")
         verifier = self._section(plain, "verifier", _VERIFIER)
         agent = self._section(plain, "agent", _AGENT)
         environment = self._section(plain, "environment", _ENVIRONMENT)
         solution = self._section(plain, "solution", {"env"})
         self._refuse(environment, verifier)
-        about = plain.get("task")
+        task = plain.get("task")
         return HarborConfig(
-            name=str(about.get("name", name)) if isinstance(about, dict) else name,
+            name=str(task.get("name", name)) if isinstance(task, dict) else name,
             docker_image=str(environment.get("docker_image") or ""),
             workdir=str(environment.get("workdir") or ""),
             separate=verifier.get("environment_mode") == "separate",
@@ -93,26 +93,30 @@ class _Reader:
             agent_timeout_s=None if "timeout_sec" not in agent else self._seconds(agent["timeout_sec"], "agent"),
             agent_user=str(agent.get("user") or ""),
             verifier_user=str(verifier.get("user") or ""),
-            wishes={key: environment[key] for key in _WISHES if environment.get(key) is not None},
+            requests={key: environment[key] for key in _REQUESTS if environment.get(key) is not None},
         )
 
     def _refuse(self, environment: Mapping[str, Any], verifier: Mapping[str, Any]) -> None:
-        """Errors for what would make it another task if it were left out."""
+        """Raise `TaskError` for unsupported settings that cannot be ignored without changing the task."""
         refused = (
             (str(environment.get("os", "linux")).lower() != "linux", "environment.os", "machines run Linux"),
             (bool(environment.get("gpus")), "environment.gpus", "machines have no GPU"),
             (environment.get("tpu") is not None, "environment.tpu", "machines have no TPU"),
-            (bool(environment.get("mcp_servers")), "environment.mcp_servers", "machines serve no MCP tools"),
-            (environment.get("healthcheck") is not None, "environment.healthcheck", "nothing is started in a machine"),
+            (bool(environment.get("mcp_servers")), "environment.mcp_servers", "MCP tools are not supported"),
+            (
+                environment.get("healthcheck") is not None,
+                "environment.healthcheck",
+                "services in a machine are not supported",
+            ),
             (
                 verifier.get("environment") is not None,
                 "verifier.environment",
                 "the verifier runs in the task's own image",
             ),
-            (bool(verifier.get("collect")), "verifier.collect", "let the verifier look at the machine's state itself"),
+            (bool(verifier.get("collect")), "verifier.collect", "let the verifier read the state of the machine"),
         )
-        for there, key, hint in refused:
-            if there:
+        for is_set, key, hint in refused:
+            if is_set:
                 raise self._error(f"{key} is set", hint)
 
     def _known(self, plain: Mapping[str, Any], known: Iterable[str], section: str) -> None:
@@ -125,38 +129,38 @@ class _Reader:
     def _section(self, plain: Mapping[str, Any], name: str, known: Iterable[str]) -> dict[str, Any]:
         section = plain.get(name, {})
         if not isinstance(section, dict):
-            raise self._error(f"{name} is no section", f"write [{name}]")
+            raise self._error(f"{name} is not a section", f"write [{name}]")
         self._known(section, known, name)
         return section
 
     def _artifacts(self, entries: Any) -> tuple[str, ...]:
         if not isinstance(entries, list):
-            raise self._error("artifacts is no list", 'write artifacts = ["out/report.json"]')
+            raise self._error("artifacts is not a list", 'write artifacts = ["out/report.json"]')
         paths = []
         for entry in entries:
             source = entry.get("source") if isinstance(entry, dict) else entry
             if not isinstance(source, str) or ".." in source.split("/") or not source.strip("/"):
                 raise self._error(f"artifact {entry!r:.80}", "give a path without '..'")
             if isinstance(entry, dict) and (entry.get("service") not in (None, "main") or entry.get("exclude")):
-                raise self._error(f"artifact {source!r} of a service, or with exclude", "a machine is one service")
+                raise self._error(f"artifact {source!r} of a service, or with exclude", "only one service is supported")
             paths.append(source)
         return tuple(paths)
 
     def _env(self, env: Any, section: str) -> dict[str, str]:
         if not isinstance(env, dict) or not all(isinstance(value, str) for value in env.values()):
-            raise self._error(f"[{section}.env] is no table of texts", 'write NAME = "value"')
+            raise self._error(f"[{section}.env] is not a table of strings", 'write NAME = "value"')
 
         def value(match: re.Match[str]) -> str:
             if match[2] is None:
-                what = f"[{section}.env] wants ${{{match[1]}}} of the host"
-                raise self._error(what, f"nothing of the host enters a machine: give a default, ${{{match[1]}:-...}}")
+                what = f"[{section}.env] uses the variable ${{{match[1]}}} of the host"
+                raise self._error(what, f"machines get no variables of the host: give a default, ${{{match[1]}:-...}}")
             return match[2]
 
         return {key: _VARIABLE.sub(value, text) for key, text in env.items()}
 
     def _seconds(self, value: Any, section: str) -> float:
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 86_400:
-            raise self._error(f"{section}.timeout_sec = {value!r}", "from above 0 to 86400 seconds")
+            raise self._error(f"{section}.timeout_sec = {value!r}", "give more than 0 and at most 86400 seconds")
         return float(value)
 
     def _error(self, facts: str, hint: str) -> TaskError:

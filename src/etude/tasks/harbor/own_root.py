@@ -1,8 +1,8 @@
-"""A Harbor task without an image: a Dockerfile that only copies files maps to files on the runtime's own root.
+"""Harbor tasks without an image: if a Dockerfile only copies files, the task uses the root filesystem of the runtime.
 
-Machines that share the runtime's root have one writable folder. What a container has at fixed places (its working
-directory, ``/tests``, ``/solution``, ``/logs``) lies below that folder, and those places are rewritten wherever they
-stand as a path in the task's texts. `etude tasks check` proves what comes out, as it does for any task.
+Such machines have one writable folder. The fixed paths of a container (its working directory, ``/tests``,
+``/solution``, ``/logs``) are placed below that folder, and these paths are rewritten in all texts of the task. `etude
+tasks check` validates the result like any task.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude.errors import TaskError
-from etude.tasks.trees import read_text, refuse_link
+from etude.tasks.text_files import read_text, refuse_link
 
 HIDDEN = ".harbor"
 WORK = "/workspace"
@@ -24,13 +24,14 @@ _COPYING = ("FROM", "WORKDIR", "COPY", "ENV", "CMD", "LABEL", "EXPOSE")
 
 @dataclass(frozen=True)
 class OwnRoot:
-    """The files that a Dockerfile puts into its working directory, and the rewriting of its paths to ours."""
+    """The files that a Dockerfile copies into its working directory. Rewrites paths of the container to paths in a
+    machine."""
 
     files: dict[str, str]
     workdir: str
 
     def moved(self, text: str) -> str:
-        """A text with the container's places as they are in a machine.
+        """Rewrite the paths of the container in a text to paths in a machine.
 
         >>> OwnRoot({}, "/app").moved("cat /app/a.txt > /logs/verifier/reward.txt # /application")
         'cat /workspace/a.txt > /workspace/.harbor/logs/verifier/reward.txt # /application'
@@ -46,12 +47,12 @@ class OwnRoot:
 
 
 def own_root(folder: Path) -> OwnRoot:
-    """Read the files that a task's Dockerfile copies. Raises `TaskError` for a Dockerfile that does more: its task
+    """Read the files that the Dockerfile of a task copies. Raises `TaskError` for a Dockerfile that does more and so
     needs an image."""
     refuse_link(folder / "environment")
     path = folder / "environment" / "Dockerfile"
     if not path.is_file():
-        raise TaskError(f"{folder} has no environment/Dockerfile", hint="give its image: see --images")
+        raise TaskError(f"{folder} has no environment/Dockerfile", hint="give an image: see --images")
     lines = re.sub(r"\\\n", " ", read_text(path)).split("\n")
     workdir, files = "/", dict[str, str]()
     for number, line in enumerate(lines, start=1):
@@ -60,13 +61,13 @@ def own_root(folder: Path) -> OwnRoot:
             continue
         if name.upper() not in _COPYING or "--from" in rest or "<<" in rest:
             hint = "build its image: `etude tasks check ... --images STORE`"
-            raise TaskError(f"{path}, line {number}: {name} needs an image of its own", line.strip()[:80], hint=hint)
+            raise TaskError(f"{path}, line {number}: {name} needs an image", line.strip()[:80], hint=hint)
         if name.upper() == "WORKDIR":
             workdir = posixpath.normpath(posixpath.join(workdir, rest.strip()))
         elif name.upper() == "COPY":
             _copy(folder / "environment", rest, workdir, files, f"{path}, line {number}")
     if workdir == "/":
-        raise TaskError(f"{path} sets no WORKDIR", "its files would be all over the root", hint="build its image")
+        raise TaskError(f"{path} sets no WORKDIR", "its files would be in the root folder", hint="build its image")
     inside = {place: text for place, text in files.items() if place.startswith(f"{workdir}/")}
     if outside := sorted(set(files) - set(inside)):
         raise TaskError(f"{path} copies to {outside[0]}", f"outside {workdir}", hint="build its image")
@@ -85,7 +86,7 @@ def _copy(context: Path, rest: str, workdir: str, files: dict[str, str], place: 
     for source in sources:
         path = (context / source.lstrip("/")).resolve()
         if not path.is_relative_to(context.resolve()):
-            raise TaskError(place, f"{source} is outside environment/", hint="copy what lies beside the Dockerfile")
+            raise TaskError(place, f"{source} is outside environment/", hint="copy only files below environment/")
         into = posixpath.normpath(posixpath.join(workdir, target))
         if path.is_dir():
             for one in sorted(path.rglob("*")):
@@ -95,4 +96,4 @@ def _copy(context: Path, rest: str, workdir: str, files: dict[str, str], place: 
             is_folder = target.endswith("/") or target in (".", "./") or len(sources) > 1
             files[f"{into}/{path.name}" if is_folder else into] = read_text(path)
         else:
-            raise TaskError(place, f"there is no {source} in environment/", hint="correct the COPY line")
+            raise TaskError(place, f"{source} does not exist in environment/", hint="correct the COPY line")

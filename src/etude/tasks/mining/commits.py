@@ -1,10 +1,11 @@
-"""Tasks from history: a commit whose tests fail on its parent and pass with it (as SWE-bench, Jimenez et al. 2024). A
-merge is one change: from its first parent to its tree.
+"""Make tasks from history: commits whose tests fail on the parent and pass with the commit (as in SWE-bench, Jimenez et
+al. 2024). A merge counts as one change from its first parent.
 
-The agent finds the parent's tree as plain files, without history. Hidden are the commit's own test files, what they
-read, what configures them, and the exact names: all that fail before and pass after, and tests of the same files that
-pass both times. The solution is the commit's code alone. It is run a second time with the commit's other files spoilt:
-what needs those would be decided by files that an agent may write as it likes; what passes in one run of two is noise.
+The agent gets the files of the parent, without history. Hidden are the test files of the commit, the data that they
+read, their configuration, and the test names: all tests that fail before and pass after, and tests of the same files
+that pass both times. The solution is the code of the commit only. The tests run a second time with the other files of
+the commit replaced by a placeholder: a test must not depend on files that an agent can write as it likes, and a test
+that passes only once is flaky.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from etude.seams import Runtime
 from etude.tasks.mining.git import Commit, Repository
 from etude.tasks.mining.messages import MIN_WORDS, instruction_from, of_merge
 from etude.tasks.mining.testing import (
-    Ran,
+    TestResults,
     data_of_tests,
     helpers_of_tests,
     holds_tests,
@@ -33,19 +34,19 @@ from etude.tasks.mining.testing import (
     source_roots,
 )
 from etude.tasks.splits import split_of
-from etude.tasks.trees import MAX_FILES
+from etude.tasks.text_files import MAX_FILES
 
 MAX_SOURCE_FILES = 20
-MAX_TREE_BYTES = 12 << 20  # exports are bounded, and every file outside tests is one
-SPOILT = "what was here is gone\n"
-"""In the place of a commit's files that are neither code nor its tests'."""
+MAX_TREE_BYTES = 12 << 20  # exports are limited, and every file outside tests is exported
+PLACEHOLDER = "this file was replaced\n"
+"""Content of files of a commit that are neither code nor belong to its tests."""
 MAX_FAILING, MAX_PASSING = 100, 20
 TEST_DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A task with its answer, before proof. `base` is what several tasks of a repository share of their files."""
+class Candidate:
+    """A task with its answer, before validation."""
 
     task: Task
     answer: Answer
@@ -55,17 +56,17 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Trees:
-    """A commit's texts and its parent's; what changed between them."""
+    """The text files of a commit and of its parent, and the paths that changed."""
 
     before: dict[str, str]
     after: dict[str, str]
-    tests: tuple[str, ...]  # changed or new: test files, and what configures them
-    code: tuple[str, ...]  # changed or new Python outside tests
-    rest: tuple[str, ...]  # other texts that are changed or new
+    tests: tuple[str, ...]  # changed or new test files and their configuration
+    code: tuple[str, ...]  # changed or new Python files outside tests
+    rest: tuple[str, ...]  # other changed or new text files
 
 
 def trees_of(repository: Repository, commit: Commit) -> Trees | str:
-    """What a commit changed, or why it can be no task: decided before any text is read."""
+    """The changes of a commit, or the reason why it cannot be a task."""
     if not commit.parents:
         return "is the first commit"
     old, new = repository.tree(commit.parents[0]), repository.tree(commit.id)
@@ -85,7 +86,7 @@ def trees_of(repository: Repository, commit: Commit) -> Trees | str:
         return f"has more than {MAX_TREE_BYTES >> 20} MiB of text"
     lost = [path for path in (*tests, *code) if path.endswith(".py") and path not in after]
     if lost:
-        return f"changes {lost[0]}, which is no text"
+        return f"changes {lost[0]}, which is not a text file"
     kept = [path for path in changed if path in after]
     rest = tuple(path for path in kept if path not in tests and path not in code)
     return Trees(before, after, tuple(path for path in kept if path in tests), code, rest)
@@ -99,45 +100,45 @@ async def task_of_commit(
     source: str,
     image: Image | None = None,
     deadline_s: float = TEST_DEADLINE_S,
-) -> Found | str:
-    """The task of a commit, or why there is none. `deadline_s` bounds each of the three runs of the commit's tests."""
+) -> Candidate | str:
+    """The task of a commit, or the reason why there is none. `deadline_s`: for each of the three runs of its tests."""
     is_merge = len(commit.parents) > 1
     instruction = instruction_from(of_merge(commit.message) if is_merge else commit.message)
     if instruction is None and is_merge:
         instruction = instruction_from(repository.merged(commit))
     if instruction is None:
-        return f"its message says too little: {MIN_WORDS} words are needed"
+        return f"its message is too short: {MIN_WORDS} words are needed"
     trees = trees_of(repository, commit)
     if isinstance(trees, str):
         return trees
     files = [path for path in trees.tests if holds_tests(path)]
     runner = runner_for(trees.after[path] for path in files)
 
-    async def run(tree: Mapping[str, str]) -> Ran:
+    async def run(tree: Mapping[str, str]) -> TestResults:
         return await run_tests(runtime, tree, files, runner, deadline_s=deadline_s, image=image)
 
     try:
         solved = await run(trees.after)
         if not solved.passed:
-            return _nothing_passes(solved.trouble)
+            return _nothing_passes(solved.problem)
         data, helpers = data_of_tests(solved.reads), helpers_of_tests(imports_in(trees.after))
         hidden = {path: trees.after[path] for path in (*trees.tests, *sorted(data)) if path in trees.after}
         loading = {path: trees.after[path] for path in trees.code if path in helpers}
         before = await run(trees.before | hidden | loading)
-        if loading and not solved.passed - before.passed:  # then they are what the commit is about
+        if loading and not solved.passed - before.passed:  # then the commit is about these helpers
             helpers, loading = helpers - set(loading), {}
             before = await run(trees.before | hidden)
         if not solved.passed - before.passed:
-            return "its tests pass before it"
+            return "its tests pass without it"
         hidden |= loading
         code = {path: trees.after[path] for path in trees.code if path not in loading}
-        spoilt = {path: SPOILT for path in trees.rest if path not in data}
-        after = solved.passed & (await run(trees.before | hidden | code | spoilt)).passed
+        replaced = {path: PLACEHOLDER for path in trees.rest if path not in data}
+        after = solved.passed & (await run(trees.before | hidden | code | replaced)).passed
     except TaskError as error:
         return f"{error.what}: {error.facts}"
     failing, both = sorted(after - before.passed), sorted(after & before.passed)
     if not failing:
-        needed = f", or need other files than code: {next(iter(spoilt))}" if spoilt else ""
+        needed = f", or need files that are not code: {next(iter(replaced))}" if replaced else ""
         return f"its tests do not pass twice{needed}"
     answer = Answer(
         reference=code,
@@ -154,22 +155,22 @@ async def task_of_commit(
         answer,
         source=source,
         family="commit",
-        instruction=_told(instruction, failing),
+        instruction=_with_test_names(instruction, failing),
         image=image,
         kept=data | helpers,
     )
-    return Found(task, answer, len(failing), len(both[:MAX_PASSING]))
+    return Candidate(task, answer, len(failing), len(both[:MAX_PASSING]))
 
 
-def _nothing_passes(trouble: str) -> str:
-    """Why, as far as tests said so: a module that the machine does not have is the usual reason."""
-    module = re.search(r"No module named '([\w.]+)'", trouble)
+def _nothing_passes(problem: str) -> str:
+    """The reason why no test passes, from the error of the tests. Usually a module is not installed in the machine."""
+    module = re.search(r"No module named '([\w.]+)'", problem)
     if module:
-        return f"its tests need {module[1].partition('.')[0]}, which is not found in the machine"
-    return f"none of its tests pass: {trouble}" if trouble else "none of its tests pass"
+        return f"its tests need {module[1].partition('.')[0]}, which is not installed in the machine"
+    return f"none of its tests pass: {problem}" if problem else "none of its tests pass"
 
 
-def _told(instruction: str, failing: list[str]) -> str:
+def _with_test_names(instruction: str, failing: list[str]) -> str:
     named = ", ".join(name.replace("::", ".").rpartition(".")[2] for name in failing[:5])
     more = f" and {len(failing) - 5} more" if len(failing) > 5 else ""
     return f"{instruction}\n\nHidden tests decide: {named}{more}."
@@ -185,8 +186,8 @@ def whole_tree_task(
     image: Image | None,
     kept: Collection[str] = (),
 ) -> Task:
-    """Make a task of a whole repository. Its exports are all files outside of its tests and those that the reference
-    adds, except the files in `kept`, which tests read or load their cases with."""
+    """Make a task from a complete repository. It exports all files outside of tests and all files that the reference
+    adds, except the files in `kept`, on which the tests depend."""
     exports = exports_outside_tests({*files, *answer.reference}, set(kept) - set(answer.reference))
     tests = answer.tests
     module = "pytest" if tests is not None and tests.runner is Runner.PYTEST else "unittest"
@@ -207,8 +208,8 @@ def whole_tree_task(
 
 
 def exports_outside_tests(paths: Collection[str], kept: Collection[str] = ()) -> tuple[str, ...]:
-    """Folders without a test as folders, other files outside tests by name: what an agent may change and add to.
-    Neither what is `kept` nor what configures tests is among them, and to folders with such files nothing is added.
+    """The files and folders that an agent can change: folders without tests ("pkg/", in which it can also add files),
+    and single files in other folders. Files in `kept` and the configuration of tests are not among them.
 
     >>> exports_outside_tests(["setup.py", "pkg/a.py", "pkg/sub/b.py", "lib/c.py", "lib/test_c.py", "tox.ini"])
     ('lib/c.py', 'pkg/', 'setup.py')

@@ -1,8 +1,8 @@
-"""Tasks from tested code: a function loses its body, its tests fail, the original is the solution (as SWE-smith, Yang
-et al. 2025, makes tasks from any repository).
+"""Make tasks from tested code: delete the body of a function, so that its tests fail; the original is the solution (as
+in SWE-smith, Yang et al. 2025).
 
-The docstring stays: it is the specification. A function is taken where it has statements worth writing and where tests
-that passed fail without them.
+The docstring is kept as the specification. A function is used if it has enough statements, and if tests that passed
+fail without its body.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from etude.tasks.mining.commits import (
     MAX_FAILING,
     MAX_PASSING,
     TEST_DEADLINE_S,
-    Found,
+    Candidate,
     whole_tree_task,
 )
 from etude.tasks.mining.testing import (
-    Ran,
+    TestResults,
     data_of_tests,
     helpers_of_tests,
     holds_tests,
@@ -50,7 +50,7 @@ class Function:
 
 
 def functions_in(path: str, text: str) -> list[Function]:
-    """Functions and methods with at least three statements beside a docstring; none where the text does not parse.
+    """Functions and methods with at least three statements besides a docstring; [] if the text does not parse.
 
     >>> [f.name for f in functions_in("a.py", "def f(n):\\n    a = n\\n    b = a\\n    return b\\n")]
     ['f']
@@ -88,14 +88,14 @@ def _without_body(text: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> st
     first, last = rest[0], rest[-1]
     start = min([first.lineno, *(d.lineno for d in getattr(first, "decorator_list", []))])
     if last.end_lineno is None or start == node.lineno:
-        return None  # a body on the line of its head
+        return None  # the body is on the line of the def
     lines = text.split("\n")
     stub = " " * first.col_offset + "raise NotImplementedError"
     return "\n".join([*lines[: start - 1], stub, *lines[last.end_lineno :]])
 
 
 def covering_tests(path: str, files: Mapping[str, str]) -> list[str]:
-    """Test files that are likely about a module: named after it, else importing it; at most five."""
+    """Test files that probably test a module: named after it, else importing it; at most five."""
     stem = PurePosixPath(path).stem
     dotted = path.removesuffix(".py").removesuffix("/__init__").removeprefix("src/").replace("/", ".")
     word = re.compile(rf"\b{re.escape(dotted)}\b|\bfrom\s+\S+\s+import\s[^#\n]*\b{re.escape(stem)}\b")
@@ -105,7 +105,7 @@ def covering_tests(path: str, files: Mapping[str, str]) -> list[str]:
 
 
 class DeletionMiner:
-    """Finds deletion tasks in one tree; the runs of intact tests are made once for each set of test files."""
+    """Finds deletion tasks in one tree. Tests of the original tree run once for each set of test files."""
 
     def __init__(
         self,
@@ -118,13 +118,13 @@ class DeletionMiner:
     ) -> None:
         self._files, self._runtime, self._source = dict(files), runtime, source
         self._image, self._deadline_s = image, deadline_s
-        self._intact: dict[tuple[str, ...], Ran] = {}
+        self._intact: dict[tuple[str, ...], TestResults] = {}
 
-    async def task_of(self, function: Function) -> Found | str:
-        """The task in which this function is missing, or why there is none."""
+    async def task_of(self, function: Function) -> Candidate | str:
+        """The task of writing this function, or the reason why there is none."""
         tests = covering_tests(function.path, self._files)
         if not tests:
-            return "no test is about its module"
+            return "its module has no tests"
         runner = runner_for(self._files[path] for path in tests)
         intact = await self._run_intact(tests, runner)
         if not intact.passed:
@@ -154,20 +154,20 @@ class DeletionMiner:
             image=self._image,
             kept=data | helpers_of_tests(imports_in(self._files)),
         )
-        return Found(task, answer, len(failing), len(both[:MAX_PASSING]))
+        return Candidate(task, answer, len(failing), len(both[:MAX_PASSING]))
 
-    async def _run_intact(self, tests: list[str], runner: Runner) -> Ran:
-        """On the intact tree; the tests that pass twice."""
+    async def _run_intact(self, tests: list[str], runner: Runner) -> TestResults:
+        """Results on the original tree; only tests that pass twice count as passed."""
         key = tuple(tests)
         if key not in self._intact:
             first = await self._run(self._files, tests, runner)
             second = await self._run(self._files, tests, runner) if first.passed else first
-            self._intact[key] = Ran(
+            self._intact[key] = TestResults(
                 first.passed & second.passed,
                 first.reads | second.reads,
                 file_s=max(first.file_s, second.file_s),
             )
         return self._intact[key]
 
-    async def _run(self, files: Mapping[str, str], tests: list[str], runner: Runner) -> Ran:
+    async def _run(self, files: Mapping[str, str], tests: list[str], runner: Runner) -> TestResults:
         return await run_tests(self._runtime, files, tests, runner, deadline_s=self._deadline_s, image=self._image)

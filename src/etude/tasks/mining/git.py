@@ -1,7 +1,7 @@
-"""A Git repository, read: its commits, their trees, their texts. Nothing of it is run and no hook, filter or setting
-of it is heard; trees are read from the object store, not checked out.
+"""Read commits, trees and text files of a Git repository without a checkout. Hooks, filters and settings of the
+repository are not used, and none of its code runs.
 
-Raises `TaskError` for what is no repository and for a git that is not there, hangs or fails.
+Raises `NoSource` if there is no repository, and `TaskError` if git is not installed, fails or hangs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ MAX_BLOB_BYTES = 1 << 20
 MAX_PRINTED_BYTES = 64 << 20  # by git log, ls-tree or cat-file --batch-check
 MAX_BATCH_BYTES = 64 << 20
 MAX_TEXT_BYTES = 1 << 30  # of one tree
-MAX_KEPT_BYTES = 1 << 30  # before a tree is read
+MAX_CACHED_BYTES = 1 << 30  # above it the cache is cleared before the next tree
 MAX_MERGED = 1_000
-_SAID_BYTES = 2_000
+_STDERR_BYTES = 2_000
 _QUIET = {
     "GIT_CONFIG_NOSYSTEM": "1",
     "GIT_CONFIG_GLOBAL": os.devnull,
@@ -34,18 +34,18 @@ _QUIET = {
     "GIT_TERMINAL_PROMPT": "0",
     "LC_ALL": "C.UTF-8",
 }
-_SETTINGS = (  # what a repository's own could have a program run by
+_SETTINGS = (  # override settings with which a repository could run a program
     "core.fsmonitor=false",
     "core.hooksPath=/dev/null",
     "log.showSignature=false",
     "safe.directory=*",
 )
-_FORMAT = "%H%n%P%n%B"  # each ends with NUL, which no message has
+_FORMAT = "%H%n%P%n%B"  # entries are separated by NUL, which no message contains
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """One commit; `parents` is empty for a first one and has two or more for a merge."""
+    """One commit. `parents` is empty for the first commit, and has at least two items for a merge."""
 
     id: str
     parents: tuple[str, ...]
@@ -53,31 +53,31 @@ class Commit:
 
 
 class Repository:
-    """Reads a repository: a working directory, a bare one, or a bundle's clone. Blobs that were read are kept."""
+    """Reads a repository: a working directory, a bare repository, or the clone of a bundle. Caches blobs."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         if shutil.which("git") is None:
             raise TaskError("git is not installed", "repositories are read with it", hint="install git")
         if not self.path.is_dir():
-            raise NoSource(f"no repository at {self.path}", hint="give a folder that Git knows as a repository")
+            raise NoSource(f"no repository at {self.path}", hint="give the folder of a Git repository")
         self._texts: dict[str, str | None] = {}
-        self._num_kept = 0  # bytes of them
+        self._cached_bytes = 0
         try:
             inside = self._git("rev-parse", "--show-prefix").decode(errors="replace").strip("\n/")
         except TaskError as error:
             raise NoSource(f"no repository at {self.path}", error.facts, hint=error.hint) from None
         if inside:
             root = str(self.path.absolute()).removesuffix(inside)
-            raise NoSource(f"{self.path} is a folder of another repository", f"{inside} in {root}", hint=f"give {root}")
+            raise NoSource(f"{self.path} is a folder inside a repository", f"{inside} in {root}", hint=f"give {root}")
 
     def resolve(self, name: str) -> str:
         """The full id of a commit."""
         return self._git("rev-parse", "--verify", "--end-of-options", f"{name}^{{commit}}").decode().strip()
 
     def commits(self, limit: int, head: str = "HEAD") -> list[Commit]:
-        """The newest `limit` commits of the main line from `head`, newest first: of what was merged, the merge alone.
-        No change is in two of them."""
+        """The newest `limit` commits from `head` along first parents, newest first: of merged branches only the merge
+        commit. So no change is in two of them."""
         out = self._git(
             "log", "-z", "--first-parent", f"--max-count={limit}", f"--format={_FORMAT}", self.resolve(head), "--"
         )
@@ -85,7 +85,7 @@ class Repository:
         return [Commit(id, tuple(parents.split()), message.strip()) for id, parents, message in rows]
 
     def merged(self, commit: Commit) -> str:
-        """The messages of the commits that a merge brought, oldest first; of very many the newest."""
+        """The messages of the commits that a merge added, oldest first; at most `MAX_MERGED`."""
         outside = [f"^{commit.parents[0]}", *commit.parents[1:]]
         most = f"--max-count={MAX_MERGED}"
         return self._git("log", "--no-merges", "--reverse", most, "--format=%B", *outside, "--").decode(
@@ -93,8 +93,8 @@ class Repository:
         )
 
     def tree(self, commit: str) -> dict[str, str]:
-        """path -> id of the blob, of every regular file. Links and submodules are left out, and paths that are no
-        UTF-8."""
+        """path -> blob id of every regular file of a commit. Links, submodules, and paths that are not UTF-8 are left
+        out."""
         files: dict[str, str] = {}
         for row in self._git("ls-tree", "-r", "-z", "--full-tree", self.resolve(commit)).split(b"\0"):
             if row:
@@ -108,17 +108,16 @@ class Repository:
         return files
 
     def texts(self, tree: Mapping[str, str]) -> dict[str, str]:
-        """path -> text of a tree; files that are no UTF-8 text, or larger than a mebibyte, are left out."""
-        if self._num_kept > MAX_KEPT_BYTES:
+        """path -> text of the files of a tree. Files that are not UTF-8 or larger than 1 MiB are left out."""
+        if self._cached_bytes > MAX_CACHED_BYTES:
             self._texts.clear()
-            self._num_kept = 0
+            self._cached_bytes = 0
         self._read({blob for blob in tree.values() if blob not in self._texts})
         found = ((path, self._texts[blob]) for path, blob in tree.items())
         return {path: text for path, text in found if text is not None}
 
     def _read(self, blobs: Iterable[str]) -> None:
-        """Keep the texts of blobs, in batches; one too large to be a text is never asked for, so that none fills
-        memory."""
+        """Read blobs into the cache, in batches. Blobs that are too large are not requested, to bound memory."""
         batch: list[tuple[str, int]] = []
         total = 0
         for blob, size in self._sizes(sorted(blobs)):
@@ -134,19 +133,19 @@ class Repository:
             self._read_batch(batch)
 
     def _sizes(self, blobs: list[str]) -> list[tuple[str, int]]:
-        """Blobs with their sizes, as far as they are there and are blobs; the others are kept as no text."""
+        """The existing blobs with their sizes; all other ids are cached as "no text"."""
         out = self._git("cat-file", "--batch-check", stdin=_lines(blobs)).splitlines() if blobs else []
         sizes: list[tuple[str, int]] = []
-        for blob, told in zip(blobs, out, strict=True):
-            words = told.split()
-            if len(words) == 3 and words[1] == b"blob":
-                sizes.append((blob, int(words[2])))
+        for blob, line in zip(blobs, out, strict=True):
+            parts = line.split()
+            if len(parts) == 3 and parts[1] == b"blob":
+                sizes.append((blob, int(parts[2])))
             else:
                 self._texts[blob] = None
-        self._num_kept += sum(size for _, size in sizes if size <= MAX_BLOB_BYTES)
-        if self._num_kept > MAX_TEXT_BYTES + MAX_KEPT_BYTES:
+        self._cached_bytes += sum(size for _, size in sizes if size <= MAX_BLOB_BYTES)
+        if self._cached_bytes > MAX_TEXT_BYTES + MAX_CACHED_BYTES:
             facts = f"more than {MAX_TEXT_BYTES >> 20} MiB in files of at most {MAX_BLOB_BYTES >> 20} MiB"
-            raise TaskError(f"{self.path} has too much text", facts, hint="take a part of it as a repository")
+            raise TaskError(f"{self.path} has too much text", facts, hint="make a repository of a part of it")
         return sizes
 
     def _read_batch(self, batch: list[tuple[str, int]]) -> None:
@@ -162,16 +161,16 @@ class Repository:
             self._texts[blob] = _text(out[at : at + size])
             at += size + 1
 
-    def _git(self, *words: str, stdin: bytes = b"", limit: int = MAX_PRINTED_BYTES) -> bytes:
-        """What a git command prints; it is ended at its deadline, and past `limit` bytes: a tree of few objects has
-        any number of files."""
-        settings = [word for one in _SETTINGS for word in ("-c", one)]
-        command = ["git", *settings, "-C", str(self.path), *words]
+    def _git(self, *args: str, stdin: bytes = b"", limit: int = MAX_PRINTED_BYTES) -> bytes:
+        """The output of a git command. It is killed at its deadline, and when it prints more than `limit` bytes, since
+        a tree with few objects can list any number of files."""
+        settings = [argument for setting in _SETTINGS for argument in ("-c", setting)]
+        command = ["git", *settings, "-C", str(self.path), *args]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | _QUIET
-        with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as told:
-            asked.write(stdin)
-            asked.seek(0)
-            process = subprocess.Popen(command, stdin=asked, stdout=subprocess.PIPE, stderr=told, env=environment)
+        with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as stderr:
+            source.write(stdin)
+            source.seek(0)
+            process = subprocess.Popen(command, stdin=source, stdout=subprocess.PIPE, stderr=stderr, env=environment)
             late = threading.Event()
             timer = threading.Timer(DEADLINE_S, _end, (process, late))
             timer.daemon = True
@@ -184,16 +183,16 @@ class Repository:
                 finally:
                     timer.cancel()
                     process.kill()
-            told.seek(max(0, told.seek(0, os.SEEK_END) - _SAID_BYTES))
-            said = told.read().decode(errors="replace").strip().splitlines()
+            stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - _STDERR_BYTES))
+            messages = stderr.read().decode(errors="replace").strip().splitlines()
         if late.is_set():
-            facts = f"git {words[0]} took more than {DEADLINE_S:g} s"
+            facts = f"git {args[0]} took more than {DEADLINE_S:g} s"
             raise TaskError(f"{self.path} cannot be read", facts, hint="try `git fsck` on it")
         if len(out) > limit:
-            facts = f"git {words[0]} prints more than {limit} bytes"
-            raise TaskError(f"{self.path} is too large to be read", facts, hint="take a part of it as a repository")
+            facts = f"git {args[0]} prints more than {limit} bytes"
+            raise TaskError(f"{self.path} is too large to be read", facts, hint="make a repository of a part of it")
         if code:
-            facts = f"git {words[0]}: {said[-1] if said else f'exit code {code}'}"
+            facts = f"git {args[0]}: {messages[-1] if messages else f'exit code {code}'}"
             raise TaskError(f"{self.path} cannot be read", facts, hint="give a Git repository and a commit it has")
         return out
 
@@ -204,7 +203,7 @@ def _end(process: subprocess.Popen[bytes], late: threading.Event) -> None:
 
 
 def _read(stream: IO[bytes], limit: int) -> bytes:
-    """What comes, and a byte more than `limit` at most; room is made for what has come."""
+    """Read a stream until its end, but at most one byte more than `limit`. Memory grows with the data."""
     parts, left = [], limit + 1
     while left and (part := stream.read(min(left, 1 << 20))):
         parts.append(part)

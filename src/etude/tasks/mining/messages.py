@@ -1,7 +1,7 @@
-"""Instructions from commit messages: what was to be done, without where to look it up.
+"""Turn commit messages into instructions, without references to the original change.
 
-Left out: hashes of commits, addresses, numbers of issues and pull requests, trailers, lines that only say where the
-change came from. Names of source files stay: they say what is meant, and are not the answer.
+Removed: commit hashes, URLs, numbers of issues and pull requests, trailers, and lines that only give the origin of the
+change. Names of source files are kept, since they describe the change and do not reveal the answer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HASH = re.compile(r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}\b")
 
 
 def instruction_from(message: str) -> str | None:
-    """The message as an instruction; None where it says too little to work from.
+    """The message as an instruction; None if it is too short.
 
     >>> instruction_from("Fix rounding of halves (#12)\\n\\nAs 3fa9b21c did.\\n\\nSigned-off-by: A <a@b.c>")
     'Fix rounding of halves\\n\\nAs did.'
@@ -46,7 +46,7 @@ def instruction_from(message: str) -> str | None:
 
 
 def of_merge(message: str) -> str:
-    """What a merge's message says beside that it is one.
+    """The message of a merge without its "Merge ..." subject.
 
     >>> of_merge("Merge pull request #12 from a/b\\n\\nRound halves up")
     'Round halves up'
@@ -56,7 +56,7 @@ def of_merge(message: str) -> str:
 
 
 def _trailers(lines: list[str]) -> set[str]:
-    """The last lines, behind the last empty one, if all of them have the form of trailers."""
+    """The lines after the last empty line, if all of them have the form of trailers."""
     if "" not in lines:
         return set()
     last = lines[len(lines) - lines[::-1].index("") :]

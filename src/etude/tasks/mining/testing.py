@@ -1,7 +1,7 @@
-"""Which tests of a tree pass and what they read, found out in machines; which files are the tests' own. Nothing of a
-repository runs anywhere else.
+"""Run the tests of a tree in machines: which tests pass, and which files they read. Also classify files as tests,
+helpers and data of tests.
 
-For finding tasks, not for judging work: the verdict of a found task is the grader's. Knows nothing of Git.
+This is for finding tasks only; solutions are graded by the grader.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _TEST_FOLDER = re.compile(
     r"(^|[-_.])((unit)?tests?|testing|test[-_]?(cases?|data|suites?|files))($|[-_.])", re.IGNORECASE
 )
 _IMPORTS = re.compile(r"^[ \t]*(?:import|from)\b([^#\n(]*(?:\([^)]*\))?)", re.MULTILINE)
-LEAST_DEADLINE_S, PATIENCE = 20.0, 3.0
+MIN_DEADLINE_S, DEADLINE_FACTOR = 20.0, 3.0
 _OUTPUT_BYTES = 4 << 20
-_WORDS = {"test": 3, "read": 3, "error": 2, "missing": 2}  # of a row, by its first
+_LENGTHS = {"test": 3, "read": 3, "error": 2, "missing": 2}  # items of a row, by its first item
 _NAME_CHARS = 256
 
 
 def is_test(path: str) -> bool:
-    """Whether a file belongs to a repository's tests: by its name, or by a folder it is in.
+    """Whether a file belongs to the tests of a repository, by its name or by the name of a folder.
 
     >>> is_test("json_testcases/a.json"), is_test("pkg/test_a.py"), is_test("pkg/attest.py"), is_test("contests/a.py")
     (True, True, False, False)
@@ -45,13 +45,13 @@ def is_test(path: str) -> bool:
 
 
 def holds_tests(path: str) -> bool:
-    """Whether a file is one that a runner collects tests from."""
+    """Whether a test runner collects tests from a file."""
     name = PurePosixPath(path).name
     return name.endswith(".py") and (name.startswith("test_") or name.endswith("_test.py") or name == "tests.py")
 
 
 def runner_for(texts: Iterable[str]) -> Runner:
-    """unittest where the files need nothing else: no pytest imported, no test outside a class.
+    """unittest if the files do not need pytest: they do not import it, and have no tests outside of classes.
 
     >>> runner_for(["import unittest\\nclass T(unittest.TestCase):\\n    def test_a(self): pass\\n"])
     <Runner.UNITTEST: 'unittest'>
@@ -77,22 +77,24 @@ def _needs_pytest(text: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Ran:
-    """The results of the tests of some files on a tree."""
+class TestResults:
+    """The results of running the tests of some files on a tree."""
 
-    passed: frozenset[str]  # their names
-    reads: frozenset[tuple[str, str]] = frozenset()  # (by which file, which file), of the tree; no modules
-    trouble: str = ""  # what kept a file's tests from being found, if anything did
-    file_s: float = 0.0  # what the slowest file took
+    __test__ = False  # for pytest: not a test class
 
-    def deadline_s(self, most_s: float) -> float:
-        """For one of these tests as it is graded, in a process of its own: long enough where machines are as slow as
-        they were, and short, since a wrong solution that loops costs as much for each; `most_s` at most.
+    passed: frozenset[str]  # names of tests
+    reads: frozenset[tuple[str, str]] = frozenset()  # (reading file, file of the tree), without modules
+    problem: str = ""  # why the tests of a file could not be collected
+    file_s: float = 0.0  # duration of the slowest file
 
-        >>> Ran(frozenset(), file_s=1.0).deadline_s(60.0), Ran(frozenset(), file_s=15.0).deadline_s(60.0)
-        (20.0, 45.0)
+    def deadline_s(self, max_s: float) -> float:
+        """Deadline for grading one of these tests in its own process, at most `max_s`. Long enough for slow machines,
+        but short, because a solution that loops reaches the deadline in every test.
+
+        >>> [TestResults(frozenset(), file_s=file_s).deadline_s(60.0) for file_s in (1.0, 15.0)]
+        [20.0, 45.0]
         """
-        return min(most_s, max(LEAST_DEADLINE_S, PATIENCE * self.file_s))
+        return min(max_s, max(MIN_DEADLINE_S, DEADLINE_FACTOR * self.file_s))
 
 
 async def run_tests(
@@ -103,37 +105,39 @@ async def run_tests(
     *,
     deadline_s: float,
     image: Image | None = None,
-) -> Ran:
-    """Run the tests of these files on a tree, each file in a machine of its own, all by the deadline.
+) -> TestResults:
+    """Run the tests in the files `paths` of a tree, each file in its own machine. `deadline_s`: for all files together.
 
-    Skipped and expected to fail is not passed, nor is what did not end. `TaskError` where the machine lacks the
-    runner; `MachineError` where there is no machine.
+    A skipped test, an expected failure and a test that did not finish do not count as passed. Raises `TaskError` if the
+    machine does not have the runner, and `MachineError` if there is no machine.
     """
     raw = {path: text.encode("utf-8", "surrogatepass") for path, text in files.items()}
     snapshot = await (runtime.prepare(raw) if image is None else runtime.prepare(raw, image=image))
     roots = source_roots(files)
     passed: set[str] = set()
     reads: set[tuple[str, str]] = set()
-    trouble, file_s = "", 0.0
+    problem, file_s = "", 0.0
     try:
         async with asyncio.timeout(deadline_s):
             for path in paths:
                 [machine] = await runtime.fork(snapshot, 1)
                 began = time.monotonic()
                 try:
-                    ran = await _of_file(machine, path, runner, roots, deadline_s)
+                    results = await _run_file(machine, path, runner, roots, deadline_s)
                 finally:
                     await machine.close()
                 file_s = max(file_s, time.monotonic() - began)
-                passed |= ran.passed
-                reads |= ran.reads
-                trouble = trouble or ran.trouble
-    except TimeoutError:  # tests that did not end are not among those that pass
-        trouble = trouble or f"they do not end within {deadline_s:g} s"
-    return Ran(frozenset(passed), frozenset(reads), trouble, file_s)
+                passed |= results.passed
+                reads |= results.reads
+                problem = problem or results.problem
+    except TimeoutError:  # tests that did not finish do not count as passed
+        problem = problem or f"they do not finish within {deadline_s:g} s"
+    return TestResults(frozenset(passed), frozenset(reads), problem, file_s)
 
 
-async def _of_file(machine: Machine, path: str, runner: Runner, roots: Sequence[str], deadline_s: float) -> Ran:
+async def _run_file(
+    machine: Machine, path: str, runner: Runner, roots: Sequence[str], deadline_s: float
+) -> TestResults:
     nonce = secrets.token_hex(16)
     result = await machine.exec(
         ["python3", "-c", program("run_tests")],
@@ -149,32 +153,32 @@ async def _of_file(machine: Machine, path: str, runner: Runner, roots: Sequence[
         if row[0] == "test":
             ends.setdefault(row[1], set()).add(row[2])
         elif row == ["missing", "pytest"]:
-            raise TaskError("the machine has no pytest", f"{path} needs it", hint="give an image that has it")
-    if result.truncated:  # an end that is lost may have been a failure
-        return Ran(frozenset(), trouble=f"its tests report more than {_OUTPUT_BYTES >> 20} MiB")
-    return Ran(
+            raise TaskError("the machine has no pytest", f"{path} needs it", hint="give an image with pytest")
+    if result.truncated:  # a lost result may have been a failure
+        return TestResults(frozenset(), problem=f"its tests report more than {_OUTPUT_BYTES >> 20} MiB")
+    return TestResults(
         frozenset(name for name, outcomes in ends.items() if outcomes == {"passed"}),
         frozenset((row[1], row[2]) for row in rows if row[0] == "read"),
         next((row[1] for row in rows if row[0] in ("error", "missing")), ""),
     )
 
 
-def _row(said: bytes) -> list[str]:
-    """What a runner reported; nothing where it is no row: the tests run where the report is made, and can write into
-    it."""
+def _row(line: bytes) -> list[str]:
+    """Parse a row of the report; [] if it is invalid. The tests run in the reporting process, so the report is
+    untrusted."""
     try:
-        row = json.loads(said)
-        if isinstance(row, list) and all(isinstance(word, str) for word in row):
-            "".join(row).encode()  # JSON can name half of a character
-            return row if row and len(row) == _WORDS.get(row[0]) else []
+        row = json.loads(line)
+        if isinstance(row, list) and all(isinstance(item, str) for item in row):
+            "".join(row).encode()  # JSON allows lone surrogates
+            return row if row and len(row) == _LENGTHS.get(row[0]) else []
     except (ValueError, RecursionError):
         pass
     return []
 
 
 def source_roots(paths: Iterable[str]) -> tuple[str, ...]:
-    """Folders below a tree's own that its modules are found in once it is installed: ``src``, where packages or modules
-    lie there and ``src`` itself is no package.
+    """Folders of a tree to add to the module search path: ``src``, if it contains packages or modules and is not a
+    package itself.
 
     >>> source_roots(["src/pkg/__init__.py", "tests/test_a.py"]), source_roots(["src/__init__.py", "src/a.py"])
     (('src',), ())
@@ -185,8 +189,8 @@ def source_roots(paths: Iterable[str]) -> tuple[str, ...]:
 
 
 def data_of_tests(reads: Iterable[tuple[str, str]]) -> frozenset[str]:
-    """Files that belong to tests since these read them. What code reads of the package that it is in is its own; what
-    it reads elsewhere it was told of by a test.
+    """Files that count as data of tests, from (reading file, file) pairs: files that tests read, and files that code
+    reads outside of its own package, since then a test passed their path.
 
     >>> sorted(data_of_tests([("test_a.py", "cases/a.json"), ("pkg/a.py", "pkg/a.csv"), ("pkg/a.py", "cases/b.json")]))
     ['cases/a.json', 'cases/b.json']
@@ -195,13 +199,13 @@ def data_of_tests(reads: Iterable[tuple[str, str]]) -> frozenset[str]:
 
 
 def data_named_by_tests(sources: Iterable[str], paths: Iterable[str]) -> frozenset[str]:
-    """Files of a tree that tests, or what loads their cases, seem to read: those whose name or folder stands in a text
-    of these sources. For trees that nobody has run; `data_of_tests` knows.
+    """Files that are probably data of tests: their name or folder occurs in a string of the sources of tests or
+    helpers. For trees whose tests were not run; otherwise use `data_of_tests`.
 
     >>> sorted(data_named_by_tests(["open(f'cases/{name}.json')"], ["cases/a.json", "pkg/b.json", "README.md"]))
     ['cases/a.json']
     """
-    names = {part for source in sources for said in _texts_in(source) for part in _tails(said)}
+    names = {part for source in sources for text in _texts_in(source) for part in _tails(text)}
     return frozenset(path for path in paths if not path.endswith(".py") and _tails(path, inner=True) & names)
 
 
@@ -216,7 +220,8 @@ def _texts_in(source: str) -> Iterator[str]:
 
 
 def _tails(path: str, *, inner: bool = False) -> set[str]:
-    """A path's folder and name, each with what is before them; of a file of a tree, not what is before them alone."""
+    """The names by which a path can be recognised in a string: file name and folders. `inner`: for a file of the
+    tree."""
     parts = [part for part in path.split("/") if part not in ("", ".", "..")]
     folder, name = "/".join(parts[:-1]), parts[-1] if parts else ""
     if inner:
@@ -225,8 +230,8 @@ def _tails(path: str, *, inner: bool = False) -> set[str]:
 
 
 def helpers_of_tests(imports: Mapping[str, set[str]]) -> frozenset[str]:
-    """Modules that lie beside tests and that nothing but tests imports, directly or by another such module: most likely
-    what tests load their cases with. Code may lie so, too, where nothing else uses it.
+    """Modules in folders with tests that only tests import, directly or through another such module: probably helpers
+    that load test cases. Code that nothing else uses can be among them.
 
     >>> files = {"a/test_a.py": "import load, calc", "a/load.py": "", "a/calc.py": "", "b.py": "import calc"}
     >>> sorted(helpers_of_tests(imports_in(files)))
@@ -249,12 +254,12 @@ def helpers_of_tests(imports: Mapping[str, set[str]]) -> frozenset[str]:
 
 
 def imports_in(files: Mapping[str, str]) -> dict[str, set[str]]:
-    """Every word of the lines of each module that import something."""
+    """For each module, all words in its import statements: path -> words."""
     lines = ((path, _IMPORTS.findall(text)) for path, text in files.items() if path.endswith(".py"))
     return {path: {word for line in found for word in re.findall(r"\w+", line)} for path, found in lines}
 
 
 def _package(path: str) -> str:
-    """The outermost folder of a module, below ``src``; nothing for one beside all else."""
+    """The top-level package folder of a module, such as "pkg/" or "src/pkg/"; "" for a top-level module."""
     parts = PurePosixPath(path).parts[:-1]
     return "".join(f"{part}/" for part in parts[: 2 if parts[:1] == ("src",) else 1])

@@ -1,8 +1,8 @@
-"""Wrong versions of right code: what a task's hidden tests must tell from the reference solution.
+"""Mutants: small errors inserted into correct code, which the hidden tests of a task should detect.
 
-Mutants are small edits of the text itself, so that a survivor's diff is one line that a human judges. Some mean the
-same as the original and survive rightly; those that compile to the same code are left out, others remain: read the
-share of survivors, not one.
+Mutants are edits of the text, so the diff of a survivor is one line that a human can judge. Mutants that compile to the
+same code are left out. Some of the others are still equivalent to the original, so look at the share of survivors, not
+at a single one.
 
 >>> [m.kind for m in mutants("a.py", "def f(n):\\n    return n + 1\\n", num=2, seed="s")]
 ['arithmetic', 'constant']
@@ -15,15 +15,14 @@ import random
 from collections import defaultdict
 from collections.abc import Collection
 
-from etude.tasks.mutation.edits import Edit, applied
-from etude.tasks.mutation.lines import line_deletions
+from etude.tasks.mutation.edits import Edit, applied, line_deletions
 from etude.tasks.mutation.python import python_edits, same_code
 
 __all__ = ["Mutant", "changed_lines", "mutants"]
 
 
 class Mutant:
-    """One wrong version of a file."""
+    """One mutant of a file: path, text, and the kind of edit."""
 
     def __init__(self, path: str, original: str, edit: Edit) -> None:
         self.path, self.kind, self._original = path, edit.kind, original
@@ -52,10 +51,10 @@ def changed_lines(before: str, after: str) -> set[int]:
 
 
 def mutants(path: str, text: str, *, num: int, seed: str, within: Collection[int] | None = None) -> list[Mutant]:
-    """At most `num` different wrong versions of a file, the kinds of edit in turn; the same for the same arguments.
+    """At most `num` different mutants of a file, from each kind of edit in turn; deterministic in its arguments.
 
-    `within`: line numbers from 1 in which edits begin (None: all). Python that does not parse is treated as other
-    text: a line is deleted.
+    `within`: line numbers from 1 in which an edit may begin (None: all). For text that is not valid Python the only
+    edit is to delete a line.
     """
     edits = python_edits(text) if path.endswith(".py") else None
     chosen = line_deletions(text) if edits is None else edits

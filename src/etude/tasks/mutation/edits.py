@@ -1,16 +1,18 @@
-"""An edit of a text: what is replaced, by what. Knows no language."""
+"""Edits of text, and mutants for any language: a line is deleted."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+_COMMENTS = ("#", "//", "/*", "*", "--", ";", "<!--")
+
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """Characters [start, stop) of a text become `text`."""
+    """Replace the characters [start, stop) of a text by `text`."""
 
     kind: str  # "comparison", "deleted statement", ...
-    line: int  # where it begins, from 1
+    line: int  # of `start`, from 1
     start: int
     stop: int
     text: str
@@ -23,3 +25,18 @@ def applied(original: str, edit: Edit) -> str:
     'a <= b'
     """
     return original[: edit.start] + edit.text + original[edit.stop :]
+
+
+def line_deletions(text: str) -> list[Edit]:
+    """One edit for each line that is neither blank nor starts like a comment.
+
+    >>> [e.line for e in line_deletions("# set up\\n\\necho 1\\n")]
+    [3]
+    """
+    edits, at = [], 0
+    for number, line in enumerate(text.splitlines(keepends=True), start=1):
+        stripped = line.strip()
+        if stripped and not stripped.startswith(_COMMENTS):
+            edits.append(Edit("deleted line", number, at, at + len(line), ""))
+        at += len(line)
+    return edits

@@ -1,9 +1,8 @@
-"""Mutants of Python: where the syntax tree has an operator, a constant, a branch, a return or a statement, the text is
-edited there and nowhere else.
+"""Mutants of Python: edits of operators, constants, branches, returns and statements, located with the syntax tree.
 
-The operators are those that mutation testing found to stand for the rest (Offutt et al. 1996, "An experimental
-determination of sufficient mutant operators"): relational, logical and arithmetic replacement, constants, statement
-deletion, negated conditions. Docstrings and annotations are left alone: nothing could tell.
+The mutation operators are a sufficient set according to Offutt et al. 1996 ("An experimental determination of
+sufficient mutant operators"): relational, logical and arithmetic replacement, constants, statement deletion, negated
+conditions. Docstrings and annotations are not changed, because no test depends on them.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ MAX_CHARS = 400_000
 
 
 def python_edits(text: str) -> list[Edit] | None:
-    """Every edit that is known for a module, in no promised order; None where it does not parse or is huge."""
+    """Every possible edit of a module, in no particular order. None if it does not parse or is too large."""
     if len(text) > MAX_CHARS:
         return None
     try:
@@ -40,8 +39,8 @@ def python_edits(text: str) -> list[Edit] | None:
 
 
 def same_code(one: str, other: str) -> bool:
-    """Whether two modules compile to the same code, positions apart. True also where `other` does not compile: no
-    test is needed to tell that one."""
+    """Whether two modules compile to the same code, ignoring positions. Also True if `other` does not compile, since
+    such a mutant needs no test."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -59,12 +58,12 @@ def _plain(code: types.CodeType) -> tuple[object, ...]:
 
 
 class _Finder:
-    """Walks a tree; positions of nodes (UTF-8 columns) become positions in the text."""
+    """Collects the edits of a syntax tree, and converts positions of nodes (UTF-8 columns) to positions in the text."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         if "\r" in text or "\f" in text:
-            raise ValueError("lines that end otherwise: positions would be guessed")
+            raise ValueError("unusual line ends: positions cannot be computed")
         self._lines = text.split("\n")
         starts, at = [0], 0
         for line in self._lines:
@@ -73,10 +72,10 @@ class _Finder:
         self._starts = starts
 
     def edits(self, tree: ast.Module) -> list[Edit]:
-        left_alone = set(_untested(tree))
+        untested = set(_untested(tree))
         found: list[Edit] = []
         for node in ast.walk(tree):
-            if id(node) not in left_alone:
+            if id(node) not in untested:
                 found += self._of(node)
         found += self._deletions(tree)
         return found
@@ -115,7 +114,7 @@ class _Finder:
         value = node.value
         if value is True or value is False:
             yield self._edit("constant", node, str(not value))
-        elif type(value) is int and value.bit_length() < 4096:  # Python writes no more digits than some thousands
+        elif type(value) is int and value.bit_length() < 4096:  # Python limits the digits of int to str
             yield self._edit("constant", node, str(value + 1))
             if value > 0:
                 yield self._edit("off by one", node, str(value - 1))
@@ -125,18 +124,18 @@ class _Finder:
             yield self._edit("constant", node, '"mutant"' if value == "" else '""')
 
     def _operator(self, kind: str, a: ast.expr, b: ast.expr, known: dict[str, list[str]]) -> Iterator[Edit]:
-        """Edits of the operator between two nodes; none where comments or parentheses hide it."""
+        """Edits of the operator between two nodes; none if it cannot be located because of comments."""
         _, start = self._span(a)
         stop, _ = self._span(b)
         between = self._text[start:stop]
         if "#" in between or "\\" in between:
             return
-        words = between.replace("(", " ").replace(")", " ").split()
-        operator = " ".join(words)
+        tokens = between.replace("(", " ").replace(")", " ").split()
+        operator = " ".join(tokens)
         if operator not in known:
             return
-        first = between.index(words[0])
-        last = between.rindex(words[-1]) + len(words[-1])
+        first = between.index(tokens[0])
+        last = between.rindex(tokens[-1]) + len(tokens[-1])
         line = self._line_at(start + first)
         for other in known[operator]:
             yield Edit(kind, line, start + first, start + last, other)
@@ -146,7 +145,7 @@ class _Finder:
             for name in ("body", "orelse", "finalbody"):
                 block = getattr(owner, name, None)
                 if isinstance(owner, ast.Module) or not isinstance(block, list):
-                    continue  # what a module's own lines set is needed to import it
+                    continue  # module-level statements are needed to import the module
                 for statement in block:
                     if isinstance(statement, _DELETABLE) and not _is_docstring(statement):
                         yield self._edit("deleted statement", statement, "pass")
@@ -161,7 +160,7 @@ class _Finder:
 
     def _span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
         if node.end_lineno is None or node.end_col_offset is None:
-            raise ValueError("a node without its end")
+            raise ValueError("a node without an end position")
         return self._at(node.lineno, node.col_offset), self._at(node.end_lineno, node.end_col_offset)
 
     def _at(self, line: int, column: int) -> int:
@@ -185,7 +184,8 @@ def _is_docstring(statement: ast.stmt) -> bool:
 
 
 def _untested(tree: ast.Module) -> Iterator[int]:
-    """Identities of nodes that no test can tell: bare strings, annotations, parts of f-strings, `__all__`."""
+    """Yield the ids of nodes that no test depends on: bare strings, annotations, f-strings, ``if TYPE_CHECKING`` and
+    ``if __name__`` blocks."""
     for node in ast.walk(tree):
         roots: list[ast.AST | None] = []
         match node:

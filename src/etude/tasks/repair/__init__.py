@@ -1,4 +1,4 @@
-"""Generated repositories with one bug each: tasks that a model of a million weights learns to repair.
+"""Generated small repositories with one bug each: tasks that a model with a million parameters can learn to repair.
 
 >>> from etude.records.task import Split
 >>> source = RepairSource(seed=0)

@@ -1,8 +1,8 @@
-"""Scripts that act on repair problems: the imperfect demonstrator of mid-training, and the two baselines.
+"""Scripts for repair problems: imperfect demonstrations for mid-training, and the two baselines.
 
-The demonstrator has perfect syntax and poor judgement, so that a model learns the tools from it and is left the
-judgement to learn by reward. Its wrong edits change the operator or the operands, never the constant: a miscopied
-constant would teach not to copy, and copying is the skill that forms last.
+Demonstrations use the tools correctly but often choose wrong edits. So a model learns the tools from demonstrations,
+and learns the right edits by RL. Wrong edits change the operator or the operands, never the constant: a wrong constant
+would teach the model not to copy, and copying is the skill that it learns last.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _edit(module: str, place: int, body: Body) -> Call:
 
 
 def oracle(problem: Problem) -> Script:
-    """Test, look, repair, test, submit: always right."""
+    """Test, read, repair, test, submit: always correct."""
     yield "test", {}
     yield "cat", {"path": f"{problem.module}.py"}
     yield _edit(problem.module, problem.place, problem.function.body)
@@ -28,7 +28,7 @@ def oracle(problem: Problem) -> Script:
 
 
 def random_agent(problem: Problem, rng: random.Random) -> Script:
-    """A well-formed edit of a random function with a random body of its family: the baseline without judgement."""
+    """One valid edit: a random function gets a random body of its family."""
     module = rng.choice(list(problem.modules))
     place = rng.randrange(len(problem.modules[module]))
     function = problem.modules[module][place]
@@ -44,9 +44,11 @@ def imperfect(
     right_file: float = 0.7,
     right_place: float = 0.5,
 ) -> Script:
-    """One or two edits, each by chance of the right file (if the tests were run), the right function, the right body.
+    """One or two edits. Each has the given probabilities for the right file (if the tests were run), the right function
+    and the right body.
 
-    At the defaults 0.38 of 12,000 demonstrations succeed (three files of one function); 0.26 at ``right_body=0.44``.
+    With the defaults, 0.38 of 12,000 demonstrations succeed (three files with one function); 0.26 with
+    ``right_body=0.44``.
     """
     modules = list(problem.modules)
     if rng.random() < 0.6:
@@ -68,5 +70,5 @@ def imperfect(
 
 
 def _wrong_bodies(function: Function) -> list[Body]:
-    """Wrong by operator or operands, the constant kept."""
+    """Bodies with wrong operators or operands; the constant is unchanged."""
     return function.wrong_operators() + function.wrong_operands()

@@ -1,4 +1,4 @@
-"""Generates functions of one expression with a docstring. The generated repositories are made of them.
+"""Generate functions with a docstring and one expression, from which the repositories are built.
 
 A `Template` is an expression over the operands A and B (or the constant K), with two phrases that describe it. A
 `Function` picks template, phrase, variables and constant. A `Body` is an expression that a function may return, right

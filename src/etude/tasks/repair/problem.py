@@ -1,8 +1,8 @@
-"""A problem: a small repository with one bad body, its visible and its hidden cases, and everything behind them.
+"""Generate a problem: a small repository with one wrong function body, and its visible and hidden test cases.
 
-The bug is an operator, the operands, the constant, the call, or a body that was never written. Functions around it
-are always training functions; only the broken one belongs to the problem's split. Every case is computed from the
-templates, so making a problem runs no generated text and costs a fraction of a millisecond.
+The bug is a wrong operator, operand, constant or call, or a missing body. The other functions are always from the
+training split; only the broken one is from the problem's split. Expected values are computed from templates, so no
+generated code is executed, and a problem takes less than a millisecond.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from etude.tasks.visible import TEST_COMMAND, TEST_FILE, call_text, visible_test
 SOURCE = "repair"  # the name of the source
 MISSING_SHARE = 0.15
 HIDDEN_CASES = 10  # on the broken function
-HIDDEN_CASES_ELSEWHERE = 2  # on each of the others, so that breaking one is no repair
+HIDDEN_CASES_ELSEWHERE = 2  # on each other function, to detect that a repair breaks it
 VISIBLE_FAILING = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """The wrong body and which kind of wrong it is: "operator", "operands", "constant", "call" or "missing"."""
+    """A wrong body and its kind: "operator", "operands", "constant", "call" or "missing"."""
 
     kind: str
     body: Body
@@ -42,7 +42,7 @@ class Bug:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Everything about one task of the source, hidden side included. Made here; never enters a machine as such."""
+    """One task of the source, including its answer. It is never copied into a machine."""
 
     modules: dict[str, tuple[Function, ...]]  # module name -> its functions, three lines each
     module: str  # where the bug is
@@ -53,7 +53,7 @@ class Problem:
 
     @property
     def function(self) -> Function:
-        """The broken one, as it should be."""
+        """The broken function, in its correct form."""
         return self.modules[self.module][self.place]
 
     @property
@@ -62,24 +62,24 @@ class Problem:
         return f"{self.function.template.family}-{self.bug.kind}"
 
     def files(self) -> dict[str, str]:
-        """The modules with the bug in."""
+        """The modules with the bug."""
         return {
             f"{name}.py": "".join(f.source(self.bug.body if f is self.function else None) for f in functions)
             for name, functions in self.modules.items()
         }
 
     def reference(self) -> dict[str, str]:
-        """The modules as they should be."""
+        """The correct modules."""
         return {f"{name}.py": "".join(f.source() for f in functions) for name, functions in self.modules.items()}
 
 
 def line_of(place: int) -> int:
-    """The line number, from 1, of the body of a module's function."""
+    """The line number, from 1, of the body of a function in its module."""
     return 3 * place + 3
 
 
 def make_problem(rng: random.Random, split: Split, *, files: int, functions_per_file: int) -> Problem:
-    """Draw a problem. Drawn again until the visible cases fail at least twice and the hidden ones tell the bug."""
+    """Generate a random problem in which at least two visible cases and one hidden case fail because of the bug."""
     names = rng.sample(FUNCTION_NAMES, files * functions_per_file)
     modules = rng.sample(MODULE_NAMES, files)
     layout = {m: [random_function(rng, names.pop(), Split.TRAIN) for _ in range(functions_per_file)] for m in modules}
@@ -87,10 +87,10 @@ def make_problem(rng: random.Random, split: Split, *, files: int, functions_per_
         module, place = rng.choice(modules), rng.randrange(functions_per_file)
         function = random_function(rng, layout[module][place].name, split)
         bug = _random_bug(rng, function)
-        failing = [a for a in (random_args(rng, function) for _ in range(8)) if _tells(function, bug, a)]
+        failing = [a for a in (random_args(rng, function) for _ in range(8)) if _reveals(function, bug, a)]
         hidden = border_args(rng, function)
         hidden += [random_args(rng, function) for _ in range(HIDDEN_CASES - len(hidden))]
-        if len(failing) >= VISIBLE_FAILING and any(_tells(function, bug, a) for a in hidden):
+        if len(failing) >= VISIBLE_FAILING and any(_reveals(function, bug, a) for a in hidden):
             break
     layout[module][place] = function
     visible_cases: list[Case] = []
@@ -122,8 +122,8 @@ def _random_bug(rng: random.Random, function: Function) -> Bug:
     return rng.choice(bugs)
 
 
-def _tells(function: Function, bug: Bug, args: Sequence[Any]) -> bool:
-    """Whether this call gives another result, by type or value, with the bug than without."""
+def _reveals(function: Function, bug: Bug, args: Sequence[Any]) -> bool:
+    """Whether the bug changes the type or value of the result of a call."""
     right = function.body.value(function.variables, args)
     wrong = bug.body.value(function.variables, args)
     return type(right) is not type(wrong) or bool(right != wrong)
@@ -134,7 +134,7 @@ def _cases(module: str, function: Function, calls: Sequence[list[Any]]) -> list[
 
 
 def task_of(problem: Problem, split: Split, index: int) -> Task:
-    """The public side of a problem."""
+    """The task of a problem, without the answer."""
     files = problem.files()
     tests = visible_tests((c.module, call_text(c.function, c.args), c.expected) for c in problem.visible)
     return Task(

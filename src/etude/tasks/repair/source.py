@@ -1,9 +1,9 @@
-"""`RepairSource`: small generated repositories with one bug each, without end.
+"""`RepairSource`: an infinite source of small generated repositories with one bug each.
 
-Split by content: one tenth of all (template, phrasing, variables, constant) is for validation, one tenth is held
-out, whatever the seed; the seed decides which of them are met in which order. A third set, `Split.TRANSFER`, has
-templates of its own that nothing else shows. A task's `problem` is its broken function: the same function in another
-repository is a variant of the problem, not another one.
+The content decides the split: for every seed, the same tenth of all (template, phrasing, variables, constant) is for
+validation, and another tenth is held out. The seed only decides the order. `Split.TRANSFER` has its own templates,
+which no other split uses. The `problem` of a task is its broken function: the same function in another repository is a
+variant of the same problem.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class RepairSource:
         most = len(FUNCTION_NAMES) // max(files, 1)
         if not 1 <= files <= len(MODULE_NAMES) or not 1 <= functions_per_file <= most:
             raise TaskError(
-                f"no repository of {files} files with {functions_per_file} functions each",
+                f"a repository of {files} files with {functions_per_file} functions each is too large",
                 f"there are names for {len(MODULE_NAMES)} files and {len(FUNCTION_NAMES)} functions",
-                hint="ask for fewer",
+                hint="use fewer",
             )
         self.seed, self.files, self.functions_per_file = seed, files, functions_per_file
 
     def size(self, split: Split) -> int | None:
-        """Always None: tasks are generated without end."""
+        """Always None: the source is infinite."""
         return None
 
     def problem(self, split: Split, index: int) -> Problem:
-        """The problem behind `task(split, index)`, with its answer. For demonstrations, probes and graders."""
+        """The problem of `task(split, index)`, with its answer. For demonstrations, the copy metric and graders."""
         if index < 0:
             raise TaskError(f"no task {index} in {split}", hint="indices start at 0")
         rng = random.Random(f"repair {self.seed} {split} {index}")
@@ -54,7 +54,7 @@ class RepairSource:
         return task_of(self.problem(split, index), split, index)
 
     def answer(self, task: Task) -> Answer:
-        """Regenerated from the task's position. Raises `TaskError` for a task that this source did not make."""
+        """The answer, generated again from the task's position. Raises `TaskError` for a task of another source."""
         problem = self.problem(task.split, task.index)
         if task_of(problem, task.split, task.index) != task:
             raise TaskError(
@@ -65,18 +65,18 @@ class RepairSource:
         return Answer(reference=problem.reference(), cases=problem.hidden)
 
     def demonstration(self, split: Split, index: int, *, seed: int, right: float) -> Demonstration:
-        """A task and a script with perfect syntax and poor judgement: `right` of its edits have the right body."""
+        """A task and a script of valid but often wrong calls: a share `right` of its edits has the correct body."""
         problem = self.problem(split, index)
         script = imperfect(problem, random.Random(f"demonstration {seed} {index}"), right_body=right)
         return Demonstration(task_of(problem, split, index), script)
 
     def baseline(self, task: Task, kind: str, *, seed: int) -> Script:
-        """The oracle, or a well-formed edit without judgement."""
+        """A script: the oracle, or one random valid edit."""
         problem = self.problem(task.split, task.index)
         return oracle(problem) if kind == "oracle" else random_agent(problem, random.Random(seed))
 
     def copy_probe(self, index: int) -> tuple[Task, Script, str]:
-        """A training task, a script up to the right edit, and the end of that edit."""
+        """(training task, a script up to the correct edit, the last words of that edit)."""
         problem = self.problem(Split.TRAIN, index)
         return task_of(problem, Split.TRAIN, index), _to_the_edit(problem), f" return {problem.function.body.text}"
 

@@ -1,10 +1,11 @@
-"""In the interpreter that has the `verifiers` package: serve one environment's rows and its scoring, as JSON lines.
+"""The child process: serve the rows and the scoring of one `verifiers` environment as JSON lines.
 
-Each line of stdin is {"id", "do", ...}; each answer is {"id", "ok": ...} or {"id", "error": text}. Standard output is
-kept for answers; what the environment prints goes to standard error. Imports nothing of etude. For verifiers 0.4 (v1).
+Runs in the interpreter that has the `verifiers` package, and imports nothing of etude. Each line of stdin is {"id",
+"do", ...}; each response is {"id", "ok": ...} or {"id", "error": text}. Stdout is for responses; output of the
+environment goes to stderr. For verifiers 0.4 (v1).
 
-- open {"environment", "settings"}: {"version", "size" (null: without end), "hashes"}
-- row {"index"}: {"instruction", "answer" (null: none is known), "needs" (why it cannot be scored from text, or "")}
+- open {"environment", "settings"}: {"version", "size" (null: infinite), "hashes"}
+- row {"index"}: {"instruction", "answer" (null: unknown), "needs" (why it cannot be scored from text, or "")}
 - score {"index", "completion"}: {"reward", "metrics"}
 """
 
@@ -21,7 +22,7 @@ MAX_ROWS = 200_000
 
 
 class Environment:
-    """A taskset, read row by row."""
+    """The taskset of an environment, read row by row."""
 
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
         import verifiers
@@ -33,7 +34,7 @@ class Environment:
         self.endless = not taskset.bounded
         self._iterator, self._rows = iter(taskset), list[Any]()
 
-    def opened(self) -> dict[str, Any]:
+    def description(self) -> dict[str, Any]:
         hashes = []
         if not self.endless:
             while len(self._rows) <= MAX_ROWS and self._more():
@@ -90,36 +91,36 @@ class Environment:
 
 
 def needs(task: Any) -> str:
-    """What of a task's scoring needs more than the text of the answer; empty when nothing does."""
+    """What the scoring of a task needs besides the text of the answer; "" if nothing."""
     if task.NEEDS_CONTAINER:
         return "a container"
     for kind in ("reward", "metric"):
         for hook in task.hooks(kind):
             runtime = inspect.signature(hook).parameters.get("runtime")
             if runtime is not None and runtime.default is inspect.Parameter.empty:
-                return f"{hook.__name__} wants the runtime that the agent worked in"
-    return "a judge, which is a model" if task.config.judges else ""
+                return f"{hook.__name__} needs the runtime of the agent"
+    return "an LLM judge" if task.config.judges else ""
 
 
-async def answered(request: dict[str, Any], held: list[Environment]) -> Any:
+async def handle(request: dict[str, Any], opened: list[Environment]) -> Any:
+    """The result of a request. `opened` has the open environment, if any."""
     if request["do"] == "open":
-        held[:] = [Environment(request["environment"], request["settings"])]
-        return held[0].opened()
+        opened[:] = [Environment(request["environment"], request["settings"])]
+        return opened[0].description()
     if request["do"] == "row":
-        return held[0].row(request["index"])
-    return await held[0].score(request["index"], request["completion"])
+        return opened[0].row(request["index"])
+    return await opened[0].score(request["index"], request["completion"])
 
 
 def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    held: list[Environment] = []
+    opened: list[Environment] = []
     loop = asyncio.new_event_loop()
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            said = {"id": request["id"], "ok": loop.run_until_complete(answered(request, held))}
-            text = json.dumps(said)
+            text = json.dumps({"id": request["id"], "ok": loop.run_until_complete(handle(request, opened))})
         except Exception as error:  # noqa: BLE001 - whatever an environment raises is its answer
             text = json.dumps({"id": request["id"], "error": f"{type(error).__name__}: {error}"[:2000]})
         out.write(text + "\n")

@@ -47,7 +47,7 @@ from etude.weights.chain.manifest import (
 )
 from etude.weights.chain.objects import put_objects
 from etude.weights.chain.ownership import owned_manifests
-from etude.weights.chain.signing import Signer, check_signer, signed, write_signed
+from etude.weights.chain.signing import Signer, check_signer, sign_manifest, write_signed
 from etude.weights.delta.bound import bound_bytes
 from etude.weights.tensors import Tensor
 
@@ -146,7 +146,7 @@ class Channel:
         for _ in range(_MAX_SWEEPS):
             head = self._state = self._current_state()
             made = self._manifest(head, kept, entries, version, parent, rollout_ids, done)
-            manifest = signed(made, self._signer)
+            manifest = sign_manifest(made, self._signer)
             ref, data = write_manifest(manifest)
             read_manifest(data)  # raises for a manifest that readers would reject
             self._store.put(ref.key, data)

@@ -25,7 +25,7 @@ from etude.weights.chain.manifest import (
     read_pointer,
     signed_text,
 )
-from etude.weights.chain.signing import verified
+from etude.weights.chain.signing import verify_signature
 
 _HINT_MANIFEST = (
     "restore that file; without a copy, publishing again writes a new anchor:"
@@ -51,7 +51,7 @@ def head(store: BlobStore, name: str, branch: str = "", *, public_key: bytes | N
         pointer = read_pointer(store.get(key, 0, MAX_POINTER_BYTES + 1))
     except KeyError:
         return None
-    if public_key is not None and not verified(public_key, signed_text(key, pointer), pointer.signature):
+    if public_key is not None and not verify_signature(public_key, signed_text(key, pointer), pointer.signature):
         raise WeightsError(
             f"{key} names {pointer.head.version} but is not signed with the key that this reader trusts",
             "it is signed with another key" if pointer.signature else "it has no signature",

@@ -15,7 +15,7 @@ from etude.errors import WeightsError
 from etude.seams import BlobStore
 from etude.weights.chain import history
 from etude.weights.chain.manifest import MAX_MANIFEST_BYTES, Manifest, Pointer, Ref
-from etude.weights.chain.signing import Signer, check_signer, signed_by
+from etude.weights.chain.signing import Signer, check_signer, is_signed_by
 
 _HINT_KEY = "give the signer's private key: --key FILE; if it is lost, publish under another --name"
 
@@ -75,7 +75,7 @@ def _is_by(signer: Signer, store: BlobStore, ref: Ref) -> bool:
         data = store.get(ref.key, 0, MAX_MANIFEST_BYTES + 1)
     except KeyError:
         return False
-    return hashlib.sha256(data).hexdigest() == ref.sha256 and signed_by(signer.public_key, data)
+    return hashlib.sha256(data).hexdigest() == ref.sha256 and is_signed_by(signer.public_key, data)
 
 
 def _vouched(whole: list[tuple[Ref, Manifest]], mine: set[str]) -> set[str]:

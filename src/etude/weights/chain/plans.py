@@ -43,7 +43,7 @@ from etude.weights.chain.manifest import (
     read_later,
 )
 from etude.weights.delta import codec
-from etude.weights.delta.changes import Changes, written
+from etude.weights.delta.changes import Changes, apply_changes
 from etude.weights.delta.checksums import checksum
 from etude.weights.tensors import Tensor, tensor_digest
 
@@ -312,7 +312,7 @@ def fetch_way(
             for i, one in enumerate(codec.changes(data, specs, old)):
                 if isinstance(one, Changes) and one.positions.size:
                     made.lists[covered[i].name] = one
-                made.tensors[covered[i].name] = written(old[i], one)
+                made.tensors[covered[i].name] = apply_changes(old[i], one)
         else:
             decoded = codec.decode(data, specs, old)
             made.tensors.update((entry.name, tensor) for entry, tensor in zip(covered, decoded, strict=True))

@@ -27,9 +27,9 @@ class Signer:
     `cryptography`.
 
     >>> signer = Signer(bytes(32))
-    >>> verified(signer.public_key, b"text", signer.sign(b"text"))
+    >>> verify_signature(signer.public_key, b"text", signer.sign(b"text"))
     True
-    >>> verified(signer.public_key, b"other", signer.sign(b"text"))
+    >>> verify_signature(signer.public_key, b"other", signer.sign(b"text"))
     False
     """
 
@@ -71,7 +71,7 @@ def require_library() -> None:
     _ed25519()
 
 
-def verified(public_key: bytes, text: bytes, signature: str) -> bool:
+def verify_signature(public_key: bytes, text: bytes, signature: str) -> bool:
     """Whether `signature` (hex) is a valid signature of the text by the owner of `public_key` (32 bytes). False for
     text that is not a signature. Raises `WeightsError` for a key of the wrong length, or without the library."""
     _check_length(public_key, "public")
@@ -93,7 +93,7 @@ def write_signed(key: str, pointer: Pointer, signer: Signer | None) -> bytes:
     return write_pointer(msgspec.structs.replace(pointer, signature=signature))
 
 
-def signed(manifest: Manifest, signer: Signer | None) -> Manifest:
+def sign_manifest(manifest: Manifest, signer: Signer | None) -> Manifest:
     """The manifest with a signature if there is a signer, else unchanged."""
     if signer is None:
         return manifest
@@ -101,10 +101,10 @@ def signed(manifest: Manifest, signer: Signer | None) -> Manifest:
     return msgspec.structs.replace(manifest, signature=signer.sign(text))
 
 
-def signed_by(public_key: bytes, data: bytes) -> bool:
+def is_signed_by(public_key: bytes, data: bytes) -> bool:
     """Whether the owner of `public_key` signed the manifest with these bytes."""
     text, signature = manifest_text(data)
-    return verified(public_key, text, signature)
+    return verify_signature(public_key, text, signature)
 
 
 def check_signer(key: str, pointer: Pointer, signer: Signer | None) -> None:
@@ -115,7 +115,7 @@ def check_signer(key: str, pointer: Pointer, signer: Signer | None) -> None:
     named = f"it names {pointer.head.version}"
     if signer is None:
         raise WeightsError(f"{key} is signed", named, hint=_HINT_KEY)
-    if not verified(signer.public_key, signed_text(key, pointer), pointer.signature):
+    if not verify_signature(signer.public_key, signed_text(key, pointer), pointer.signature):
         raise WeightsError(
             f"{key} is signed with another key than the one given",
             f"{named}; the public key of the one given is {signer.public_key.hex()}",

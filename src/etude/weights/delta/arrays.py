@@ -135,12 +135,12 @@ def bits_of(name: str, value: Any) -> tuple[Array, str]:
     return array.view(f"u{kind.itemsize}"), name_of(kind.name)
 
 
-def like(tensor: Tensor, array: Any = None) -> Array:
+def to_array(tensor: Tensor, array: Any = None) -> Array:
     """Convert a `Tensor` to a numpy array of its shape, sharing memory.
 
     The numpy dtype is that of `array` if it represents the same dtype, else numpy's own dtype, else unsigned codes.
 
-    >>> like(Tensor("f32", (1,), np.array([0x3F800000], np.uint32)))
+    >>> to_array(Tensor("f32", (1,), np.array([0x3F800000], np.uint32)))
     array([1.], dtype=float32)
     """
     shaped: Array = tensor.codes.reshape(tensor.shape)

@@ -30,7 +30,7 @@ class Changes:
     codes: Codes
     checksums: tuple[str, str] | None = None
     """Checksums of the tensor before and after the changes, if they were computed with the list (see
-    `checksums_around`)."""
+    `checksums_before_after`)."""
 
 
 def write(rows: Iterable[tuple[Codes, Changes]]) -> None:
@@ -45,7 +45,7 @@ def write(rows: Iterable[tuple[Codes, Changes]]) -> None:
         codes[one.positions] = one.codes
 
 
-def written(old: Tensor | None, one: Changes | Tensor) -> Tensor:
+def apply_changes(old: Tensor | None, one: Changes | Tensor) -> Tensor:
     """Apply a change to a tensor. `one` is a list of changes of `old`, or the complete new tensor. Returns `old` itself
     if nothing changes, else a new tensor."""
     if isinstance(one, Tensor):
@@ -64,7 +64,7 @@ def narrow(positions: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
     return positions.astype(np.uint32 if size < 1 << 32 else np.int64, copy=False)
 
 
-def rising(changes: Changes) -> Changes:
+def sort_by_position(changes: Changes) -> Changes:
     """The same changes, sorted by position."""
     if (changes.positions[1:] > changes.positions[:-1]).all():
         return changes
@@ -79,7 +79,9 @@ def of_items(found: Sequence[Found], old: Codes, kind: DType) -> Changes:
     If only one of the two items of a code changes, the other is taken from `old`.
     """
     positions = np.concatenate([narrow(np.empty(0, np.int64), old.size), *(where for where, _ in found)])
-    items = rising(Changes(positions, np.concatenate([np.empty(0, kind.items), *(part for _, part in found)])))
+    items = sort_by_position(
+        Changes(positions, np.concatenate([np.empty(0, kind.items), *(part for _, part in found)]))
+    )
     if kind.parts == 1:
         return Changes(narrow(items.positions, old.size), items.codes)
     elements = np.unique(items.positions // kind.parts)

@@ -45,7 +45,7 @@ def checksums(old: Codes, new: Codes) -> tuple[str, str]:
     return as_text(sums[:2]), as_text(sums[2:])
 
 
-def checksums_around(old: Codes, changes: Changes) -> tuple[str, str]:
+def checksums_before_after(old: Codes, changes: Changes) -> tuple[str, str]:
     """The checksums of a tensor before and after `changes`, without creating the changed tensor.
 
     `old`: the codes before. Takes one pass over `old`, or none if `changes.checksums` is set. Raises `ValueError` for

@@ -25,7 +25,7 @@ from etude.weights.delta.layout import (
     Grid,
     Kernels,
     Layout,
-    table_of,
+    table_shape,
 )
 from etude.weights.tensors import DTYPES, Codes, Spec
 
@@ -114,7 +114,7 @@ def _grid(spec: Spec, size: int, bits: int, counts: Counts, mode: Mode) -> Grid:
     tile = MAX_TILE
     while tile > _LEAST_TILE and tile * bits > _TILE_BITS * size:
         tile //= 2
-    rows, cols = table_of(spec)
+    rows, cols = table_shape(spec)
     tile_cols = cols if cols <= _WHOLE_ROW else min(cols, max(_PART_OF_ROW, tile // rows))
     return Grid(*_classes(counts, mode), min(rows, max(1, tile // tile_cols)), tile_cols)
 

@@ -21,13 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from etude.weights.delta import layout, native, streams
-from etude.weights.delta.changes import Changes, Found, Listed, narrow, of_items, rising
+from etude.weights.delta.changes import Changes, Found, Listed, narrow, of_items, sort_by_position
 from etude.weights.delta.checksums import as_text
 from etude.weights.delta.choices import Mode, choose
-from etude.weights.delta.layout import SAME, WHOLE, Header, Kernels, Tile, table_of
+from etude.weights.delta.layout import SAME, WHOLE, Header, Kernels, Tile, table_shape
 from etude.weights.delta.native import NativeKernels
 from etude.weights.delta.streams import damaged
-from etude.weights.delta.tiles import RAW, NumpyKernels, gather, scattered
+from etude.weights.delta.tiles import RAW, NumpyKernels, gather, split_by_tensor
 from etude.weights.tensors import DTYPES, Codes, DType, Spec, Tensor, from_items, same_bits, to_items
 
 __all__ = ["Changes", "changes", "decode", "encode", "for_kernels", "object_spans"]
@@ -104,7 +104,7 @@ def decode(
     """
     header, held = _open(data, specs, old)
     made = [items.copy() for items in held]
-    for kind, batch, payloads in changing(header, data, BATCH_ITEMS):
+    for kind, batch, payloads in changed_tiles(header, data, BATCH_ITEMS):
         kernels.apply(kind, batch, made, made, payloads)
     tensors = []
     for i, (spec, form) in enumerate(zip(specs, header.layout.forms, strict=True)):
@@ -112,7 +112,7 @@ def decode(
         if form == SAME and known is not None:
             tensors.append(known)
         else:
-            codes = whole(header, data, i) if form == WHOLE else from_items(made[i], DTYPES[spec.dtype])
+            codes = decode_full(header, data, i) if form == WHOLE else from_items(made[i], DTYPES[spec.dtype])
             tensors.append(Tensor(spec.dtype, spec.shape, codes))
     return tensors
 
@@ -137,11 +137,13 @@ def changes(
     if isinstance(kernels, NativeKernels):
         made |= _native_changes(header, data, held, kernels, in_order)
     found: list[list[Found]] = [[] for _ in specs]
-    for kind, batch, payloads in changing(header, data, BATCH_ITEMS, lambda tile: tile.pieces[0].tensor not in made):
+    for kind, batch, payloads in changed_tiles(
+        header, data, BATCH_ITEMS, lambda tile: tile.pieces[0].tensor not in made
+    ):
         _collect(batch, kernels.changes(kind, batch, held, payloads), held, found)
     for i, spec in enumerate(specs):
         if header.layout.forms[i] == WHOLE:
-            made[i] = Tensor(spec.dtype, spec.shape, whole(header, data, i))
+            made[i] = Tensor(spec.dtype, spec.shape, decode_full(header, data, i))
         elif i not in made:
             parts, found[i] = found[i], []  # free memory tensor by tensor
             made[i] = of_items(parts, held[i], DTYPES[spec.dtype])
@@ -162,14 +164,14 @@ def _native_changes(
         found = kernels.changes_of_tensors(kind, [tile for _, tile in tiles], held, payloads)
         for tensor, positions, codes, sums in found:
             one = Changes(positions, codes, (as_text(sums[:2]), as_text(sums[2:])))
-            cut = tensor in layout.grids and layout.grids[tensor].tile_cols < table_of(layout.specs[tensor])[1]
-            yield tensor, rising(one) if cut and in_order else one
+            cut = tensor in layout.grids and layout.grids[tensor].tile_cols < table_shape(layout.specs[tensor])[1]
+            yield tensor, sort_by_position(one) if cut and in_order else one
 
 
 def _collect(batch: Sequence[Tile], listed: Iterable[Listed], held: Sequence[Codes], found: list[list[Found]]) -> None:
     """Append the changes of tiles to `found`, by tensor."""
     for tile, (places, items) in zip(batch, listed, strict=True):
-        for tensor, positions, part in scattered(tile, places, items):
+        for tensor, positions, part in split_by_tensor(tile, places, items):
             found[tensor].append((narrow(positions, held[tensor].size), part))
 
 
@@ -221,7 +223,7 @@ def for_kernels(payload: memoryview, tile: Tile, kind: DType) -> memoryview:
     return memoryview(bytes((RAW,)) + items.astype(kind.items.newbyteorder("<"), copy=False).tobytes())
 
 
-def opened(data: bytes | memoryview, specs: Sequence[Spec]) -> Header:
+def parse_object(data: bytes | memoryview, specs: Sequence[Spec]) -> Header:
     """Parse the header of a complete delta object. Raises `WeightsError`."""
     header = layout.read_header(data, specs)
     if len(data) != int(header.offsets[-1]):
@@ -232,7 +234,7 @@ def opened(data: bytes | memoryview, specs: Sequence[Spec]) -> Header:
 def _open(data: bytes | memoryview, specs: Sequence[Spec], old: Sequence[Tensor | None]) -> tuple[Header, list[Codes]]:
     """Parse the header and check that the needed old tensors are there. Also returns the old items of the tensors that
     change."""
-    header = opened(data, specs)
+    header = parse_object(data, specs)
     held: list[Codes | None] = []
     for form, spec, known in zip(header.layout.forms, specs, old, strict=True):
         if form != WHOLE and (known is None or known.spec != spec):
@@ -242,7 +244,7 @@ def _open(data: bytes | memoryview, specs: Sequence[Spec], old: Sequence[Tensor 
     return header, _or_empty(held)
 
 
-def changing(
+def changed_tiles(
     header: Header,
     data: bytes | memoryview,
     most: int,
@@ -258,7 +260,7 @@ def changing(
             yield kind, [tile for _, tile in batch], payloads
 
 
-def whole(header: Header, data: bytes | memoryview, tensor: int) -> npt.NDArray[Any]:
+def decode_full(header: Header, data: bytes | memoryview, tensor: int) -> npt.NDArray[Any]:
     """Decode the codes of a tensor of form WHOLE. Raises `WeightsError`."""
     spec = header.layout.specs[tensor]
     codes = np.empty(spec.size, DTYPES[spec.dtype].codes)

@@ -20,10 +20,10 @@ import numpy as np
 
 from etude.errors import WeightsError, nearest
 from etude.weights.delta import codec
-from etude.weights.delta.arrays import Array, Arrays, bits_of, check_arrays, like, tensor_of
+from etude.weights.delta.arrays import Array, Arrays, bits_of, check_arrays, tensor_of, to_array
 from etude.weights.delta.bound import bound_bytes
-from etude.weights.delta.changes import write, written
-from etude.weights.delta.checksums import checksum, checksums, checksums_around
+from etude.weights.delta.changes import apply_changes, write
+from etude.weights.delta.checksums import checksum, checksums, checksums_before_after
 from etude.weights.delta.choices import Mode, check_mode
 from etude.weights.delta.delta_file import DeltaFile, Entry, Kind, damaged, read, write_head, write_object_head
 from etude.weights.tensors import Codes, Spec, Tensor, same_bits
@@ -98,9 +98,9 @@ def apply(
     base = fit_base(file, old)
     _check_uncoded(file, base)
     if out is None:
-        made = {name: tensor for group in decoded(file, base) for name, tensor in group.items()}
+        made = {name: tensor for group in decode_tensors(file, base) for name, tensor in group.items()}
         return {
-            entry.name: like(made.get(entry.name) or base[entry.name], old.get(entry.name))
+            entry.name: to_array(made.get(entry.name) or base[entry.name], old.get(entry.name))
             for entry in file.entries
             if entry.new
         }
@@ -182,7 +182,7 @@ def fit_base(file: DeltaFile, old: Arrays) -> dict[str, Tensor]:
     return base
 
 
-def decoded(file: DeltaFile, base: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+def decode_tensors(file: DeltaFile, base: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """Decode the tensors of a delta file, object by object. Checksums of base and result are verified. Changed tensors
     are in new memory. Raises `WeightsError`."""
     for entries, data in _objects(file):
@@ -190,7 +190,7 @@ def decoded(file: DeltaFile, base: Mapping[str, Tensor]) -> Iterator[dict[str, T
         with _of_this_base(entries, held):
             found = codec.changes(data, [entry.new for entry in entries if entry.new], held, in_order=False)
         _check(entries, [_sums(*pair) for pair in zip(held, found, strict=True)])
-        yield {entry.name: written(old, one) for entry, old, one in zip(entries, held, found, strict=True)}
+        yield {entry.name: apply_changes(old, one) for entry, old, one in zip(entries, held, found, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ def _entry(name: str, old: Tensor | None, new: Tensor | None) -> Entry:
 def _sums(old: Tensor | None, new: Tensor | codec.Changes | None) -> tuple[str | None, str | None]:
     """The checksums of a tensor before and after; in one pass if both have the same spec."""
     if old is not None and isinstance(new, codec.Changes):
-        return checksums_around(old.codes, new)
+        return checksums_before_after(old.codes, new)
     assert not isinstance(new, codec.Changes), "changes are of a tensor that is held"
     if old is not None and new is not None and old.spec == new.spec:
         return checksums(old.codes, new.codes)

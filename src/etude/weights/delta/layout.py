@@ -127,7 +127,7 @@ class Grid:
     tile_cols: int
 
 
-def table_of(spec: Spec) -> tuple[int, int]:
+def table_shape(spec: Spec) -> tuple[int, int]:
     """Rows and columns of a tensor's items: the last dimension is the columns, all others are rows."""
     cols = (spec.shape[-1] if spec.shape else 1) * DTYPES[spec.dtype].parts
     return math.prod(spec.shape[:-1]), cols
@@ -156,13 +156,13 @@ class Layout:
 
     def tile(self, tensor: int, number: int) -> Tile:
         """A tile of a tensor of form DELTA."""
-        grid, (rows, cols) = self.grids[tensor], table_of(self.specs[tensor])
+        grid, (rows, cols) = self.grids[tensor], table_shape(self.specs[tensor])
         down, right = divmod(number - self._ranges[tensor].start, -(-cols // grid.tile_cols))
         row, col = down * grid.tile_rows, right * grid.tile_cols
         height, width = min(grid.tile_rows, rows - row), min(grid.tile_cols, cols - col)
         pieces = [Piece(tensor, row * cols + col, height, width, cols)]
         for joined in self._joined.get(tensor, ()):
-            size = math.prod(table_of(self.specs[joined]))
+            size = math.prod(table_shape(self.specs[joined]))
             pieces.append(Piece(joined, 0, 1, size, size))
         return Tile(grid.high, grid.classes, tuple(pieces))
 
@@ -173,7 +173,7 @@ class Layout:
             yield self._ranges[host].start, self.tile(host, self._ranges[host].start)
             return
         grid, first = self.grids[tensor], self._ranges[tensor].start
-        across = -(-table_of(self.specs[tensor])[1] // grid.tile_cols)
+        across = -(-table_shape(self.specs[tensor])[1] // grid.tile_cols)
         for down in range(rows.start // grid.tile_rows, -(-rows.stop // grid.tile_rows) if rows else 0):
             for right in range(cols.start // grid.tile_cols, -(-cols.stop // grid.tile_cols) if cols else 0):
                 number = first + down * across + right
@@ -275,7 +275,7 @@ def read_header(data: bytes | memoryview, specs: Sequence[Spec]) -> Header:
 def _read_grid(reader: Reader, spec: Spec) -> Grid:
     high, classes = reader.byte(), reader.byte(MAX_CLASSES)
     grid = Grid(high, classes, reader.varint(1 << 42), reader.varint(1 << 42))
-    rows, cols = table_of(spec)
+    rows, cols = table_shape(spec)
     if not classes or not grid.tile_rows or not grid.tile_cols:
         raise damaged("a tile without items or classes")
     if min(rows, grid.tile_rows) * min(cols, grid.tile_cols) > MAX_TILE:
@@ -289,7 +289,7 @@ def _forms_bytes(forms: Sequence[int]) -> bytes:
 
 
 def _grid_count(spec: Spec, grid: Grid) -> int:
-    rows, cols = table_of(spec)
+    rows, cols = table_shape(spec)
     return -(-rows // grid.tile_rows) * -(-cols // grid.tile_cols)
 
 
@@ -300,7 +300,7 @@ def _joined(specs: Sequence[Spec], forms: Sequence[int], grids: Mapping[int, Gri
     joined: dict[int, list[int]] = {}
     sizes: dict[int, int] = {}
     for i, (spec, form) in enumerate(zip(specs, forms, strict=True)):
-        size = math.prod(table_of(spec))
+        size = math.prod(table_shape(spec))
         if form == DELTA and _grid_count(spec, grids[i]) == 1:
             hosts[spec.dtype] = i
             sizes[i] = size

@@ -24,10 +24,10 @@ from etude.weights.delta.layout import (
     header_bytes,
     page_bounds,
     read_header,
-    table_of,
+    table_shape,
 )
 from etude.weights.delta.streams import damaged
-from etude.weights.delta.tiles import scattered
+from etude.weights.delta.tiles import split_by_tensor
 from etude.weights.tensors import DTYPES, Codes, Spec, Tensor, to_items
 
 Read = Callable[[int, int], bytes]
@@ -67,7 +67,7 @@ class Parts:
 
     def _over(self, tensor: int) -> list[tuple[int, Tile]]:
         """All delta tiles of a tensor."""
-        rows, cols = table_of(self._specs[tensor])
+        rows, cols = table_shape(self._specs[tensor])
         return list(self._header.layout.tiles_over(tensor, range(rows), range(cols)))
 
     def _tensor(
@@ -100,7 +100,7 @@ class Parts:
         read. Raises `WeightsError`.
         """
         spec, form = self._specs[tensor], self._header.layout.forms[tensor]
-        parts, (num_rows, num_cols) = DTYPES[spec.dtype].parts, table_of(spec)
+        parts, (num_rows, num_cols) = DTYPES[spec.dtype].parts, table_shape(spec)
         rows = range(num_rows) if rows is None else rows
         cols = range(num_cols // parts) if cols is None else cols
         if not (0 <= rows.start <= rows.stop <= num_rows and 0 <= cols.start <= cols.stop <= num_cols // parts):
@@ -120,7 +120,7 @@ class Parts:
         found, held = self._found(tensor, old, numbered, payloads)
         inside: list[Found] = []
         for positions, items in found:
-            row, col = np.divmod(positions, table_of(self._specs[tensor])[1])
+            row, col = np.divmod(positions, table_shape(self._specs[tensor])[1])
             keep = (row >= rows.start) & (row < rows.stop) & (col >= cols.start) & (col < cols.stop)
             inside.append((positions[keep], items[keep]))
         return of_items(inside, held, kind)
@@ -141,11 +141,11 @@ class Parts:
         given = [for_kernels(payloads[number], tile, kind) for number, tile in numbered]
         found: list[Found] = []
         for tile, (places, items) in zip(tiles, self._kernels.changes(kind, tiles, held, given), strict=True):
-            found += [(positions, part) for of, positions, part in scattered(tile, places, items) if of == tensor]
+            found += [(positions, part) for of, positions, part in split_by_tensor(tile, places, items) if of == tensor]
         return found, held[tensor]
 
     def _of_whole(self, tensor: int, rows: range, cols: range) -> Changes:
-        width = max(1, table_of(self._specs[tensor])[1] // DTYPES[self._specs[tensor].dtype].parts)
+        width = max(1, table_shape(self._specs[tensor])[1] // DTYPES[self._specs[tensor].dtype].parts)
         start, stop = rows.start * width, rows.stop * width
         covering = [t for t in self._header.layout.full_tiles(tensor) if t[1] < stop and t[2] > start]
         payloads = self._fetch([number for number, _, _ in covering])

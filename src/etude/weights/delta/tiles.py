@@ -56,7 +56,7 @@ class NumpyKernels:
     ) -> None:
         for tile, payload in zip(tiles, payloads, strict=True):
             places, items = _changes(kind, tile, gather(tile, old), payload)
-            for tensor, positions, part in scattered(tile, places, items):
+            for tensor, positions, part in split_by_tensor(tile, places, items):
                 new[tensor][positions] = part
 
 
@@ -115,7 +115,7 @@ def _sums(values: Longs, counts: Longs) -> Longs:
     return np.add.reduceat(values, _starts(counts)) if counts.size else counts
 
 
-def scattered(tile: Tile, places: Numbers, items: Codes) -> Iterator[tuple[int, Longs, Codes]]:
+def split_by_tensor(tile: Tile, places: Numbers, items: Codes) -> Iterator[tuple[int, Longs, Codes]]:
     """For each tensor of a tile: its number, the positions in the tensor that change, and the new items there."""
     ends = np.cumsum([0, *(piece.size for piece in tile.pieces)])
     splits = np.searchsorted(places, ends).tolist()

@@ -75,7 +75,7 @@ def apply_delta(a: Path, delta: Path, out: Path) -> Applied:
         raise InputError(f"{out} exists", hint="name a directory that does not exist yet")
     check_output(out, (a, delta))
     base = read_checkpoint(a)
-    with opened(delta) as file:
+    with open_delta(delta) as file:
         deltas.fit_base(file, base.tensors)
         headers, index = _read_note(file, base)
         if out.suffix == ".safetensors" and [*headers] != [WEIGHTS]:
@@ -90,7 +90,7 @@ def apply_delta(a: Path, delta: Path, out: Path) -> Applied:
                     for entry in file.entries:
                         if entry.new and not entry.coded:
                             writer.put(entry.name, held[entry.name])
-                    for made in deltas.decoded(file, held):
+                    for made in deltas.decode_tensors(file, held):
                         for name, tensor in made.items():
                             writer.put(name, tensor)
                 copied = copy_other_files(a, beside) if a.is_dir() else []
@@ -111,16 +111,16 @@ def verify_delta(delta: Path, a: Path) -> Applied:
     """Do everything that `apply_delta` does except writing: compare the checksums of base and target. Raises the same
     errors."""
     base = read_checkpoint(a)
-    with opened(delta) as file:
+    with open_delta(delta) as file:
         deltas.fit_base(file, base.tensors)
         _read_note(file, base)
         held = deltas.check_base(file, base.tensors)
-        num_coded = sum(len(made) for made in deltas.decoded(file, held))
+        num_coded = sum(len(made) for made in deltas.decode_tensors(file, held))
         return Applied(sum(entry.new is not None for entry in file.entries), num_coded, file.target_bytes, ())
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[DeltaFile]:
+def open_delta(path: Path) -> Iterator[DeltaFile]:
     """Map and parse a delta file. Raises `InputError` if it cannot be read, `WeightsError` if it is damaged."""
     hint = "name a file that `etude weights encode` wrote"
     try:

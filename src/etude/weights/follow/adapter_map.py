@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from etude.errors import WeightsError
-from etude.records.adapter import PUBLISHED, AdapterConfig, modules, names
+from etude.records.adapter import PUBLISHED, AdapterConfig, adapted_modules, lora_names
 from etude.weights.follow.live import Call
 from etude.weights.follow.runtime_map import Derived, Map, Pieces, named
 from etude.weights.tensors import DTYPES, Codes, Spec, Tensor
@@ -43,7 +43,7 @@ def adapter_map(
     dtype = next(tensor.dtype for name, tensor in published.items() if name != PUBLISHED)
     _check_base(base, config, dtype)
     live = {name: np.zeros(one.shape, DTYPES[one.dtype].codes) for name, one in published.items()}
-    specs = {name: Spec(dtype, base[name].shape) for name in modules(published)}
+    specs = {name: Spec(dtype, base[name].shape) for name in adapted_modules(published)}
     rest = {name: Spec(_kept(name, dtype), one.shape) for name, one in base.items() if one.dtype != _kept(name, dtype)}
     rest = {name: spec for name, spec in rest.items() if name not in specs}
     places = pieces(specs | rest)
@@ -64,16 +64,16 @@ def adapter_map(
                 piece.fill(spec, codes_of(floats(base[name]), spec.dtype).reshape(-1))
 
     def write(name: str, spec: Spec) -> None:
-        a, b = (floats(Tensor(dtype, live[one].shape, live[one].reshape(-1))) for one in names(name))
+        a, b = (floats(Tensor(dtype, live[one].shape, live[one].reshape(-1))) for one in lora_names(name))
         merged = rounded(base[name], dtype) + np.matmul(b * np.float32(config.scale), a, dtype=np.float32)
         for piece in places[name]:
             piece.fill(spec, codes_of(merged, dtype).reshape(-1))
 
     derived = [Derived(frozenset({PUBLISHED}), write_base)]
-    derived += [Derived(frozenset(names(name)), partial(write, name, spec)) for name, spec in specs.items()]
+    derived += [Derived(frozenset(lora_names(name)), partial(write, name, spec)) for name, spec in specs.items()]
     calls: dict[Call, set[str]] = {}
     for name in specs.keys() & packing.keys():
-        calls.setdefault(packing[name], set()).update(names(name))
+        calls.setdefault(packing[name], set()).update(lora_names(name))
     for name in rest.keys() & packing.keys():
         calls.setdefault(packing[name], set()).add(PUBLISHED)
     derived += [Derived(frozenset(sources), call) for call, sources in calls.items()]

@@ -31,7 +31,7 @@ from etude.weights.chain.manifest import Manifest
 from etude.weights.delta import codec
 from etude.weights.delta.arena import trim_heap
 from etude.weights.delta.changes import Changes, narrow
-from etude.weights.delta.checksums import checksum, checksums_around
+from etude.weights.delta.checksums import checksum, checksums_before_after
 from etude.weights.follow.follower import Update
 from etude.weights.follow.head_tracker import LIMIT_BYTES, FollowedPointer, HeadTracker, check_size
 from etude.weights.follow.parts import split
@@ -301,7 +301,7 @@ def _checksum(live: Tensor | None, one: Changes | Tensor) -> str:
     if isinstance(one, Tensor):
         return checksum(one.codes)
     assert live is not None, "changes are of a live tensor"
-    return checksums_around(live.codes, one)[1]
+    return checksums_before_after(live.codes, one)[1]
 
 
 def _pieces(codes: Codes, changes: Changes) -> Iterator[Codes]:

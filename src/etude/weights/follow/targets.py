@@ -26,7 +26,7 @@ Probe = Callable[[], bool]
 """A check of the new weights, run in the pause: returns False to undo the update."""
 Known = Mapping[str, Tensor | Spec]
 """The version's tensors by name, or only their specs."""
-_PlannedWrite = tuple[str, tuple[Places, Codes] | None, Piece]  # name, changes (None: all), piece
+_PlannedWrite = tuple[str, tuple[Places, Codes] | None, Piece]
 """A write that was prepared: tensor name, changes (None: the complete tensor), and piece."""
 
 DENSE = 16

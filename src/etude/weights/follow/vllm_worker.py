@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from etude.errors import WeightsError
-from etude.records.adapter import modules
+from etude.records.adapter import adapted_modules
 from etude.records.completion import Version
 from etude.stores import open_store
 from etude.weights.files.checkpoint import read_checkpoint
@@ -220,7 +220,7 @@ class _WeightSync:
         ]
         whole = merge_pieces(*parts.values())
         of = partial(sharded, whole, rank=self._rank, size=self._rows.size)
-        if not modules(published):
+        if not adapted_modules(published):
             return Target(Map(of({name: tensor.spec for name, tensor in published.items()}), derived=derived))
         if self._base is None:
             raise WeightsError(

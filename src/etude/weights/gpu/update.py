@@ -116,7 +116,7 @@ def prepare(
     header, held = _held(data, specs, live)
     update = Prepared()
     undoes: list[Callable[[], object]] = []
-    for kind, tiles, payloads in codec.changing(header, data, BATCH_ITEMS):
+    for kind, tiles, payloads in codec.changed_tiles(header, data, BATCH_ITEMS):
         for lists in kernels.lists(kind, tiles, held, payloads):
             update.writes.append(kernels.writer(lists, held))
             update.num_bytes += lists.num_bytes
@@ -143,7 +143,7 @@ def apply(
     is short. Cannot be undone. If it raises `WeightsError`, `live` may be partly written."""
     kernels = kernels or DeviceKernels()
     header, held = _held(data, specs, live)
-    for kind, tiles, payloads in codec.changing(header, data, BATCH_ITEMS):
+    for kind, tiles, payloads in codec.changed_tiles(header, data, BATCH_ITEMS):
         kernels.apply(kind, tiles, held, held, payloads)
     for memory, codes in _wholes(header, data, held):
         memory.copy_(codes)
@@ -151,7 +151,7 @@ def apply(
 
 def _held(data: bytes, specs: Mapping[str, Spec], live: Mapping[str, torch.Tensor]) -> tuple[Header, list[Items]]:
     """The header, and the memory of each tensor that the object changes."""
-    header = codec.opened(data, list(specs.values()))
+    header = codec.parse_object(data, list(specs.values()))
     held = []
     for form, (name, spec) in zip(header.layout.forms, specs.items(), strict=True):
         if form in (DELTA, JOINED, WHOLE) and name not in live:
@@ -166,7 +166,7 @@ def _wholes(header: Header, data: bytes, held: Sequence[Items]) -> list[tuple[to
     for i, form in enumerate(header.layout.forms):
         if form == WHOLE:
             memory = held[i].codes
-            codes = codec.whole(header, data, i).view(np.uint8)
+            codes = codec.decode_full(header, data, i).view(np.uint8)
             found.append((memory, torch.from_numpy(codes).view(memory.dtype)))
     return found
 

@@ -92,7 +92,7 @@ def fetch_some(
             if check is not None:
                 check(target)
             made = walk.take(plan, tensors or {} if plan.start else {})
-            made = _proven(target, made, plans.required_proof(plan))
+            made = _verify(target, made, plans.required_proof(plan))
             return plans.Rebuilt(plans.Decoded(made), walk.fetched_bytes, tuple(failures))
         except _NotHeld:  # a wanted tensor now shares a tile with a tensor that is not held
             if plan.start is None:
@@ -140,14 +140,14 @@ class _Walk:
         needed = {name for name in last if name in base or self._wants(name)}
         opened: list[tuple[plans.Hop, list[_Opened], frozenset[str]]] = []
         for self.at in reversed(plan.hops):  # the hop before must create the old tensors that a hop needs
-            objects = [self._open(self.at.manifest, *pair) for pair in _covering(self.at, needed)]
+            objects = [self._open(self.at.manifest, *pair) for pair in _objects_with(self.at, needed)]
             for one in objects:
                 names = [entry.name for entry in one.entries]
                 needed |= {names[k] for i, name in enumerate(names) if name in needed for k in one.parts.needs_old(i)}
             opened.append((self.at, objects, frozenset(needed)))
         made = dict(base)
         for self.at, objects, names_there in reversed(opened):
-            made = _applied(self.at, objects, names_there, made)
+            made = _decode_hop(self.at, objects, names_there, made)
         return made
 
     def _open(self, manifest: Manifest, item: StoredObject, entries: Sequence[TensorEntry]) -> _Opened:
@@ -166,7 +166,7 @@ class _Walk:
         return _Opened(entries, Parts(read, header, [entry.spec for entry in entries]))
 
 
-def _covering(hop: plans.Hop, names: set[str]) -> list[tuple[StoredObject, Sequence[TensorEntry]]]:
+def _objects_with(hop: plans.Hop, names: set[str]) -> list[tuple[StoredObject, Sequence[TensorEntry]]]:
     """The objects of a hop that contain some of these tensors, with all entries that each covers."""
     found: list[tuple[StoredObject, Sequence[TensorEntry]]] = []
     start = 0
@@ -178,7 +178,7 @@ def _covering(hop: plans.Hop, names: set[str]) -> list[tuple[StoredObject, Seque
     return found
 
 
-def _applied(
+def _decode_hop(
     hop: plans.Hop, objects: Sequence[_Opened], names: frozenset[str], base: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Decode the tensors of these names from one hop's objects."""
@@ -193,7 +193,7 @@ def _applied(
     return made
 
 
-def _proven(target: Manifest, made: Mapping[str, Tensor], proof: plans.Proof) -> dict[str, Tensor]:
+def _verify(target: Manifest, made: Mapping[str, Tensor], proof: plans.Proof) -> dict[str, Tensor]:
     """Compare each tensor with the manifest. Returns the tensors. Raises `TensorMismatch`."""
     for entry in target.tensors:
         if entry.name in made:

@@ -1,4 +1,4 @@
-"""What the tests make images from: archives and repositories, written by others than the readers under test."""
+"""Sources of images for tests: archives and repositories, not written by the code under test."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GIT_WHO = {
 
 
 def tar_of(entries: Sequence[tuple[str, bytes | str | None] | tarfile.TarInfo]) -> bytes:
-    """Python's tarfile writes it: bytes are files, None folders, a text a link's target."""
+    """Make a tar archive with Python's tarfile: bytes are files, None is a folder, a text is a link target."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for entry in entries:
@@ -44,14 +44,14 @@ def tar_of(entries: Sequence[tuple[str, bytes | str | None] | tarfile.TarInfo]) 
 
 
 def special(path: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
-    """An entry that is no file."""
+    """An entry that is not a regular file."""
     info = tarfile.TarInfo(path)
     info.type, info.linkname, info.devmajor, info.devminor = kind, target, 1, 3
     return info
 
 
 def oci_layout(folder: Path, layers: Sequence[bytes], config: Mapping[str, object] | None = None) -> Path:
-    """An OCI image layout with these layers, each a tar archive; every second one is packed with gzip."""
+    """Make an OCI image layout with these layers (tar archives); every second one is compressed with gzip."""
 
     def put(data: bytes) -> dict[str, object]:
         digest = hashlib.sha256(data).hexdigest()
@@ -75,7 +75,7 @@ def oci_layout(folder: Path, layers: Sequence[bytes], config: Mapping[str, objec
 
 
 def repository(folder: Path, states: Sequence[Mapping[str, bytes]]) -> list[str]:
-    """A repository with a commit for each state. Returns the commits."""
+    """Make a repository with a commit for each state. Returns the commits."""
     folder.mkdir()
     run(folder, "init", "-q", "-b", "main")
     commits = []
@@ -94,7 +94,7 @@ def run(folder: Path, *words: str) -> str:
 
 
 def files_of(root: Path) -> dict[str, str]:
-    """What is below a folder: a file's text, a link's target after "->", "/" for a folder."""
+    """The content of a folder: a file's text, a link's target after "->", "/" for a folder."""
     found = {}
     for path in sorted(root.rglob("*")):
         name = str(path.relative_to(root))

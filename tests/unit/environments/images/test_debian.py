@@ -1,4 +1,4 @@
-"""Where Debian packages come from is what apt is configured with; what is missing on a host is said."""
+"""Debian images: apt sources of the host, and errors for missing tools."""
 
 from __future__ import annotations
 

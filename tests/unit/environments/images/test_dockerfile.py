@@ -1,4 +1,4 @@
-"""Dockerfiles: the subset is followed, everything else is an error with its line."""
+"""Dockerfiles: supported instructions work, all others are errors with their line."""
 
 from __future__ import annotations
 
@@ -192,11 +192,11 @@ def test_the_kinds_of_dockerfile_that_benchmarks_have_are_read():
     assert [stage.base for stage in stages] == ["ubuntu:${UBUNTU}", "build"]
     assert [i.line for i in stages[0].instructions] == [4, 5, 6, 8, 17, 18, 19]
     run = stages[0].instructions[3]
-    whole = run.words[0].split()
+    whole = run.args[0].split()
     assert " ".join(whole) == "apt-get update && apt-get install -y git && rm -rf /var/lib/apt/lists/*"
     script = stages[0].instructions[4]
     assert script.flags == {"mount": "type=cache,target=/root/.cache/pip"}
-    assert script.words == ("pip install pytest==8.3.4",)
+    assert script.args == ("pip install pytest==8.3.4",)
     assert stages[1].instructions[-2].documents[0].text == "import sys\nprint(sys.path)\n"
     assert stages[1].instructions[-2].documents[0].expands is False
 
@@ -318,8 +318,8 @@ def test_any_text_is_parsed_or_refused(lines):
         for stage in parse(text, LIMITS).stages:
             for instruction in stage.instructions:
                 (pairs if instruction.name in ("ENV", "LABEL") else args_of)(instruction, {"a": "1", "b": "$a"})
-                expand(instruction.words[0], {"a": "1"})
-                unsupported(instruction.words[0])
+                expand(instruction.args[0], {"a": "1"})
+                unsupported(instruction.args[0])
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", ".dockerignore"])

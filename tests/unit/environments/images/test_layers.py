@@ -1,4 +1,4 @@
-"""Layers are applied inside of a tree and nowhere else, and written so that the same changes are the same bytes."""
+"""Layers are applied only inside of a tree, and equal changes give equal bytes."""
 
 from __future__ import annotations
 

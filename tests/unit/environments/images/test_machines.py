@@ -1,4 +1,4 @@
-"""Machines of images, with real namespaces: the image stays as it is; what changes is the machine's, and can be had."""
+"""Machines with images, in real namespaces: the image is never changed, and changes of a machine can be exported."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROGRAMS = ("sh", "cat", "ls", "id", "rm", "mkdir", "mv", "stat", "touch", "slee
 
 
 def host_root(folder: Path, programs: Sequence[str] = PROGRAMS) -> Path:
-    """A root filesystem of a few of this host's programs and the libraries they need."""
+    """Make a root filesystem from some programs of this host and their libraries."""
     for name in programs:
         program = shutil.which(name)
         if program is None:
@@ -301,7 +301,12 @@ def test_a_foreign_snapshot_reaches_nothing_but_the_machines_root(store):
         snapshot = await runtime.unpack(ImageState(image, b"", layer).pack())
         with pytest.raises(MachineError, match="is a circular link or a mount"):
             await runtime.fork(snapshot, 1)
-        for bad in (b"", b"x" * 100, ImageState(image, b"", b"")._replace(tree=b"x").pack(), ImageState(image, b"", b"x").pack()):
+        for bad in (
+            b"",
+            b"x" * 100,
+            ImageState(image, b"", b"")._replace(tree=b"x").pack(),
+            ImageState(image, b"", b"x").pack(),
+        ):
             with pytest.raises((ValueError, MachineError)):
                 await runtime.fork(await runtime.unpack(bad), 1)
 
@@ -341,7 +346,7 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("user", [["--map-root-user"], ["--map-user=1000", "--map-group=1000"]])
 def test_without_privilege_it_is_the_same_but_for_one_user(store, tmp_path, user):
-    """In a user namespace with one user: root without the right to make others, and nobody in particular."""
+    """In a user namespace with a single user."""
     host_root(tmp_path / "root")
     command = ["unshare", "--user", *user, sys.executable, "-c", WITHOUT_PRIVILEGE, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)

@@ -1,4 +1,4 @@
-"""OCI layouts and saved archives: read where every digest agrees, refused where one does not."""
+"""OCI layouts and saved archives: read if all digests match, else refused."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_tag_chooses_among_the_images_of_a_layout(tmp_path, store, layout):
 
 
 def saved(tmp_path: Path) -> Path:
-    """As `docker save` before version 25 wrote it: a layer that occurs twice is a link."""
+    """An archive as of `docker save` before version 25: a repeated layer is a link."""
     diff_ids = [f"sha256:{hashlib.sha256(layer).hexdigest()}" for layer in (*LAYERS, LAYERS[1])]
     config = json.dumps({"rootfs": {"diff_ids": diff_ids}, "config": CONFIG}).encode()
     layers = ["a/layer.tar", "b/layer.tar", "c/layer.tar"]
@@ -125,7 +125,7 @@ def test_a_damaged_or_dishonest_layout_is_refused(tmp_path, store, layout, what)
 
 
 def _with_config_of(layout: Path, other: Path) -> None:
-    """A manifest of one layout's layers and the other's config."""
+    """A manifest with the layers of one layout and the config of another."""
 
     def read(folder: Path, digest: str) -> dict:
         return json.loads((folder / "blobs/sha256" / digest.removeprefix("sha256:")).read_bytes())

@@ -1,4 +1,4 @@
-"""A root out of an image: what is written stays above it, owners are the machine's, nothing of the host is in reach."""
+"""The overlay of a machine on an image: writes stay in the upper layer, owners are mapped, the host is out of reach."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def image_at(tmp_path: Path) -> Path:
 
 
 def made(tmp_path: Path, image: Path, base: int | None, mode: str = "") -> tuple[dict, bytes]:
-    """What the machine saw, and the layer of its changes."""
+    """Return what the machine saw, and the layer of its changes."""
     layer = tmp_path / "layer"
     with open(layer, "wb") as out:
         done = subprocess.run(

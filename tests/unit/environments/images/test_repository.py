@@ -1,4 +1,4 @@
-"""A repository at a commit has that commit's tree and nothing else; the scan finds whatever is left of others."""
+"""An exported repository has only the tree of its commit; the scan finds texts of other commits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store keeps trees under their content, whole or not at all."""
+"""The image store: images are named by their content, and complete or absent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Archives of unknown origin: what tar and Python write is read, everything else is refused by name."""
+"""Untrusted tar archives: those of tar and Python are read, all others are refused with an error."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def test_a_connect_carries_bytes_both_ways():
         (
             b"GET / HTTP/1.1\r\nHost: up.example\r\n\r\n",
             b"400",
-            "a proxy is asked for http:// URLs, and by CONNECT for others",
+            "a proxy request needs an http:// URL, or CONNECT",
         ),
         (b"\x00" * 100 + b"\r\n\r\n", b"400", "the request line is not plain"),
         (b"A" * 40_000 + b"\r\n\r\n", b"400", "the head is too long"),

@@ -1,4 +1,4 @@
-"""The adapter takes a version over to an SGLang: a server on a socket hears what it is told and reads what it loads."""
+"""The adapter loads versions into SGLang: a fake server on a socket records its calls and reads the checkpoints."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 
 from etude.errors import EngineError
 from etude.inference.config import EngineConfig
-from etude.inference.foreign.engine import ForeignEngine
-from etude.inference.sglang.process import SglangCalls
-from etude.inference.sglang.server import SglangFollowing
+from etude.inference.external.engine import ExternalEngine
+from etude.inference.sglang.process import SglangClient
+from etude.inference.sglang.server import SglangWeightSync
 from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
 from etude.records.completion import Version
 from etude.stores import MemoryStore
@@ -41,7 +41,7 @@ SWAP = ["/pause_generation", "/update_weights_from_disk", "/update_weight_versio
 
 
 class Server:
-    """Answers every call; what it is told to load it reads at once, as SGLang does."""
+    """A fake server that responds to every call, and reads a checkpoint when it is loaded, as SGLang does."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, Any]] = []
@@ -64,17 +64,17 @@ class Server:
             writer.close()
 
 
-Story = Callable[[SglangFollowing, Server, Callable[[int], Version]], Awaitable[None]]
+Story = Callable[[SglangWeightSync, Server, Callable[[int], Version]], Awaitable[None]]
 
 
 @asynccontextmanager
-async def world(folder: Path) -> AsyncIterator[tuple[SglangFollowing, Server, Callable[[int], Version]]]:
+async def world(folder: Path) -> AsyncIterator[tuple[SglangWeightSync, Server, Callable[[int], Version]]]:
     server, store = Server(), MemoryStore()
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
-    calls = SglangCalls(listening.sockets[0].getsockname()[1], name="engine-1", key="k")
+    calls = SglangClient(listening.sockets[0].getsockname()[1], name="engine-1", key="k")
     save_model(Transformer(SIZES, seed=0), folder / "start", dtype="f32")
     config = EngineConfig(max_sequences=1, max_waiting=1, context_tokens=32, pin_lease_s=0.0)
-    engine = ForeignEngine(
+    engine = ExternalEngine(
         calls, name="engine-1", model=SIZES, config=config, version=STARTED, kv_tokens=32, parity="sglang"
     )
     channel = Channel(store)
@@ -85,7 +85,7 @@ async def world(folder: Path) -> AsyncIterator[tuple[SglangFollowing, Server, Ca
 
     try:
         yield (
-            SglangFollowing(engine, Follower(store), start=folder / "start", folder=folder / "next"),
+            SglangWeightSync(engine, Follower(store), start=folder / "start", folder=folder / "next"),
             server,
             publish,
         )
@@ -111,7 +111,7 @@ def holds(server: Server, seed: int) -> bool:
 def test_a_version_is_loaded_in_a_pause_and_tokens_are_labelled_with_it_before_any_is_sampled(
     tell: Callable[[Story], None],
 ) -> None:
-    async def story(following: SglangFollowing, server: Server, publish: Callable[[int], Version]) -> None:
+    async def story(following: SglangWeightSync, server: Server, publish: Callable[[int], Version]) -> None:
         for step in (1, 2):
             server.asked.clear()
             version = publish(step)
@@ -129,7 +129,7 @@ def test_a_version_is_loaded_in_a_pause_and_tokens_are_labelled_with_it_before_a
 
 
 def test_a_version_that_is_not_loaded_is_none_and_nothing_goes_on_until_one_is(tell: Callable[[Story], None]) -> None:
-    async def story(following: SglangFollowing, server: Server, publish: Callable[[int], Version]) -> None:
+    async def story(following: SglangWeightSync, server: Server, publish: Callable[[int], Version]) -> None:
         version, server.loads = publish(1), False
         with pytest.raises(EngineError, match="did not load weights"):
             await following.step()

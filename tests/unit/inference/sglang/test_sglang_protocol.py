@@ -1,4 +1,4 @@
-"""What SGLang's answers become. Those in `answers` are a real server's, SGLang 0.5.23 on a CPU."""
+"""Parsing of SGLang's responses. Those in `answers` were recorded from SGLang 0.5.23 on a CPU."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from etude.cli import main
 from etude.errors import ConfigError, EngineError
 from etude.inference.config import EngineKind
 from etude.inference.errors import MalformedRequest
-from etude.inference.foreign import parts
-from etude.inference.foreign.environment import MARK, SGLANG, Environment
-from etude.inference.foreign.parts import Broken, Part
+from etude.inference.external import answers
+from etude.inference.external.answers import AnswerPart, BrokenAnswer
+from etude.inference.external.environment import MARK, SGLANG, Environment
 from etude.inference.sglang import protocol
 from etude.loop.config import FleetConfig, RunConfig
 from etude.models.config import ModelConfig
@@ -36,7 +36,7 @@ def recorded(name: str) -> bytes:
 
 
 def changed(**fields: Any) -> bytes:
-    """The recorded answer with other fields in what it says of itself."""
+    """The recorded response with other fields in its meta data."""
     answer = json.loads(recorded("generate.json"))
     answer["meta_info"] |= fields
     return json.dumps(answer).encode()
@@ -48,26 +48,26 @@ def request(**fields: Any) -> CompletionRequest:
     return CompletionRequest(request_id="r", session_id="s", prompt_ids=ids, sampling=sampling, **fields)
 
 
-def whole_answer(body: bytes, *, engine: str) -> Part:
-    """A recorded whole answer, as the one event of a stream."""
+def whole_answer(body: bytes, *, engine: str) -> AnswerPart:
+    """A recorded complete response, as the only event of a stream."""
     part = protocol.read_event(b"data: " + body, engine=engine)
     assert part is not None
     return part
 
 
-def parts_together(told: Iterable[Part]) -> Part:
-    whole = parts.Whole()
+def parts_together(told: Iterable[AnswerPart]) -> AnswerPart:
+    whole = answers.JoinedAnswer()
     for part in told:
         whole.add(part)
     return whole.part
 
 
-def completed(answer: Part, *, adoption: int = 0, stop: tuple[int, ...] = ()) -> Completion:
-    routes = parts.kept_routes(None, MODEL, start=0, stop=PROMPT + len(answer.token_ids) - 1)
-    return parts.completed(
+def completed(answer: AnswerPart, *, adoption: int = 0, stop: tuple[int, ...] = ()) -> Completion:
+    routes = answers.decode_kept_routes(None, MODEL, start=0, stop=PROMPT + len(answer.token_ids) - 1)
+    return answers.make_completion(
         request(stop=stop),
         answer,
-        make="SGLang",
+        server="SGLang",
         engine="engine-1",
         versions={0: OLD, 1: NEW},
         adoption=adoption,
@@ -93,21 +93,21 @@ def test_a_recorded_answer_and_a_recorded_stream_are_the_same_completion() -> No
 def test_a_recorded_end_by_a_stop_token_is_one_and_a_recorded_text_has_its_log_probabilities() -> None:
     stopped = whole_answer(recorded("stopped.json"), engine="engine-1")
     assert completed(stopped, stop=(IDS[2],)).stop_reason is StopReason.STOP
-    with pytest.raises(Broken, match="an end by 'stop'"):
+    with pytest.raises(BrokenAnswer, match="an end by 'stop'"):
         completed(stopped)
     adoption, logprobs = protocol.read_scores(recorded("score.json"), [5, 6, 7, 8], engine="engine-1")
     assert (adoption, logprobs) == (0, [-5.501389503479004, -5.850438594818115, -5.875283241271973])
-    with pytest.raises(Broken, match="3 log-probabilities of 5 tokens"):
+    with pytest.raises(BrokenAnswer, match="3 log-probabilities of 5 tokens"):
         protocol.read_scores(recorded("score.json"), [5, 6, 7, 8, 9], engine="engine-1")
 
 
 def test_a_recorded_refusal_and_a_recorded_abort_say_what_sglang_said() -> None:
-    said = protocol.refused(400, recorded("too_long.json"), engine="engine-1")
+    said = protocol.read_error(400, recorded("too_long.json"), engine="engine-1")
     assert said.what == "SGLang of engine-1 answered 400"
     assert "maximum context length of 257 tokens" in said.facts
-    assert protocol.refused(400, b'{"error": "no such field"}', engine="e").facts == "no such field"
-    assert protocol.refused(500, b"<html>", engine="e").facts == "b'<html>'"
-    with pytest.raises(EngineError, match="dropped a request"):
+    assert protocol.read_error(400, b'{"error": "no such field"}', engine="e").facts == "no such field"
+    assert protocol.read_error(500, b"<html>", engine="e").facts == "b'<html>'"
+    with pytest.raises(EngineError, match="aborted a request"):
         whole_answer(recorded("aborted.json"), engine="engine-1")
     with pytest.raises(EngineError, match="answered 500"):
         protocol.read_event(b'data: {"error": {"message": "it fell over"}}', engine="engine-1")
@@ -126,10 +126,10 @@ def test_a_recorded_refusal_and_a_recorded_abort_say_what_sglang_said() -> None:
     ],
 )
 def test_an_answer_that_disagrees_with_itself_is_an_error(fields: dict[str, Any]) -> None:
-    with pytest.raises(Broken):
+    with pytest.raises(BrokenAnswer):
         completed(whole_answer(changed(**fields), engine="engine-1"))
     for cut in (0, 10, 100):
-        with pytest.raises(Broken):
+        with pytest.raises(BrokenAnswer):
             whole_answer(recorded("generate.json")[:cut], engine="engine-1")
 
 
@@ -140,31 +140,31 @@ def test_a_request_that_lived_through_a_swap_has_both_versions() -> None:
 
 
 def test_what_is_asked_has_the_requests_own_stop_tokens_seed_salt_class_and_routes() -> None:
-    body = json.loads(protocol.asked(request(stop=(7,)), "n", salt="a-1", native_routes=True))
+    body = json.loads(protocol.encode_request(request(stop=(7,)), "n", salt="a-1", native_routes=True))
     params = body["sampling_params"]
     assert (body["input_ids"], body["extra_key"], body["stream"]) == (list(range(PROMPT)), "a-1", True)
     assert (params["stop_token_ids"], params["ignore_eos"], body["return_logprob"]) == ([7], False, True)
-    assert params["sampling_seed"] == parts.keyed_seed(0, PROMPT)
+    assert params["sampling_seed"] == answers.keyed_seed(0, PROMPT)
     assert (body["return_routed_experts"], body["routed_experts_start_len"]) == (True, 0)
-    plain = json.loads(protocol.asked(request(), "n", salt="a", native_routes=False))
+    plain = json.loads(protocol.encode_request(request(), "n", salt="a", native_routes=False))
     assert "return_routed_experts" not in plain
     assert plain["sampling_params"]["ignore_eos"]
-    production = protocol.asked(request(traffic=Traffic.PRODUCTION), "n", salt="a", native_routes=False)
+    production = protocol.encode_request(request(traffic=Traffic.PRODUCTION), "n", salt="a", native_routes=False)
     assert json.loads(production)["priority"] > plain["priority"], "SGLang serves the higher number first"
     with pytest.raises(MalformedRequest, match="temperature 1e-07"):
-        protocol.asked(request(temperature=1e-7), "n", salt="a", native_routes=False)
+        protocol.encode_request(request(temperature=1e-7), "n", salt="a", native_routes=False)
 
 
 def test_routes_are_those_of_layers_with_a_router() -> None:
     told = np.arange(4 * 3 * 2, dtype=np.int32).reshape(4, 3, 2) % 8
-    routes = protocol.given_routes(base64.b64encode(told.tobytes()).decode(), MODEL, count=4)
+    routes = protocol.decode_routes(base64.b64encode(told.tobytes()).decode(), MODEL, count=4)
     assert routes.dtype == MODEL.route_dtype
     assert np.array_equal(routes, told[:, [0, 2]])
-    assert parts.any_missing(protocol.given_routes(None, MODEL, count=4))
+    assert answers.any_missing(protocol.decode_routes(None, MODEL, count=4))
     with pytest.raises(ValueError, match="for 5 positions"):
-        protocol.given_routes(base64.b64encode(told.tobytes()).decode(), MODEL, count=5)
+        protocol.decode_routes(base64.b64encode(told.tobytes()).decode(), MODEL, count=5)
     with pytest.raises(ValueError, match="a route to expert 263 of 8"):
-        protocol.given_routes(base64.b64encode((told + 256).tobytes()).decode(), MODEL, count=4)
+        protocol.decode_routes(base64.b64encode((told + 256).tobytes()).decode(), MODEL, count=4)
 
 
 def test_another_version_is_refused_and_so_is_an_install_for_a_cpu(
@@ -190,7 +190,7 @@ def test_a_run_with_sglang_is_neither_exact_nor_given_adapters() -> None:
     RunConfig(fleet=fleet, numerics=native)
     with pytest.raises(ConfigError, match="sglang") as caught:
         RunConfig(fleet=fleet, numerics=native, learner=LearnerConfig(lora_rank=4))
-    assert "takes whole weights" in caught.value.facts
+    assert "only loads full weights" in caught.value.facts
     with pytest.raises(ConfigError, match="sglang") as caught:
         RunConfig(fleet=fleet, numerics=NumericsConfig(mode=Mode.EXACT))
     assert "sums in an order of its own" in caught.value.facts

@@ -1,4 +1,4 @@
-"""The adapter before a server that answers as vLLM was recorded to, or does not: over a real socket, without vLLM."""
+"""The adapter with a fake vLLM on a real socket, which sends recorded or broken responses."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import pytest
 from etude.errors import EngineBehind, EngineError, WeightsError
 from etude.inference.config import EngineConfig
 from etude.inference.errors import EngineBusy, EngineLate
-from etude.inference.foreign.engine import ForeignEngine
-from etude.inference.foreign.serving import require_routes
-from etude.inference.vllm.process import VllmCalls
-from etude.inference.vllm.server import VllmFollowing
+from etude.inference.external.engine import ExternalEngine
+from etude.inference.external.serving import require_routes
+from etude.inference.vllm.process import VllmClient
+from etude.inference.vllm.server import VllmWeightSync
 from etude.models.config import ModelConfig
 from etude.records.completion import Completion, CompletionRequest, Sampling, Version
 from etude.stores import MemoryStore
@@ -34,7 +34,7 @@ GENERATED, STREAMED = (ANSWERS / "generate.json").read_bytes(), (ANSWERS / "stre
 
 
 class Server:
-    """Answers on a socket: `answer` is what a request for tokens gets, every other one gets {}."""
+    """A fake server on a socket. `answer` handles completion requests; every other request gets {}."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, Any]] = []
@@ -62,7 +62,7 @@ class Server:
             writer.close()
 
     def called(self, number: int) -> dict[str, Any]:
-        """A call to the workers: `method` and `args`."""
+        """A recorded call to the workers: `method` and `args`."""
         calls = [body for path, body in self.asked if path == "/collective_rpc"]
         return {name: calls[number][name] for name in ("method", "args")}
 
@@ -81,16 +81,16 @@ class Server:
         return
 
 
-Story = Callable[[ForeignEngine, Server], Awaitable[None]]
+Story = Callable[[ExternalEngine, Server], Awaitable[None]]
 
 
 @asynccontextmanager
-async def world(folder: Path) -> AsyncIterator[tuple[ForeignEngine, Server]]:
+async def world(folder: Path) -> AsyncIterator[tuple[ExternalEngine, Server]]:
     server = Server()
     listening = await asyncio.start_unix_server(server.serve, folder / "s")
-    calls = VllmCalls(folder / "s", name="engine-1")
+    calls = VllmClient(folder / "s", name="engine-1")
     config = EngineConfig(max_sequences=1, max_waiting=1, context_tokens=256, pin_lease_s=0.0)
-    engine = ForeignEngine(
+    engine = ExternalEngine(
         calls, name="engine-1", model=MODEL, config=config, version=FIRST, kv_tokens=256, parity="vllm"
     )
     try:
@@ -121,7 +121,7 @@ async def until(true: Callable[[], bool]) -> None:
 
 
 def test_an_answer_and_a_stream_become_the_same_completion(tell: Callable[[Story], None]) -> None:
-    async def story(engine: ForeignEngine, server: Server) -> None:
+    async def story(engine: ExternalEngine, server: Server) -> None:
         done = await engine.generate(ask())
         server.body = STREAMED
         parts = [part async for part in engine.stream(ask())]
@@ -134,7 +134,7 @@ def test_an_answer_and_a_stream_become_the_same_completion(tell: Callable[[Story
 
 
 def test_a_slow_answer_ends_at_its_deadline_by_name_and_vllm_hears_of_it(tell: Callable[[Story], None]) -> None:
-    async def story(engine: ForeignEngine, server: Server) -> None:
+    async def story(engine: ExternalEngine, server: Server) -> None:
         server.answer = server.never
         with pytest.raises(EngineError, match=r"request r passed its deadline of 0\.2 s"):
             await engine.generate(ask(deadline_s=0.2))
@@ -146,14 +146,14 @@ def test_a_slow_answer_ends_at_its_deadline_by_name_and_vllm_hears_of_it(tell: C
 def test_an_answer_that_breaks_off_is_an_error_and_so_is_a_stream_without_an_end(
     tell: Callable[[Story], None],
 ) -> None:
-    async def story(engine: ForeignEngine, server: Server) -> None:
+    async def story(engine: ExternalEngine, server: Server) -> None:
         server.answer = server.cut
-        with pytest.raises(EngineError, match="broke off"):
+        with pytest.raises(EngineError, match="broke"):
             await engine.generate(ask())
         server.answer, server.body = server.whole, STREAMED.replace(b"data: [DONE]", b"")
         with pytest.raises(EngineError) as caught:
             [part async for part in engine.stream(ask())]
-        assert caught.value.facts == "a stream without its end"
+        assert caught.value.facts == "a stream without an end"
         server.status, server.body = 500, b"it fell over"
         with pytest.raises(EngineError, match="answered 500"):
             await engine.generate(ask())
@@ -164,15 +164,15 @@ def test_an_answer_that_breaks_off_is_an_error_and_so_is_a_stream_without_an_end
 def test_a_server_that_is_gone_is_named(tmp_path: Path) -> None:
     async def run() -> None:
         async with world(tmp_path) as (engine, _):
-            engine.calls.at = tmp_path / "nobody"
-            with pytest.raises(EngineError, match="vLLM of engine-1 broke off"):
+            engine.client.at = tmp_path / "nobody"
+            with pytest.raises(EngineError, match="vLLM of engine-1 broke"):
                 await engine.generate(ask())
 
     asyncio.run(run())
 
 
 def test_one_more_than_there_is_room_for_is_refused(tell: Callable[[Story], None]) -> None:
-    async def story(engine: ForeignEngine, server: Server) -> None:
+    async def story(engine: ExternalEngine, server: Server) -> None:
         server.answer = server.never
         held = [asyncio.ensure_future(engine.generate(ask())) for _ in range(2)]
         await until(lambda: len(server.asked) == 2)
@@ -189,7 +189,7 @@ def test_one_more_than_there_is_room_for_is_refused(tell: Callable[[Story], None
 
 
 def test_a_swap_holds_back_what_is_new_and_waits_for_sessions_that_pin(tell: Callable[[Story], None]) -> None:
-    async def story(engine: ForeignEngine, server: Server) -> None:
+    async def story(engine: ExternalEngine, server: Server) -> None:
         held = asyncio.Event()
 
         async def when_told(writer: asyncio.StreamWriter) -> None:
@@ -201,7 +201,7 @@ def test_a_swap_holds_back_what_is_new_and_waits_for_sessions_that_pin(tell: Cal
                 late = asyncio.ensure_future(engine.generate(ask(min_step=1)))
                 await asyncio.sleep(0.05)
                 assert not late.done()
-                engine.moved(SECOND)
+                engine.set_version(SECOND)
             server.body = GENERATED.replace(b'"version":"0"', b'"version":"1"')
             assert (await late).spans[0].version == SECOND
 
@@ -226,7 +226,7 @@ def test_a_swap_holds_back_what_is_new_and_waits_for_sessions_that_pin(tell: Cal
 
 
 def test_a_swap_that_fails_leaves_the_engine_frozen_until_one_succeeds(tell: Callable[[Story], None]) -> None:
-    async def story(engine: ForeignEngine, server: Server) -> None:
+    async def story(engine: ExternalEngine, server: Server) -> None:
         with pytest.raises(ZeroDivisionError):
             async with engine.swapping():
                 raise ZeroDivisionError
@@ -234,7 +234,7 @@ def test_a_swap_that_fails_leaves_the_engine_frozen_until_one_succeeds(tell: Cal
             await engine.generate(ask(deadline_s=0.1))
         assert [path for path, _ in server.asked] == ["/pause?mode=keep&clear_cache=false"]
         async with engine.swapping():
-            engine.moved(SECOND)
+            engine.set_version(SECOND)
         server.body = GENERATED.replace(b'"version":"0"', b'"version":"1"')
         assert (await engine.generate(ask())).spans[0].version == SECOND
 
@@ -245,7 +245,7 @@ EVENTS = [part + b"\n\n" for part in STREAMED.split(b"\n\n") if part.strip()]
 
 
 def tokens_one_by_one(between: Callable[[int], Awaitable[object]]) -> Callable[[asyncio.StreamWriter], Awaitable[None]]:
-    """A streamed answer; `between(i)` is waited for before its event i."""
+    """A streamed response that awaits `between(i)` before event i."""
 
     async def answer(writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 X\r\ncontent-length: %d\r\n\r\n" % sum(map(len, EVENTS)))
@@ -259,7 +259,7 @@ def tokens_one_by_one(between: Callable[[int], Awaitable[object]]) -> Callable[[
 def test_an_answer_whose_tokens_still_come_outlives_its_deadline_and_one_whose_tokens_stop_does_not(
     tell: Callable[[Story], None],
 ) -> None:
-    async def story(engine: ForeignEngine, server: Server) -> None:
+    async def story(engine: ExternalEngine, server: Server) -> None:
         server.answer = tokens_one_by_one(lambda _: asyncio.sleep(0.25))
         began = time.monotonic()
         assert len((await engine.generate(ask(deadline_s=1.0))).token_ids) == 5
@@ -274,8 +274,8 @@ def test_an_answer_whose_tokens_still_come_outlives_its_deadline_and_one_whose_t
 
 
 def test_a_long_prompt_is_given_time_to_be_read(tell: Callable[[Story], None]) -> None:
-    async def story(engine: ForeignEngine, server: Server) -> None:
-        """Forty tokens: .4 s beyond the deadline of a server that reads a hundred a second."""
+    async def story(engine: ExternalEngine, server: Server) -> None:
+        """Forty prompt tokens extend the deadline by .4 s, at 100 tokens per second."""
         server.answer = tokens_one_by_one(lambda i: asyncio.sleep(0 if i else 0.25))
         assert len((await engine.generate(ask(deadline_s=0.1))).token_ids) == 5
 
@@ -283,26 +283,26 @@ def test_a_long_prompt_is_given_time_to_be_read(tell: Callable[[Story], None]) -
 
 
 def test_requests_that_demand_a_later_version_than_was_swapped_in_end_as_behind(tell: Callable[[Story], None]) -> None:
-    """A learner was lost, and the chain goes on from an older step."""
+    """A learner was lost, and the chain continues from an older step."""
 
-    async def story(engine: ForeignEngine, server: Server) -> None:
+    async def story(engine: ExternalEngine, server: Server) -> None:
         async with engine.swapping():
-            engine.moved(SECOND)
+            engine.set_version(SECOND)
         server.answer = server.never
         work = asyncio.ensure_future(engine.generate(ask(min_step=1)))
-        await until(lambda: engine.num_here == 1 and server.asked[-1][0].startswith("/inference"))
+        await until(lambda: engine.num_requests == 1 and server.asked[-1][0].startswith("/inference"))
         async with engine.swapping():
-            engine.moved(msgspec.structs.replace(FIRST, incarnation="1b2c3d4e"))
+            engine.set_version(msgspec.structs.replace(FIRST, incarnation="1b2c3d4e"))
         with pytest.raises(EngineBehind, match="asks for step 1 on"):
             await work
-        assert engine.num_here == 0
+        assert engine.num_requests == 0
         await server.gone.wait()
 
     tell(story)
 
 
 def test_a_swap_that_takes_long_makes_no_request_late(tell: Callable[[Story], None]) -> None:
-    async def story(engine: ForeignEngine, server: Server) -> None:
+    async def story(engine: ExternalEngine, server: Server) -> None:
         swapped = asyncio.Event()
         server.answer = tokens_one_by_one(lambda i: swapped.wait() if i == 2 else asyncio.sleep(0))
         running = asyncio.ensure_future(engine.generate(ask(deadline_s=0.2)))
@@ -328,7 +328,7 @@ def told(version: Version) -> dict[str, Any]:
 def test_workers_that_prepared_different_versions_come_to_the_newest_before_any_writes(
     tell: Callable[[Story], None],
 ) -> None:
-    async def story(engine: ForeignEngine, server: Server) -> None:
+    async def story(engine: ExternalEngine, server: Server) -> None:
         store = MemoryStore()
         old, new = published(0, store), published(1, store)
         at, said = [old, new], list[str]()
@@ -343,7 +343,7 @@ def test_workers_that_prepared_different_versions_come_to_the_newest_before_any_
             return [{"version": told(v), "trouble": ""} for v in at]
 
         server.workers = workers
-        assert await VllmFollowing(engine, HeadTracker(store, "policy"), "s").step() == new
+        assert await VllmWeightSync(engine, HeadTracker(store, "policy"), "s").step() == new
         assert said == ["etude_prepare", "etude_state", "etude_prepare 1", "etude_state", "etude_swap"]
         assert (await engine.info()).version == new
 
@@ -353,7 +353,7 @@ def test_workers_that_prepared_different_versions_come_to_the_newest_before_any_
 def test_a_version_that_could_not_be_written_is_told_and_requests_wait_for_the_next_try(
     tell: Callable[[Story], None],
 ) -> None:
-    async def story(engine: ForeignEngine, server: Server) -> None:
+    async def story(engine: ExternalEngine, server: Server) -> None:
         store, swaps = MemoryStore(), 0
         version = published(0, store)
 
@@ -365,7 +365,7 @@ def test_a_version_that_could_not_be_written_is_told_and_requests_wait_for_the_n
             return [{"version": told(version), "trouble": "no memory" if swaps == 1 else ""}]
 
         server.workers = workers
-        following = VllmFollowing(engine, HeadTracker(store, "policy"), "s")
+        following = VllmWeightSync(engine, HeadTracker(store, "policy"), "s")
         with pytest.raises(WeightsError, match="could not write a version") as caught:
             await following.step()
         assert caught.value.facts == "no memory"
@@ -390,11 +390,11 @@ def test_a_version_that_could_not_be_written_is_told_and_requests_wait_for_the_n
 def test_what_keeps_workers_from_the_head_is_told_and_changes_nothing(
     tell: Callable[[Story], None], state: dict[str, Any], said: str
 ) -> None:
-    async def story(engine: ForeignEngine, server: Server) -> None:
+    async def story(engine: ExternalEngine, server: Server) -> None:
         store = MemoryStore()
         published(0, store)
         server.workers = lambda method, args: [state]
-        following = VllmFollowing(engine, HeadTracker(store, "policy"), "s")
+        following = VllmWeightSync(engine, HeadTracker(store, "policy"), "s")
         await following.start_at_head()
         await following.stop()
         assert said in engine.trouble
@@ -408,11 +408,11 @@ def test_what_keeps_workers_from_the_head_is_told_and_changes_nothing(
 
 
 def test_an_engine_without_routes_ends_where_a_run_needs_them(tell: Callable[[Story], None]) -> None:
-    async def story(engine: ForeignEngine, server: Server) -> None:
+    async def story(engine: ExternalEngine, server: Server) -> None:
         server.workers = lambda method, args: [{"missing": "RoutesMissing: GPUModelRunner has no requests"}]
-        engine.routes = await engine.calls.route_source(2)
+        engine.routes = await engine.client.route_source(2)
         require_routes(engine, False)
-        with pytest.raises(EngineError, match="does not tell routes, which this run needs") as caught:
+        with pytest.raises(EngineError, match="returns no routes, which this run needs") as caught:
             require_routes(engine, True)
         assert "has no requests" in caught.value.facts
         assert "routes" not in (await engine.info()).capabilities

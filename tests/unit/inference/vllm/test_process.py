@@ -1,4 +1,4 @@
-"""A server of another make as a child of its adapter: any program stands in for it, nothing of it is asked."""
+"""An external server as a child process of its adapter; another program takes the place of vLLM."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import time
 ADAPTER = """
 import os, sys
 from pathlib import Path
-from etude.inference.vllm.process import Vllm
+from etude.inference.vllm.process import VllmProcess
 
 serves = "import os, signal; print('serves as', os.getpid(), flush=True); signal.pause()"
-vllm = Vllm([sys.executable, "-c", serves], dict(os.environ), name="e", socket=Path("s"), gives_routes=False)
+vllm = VllmProcess([sys.executable, "-c", serves], dict(os.environ), name="e", socket=Path("s"), gives_routes=False)
 vllm.process.wait()
 """
 
 
 def is_there(pid: int) -> bool:
-    """Whether a process runs; one that has ended and was not waited for does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             return stat.read().rpartition(")")[2].split()[0] != "Z"
@@ -47,20 +47,20 @@ def test_a_server_does_not_outlive_its_adapter_that_is_killed() -> None:
 
 SERVING = """
 import argparse, subprocess, sys
-from etude.inference.foreign.process import environ
-from etude.inference.foreign.serving import run
+from etude.inference.external.process import server_environ
+from etude.inference.external.serving import run_process
 
 LITTER = "import os, tempfile; [os.mkdir(os.path.join(tempfile.gettempdir(), name)) for name in 'abc']"
 
 
 def serving(folder, telemetry):
-    subprocess.run([sys.executable, "-c", LITTER], env=environ(folder, 1), check=True)
+    subprocess.run([sys.executable, "-c", LITTER], env=server_environ(folder, 1), check=True)
     print(len(list(folder.iterdir())), flush=True)
     if "waits" in sys.argv:
         sys.stdin.read()
 
 
-sys.exit(run(argparse.Namespace(watch_stdin=False, telemetry=None), "vllm", serving))
+sys.exit(run_process(argparse.Namespace(watch_stdin=False, telemetry=None), "vllm", serving))
 """
 
 

@@ -1,4 +1,5 @@
-"""What vLLM's answers become. Those in `answers` are a real server's, vLLM 0.32 on a CPU, but for the paths in them."""
+"""Parsing of vLLM's responses. Those in `answers` were recorded from vLLM 0.32 on a CPU, except for the paths in
+them."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ import pytest
 
 from etude.errors import EngineError
 from etude.inference.errors import MalformedRequest
-from etude.inference.foreign import parts
-from etude.inference.foreign.parts import Broken, Part
+from etude.inference.external import answers
+from etude.inference.external.answers import AnswerPart, BrokenAnswer
 from etude.inference.vllm import protocol
 from etude.models.config import ModelConfig
 from etude.records.completion import (
@@ -40,7 +41,7 @@ def recorded(name: str) -> bytes:
 
 
 def changed(**fields: Any) -> bytes:
-    """The recorded answer with other fields in its choice."""
+    """The recorded response with other fields in its choice."""
     answer = json.loads(recorded("generate.json"))
     answer["choices"][0] |= fields
     return json.dumps(answer).encode()
@@ -52,25 +53,31 @@ def request(**fields: Any) -> CompletionRequest:
     return CompletionRequest(request_id="r", session_id="s", prompt_ids=ids, sampling=sampling, **fields)
 
 
-def whole_answer(body: bytes, *, engine: str) -> Part:
-    """A recorded whole answer, as the one event of a stream."""
+def whole_answer(body: bytes, *, engine: str) -> AnswerPart:
+    """A recorded complete response, as the only event of a stream."""
     part = protocol.read_event(b"data: " + body, engine=engine)
     assert part is not None
     return part
 
 
-def parts_together(told: Iterable[Part]) -> Part:
-    whole = parts.Whole()
+def parts_together(told: Iterable[AnswerPart]) -> AnswerPart:
+    whole = answers.JoinedAnswer()
     for part in told:
         whole.add(part)
     return whole.part
 
 
-def completed(answer: Part, *, adoption: int = 0, stop: tuple[int, ...] = ()) -> Completion:
-    routes = parts.kept_routes(None, MODEL, start=0, stop=PROMPT + len(answer.token_ids) - 1)
+def completed(answer: AnswerPart, *, adoption: int = 0, stop: tuple[int, ...] = ()) -> Completion:
+    routes = answers.decode_kept_routes(None, MODEL, start=0, stop=PROMPT + len(answer.token_ids) - 1)
     versions = {0: OLD, 1: NEW}
-    return parts.completed(
-        request(stop=stop), answer, make="vLLM", engine="engine-1", versions=versions, adoption=adoption, routes=routes
+    return answers.make_completion(
+        request(stop=stop),
+        answer,
+        server="vLLM",
+        engine="engine-1",
+        versions=versions,
+        adoption=adoption,
+        routes=routes,
     )
 
 
@@ -81,7 +88,7 @@ def test_a_recorded_answer_is_a_completion() -> None:
     assert [(s.version, s.num_tokens, s.kv_epoch) for s in done.spans] == [(OLD, 5, 0)]
     assert (done.stop_reason, done.num_cached, done.engine) == (StopReason.LENGTH, 32, "engine-1")
     assert len(done.routes) == PROMPT + 4
-    assert parts.any_missing(done.routes)
+    assert answers.any_missing(done.routes)
 
 
 def test_a_recorded_stream_is_the_same_part_after_part() -> None:
@@ -96,19 +103,19 @@ def test_a_recorded_stream_is_the_same_part_after_part() -> None:
 def test_a_recorded_text_has_a_log_probability_for_each_token_but_the_first() -> None:
     adoption, logprobs = protocol.read_scores(recorded("score.json"), [5, 6, 7, 8], engine="engine-1")
     assert (adoption, logprobs) == (0, [-5.501389503479004, -5.850438117980957, -5.875283241271973])
-    with pytest.raises(Broken, match=r"2 log-probabilities of 4 tokens"):
+    with pytest.raises(BrokenAnswer, match=r"2 log-probabilities of 4 tokens"):
         protocol.read_scores(recorded("score.json"), [5, 6, 9, 8], engine="engine-1")
 
 
 def test_a_recorded_refusal_says_what_vllm_said() -> None:
-    error = protocol.refused(400, recorded("too_long.json"), engine="engine-1")
+    error = protocol.read_error(400, recorded("too_long.json"), engine="engine-1")
     assert "vLLM of engine-1 answered 400" in error.what
     assert error.facts.startswith("The decoder prompt (length 300) is longer")
 
 
 @pytest.mark.parametrize("cut", range(0, 1200, 97))
 def test_a_truncated_answer_is_an_error(cut: int) -> None:
-    with pytest.raises(Broken):
+    with pytest.raises(BrokenAnswer):
         whole_answer(recorded("generate.json")[:cut], engine="engine-1")
 
 
@@ -132,20 +139,20 @@ def test_a_truncated_answer_is_an_error(cut: int) -> None:
     ids=str,
 )
 def test_an_answer_that_disagrees_with_itself_is_an_error(fields: dict[str, Any]) -> None:
-    with pytest.raises(Broken, match="engine-1"):
+    with pytest.raises(BrokenAnswer, match="engine-1"):
         completed(whole_answer(changed(**fields), engine="engine-1"))
 
 
 def test_an_answer_with_two_choices_is_an_error_and_one_without_choices_is_no_completion() -> None:
     answer = json.loads(recorded("generate.json"))
-    with pytest.raises(Broken, match="2 choices"):
+    with pytest.raises(BrokenAnswer, match="2 choices"):
         whole_answer(json.dumps(answer | {"choices": 2 * answer["choices"]}).encode(), engine="engine-1")
-    with pytest.raises(Broken, match="0 tokens"):
+    with pytest.raises(BrokenAnswer, match="0 tokens"):
         completed(whole_answer(json.dumps(answer | {"choices": []}).encode(), engine="engine-1"))
 
 
 def test_a_request_that_vllm_dropped_or_ended_by_an_error_raises() -> None:
-    with pytest.raises(EngineError, match="dropped a request"):
+    with pytest.raises(EngineError, match="aborted a request"):
         whole_answer(changed(finish_reason="abort"), engine="engine-1")
     with pytest.raises(EngineError, match="answered 500"):
         protocol.read_event(b'data: {"error": {"message": "it fell over"}}', engine="engine-1")
@@ -153,15 +160,15 @@ def test_a_request_that_vllm_dropped_or_ended_by_an_error_raises() -> None:
 
 def test_a_log_probability_that_is_no_number_is_an_error() -> None:
     content = json.loads(recorded("generate.json"))["choices"][0]["logprobs"]["content"]
-    content[2]["logprob"] = parts.NO_NUMBER
-    with pytest.raises(Broken, match="is no number"):
+    content[2]["logprob"] = answers.NON_FINITE_LOGPROB
+    with pytest.raises(BrokenAnswer, match="is not finite"):
         completed(whole_answer(changed(logprobs={"content": content}), engine="engine-1"))
 
 
 def test_an_end_is_by_a_token_that_was_asked_for() -> None:
     stopped = whole_answer(changed(finish_reason="stop"), engine="engine-1")
     assert completed(stopped, stop=(IDS[-1],)).stop_reason is StopReason.STOP
-    with pytest.raises(Broken, match="an end by 'stop'"):
+    with pytest.raises(BrokenAnswer, match="an end by 'stop'"):
         completed(stopped)
 
 
@@ -182,25 +189,25 @@ def test_spans_count_the_swaps_that_a_request_lived_through(
 
 
 def test_what_is_asked_has_the_requests_own_stop_tokens_seed_and_salt() -> None:
-    body = json.loads(protocol.asked(request(stop=(7,)), "n", salt="a-1", native_routes=True))
+    body = json.loads(protocol.encode_request(request(stop=(7,)), "n", salt="a-1", native_routes=True))
     params = body["sampling_params"]
     assert (body["token_ids"], body["cache_salt"], body["stream"]) == (list(range(PROMPT)), "a-1", True)
     assert (params["stop_token_ids"], params["ignore_eos"], params["logprobs"]) == ([7], True, 0)
-    assert params["seed"] == parts.keyed_seed(0, PROMPT)
+    assert params["seed"] == answers.keyed_seed(0, PROMPT)
     assert params["routed_experts_prompt_start"] == 0
-    production = protocol.asked(request(traffic=Traffic.PRODUCTION), "n", salt="a", native_routes=False)
+    production = protocol.encode_request(request(traffic=Traffic.PRODUCTION), "n", salt="a", native_routes=False)
     assert json.loads(production)["priority"] < body["priority"], "vLLM serves the lower number first"
 
 
 def test_a_temperature_that_vllm_would_raise_is_refused() -> None:
-    protocol.asked(request(temperature=0.0), "n", salt="a", native_routes=False)
+    protocol.encode_request(request(temperature=0.0), "n", salt="a", native_routes=False)
     with pytest.raises(MalformedRequest, match=r"temperature 0\.005"):
-        protocol.asked(request(temperature=0.005), "n", salt="a", native_routes=False)
+        protocol.encode_request(request(temperature=0.005), "n", salt="a", native_routes=False)
 
 
 def test_routes_that_were_kept_begin_where_they_are_wanted_and_say_where_none_are() -> None:
     every = np.arange(6 * 2 * 2, dtype="<i2").reshape(6, 2, 2) % 8
-    routes = parts.kept_routes(base64.b64encode(every.tobytes()).decode(), MODEL, start=2, stop=8)
+    routes = answers.decode_kept_routes(base64.b64encode(every.tobytes()).decode(), MODEL, start=2, stop=8)
     assert routes.dtype == np.uint8
     assert np.array_equal(routes[:4], every[2:])
     assert (routes[4:] == 255).all()
@@ -210,23 +217,23 @@ def test_routes_that_were_kept_begin_where_they_are_wanted_and_say_where_none_ar
 def test_every_expert_keeps_its_number_and_none_becomes_a_missing_one(num_experts: int, last: int) -> None:
     of = replace(MODEL, num_experts=num_experts)
     numbers = np.array([last, -1] * (len(of.moe_layers)), "<i2").reshape(1, -1, 2)
-    kept = parts.kept_routes(base64.b64encode(numbers.tobytes()).decode(), of, start=0, stop=1)
+    kept = answers.decode_kept_routes(base64.b64encode(numbers.tobytes()).decode(), of, start=0, stop=1)
     assert (kept[..., 0] == last).all()
     assert (kept[..., 1] == missing_route(of.route_dtype)).all()
     with pytest.raises(ValueError, match=f"a route to expert {num_experts} of {num_experts}"):
-        parts.kept_routes(base64.b64encode((numbers + 1).tobytes()).decode(), of, start=0, stop=1)
+        answers.decode_kept_routes(base64.b64encode((numbers + 1).tobytes()).decode(), of, start=0, stop=1)
     packed = io.BytesIO()
     np.save(packed, np.full((1, of.num_layers, 2), last, np.int32))
-    assert (protocol.given_routes(base64.b64encode(packed.getvalue()).decode(), of, count=1) == last).all()
+    assert (protocol.decode_routes(base64.b64encode(packed.getvalue()).decode(), of, count=1) == last).all()
     np.save(packed := io.BytesIO(), np.full((1, of.num_layers, 2), 256 + num_experts, np.int32))
     with pytest.raises(ValueError, match="a route to expert"):
-        protocol.given_routes(base64.b64encode(packed.getvalue()).decode(), of, count=1)
+        protocol.decode_routes(base64.b64encode(packed.getvalue()).decode(), of, count=1)
 
 
 def test_routes_that_the_build_tells_are_those_of_layers_with_a_router() -> None:
     every, packed = np.arange(4 * 3 * 2, dtype=np.uint8).reshape(4, 3, 2) % 8, io.BytesIO()
     np.save(packed, every)
     told = base64.b64encode(packed.getvalue()).decode()
-    assert np.array_equal(protocol.given_routes(told, MODEL, count=4), every[:, [0, 2]])
+    assert np.array_equal(protocol.decode_routes(told, MODEL, count=4), every[:, [0, 2]])
     with pytest.raises(ValueError, match=r"routes of shape \[4, 3, 2\] for 5 positions"):
-        protocol.given_routes(told, MODEL, count=5)
+        protocol.decode_routes(told, MODEL, count=5)

@@ -1,0 +1,48 @@
+"""Progress of long commands on stderr: a bar in a terminal, otherwise a line every few seconds."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+_EVERY_S = 5.0
+
+
+class ProgressBar:
+    """Counts up to `total` on stderr, so that the output of a command can be piped. `what` is the label.
+
+    >>> with ProgressBar("tasks", 2) as progress:
+    ...     progress.advance("first")
+    """
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total, self._count = what, total, 0
+        self._console = Console(stderr=True)
+        self._last_print = time.monotonic()
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal)
+        self._task = self._bar.add_task(what, total=total)
+
+    def __enter__(self) -> ProgressBar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._bar.stop()
+
+    def advance(self, note: str = "") -> None:
+        """Count one item. A `note` is printed above the bar. Without a terminal, a line is printed for each note, or
+        every five seconds."""
+        self._count += 1
+        self._bar.advance(self._task)
+        now = time.monotonic()
+        if self._console.is_terminal:
+            if note:
+                self._bar.console.print(note, markup=False, highlight=False)
+        elif note or now - self._last_print >= _EVERY_S:
+            self._last_print = now
+            more = f" {note}" if note else ""
+            self._console.print(f"{self._count}/{self._total} {self._what}{more}", markup=False, highlight=False)

@@ -1,0 +1,71 @@
+"""Errors of the gateway's API, in OpenAI's format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+
+from starlette.responses import JSONResponse
+
+from etude.errors import ContextFull, EngineError, EtudeError, nearest
+
+
+class RequestRefused(Exception):
+    """A request is refused: the HTTP status and the error for the client."""
+
+    def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+
+    def body(self) -> dict[str, object]:
+        """The JSON body: ``{"error": {"message", "type", "param", "code"}}``."""
+        kinds = {401: "authentication_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The HTTP response, with a retry-after header for status 429 and 503."""
+        headers = {429: {"retry-after": "1"}, 503: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}
+        return JSONResponse(self.body(), self.status, headers.get(self.status))
+
+
+def invalid_request(message: str, param: str | None = None) -> RequestRefused:
+    """The error of an invalid request (HTTP 400). `param`: name of the invalid field."""
+    return RequestRefused(400, message, code="invalid_request", param=param)
+
+
+def unsupported_value(field: str, value: object, neutral: Sequence[object]) -> RequestRefused:
+    """The error of a parameter value that is not supported (HTTP 400). `neutral`: values that are accepted."""
+    what = f"{field} = {json.dumps(value)[:100]} is not offered by this model"
+    harmless = " or ".join(json.dumps(one) for one in neutral if one is not None) or "null"
+    facts = f"it would change the answer; only {harmless} is accepted"
+    return invalid_request(f"{what}: {facts}\n  hint: leave {field} out", field)
+
+
+def unknown_parameter(field: str, known: Iterable[str]) -> RequestRefused:
+    """The error of an unknown parameter (HTTP 400), with OpenAI's message and code."""
+    close = nearest(field[:100], known)
+    hint = close if close.startswith("did you mean") else "leave it out; the guide lists the supported ones"
+    message = f"Unknown parameter: {field[:100]!r}.\n  hint: {hint}"
+    return RequestRefused(400, message, code="unknown_parameter", param=field[:100])
+
+
+def context_exceeded(context_tokens: int, prompt_tokens: int, answer_tokens: int) -> RequestRefused:
+    """The error of a request that exceeds the context (HTTP 400), with OpenAI's message and code."""
+    total = prompt_tokens + answer_tokens
+    message = (
+        f"This model's maximum context length is {context_tokens} tokens. However, you requested {total} tokens "
+        f"({prompt_tokens} in the messages, {answer_tokens} in the completion). "
+        "Please reduce the length of the messages or completion."
+    )
+    return RequestRefused(400, message, code="context_length_exceeded", param="messages")
+
+
+def from_error(error: EtudeError) -> RequestRefused:
+    """Convert an `EtudeError` that was raised while a request was served."""
+    message = f"{error.what}{': ' + error.facts if error.facts else ''}"
+    if isinstance(error, ContextFull):
+        return RequestRefused(400, message, code="context_length_exceeded", param="messages")
+    if isinstance(error, EngineError):
+        return RequestRefused(503, message, code="engine_unavailable")
+    return invalid_request(message, "messages")

@@ -1,0 +1,125 @@
+"""Checks of requests before they start, and version pins. Shared by all kinds of engines. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from etude.errors import ContextFull, EngineBehind
+from etude.inference.errors import MalformedRequest
+from etude.records.completion import CompletionRequest, Version
+
+
+@dataclass(frozen=True)
+class RequestChecks:
+    """Checks requests against the limits of an engine.
+
+    >>> RequestChecks("engine-0", vocab_size=8, context_tokens=4).text([1, 9])
+    Traceback (most recent call last):
+    etude.inference.errors.MalformedRequest: the token ids are invalid: int64 [2]
+      hint: send 2 to 4 ids in [0, 8), one row
+    """
+
+    name: str
+    vocab_size: int
+    context_tokens: int
+
+    def request(self, request: CompletionRequest) -> None:
+        """Check a completion request. Raises `MalformedRequest` or `ContextFull`."""
+        sampling, num_prompt = request.sampling, len(request.prompt_ids)
+        self.ids(request.prompt_ids, min_tokens=1, max_tokens=None)
+        if not (sampling.max_tokens >= 1 and 0.0 <= sampling.temperature < 1e4 and 0 <= sampling.seed < 2**63):
+            raise MalformedRequest(
+                f"request {request.request_id} has invalid sampling parameters",
+                f"max_tokens {sampling.max_tokens}, temperature {sampling.temperature}, seed {sampling.seed}",
+                hint="max_tokens is at least 1, temperature not negative, seed in [0, 2**63)",
+            )
+        if not 0 <= (request.routes_from or 0) <= num_prompt or not 0.0 < request.deadline_s < 1e6:
+            raise MalformedRequest(
+                f"request {request.request_id} is out of range",
+                f"routes_from {request.routes_from} of {num_prompt} prompt tokens, deadline_s {request.deadline_s}",
+                hint="routes_from lies within the prompt; deadline_s is positive",
+            )
+        if num_prompt + sampling.max_tokens > self.context_tokens:
+            raise ContextFull(
+                f"request {request.request_id} needs {num_prompt + sampling.max_tokens} tokens of context",
+                f"{num_prompt} of prompt and {sampling.max_tokens} to sample; {self.name} has {self.context_tokens}",
+                hint="shorten the prompt, lower max_tokens, or raise the engine's context_tokens",
+            )
+
+    def text(self, token_ids: Sequence[int]) -> list[int]:
+        """Check the token ids of a text to score, and return them as a list. Raises `MalformedRequest`."""
+        ids = [t if 0 <= t < self.vocab_size else -1 for t in map(int, token_ids)]  # an invalid id may not fit an int64
+        self.ids(np.array(ids, np.int64), min_tokens=2, max_tokens=self.context_tokens)
+        return ids
+
+    def ids(self, ids: np.ndarray[Any, Any], *, min_tokens: int, max_tokens: int | None) -> None:
+        """Raises `MalformedRequest` unless `ids` is one row of `min_tokens` to `max_tokens` ids of the vocabulary."""
+        valid = ids.ndim == 1 and ids.dtype.kind in "iu" and len(ids) >= min_tokens
+        if (
+            not valid
+            or (max_tokens is not None and len(ids) > max_tokens)
+            or ids.min() < 0
+            or ids.max() >= self.vocab_size
+        ):
+            raise MalformedRequest(
+                "the token ids are invalid",
+                f"{ids.dtype} {list(ids.shape)}",
+                hint=f"send {min_tokens} to {max_tokens or self.context_tokens} ids in [0, {self.vocab_size}), one row",
+            )
+
+    def version(self, request: CompletionRequest, held: Version) -> None:
+        """Raises `EngineBehind` when the loaded version does not satisfy the request's `min_step` or `pin_step`."""
+        if held.step < request.min_step or (request.pin_step is not None and held.step != request.pin_step):
+            raise behind(request, self.name, held)
+
+
+def behind(request: CompletionRequest, engine: str, held: Version) -> EngineBehind:
+    """Make the error of an engine whose version does not satisfy a request."""
+    demanded = f"step {request.pin_step}" if request.pin_step is not None else f"step {request.min_step} on"
+    return EngineBehind(
+        f"request {request.request_id} asks for {demanded}",
+        f"{engine} holds {held}",
+        hint="adopt first, or ask an engine that holds it",
+    )
+
+
+class VersionPins:
+    """Sessions that pin the current version, so that no swap may happen. Pure: the time is an argument.
+
+    A request with `pin_step` (of an evaluation) must not see a swap, and the next call of its session needs the same
+    version. So a session pins the version while it has a request here, and for `lease_s` after it. The lease limits the
+    delay by a session that does not return.
+
+    >>> pins = VersionPins(lease_s=10.0)
+    >>> pins.enter("eval.0")
+    >>> pins.held(now=0.0), pins.leave("eval.0", now=5.0, may_return=True), pins.held(now=14.0), pins.held(now=15.0)
+    (True, None, True, False)
+    """
+
+    def __init__(self, *, lease_s: float) -> None:
+        self.lease_s = lease_s
+        self._running: dict[str, int] = {}
+        self._leases: dict[str, float] = {}  # session -> when its lease ends
+
+    def enter(self, session_id: str) -> None:
+        """Record that a pinned request of the session was accepted."""
+        self._running[session_id] = self._running.get(session_id, 0) + 1
+
+    def leave(self, session_id: str, *, now: float, may_return: bool) -> None:
+        """Record that a pinned request ended. `may_return`: the session may call again."""
+        self._running[session_id] -= 1
+        if not self._running[session_id]:
+            del self._running[session_id]
+        if may_return:
+            self._leases[session_id] = now + self.lease_s
+        else:
+            self._leases.pop(session_id, None)
+
+    def held(self, *, now: float) -> bool:
+        """Whether a session pins the version now."""
+        self._leases = {s: end for s, end in self._leases.items() if end > now}
+        return bool(self._running or self._leases)

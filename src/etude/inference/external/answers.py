@@ -1,0 +1,192 @@
+"""Converts the responses of vLLM and SGLang to completions, and refuses invalid ones. Pure.
+
+A server labels tokens with the number of the adoption whose weights sampled them (`engine.ExternalEngine`). Labels are
+read as pairs (adoption, number of tokens).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from etude.errors import EngineError
+from etude.models.config import ModelConfig
+from etude.records.completion import (
+    Completion,
+    CompletionRequest,
+    StopReason,
+    Version,
+    VersionSpan,
+    missing_route,
+)
+from etude.records.wire import F32, I32, Routes
+
+ROUTES_PREFIX = "routes"  # prefix of the id of a request whose routes will be fetched
+NON_FINITE_LOGPROB = -9999.0  # what vLLM sends for a log-probability that is not finite
+
+
+class BrokenAnswer(EngineError):
+    """A response that a server of the tested version never sends."""
+
+
+@dataclass(frozen=True)
+class AnswerPart:
+    """A part of a streamed response, or the complete response (see `JoinedAnswer`)."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str | None = None
+    spans: tuple[tuple[int, int], ...] = ()  # (adoption, number of tokens) of the complete response, in its last part
+    num_cached: int = 0
+    routed: str | None = None  # encoded routes, when the server sends them
+
+
+class JoinedAnswer:
+    """Joins the parts of a response as they arrive.
+
+    >>> whole = JoinedAnswer()
+    >>> for part in (AnswerPart([7], [-0.5]), AnswerPart([8], [-0.1], "length", ((0, 2),))):
+    ...     whole.add(part)
+    >>> whole.part.token_ids, whole.part.spans
+    ([7, 8], ((0, 2),))
+    """
+
+    def __init__(self) -> None:
+        self.part = AnswerPart([], [])
+
+    def add(self, other: AnswerPart) -> None:
+        """Add the next part."""
+        had = self.part
+        had.token_ids.extend(other.token_ids)
+        had.logprobs.extend(other.logprobs)
+        self.part = replace(
+            had,
+            finish_reason=other.finish_reason or had.finish_reason,
+            spans=other.spans or had.spans,
+            num_cached=other.num_cached or had.num_cached,
+            routed=other.routed or had.routed,
+        )
+
+
+def keyed_seed(seed: int, num_prompt: int) -> int:
+    """The seed to send to the server: a 63-bit hash of the request's seed and the length of its prompt.
+
+    A server starts a new stream of random numbers for each request. The turns of a rollout share a seed and have
+    prompts of different lengths; without the hash they would all start with the same random number.
+
+    >>> keyed_seed(7, 10) != keyed_seed(7, 11), 0 <= keyed_seed(7, 10) < 2**63
+    (True, True)
+    """
+    digest = hashlib.sha256(b"%d %d" % (seed, num_prompt)).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+class LabelledSpan(Protocol):
+    """A span in a server's response: output tokens [start, end) with the label `version`, the number of an adoption."""
+
+    @property
+    def version(self) -> str: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+
+
+def read_spans(values: Iterable[LabelledSpan], server: str, engine: str) -> tuple[tuple[int, int], ...]:
+    """Convert spans to (adoption, number of tokens), in order. Raises `BrokenAnswer` for gaps, overlaps, or a label
+    that is not a number."""
+    spans, at = [], 0
+    for span in values:
+        if span.start != at or span.end < at or not span.version.isdigit():
+            raise broken_answer(server, engine, f"a span {span.version!r} of [{span.start}, {span.end}) after {at}")
+        spans.append((int(span.version), span.end - at))
+        at = span.end
+    return tuple(spans)
+
+
+def make_completion(
+    request: CompletionRequest,
+    answer: AnswerPart,
+    *,
+    server: str,
+    engine: str,
+    versions: Mapping[int, Version],
+    adoption: int,
+    routes: Routes,
+) -> Completion:
+    """Convert a server's response to a completion. `versions`: the version of each adoption. `adoption`: the one in
+    force when the request was sent. Raises `BrokenAnswer`.
+
+    It is not known whether a request had computed part of its prompt before a swap. It is assumed that it had: the
+    version at the time of sending then gets a first span without tokens."""
+    count = len(answer.token_ids)
+    if not count or sum(n for _, n in answer.spans) != count:
+        raise broken_answer(server, engine, f"{count} tokens, and spans of {sum(n for _, n in answer.spans)}")
+    if any(number not in versions for number, _ in answer.spans):
+        raise broken_answer(
+            server, engine, f"tokens of adoptions {[n for n, _ in answer.spans]}, of which not all are known"
+        )
+    if min(answer.logprobs) <= NON_FINITE_LOGPROB or not np.isfinite(answer.logprobs).all():
+        raise broken_answer(server, engine, "a sampled token whose log-probability is not finite")
+    stopped = answer.token_ids[-1] in request.sampling.stop_token_ids
+    if answer.finish_reason not in ("stop", "length") or stopped != (answer.finish_reason == "stop"):
+        raise broken_answer(server, engine, f"an end by {answer.finish_reason!r} at token {answer.token_ids[-1]}")
+    spans = tuple(VersionSpan(versions[number], n, number - adoption) for number, n in answer.spans)
+    if spans[0].kv_epoch:
+        spans = (VersionSpan(versions[adoption], 0), *spans)
+    ids: I32 = np.array(answer.token_ids, np.int32)
+    logprobs: F32 = np.array(answer.logprobs, np.float32)
+    return Completion(
+        request_id=request.request_id,
+        token_ids=ids,
+        logprobs=logprobs,
+        routes=routes,
+        routes_start=len(request.prompt_ids) + count - 1 - len(routes),
+        spans=spans,
+        stop_reason=StopReason.STOP if stopped else StopReason.LENGTH,
+        engine=engine,
+        num_cached=answer.num_cached,
+    )
+
+
+def decode_kept_routes(data: str | None, model: ModelConfig, *, start: int, stop: int) -> Routes:
+    """Decode the routes of positions [start, stop) from `data`: base64 of int16 [positions, MoE layers, top_k]. Missing
+    positions become `missing_route`. Raises `ValueError` for an expert that the model does not have."""
+    layers, top_k, dtype = model.num_moe_layers, model.top_k, model.route_dtype
+    routes = np.full((stop - start, layers, top_k), missing_route(dtype), dtype)
+    if data is not None and layers:
+        found = np.frombuffer(base64.b64decode(data), "<i2").reshape(-1, layers, top_k)[start:stop]
+        routes[: len(found)] = convert_routes(found, model)
+    return routes
+
+
+def convert_routes(values: npt.NDArray[np.integer], model: ModelConfig) -> Routes:
+    """Convert a server's routes, of any integer dtype, to the model's `route_dtype`. A negative number (unknown)
+    becomes `missing_route`. Raises `ValueError` for an expert that the model does not have, which a cast would map to
+    another.
+
+    >>> from etude.models import ModelConfig
+    >>> convert_routes(np.array([[[-1, 7]]]), ModelConfig(num_experts=8)).tolist()
+    [[[255, 7]]]
+    """
+    if values.dtype.kind not in "iu":
+        raise ValueError(f"routes of dtype {values.dtype}")
+    if values.size and int(values.max()) >= model.num_experts:
+        raise ValueError(f"a route to expert {int(values.max())} of {model.num_experts}")
+    return np.where(values < 0, missing_route(model.route_dtype), values).astype(model.route_dtype)
+
+
+def any_missing(routes: Routes) -> bool:
+    """Whether any of the routes is unknown (`missing_route`)."""
+    return bool((routes == missing_route(routes.dtype)).any())
+
+
+def broken_answer(server: str, engine: str, facts: str) -> BrokenAnswer:
+    """Make the error of a response that a server of the tested version never sends."""
+    return BrokenAnswer(f"{server} of {engine} sent an invalid response", facts, hint="see its log")

@@ -1,0 +1,334 @@
+"""Clients of the engine registry: `Registration` for engines, `FleetUpdater` for what sends requests to engines.
+
+A `Registration` runs beside an engine of any kind, in its process or in another: it only needs the engine's URL. When
+the registry does not respond, it waits, and reports the reason and the end of the wait once. Meanwhile the engine keeps
+serving and updating its weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import http.client
+import os
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from etude.errors import DeadlineExceeded, EngineError, EtudeError, InputError
+from etude.inference.client import HttpEngine
+from etude.inference.errors import (
+    EngineGone,
+    EngineUnreachable,
+    ErrorBody,
+    MalformedRequest,
+    NotRegistered,
+    Unauthorised,
+    from_http,
+)
+from etude.inference.fleet import Fleet
+from etude.inference.registry_messages import (
+    ALIVE,
+    ENGINES,
+    JOIN,
+    LEAVE,
+    RENEW,
+    WANTED,
+    EngineRequirements,
+    JoinAnswer,
+    JoinRequest,
+    Renewal,
+    RenewalAnswer,
+    Roster,
+    State,
+    environment_token,
+)
+
+ANSWER_TIMEOUT_S = 10.0
+RETRY_S = 1.0
+WAIT_S = 3_600.0  # longest wait for a registry: the run may be starting, or be resumed later
+RENEWALS = 4  # renewals per lease
+UNAVAILABLE = (502, 503, 504)  # statuses of a proxy whose registry does not respond
+T = TypeVar("T")
+Report = Callable[[str], None]
+
+
+def print_to_stderr(text: str) -> None:
+    """Print a line to standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class RegistryWait:
+    """The wait for a registry that fails: it is reported once, and limited to `wait_s` since the last success."""
+
+    def __init__(self, registry: str, wait_s: float, report: Report = print_to_stderr) -> None:
+        self._registry, self._wait_s, self._report = registry, wait_s, report
+        self._end: float | None = None
+
+    def succeeded(self) -> None:
+        """Record a success, which ends the wait."""
+        self._end = None
+
+    def failed(self, cause: str, unreached: EngineUnreachable | None = None) -> None:
+        """Record a failure. `unreached`: the registry responded that it cannot reach the engine. Raises `unreached` or
+        `DeadlineExceeded` after `wait_s`."""
+        now = time.monotonic()
+        if self._end is None:
+            self._end = now + self._wait_s
+            if self._wait_s > 0:
+                until = time.strftime("%H:%M:%S", time.localtime(time.time() + self._wait_s))
+                who = f"the registry at {self._registry}"
+                who = f"{who} to reach the engine" if unreached else who
+                self._report(f"waiting for {who} until {until}: {cause}")
+        if now >= self._end:
+            if unreached is not None:
+                raise unreached
+            facts = f"{cause}; waited {self._wait_s:g} s"
+            hint = "start the run, or resume it; the URL is its fleet.listen"
+            hint += "; --wait-s sets the longest wait" if self._wait_s > 0 else ""
+            raise DeadlineExceeded(f"no registry at {self._registry}", facts, hint=hint)
+
+
+def fetch_requirements(registry: str, token: str | None, *, wait_s: float = WAIT_S) -> EngineRequirements:
+    """Fetch what a run requires of an engine, and wait up to `wait_s` for the registry. Raises `InputError` when the
+    URL is not a registry, `Unauthorised`, `DeadlineExceeded`."""
+    request = urllib.request.Request(registry_url(registry) + WANTED, headers=auth_headers(token))
+    waiting = RegistryWait(registry, wait_s)
+    while True:
+        try:
+            try:
+                with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:
+                    return parse_answer(registry, 200, answer.read(), EngineRequirements)
+            except urllib.error.HTTPError as error:
+                return parse_answer(registry, error.code, error.read(), EngineRequirements)
+        except EngineGone as error:
+            waiting.failed(error.facts)
+        except OSError as error:
+            waiting.failed(str(error))
+        except http.client.HTTPException as error:
+            raise not_a_registry(registry, repr(error)) from None
+        time.sleep(RETRY_S)
+
+
+def parse_answer(registry: str, status: int, body: bytes, kind: type[T]) -> T:
+    """Parse a response of a registry. Raises the error in it; `EngineGone` for a proxy's "unavailable" status;
+    `InputError` for a response that is not a registry's."""
+    try:
+        if status == 200:
+            return msgspec.json.decode(body, type=kind)
+        msgspec.json.decode(body, type=ErrorBody)
+    except ValueError:
+        facts = f"its response is {status}: {body[:60]!r}"
+        if status in UNAVAILABLE:
+            raise EngineGone(f"no registry answers at {registry}", facts, hint="is the run up?") from None
+        raise not_a_registry(registry, facts) from None
+    raise from_http(status, body, engine=registry)
+
+
+def not_a_registry(registry: str, facts: str) -> InputError:
+    """Make the error for a URL that is not a registry's."""
+    return InputError(f"{registry} is not a registry", facts, hint="give the run's fleet.listen: http://HOST:PORT")
+
+
+async def call_registry(
+    session: aiohttp.ClientSession,
+    registry: str,
+    path: str,
+    kind: type[T],
+    *,
+    body: object = None,
+    deadline_s: float = ANSWER_TIMEOUT_S,
+) -> T:
+    """Send a GET request, or a POST request with `body`, and parse the response as `kind`. Raises as `parse_answer`
+    does, and `EngineGone` when the registry does not respond."""
+    method, data = ("GET", None) if body is None else ("POST", msgspec.json.encode(body))
+    timeout = aiohttp.ClientTimeout(total=deadline_s)
+    try:
+        async with session.request(method, registry_url(registry) + path, data=data, timeout=timeout) as answer:
+            status, data = answer.status, await answer.read()
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        facts = f"{type(error).__name__}: {error}"
+        raise EngineGone(f"no registry answers at {registry}", facts, hint="is the run up?") from None
+    return parse_answer(registry, status, data, kind)
+
+
+class Registration:
+    """Keeps one engine registered in a fleet: joins, renews the lease, and joins again when the lease was lost.
+
+    `state`: the engine's state as of the last response. `report`: called with progress messages. `must_answer`: the
+    engine is running already, so a registry that cannot reach it at the first join was given a wrong URL; otherwise the
+    registration waits for the engine."""
+
+    def __init__(
+        self,
+        registry: str,
+        join_request: JoinRequest,
+        *,
+        token: str | None,
+        wait_s: float = WAIT_S,
+        report: Report = print_to_stderr,
+        must_answer: bool = False,
+    ) -> None:
+        self._must_answer = must_answer
+        self.join_request, self.state = join_request, State.LOST
+        self._registry, self._token, self._report = registry_url(registry), token, report
+        self._wait = RegistryWait(self._registry, wait_s, report)
+        self._lease, self._every_s, self._reported = "", RETRY_S, ""
+
+    async def run(self) -> None:
+        """Keep the engine registered; return when it was drained.
+
+        Raises `MalformedRequest` and `Unauthorised` when the registry refuses the engine; `InputError` when the URL is
+        not a registry; `DeadlineExceeded` when the registry did not respond for `wait_s`; `EngineUnreachable` when it
+        cannot reach the engine."""
+        async with aiohttp.ClientSession(headers=auth_headers(self._token)) as session:
+            while self.state is not State.LEFT:  # noqa: ASYNC110  the state is the registry's
+                await asyncio.sleep(await self._join_or_renew(session))
+
+    async def leave(self) -> None:
+        """Leave the fleet, if joined. A registry that does not respond is ignored."""
+        if not self._lease or self.state is State.LEFT:
+            return
+        renewal = Renewal(name=self.join_request.name, lease=self._lease)
+        async with aiohttp.ClientSession(headers=auth_headers(self._token)) as session:
+            try:
+                await call_registry(session, self._registry, LEAVE, RenewalAnswer, body=renewal, deadline_s=2.0)
+            except (EngineError, InputError):
+                return
+
+    async def _join_or_renew(self, session: aiohttp.ClientSession) -> float:
+        """Join or renew the lease. Returns the seconds until the next call."""
+        try:
+            if not self._lease:
+                welcome = await call_registry(session, self._registry, JOIN, JoinAnswer, body=self.join_request)
+                self._wait.succeeded()
+                self._must_answer = False
+                self._lease, self.state, self._every_s = welcome.lease, State.CATCHING_UP, welcome.lease_s / RENEWALS
+                self._report_change(f"{self.join_request.name} has joined {self._registry}")
+                return 0.0
+            renewal = Renewal(name=self.join_request.name, lease=self._lease)
+            every_s = self._every_s
+            self.state = (
+                await call_registry(session, self._registry, RENEW, RenewalAnswer, body=renewal, deadline_s=every_s)
+            ).state
+            self._wait.succeeded()
+            self._report_change(f"{self.join_request.name} is {self.state}")
+            return every_s
+        except (MalformedRequest, Unauthorised):
+            raise
+        except NotRegistered as error:
+            self._lease = ""
+            self._report_change(error.what)
+            return 0.0
+        except EngineUnreachable as error:
+            if self._must_answer:
+                raise
+            self._reported = ""
+            self._wait.failed(f"{error.what}: {error.facts}", error)
+            return RETRY_S
+        except EngineError as error:
+            self._reported = ""
+            self._wait.failed(error.facts if isinstance(error, EngineGone) else f"{error.what}: {error.facts}")
+            return RETRY_S
+
+    def _report_change(self, text: str) -> None:
+        """Report a text unless it was the last one reported."""
+        if text != self._reported:
+            self._report(text)
+        self._reported = text
+
+
+def make_registration(args: argparse.Namespace, listener: socket.socket, token: str | None) -> Registration | None:
+    """Make the registration of an engine from its command-line arguments; None without --register."""
+    if not args.register:
+        return None
+    listener.listen()  # early connections wait until the engine serves, instead of being refused
+    host, port = listener.getsockname()[:2]
+    host = local_address_for(args.register) if host in ("0.0.0.0", "::") else host
+    url = args.advertise or f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    request = JoinRequest(name=args.name, url=url, region=args.region, standby=args.standby)
+    return Registration(args.register, request, token=token, wait_s=args.wait_s)
+
+
+async def run_registration(registration: Registration) -> None:
+    """Keep an engine registered until it is drained or refused, then exit the process."""
+    try:
+        await registration.run()
+    except EtudeError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(error.exit_code)
+    os._exit(0)  # it is drained; child processes end with it
+
+
+def local_address_for(registry: str) -> str:
+    """The local address that the route to the registry uses. Others can reach it there unless there is NAT."""
+    parts = urlsplit(registry)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    with socket.socket(socket.AF_INET6 if ":" in (parts.hostname or "") else socket.AF_INET, socket.SOCK_DGRAM) as way:
+        way.connect((parts.hostname, port))  # sends nothing
+        return str(way.getsockname()[0])
+
+
+def registry_url(registry: str) -> str:
+    """Check and normalise the URL of a registry. Raises `InputError`."""
+    if urlsplit(registry).scheme not in ("http", "https") or not urlsplit(registry).hostname:
+        raise InputError(f"{registry!r} is not a registry", hint="write the run's fleet.listen: http://HOST:PORT")
+    return registry.rstrip("/")
+
+
+def auth_headers(token: str | None) -> dict[str, str]:
+    """The authorization header of a request to a registry."""
+    return {"authorization": f"Bearer {token}"} if token else {}
+
+
+POLL_S, ROSTER_TIMEOUT_S = 1.0, 5.0
+USABLE = ALIVE - {State.CATCHING_UP}
+
+
+class FleetUpdater:
+    """Keeps a `Fleet` up to date with the registry's list of engines."""
+
+    def __init__(self, fleet: Fleet, *, token: str | None = None) -> None:
+        self.fleet, self._token = fleet, token or environment_token()
+        self._known: dict[str, HttpEngine] = {}
+
+    async def apply(self, roster: Roster) -> None:
+        """Add, remove and update the fleet's engines. Requests on a lost engine are retried on another at once."""
+        listed = {name: one for name, one in roster.items() if one.state in USABLE}
+        for name in self._known.keys() - listed.keys():
+            self.fleet.remove(name)
+            await self._known.pop(name).close()
+        for name, one in listed.items():
+            old = self._known.get(name)
+            if old is None or old.url != one.url:
+                self._known[name] = HttpEngine(one.url, token=self._token)
+                self.fleet.add(name, self._known[name])
+                if old is not None:
+                    await old.close()
+            self.fleet.update(name, one)
+
+    async def close(self) -> None:
+        """Remove all engines and close their connections."""
+        await self.apply({})
+
+    async def poll_registry(self, url: str) -> None:
+        """Poll the registry and apply its list, forever. When it does not respond, the fleet stays as it is."""
+        async with aiohttp.ClientSession(headers=auth_headers(self._token)) as session:
+            while True:
+                with contextlib.suppress(EngineGone, InputError):
+                    await self.apply(await fetch_roster(session, url))
+                await asyncio.sleep(POLL_S)
+
+
+async def fetch_roster(session: aiohttp.ClientSession, url: str) -> Roster:
+    """Fetch the registry's list of engines. Raises as `call_registry` does."""
+    return await call_registry(session, url, ENGINES, Roster, deadline_s=ROSTER_TIMEOUT_S)

@@ -1,0 +1,238 @@
+"""Keeps the live weights of a reference engine at the newest published version: a thread that follows the weight chain.
+
+A separate process fetches, decodes and checks every digest (`weights.FollowerProcess`), since decoding in a thread
+would hold the GIL and delay the steps. Here the checked update is prepared as a swap of the model's own memory; the
+engine pauses only while it is written.
+
+After each swap the live memory is compared bit for bit with what was published. If it differs, or if a fetched update
+was not written, everything is written again. Errors are reported (`engine.trouble` and an event) and retried: an engine
+that cannot update keeps serving its version, and refuses requests that demand a newer one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import TimeoutError as NotYet
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from etude.errors import EtudeError, WeightsError
+from etude.inference.engine import ReferenceEngine, SwapResult
+from etude.records.adapter import adapted_modules
+from etude.records.completion import Version
+from etude.telemetry import Telemetry
+from etude.weights import Tensor, Update, content_digest, tensor_digest
+from etude.weights.follow.runtime_map import Derived, Map, named
+from etude.weights.follow.targets import Swap, Target
+from etude.weights.tensors import DTYPES, Codes, DType
+
+RETRY_S = 0.5
+
+
+class Chain(Protocol):
+    """The methods of `weights.Follower` and `weights.FollowerProcess` that are used here."""
+
+    @property
+    def version(self) -> Version | None:
+        """The current version; None before the first."""
+        ...
+
+    def advance(self) -> Update | None:
+        """Fetch and check the newest version. Returns what changed, or None when there is nothing new."""
+        ...
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """All tensors of the current version, by published name."""
+        ...
+
+
+Live = tuple[Mapping[str, torch.Tensor], Sequence[Derived]]
+"""Live memory by published name, and what is derived from it."""
+Adapted = Callable[[Mapping[str, Tensor]], Live]
+"""Makes the live memory for an adapter from its published tensors. Raises `EtudeError` when it cannot be served."""
+
+
+class WeightSync:
+    """Updates an engine's weights from `start` or `start_at_head` until `stop`.
+
+    `views`: the live weights by published name. `derived`: what is computed from them, such as decoded low-precision
+    weights. `adapted`: makes the live memory when adapters are published. `poll_s`: pause between two polls of the
+    chain; 0 for a chain that waits for news itself. On a GPU, preparation and comparison use a separate CUDA stream.
+    """
+
+    def __init__(
+        self,
+        engine: ReferenceEngine,
+        views: Mapping[str, torch.Tensor],
+        chain: Chain,
+        *,
+        derived: Sequence[Derived] = (),
+        adapted: Adapted | None = None,
+        poll_s: float = 0.05,
+        telemetry: Telemetry | None = None,
+    ) -> None:
+        self.engine, self.chain, self.poll_s = engine, chain, poll_s
+        self._live: Live = views, derived
+        self._adapted = adapted
+        self._target_made: Target | None = None
+        devices = {view.device for view in views.values() if view.device.type == "cuda"}
+        self._stream = torch.cuda.Stream(devices.pop()) if devices else None  # type: ignore[no-untyped-call]
+        self._telemetry = telemetry
+        self.checked = 0.0  # when the chain was last polled; a fetch that takes long does not count as waiting
+        self._written = False  # whether the live weights equal the chain's version
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"{engine.name}-follow", daemon=True)
+
+    def start_at_head(self) -> None:
+        """Adopt the newest version, so that the first request sees it, then start the thread. Errors are reported, not
+        raised."""
+        self._try()
+        self.start()
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the thread. Idempotent."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(5.0)
+
+    def step(self) -> Version | None:
+        """Adopt the newest version. Returns it, or None when there is nothing new. Raises `EtudeError`."""
+        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            return self._step()
+
+    def _step(self) -> Version | None:
+        update = self.chain.advance()
+        if self.chain.version is None or (self._written and update is None):
+            return None
+        written, self._written = self._written, False
+        self._refuse_non_finite(update if written else None)
+        swap = self._prepare_update(update) if written and update is not None else self._prepare_all()
+        swapped = self._swap(swap)
+        if swapped is None:
+            return None
+        self._repair_if_damaged(swap.version)
+        swap.commit()
+        self._written = True
+        if self._telemetry is not None:
+            self._telemetry.event(
+                "engine.adopt",
+                step=swap.version.step,
+                version=str(swap.version),
+                fetch_s=round(update.fetch_s, 6) if update is not None else 0.0,
+                pause_s=round(swapped.pause_s, 6),
+                num_running=swapped.num_running,
+            )
+        return swap.version
+
+    @property
+    def _target(self) -> Target:
+        """The memory that versions are written to: the adapter's when the first version is an adapter, else the
+        model's."""
+        if self._target_made is None:
+            tensors = self.chain.tensors
+            views, derived = self._adapted(tensors) if self._adapted and adapted_modules(tensors) else self._live
+            self._target_made = Target(Map(named(views), derived=derived))
+        return self._target_made
+
+    def _refuse_non_finite(self, update: Update | None) -> None:
+        """Raises `WeightsError` when the weights to write (an update, or all for None) contain NaN or Inf."""
+        tensors, version = self.chain.tensors, self.chain.version
+        coming = {name: tensor.codes for name, tensor in (tensors if update is None else update.replaced).items()}
+        if update is not None:
+            coming |= {name: codes for name, (_, codes) in update.changed.items()}
+        bad = [name for name, codes in coming.items() if not is_finite(codes, DTYPES[tensors[name].dtype])]
+        if bad:
+            raise WeightsError(
+                f"{bad[0]} of {version} is not finite",
+                f"NaN or Inf in {len(bad)} tensors; {self.engine.name} keeps {self.engine.version}",
+                hint="the training that published it has diverged: publish a version from before that",
+            )
+
+    def _run(self) -> None:
+        while not self._stop.wait(self.poll_s):
+            if not self._try():
+                self._stop.wait(RETRY_S)
+
+    def _try(self) -> bool:
+        try:
+            self.step()
+        except EtudeError as error:
+            if not self._stop.is_set():
+                self._report_error(error)
+            return False
+        finally:
+            self.checked = time.monotonic()
+        self.engine.trouble = ""
+        return True
+
+    def _report_error(self, error: EtudeError) -> None:
+        reason = str(error).replace("\n", "; ")
+        if reason != self.engine.trouble and self._telemetry is not None:
+            self._telemetry.event("engine.trouble", reason=reason)
+        self.engine.trouble = reason
+
+    def _prepare_update(self, update: Update) -> Swap:
+        """Prepare the changes of an update. The swap can be undone if writing fails."""
+        return self._target.prepare(update, self.chain.tensors)
+
+    def _prepare_all(self) -> Swap:
+        """Prepare all weights of the chain's version. The swap cannot be undone."""
+        tensors, version = self.chain.tensors, self.chain.version
+        assert version is not None, "the chain gave tensors without a version"
+        update = Update(version, changed={}, replaced=tensors, removed=(), fetch_s=0.0, fetched_bytes=0)
+        return self._target.prepare(update, tensors, undoable=False)
+
+    def _swap(self, swap: Swap) -> SwapResult | None:
+        """Swap once no session pins the old version. Returns None when stopped meanwhile."""
+        if self._stream is not None:
+            self._stream.synchronize()  # the prepared data must be complete
+        future = self.engine.swap(swap)
+        while not self._stop.is_set():
+            try:
+                return future.result(timeout=0.2)
+            except NotYet:
+                continue
+        future.cancel()
+        return None
+
+    def _repair_if_damaged(self, version: Version) -> None:
+        damaged = self._target.differing(self.chain.tensors)
+        if not damaged:
+            return
+        self._swap(self._prepare_all())
+        if self._target.differing(self.chain.tensors):
+            raise WeightsError(
+                f"the live weights of {self.engine.name} are not {version}",
+                f"{damaged[0]}, one of {len(damaged)}, differs after a complete rewrite",
+                hint="restart the engine; if it happens again, the memory is faulty",
+            )
+
+
+def is_finite(codes: Codes, kind: DType) -> bool:
+    """Whether codes of a floating-point format contain neither NaN nor Inf: no exponent is all ones (f8_e4m3 has no
+    Inf: no code is all ones)."""
+    if kind.exponent_shift is None or kind.parts > 1:  # integers; 4-bit codes are always finite
+        return True
+    lowest = 1 if kind.name == "f8_e4m3" else 1 << kind.exponent_shift
+    ones = codes.dtype.type((1 << kind.bits - 1) - lowest)
+    return not bool(((codes & ones) == ones).any())
+
+
+def initial_version(views: Mapping[str, torch.Tensor]) -> Version:
+    """The version of weights from a checkpoint: step 0, incarnation of zeros, digest of the content as f32."""
+    return Version(step=0, incarnation="00000000", digest=content_digest({n: _digest(v) for n, v in views.items()}))
+
+
+def _digest(view: torch.Tensor) -> str:
+    codes = view.detach().cpu().float().contiguous().numpy().view(np.uint32).ravel()
+    return tensor_digest(Tensor("f32", tuple(view.shape), codes))
