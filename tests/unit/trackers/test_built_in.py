@@ -70,6 +70,7 @@ def test_a_port_that_is_in_use_is_refused_before_a_run_starts():
     assert check_all(uses) == []  # free again; the code of a built-in tracker is etude's, and not recorded
 
 
+@pytest.mark.slow
 def test_a_built_in_tracker_is_checked_by_its_name(capsys):
     pytest.importorskip("prometheus_client")
     assert cli.main(["plugins", "check", "prometheus", "--set", "listen=127.0.0.1:0"]) == Exit.DONE
