@@ -80,7 +80,7 @@ async def following(
     )
     follower = VllmWeightSync(engine, HeadTracker(store, "policy"), str(place), poll_s=0.01)
     try:
-        await vllm.until_well()
+        await vllm.wait_until_ready()
         await engine.thaw()
         await engine.start()
         await follower.start_at_head()
@@ -94,7 +94,7 @@ def wait(vllm: VllmProcess) -> None:
     """Until it serves."""
 
     async def well() -> None:
-        await vllm.until_well()
+        await vllm.wait_until_ready()
         await vllm.disconnect()
 
     asyncio.run(well())

@@ -32,7 +32,7 @@ async def main():
     [machine] = await runtime.fork(await runtime.prepare({}), 1)
     print(machine.id, flush=True)
     command = ["sh", "-c", f"echo up; sleep {sys.argv[3]}; :"]
-    await machine.exec(command, key="1", deadline_s=600, tell=lambda event: print(event, flush=True))
+    await machine.exec(command, key="1", deadline_s=600, on_output=lambda event: print(event, flush=True))
 asyncio.run(main())
 """
 

@@ -518,7 +518,7 @@ def test_a_commit_that_did_not_happen_is_the_stores_error_and_may_be_repeated() 
     writer = Channel(store)
     first = writer.publish(policy_at(0), step=0, parent=None, rollout_ids=[]).version
     store.broken = True
-    with pytest.raises(StoreError, match="do not survive a fork"):
+    with pytest.raises(StoreError, match="did not come"):
         writer.publish(policy_at(1), step=1, parent=first, rollout_ids=[])
     assert Follower(store).head_version() == first
     store.broken = False

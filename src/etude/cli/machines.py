@@ -214,7 +214,7 @@ async def _exec(
     stdin: bool,
     env: Mapping[str, str] = MappingProxyType({}),
 ) -> int | None:
-    """Run a command and copy its output to stdout and stderr; with `stdin` also our standard input to the command.
+    """Run a command and copy its output to stdout and stderr; with `stdin` also copy standard input to the command.
     Returns its exit code, or None at the deadline."""
 
     def write(event: ProcessStarted | OutputChunk) -> None:
@@ -303,13 +303,13 @@ async def _serve(args: argparse.Namespace) -> None:
     runtime = open_memory_bounded(args.backend, accepts_unbounded=args.unbounded_memory)
     try:
         app = create_app(runtime, keys, templates=templates, config=config)
-        await app.state.boxes.prepare()
+        await app.state.manager.prepare()
         async with serving(app, host=config.host, port=config.port) as url:
             print(f"serving {args.backend} machines at {url}", flush=True)
             print(f"export E2B_API_URL={url} E2B_SANDBOX_URL={url}{f' E2B_API_KEY={own}' if own else ''}", flush=True)
             await draining.wait()
             print(f"draining: no new machines; running machines have {config.drain_s:g} s", flush=True)
-            await app.state.boxes.drain(config.drain_s)
+            await app.state.manager.drain(config.drain_s)
     finally:
         await runtime.close()
 

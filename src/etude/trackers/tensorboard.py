@@ -70,14 +70,15 @@ class _EventFile:
         self._last_steps: dict[str, int] = {}
         self._must_purge = counts_steps and not self.is_first
         self._write(file_version="brain.Event:2")
+        if counts_steps and self.is_first:
+            self._start_session(0)  # only later ones purge
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step, and purge what was written of this step and later ones before."""
-        from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         if self._must_purge or any(step <= self._last_steps.get(name, -1) for name in metrics):
-            self._write(step=step, session_log=SessionLog(status=SessionLog.START))
+            self._start_session(step)
             self._last_steps = {name: last for name, last in self._last_steps.items() if last < step}
             self._must_purge = False
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
@@ -92,6 +93,12 @@ class _EventFile:
 
     def close(self) -> None:
         self._writer.close()
+
+    def _start_session(self, step: int) -> None:
+        """Make TensorBoard forget this step and later ones."""
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+
+        self._write(step=step, session_log=SessionLog(status=SessionLog.START))
 
     def _write(self, **fields: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event

@@ -66,7 +66,7 @@ def test_what_is_held_and_remembered_is_bounded() -> None:
         for line in (BEGIN, f'  File "a{i}.py", line 1, in f', "ValueError: no"):
             list(repeats.line(line))
     assert len(repeats._known) == MAX_KNOWN
-    assert not repeats._held
+    assert not repeats._lines
 
 
 LINES = [BEGIN, f"INFO 11-22 08:00:00 [a.py:1] {BEGIN}", "  frame", "E: 1", "E: 2", "", *JOINTS, "other", "(pid=3) "]

@@ -86,7 +86,7 @@ def test_more_text_than_a_tree_may_have_is_refused_and_less_is_read_in_batches(t
     repository = Repository(tmp_path / "repo")
     assert repository.texts(repository.tree("HEAD")) == files
     monkeypatch.setattr("etude.tasks.mining.git.MAX_TEXT_BYTES", 2000)
-    monkeypatch.setattr("etude.tasks.mining.git.MAX_KEPT_BYTES", 2000)
+    monkeypatch.setattr("etude.tasks.mining.git.MAX_CACHED_BYTES", 2000)
     repository = Repository(tmp_path / "repo")
     with pytest.raises(TaskError, match="too much text"):
         repository.texts(repository.tree("HEAD"))
