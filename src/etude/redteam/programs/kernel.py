@@ -1,4 +1,7 @@
-"""Large or recent attack surfaces of a shared kernel, none of which should be reachable."""
+"""Attack programs: use large or recent interfaces of a shared kernel, none of which should be reachable.
+
+Each program returns what it reached, as text; "" if all of it was refused.
+"""
 
 from __future__ import annotations
 

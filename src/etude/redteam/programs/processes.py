@@ -1,4 +1,7 @@
-"""Attack other processes: memory, descriptors, environment, files, signals."""
+"""Attack programs: reach other processes through their memory, descriptors, environment, files and signals.
+
+Each program returns what it reached, as text; "" if it reached nothing. A refused attempt can also raise an error.
+"""
 
 from __future__ import annotations
 

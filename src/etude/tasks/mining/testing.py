@@ -79,7 +79,7 @@ def _needs_pytest(text: str) -> bool:
 
 @dataclass(frozen=True)
 class TestResults:
-    """What `run_tests` returns: the tests that passed, and what running them showed."""
+    """The results of `run_tests`: the tests that passed, the files that they read, an error, and the duration."""
 
     __test__ = False  # for pytest: not a test class
 
