@@ -39,7 +39,8 @@ class Terminal(Message, frozen=True, kw_only=True):
 
 
 class Exact(Message, frozen=True, kw_only=True):
-    """Extension of etude: the arguments of `Machine.exec`, and where to continue a broken stream."""
+    """Extension of etude: the arguments of `Machine.exec`, and where to continue a broken stream. `tell`: send output
+    while the command runs, too."""
 
     key: str
     deadline_ms: int
