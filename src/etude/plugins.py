@@ -66,8 +66,10 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class KindFacts:
-    """The setting, protocol and contract suite of a kind of plug-in, as import paths, so that listing them imports
-    nothing."""
+    """Properties of one kind of plug-in: the config setting that selects it, its protocol and its contract tests.
+
+    Classes are given as import paths ("module:name"), so that the table `KINDS` imports nothing.
+    """
 
     noun: str
     setting: str  # of the config

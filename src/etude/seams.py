@@ -228,9 +228,9 @@ class Policy(Protocol):
     async def complete(self, request: CompletionRequest) -> Completion:
         """Return a completion for a request. Many calls run at the same time.
 
-        Raises `EngineError` when no engine can serve the request, or when it made no progress for its `deadline_s`;
-        `EngineBehind` when no engine reached the version that it demands in the time that it may wait; `ContextFull`
-        when prompt and answer do not fit the context. Cancelling the coroutine cancels the request."""
+        Raises `EngineError` when no engine can serve the request, or when it made no progress for `deadline_s` seconds;
+        `EngineBehind` when no engine loaded the required version in time (`min_step`, `pin_step`); `ContextFull` when
+        prompt and completion do not fit the context. Cancelling the coroutine cancels the request."""
         ...
 
 
@@ -314,11 +314,12 @@ class Engine(Protocol):
     time; the server batches them."""
 
     async def generate(self, request: CompletionRequest) -> Completion:
-        """Sample a completion. Cancelling the coroutine drops the request.
+        """Sample a completion. Cancelling the coroutine cancels the request.
 
-        `fork_from` saves work and never changes a result: an engine with its own prefix cache may ignore it. Raises
-        `EngineBehind` (HTTP 409) when the engine does not hold the demanded version, `ContextFull` (413) when the
-        request does not fit, and `EngineError` for other failures, among them no progress for `deadline_s`."""
+        The request's `fork_from` is a hint to reuse another session's KV cache. It never changes the result, and an
+        engine with its own prefix cache may ignore it. Raises `EngineBehind` (HTTP 409) when the engine does not have
+        the version that the request requires (`min_step`, `pin_step`), `ContextFull` (413) when prompt and completion
+        do not fit the context, and `EngineError` for other failures, such as no progress for `deadline_s` seconds."""
         ...
 
     async def pause(self) -> None:

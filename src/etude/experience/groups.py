@@ -46,7 +46,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Row:
-    """One rollout's row in the ledger."""
+    """The state of one rollout, as its row in the ledger (the database of all rollouts of a run)."""
 
     rollout_id: str
     group_id: str
@@ -65,7 +65,7 @@ COLUMNS = "rollout_id, group_id, state, attempt, reason, reward, boundary, batch
 
 
 def as_row(values: tuple[Any, ...]) -> Row:
-    """A `Row` from the values of `SELECT COLUMNS`."""
+    """Create a `Row` from one result row of `SELECT {COLUMNS}`: its values, in this order."""
     rollout_id, group_id, state, attempt, reason, reward, boundary, batch_id, step, has_sample, version = values
     return Row(
         rollout_id=rollout_id,

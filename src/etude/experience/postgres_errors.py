@@ -24,7 +24,7 @@ def redacted_url(url: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """An error's message in one line."""
+    """Return an error's message in one line of at most 300 characters."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
@@ -34,7 +34,8 @@ def is_transient(error: BaseException) -> bool:
 
 
 def connection_error(where: str, error: BaseException) -> EtudeError:
-    """The error for a connection that could not be opened at first."""
+    """Return the error to raise when the first connection failed: `LedgerError` if the server rejects the login,
+    `StoreError` if it does not answer. `where`: the server, as the message names it (`redacted_url`)."""
     if isinstance(error, psycopg.Error) and (error.sqlstate or "")[:2] == "42":
         return map_error(where, error)
     if not is_transient(error):
@@ -51,7 +52,8 @@ def connection_error(where: str, error: BaseException) -> EtudeError:
 
 
 def map_error(where: str, error: psycopg.Error) -> EtudeError:
-    """The error for a statement that the server rejected."""
+    """Return the error to raise when the server rejected an SQL statement: `StoreError` if it lacks resources or has a
+    system error (SQLSTATE classes 53 and 58), else `LedgerError`. `where`: the server, as the message names it."""
     state, text = error.sqlstate or "", error.diag.message_primary or one_line(error)
     if state == "42501":
         hint = "as the owner: GRANT CREATE ON DATABASE ... TO the run's user, or create the schema for it"

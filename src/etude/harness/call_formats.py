@@ -44,7 +44,8 @@ class CallFormat:
         return text[:start], check_call(name, arguments, signatures)
 
     def write(self, name: str, arguments: str) -> str:
-        """Write a call. `arguments`: JSON text."""
+        """Return the text of a tool call, with the tokens that open and close it. `name`: of the tool; `arguments`: a
+        JSON object as text."""
         both = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {arguments}}}'
         return self.template.replace("NAME", name).replace("BOTH", both).replace("ARGUMENTS", arguments)
 
@@ -82,7 +83,7 @@ NONE = CallFormat("none", (), re.compile(r"(?!)"), "BOTH")
 
 
 def call_format_of(tokens: Container[str]) -> CallFormat:
-    """The format whose opening tokens are among a tokeniser's added tokens."""
+    """Return the format of which an opening token is among `tokens`, a tokeniser's added tokens; else `NONE`."""
     return next((f for f in (HERMES, DEEPSEEK, KIMI) if any(t in tokens for t in f.opening_tokens)), NONE)
 
 

@@ -174,11 +174,12 @@ class ChatFormat:
         ended: bool = True,
         max_tokens: int | None = None,
     ) -> I32:
-        """Encode only what `new` appends after `previous`, whose last message the model sampled, and the generation
-        prompt, [P] int32. `max_tokens` as in `encode_prompt`.
+        """Encode the tokens to append to the context after a sampled reply: the messages `new` and the generation
+        prompt. Returns [P] int32.
 
-        The tokens start after the stop token that the model sampled. With `ended` False the completion was cut off
-        without one, and the tokens begin with it. Raises `ChatError` for a template that rewrites earlier messages.
+        The reply is the last message of `previous`; the result starts after its stop token. If `ended` is False, the
+        reply was cut off without a stop token, and the result starts with this token. `max_tokens`: as in
+        `encode_prompt`. Raises `ChatError` for a template that rewrites earlier messages.
         """
         escaped = self._escape_messages([*previous, *new], signatures or {})
         before = self._render(escaped[: len(previous)], signatures or {}, generate=False)

@@ -69,10 +69,14 @@ class CheckpointChatFormat(ChatFormat):
         ended: bool = True,
         max_tokens: int | None = None,
     ) -> I32:
-        """Encode only what `new` appends after `previous`, whose last message the model sampled, and the generation
-        prompt, [P] int32: what the template writes after the token that ends that message, or with that token when
-        `ended` is False. `max_tokens` as in `encode_prompt`. Raises `ChatError` when the rendering lacks that message
-        or its end."""
+        """Encode the tokens to append to the context after a sampled reply: the messages `new` and the generation
+        prompt. Returns [P] int32.
+
+        The reply is the last message of `previous`. Its sampled tokens are in the context already, so they are not
+        encoded again: the result starts with what the template writes after the reply's stop token. If `ended` is
+        False, the reply was cut off without a stop token, and the result starts with this token. `max_tokens`: as in
+        `encode_prompt`. Raises `ChatError` when the template's rendering lacks the reply or its stop token.
+        """
         escaped = self._escape_messages([*previous, *new], signatures or {})
         last = len(previous) - 1
         escaped[last] = {**escaped[last], "content": _REPLY}
@@ -104,7 +108,8 @@ class CheckpointChatFormat(ChatFormat):
         return Reply(self.decode(body[:-1])) if call is None else Reply(before, call)
 
     def num_text_tokens(self, ids: Sequence[int] | I32) -> int:
-        """Number of leading tokens of a completion that are text, whatever follows: those before a tool call."""
+        """Return the number of leading tokens of a completion before the first token that opens a tool call and before
+        the first special token."""
         ends = self._openers | self._special_ids
         return next((n for n, i in enumerate(ids) if int(i) in ends), len(ids))
 

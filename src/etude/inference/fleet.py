@@ -204,8 +204,12 @@ class _Attempt:
         return self.deadline - _now()
 
     def wait_is_over(self, seconds: float) -> None:
-        """Account for a wait of `seconds`. It counts against `patience_s` while all refusals are for waiting reasons
-        (behind, busy, gone); otherwise, or when `patience_s` is used up, against the deadline."""
+        """Account for a wait of `seconds` that has ended.
+
+        If the latest error of every engine is `EngineBehind`, `EngineBusy` or `EngineGone`, the wait is taken from
+        `patience_s`, and the deadline moves back by the same time. What exceeds `patience_s`, or the complete wait if
+        there is another error, counts against the deadline.
+        """
         if all(isinstance(no, EngineBehind | EngineBusy | EngineGone) for no in self.refused.values()):
             free = min(seconds, self.patience_s)
             self.patience_s -= free
@@ -226,8 +230,8 @@ class Fleet:
     """Implements `seams.Policy` and `seams.Streaming` over named engines.
 
     A group is a session id up to its last dot ("g000012" of "g000012.3"). `heartbeat_s`: interval of health checks of
-    an engine that serves a request. `patience_s`: longest wait of a request for an engine that restarts, has capacity,
-    or adopts its version. Must be used in one event loop."""
+    an engine that serves a request. `patience_s`: longest time that a request waits until an engine has restarted, has
+    free capacity, or has loaded the required version. Must be used in one event loop."""
 
     def __init__(
         self,

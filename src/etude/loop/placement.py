@@ -39,9 +39,9 @@ class NoCapacity(EtudeError):
 
 @dataclass(frozen=True)
 class Program:
-    """The command ``python *argv``, with its output appended to `log`. `env`: environment variables, set where the
-    machine does not set them. `with_socket`: the program answers calls over a socket, whose file descriptor it gets as
-    ``--socket N``."""
+    """The command ``python *argv``, with its output appended to `log`. `env`: environment variables; one that the
+    machine sets itself keeps the machine's value. `with_socket`: the program answers calls over a socket, whose file
+    descriptor it gets as ``--socket N``."""
 
     name: str
     argv: Sequence[str]

@@ -50,9 +50,12 @@ async def _pass(_: Child) -> None:
 
 
 class Child:
-    """One supervised process of a run. `caller`: its RPC client if it was started with a socket. `env`: environment
-    variables, set where its machine does not set them. `placement`: decides where it runs; None: on this machine.
-    `devices`: number of accelerators that it uses, if its machine has any."""
+    """One supervised process of a run, which can be started again after it has ended.
+
+    `name`: also of its log file in the folder `logs`. `argv`: arguments for the Python interpreter. `env`: environment
+    variables; one that its machine sets itself keeps the machine's value. `placement`: decides on which machine it
+    runs; None: on this one. `devices`: number of accelerators that it uses, if its machine has any.
+    """
 
     def __init__(
         self,

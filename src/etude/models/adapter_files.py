@@ -74,9 +74,10 @@ def read_adapter(folder: Path) -> tuple[AdapterConfig, dict[str, torch.Tensor]]:
 def merge_adapter(
     model: Transformer, config: AdapterConfig, tensors: Mapping[str, torch.Tensor], where: str, *, held: bool = False
 ) -> Adapters:
-    """Merge an adapter into a base model. `tensors`: A and B by PEFT's names, all in the dtype of training.
+    """Merge an adapter into the weights of `model`, its base, in place. Returns the adapters.
 
-    `held`: keep A and B in float32, for an optimiser. Raises `CheckpointError`.
+    `tensors`: A and B by PEFT's names, all of one dtype, to which the model is rounded, too. `where`: path of the
+    adapter, for errors. `held`: keep A and B in float32, for an optimiser. Raises `CheckpointError`.
     """
     kinds = {tensor.dtype for tensor in tensors.values()}
     if len(kinds) != 1:
@@ -111,7 +112,11 @@ def load_merged(
     held: torch.dtype | None,
     parallel: Parallel = SINGLE_RANK,
 ) -> Transformer:
-    """`checkpoint.load_model` for an adapter directory: its base, merged. Raises `CheckpointError`."""
+    """Load the base model of an adapter directory and merge the adapter into its weights.
+
+    Arguments are those of `checkpoint.load_model`, which calls this function for adapter directories. Every parameter
+    of the result requires a gradient. Raises `CheckpointError`, and `ConfigError` if `parallel` has several ranks.
+    """
     if parallel is not SINGLE_RANK:
         raise ConfigError(
             f"{folder} on several ranks", "it is an adapter", hint="export the merged model, and use that"

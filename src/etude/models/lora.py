@@ -109,8 +109,8 @@ class Adapters(nn.Module):
             self._merge(one)
 
     def share(self, rows: Mapping[str, slice]) -> None:
-        """Call after FSDP2 has sharded the model: base and merged matrices are now this rank's `rows`; A and B stay
-        full."""
+        """Call after FSDP2 has sharded the model. Base and merged matrices then have only this rank's rows, and A and B
+        stay complete on every rank. `rows`: parameter name -> this rank's rows."""
         self._adapters = [
             replace(one, base=self._memory(one).to(self.dtype, copy=True), rows=rows[one.parameter])
             for one in self._adapters
@@ -122,18 +122,18 @@ class Adapters(nn.Module):
 
     @property
     def bases(self) -> dict[str, torch.Tensor]:
-        """The base of each adapted parameter (this rank's rows), by the model's names."""
+        """Adapted parameter (its name in the model) -> its frozen base matrix W, or this rank's rows of W."""
         return {one.parameter: one.base for one in self._adapters}
 
     @property
     def names(self) -> dict[str, tuple[str, ...]]:
-        """For each adapted parameter, by the model's names: the names of its A and B in `views`, in the order of
-        `trained`."""
+        """Adapted parameter (its name in the model) -> the names of its A and B matrices in `views` (PEFT's names). The
+        parameters are in the order of `trained`."""
         return {one.parameter: tuple(one.views) for one in self._adapters}
 
     @property
     def views(self) -> dict[str, torch.Tensor]:
-        """A and B by PEFT's names, as contiguous detached views."""
+        """All A and B matrices by PEFT's names, as contiguous detached views of the trained parameters."""
         return {name: view for one in self._adapters for name, view in one.views.items()}
 
     @property

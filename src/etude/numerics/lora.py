@@ -28,8 +28,8 @@ from etude.numerics.operators import Operators, delegate_to_inner
 
 @dataclass(frozen=True)
 class LoraPairs:
-    """A and B of one matrix [O, I], or of a stack of matrices [E, O, I]. The rows consist of P parts with a pair
-    each."""
+    """The LoRA matrices A and B of one weight matrix [O, I], or of a stack of matrices [E, O, I]. A fused matrix (such
+    as q, k and v) has P parts along its rows; each part has its own A and B."""
 
     a: torch.Tensor  # [P, r, I] or [E, P, r, I]
     b: torch.Tensor  # [O, r] or [E, O, r]
@@ -37,7 +37,9 @@ class LoraPairs:
     scale: float
 
     def of(self, some: slice) -> LoraPairs:
-        """The pairs of some rows of the matrix; for a stack, of some matrices."""
+        """Return A and B for a slice of the rows of a matrix [O, I], or for a slice of the E matrices of a stack.
+
+        For rows, the slice must have a start and a stop. Parts without a row in the slice are left out."""
         if self.b.ndim == 3:
             return replace(self, a=self.a[some], b=self.b[some])
         ends = itertools.accumulate(self.rows)
@@ -66,9 +68,10 @@ def merge_lora(base: torch.Tensor, pairs: LoraPairs, out: torch.Tensor, *, dtype
 def with_lora_gradient(
     y_NO: torch.Tensor, x_NI: torch.Tensor, a_PrI: torch.Tensor, b_Or: torch.Tensor, rows: tuple[int, ...], scale: float
 ) -> torch.Tensor:
-    """Return `y_NO`, computed from `x_NI` with a merged matrix, with gradients to A and B.
+    """Return `y_NO` unchanged, with an autograd node that gives A and B their gradients. `y_NO` is the product of
+    `x_NI` with the merged matrix.
 
-    With one more leading dimension on all arguments but `rows`, for batched products.
+    For batched products, all tensors have one more leading dimension.
     """
     y: torch.Tensor = _LoraGradient.apply(y_NO, x_NI, a_PrI, b_Or, rows, scale)  # type: ignore[no-untyped-call]
     return y

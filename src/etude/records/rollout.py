@@ -197,10 +197,11 @@ class Graded(msgspec.Struct, frozen=True, kw_only=True, tag="graded"):
     def of(
         cls, grade: float, measures: Mapping[str, float] = NO_MEASURES, *, trust: Trust, reason: str, version: str = ""
     ) -> Graded:
-        """Make the result of a grader.
+        """Create the outcome of a rollout from a grader's result.
 
-        `grade`: usually from 0 to 1. `measures`: further terms by name; a value that is not finite becomes unknown.
-        `reason`: one line, such as "all 12 hidden tests pass". `version`: of the grader.
+        `grade`: usually from 0 to 1. `measures`: further reward terms by name; NaN and infinities become None
+        (unknown). `trust`: whether the agent's code ran in the grader. `reason`: for the grade, in one line, such as
+        "all 12 hidden tests pass". `version`: the grader's version.
 
         >>> Graded.of(0.0, {"tests": 0.5}, trust=Trust.DATA, reason="1 of 2 hidden tests pass").values
         {'grade': 0.0, 'tests': 0.5}

@@ -39,7 +39,8 @@ class Failure:
     not_executed: bool  # the server says that it did not execute the request
 
     def error(self, what: str, also: str = "") -> StoreError:
-        """The error to raise. `also`: appended to the facts."""
+        """Return the exception to raise for this failure. `what`: the failed request; begins the message.
+        `also`: appended to `facts`."""
         return StoreError(what, f"{self.facts}{'; ' if also else ''}{also}", hint=self.hint)
 
 

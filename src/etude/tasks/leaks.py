@@ -35,7 +35,11 @@ class Leak:
 
 
 def answer_pieces(task: Task, answer: Answer) -> frozenset[str]:
-    """Pieces ("length hash") of the reference that are not in the same file of the task."""
+    """Return the hashed pieces of the reference solution, without those that the task's version of the same file has.
+
+    A piece is a run of `LINES` lines with at least `CHARS` characters. It is returned as "length hash": its number of
+    characters and 16 hex digits of its SHA-256.
+    """
     before = unmodified(task)
     own: set[str] = set()
     for path, text in answer.reference.items():
@@ -44,14 +48,15 @@ def answer_pieces(task: Task, answer: Answer) -> frozenset[str]:
 
 
 def leaks_in_task(task: Task, answer: Answer) -> list[Leak]:
-    """Leaks in the files and the instruction of a task."""
+    """Find leaks in the files and the instruction of a task. Sorted, the largest share first."""
     places = {**task.files, "the instruction": task.instruction}
     wanted = answer_pieces(task, answer)
     return _leaks(wanted, {place: set(pieces(text, LINES, CHARS)) for place, text in places.items()}) if wanted else []
 
 
 async def leaks_in_machines(runtime: Runtime, pairs: Iterable[tuple[Task, Answer]]) -> dict[str, list[Leak]]:
-    """Leaks in the images of machines, by task id. Scans each image once. Raises `TaskError` if a scan fails."""
+    """Find leaks in the images of the tasks' machines. Scans each image once. Returns task id -> leaks, only for tasks
+    that have some. Raises `TaskError` if a scan fails."""
     by_image: dict[str, tuple[Image | None, dict[str, frozenset[str]]]] = {}
     for task, answer in pairs:
         _, wanted = by_image.setdefault(task.image.digest if task.image else "", (task.image, {}))

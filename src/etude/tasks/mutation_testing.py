@@ -163,8 +163,10 @@ def _with_short_timeout(answer: Answer, reference_s: float) -> Answer:
 
 
 def mutants_of(task: Task, answer: Answer, num: int) -> list[Mutant]:
-    """At most `num` mutants of the reference solution, from each file in turn, in lines that differ from the task's
-    files."""
+    """Create at most `num` mutants of the reference solution, one from each of its files in turn.
+
+    Only lines in which a file differs from the task's version of it are mutated; in files that the task lacks, all.
+    """
     before = unmodified(task)
     rows = []
     for path, text in sorted(answer.reference.items()):

@@ -25,7 +25,8 @@ class LearnerPlugins:
         self._loaded: list[tuple[Plugin, Any]] = []
 
     def get(self, kind: Kind, plugin: Plugin) -> Any:
-        """The plug-in's object. Raises `PluginRefused`, `ConfigError` and `PluginError`."""
+        """Return the plug-in's object, which the first call constructs. Raises `PluginRefused`, `ConfigError` and
+        `PluginError`."""
         for known, made in self._loaded:
             if known == plugin:
                 return made
@@ -38,21 +39,27 @@ class LearnerPlugins:
             self.get(kind, plugin)
 
     def loss(self, plugin: Plugin, tokens: SampledTokens) -> PolicyLoss:
-        """The loss of a plug-in. Raises `PluginError`."""
+        """Compute the policy loss of a plug-in for the sampled tokens of one forward pass. If there are none, return a
+        loss of 0 without calling the plug-in. Raises `PluginError` as `call_loss` does."""
         empty_R = tokens.logprobs_R.detach()
         if not len(empty_R):
             return PolicyLoss(tokens.logprobs_R.sum(), empty_R, empty_R.bool())
         return call_loss(plugin, self.get(Kind.LOSS, plugin), tokens)
 
     def corrected(self, plugin: Plugin, log_ratio_R: torch.Tensor, sequence_R: torch.Tensor) -> Corrected:
-        """The importance weights of a plug-in. Raises `PluginError`."""
+        """Compute the importance weights [R] of a plug-in for R sampled tokens; see `Correction`. If R is 0, return
+        empty weights without calling the plug-in. Raises `PluginError` as `call_correction` does."""
         if not len(log_ratio_R):
             return Corrected(log_ratio_R, log_ratio_R)
         return call_correction(plugin, self.get(Kind.CORRECTION, plugin), log_ratio_R, sequence_R)
 
 
 def call_loss(plugin: Plugin, function: PolicyLossFunction, tokens: SampledTokens) -> PolicyLoss:
-    """Call a policy loss and check its result. Raises `PluginError`."""
+    """Call the policy loss `function` and check its result. `plugin`: its setting, which the error names.
+
+    Raises `PluginError` if the call raises, or if the result is not a `PolicyLoss` with a finite scalar `loss` that has
+    a gradient, and detached `ratio_R` (float, not NaN) and `clipped_R` (bool), both [R] for R sampled tokens.
+    """
     with called(Kind.LOSS, plugin, "computing the loss"):
         done: object = function(tokens)
     if not isinstance(done, PolicyLoss):
@@ -67,7 +74,11 @@ def call_loss(plugin: Plugin, function: PolicyLossFunction, tokens: SampledToken
 def call_correction(
     plugin: Plugin, correction: Correction, log_ratio_R: torch.Tensor, sequence_R: torch.Tensor
 ) -> Corrected:
-    """Call a correction and check its result. Raises `PluginError`."""
+    """Call `correction` and check its result. `plugin`: its setting, which the error names.
+
+    Raises `PluginError` if the call raises, or if the result is not a `Corrected` with detached float tensors [R] that
+    contain no NaN, or if a `weight_R` is negative.
+    """
     with called(Kind.CORRECTION, plugin, "computing the weights"):
         done: object = correction(log_ratio_R, sequence_R)
     if not isinstance(done, Corrected):

@@ -88,7 +88,8 @@ class ProcessGroup(Protocol):
         ...
 
     def accumulator(self, optimizer: AdamW, shares: int) -> ShareAccumulator | None:
-        """Adds a row's gradients of several shares of this rank; None where backward passes alone do it."""
+        """Return what sums the gradients of a row over several shares of this rank, or over ranks; None where backward
+        passes alone do it."""
         ...
 
     def restore_optimizer(self, path: Path, optimizer: AdamW) -> None:
@@ -188,8 +189,8 @@ SINGLE_PROCESS = SingleProcess()
 
 
 class ShareAccumulator:
-    """Adds the gradients of several shares in one process in the order in which ranks add theirs: a tree per row, then
-    row after row."""
+    """Sums the gradients of several shares in one process, in the order in which ranks sum theirs: a binary tree over
+    the shares of a row (`tree_sum`), then one row after the other."""
 
     def __init__(self, gradient: torch.Tensor) -> None:
         """`gradient`: the buffer that every backward pass adds to."""

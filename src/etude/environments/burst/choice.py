@@ -51,7 +51,12 @@ class Choice:
 
 
 class Chooser:
-    """Chooses hosts and learns how fast they are. Seeded; the caller passes the time."""
+    """Chooses the host on which to start a batch of machines, and estimates the speed of each host from measurements.
+
+    `costs`: expected durations on an idle host. `seed`: of the random choice of candidates. `suspect_s`: a host without
+    a heartbeat for more seconds is not chosen. `short_s`: batches with a shorter expected duration count less in the
+    estimate. The caller passes the current time, `now_s`, in seconds.
+    """
 
     def __init__(self, hosts: Hosts, costs: Costs, *, seed: int, suspect_s: float, short_s: float) -> None:
         self._hosts, self.costs, self._rng = hosts, costs, random.Random(seed)
@@ -59,8 +64,12 @@ class Chooser:
         self.typical = 1.0  # median slowness of all hosts
 
     def choose(self, copies: SnapshotHosts, n: int, now_s: float, *, avoid: Sequence[str] = ()) -> Choice | None:
-        """The host that would start n machines first, else a host with free slots for some of them; None if no host
-        has any."""
+        """Return the host that is expected to start `n` machines first. If no host has `n` free slots, return the one
+        with the most; None if no host has any.
+
+        `copies`: the hosts that have the snapshot. `avoid`: names of hosts that are used only if no other has `n` free
+        slots.
+        """
         near = copies.sample(self._rng, 2)
         if copies.copyable:
             near += self._hosts.sample(self._rng, 2)
@@ -87,7 +96,8 @@ class Chooser:
         return host.slowness > MAX_SLOWNESS * self.typical
 
     def wait_s(self, host: Host, base_s: float) -> float:
-        """How long to wait for a host to do what takes `base_s` by the costs alone."""
+        """Return how many seconds to wait for a host that needs `base_s` by the costs alone: `base_s` times its
+        slowness, at most `MAX_SLOWNESS` times the median."""
         return base_s * min(host.slowness, MAX_SLOWNESS * self.typical)
 
     def update_median(self) -> None:

@@ -66,8 +66,9 @@ async def build_from_dockerfile(
     """Build an image from a Dockerfile in the folder `context`.
 
     `arguments`: values of ARG instructions (build arguments). `target`: the stage to build; default: the last one.
-    `runtime`: makes the machines for RUN steps; `refused`: the reason if it is None, for the error. `run_deadline_s`:
-    time limit of one RUN. `outlets`: the network access of RUN steps; None: no network.
+    `runtime`: starts the machines for RUN steps; without one that supports images, a RUN step raises `MachineError`.
+    `refused`: text for that error: why there is no runtime. `run_deadline_s`: time limit of one RUN step. `outlets`:
+    network access of RUN steps; None: no network.
     Raises `BadSource` with the line of an invalid instruction or failed command, and the end of its output;
     `InputError` for unknown arguments or stages; `MachineError` if no machine can be made."""
     with open_folder(context) as root:

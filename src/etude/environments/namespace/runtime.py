@@ -91,7 +91,8 @@ class NamespaceRuntime:
 
     @property
     def info(self) -> RuntimeInfo:
-        """See `Runtime.info`."""
+        """The runtime's name and capabilities. `notes` says what is weaker on this host, such as a limit that no
+        control group enforces."""
         weaker = [f"{what}: {how}" for what, how in self.limits.items() if how.startswith(("per process", "none"))]
         if not self._pool.launcher.info["agent"]:
             weaker.append("programs: each by the runner, slower than by the agent, which is not there")
@@ -112,7 +113,8 @@ class NamespaceRuntime:
 
     @property
     def limits(self) -> dict[str, str]:
-        """What enforces each limit on this host: control groups where possible, else limits per process."""
+        """Limit ("memory", "pids", "cpu", "disk", "users") -> what enforces it on this host, as text: a control group
+        where possible, else a weaker mechanism."""
         host = self._pool.launcher.info
         groups = host["cgroups"]
         fallback = {

@@ -39,7 +39,8 @@ class Terminal(Message, frozen=True, kw_only=True):
 
 
 class Exact(Message, frozen=True, kw_only=True):
-    """Extension of etude: the arguments of `Machine.exec`, and where to continue a broken stream."""
+    """Extension of etude: the arguments of `Machine.exec`, and where to continue a broken stream. `tell`: send output
+    while the command runs, too."""
 
     key: str
     deadline_ms: int
@@ -66,7 +67,7 @@ class Selector(Message, frozen=True, kw_only=True):
 
 
 class Selected(Message, frozen=True, kw_only=True):
-    """Request about one process: Connect, CloseStdin."""
+    """Request of the RPCs Connect (stream the events of a running process) and CloseStdin."""
 
     process: Selector = Selector()
 
@@ -170,7 +171,7 @@ class Event(Message, frozen=True, kw_only=True):
 
 
 class ProcessEvent(Message, frozen=True, kw_only=True):
-    """Message of the response streams of Start and Connect."""
+    """One message of the response stream of the RPCs Start (run a command) and Connect (attach to a process)."""
 
     event: Event = Event()
 
@@ -195,13 +196,13 @@ class Entry(Message, frozen=True, kw_only=True):
 
 
 class WithEntry(Message, frozen=True, kw_only=True):
-    """Response of Stat, MakeDir and Move."""
+    """Response of the RPCs Stat, MakeDir and Move: the file or folder that they are about."""
 
     entry: Entry = Entry()
 
 
 class Path(Message, frozen=True, kw_only=True):
-    """Request about one path: Stat, MakeDir, Remove."""
+    """Request of the RPCs Stat, MakeDir and Remove."""
 
     path: str = ""
 

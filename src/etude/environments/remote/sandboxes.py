@@ -452,7 +452,12 @@ class AccountSnapshots:
         return None
 
     def add(self, state: str, name: str | None) -> str:
-        """Add a snapshot. Returns its id. Raises `ApiError` (429) if there are too many."""
+        """Add a snapshot. `state`: its id in the runtime; `name`: another name for `find`, or None. Returns its new id.
+
+        If the account has `MAX_SNAPSHOTS`, the least recently used one that can be deleted is deleted. Raises
+        `ApiError` (429) if none can be, or if the account's quota is used up, and `MachineError` if the runtime has
+        dropped the snapshot.
+        """
         if len(self._snapshots) >= MAX_SNAPSHOTS:
             disposable = next(
                 (snapshot_id for snapshot_id, snapshot in self._snapshots.items() if _is_disposable(snapshot.names)),
@@ -469,7 +474,8 @@ class AccountSnapshots:
         return snapshot_id
 
     def add_imported(self, state: str) -> str:
-        """Add an imported snapshot, unless it exists. Returns its id."""
+        """Add an imported snapshot without a name, unless it exists. `state`: its id in the runtime. Returns its id for
+        `find`. Raises what `add` raises."""
         wanted = _Snapshot(state, ())
         known = next((snapshot_id for snapshot_id, snapshot in self._snapshots.items() if snapshot == wanted), None)
         return known or self.add(state, None)

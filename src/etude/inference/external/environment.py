@@ -53,12 +53,12 @@ class ServerKind:
 
     @property
     def pins(self) -> dict[str, Any]:
-        """The content of its pins.toml."""
+        """The content of this kind's pins.toml: version, packages, and installation steps."""
         return pins(self.key)
 
     @property
     def version(self) -> str:
-        """The version that the adapter was written for and tested with."""
+        """The server version that etude supports; others are refused (`Environment.require`)."""
         return str(self.pins["version"])
 
     @property
@@ -77,7 +77,8 @@ SERVER_KINDS = {EngineKind.VLLM: VLLM, EngineKind.SGLANG: SGLANG}
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment in which a server may be installed.
+    """The virtual environment in `folder` for a server of this kind. It may be missing or incomplete; then `mark` is
+    None.
 
     >>> Environment(Path("/nowhere")).mark is None
     True
@@ -132,7 +133,8 @@ class Environment:
 
 
 def environment(folder: Path | None = None, kind: ServerKind = VLLM) -> Environment:
-    """The environment in `folder`, else the one that the environment variable names, else the default one."""
+    """Return the environment in `folder`; if None, the one that the variable `kind.variable` names; if it is not set,
+    the one in `kind.default_folder`."""
     from_variable = os.environ.get(kind.variable)
     return Environment((folder or Path(from_variable or kind.default_folder)).expanduser().absolute(), kind)
 

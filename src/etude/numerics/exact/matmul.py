@@ -54,9 +54,10 @@ def product_for(out_size: int, in_size: int, *, turned: bool = False) -> Product
 
 
 def tree_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of tensors as a binary tree: neighbours first; an odd one out waits for the next round.
+    """Sum tensors in the order of a binary tree: each round adds pairs of neighbours, and keeps an odd last one.
 
-    The trees of equal parts, each a power of two long, are subtrees of the tree of all.
+    If `parts` is split into sections of equal length, a power of two, the tree of each section is a subtree of this
+    tree: summing the sums of the sections gives the same bits.
 
     >>> tree_sum([torch.tensor(float(n)) for n in (1, 2, 3, 4)]).item()
     10.0

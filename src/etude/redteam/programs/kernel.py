@@ -1,4 +1,7 @@
-"""Large or recent attack surfaces of a shared kernel, none of which should be reachable."""
+"""Attack programs: use large or recent interfaces of a shared kernel, none of which should be reachable.
+
+Each program returns what it reached, as text; "" if all of it was refused.
+"""
 
 from __future__ import annotations
 
@@ -10,30 +13,30 @@ from .kit import first, in_child, reached
 
 
 def load_a_bpf_program() -> str:
-    """bpf(BPF_MAP_CREATE) and bpf(BPF_PROG_LOAD)."""
+    """Create a BPF map and load a BPF program: bpf(BPF_MAP_CREATE), bpf(BPF_PROG_LOAD)."""
     attributes = (ctypes.c_uint32 * 32)(2, 4, 4, 1)
     return reached("bpf", 0, ctypes.byref(attributes), 128) or reached("bpf", 5, ctypes.byref(attributes), 128)
 
 
 def make_an_io_uring() -> str:
-    """io_uring_setup, whose operations bypass system call filters."""
+    """Call io_uring_setup. Operations of an io_uring bypass system call filters."""
     return reached("io_uring_setup", 4, ctypes.byref((ctypes.c_uint32 * 30)()))
 
 
 def open_a_perf_event() -> str:
-    """perf_event_open on ourselves and on everything."""
+    """Measure this process, or all processes on a CPU (perf_event_open)."""
     attributes = (ctypes.c_uint32 * 32)(1, 128, 0)
     tries = [(0, -1), (-1, 0)]
     return first([lambda t=t: reached("perf_event_open", ctypes.byref(attributes), *t, -1, 0) for t in tries])  # type: ignore[misc]
 
 
 def handle_page_faults() -> str:
-    """userfaultfd, which helps to win races in the kernel."""
+    """Handle page faults in user space (userfaultfd), which makes races in the kernel easier to win."""
     return reached("userfaultfd", 0) or reached("userfaultfd", 1)
 
 
 def use_keyrings() -> str:
-    """add_key, request_key, keyctl: keyrings belong to a user, and outlive processes."""
+    """Use kernel keyrings (add_key, request_key, keyctl), which belong to a user and outlive processes."""
     return (
         reached("add_key", b"user", b"etude", b"x", 1, -3)
         or reached("keyctl", 0, -3, 1)
@@ -42,7 +45,7 @@ def use_keyrings() -> str:
 
 
 def load_modules_and_kernels() -> str:
-    """init_module, finit_module, delete_module, kexec_load, swapon, acct, quotactl with arguments that do no harm."""
+    """Call init_module, finit_module, delete_module, kexec_load, swapon, acct, quotactl with harmless arguments."""
     tries = [("init_module", None, 0, b""), ("finit_module", -1, b"", 0), ("delete_module", b"etude-none", 0),
              ("kexec_load", 0, 99, None, 0), ("swapon", b"/nonexistent", 0), ("acct", b"/nonexistent"),
              ("quotactl", 0, None, 0, None)]  # fmt: skip
@@ -50,17 +53,17 @@ def load_modules_and_kernels() -> str:
 
 
 def reboot() -> str:
-    """reboot(2), only to turn Ctrl-Alt-Del off."""
+    """Call reboot(2), only to turn Ctrl-Alt-Del off."""
     return reached("reboot", 0xFEE1DEAD, 672274793, 0, None)
 
 
 def touch_ports() -> str:
-    """iopl and ioperm: access to I/O ports."""
+    """Get access to I/O ports (iopl, ioperm)."""
     return reached("iopl", 3) or reached("ioperm", 0x80, 1, 1)
 
 
 def read_the_kernels_log() -> str:
-    """syslog(2) and /dev/kmsg."""
+    """Read the kernel's log by syslog(2), or open /dev/kmsg."""
     into = ctypes.create_string_buffer(64)
 
     def kmsg() -> str:
@@ -71,7 +74,7 @@ def read_the_kernels_log() -> str:
 
 
 def set_clocks() -> str:
-    """settimeofday, clock_settime, adjtimex: the clock of the host."""
+    """Set the clock of the host, to an invalid time (settimeofday, clock_settime, adjtimex)."""
     now = (ctypes.c_int64 * 2)(0, -1)  # an impossible time: nothing moves even where it is allowed
     timex = (ctypes.c_int64 * 32)(0x4000)  # ADJ_TICK with tick 0: refused after the check of privilege
     return (
@@ -82,12 +85,12 @@ def set_clocks() -> str:
 
 
 def watch_file_systems() -> str:
-    """fanotify: monitor all file accesses in a mount."""
+    """Monitor all file accesses in a mount (fanotify_init)."""
     return reached("fanotify_init", 0, 0) or reached("fanotify_init", 0x200, 0)
 
 
 def open_socket_families() -> str:
-    """Sockets of families without namespaces, or with many past vulnerabilities: vsock, packet, netlink, alg, can,
+    """Open sockets of families without namespaces, or with many past vulnerabilities: vsock, packet, netlink, alg, can,
     rds."""
     found = []
     for family in range(3, 46):
@@ -104,7 +107,7 @@ def open_socket_families() -> str:
 
 
 def open_raw_sockets() -> str:
-    """Raw IP sockets, and a transparent one."""
+    """Open raw IPv4 and IPv6 sockets."""
 
     def raw(family: int, protocol: int) -> str:
         socket.socket(family, socket.SOCK_RAW, protocol).close()
@@ -114,5 +117,5 @@ def open_raw_sockets() -> str:
 
 
 def pin_memory_in_secret() -> str:
-    """memfd_secret: memory that the host cannot read and no limit counts."""
+    """Get memory that the host cannot read and no limit counts (memfd_secret)."""
     return reached("memfd_secret", 0)

@@ -1,4 +1,7 @@
-"""Attack other processes: memory, descriptors, environment, files, signals."""
+"""Attack programs: reach other processes through their memory, descriptors, environment, files and signals.
+
+Each program returns what it reached, as text; "" if it reached nothing. A refused attempt can also raise an error.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def attach_by_ptrace() -> str:
 
 
 def have_the_parent_traced() -> str:
-    """PTRACE_TRACEME, so that the parent becomes our debugger and can be confused."""
+    """Call PTRACE_TRACEME, so that the parent becomes this process's debugger and can be confused."""
     return in_child(lambda: "traced" if refusal("ptrace", 0, 0, 0, 0) == "" and not FACTS.get("plain") else "")
 
 
@@ -55,7 +58,7 @@ def write_memory_by_file() -> str:
 
 
 def read_memory_by_call() -> str:
-    """process_vm_readv on all other processes, at the start of their first mapping."""
+    """Read the start of the first mapping of every other process (process_vm_readv)."""
 
     class Span(ctypes.Structure):
         _fields_ = (("base", ctypes.c_void_p), ("size", ctypes.c_size_t))
@@ -73,7 +76,7 @@ def read_memory_by_call() -> str:
 
 
 def take_descriptors() -> str:
-    """pidfd_getfd: copy descriptors of another process."""
+    """Copy file descriptors of another process (pidfd_getfd)."""
 
     def take(pid: int, number: int) -> str:
         handle = call("pidfd_open", pid, 0)
@@ -83,7 +86,7 @@ def take_descriptors() -> str:
 
 
 def open_descriptors() -> str:
-    """Open another process's descriptors through /proc/PID/fd."""
+    """Read through /proc/PID/fd which files another process has open."""
 
     def look(pid: int) -> str:
         for name in os.listdir(f"/proc/{pid}/fd"):
@@ -95,7 +98,7 @@ def open_descriptors() -> str:
 
 
 def enter_roots() -> str:
-    """The root or working directory of another process through /proc, which could lead out of ours."""
+    """List the root or working directory of another process through /proc, if it differs from that of this process."""
 
     def look(pid: int, name: str) -> str:
         theirs, ours = os.stat(f"/proc/{pid}/{name}/"), os.stat("/" if name == "root" else ".")
@@ -106,7 +109,7 @@ def enter_roots() -> str:
 
 
 def read_environments() -> str:
-    """The environment, auxiliary vector, stack or system call of another process."""
+    """Read the environment, auxiliary vector, current system call, stack or I/O counters of another process."""
 
     def look(pid: int, name: str) -> str:
         data = read(f"/proc/{pid}/{name}")
@@ -117,7 +120,7 @@ def read_environments() -> str:
 
 
 def see_strangers() -> str:
-    """A visible process of a sibling or of the host."""
+    """Find a process of a sibling machine in /proc, by the token in its command line."""
     token = str(FACTS["token"]).encode()
     for pid in others():
         with contextlib.suppress(OSError):
@@ -129,7 +132,7 @@ def see_strangers() -> str:
 
 
 def signal_strangers() -> str:
-    """Signal 0 to the first process, and to the process id of the host's process."""
+    """Send signal 0 to process 1 and to the host's process, by kill and pidfd_send_signal."""
 
     def prod(pid: int) -> str:
         os.kill(pid, 0)
@@ -146,7 +149,7 @@ def signal_strangers() -> str:
 
 
 def change_limits_of_others() -> str:
-    """prlimit, priority, affinity and OOM score of another process."""
+    """Read the limits of another process (prlimit), set its CPU affinity, or open its OOM score for writing."""
 
     def limits(pid: int) -> str:
         resource.prlimit(pid, resource.RLIMIT_NOFILE)
@@ -164,7 +167,7 @@ def change_limits_of_others() -> str:
 
 
 def advise_memory_of_others() -> str:
-    """move_pages: control the memory of another process."""
+    """Control the memory placement of another process (move_pages)."""
 
     def moved(pid: int) -> str:
         call("move_pages", pid, 0, None, None, None, 0)
@@ -174,7 +177,7 @@ def advise_memory_of_others() -> str:
 
 
 def race_to_own_a_new_command() -> str:
-    """Watch /proc for a starting command, and open its memory before it is confined."""
+    """Watch /proc for a newly started process, and open its memory for writing before its restrictions apply."""
     mine = os.getpid()
     for _ in range(2000):
         for pid in pids_after(mine):
@@ -211,7 +214,7 @@ def _opens(path: str, flags: int) -> str:
 
 
 def kill_them_all() -> str:
-    """SIGKILL to all reachable processes. The machine must still work for the siblings."""
+    """Send SIGKILL to all reachable processes. The machine must still work for the siblings."""
     if FACTS.get("plain"):
         return ""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

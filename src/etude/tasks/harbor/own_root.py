@@ -24,8 +24,8 @@ _COPYING = ("FROM", "WORKDIR", "COPY", "ENV", "CMD", "LABEL", "EXPOSE")
 
 @dataclass(frozen=True)
 class OwnRoot:
-    """The files that a Dockerfile copies into its working directory. Rewrites paths of the container to paths in a
-    machine."""
+    """The files that a Dockerfile copies into its working directory: path relative to `workdir` -> text. Rewrites paths
+    of the container to paths in a machine."""
 
     files: dict[str, str]
     workdir: str
@@ -43,12 +43,17 @@ class OwnRoot:
         return re.sub(rf"(?<![\w./~-])/({names})(?![\w-])", lambda match: places[match[1]], text)
 
     def moved_files(self, files: Mapping[str, str]) -> dict[str, str]:
+        """Apply `moved` to the text of every file; the names are kept."""
         return {path: self.moved(text) for path, text in files.items()}
 
 
 def own_root(folder: Path) -> OwnRoot:
-    """Read the files that the Dockerfile of a task copies. Raises `TaskError` for a Dockerfile that does more and so
-    needs an image."""
+    """Read `environment/Dockerfile` of the Harbor task in `folder`, and the files that it copies.
+
+    Returns the files and the working directory; paths of the container in the texts are already rewritten. Raises
+    `TaskError` if there is no Dockerfile, or if the task needs an image because the Dockerfile does more than copy
+    files into its working directory.
+    """
     refuse_link(folder / "environment")
     path = folder / "environment" / "Dockerfile"
     if not path.is_file():

@@ -51,7 +51,8 @@ def holds_tests(path: str) -> bool:
 
 
 def runner_for(texts: Iterable[str]) -> Runner:
-    """unittest if the files do not need pytest: they do not import it, and have no tests outside of classes.
+    """Choose the test runner for test files, given by their texts: pytest if a file imports it or has tests that
+    unittest does not find (functions, classes without a base class), else unittest.
 
     >>> runner_for(["import unittest\\nclass T(unittest.TestCase):\\n    def test_a(self): pass\\n"])
     <Runner.UNITTEST: 'unittest'>
@@ -78,7 +79,7 @@ def _needs_pytest(text: str) -> bool:
 
 @dataclass(frozen=True)
 class TestResults:
-    """The results of running the tests of some files on a tree."""
+    """The results of `run_tests`: the tests that passed, the files that they read, an error, and the duration."""
 
     __test__ = False  # for pytest: not a test class
 
@@ -88,8 +89,9 @@ class TestResults:
     file_s: float = 0.0  # duration of the slowest file
 
     def deadline_s(self, max_s: float) -> float:
-        """Deadline for grading one of these tests in its own process, at most `max_s`. Long enough for slow machines,
-        but short, because a solution that loops reaches the deadline in every test.
+        """Return the deadline in seconds, at most `max_s`, for grading one of these tests in its own process.
+
+        It is long enough for slow machines, but short, because a solution that loops reaches it in every test.
 
         >>> [TestResults(frozenset(), file_s=file_s).deadline_s(60.0) for file_s in (1.0, 15.0)]
         [20.0, 45.0]
@@ -106,10 +108,11 @@ async def run_tests(
     deadline_s: float,
     image: Image | None = None,
 ) -> TestResults:
-    """Run the tests in the files `paths` of a tree, each file in its own machine. `deadline_s`: for all files together.
+    """Run the test files `paths`, each in its own machine that contains all `files` of a repository (path -> text).
 
-    A skipped test, an expected failure and a test that did not finish do not count as passed. Raises `TaskError` if the
-    machine does not have the runner, and `MachineError` if there is no machine.
+    `deadline_s`: for all test files together. A skipped test, an expected failure and a test that did not finish do not
+    count as passed. Raises `TaskError` if the machine does not have the runner, and `MachineError` if there is no
+    machine.
     """
     raw = {path: text.encode("utf-8", "surrogatepass") for path, text in files.items()}
     snapshot = await (runtime.prepare(raw) if image is None else runtime.prepare(raw, image=image))

@@ -169,7 +169,11 @@ def _watched(base: Path, group: ShardedProcessGroup) -> Iterator[tuple[str, torc
 
 
 class RankAccumulator(ShareAccumulator):
-    """Adds a row's gradients of replicated adapters over ranks, in the same order as a single process."""
+    """Sums the gradients of replicated LoRA matrices over ranks, once per row of the batch, in the summation order of a
+    single process (`ShareAccumulator`).
+
+    Matrices of expert layers are summed over the ranks that have the same experts, all others over all ranks.
+    """
 
     def __init__(self, optimizer: AdamW, specs: Mapping[str, ShardSpec], mesh: Mesh) -> None:
         super().__init__(optimizer.grad)

@@ -149,8 +149,11 @@ def _device(name: str, rank: int) -> tuple[torch.device, str]:
 
 
 def host_store(host: str, deadline_s: float = DEADLINE_S) -> TCPStore:
-    """A store to which other ranks `connect_store`, at one address of this machine ("": all addresses). Raises
-    `OSError`."""
+    """Open a torch `TCPStore` on a free port, to which other ranks connect by `connect_store`.
+
+    `host`: the address of this machine to bind; "": all addresses. `deadline_s`: timeout of its operations, in seconds.
+    Raises `OSError` if the address cannot be bound.
+    """
     bound = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port, deadline = bound.getsockname()[1], timedelta(seconds=deadline_s)
     return TCPStore(
@@ -159,7 +162,8 @@ def host_store(host: str, deadline_s: float = DEADLINE_S) -> TCPStore:
 
 
 def connect_store(host: str, port: int, deadline_s: float = DEADLINE_S) -> TCPStore:
-    """Connect to a store on another machine, or on this one. Raises `RuntimeError`."""
+    """Connect to the torch `TCPStore` that `host_store` opened, on this machine or another one. `deadline_s`: timeout
+    of the connection and of operations, in seconds. Raises `RuntimeError` if the connection fails."""
     return TCPStore(host, port, None, False, timedelta(seconds=deadline_s), wait_for_workers=False)
 
 

@@ -64,14 +64,20 @@ class Response(msgspec.Struct, frozen=True):
 
 
 class FollowerProcess:
-    """Like a `Follower` of the same channel, in a child process. The child is started at once. Not thread-safe, except
-    for `close`. A context manager.
+    """Runs a `Follower` in a child process, which is started at once. Use it as a context manager. Not thread-safe,
+    except for `close`.
 
-    `store` is sent to the child, so it must be picklable. `public_key` (32 bytes): accept only pointers signed by this
-    key. `poll_s`: interval, in seconds, at which the pointer is read while `advance` waits for a new version; it waits
-    at most `wait_s`. `deadline_s`: a child that takes longer for a response is killed. `threads`: number of decoding
-    threads; 0: one per core. An engine that computes on the CPU should leave its own cores out. The last followed
-    pointer is kept in this process, so a restarted child also refuses a pointer that moved back.
+    - `store`: where the versions are published. It is sent to the child, so it must be picklable.
+    - `name`: the channel to follow.
+    - `limit_bytes`: refuse versions whose tensors need more memory.
+    - `public_key` (32 bytes): accept only pointers signed by this key.
+    - `poll_s`, `wait_s`: `advance` reads the pointer every `poll_s` seconds until there is a new version, for at most
+      `wait_s` seconds.
+    - `deadline_s`: kill a child that has not responded this many seconds after `wait_s`.
+    - `threads`: number of decoding threads; 0: one per core. For an engine that computes on the CPU, set it to the
+      number of cores that the engine does not use.
+
+    This process keeps the last pointer that was followed, so a restarted child, too, refuses a pointer that moved back.
     """
 
     def __init__(
@@ -118,9 +124,9 @@ class FollowerProcess:
         """Move to the newest version. Returns the differences to the version held before; None if there was no new
         version within `wait_s`.
 
-        A tensor that changed so much that a list would be longer is among the replaced tensors. Raises `WeightsError`
-        as `Follower.advance` does, and if the child died or did not respond in time. Then the held version is
-        unchanged, and the next call starts a new child.
+        If a list of a tensor's changes would be larger than the tensor, the complete tensor is in `Update.replaced`.
+        Raises `WeightsError` as `Follower.advance` does, and if the child died or did not respond in time. Then the
+        held version is unchanged, and the next call starts a new child.
         """
         if self._closed:
             raise WeightsError("the follower is closed", hint="create a new follower")

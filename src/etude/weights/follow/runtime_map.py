@@ -53,6 +53,9 @@ class Piece:
     `box`: [start, stop) in each dimension of the checkpoint tensor; None: all of it. `reorder`: for memory whose order
     no view can express (prepacked, swizzled): a bijection from element indices in the box to element indices in the
     window, both in C order.
+
+    In the methods, `spec` is the dtype and shape of the complete tensor as published, and `codes` are its elements as
+    unsigned integers (their bits).
     """
 
     window: Window
@@ -100,8 +103,8 @@ class Piece:
         return self.window.places(positions), self._converted(spec.dtype, codes)
 
     def part(self, spec: Spec, codes: Codes) -> Codes:
-        """Select the codes that the window holds from the codes of the complete tensor, in the window's shape. A view,
-        unless `reorder` is set."""
+        """Return the part of a complete tensor's `codes` that belongs in the window, in the window's shape. A view of
+        `codes`, unless `reorder` is set."""
         shaped: Codes = codes.reshape(spec.shape)
         if self.box is not None:
             shaped = shaped[tuple(slice(a, b) for a, b in self.box)]
@@ -113,8 +116,8 @@ class Piece:
         return moved.reshape(self.window.shape)
 
     def fill(self, spec: Spec, codes: Codes) -> None:
-        """Write this piece of a complete tensor's codes to the memory. Needs at most extra memory for this piece; none
-        on a host."""
+        """Write this piece of a complete tensor to the live memory. `codes`: of the complete tensor. Allocates at most
+        one copy of the piece; in host memory nothing, unless `reorder` is set."""
         part, convert = self.part(spec, codes), _EXACT.get((spec.dtype, self.window.dtype))
         if convert is not None and isinstance(self.window.view, np.ndarray):
             convert(part, self.window.view)
@@ -122,8 +125,9 @@ class Piece:
             self.window.fill(self._converted(spec.dtype, part))
 
     def holds(self, spec: Spec, codes: Codes) -> bool:
-        """Whether the memory equals this piece of a complete tensor's codes, bit for bit. On a host, compares in blocks
-        that fit in a core's cache and lets other threads run in between."""
+        """Return whether the live memory equals this piece of a complete tensor, bit for bit. `codes`: of the complete
+        tensor. In host memory, compares `CHECKED` elements at a time: a block fits in a core's cache, and other threads
+        can run between two blocks."""
         part, window = self.part(spec, codes), self.window
         if not (isinstance(window.flat, np.ndarray) and window.contiguous and part.flags.c_contiguous):
             return window.equals(self._converted(spec.dtype, part))
@@ -145,9 +149,9 @@ class Piece:
 class Derived:
     """Live memory that is computed from tensors: `compute` is called after any of `sources` was written.
 
-    It runs in the pause and reads live memory. It may do what the engine did when it loaded the weights: transpose,
-    multiply, prepack. An undo calls it again on the old weights. Memory that it does not restore bit for bit from equal
-    inputs must be listed in `outputs`: it is saved before, and written back instead.
+    It runs while the engine is paused, and reads live memory. It may do what the engine did when it loaded the weights:
+    transpose, multiply, prepack. An undo calls it again on the old weights. Memory that it does not restore bit for bit
+    from equal inputs must be listed in `outputs`: it is saved before, and written back instead.
     """
 
     sources: frozenset[str]
