@@ -136,7 +136,11 @@ def parse_answer(registry: str, status: int, body: bytes, kind: type[T]) -> T:
 
 def not_a_registry(registry: str, facts: str) -> InputError:
     """Make the error for a URL that is not a registry's."""
-    return InputError(f"{registry} is not a registry", facts, hint="give the run's fleet.listen: http://HOST:PORT")
+    return InputError(
+        f"{registry} is not a registry",
+        facts,
+        hint="give the address of fleet.listen in the run's config: http://HOST:PORT",
+    )
 
 
 async def call_registry(
@@ -281,7 +285,7 @@ def local_address_for(registry: str) -> str:
 def registry_url(registry: str) -> str:
     """Check and normalise the URL of a registry. Raises `InputError`."""
     if urlsplit(registry).scheme not in ("http", "https") or not urlsplit(registry).hostname:
-        raise InputError(f"{registry!r} is not a registry", hint="write the run's fleet.listen: http://HOST:PORT")
+        raise not_a_registry(repr(registry), "it is not an http:// or https:// address")
     return registry.rstrip("/")
 
 
