@@ -212,7 +212,12 @@ def found(path: str) -> Any:
         raise PluginRefused(f"plug-in {path} cannot be imported", facts, hint="fix the error in the module") from error
     target = getattr(module, name, None)
     if target is None:
-        public = [known for known in vars(module) if not known.startswith("_")]
+        package = module_name.partition(".")[0]  # what the module imports from elsewhere is no plug-in of it
+        public = [
+            known
+            for known, value in vars(module).items()
+            if not known.startswith("_") and str(getattr(value, "__module__", "")).partition(".")[0] == package
+        ]
         hint = nearest(name, public) if public else "define the class in the module"
         raise PluginRefused(f"plug-in {path} does not exist", f"{module_name} has no {name}", hint=hint)
     return target

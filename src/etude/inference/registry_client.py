@@ -129,7 +129,9 @@ def parse_answer(registry: str, status: int, body: bytes, kind: type[T]) -> T:
     except ValueError:
         facts = f"its response is {status}: {body[:60]!r}"
         if status in UNAVAILABLE:
-            raise EngineGone(f"no registry answers at {registry}", facts, hint="is the run up?") from None
+            raise EngineGone(
+                f"no registry answers at {registry}", facts, hint="check that the run is running"
+            ) from None
         raise not_a_registry(registry, facts) from None
     raise from_http(status, body, engine=registry)
 
@@ -161,7 +163,7 @@ async def call_registry(
             status, data = answer.status, await answer.read()
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         facts = f"{type(error).__name__}: {error}"
-        raise EngineGone(f"no registry answers at {registry}", facts, hint="is the run up?") from None
+        raise EngineGone(f"no registry answers at {registry}", facts, hint="check that the run is running") from None
     return parse_answer(registry, status, data, kind)
 
 
