@@ -289,7 +289,9 @@ def normalize_path(path: str, limits: ImageLimits) -> str:
     shown = path if len(path) < 80 else f"{path[:77]}..."
     if ".." in parts or "\0" in path:
         raise BadSource(
-            f"{shown!r} is not a path inside an image", hint="it contains '..' or a zero byte: do not trust this source"
+            f"{shown!r} is not a path inside an image",
+            "it contains '..' or a zero byte",
+            hint="do not trust this source",
         )
     if len(parts) > limits.depth or any(len(os.fsencode(part)) > 255 for part in parts):
         raise BadSource(
