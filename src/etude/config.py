@@ -157,7 +157,7 @@ def build(kind: Callable[..., T], raw: Mapping[str, Any], where: str = "") -> T:
     try:
         return kind(**arguments(kind, raw, where))
     except ValueError as error:  # raised by __post_init__ of the dataclass
-        raise ConfigError(f"[{where or 'config'}]", str(error), hint="change one of these values") from None
+        raise ConfigError(f"[{where or 'config'}]", str(error), hint="change the values that the error names") from None
 
 
 def arguments(kind: Callable[..., Any], raw: Mapping[str, Any], where: str = "") -> dict[str, Any]:
@@ -224,7 +224,7 @@ def _converted(hint: Any, value: Any, place: str, example: str | None = None) ->
         if isinstance(value, Plugin):
             return value
         if isinstance(value, str) and built_in:
-            hint = f"{nearest(value, built_in)}; or an import path: my_package.module:Name"
+            hint = f"{nearest(value, built_in).rstrip('?')}; or give an import path: my_package.module:Name"
             raise ConfigError(f"{place} = {value!r} is unknown", hint=hint)
         if not kinds:
             facts = f"expected an import path, got {_shown(value)}"

@@ -193,7 +193,9 @@ def found(path: str) -> Any:
     module_name, _, name = path.partition(":")
     if not name or not all(part.isidentifier() for part in (*module_name.split("."), name)):
         facts = 'an import path has the form "my_package.module:Name"'
-        raise PluginRefused(f"{path!r} is not an import path", facts, hint="write the module, a colon, and the class")
+        raise PluginRefused(
+            f"{path!r} is not an import path", facts, hint="give the module (not its file), a colon, and the class"
+        )
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # like `python -m`, which starts the processes of a run
     try:
@@ -204,15 +206,20 @@ def found(path: str) -> Any:
             raise PluginRefused(
                 f"plug-in {path} cannot be imported", facts, hint=f"install {error.name} there"
             ) from None
-        facts = f"host {socket.gethostname()} has no module {error.name}"
+        facts = f"host {socket.gethostname()} has no module {error.name!r}"
         hint = "install its package there, or put its folder on PYTHONPATH, on every host of the run"
         raise PluginRefused(f"plug-in {path} cannot be imported", facts, hint=hint) from None
     except (Exception, SystemExit) as error:
         facts = f"importing {module_name} raised {described(error)}"
-        raise PluginRefused(f"plug-in {path} cannot be imported", facts, hint="fix the module") from error
+        raise PluginRefused(f"plug-in {path} cannot be imported", facts, hint="fix the error in the module") from error
     target = getattr(module, name, None)
     if target is None:
-        public = [known for known in vars(module) if not known.startswith("_")]
+        package = module_name.partition(".")[0]  # what the module imports from elsewhere is no plug-in of it
+        public = [
+            known
+            for known, value in vars(module).items()
+            if not known.startswith("_") and str(getattr(value, "__module__", "")).partition(".")[0] == package
+        ]
         hint = nearest(name, public) if public else "define the class in the module"
         raise PluginRefused(f"plug-in {path} does not exist", f"{module_name} has no {name}", hint=hint)
     return target

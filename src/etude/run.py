@@ -77,7 +77,7 @@ class RunFolder:
             identity = run.identity()
         except OSError:
             raise NoRun(
-                f"{path} is not a run", "it has no run.json", hint="runs of this directory are in runs/"
+                f"{path} is not a run", "it has no run.json", hint="give the folder of a run, such as runs/NAME"
             ) from None
         except ValueError as error:
             raise RunError(f"{path}/run.json is damaged", str(error), hint=HINT_COPY) from None

@@ -175,7 +175,7 @@ def test_what_cannot_be_imported_is_refused_by_name(module):
 
     text = refused(Kind.LOSS, "no_such_package.losses:Gspo")
     assert "plug-in no_such_package.losses:Gspo cannot be imported" in text
-    assert f"host {socket.gethostname()} has no module no_such_package" in text
+    assert f"host {socket.gethostname()} has no module 'no_such_package'" in text
     assert "needs no_such_library" in refused(Kind.LOSS, f"{module('import no_such_library')}:Gspo")
     assert "raised ZeroDivisionError" in refused(Kind.LOSS, f"{module('1 / 0')}:Gspo")
     assert "raised SyntaxError" in refused(Kind.LOSS, f"{module('class')}:Gspo")

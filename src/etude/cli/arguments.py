@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from etude.errors import Exit, InputError, StoreError, nearest
 
@@ -21,7 +21,24 @@ class Parser(argparse.ArgumentParser):
     """An `ArgumentParser` that prints errors like an `EtudeError`."""
 
     def error(self, message: str) -> NoReturn:
-        print(f"error: {message}\n  hint: {self.prog} --help", file=sys.stderr)
+        self._refuse(message, hint=f"{self.prog} --help")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse unknown arguments here, so that the hint names the command and not only `etude`."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unknown arguments: {' '.join(unknown)}")
+        return known, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            name = "/".join(action.option_strings) or action.metavar or action.dest
+            self._refuse(
+                f"unknown {name} {value!r}", hint=f"{nearest(str(value), action.choices)} ({self.prog} --help)"
+            )
+
+    def _refuse(self, message: str, *, hint: str) -> NoReturn:
+        print(f"error: {message}\n  hint: {hint}", file=sys.stderr)
         raise SystemExit(Exit.BAD_INPUT)
 
 

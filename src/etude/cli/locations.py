@@ -41,7 +41,7 @@ def newest_run() -> RunFolder:
         return run
     if errors:
         raise errors[0]
-    raise NoRun(f"no run in {RUNS}/", hint="start one: etude run examples/laptop/config.toml")
+    raise NoRun(f"no run in {RUNS}/", hint="give the path of a run, or start one: etude run CONFIG")
 
 
 def _modified_at(path: Path) -> float:

@@ -55,7 +55,7 @@ def store_directory(path: Path) -> str:
     if (run := _run_at(path)) is not None:
         return str(weights_location(run))
     if not path.is_dir():
-        raise InputError(f"no store at {path}", "and no run either", hint=hint)
+        raise InputError(f"no store at {path}", "the folder does not exist", hint=hint)
     if not is_store(str(path)) and any(found.name not in _EMPTY_STORE for found in path.iterdir()):
         folders = ", ".join(f"{name}/" for name in _STORE_FOLDERS)
         raise InputError(f"{path} is not a store", f"it has files, but none of {folders}", hint=hint)

@@ -70,7 +70,7 @@ class RunView:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
-            raise NoRun(f"no run at {self.path}", hint="runs of this directory are in runs/")
+            raise NoRun(f"no run at {self.path}", hint="give the folder of a run, such as runs/NAME")
         self._events: dict[str, list[Event]] = {}
         self._offsets: dict[Path, int] = {}
         self._unreadable: Counter[str] = Counter()  # lines, by file

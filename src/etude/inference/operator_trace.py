@@ -80,7 +80,7 @@ def as_wire(results: Results) -> list[OperatorResult]:
     num_bytes = sum(tensor.nbytes for tensor in results.values())
     if num_bytes > MAX_SHOWN_BYTES:
         raise EngineError(
-            f"{num_bytes >> 20} MiB of results",
+            f"the results of the operators have {num_bytes >> 20} MiB",
             f"at most {MAX_SHOWN_BYTES >> 20} MiB are shown",
             hint="ask for fewer tokens",
         )

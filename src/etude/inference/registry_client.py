@@ -129,14 +129,20 @@ def parse_answer(registry: str, status: int, body: bytes, kind: type[T]) -> T:
     except ValueError:
         facts = f"its response is {status}: {body[:60]!r}"
         if status in UNAVAILABLE:
-            raise EngineGone(f"no registry answers at {registry}", facts, hint="is the run up?") from None
+            raise EngineGone(
+                f"no registry answers at {registry}", facts, hint="check that the run is running"
+            ) from None
         raise not_a_registry(registry, facts) from None
     raise from_http(status, body, engine=registry)
 
 
 def not_a_registry(registry: str, facts: str) -> InputError:
     """Make the error for a URL that is not a registry's."""
-    return InputError(f"{registry} is not a registry", facts, hint="give the run's fleet.listen: http://HOST:PORT")
+    return InputError(
+        f"{registry} is not a registry",
+        facts,
+        hint="give the address of fleet.listen in the run's config: http://HOST:PORT",
+    )
 
 
 async def call_registry(
@@ -157,7 +163,7 @@ async def call_registry(
             status, data = answer.status, await answer.read()
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         facts = f"{type(error).__name__}: {error}"
-        raise EngineGone(f"no registry answers at {registry}", facts, hint="is the run up?") from None
+        raise EngineGone(f"no registry answers at {registry}", facts, hint="check that the run is running") from None
     return parse_answer(registry, status, data, kind)
 
 
@@ -281,7 +287,7 @@ def local_address_for(registry: str) -> str:
 def registry_url(registry: str) -> str:
     """Check and normalise the URL of a registry. Raises `InputError`."""
     if urlsplit(registry).scheme not in ("http", "https") or not urlsplit(registry).hostname:
-        raise InputError(f"{registry!r} is not a registry", hint="write the run's fleet.listen: http://HOST:PORT")
+        raise not_a_registry(repr(registry), "it is not an http:// or https:// address")
     return registry.rstrip("/")
 
 

@@ -53,7 +53,9 @@ async def serve_checkpoint(
     are served. `engine`: the engine's settings; its context is that of the model. `log` is called with a line on layers
     of the checkpoint that are left out. Raises `NoCheckpoint`, `CheckpointError`."""
     if not (checkpoint / "config.json").is_file():
-        raise NoCheckpoint(f"{checkpoint} is not a checkpoint", "no config.json", hint="give a Hugging Face directory")
+        raise NoCheckpoint(
+            f"{checkpoint} is not a checkpoint", "no config.json", hint="give a Hugging Face directory or a run"
+        )
     model_config, chat = _read_model(checkpoint, log), ChatFormat.load(checkpoint)
     with ScratchDirectory("serve") as folder:
         telemetry = Telemetry(folder / "events.jsonl", process="serve")

@@ -341,7 +341,9 @@ def read_json(path: Path) -> dict[str, object]:
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(
-            f"no checkpoint at {path.parent}", str(error), hint="give a checkpoint directory"
+            f"no checkpoint at {path.parent}",
+            f"{path.name} cannot be read: {error.strerror}",
+            hint="give a Hugging Face directory, with config.json and *.safetensors",
         ) from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged", str(error), hint=HINT_DAMAGED) from None

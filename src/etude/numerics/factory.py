@@ -41,5 +41,7 @@ def _exact(numerics: NumericsConfig, dtype: torch.dtype, device: torch.device | 
     try:
         from etude.numerics.gpu import ExactGpu
     except ModuleNotFoundError as error:
-        raise ConfigError(f"exact mode on {device}", str(error), hint="pip install 'etude[gpu]'") from None
+        raise ConfigError(
+            f"exact mode on {device} lacks a library", str(error), hint="pip install 'etude[gpu]'"
+        ) from None
     return ExactGpu(dtype, degree=numerics.degree)

@@ -74,7 +74,7 @@ def open_source(source: str | Plugin, seed: int, *, files: int = 3, functions_pe
         return DirectorySource(source)
     raise NoSource(
         f"no task source {source!r}",
-        f"neither a known name nor a directory: {Path(path or source).absolute()} does not exist",
+        f"neither a known name nor a directory: {Path(source).absolute()} does not exist",
         hint=nearest(
             name,
             [

@@ -314,7 +314,7 @@ def test_followers_of_a_region_share_a_cache_and_those_without_its_disk_a_relay(
     [
         (["relay", "store", "--listen", "0.0.0.0:0"], 2, "anyone could read the weights"),
         (["relay", "store", "--listen", "8800"], 2, "is not an address"),
-        (["relay", "stroe", "--listen", "127.0.0.1:0"], 2, "no store at stroe: and no run"),
+        (["relay", "stroe", "--listen", "127.0.0.1:0"], 2, "no store at stroe: the folder does not exist"),
         (["follow", "http://u:p@host", "--apply", "live", "--once"], 2, "only a host and a port"),
         (["log", "ftp://x/y"], 2, "no store supports 'ftp'"),
         (["log", "htp://x/y"], 2, "did you mean 'http'?"),

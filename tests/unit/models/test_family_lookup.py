@@ -127,7 +127,7 @@ def test_a_module_that_does_not_import_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(OWN_FAMILIES, "")
     with pytest.raises(PluginRefused, match="no_such_module:Name cannot be imported") as raised:
         family_of("no_such_module:Name")
-    assert "has no module no_such_module" in raised.value.facts
+    assert "has no module 'no_such_module'" in raised.value.facts
 
 
 @pytest.mark.parametrize(

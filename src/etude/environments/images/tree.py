@@ -288,9 +288,17 @@ def normalize_path(path: str, limits: ImageLimits) -> str:
     parts = [part for part in path.split("/") if part not in ("", ".")]
     shown = path if len(path) < 80 else f"{path[:77]}..."
     if ".." in parts or "\0" in path:
-        raise BadSource(f"{shown!r} is not a path inside an image", hint="it has ..: do not trust this source")
+        raise BadSource(
+            f"{shown!r} is not a path inside an image",
+            "it contains '..' or a zero byte",
+            hint="do not trust this source",
+        )
     if len(parts) > limits.depth or any(len(os.fsencode(part)) > 255 for part in parts):
-        raise BadSource(f"{shown!r} is too deep or too long", f"{len(parts)} folders", hint="fix the source")
+        raise BadSource(
+            f"{shown!r} is too deep or too long",
+            f"{len(parts)} parts; at most {limits.depth}, of 255 bytes each",
+            hint="shorten the path in the source",
+        )
     found = "/".join(parts)
     if len(os.fsencode(found)) > limits.path_bytes:
         raise BadSource(f"{shown!r} is too long", f"more than {limits.path_bytes} bytes", hint="fix the source")

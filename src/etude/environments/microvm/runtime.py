@@ -188,9 +188,11 @@ class MicroVMRuntime:
         image = GuestImage.of(head.image, self._image, self._roots)
         base = (await self._spares(image)).base
         if (base.name, base.boot) != (head.base, head.boot):
-            facts = "its base is not here: it has other limits, or was deleted from the cache"
+            facts = "the base had other limits, or was deleted from the cache"
             raise MachineError(
-                "a snapshot of another base", facts, hint="use the same limits and cache as for the snapshot"
+                "the snapshot needs a base that is missing",
+                facts,
+                hint="use the same limits and cache as for the snapshot",
             )
         name = hashlib.sha256(packed).hexdigest()
         return self._snapshots.put(name, await asyncio.to_thread(packing.unpack, packed, head, image=image.name))

@@ -290,7 +290,9 @@ class LauncherProcess:
             if not future.done():
                 reason = facts.decode(errors="replace")
                 future.set_exception(
-                    MachineError("a machine could not be created", reason, hint="check the host's limits")
+                    MachineError(
+                        "a machine could not be created", reason, hint="etude machines probe shows what this host lacks"
+                    )
                 )
 
     def _handle_made(self, number: int, facts: bytes, fds: list[int]) -> None:

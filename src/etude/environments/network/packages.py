@@ -190,10 +190,12 @@ def _run(command: Sequence[str], folder: Path, deadline_s: float) -> bytes:
         done = subprocess.run(command, cwd=folder, capture_output=True, timeout=deadline_s, check=False)
     except subprocess.TimeoutExpired:
         facts = f"{tool} took more than {deadline_s:g} s"
-        raise MachineError("a package could not be fetched", facts, hint="is the registry reachable?") from None
+        raise MachineError(
+            "a package could not be fetched", facts, hint="check that the registry is reachable from this host"
+        ) from None
     if done.returncode:
         message = (done.stderr or done.stdout)[-_TAIL_BYTES:].decode(errors="replace").strip()
-        hint = "is there such a version, and is the registry reachable?"
+        hint = "check that this version exists, and that the registry is reachable from this host"
         raise MachineError(f"{tool} could not fetch {command[-1]}", message, hint=hint)
     return done.stdout
 

@@ -166,7 +166,7 @@ def _write_entry(entry: Entry) -> bytes:
         raise WeightsError(
             f"a tensor's name has {len(name)} bytes: {entry.name[:40]!r}",
             f"1 to {MAX_NAME_BYTES} are allowed",
-            hint="rename it",
+            hint="rename the tensor",
         )
     sides = [entry.new or entry.old, entry.old if entry.kind is Kind.REPLACED else None]
     checksums = [entry.old_checksum, entry.new_checksum if entry.kind is not Kind.SAME else None]

@@ -57,7 +57,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     file is verified by it. Tensors are views of mapped files. Raises `NoCheckpoint` if there is none, `CheckpointError`
     if it is damaged."""
     if not is_checkpoint(path):
-        hint = "give a directory with *.safetensors, or one such file"
+        hint = "give a local directory with *.safetensors, or one such file"
         raise NoCheckpoint(f"no checkpoint at {path}", hint=hint)
     if path.is_file():
         names, index = [WEIGHTS], None

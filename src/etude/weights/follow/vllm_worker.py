@@ -259,7 +259,7 @@ def _rows(config: Any) -> _Rows:
     if config.quant_config is not None:
         raise WeightsError(
             "this vLLM computes with quantised weights",
-            f"{type(config.quant_config).__name__}",
+            f"its quantisation is {type(config.quant_config).__name__}",
             hint="publish the quantised tensors, and map them with `etude.weights.follow.runtime_map`",
         )
     head = model.get_head_size()
