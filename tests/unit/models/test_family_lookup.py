@@ -103,9 +103,9 @@ def test_a_family_of_the_users_own_is_named_by_a_config_and_known_where_it_start
     [
         ("Raises", "RuntimeError: no licence"),
         ("Gone", "has no Gone"),
-        ("thing", "is no class: it is an int"),
-        ("Nameless", "is no model family: it has no attribute model_type; it has no attribute hf_class"),
-        ("Path", "is no model family: it is a PosixPath, which is not derived from etude.models.config.ModelFamily"),
+        ("thing", "is not a class: it is an int"),
+        ("Nameless", "is not a model family: it has no attribute model_type; it has no attribute hf_class"),
+        ("Path", "is not a model family: it is a PosixPath, which is not derived from etude.models.config.ModelFamily"),
     ],
 )
 def test_a_class_that_is_no_good_family_is_refused_by_its_import_path(own: str, name: str, says: str) -> None:
