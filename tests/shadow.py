@@ -86,12 +86,12 @@ def trained(lose: Callable[[torch.Tensor], torch.Tensor]) -> None:
         assert parameter.grad.device == parameter.device, name
 
 
-class Told(DeviceRunner):
-    """Whose one wait a step gives made-up numbers."""
+class CountingRunner(DeviceRunner):
+    """Counts the waits, of which a step has one, and returns made-up numbers."""
 
     waits = 0
 
-    def told(self, tokens_R: torch.Tensor, logprobs_R: torch.Tensor) -> tuple[list[int], list[float]]:
+    def sampled(self, tokens_R: torch.Tensor, logprobs_R: torch.Tensor) -> tuple[list[int], list[float]]:
         assert tokens_R.device.type == logprobs_R.device.type == NAME
         self.waits += 1
         return [1] * len(tokens_R), [-1.0] * len(tokens_R)
@@ -99,7 +99,7 @@ class Told(DeviceRunner):
 
 def stepped() -> None:
     """Prompts in chunks beside decoding rows, then decoding alone; sampled and greedy."""
-    runner = Told(model(torch.bfloat16), num_slots=4, context_tokens=32)
+    runner = CountingRunner(model(torch.bfloat16), num_slots=4, context_tokens=32)
     scheduler = Scheduler(num_slots=4, chunk_tokens=4, step_tokens=4, max_waiting=4)
     for i in range(3):
         sampling = Sampling(max_tokens=4, stop_token_ids=(), temperature=0.7 * (i > 0), seed=i)

@@ -155,7 +155,7 @@ def test_a_checkpoint_that_cannot_be_computed_here_is_refused_before_the_run_beg
     assert "has no tensor 'model.layers.2.input_layernorm.weight'" in start(damaged("deep", num_hidden_layers=3))
     wide = start(damaged("wide", hidden_size=64))
     assert "model.safetensors: 'model.embed_tokens.weight' has shape [320, 32]" in wide
-    assert "wants [320, 64]" in wide
+    assert "expects [320, 64]" in wide
     assert "the file was cut off" in refuse(1, "serve", cut)
     assert "the file was cut off" in refuse(1, "eval", cut, "--config", game.config)
     assert "the file was cut off" in refuse(1, "export", cut, tmp_path / "out")

@@ -66,7 +66,7 @@ def test_a_run_builds_the_images_of_its_tasks_and_its_processes_work_on_them(tmp
         open_tasks(config)
     said: list[str] = []
     preflight(config, log=said.append)
-    assert said == ["the image of hello is there"]
+    assert said == ["the image of hello is ready"]
     task = open_tasks(config).task(Split.HELDOUT, 0)
     assert task.image is not None
     assert ImageStore(Path(config.machines.images)).collect()[0] >= 0

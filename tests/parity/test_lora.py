@@ -178,7 +178,7 @@ def shape_b_as_trained(learner: TorchLearner) -> None:
         if name.endswith(B):
             drawn = torch.empty(view.shape).normal_(0.0, 0.05, generator=torch.Generator().manual_seed(len(name)))
             view.copy_(drawn.bfloat16())
-    held.merge()
+    held.sync_model()
 
 
 async def sampled(learner: TorchLearner) -> list[Sample]:
@@ -291,7 +291,7 @@ def test_an_adapter_never_meets_another_base(tmp_path: Path) -> None:
         async with engine:
             with pytest.raises(CheckpointError, match="the adapter belongs to the base") as refused:
                 await asyncio.to_thread(following.step)
-            assert "hint: give the checkpoint that it was trained on" in str(refused.value)
+            assert "hint: use the checkpoint that the adapter was trained on" in str(refused.value)
             assert engine.version == START != published.version, "it goes on with what it holds"
 
     held = {name: view.clone() for name, view in hf_views(load_model(other)).items()}
@@ -307,9 +307,9 @@ def test_an_adapter_never_meets_another_base(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (replace(LORA, lora_rank=4), "rank = 3, set is 4"),
-        (replace(LORA, lora_alpha=3.0), "alpha = 6.0, set is 3.0"),
-        (replace(LORA, lora_on=LoraOn.MLP), "modules = .* set is .'down_proj', 'gate_proj', 'up_proj'"),
+        (replace(LORA, lora_rank=4), "rank = 3, the setting is 4"),
+        (replace(LORA, lora_alpha=3.0), "alpha = 6.0, the setting is 3.0"),
+        (replace(LORA, lora_on=LoraOn.MLP), "modules = .* the setting is .'down_proj', 'gate_proj', 'up_proj'"),
         (replace(LORA, lora_rank=0), "a learner that trains adapters"),
     ],
 )
@@ -370,7 +370,7 @@ def test_settings_that_change_under_an_engine_are_refused_and_undone(tmp_path: P
             await asyncio.to_thread(following.step)
             held = {name: view.clone() for name, view in hf_views(engine._runner.model).items()}
             learners[1].publish([])
-            with pytest.raises(WeightsError, match="not adopted: an adapter of other settings"):
+            with pytest.raises(WeightsError, match="was not adopted: the published adapter has other settings"):
                 await asyncio.to_thread(following.step)
             assert all(torch.equal(view, held[name]) for name, view in hf_views(engine._runner.model).items())
 

@@ -120,9 +120,9 @@ REPORT = """
     while "nonce" not in (frame.f_locals.get("request") or ""): frame = frame.f_back
     request = frame.f_locals["request"]
     found = {"id": request["base"], "outcome": "passed", "why": ""}
-    while "report" not in frame.f_locals: frame = frame.f_back
+    while "report_fd" not in frame.f_locals: frame = frame.f_back
     import json
-    os.write(frame.f_locals["report"], f"\\n{request['nonce']} {json.dumps(found)}\\n".encode())
+    os.write(frame.f_locals["report_fd"], f"\\n{request['nonce']} {json.dumps(found)}\\n".encode())
     os._exit(0)
 """
 CHEATS = {

@@ -188,7 +188,7 @@ def test_a_result_that_is_not_a_number_is_named() -> None:
 
 def test_results_of_another_model_are_refused() -> None:
     theirs = engine_results(model(F32, sizes=replace(SIZES, expert_size=16)), TOKENS, prompt_tokens=20)
-    with pytest.raises(EngineError, match=r"layers.0.experts.gate_up as \[48, 2, 32\]"):
+    with pytest.raises(EngineError, match=r"layers.0.experts.gate_up with shape \[48, 2, 32\]"):
         findings(model(F32), TOKENS, theirs, exact=False)
 
 

@@ -115,7 +115,7 @@ def failing(model: Transformer, tensors: dict[str, Tensor], *, undoable: bool) -
 def test_an_engine_whose_swap_could_not_be_undone_serves_nobody(model: Transformer, tensors: dict[str, Tensor]) -> None:
     async def story() -> None:
         async with engine(model) as served:
-            with pytest.raises(WeightsError, match="not whole"):
+            with pytest.raises(WeightsError, match="was not adopted"):
                 await asyncio.wrap_future(served.swap(failing(model, tensors, undoable=False)))
             with pytest.raises(EngineError, match="died"):
                 await served.generate(ask("r"))

@@ -136,7 +136,7 @@ def test_at_the_deadline_the_error_names_every_engine_and_its_no() -> None:
 
 
 def test_an_empty_fleet_waits_for_an_engine_and_says_so() -> None:
-    with pytest.raises(EngineError, match="no engine to ask"):
+    with pytest.raises(EngineError, match="the fleet has no engines"):
         asyncio.run(fleet(0, patience_s=0.05)[0].complete(ask("a", deadline_s=0.05)))
 
 

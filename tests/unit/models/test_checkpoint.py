@@ -189,7 +189,7 @@ def test_mutated_files_load_or_raise_a_checkpoint_error(
 
 @pytest.mark.parametrize(
     ("index", "said"),
-    [("[]", 'no "weight_map"'), ('{"weight_map": ["a"]}', 'no "weight_map"'), ("{", "is no JSON: Expecting")],
+    [("[]", 'no "weight_map"'), ('{"weight_map": ["a"]}', 'no "weight_map"'), ("{", "is not JSON: Expecting")],
 )
 def test_an_index_that_is_none_is_said_in_words(saved: Path, index: str, said: str) -> None:
     (saved / "model.safetensors.index.json").write_text(index)

@@ -119,7 +119,7 @@ def test_each_forward_is_a_sign_of_life_however_many_a_step_has(
     monkeypatch.setattr(mid_training, "FORWARD_TOKENS", 1)
     ranks = Counted()
     run = mid_training._Run(ranks, mid_training._Job(CONFIG, SIZES, corpus, tmp_path, None, None, 0, None, None))
-    run.one(0)
+    run.train_step(0)
     assert ranks.beats == len(run.batches[0]) > 1
     run.evaluate()
     assert ranks.beats == len(run.batches[0]) + 1

@@ -145,7 +145,7 @@ def test_files_without_an_index_are_one_set_but_for_names_twice(tmp_path: Path) 
         ({"w": {"dtype": "U9", "shape": [1], "data_offsets": [0, 1]}}, b"x", "'U9', which the format does not have"),
         ({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 3]}}, b"xyz", "has 3 bytes"),
         ({"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}, b"xyz", "its header describes"),
-        ({"w": {"dtype": "U8", "shape": [2], "data_offsets": [1, 3]}}, b"xyz", "what is before it ends"),
+        ({"w": {"dtype": "U8", "shape": [2], "data_offsets": [1, 3]}}, b"xyz", "the data before it ends"),
         ({"w": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}, b"xyz", "its header describes"),
         ({"w": {"dtype": "U8", "shape": [1] * 9, "data_offsets": [0, 1]}}, b"x", "is not allowed"),
         ({"w": {"dtype": "U8", "shape": [1] * 65, "data_offsets": [0, 1]}}, b"x", "no dtype, shape"),

@@ -52,7 +52,7 @@ class Region:
 
     def start(self, url: str) -> None:
         far = HttpStore(url, silence_s=5.0, deadline_s=2.0)
-        store = CachedStore(far, self.cache, place="home")
+        store = CachedStore(far, self.cache, source_id="home")
         self.engine = Engine(store, self.home.policy(0))  # type: ignore[arg-type]
 
     def look(self) -> Version | None:

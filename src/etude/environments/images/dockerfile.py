@@ -79,7 +79,7 @@ class Dockerfile(NamedTuple):
 def parse(text: str, limits: ImageLimits) -> Dockerfile:
     """Parse a Dockerfile. Raises `BadSource` with the line of an error.
 
-    >>> parse("FROM scratch AS a\\nENV X=1 \\\\\\n  Y=2", ImageLimits()).stages[0].instructions[0].words
+    >>> parse("FROM scratch AS a\\nENV X=1 \\\\\\n  Y=2", ImageLimits()).stages[0].instructions[0].args
     ('X=1   Y=2',)
     """
     found = list(_instructions(text))

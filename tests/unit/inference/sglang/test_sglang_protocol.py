@@ -190,7 +190,7 @@ def test_a_run_with_sglang_is_neither_exact_nor_given_adapters() -> None:
     RunConfig(fleet=fleet, numerics=native)
     with pytest.raises(ConfigError, match="sglang") as caught:
         RunConfig(fleet=fleet, numerics=native, learner=LearnerConfig(lora_rank=4))
-    assert "only loads full weights" in caught.value.facts
+    assert "SGLang loads no adapters" in caught.value.facts
     with pytest.raises(ConfigError, match="sglang") as caught:
         RunConfig(fleet=fleet, numerics=NumericsConfig(mode=Mode.EXACT))
-    assert "sums in an order of its own" in caught.value.facts
+    assert "uses its own order of summation" in caught.value.facts

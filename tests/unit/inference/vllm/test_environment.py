@@ -115,7 +115,7 @@ def test_a_disk_that_fills_while_installing_is_named_and_leaves_no_environment(
             install(held, "cpu", report=print)
         assert "No space left" in caught.value.facts
         assert main(["engines", "list", "--folder", str(held.folder)]) == 0
-        assert "not complete" in capsys.readouterr().out
+        assert "incomplete" in capsys.readouterr().out
         with pytest.raises(EngineError, match="is not installed"):
             held.require()
     finally:
@@ -147,7 +147,7 @@ def test_what_is_there_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (tmp_path / "half").mkdir()
     for name, words in (
         ("old", f"0.11.2 for cpu, not the tested {VLLM.version}"),
-        ("half", "not complete: etude engines install vllm goes on"),
+        ("half", "incomplete; to continue: etude engines install vllm"),
         ("none", "not installed"),
     ):
         assert main(["engines", "list", "--folder", str(tmp_path / name)]) == 0
