@@ -35,7 +35,7 @@ def test_built_in_trackers_are_named_alone_or_with_settings_and_several_at_once(
 def test_an_unknown_tracker_is_refused_with_the_nearest_name(given):
     with pytest.raises(ConfigError) as error:
         build(RunConfig, {"trackers": [given]})
-    assert str(error.value).startswith("trackers[0] = 'tensorbord' is unknown\n  hint: did you mean 'tensorboard'?")
+    assert str(error.value).startswith("trackers[0] = 'tensorbord' is unknown\n  hint: did you mean 'tensorboard'")
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
