@@ -44,7 +44,7 @@ def apply_layer(read: Read, tree: Tree, *, below: str = "", whiteouts: bool = Tr
     """Apply a layer, read by `read`, to a tree.
 
     `below`: the folder of the tree that the layer's paths are relative to. `whiteouts`: apply whiteouts and ignore
-    devices in /dev; False for a normalize_path archive. `skip`: top-level folders that are not changed. Raises
+    devices in /dev; False for a plain archive. `skip`: top-level folders that are not changed. Raises
     `BadSource` for devices, pipes, paths with ``..`` and damaged archives, and over the limits of the tree."""
     added: set[str] = set()
     for member, content in members(read):

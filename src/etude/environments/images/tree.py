@@ -122,7 +122,7 @@ class Tree:
             if path == existing:
                 return
             found = _lstat(there, source)
-            if found is None or not stat.S_ISREG(found.st_mode):
+            if found is None or not stat.S_ISREG(found.st_mode) or path.startswith(f"{existing}/"):
                 raise BadSource(f"{path} is a hard link to {existing}", "which is no file", hint="fix the source")
             parent, name = self._parent(path)
             if _same(_lstat(name, parent), found):

@@ -135,6 +135,7 @@ ENTRIES = st.lists(
 @settings(max_examples=150)
 @given(ENTRIES)
 @example([("a", "a"), ("a/.wh..wh..opq", None)])
+@example([("a", b""), special("a/b", tarfile.LNKTYPE, "a")])
 def test_any_layer_is_applied_inside_or_refused(tmp_path_factory, entries):
     root = tmp_path_factory.mktemp("case") / "root"
     root.mkdir()
