@@ -1,4 +1,6 @@
-"""The interface of chat formats: messages to tokens and back. `etude.harness.ChatFormat` implements it."""
+"""The interface of chat formats, which convert messages to tokens and back.
+
+`etude.harness.ChatFormat` implements it."""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ Message = dict[str, Any]
 
 
 class ParsedCall(Protocol):
-    """A tool call that was parsed from a completion."""
+    """A tool call that was parsed from a completion: the tool's name, and its arguments by parameter name."""
 
     @property
     def name(self) -> str: ...
@@ -21,7 +23,10 @@ class ParsedCall(Protocol):
 
 
 class ParsedReply(Protocol):
-    """A parsed completion: its text, and its tool call if it has one. With an `error` the call could not be parsed."""
+    """A parsed completion: its text, and its tool call, or None. `Chat.parse` returns one.
+
+    `error` is "" for a completion that could be parsed. Otherwise it says what is wrong with the tool call, and `text`
+    has the whole completion."""
 
     @property
     def text(self) -> str: ...
@@ -32,22 +37,25 @@ class ParsedReply(Protocol):
 
 
 class Chat(Protocol):
-    """Encodes messages as tokens, and parses completions. `signatures` is always a result of `signatures()`.
+    """A chat format: encodes messages as tokens, and parses completions.
+
+    `stop_token_ids` end a message; `vocab_size` is the number of token ids. Where a method takes `signatures`, pass the
+    result of the method `signatures`.
 
     `encode_prompt`, `continuation` and `encode` may be called from any thread. Each raises `ContextFull`, before it
-    tokenises, for a text that certainly has more than `max_tokens` tokens.
-    """
+    tokenises, for a text that certainly has more than `max_tokens` tokens. None means no limit."""
 
     stop_token_ids: tuple[int, ...]
     vocab_size: int
 
     def signatures(self, tools: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Convert tools in OpenAI's format to the form that the other methods take. Raises `ValueError` for an invalid
-        tool."""
+        """Convert OpenAI's list of tools to the form that the other methods take.
+
+        Raises `ValueError` for an invalid tool."""
         ...
 
     def encode_prompt(self, messages: Sequence[Message], signatures: Any, *, max_tokens: int | None = None) -> I32:
-        """Encode a conversation and the generation prompt, [P] int32."""
+        """Encode a conversation, followed by the tokens that begin the model's reply, [P] int32."""
         ...
 
     def continuation(
@@ -59,20 +67,25 @@ class Chat(Protocol):
         ended: bool,
         max_tokens: int | None = None,
     ) -> I32:
-        """Encode only what `new` adds after `previous`, whose last message the model sampled, and the generation
-        prompt, [P] int32. `ended`: whether that message ends with a stop token; if not, the tokens begin with one."""
+        """Encode only what the messages `new` add after `previous`, [P] int32.
+
+        The last message of `previous` is one that the model sampled. The result ends with the tokens that begin the
+        model's next reply. `ended` says whether the sampled message ends with a stop token; if not, the result begins
+        with one."""
         ...
 
     def parse(self, ids: I32, signatures: Any) -> ParsedReply:
-        """Parse the token ids of a completion. Never raises."""
+        """Parse the token ids of a completion. Never raises: `ParsedReply.error` reports what could not be parsed."""
         ...
 
     def num_text_tokens(self, ids: Sequence[int]) -> int:
-        """Number of leading tokens of a completion that are text, whatever follows: those before a tool call."""
+        """Return the number of leading tokens of a completion that come before its tool call.
+
+        They are text whatever is sampled later. `ids` may be the beginning of a completion."""
         ...
 
     def encode(self, text: str, *, max_tokens: int | None = None) -> I32:
-        """Encode plain text, [T] int32. The spelling of a special token in it is plain text too."""
+        """Encode plain text, [T] int32. Text that spells a special token is encoded as ordinary characters."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:

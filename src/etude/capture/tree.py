@@ -1,18 +1,18 @@
-"""A tree of turns: the tokens that the model read and sampled in one or many conversations, each stored once.
+"""A tree of turns: the tokens that the model read and sampled in conversations, each stored once.
 
-A request repeats its whole conversation as messages. The tree finds the deepest recorded turn that the messages repeat,
-and renders and tokenises only the messages after it. So a sampled token is never tokenised again. Messages are compared
-by content (the tools, then each message, as canonical JSON), so the order of a call's arguments does not matter. A
-changed history becomes a branch, or a new root when none of its turns is known.
+A turn is one completion of the model with the messages before it. A request repeats its whole conversation as messages.
+The tree finds the deepest recorded turn that the messages repeat, and tokenises only the messages after it. So a
+sampled token is never tokenised again. Messages are compared by content (the tools, then each message, as canonical
+JSON), so the order of a call's arguments does not matter. A changed history becomes a branch, or a new root when none
+of its turns is known.
 
 Each turn is a separate node, also when two siblings have the same tokens. The first request that continues a turn uses
-the turn's engine session. Every further one is a branch with a new session, which starts as a copy
-(`CompletionRequest.fork_from`). Of several equal turns a request continues one without a continuation, so that equal
-siblings stay separate.
+the turn's engine session (an id under which an engine keeps the KV cache of a conversation). Every further one is a
+branch with a new session, whose KV cache starts as a copy (`CompletionRequest.fork_from`). Of several equal turns a
+request continues one without a continuation, so that equal siblings stay separate.
 
-The tree of a rollout keeps all turns. The tree of a gateway keeps at most `max_tokens` tokens and evicts the least
-recently used turn first, always children before their parent.
-"""
+The tree of a rollout keeps all turns. The tree of a gateway keeps at most `max_tokens` tokens. It evicts the least
+recently used turn first, and children always before their parent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,15 @@ from etude.records.wire import I32
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A turn and its position in a tree. Fields without a comment are as in `records.rollout.Turn`."""
+    """A recorded turn and its position in the tree. `TurnTree.record` makes one.
+
+    - `parent`, `prompt_ids`, `completion`, `sampling`, `calls`, `kind`: as in `records.rollout.Turn`, with a node as
+      parent.
+    - `key`: a digest of the tools and of all messages up to and including the model's message of this turn.
+    - `session_id`: the engine session of this turn.
+    - `number`: how many turns the tree had recorded before.
+    - `num_tokens`: tokens of the context up to the end of this turn.
+    - `continued`: whether a later request has taken over the engine session."""
 
     parent: Node | None
     prompt_ids: I32
@@ -42,19 +50,19 @@ class Node:
     sampling: Sampling
     calls: tuple[ToolCall, ...]
     kind: TurnKind
-    key: bytes  # digest of the tools and of all messages, including the model's of this turn
-    session_id: str  # engine session of this turn
-    number: int  # number of turns that the tree recorded before
-    num_tokens: int  # tokens of the context, including this turn
-    continued: bool = False  # whether a request has taken over its session
+    key: bytes
+    session_id: str
+    number: int
+    num_tokens: int
+    continued: bool = False
 
     @property
     def num_added(self) -> int:
-        """Number of tokens that the turn adds to its parent's context."""
+        """The number of tokens that the turn adds to its parent's context: of new messages, and sampled ones."""
         return len(self.prompt_ids) + len(self.completion.token_ids)
 
     def has_tokens_of(self, completion: Completion) -> bool:
-        """Whether the turn and a completion have the same sampled tokens."""
+        """Return whether `completion` has the same sampled tokens as the turn."""
         return np.array_equal(self.completion.token_ids, completion.token_ids)
 
     def ancestry(self) -> Iterator[Node]:
@@ -65,36 +73,43 @@ class Node:
             at = at.parent
 
     def context(self) -> I32:
-        """All tokens that the model has read and sampled up to and including this turn, [num_tokens] int32."""
+        """Return all tokens that the model has read and sampled up to the end of this turn, [num_tokens] int32."""
         parts = [ids for node in self.ancestry() for ids in (node.completion.token_ids, node.prompt_ids)]
         return np.concatenate(parts[::-1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """The tokens of a request, and the position in the tree where its completion is recorded."""
+    """The tokens of a request, and the tree position of its completion. `TurnTree.prompt` makes one.
 
-    parent: Node | None  # the deepest turn that the messages repeat; None: a new root
-    token_ids: I32  # [context + P]
-    new_ids: I32  # [P] tokens of the messages after the parent, and of the generation prompt
-    key: bytes  # digest of the tools and the messages
+    - `parent`: the deepest recorded turn that the messages repeat. None: the completion becomes a root of the tree.
+    - `token_ids`: all tokens of the prompt, [C] int32.
+    - `new_ids`: the part of `token_ids` after the parent's context, [P] int32.
+    - `key`: a digest of the tools and the messages.
+    - `session_id`, `fork_from`: as in `CompletionRequest`."""
+
+    parent: Node | None
+    token_ids: I32
+    new_ids: I32
+    key: bytes
     session_id: str
-    fork_from: str | None  # as in `CompletionRequest`
+    fork_from: str | None
 
     @property
     def routes_from(self) -> int:
-        """The first context position whose routes no earlier turn has, for `CompletionRequest.routes_from`."""
+        """The first position whose routes (experts chosen by the MoE routers) no earlier turn has.
+
+        This is the value for `CompletionRequest.routes_from`."""
         if self.parent is None:
             return 0
         return self.parent.completion.routes_start + len(self.parent.completion.routes)
 
 
 class TurnTree:
-    """The recorded turns of conversations, found by their messages. Thread-safe.
+    """The recorded turns of one or many conversations, found by their messages. Thread-safe.
 
-    `session_id` is the engine session of the first conversation. Further ones get a number: "s", "s+1", "s+2".
-    `max_tokens`: tokens to keep; None keeps all.
-    """
+    `session_id` names the engine session of the first conversation; further sessions get a number: "s", "s+1", "s+2".
+    `max_tokens` is the most tokens to keep; None keeps all."""
 
     def __init__(self, chat: Chat, *, session_id: str, max_tokens: int | None = None) -> None:
         self.max_tokens, self.num_tokens = max_tokens, 0
@@ -115,11 +130,12 @@ class TurnTree:
         tools: Sequence[Mapping[str, Any]] = (),
         max_tokens: int | None = None,
     ) -> Prompt:
-        """Encode a request: the tokens of the deepest known turn, then those of the messages after it.
+        """Encode a request: the tokens of the deepest recorded turn, then those of the messages after it.
 
-        The last message must not be the model's. `signatures`: the tools as the chat format takes them. `tools`: the
-        same tools in OpenAI's format, needed when the tools may change within the tree. Raises `ContextFull`, before it
-        tokenises, for a prompt that certainly has more than `max_tokens` tokens, and what the chat format raises."""
+        The last message must not be the model's. `signatures` are the tools as returned by `chat.signatures`. `tools`
+        are the same tools in OpenAI's format, needed only when the tools may change within the tree. Raises
+        `ContextFull`, before it tokenises, for a prompt that certainly has more than `max_tokens` tokens. Errors of the
+        chat format pass through."""
         keys = conversation_keys(tools, messages)
         with self._lock:
             parent = self._deepest(keys[:-1])
@@ -146,10 +162,11 @@ class TurnTree:
         calls: tuple[ToolCall, ...] = (),
         kind: TurnKind = TurnKind.ACT,
     ) -> Node:
-        """Record a completion as the turn of its prompt, and return the node.
+        """Record a completion as the turn that follows `prompt`, and return its node.
 
-        `message`: the model's message, as later requests will repeat it. Recording the same turn again (same prompt,
-        sampling and tokens) returns the existing node."""
+        `message` is the model's message, exactly as later requests will repeat it. `calls` are the tool calls with
+        their outputs, and `kind` is the purpose of the turn. Recording the same turn again (same prompt, sampling and
+        tokens) returns the existing node."""
         key, num_before = _extend_key(prompt.key, message), prompt.parent.num_tokens if prompt.parent else 0
         with self._lock:
             for node in self._by_key.get(key, ()):
@@ -174,7 +191,7 @@ class TurnTree:
         return node
 
     def trace(self) -> Trace:
-        """All turns that are in the tree, in the order in which they were recorded."""
+        """Return all turns that are in the tree, in the order in which they were recorded."""
         with self._lock:
             nodes = sorted(self._nodes, key=lambda node: node.number)
         index = {node: i for i, node in enumerate(nodes)}
@@ -195,8 +212,9 @@ class TurnTree:
     # The caller of these methods holds the lock.
 
     def _deepest(self, keys: Sequence[bytes]) -> Node | None:
-        """The turn of the longest known prefix of a conversation. Of equal turns, the newest one without a
-        continuation."""
+        """Return the turn of the longest known prefix of a conversation.
+
+        Of equal turns it is the newest one without a continuation, or else the newest."""
         same = next((self._by_key[key] for key in reversed(keys) if key in self._by_key), None)
         if same is None:
             return None
@@ -205,7 +223,7 @@ class TurnTree:
         return node
 
     def _session(self, parent: Node | None) -> tuple[str, str | None]:
-        """The engine session for a request that continues a turn, and the session to fork it from."""
+        """Return the engine session for a request that continues `parent`, and the session to fork it from."""
         if parent is not None and not parent.continued:
             parent.continued = True
             return parent.session_id, None
@@ -214,8 +232,9 @@ class TurnTree:
         return session_id, parent.session_id if parent else None
 
     def _touch(self, node: Node) -> None:
-        """Mark a turn and its ancestors as recently used. Each ancestor becomes more recent than its children, and so
-        is evicted after them."""
+        """Mark a turn and its ancestors as recently used.
+
+        Each ancestor becomes more recent than its children, and so is evicted after them."""
         for at in node.ancestry():
             if at not in self._nodes:
                 self._nodes[at] = None
@@ -233,7 +252,10 @@ class TurnTree:
 
 
 def conversation_keys(tools: Sequence[Mapping[str, Any]], messages: Sequence[Message]) -> list[bytes]:
-    """A digest of each prefix of a conversation: keys[i] is the digest of the tools and messages[: i + 1].
+    """Return a digest for each prefix of a conversation.
+
+    Element i is the SHA-256 digest (32 bytes) of the tools and ``messages[: i + 1]``. The order of keys in a dict does
+    not matter.
 
     >>> one, same = {"role": "user", "content": "a"}, {"content": "a", "role": "user"}
     >>> conversation_keys([], [one]) == conversation_keys([], [same])

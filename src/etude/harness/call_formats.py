@@ -1,9 +1,8 @@
 """Tool-call formats of published checkpoints: Hermes/Qwen, DeepSeek and Kimi.
 
-These formats are JSON between special tokens; the tokeniser's tokens show which format a checkpoint uses. etude's own
-format is a command line (`commands`). The chat template renders the calls of earlier turns; here calls are parsed and
-written in completions.
-"""
+Each format is JSON between special tokens, so the tokeniser's tokens show which one a checkpoint uses. etude's own
+format is a command line (`commands`). The calls of earlier turns are rendered by the chat template. This module parses
+calls in completions, and writes them."""
 
 from __future__ import annotations
 
@@ -18,16 +17,22 @@ from etude.harness.commands import Call, Signature, unwritable, usage
 
 @dataclass(frozen=True)
 class CallFormat:
-    """One format of tool calls. `opening_tokens` begin a call; `pattern` matches a complete one."""
+    """One way in which checkpoints write tool calls, such as `HERMES`.
+
+    - `opening_tokens`: tokens with which a call, or a list of calls, begins.
+    - `pattern`: matches one complete call. Its groups are `name` and `arguments`, or `both`, a JSON object with both.
+    - `template`: the text of a call with the words NAME, ARGUMENTS (a JSON object) and BOTH, which `write` replaces."""
 
     name: str
     opening_tokens: tuple[str, ...]
     pattern: re.Pattern[str]
-    template: str  # with NAME, ARGUMENTS (JSON) and BOTH (JSON of name and arguments) to be replaced
+    template: str
 
     def read(self, text: str, signatures: Mapping[str, Signature]) -> tuple[str, Call | str | None]:
-        """Split a completion into (text before the call, the call). The second element is a `Call`, an error message,
-        or None when there is no call."""
+        """Split the text of a completion into the text before its tool call, and the call.
+
+        The second element is a `Call`, an error message for the model, or None when there is no call. Without a valid
+        call the first element is the whole text."""
         start = min((at for token in self.opening_tokens if (at := text.find(token)) >= 0), default=-1)
         if start < 0:
             return text, None
@@ -44,8 +49,7 @@ class CallFormat:
         return text[:start], check_call(name, arguments, signatures)
 
     def write(self, name: str, arguments: str) -> str:
-        """Return the text of a tool call, with the tokens that open and close it. `name`: of the tool; `arguments`: a
-        JSON object as text."""
+        """Return the text of a call of the tool `name`. `arguments` is a JSON object as text."""
         both = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {arguments}}}'
         return self.template.replace("NAME", name).replace("BOTH", both).replace("ARGUMENTS", arguments)
 
@@ -83,12 +87,16 @@ NONE = CallFormat("none", (), re.compile(r"(?!)"), "BOTH")
 
 
 def call_format_of(tokens: Container[str]) -> CallFormat:
-    """Return the format of which an opening token is among `tokens`, a tokeniser's added tokens; else `NONE`."""
+    """Return the tool-call format of a checkpoint, or `NONE` if it has none.
+
+    `tokens` are the tokeniser's added tokens. A format is recognised by one of its opening tokens."""
     return next((f for f in (HERMES, DEEPSEEK, KIMI) if any(t in tokens for t in f.opening_tokens)), NONE)
 
 
 def check_call(name: Any, arguments: Any, signatures: Mapping[str, Signature]) -> Call | str:
-    """Check a call against the tools' signatures. Returns the `Call`, or a short error message for the model."""
+    """Check a tool call against the tools' signatures. Returns the `Call`, or a short error message for the model.
+
+    `name` and `arguments` come from parsed JSON and may have any type. `signatures` are the tools by name."""
     if not isinstance(name, str) or name not in signatures:
         return f"no such tool: {str(name)[:40].strip().encode(errors='replace').decode()}"
     signature = signatures[name]

@@ -1,9 +1,8 @@
-"""One attempt at a task: model turns, tool calls, limits, and the record of the turns. Agent programs work on it.
+"""One attempt of an agent at a task: model turns, tool calls, limits, and the record of the turns.
 
-Everything that the agent can cause is an `Ending` and will be graded: malformed calls, hanging commands, too many
-turns, a full context. What it cannot cause (no engine answered, the machine died) becomes `AgentRun.failure`, with the
-turns recorded so far.
-"""
+Everything that the agent can cause ends the episode with an `Ending`, and is graded: malformed calls, hanging commands,
+too many turns, a full context. What it cannot cause (no engine answered, the machine died) becomes `AgentRun.failure`,
+with the turns recorded so far."""
 
 from __future__ import annotations
 
@@ -34,10 +33,12 @@ _INT_END = 1 << 63  # integers of msgpack are below this
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """Settings of all completion requests of one rollout, with the fields of `RolloutSpec` and `CompletionRequest`.
+    """Settings that all completion requests of one rollout share.
 
-    A repeated attempt has another session and the same seed, so a fault changes no token.
-    """
+    `session_id` is the name of the rollout's engine session. `seed` is the rollout's seed, from which `turn_seed`
+    derives that of each turn. `keep_routes`: whether completions must have their routes (experts chosen by the MoE
+    routers). The other fields are those of `CompletionRequest`. A repeated attempt has another session and the same
+    seed, so a fault changes no token."""
 
     session_id: str
     seed: int
@@ -49,18 +50,21 @@ class RequestOptions:
 
 @dataclass(frozen=True, slots=True)
 class AgentRun:
-    """The result of an agent program. Exactly one of `ending` and `failure` is set. `failure`: an error that the agent
-    cannot cause."""
+    """The result of an agent program on one task. `Episode.result` makes one.
+
+    Exactly one of `ending` and `failure` is set. `ending` is the reason why the agent stopped, and `failure` an error
+    that the agent cannot cause. `trace` has the turns with their tokens, `messages` is the main conversation, and
+    `tool_s` the time in tool calls, in seconds."""
 
     trace: Trace
     messages: list[Message]
-    tool_s: float  # time in tool calls, in seconds
+    tool_s: float
     ending: Ending | None
     failure: EngineError | MachineError | None = None
 
 
 class EpisodeEnded(EtudeError):
-    """A model turn was requested after the end of the episode; `ending` is its reason."""
+    """Raised when a model turn is requested after the end of the episode. `ending` is the reason of the end."""
 
     def __init__(self, ending: Ending) -> None:
         hint = "ask while episode.ending is None"
@@ -73,21 +77,23 @@ class EpisodeEnded(EtudeError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelTurn:
-    """A turn that the model has sampled.
+    """A turn that the model has sampled. `Episode.ask` returns one, and `Episode.act` runs its tool call.
 
-    `reply` is the parsed completion, `messages` the conversation that the turn belongs to, `num_tokens` the length of
-    the context with this turn included.
-    """
+    - `reply`: the parsed completion.
+    - `messages`: the conversation to which the turn was appended.
+    - `num_tokens`: tokens of the conversation with this turn included.
+    - `number`: how many turns of the episode came before.
+    - `node`: the recorded turn with its tokens."""
 
     reply: Reply
     messages: list[Message]
     num_tokens: int
-    number: int  # turns of the episode before it
+    number: int
     node: Node
 
 
 class Episode:
-    """One attempt at a task: the task, its machine, the tools, the limits and the conversation.
+    """One attempt of an agent at a task: the task, its machine, the tools, the limits and the conversation.
 
     An agent program samples turns of the model with `ask` and runs the tool calls with `act`, until `ending` is set.
     This is the built-in program (`etude.harness.run_agent`):
@@ -95,10 +101,11 @@ class Episode:
         while episode.ending is None:
             await episode.act(await episode.ask())
 
-    Every turn is recorded with its tokens, and is trained on. `messages`, in OpenAI's shape, begins with the task's
-    instruction. A program may change it before it asks, or ask with another list of messages (a sub-agent, a shortened
-    context): turns of one history are recorded as a tree. `policy` may be replaced by an object around it.
-    """
+    Every turn is recorded with its tokens, and is trained on. `messages` is a list of OpenAI messages that begins with
+    the task's instruction. A program may change it before it asks, or ask with another list of messages (a sub-agent, a
+    shortened context). Turns with the same history are recorded as branches of a tree.
+
+    `policy` samples the completions; a program may replace it by an object that wraps it. `clock` returns seconds."""
 
     def __init__(
         self,
@@ -132,14 +139,16 @@ class Episode:
     async def ask(self, messages: list[Message] | None = None, *, kind: TurnKind = TurnKind.ACT) -> ModelTurn:
         """Sample a turn of the model, record it, and append its message to the conversation.
 
-        `messages`: the conversation, by default `self.messages`; its last message is not the model's. `kind`: what the
-        turn is for. The policy limits the time of a turn, since it knows whether tokens still arrive.
+        `messages` is the conversation, by default `self.messages`; its last message must not be the model's. `kind` is
+        the purpose of the turn. The policy limits the time of a turn (`harness.turn_deadline_s`).
 
-        Raises `EpisodeEnded` when `ending` is set or `harness.max_turns` turns were requested, `ContextFull` when the
-        conversation and `harness.turn_tokens` do not fit into `harness.context_tokens`, `EngineError`, and `ChatError`
-        for a chat template that the user must fix. A program may catch `ContextFull` and ask with a shorter
-        conversation; otherwise it ends the episode. After an `EngineError` the rollout is invalid in any case.
-        """
+        Raises:
+
+        - `EpisodeEnded` when `ending` is set, or when `harness.max_turns` turns were requested.
+        - `ContextFull` when the conversation and `harness.turn_tokens` do not fit into `harness.context_tokens`. A
+          program may catch it and ask with a shorter conversation; otherwise it ends the episode.
+        - `EngineError` when no engine has answered. The rollout is then invalid in any case.
+        - `ChatError` for a chat template that the user must fix."""
         if self.ending is None and self.num_turns >= self.limits.max_turns:
             self.ending = Ending.TURNS
         if self.ending is not None:
@@ -164,10 +173,10 @@ class Episode:
     async def act(self, turn: ModelTurn) -> str:
         """Run the tool call of a turn, append the output to its conversation, and return the output.
 
-        The output of a malformed call is its error, and that of a turn without a call `SPEAK_BY_TOOLS`. Sets
-        `ending` after a submission, after the last turn, and when tools have taken `harness.rollout_deadline_s`.
-        Raises `MachineError`, after which the rollout is invalid, and `PluginError`.
-        """
+        The output of a malformed call is its error message. For a turn without a call, the user message
+        `SPEAK_BY_TOOLS` is appended and returned. Sets `ending` after a submission, after the last turn, and when tools
+        have taken `harness.rollout_deadline_s`. Raises `MachineError`, after which the rollout is invalid, and
+        `PluginError` for a tool plug-in that fails."""
         reply, answer = turn.reply, turn.reply.error
         if reply.call is not None:
             answer = await self._run_tool(reply.call)
@@ -186,11 +195,15 @@ class Episode:
         return answer
 
     def submit(self) -> None:
-        """End the episode as submitted: its files are graded as they are. The `submit` tool does the same."""
+        """End the episode as submitted: the files on the machine are graded as they are.
+
+        A call of the `submit` tool has the same effect."""
         self.ending = self.ending or Ending.SUBMITTED
 
     def result(self) -> AgentRun:
-        """The record of the episode. A program that returned without an ending has stopped (`Ending.STOPPED`)."""
+        """Return the result of the episode. Call it when the agent program has returned.
+
+        Without a failure or an ending, the ending is `Ending.STOPPED`: the program stopped without a submission."""
         ending = None if self.failure else self.ending or Ending.STOPPED
         return AgentRun(self._tree.trace(), self.messages, self.tool_s, ending, self.failure)
 
@@ -239,8 +252,9 @@ class Episode:
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """The sampling seed of a turn, 63 bits: a hash of the rollout's seed and the turn's number, so that no order of
-    events changes it.
+    """Return the sampling seed of turn number `turn`, in [0, 2^63).
+
+    It is a hash of the rollout's seed and the number, so it does not depend on the order of events.
 
     >>> turn_seed(7, 0) == turn_seed(7, 0) != turn_seed(7, 1)
     True
@@ -250,7 +264,7 @@ def turn_seed(seed: int, turn: int) -> int:
 
 
 def assistant_message(text: str, call: Call | None, *, call_id: str) -> Message:
-    """The assistant's message in OpenAI's format, except that a call's arguments stay a mapping."""
+    """Return the assistant's message in OpenAI's format, except that the arguments of the call stay a dict."""
     message: Message = {"role": "assistant", "content": text}
     if call is not None:
         function = {"name": call.name, "arguments": call.arguments}
