@@ -30,7 +30,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of a tool. `kind` is a JSON schema type: string, integer, number, boolean, array, object."""
+    """One parameter of a tool. `kind` is its JSON schema type: string, integer, number, boolean, array or object."""
 
     name: str
     description: str = ""
@@ -61,8 +61,7 @@ class Signature:
     given: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
     def to_openai(self) -> dict[str, Any]:
-        """Return the tool as an entry of OpenAI's `tools` list. An entry that `from_openai` parsed is returned
-        unchanged."""
+        """Return the tool as an entry of OpenAI's `tools` list. What `from_openai` parsed is returned unchanged."""
         if self.given is not None:
             return dict(self.given)
         properties = {p.name: {"type": p.kind, "description": p.description} for p in self.parameters}
@@ -130,8 +129,8 @@ def read_call(line: str, signatures: Mapping[str, Signature]) -> Call | str:
 def write_words(arguments: Mapping[str, Any], signature: Signature | None = None) -> dict[str, str]:
     """Return the arguments of a call as words by name, in the signature's order.
 
-    The words joined with spaces are a command line that `read_call` parses. Without a signature (the tool is no longer
-    offered) the order of `arguments` is kept.
+    The tool's name and these words, joined with spaces, are a command line that `read_call` parses. Without a signature
+    (the tool is no longer offered) the order of `arguments` is kept.
 
     >>> write_words({"line": 3, "path": "a b.py"}, Signature("cat", "", (Parameter("path"), Parameter("line"))))
     {'path': '"a b.py"', 'line': '3'}

@@ -24,8 +24,7 @@ class Harness(Protocol):
     """The interface of an agent program that is a plug-in of kind "harness". The built-in program is `run_agent`."""
 
     async def run(self, episode: Episode) -> None:
-        """Work on the episode until `episode.ending` is set. Work of a program that returns earlier counts as not
-        submitted.
+        """Work on the episode until `episode.ending` is set. A program that returns earlier has not submitted.
 
         Do not catch `EpisodeEnded`, `EngineError` and `MachineError` of the episode. `ContextFull` may be caught. Any
         other exception is a defect of the plug-in and ends the run with `PluginError`. So does a program that runs
