@@ -34,8 +34,7 @@ RETRY_S = 0.5
 
 
 class Chain(Protocol):
-    """A source of published versions: the methods of `weights.Follower` and `weights.FollowerProcess` that are used
-    here."""
+    """A source of published versions, such as a `weights.Follower` or a `weights.FollowerProcess`."""
 
     @property
     def version(self) -> Version | None:

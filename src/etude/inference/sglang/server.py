@@ -40,7 +40,7 @@ from etude.weights.files.checkpoint import CheckpointWriter, copy_other_files, i
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the engine until it is stopped. Returns the exit code."""
+    """Run the engine until it is stopped. Returns the exit code. `argv` None means the process's arguments."""
     args = make_parser("SGLang", "python -m etude.inference.sglang.server").parse_args(argv)
     return run_process(args, "sglang", partial(_serve, args))
 
@@ -83,11 +83,14 @@ def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) 
 
 
 class SglangWeightSync(ExternalWeightSync):
-    """Updates the weights of an SGLang server. A version is fetched and checked here, written as a checkpoint, and
-    loaded by SGLang during a pause.
+    """Updates the weights of an SGLang server to each new version.
 
-    `start`: the checkpoint that SGLang was started from. `folder`: where the new checkpoint is written.
-    """
+    This process fetches and checks a version, and writes it as a checkpoint. SGLang loads the checkpoint during a
+    pause.
+
+    - `chain`: where the versions come from.
+    - `start`: the checkpoint that SGLang was started from.
+    - `folder`: where the new checkpoint is written."""
 
     def __init__(
         self,

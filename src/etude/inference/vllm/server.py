@@ -43,7 +43,7 @@ EXTENSION = "etude.inference.vllm.worker.WorkerExtension"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the engine until it is stopped. Returns the exit code."""
+    """Run the engine until it is stopped. Returns the exit code. `argv` None means the process's arguments."""
     args = _parser().parse_args(argv)
     return run_process(args, "vllm", partial(_serve, args))
 
@@ -103,12 +103,15 @@ MIN_POLL_S, MAX_POLL_S = 0.01, 0.25  # interval of polling the workers, which de
 
 
 class VllmWeightSync(ExternalWeightSync):
-    """Updates the weights of a vLLM server. Its workers fetch, decode and check a version while requests run, and write
-    it during a pause; this process only reads the pointer.
+    """Updates the weights of a vLLM server to each new version.
 
-    `head`: reads the pointer of the channel. `place`: the same store, as the workers open it. `public_key`: accept only
-    versions signed with it. `cache`: a directory in which engines of a region share downloads.
-    """
+    vLLM's workers fetch, decode and check a version while requests run, and write it during a pause. This process only
+    reads the pointer to the newest version.
+
+    - `head`: reads the pointer.
+    - `place`: the path or URL of the same store, as the workers open it.
+    - `public_key`: accept only versions signed with this key. None accepts all.
+    - `cache`: a directory in which engines of a region share downloads, or None."""
 
     def __init__(
         self,
@@ -127,7 +130,9 @@ class VllmWeightSync(ExternalWeightSync):
         self._public_key = public_key.hex() if public_key else ""
 
     async def start_at_head(self) -> None:
-        """See `ExternalWeightSync`. Raises `EngineError` for a model that the workers do not support."""
+        """Adopt the newest version, then start the task, as `ExternalWeightSync.start_at_head` does.
+
+        Raises `EngineError` for a model that the workers do not support."""
         await self._call("etude_follow", self.place, "policy", "", self._public_key, str(self.cache or ""))
         await super().start_at_head()
 
