@@ -23,15 +23,20 @@ class ParsedCall(Protocol):
 
 
 class ParsedReply(Protocol):
-    """A parsed completion: its text, and its tool call, or None. `Chat.parse` returns one.
+    """A parsed completion. `Chat.parse` returns one.
 
-    `error` is "" for a completion that could be parsed. Otherwise it says what is wrong with the tool call, and `text`
-    has the whole completion."""
+    - `text`: the text without reasoning and tool calls.
+    - `reasoning`: the text of the model's reasoning, or "".
+    - `calls`: the tool calls, in order.
+    - `error`: what is wrong with a tool call, or "". With an error, `text` is the whole completion and `calls` is
+      empty."""
 
     @property
     def text(self) -> str: ...
     @property
-    def call(self) -> ParsedCall | None: ...
+    def reasoning(self) -> str: ...
+    @property
+    def calls(self) -> Sequence[ParsedCall]: ...
     @property
     def error(self) -> str: ...
 
@@ -74,12 +79,15 @@ class Chat(Protocol):
         with one."""
         ...
 
-    def parse(self, ids: I32, signatures: Any) -> ParsedReply:
-        """Parse the token ids of a completion. Never raises: `ParsedReply.error` reports what could not be parsed."""
+    def parse(self, ids: I32, signatures: Any, *, strict: bool = True) -> ParsedReply:
+        """Parse the token ids of a completion. Never raises: `ParsedReply.error` says what could not be parsed.
+
+        With `strict`, a call of an unknown tool, or with arguments that do not fit the tool's signature, is an error.
+        Without it such a call is returned as it is, where its format allows this, and the caller checks it."""
         ...
 
     def num_text_tokens(self, ids: Sequence[int]) -> int:
-        """Return the number of leading tokens of a completion that come before its tool call.
+        """Return the number of leading tokens of a completion that come before its first tool call.
 
         They are text whatever is sampled later. `ids` may be the beginning of a completion."""
         ...

@@ -19,7 +19,7 @@ from etude.harness.commands import Call, Signature, unwritable, usage
 class CallFormat:
     """One way in which checkpoints write tool calls, such as `HERMES`.
 
-    - `opening_tokens`: tokens with which a call, or a list of calls, begins.
+    - `opening_tokens`: tokens with which a call, or a list of calls, begins. The last one begins a single call.
     - `pattern`: matches one complete call. Its groups are `name` and `arguments`, or `both`, a JSON object with both.
     - `template`: the text of a call with the words NAME, ARGUMENTS (a JSON object) and BOTH, which `write` replaces."""
 
@@ -28,25 +28,45 @@ class CallFormat:
     pattern: re.Pattern[str]
     template: str
 
-    def read(self, text: str, signatures: Mapping[str, Signature]) -> tuple[str, Call | str | None]:
-        """Split the text of a completion into the text before its tool call, and the call.
+    def read(
+        self, text: str, signatures: Mapping[str, Signature], *, strict: bool = True
+    ) -> tuple[str, tuple[Call, ...] | str]:
+        """Split the text of a completion into the text before its first tool call, and the calls.
 
-        The second element is a `Call`, an error message for the model, or None when there is no call. Without a valid
-        call the first element is the whole text."""
+        When a call cannot be parsed, the result is the whole text and an error message for the model. With `strict`, so
+        it is when a call does not fit its tool's signature."""
         start = min((at for token in self.opening_tokens if (at := text.find(token)) >= 0), default=-1)
         if start < 0:
-            return text, None
-        calls = list(self.pattern.finditer(text, start))
-        if len(calls) != 1:
-            return text, "one call a turn" if calls else "the call cannot be read"
+            return text, ()
+        found = list(self.pattern.finditer(text, start))
+        if not found or len(found) != self._num_opened(text[start:]):
+            return text, "the call cannot be read"
+        calls = []
+        for one in found:
+            call = self._read_one(one.groupdict(), signatures, strict=strict)
+            if isinstance(call, str):
+                return text, call
+            calls.append(call)
+        return text[:start], tuple(calls)
+
+    def _num_opened(self, text: str) -> int:
+        """Return the number of calls that a text opens, complete or not."""
+        return text.count(self.opening_tokens[-1])
+
+    @staticmethod
+    def _read_one(parts: Mapping[str, str], signatures: Mapping[str, Signature], *, strict: bool) -> Call | str:
         try:
-            parts = calls[0].groupdict()
             both = json.loads(parts["both"]) if "both" in parts else {}
             arguments = both.get("arguments") if "both" in parts else json.loads(parts["arguments"] or "{}")
             name = both.get("name") if "both" in parts else parts["name"].strip()
         except (ValueError, RecursionError, AttributeError):
-            return text, "the call's arguments are no JSON"
-        return text[:start], check_call(name, arguments, signatures)
+            return "the call's arguments are no JSON"
+        checked = check_call(name, arguments, signatures)
+        if isinstance(checked, Call) or strict:
+            return checked
+        if not (isinstance(name, str) and name and isinstance(arguments, dict)):
+            return checked
+        return unwritable({"name": name, **arguments}) or Call(name, arguments)
 
     def write(self, name: str, arguments: str) -> str:
         """Return the text of a call of the tool `name`. `arguments` is a JSON object as text."""

@@ -58,12 +58,16 @@ Message = dict[str, Any]
 class Reply:
     """A parsed completion. `ChatFormat.parse` returns one.
 
-    `text` is the text before the tool call, or all of it if there is none. When `error` is not "", the call could not
-    be parsed: `text` is then the complete completion, and `error` is the message for the model."""
+    - `text`: the text before the first call, or all of it, without the reasoning.
+    - `calls`: the tool calls, in order.
+    - `error`: the message for the model when a call could not be parsed, else "". With an error, `text` is the complete
+      completion and there are no calls.
+    - `reasoning`: the text inside ``<think>...</think>``, or ""."""
 
     text: str
-    call: Call | None = None
+    calls: tuple[Call, ...] = ()
     error: str = ""
+    reasoning: str = ""
 
 
 def chat_template() -> str:
@@ -207,27 +211,31 @@ class ChatFormat:
 
     # tokens to messages
 
-    def parse(self, ids: Sequence[int] | I32, signatures: Mapping[str, Signature]) -> Reply:
+    def parse(self, ids: Sequence[int] | I32, signatures: Mapping[str, Signature], *, strict: bool = True) -> Reply:
         """Parse the token ids of a completion, whose last one is normally a stop token. Never raises.
 
-        A completion without a stop token was cut off: its `Reply` has the error "too long"."""
+        A completion without a stop token was cut off: its `Reply` has the error "too long". With `strict`, a call that
+        lacks a required argument is an error. Calls of unknown tools are errors in any case, since the names of their
+        arguments are not known."""
         body = [int(i) for i in ids]
         if not body or body[-1] != self.end_id:
             return Reply(self.decode(body, special=True), error="too long")
         del body[-1]
-        structure = [i for i in body if i in self._special_ids]
-        if not structure:
+        opened = [at for at, i in enumerate(body) if i in self._special_ids]
+        if not opened:
             return Reply(self.decode(body))
-        if structure != [self._call_id]:
-            return Reply(self.decode(body, special=True), error="one call a turn")
-        at = body.index(self._call_id)
-        call = read_call(self.decode(body[at + 1 :]), signatures)
-        if isinstance(call, str):
-            return Reply(self.decode(body, special=True), error=call)
-        return Reply(self.decode(body[:at]), call)
+        if any(body[at] != self._call_id for at in opened):
+            return Reply(self.decode(body, special=True), error="only calls may follow the text")
+        calls = []
+        for start, stop in itertools.pairwise([*opened, len(body)]):
+            call = read_call(self.decode(body[start + 1 : stop]), signatures, strict=strict)
+            if isinstance(call, str):
+                return Reply(self.decode(body, special=True), error=call)
+            calls.append(call)
+        return Reply(self.decode(body[: opened[0]]), tuple(calls))
 
     def num_text_tokens(self, ids: Sequence[int] | I32) -> int:
-        """Return the number of leading tokens of a completion that come before its tool call.
+        """Return the number of leading tokens of a completion that come before its first tool call.
 
         They are text whatever is sampled later. `ids` may be the beginning of a completion."""
         return next((n for n, i in enumerate(ids) if int(i) in self._special_ids), len(ids))

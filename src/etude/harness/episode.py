@@ -77,7 +77,7 @@ class EpisodeEnded(EtudeError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelTurn:
-    """A turn that the model has sampled. `Episode.ask` returns one, and `Episode.act` runs its tool call.
+    """A turn that the model has sampled. `Episode.ask` returns one, and `Episode.act` runs its tool calls.
 
     - `reply`: the parsed completion.
     - `messages`: the conversation to which the turn was appended.
@@ -165,34 +165,38 @@ class Episode:
         request = self._request(prompt, number)
         completion = await self._complete(request)
         reply = self.chat.parse(completion.token_ids, self.tools.signatures)
-        message = assistant_message(reply.text, reply.call, call_id=_call_id(number))
+        message = assistant_message(reply, turn=number)
         node = self._tree.record(prompt, completion, message, sampling=request.sampling, kind=kind)
         messages.append(message)
         return ModelTurn(reply, messages, node.num_tokens, number, node)
 
     async def act(self, turn: ModelTurn) -> str:
-        """Run the tool call of a turn, append the output to its conversation, and return the output.
+        """Run the tool calls of a turn in order, append each output to its conversation, and return the last one.
 
         The output of a malformed call is its error message. For a turn without a call, the user message
-        `SPEAK_BY_TOOLS` is appended and returned. Sets `ending` after a submission, after the last turn, and when tools
-        have taken `harness.rollout_deadline_s`. Raises `MachineError`, after which the rollout is invalid, and
-        `PluginError` for a tool plug-in that fails."""
-        reply, answer = turn.reply, turn.reply.error
-        if reply.call is not None:
-            answer = await self._run_tool(reply.call)
-        turn.node.calls = _tool_calls(reply, answer)
-        if turn.node.calls:
-            turn.messages.append({"role": "tool", "tool_call_id": _call_id(turn.number), "content": answer})
-        else:
-            answer = SPEAK_BY_TOOLS
-            turn.messages.append({"role": "user", "content": answer})
+        `SPEAK_BY_TOOLS` is appended and returned. A submission ends the episode: calls after it are not run. Sets
+        `ending` after a submission, after the last turn, and when tools have taken `harness.rollout_deadline_s`. Raises
+        `MachineError`, after which the rollout is invalid, and `PluginError` for a tool plug-in that fails."""
+        reply, output = turn.reply, turn.reply.error or SPEAK_BY_TOOLS
+        for index, call in enumerate(reply.calls):
+            output = await self._run_tool(call)
+            arguments = {k: _plain(v) for k, v in call.arguments.items()}
+            turn.node.calls += (ToolCall(name=call.name, arguments=arguments, output=output),)
+            turn.messages.append({"role": "tool", "tool_call_id": _call_id(turn.number, index), "content": output})
+            if self.bench.submitted or self.tool_s >= self.limits.rollout_deadline_s:
+                break
+        if reply.error:
+            turn.node.calls = (ToolCall(name="", arguments={}, output=output, malformed=True),)
+            turn.messages.append({"role": "tool", "tool_call_id": _call_id(turn.number), "content": output})
+        elif not reply.calls:
+            turn.messages.append({"role": "user", "content": output})
         if self.bench.submitted:
             self.submit()
         elif self.tool_s >= self.limits.rollout_deadline_s:
             self.ending = self.ending or Ending.DEADLINE
         elif self.num_turns >= self.limits.max_turns:
             self.ending = self.ending or Ending.TURNS
-        return answer
+        return output
 
     def submit(self) -> None:
         """End the episode as submitted: the files on the machine are graded as they are.
@@ -263,24 +267,23 @@ def turn_seed(seed: int, turn: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def assistant_message(text: str, call: Call | None, *, call_id: str) -> Message:
-    """Return the assistant's message in OpenAI's format, except that the arguments of the call stay a dict."""
-    message: Message = {"role": "assistant", "content": text}
-    if call is not None:
-        function = {"name": call.name, "arguments": call.arguments}
-        message["tool_calls"] = [{"id": call_id, "type": "function", "function": function}]
+def assistant_message(reply: Reply, *, turn: int) -> Message:
+    """Return the assistant's message in OpenAI's format, except that the arguments of its tool calls stay dicts.
+
+    `turn` is the turn's number, from which the ids of the calls are made."""
+    message: Message = {"role": "assistant", "content": reply.text}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    if reply.calls:
+        message["tool_calls"] = [
+            {"id": _call_id(turn, i), "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for i, c in enumerate(reply.calls)
+        ]
     return message
 
 
-def _call_id(turn: int) -> str:
-    return f"call_{turn}"
-
-
-def _tool_calls(reply: Reply, output: str) -> tuple[ToolCall, ...]:
-    if reply.call is not None:
-        arguments = {k: _plain(v) for k, v in reply.call.arguments.items()}
-        return (ToolCall(name=reply.call.name, arguments=arguments, output=output),)
-    return (ToolCall(name="", arguments={}, output=output, malformed=True),) if reply.error else ()
+def _call_id(turn: int, index: int = 0) -> str:
+    return f"call_{turn}_{index}" if index else f"call_{turn}"
 
 
 def _plain(value: Any) -> str | int:

@@ -34,7 +34,7 @@ class Harness(Protocol):
 
 
 async def run_agent(episode: Episode) -> None:
-    """Run the built-in program: sample a turn, run its tool call, and repeat until the episode ends."""
+    """Run the built-in program: sample a turn, run its tool calls, and repeat until the episode ends."""
     while episode.ending is None:
         await episode.act(await episode.ask())
 
