@@ -259,7 +259,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        _budget_of(__context).step()
+        __context.parent[_BUDGET].step()
         if __obj is _Sandbox.turn:
             return ""
         receiver = getattr(__obj, "__self__", None)
@@ -291,12 +291,6 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def joined(*parts: Any) -> str:
         """Return the result of `~`. `call` has checked the sizes of its parts."""
         return "".join(map(str, parts))
-
-
-def _budget_of(context: jinja2.runtime.Context) -> _Budget:
-    found = context.parent[_BUDGET]
-    assert isinstance(found, _Budget)
-    return found
 
 
 def _instrument(parsed: nodes.Template) -> nodes.Template:

@@ -131,7 +131,7 @@ class DeviceStep:
     ) -> torch.Tensor:
         """Store the step's keys and values of one layer, and attend causally within each slot.
 
-        Returns o_NHZ. `scale` multiplies the scores before softmax; None means 1/√A."""
+        Returns [N, H, Z]. `scale` multiplies the scores before softmax; None means 1/√A."""
         keys, values = self.memory.keys[layer], self.memory.values[layer]
         keys.flatten(0, 1).index_copy_(0, self._places, k_NGA)
         if not self.memory.shared:

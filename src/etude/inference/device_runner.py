@@ -152,8 +152,8 @@ class DeviceRunner:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute one forward pass and sample. Returns tokens [R] and log-probabilities [R] on the device.
 
-        `rows_R` are the rows whose logits are sampled from; None means all. `draws` are the inputs of sampling for
-        these rows."""
+        `rows_R` are the rows whose logits are sampled from; None means all. `draws` has the inputs of sampling for
+        them."""
         logits_RV, routes_NLK = self.model(tokens_N, cache, rows=rows_R)
         self._routes[cache.slots, cache.positions] = routes_NLK.view(self._routes.dtype)
         tokens, logprobs = sample_on_device(

@@ -13,15 +13,15 @@ Three limits end a request:
   weights. It does not count against `deadline_s`; it has its own limit, `patience_s`.
 - At most `MAX_LOST` engines may be lost while they serve the request, since it may be the cause.
 
-What the registry knows of an engine (`update`) limits its work: a draining or standby engine gets no new sessions; no
-new rollout goes to an engine without free KV tokens; and no request goes to an engine that would first have to adopt a
-version that another engine has. When no engine has the demanded version, all are asked to adopt it, and the first that
-does gets the request. Production goes before rollouts: the fleet never holds it back, and engines serve it first.
+What the registry knows of an engine (`update`) limits its work. A draining or standby engine gets no new sessions. No
+new rollout goes to an engine without free KV tokens. No request goes to an engine that would first have to adopt a
+version that another engine has; when none has it, all are asked to adopt it, and the first that does gets the request.
+The fleet never holds production back, and engines serve it first.
 
 Between regions, a rollout's next call goes to the engine where it is expected to end first (`Pace`). A session prefers
 its engine, for its KV cache, and a group prefers its region, so that a lost region loses complete groups. Both move
-only when a call takes less than half as long elsewhere. So no engine gets more work than it can finish in about the
-time of the others, and work in a slow region moves when the others run out of work (decision 30)."""
+only when a call takes less than half as long elsewhere. So work in a slow region moves when the others run out of work
+(decision 30)."""
 
 from __future__ import annotations
 
@@ -298,8 +298,8 @@ class Fleet:
     async def complete(self, request: CompletionRequest) -> Completion:
         """Sample a completion on one of the engines, as `seams.Policy.complete` does.
 
-        `MalformedRequest` and `ContextFull` are raised without trying another engine. Other errors are retried on
-        further engines, within the limits described in this module."""
+        `MalformedRequest` and `ContextFull` are raised at once. After other errors, further engines are tried, until a
+        limit in the description of this module is reached."""
         attempt = _Attempt(request, _now() + request.deadline_s, self.patience_s)
         while True:
             member, sent_at = await self._next(attempt), _now()
@@ -455,10 +455,8 @@ class Fleet:
 
     async def _pause_between_rounds(self, pause_s: float) -> None:
         """Wait until an engine joins, at most `pause_s`."""
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), pause_s)
-        except TimeoutError:
-            return
 
     def _remember(self, request: CompletionRequest, member: _Member) -> None:
         self._sessions.pop(request.session_id, None)

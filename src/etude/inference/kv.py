@@ -107,7 +107,7 @@ class StepCache:
     ) -> torch.Tensor:
         """Store the step's keys and values of one layer, and attend causally within each slot.
 
-        Returns o_NHB. `scale` multiplies the scores before softmax; None means 1/√A."""
+        Returns [N, H, B]. `scale` multiplies the scores before softmax; None means 1/√A."""
         kv, (n, h, a), dtype = self.kv, q_NHA.shape, q_NHA.dtype
         keys, values = kv.keys[layer], kv.values[layer]
         q_NHA, k_NGA, v_NGB = (t.to(keys.dtype) for t in (q_NHA, k_NGA, v_NGB))

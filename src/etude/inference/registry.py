@@ -2,10 +2,14 @@
 
 The state of an engine is not stored. It is computed from these conditions; the first that holds decides:
 
-| condition | state | | --- | --- | | it left, or has finished draining | `LEFT` | | its lease has expired, or
-`MAX_MISSED` probes in a row failed | `LOST` | | it is being drained | `DRAINING` | | it has not adopted the version
-that was the newest when it joined (or when a new lineage began) | `CATCHING_UP` | | it is a standby, and not needed to
-replace a lost engine | `STANDBY` | | otherwise | `SERVING` |
+| condition | state |
+| --- | --- |
+| it left, or has finished draining | `LEFT` |
+| its lease has expired, or `MAX_MISSED` probes in a row failed | `LOST` |
+| it is being drained | `DRAINING` |
+| it has not adopted the version that was the newest when it joined (or when a new lineage began) | `CATCHING_UP` |
+| it is a standby, and not needed to replace a lost engine | `STANDBY` |
+| otherwise | `SERVING` |
 
 A new lineage begins when a learner restarts: its versions are not continuations of those that it published before and
 lost. Only the monotonic clock of this process counts: a lease lasts a number of seconds from the arrival of its

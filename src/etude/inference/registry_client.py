@@ -219,10 +219,8 @@ class Registration:
             return
         renewal = Renewal(name=self.join_request.name, lease=self._lease)
         async with aiohttp.ClientSession(headers=auth_headers(self._token)) as session:
-            try:
+            with contextlib.suppress(EngineError, InputError):
                 await call_registry(session, self._registry, LEAVE, RenewalAnswer, body=renewal, deadline_s=2.0)
-            except (EngineError, InputError):
-                return
 
     async def _join_or_renew(self, session: aiohttp.ClientSession) -> float:
         """Join or renew the lease. Returns the seconds until the next call."""

@@ -121,7 +121,10 @@ class WeightSync:
             return None
         written, self._written = self._written, False
         self._refuse_non_finite(update if written else None)
-        swap = self._prepare_update(update) if written and update is not None else self._prepare_all()
+        if written and update is not None:
+            swap = self._target.prepare(update, self.chain.tensors)  # it can be undone if writing fails
+        else:
+            swap = self._prepare_all()
         swapped = self._swap(swap)
         if swapped is None:
             return None
@@ -185,10 +188,6 @@ class WeightSync:
         if reason != self.engine.trouble and self._telemetry is not None:
             self._telemetry.event("engine.trouble", reason=reason)
         self.engine.trouble = reason
-
-    def _prepare_update(self, update: Update) -> Swap:
-        """Prepare the changes of an update. The swap can be undone if writing fails."""
-        return self._target.prepare(update, self.chain.tensors)
 
     def _prepare_all(self) -> Swap:
         """Prepare all weights of the chain's version. The swap cannot be undone."""

@@ -100,7 +100,7 @@ class BucketStore:
                 what, f"it has {len(data)} bytes", hint=f"split it into objects of at most {MAX_OBJECT_BYTES} bytes"
             )
         if len(data) <= self._limits.part_bytes:
-            create = partial(self._create, what, key, data)
+            create = partial(self._write, what, key, data, "create", expected=(ConditionFailed,), idempotent=True)
         else:
             if self._exists(key, data):
                 return
@@ -182,9 +182,6 @@ class BucketStore:
                 )
                 return True
         raise AssertionError("unreachable")
-
-    def _create(self, what: str, key: str, data: bytes) -> None:
-        self._write(what, key, data, "create", expected=(ConditionFailed,), idempotent=True)
 
     def _create_large(self, what: str, key: str, data: bytes) -> None:
         import obstore

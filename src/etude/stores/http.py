@@ -14,6 +14,7 @@ import time
 import weakref
 from collections import deque
 from contextlib import suppress
+from functools import partial
 from urllib.parse import quote, urlsplit
 
 from etude.errors import StoreError
@@ -46,7 +47,7 @@ class HttpStore:
         return f"HttpStore({self.url!r})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_unpickle, (self.url, self._silence_s, self.deadline_s))
+        return (partial(HttpStore, silence_s=self._silence_s, deadline_s=self.deadline_s), (self.url,))
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """Return the bytes [start, stop) of an object or a pointer, fewer if it ends before `stop`. None means its end.
@@ -196,7 +197,3 @@ def _parse_url(url: str) -> tuple[str, str, int]:
 def _close(idle: deque[http.client.HTTPConnection]) -> None:
     while idle:
         idle.pop().close()
-
-
-def _unpickle(url: str, silence_s: float, deadline_s: float) -> HttpStore:
-    return HttpStore(url, silence_s=silence_s, deadline_s=deadline_s)

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -16,13 +15,24 @@ from pathlib import Path
 from etude.errors import CheckpointError, DeadlineExceeded, EngineError, EtudeError
 from etude.inference.app import build_app
 from etude.inference.external.engine import ExternalEngine
+from etude.inference.external.environment import ServerKind, environment
 from etude.inference.external.process import ServerProcess
 from etude.inference.external.weight_sync import ExternalWeightSync
 from etude.inference.lifetime import die_with_parent
 from etude.inference.metrics import Load
 from etude.inference.registry_client import Registration, fetch_requirements, make_registration, run_registration
-from etude.inference.registry_messages import EngineRequirements
-from etude.inference.serving import add_arguments, apply_public_key, apply_sizes, require_weights, serve
+from etude.inference.registry_messages import NO_VERSION, EngineRequirements
+from etude.inference.serving import (
+    add_arguments,
+    apply_public_key,
+    apply_sizes,
+    config_of,
+    listen,
+    read_token,
+    report_settings,
+    require_weights,
+    serve,
+)
 from etude.models.config import ModelConfig
 from etude.numerics.config import Mode, Quantise
 from etude.records.adapter import BASE_CHANNEL
@@ -82,22 +92,49 @@ def require_short_path(folder: Path, server: str) -> None:
         )
 
 
-def serve_engine(
+def serve_external(
     args: argparse.Namespace,
-    listener: socket.socket,
-    token: str | None,
-    process: ServerProcess,
-    engine: ExternalEngine,
-    weight_sync: ExternalWeightSync | None,
+    kind: ServerKind,
+    start: Callable[..., ServerProcess],
+    make_weight_sync: Callable[[ExternalEngine], ExternalWeightSync],
+    folder: Path,
     telemetry: Telemetry | None,
 ) -> None:
-    """Serve the engine over HTTP on `listener` until this process is stopped.
+    """Start a server of this kind, and serve its engine over HTTP until this process is stopped.
 
-    `process` is the server's process, `token` the bearer token, and `weight_sync` keeps the weights current, if there
-    is a store. Raises the `EtudeError` of a failed start."""
+    `start` is the function of `vllm.process` or `sglang.process`. `make_weight_sync` is called when there is a store.
+    `folder` is for temporary files. Raises the `EtudeError` of a failed start."""
+    token, listener = read_token(args.host), listen(args.host, args.port)
+    held, has_checkpoint = environment(args.environment, kind), args.checkpoint is not None
+    device = held.require().device
+    more = prepare_checkpoint(args, token, folder)
+    config, model = config_of(args), read_model_config(args.checkpoint)
+    kv_tokens = args.kv_tokens or config.max_sequences * config.context_tokens
+    process = start(
+        held,
+        args.checkpoint,
+        name=args.name,
+        model=model,
+        config=config,
+        kv_tokens=kv_tokens,
+        threads=args.threads,
+        folder=folder,
+        arguments=[*more, *args.argument],
+    )
+    engine = ExternalEngine(
+        process,
+        name=args.name,
+        model=model,
+        config=config,
+        version=initial_version(args.checkpoint) if has_checkpoint else NO_VERSION,
+        kv_tokens=kv_tokens,
+        parity=f"{kind.key}-{kind.version}-{device}-{config.dtype}",
+    )
+    report_settings(telemetry, config, device=device)
+    weight_sync = None if args.store is None else make_weight_sync(engine)
     failed: list[EtudeError] = []
     registration = make_registration(args, listener, token)
-    needs_routes = args.needs_routes and engine.model.num_moe_layers > 0
+    needs_routes = args.needs_routes and model.num_moe_layers > 0
     span = make_lifespan(process, engine, weight_sync, telemetry, failed, registration, needs_routes=needs_routes)
     try:
         serve(build_app(engine, token=token, lifespan=span), listener, name=args.name, ready_file=args.ready_file)

@@ -21,18 +21,9 @@ import msgspec
 
 from etude.errors import DeadlineExceeded, WeightsError
 from etude.inference.external.engine import ExternalEngine
-from etude.inference.external.environment import VLLM, environment
-from etude.inference.external.serving import (
-    initial_version,
-    make_parser,
-    prepare_checkpoint,
-    read_model_config,
-    run_process,
-    serve_engine,
-)
+from etude.inference.external.environment import VLLM
+from etude.inference.external.serving import make_parser, run_process, serve_external
 from etude.inference.external.weight_sync import ExternalWeightSync
-from etude.inference.registry_messages import NO_VERSION
-from etude.inference.serving import config_of, listen, read_token, report_settings
 from etude.inference.vllm.process import VllmClient, start
 from etude.records.completion import Version
 from etude.stores import open_store
@@ -49,38 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) -> None:
-    token, listener = read_token(args.host), listen(args.host, args.port)
-    held, has_checkpoint = environment(args.environment), args.checkpoint is not None
-    device = held.require().device
-    more = prepare_checkpoint(args, token, folder)
-    config, model = config_of(args), read_model_config(args.checkpoint)
-    kv_tokens = args.kv_tokens or config.max_sequences * config.context_tokens
-    vllm = start(
-        held,
-        args.checkpoint,
-        name=args.name,
-        model=model,
-        config=config,
-        kv_tokens=kv_tokens,
-        threads=args.threads,
-        folder=folder,
-        extension=args.extension,
-        arguments=[*more, *args.argument],
-    )
-    engine = ExternalEngine(
-        vllm,
-        name=args.name,
-        model=model,
-        config=config,
-        version=initial_version(args.checkpoint) if has_checkpoint else NO_VERSION,
-        kv_tokens=kv_tokens,
-        parity=f"vllm-{VLLM.version}-{device}-{config.dtype}",
-    )
-    report_settings(telemetry, config, device=device)
-    weight_sync = None
-    if args.store is not None:
+    def make_weight_sync(engine: ExternalEngine) -> VllmWeightSync:
         head = HeadTracker(open_store(args.store, cache=args.cache), "policy", public_key=args.public_key)
-        weight_sync = VllmWeightSync(
+        return VllmWeightSync(
             engine,
             head,
             args.store,
@@ -89,7 +51,8 @@ def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) 
             poll_s=args.poll_s,
             telemetry=telemetry,
         )
-    serve_engine(args, listener, token, vllm, engine, weight_sync, telemetry)
+
+    serve_external(args, VLLM, partial(start, extension=args.extension), make_weight_sync, folder, telemetry)
 
 
 def _parser() -> argparse.ArgumentParser:
