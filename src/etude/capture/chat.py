@@ -60,7 +60,7 @@ class Chat(Protocol):
         ...
 
     def encode_prompt(self, messages: Sequence[Message], signatures: Any, *, max_tokens: int | None = None) -> I32:
-        """Encode a conversation, followed by the tokens that begin the model's reply, [P] int32."""
+        """Encode a conversation as token ids, [P] int32. They end with the tokens that begin the model's reply."""
         ...
 
     def continuation(
@@ -72,7 +72,7 @@ class Chat(Protocol):
         ended: bool,
         max_tokens: int | None = None,
     ) -> I32:
-        """Encode only what the messages `new` add after `previous`, [P] int32.
+        """Encode only what the messages `new` add after `previous`, as token ids, [P] int32.
 
         The last message of `previous` is one that the model sampled. The result ends with the tokens that begin the
         model's next reply. `ended` says whether the sampled message ends with a stop token; if not, the result begins
@@ -93,7 +93,9 @@ class Chat(Protocol):
         ...
 
     def encode(self, text: str, *, max_tokens: int | None = None) -> I32:
-        """Encode plain text, [T] int32. Text that spells a special token is encoded as ordinary characters."""
+        """Encode plain text as token ids, [T] int32.
+
+        Text that spells a special token is encoded as ordinary characters."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -73,7 +73,7 @@ class Node:
             at = at.parent
 
     def context(self) -> I32:
-        """Return all tokens that the model has read and sampled up to the end of this turn, [num_tokens] int32."""
+        """Return the token ids that the model has read and sampled up to the end of this turn, [num_tokens] int32."""
         parts = [ids for node in self.ancestry() for ids in (node.completion.token_ids, node.prompt_ids)]
         return np.concatenate(parts[::-1])
 

@@ -43,8 +43,9 @@ def is_loopback(host: str) -> bool:
 
 
 async def run_until_disconnect(request: Request, work: Awaitable[T]) -> T:
-    """Await `work` and return its result. When the client disconnects first, cancel `work` and raise
-    `ClientDisconnect`."""
+    """Await `work` and return its result.
+
+    When the client disconnects first, cancel `work` and raise `ClientDisconnect`."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
     try:

@@ -137,7 +137,9 @@ class ChatFormat:
     # text and tokens
 
     def encode(self, text: str, *, max_tokens: int | None = None) -> I32:
-        """Encode ordinary text, [T] int32. Text that spells a special token is encoded as ordinary characters.
+        """Encode ordinary text as token ids, [T] int32.
+
+        Text that spells a special token is encoded as ordinary characters.
 
         Raises `ContextFull`, before it tokenises, for a text that certainly has more than `max_tokens` tokens."""
         self._check_length(text, max_tokens)
@@ -149,7 +151,7 @@ class ChatFormat:
         return str(self._tokenizer.decode(known, skip_special_tokens=not special))
 
     def document(self, text: str) -> I32:
-        """Encode a document for mid-training, ``<|doc|>text<|end|>``, [T] int32."""
+        """Encode a document for mid-training, ``<|doc|>text<|end|>``, as token ids, [T] int32."""
         return np.array([self._special[DOC], *self._plain(text), self.end_id], np.int32)
 
     # messages to tokens
@@ -157,7 +159,7 @@ class ChatFormat:
     def encode_conversation(
         self, messages: Sequence[Message], signatures: Mapping[str, Signature] | None = None
     ) -> I32:
-        """Encode a finished conversation, such as a demonstration for mid-training, [T] int32."""
+        """Encode a finished conversation as token ids, [T] int32, such as a demonstration for mid-training."""
         escaped = self._escape_messages(messages, signatures or {})
         return self._encode_rendering(self._render(escaped, signatures or {}, generate=False))
 
@@ -168,7 +170,7 @@ class ChatFormat:
         *,
         max_tokens: int | None = None,
     ) -> I32:
-        """Encode a conversation from its beginning, followed by the tokens that begin the model's reply, [P] int32.
+        """Encode a conversation as token ids, [P] int32. They end with the tokens that begin the model's reply.
 
         Raises `ContextFull`, before it tokenises, for a prompt that certainly has more than `max_tokens` tokens, and
         `ChatError` for messages that the template cannot render."""
@@ -184,12 +186,12 @@ class ChatFormat:
         ended: bool = True,
         max_tokens: int | None = None,
     ) -> I32:
-        """Encode the tokens to append to the context after a sampled reply, [P] int32.
+        """Encode the messages `new` as token ids to append to the context after a sampled reply, [P] int32.
 
-        They are the messages `new`, then the tokens that begin the model's next reply. The sampled reply is the last
-        message of `previous`; the result starts after the reply's stop token. With `ended` False, the reply was cut off
-        without a stop token, and the result starts with this token. Raises `ContextFull` as `encode_prompt` does, and
-        `ChatError` for a template whose rendering of `previous` changes or has no end of the reply."""
+        They end with the tokens that begin the model's next reply. The sampled reply is the last message of `previous`;
+        the result starts after the reply's stop token. With `ended` False, the reply was cut off without a stop token,
+        and the result starts with this token. Raises `ContextFull` as `encode_prompt` does, and `ChatError` for a
+        template whose rendering of `previous` changes or has no end of the reply."""
         escaped = self._escape_messages([*previous, *new], signatures or {})
         before = self._render(escaped[: len(previous)], signatures or {}, generate=False)
         after = self._render(escaped, signatures or {}, generate=True)
@@ -203,7 +205,7 @@ class ChatFormat:
         return self._encode_rendering(after[end + len(END) if ended else end :], max_tokens=max_tokens)
 
     def encode_call(self, call: Call) -> I32:
-        """Encode a tool call as a completion with its stop token, [T] int32.
+        """Encode a tool call as the token ids of a completion with its stop token, [T] int32.
 
         Tests and scripted agents use it in place of sampling."""
         line = " ".join([call.name, *write_words(call.arguments).values()])

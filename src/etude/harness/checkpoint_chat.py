@@ -61,7 +61,7 @@ class CheckpointChatFormat(ChatFormat):
         self._arguments_as_text = False
 
     def document(self, text: str) -> I32:
-        """Encode a document for mid-training: the text and the end token, [T] int32."""
+        """Encode a document for mid-training, the text and the end token, as token ids, [T] int32."""
         return np.array([*self._plain(text), self.end_id], np.int32)
 
     def continuation(
@@ -73,7 +73,7 @@ class CheckpointChatFormat(ChatFormat):
         ended: bool = True,
         max_tokens: int | None = None,
     ) -> I32:
-        """Encode the tokens to append to the context after a sampled reply, [P] int32.
+        """Encode the messages `new` as token ids to append to the context after a sampled reply, [P] int32.
 
         They are what the template writes after the stop token of the reply, which is the last message of `previous`, up
         to the tokens that begin the model's next reply. With `ended` False, the reply was cut off without a stop token,
@@ -92,7 +92,7 @@ class CheckpointChatFormat(ChatFormat):
         return self._encode_rendering(rendering[end + len(self.end) if ended else end :], max_tokens=max_tokens)
 
     def encode_call(self, call: Call) -> I32:
-        """Encode a tool call as a completion with its stop token, [T] int32.
+        """Encode a tool call as the token ids of a completion with its stop token, [T] int32.
 
         Raises `ChatError` for a checkpoint without a tool-call format."""
         if self.calls is NONE:

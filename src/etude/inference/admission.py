@@ -113,11 +113,11 @@ class VersionPins:
         self._leases: dict[str, float] = {}  # session -> when its lease ends
 
     def enter(self, session_id: str) -> None:
-        """Record that a pinned request of the session was accepted."""
+        """Record that a request with a `pin_step` was accepted."""
         self._running[session_id] = self._running.get(session_id, 0) + 1
 
     def leave(self, session_id: str, *, now: float, may_return: bool) -> None:
-        """Record that a pinned request ended. `may_return` says whether the session may call again."""
+        """Record that a request with a `pin_step` ended. `may_return` says whether the session may call again."""
         self._running[session_id] -= 1
         if not self._running[session_id]:
             del self._running[session_id]

@@ -72,7 +72,7 @@ class ServedEngine(Engine, Streaming, Protocol):
 
 
 class Operators(Protocol):
-    """The type of `ReferenceEngine.operators`, which returns the results of all operators for a text."""
+    """The type of `ReferenceEngine.operators`, which returns the results of all operators of the model for a text."""
 
     async def __call__(self, token_ids: list[int], *, prompt_tokens: int) -> list[OperatorResult]: ...
 

@@ -116,10 +116,11 @@ class HttpEngine:
         return answer.version, answer.logprobs
 
     async def operators(self, token_ids: Sequence[int], *, prompt_tokens: int) -> list[OperatorResult]:
-        """Have the engine compute a text, and return the results of every operator.
+        """Have the engine compute a text, and return the results of every operator of the model.
 
-        The first `prompt_tokens` of `token_ids` are computed as a prompt, the others one by one. Raises
-        `MalformedRequest` when the engine was not started with --show-operators."""
+        An operator is for example a norm or a matrix product. The first `prompt_tokens` of `token_ids` are computed as
+        a prompt, the others one by one. Raises `MalformedRequest` when the engine was not started with
+        --show-operators."""
         body = OperatorsRequest(token_ids=[int(t) for t in token_ids], prompt_tokens=prompt_tokens)
         what = "operators"
         answer = await self._post("/operators", body, OperatorResults, what=what, deadline_s=CONTROL_DEADLINE_S)

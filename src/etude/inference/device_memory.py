@@ -66,10 +66,10 @@ class DeviceMemory:
         self.values = [keys[..., : kept.value_width] for keys in self.keys] if kept.shared else made[1]
 
     def step(self, decode_slots: I64, decode_positions: I64, chunks: list[Span]) -> DeviceStep:
-        """Return the cache of one forward pass: one decoding row per slot first, then the rows of the chunks, in order.
+        """Return the cache as one forward pass uses it. Sends a few numbers per row to the device.
 
-        `decode_positions` are the positions of the decoding rows in their slots. Sends a few numbers per row to the
-        device."""
+        The rows of the pass are one token of each decoding sequence, then the tokens of the prompt chunks, in order.
+        `decode_slots` and `decode_positions` say where the decoding rows are, [sequences] int64."""
         counts = [1] * len(decode_slots) + [c.stop - c.start for c in chunks]
         slots_B = np.concatenate([decode_slots, np.array([c.slot for c in chunks], np.int64)])
         firsts_B = np.concatenate([decode_positions, np.array([c.start for c in chunks], np.int64)])
@@ -89,9 +89,10 @@ class DeviceMemory:
             memory[target, :stop] = memory[source, :stop]
 
     def decoding(self, slots_B: torch.Tensor, positions_B: torch.Tensor, starts: torch.Tensor) -> DeviceStep:
-        """Return the cache of a decode-only step whose tensors are on the device, so that a CUDA graph can capture it.
+        """Return the cache for a forward pass over decoding sequences only. A CUDA graph can capture this call.
 
-        `starts` is int32 [B + 1], 0 to B."""
+        All arguments are on the device: slot and position of each sequence, [B] int64, and `starts`, 0 to B, [B + 1]
+        int32."""
         sequences = Sequences(starts, slots_B, positions_B, positions_B + 1, longest=1)
         return DeviceStep(self, slots_B, positions_B, sequences)
 
@@ -131,7 +132,8 @@ class DeviceStep:
     ) -> torch.Tensor:
         """Store the step's keys and values of one layer, and attend causally within each slot.
 
-        Returns [N, H, Z]. `scale` multiplies the scores before softmax; None means 1/√A."""
+        Returns [N, H, Z]: tokens of the step, query heads, value width. `scale` multiplies the scores before softmax;
+        None means 1/√(key width)."""
         keys, values = self.memory.keys[layer], self.memory.values[layer]
         keys.flatten(0, 1).index_copy_(0, self._places, k_NGA)
         if not self.memory.shared:

@@ -214,10 +214,10 @@ class ReferenceEngine:
         return await self._thread.call(lambda: (self.version, self._runner.score(ids)), "verify")
 
     async def operators(self, token_ids: Sequence[int], *, prompt_tokens: int) -> list[OperatorResult]:
-        """Compute a text and return the results of every operator (`operator_trace`).
+        """Compute a text and return the results of every operator of the model.
 
-        The first `prompt_tokens` of `token_ids` are computed as a prompt, the others one by one. Requests wait
-        meanwhile. Raises `MalformedRequest`."""
+        An operator is for example a norm or a matrix product. The first `prompt_tokens` of `token_ids` are computed as
+        a prompt, the others one by one. Requests wait meanwhile. Raises `MalformedRequest`."""
         self._checks.ids(np.array(token_ids), min_tokens=2, max_tokens=self.config.context_tokens)
         if not 1 <= prompt_tokens <= len(token_ids):
             raise MalformedRequest(

@@ -25,7 +25,7 @@ class EngineBusy(EngineError):
 
 
 class NotRegistered(EngineError):
-    """Raised by a registry for an engine whose lease has expired, or that never joined (HTTP 410).
+    """Raised by a registry for an engine that never joined, or whose membership has expired (HTTP 410).
 
     It must join again."""
 

@@ -47,9 +47,10 @@ class KVCache:
         self.queries = torch.zeros(num_slots, self.heads, rows, kept.key_width, dtype=dtype)  # scratch of decoding
 
     def step(self, decode_slots: I64, decode_positions: I64, chunks: list[Span]) -> StepCache:
-        """Return the cache of one forward pass: one decoding row per slot first, then the rows of the chunks, in order.
+        """Return the cache as one forward pass uses it.
 
-        `decode_positions` are the positions of the decoding rows in their slots."""
+        The rows of the pass are one token of each decoding sequence, then the tokens of the prompt chunks, in order.
+        `decode_slots` and `decode_positions` say where the decoding rows are, [sequences] int64."""
         return StepCache(self, decode_slots, decode_positions, chunks)
 
     def copy(self, source: int, target: int, stop: int) -> None:
@@ -70,7 +71,7 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The positions [start, stop) of a slot that a chunk of a prompt fills."""
+    """The positions [start, stop) of a slot that a chunk of a prompt fills in one forward pass."""
 
     slot: int
     start: int
@@ -107,7 +108,8 @@ class StepCache:
     ) -> torch.Tensor:
         """Store the step's keys and values of one layer, and attend causally within each slot.
 
-        Returns [N, H, B]. `scale` multiplies the scores before softmax; None means 1/√A."""
+        Returns [N, H, B]: tokens of the step, query heads, value width. `scale` multiplies the scores before softmax;
+        None means 1/√(key width)."""
         kv, (n, h, a), dtype = self.kv, q_NHA.shape, q_NHA.dtype
         keys, values = kv.keys[layer], kv.values[layer]
         q_NHA, k_NGA, v_NGB = (t.to(keys.dtype) for t in (q_NHA, k_NGA, v_NGB))

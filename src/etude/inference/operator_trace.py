@@ -35,10 +35,10 @@ def engine_results(
     prompt_tokens: int,
     chunk_tokens: int = CHUNK,
 ) -> Results:
-    """Compute a text and return every operator's results for all positions.
+    """Compute a text and return the results of every operator of the model for all positions.
 
-    The first `prompt_tokens` tokens are computed in chunks that end at multiples of `chunk_tokens`, the others one by
-    one."""
+    An operator is for example a norm or a matrix product. The first `prompt_tokens` tokens are computed in chunks that
+    end at multiples of `chunk_tokens`, the others one by one."""
     model = model.eval()
     kv = _memory(model, len(token_ids))
     tokens = torch.tensor(list(token_ids)).to(model.embedding.device)

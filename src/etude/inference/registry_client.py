@@ -179,13 +179,14 @@ async def call_registry(
 class Registration:
     """Keeps one engine registered in a fleet: joins, renews the lease, and joins again when the lease was lost.
 
+    The lease is the engine's membership for some seconds. The attribute `state` is the engine's state as of the last
+    response.
+
     - `registry`, `token`: the URL of the registry, and the bearer token.
     - `wait_s`: the longest time in which the registry does not respond, in seconds.
     - `report`: called with texts about the progress.
     - `must_answer`: the engine is running already. A registry that cannot reach it at the first join was then given a
-      wrong URL, which is an error. Otherwise the registration waits for the engine.
-
-    The attribute `state` is the engine's state as of the last response."""
+      wrong URL, which is an error. Otherwise the registration waits for the engine."""
 
     def __init__(
         self,

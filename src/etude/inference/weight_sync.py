@@ -47,7 +47,7 @@ class Chain(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """All tensors of the version that was fetched last, by published name."""
+        """All tensors of the version that was fetched last, by the names under which they were published."""
         ...
 
 
@@ -144,8 +144,7 @@ class WeightSync:
 
     @property
     def _target(self) -> Target:
-        """The memory that versions are written to: the adapter's when the first version is an adapter, else the
-        model's."""
+        """The memory that versions are written to: the adapter's if the first version is one, else the model's."""
         if self._target_made is None:
             tensors = self.chain.tensors
             views, derived = self._adapted(tensors) if self._adapted and adapted_modules(tensors) else self._live

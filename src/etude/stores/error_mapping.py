@@ -17,8 +17,7 @@ class NotFound(Exception):
 
 
 class ConditionFailed(Exception):
-    """Raised when the condition of a write failed: the object exists, has changed, or is being written by another
-    client."""
+    """Raised when the condition of a write failed: the object exists, has changed, or is being written."""
 
 
 class RangeBeyondEnd(Exception):

@@ -109,7 +109,7 @@ class ServerClient(abc.ABC):
 
     @abc.abstractmethod
     async def label(self, label: str) -> None:
-        """Set the label of all tokens that are sampled from now on."""
+        """Set the label of all tokens that are sampled from now on. The server sends it with the tokens."""
 
     @abc.abstractmethod
     async def route_source(self, num_moe_layers: int) -> RouteSource:

@@ -268,7 +268,7 @@ class ExternalEngine:
         await self.client.freeze()
 
     async def thaw(self) -> None:
-        """Continue decoding."""
+        """Continue decoding after `freeze`."""
         await self.client.thaw()
 
     # one request
