@@ -208,7 +208,6 @@ class Gateway:
     async def _events(
         self, parsed: R, prepare: Callable[[R], Awaitable[PendingRequest]], kind: type[ChatStream]
     ) -> AsyncGenerator[bytes]:
-        """Yield the events of a stream, each as soon as its tokens are sampled."""
         end = time.monotonic() + self.config.deadline_s
         async with self._running_slot():
             pending = await prepare(parsed)

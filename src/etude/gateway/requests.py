@@ -226,7 +226,6 @@ def _decoded(data: bytes, decoder: msgspec.json.Decoder[B], neutral: dict[str, t
 
 
 def _common(body: _Body) -> dict[str, Any]:
-    """Return the fields of `BaseRequest`."""
     return {
         "model": body.model,
         "max_tokens": body.max_completion_tokens or body.max_tokens,

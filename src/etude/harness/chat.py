@@ -95,7 +95,6 @@ class ChatFormat:
         self._template = ChatTemplate(template, limited=template != chat_template())
 
     def _load_tokens(self, tokenizer: Tokenizer) -> None:
-        """Read the tokeniser's added and special tokens."""
         tokenizer.encode_special_tokens = True  # the spelling of a special token in a text is ordinary text
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
@@ -283,7 +282,6 @@ class ChatFormat:
         return {"function": {"name": self._escape(name), "arguments": {k: self._escape(w) for k, w in words.items()}}}
 
     def _escape_all(self, value: Any) -> Any:
-        """Escape every text in nested plain data."""
         if isinstance(value, Mapping):
             return {self._escape(str(k)): self._escape_all(v) for k, v in value.items()}
         if isinstance(value, list):
@@ -331,7 +329,7 @@ class ChatFormat:
         return chars_per_token(self._tokenizer)
 
     def _check_length(self, text: str, max_tokens: int | None) -> None:
-        """Raises `ContextFull` for a text or a rendering that certainly has more than `max_tokens` tokens."""
+        """Raise `ContextFull` for a text or a rendering that certainly has more than `max_tokens` tokens."""
         if max_tokens is None or len(text) <= max_tokens:
             return
         num_chars = len(text) / (2 if _MARK in text else 1)  # each mark is beside a character of the text

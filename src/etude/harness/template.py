@@ -171,13 +171,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 class _LimitExceeded(jinja2.TemplateError):
-    """A template has exceeded a limit."""
+    """Raised when a template has exceeded a limit."""
 
 
 @dataclass
 class _Budget:
-    """The remaining steps and time of one rendering."""
-
     deadline: float
     steps: int = MAX_STEPS
 
@@ -228,8 +226,6 @@ def _has_width(text: str) -> bool:
 
 
 def _bounded_filter(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a filter with a check of its arguments."""
-
     @functools.wraps(filter_)  # keeps the attributes by which Jinja passes the context
     def checked(*args: Any, **kwargs: Any) -> Any:
         plain = [a for a in args if not isinstance(a, jinja2.Environment | jinja2.runtime.Context | nodes.EvalContext)]
@@ -349,7 +345,6 @@ def _check_output(value: Any) -> Any:
 
 
 def _add_globals(environment: jinja2.Environment) -> None:
-    """Add the filters and globals that transformers provides."""
     environment.filters["tojson"] = _tojson
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 

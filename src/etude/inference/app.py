@@ -118,8 +118,6 @@ def build_app(
 
 
 class _Endpoints:
-    """The request handlers."""
-
     def __init__(self, engine: ServedEngine, token: str | None, operators: Operators | None) -> None:
         self.engine, self._token, self._operators = engine, token, operators
         self._max_body = 64 * 1024 + 16 * engine.config.context_tokens

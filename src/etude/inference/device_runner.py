@@ -136,7 +136,6 @@ class DeviceRunner:
         return graph.run()
 
     def _mixed(self, plan: Plan, sampling: Many[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute a step with decoding rows and chunks of prompts."""
         prompts = [c.sequence.request.prompt_ids[c.start : c.stop] for c in plan.chunks]
         spans = [Span(c.sequence.row, c.start, c.stop) for c in plan.chunks]
         cache = self.kv.step(_rows_of(plan.decode), _positions_of(plan.decode), spans)

@@ -127,8 +127,6 @@ def _now() -> float:
 
 @dataclass(eq=False)
 class _Member:
-    """An engine of the fleet, with its load and state."""
-
     name: str
     engine: Engine
     num_running: int = 0
@@ -493,7 +491,6 @@ def _adoption(member: _Member, attempt: _Attempt) -> asyncio.Task[Version | Engi
 
 
 def _apply_adoption(member: _Member, attempt: _Attempt, result: Version | EngineError) -> None:
-    """Apply the result of an adopt call to the state of a request."""
     if isinstance(result, EngineError):
         gone = isinstance(result, EngineGone)
         attempt.refused[member.name] = result if gone else EngineBehind(result.what, result.facts, hint=result.hint)

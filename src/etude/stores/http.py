@@ -166,8 +166,6 @@ class HttpStore:
 
 
 class _Failure:
-    """Why an attempt failed."""
-
     def __init__(self, facts: str, hint: str, retryable: bool, status: int = 0) -> None:
         self.facts, self.hint, self.retryable, self.status = facts, hint, retryable, status
 

@@ -52,8 +52,6 @@ class _SentRequest:
 
 @dataclass(eq=False)
 class _ActiveRequest:
-    """The state of a request in this engine."""
-
     request: CompletionRequest
     timeout: asyncio.Timeout  # expires without progress, or when `outdated`
     arrived: float

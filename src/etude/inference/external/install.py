@@ -105,7 +105,6 @@ def _run(environment: Environment, argv: Sequence[str], what: str, *, report: Re
 
 @contextlib.contextmanager
 def _reporting_progress(folder: Path, report: Report) -> Iterator[None]:
-    """Report size and elapsed time at intervals while the block runs."""
     ended, began = threading.Event(), time.monotonic()
 
     def report_progress() -> None:

@@ -20,7 +20,7 @@ URGENT = 0
 
 
 class _Strict:
-    """A mix-in before a `Scheduler` in the method resolution order."""
+    """The scheduling of `StrictScheduler` and `StrictAsyncScheduler`, as a mix-in before vLLM's `Scheduler`."""
 
     waiting: Any
     running: Any
