@@ -1,4 +1,6 @@
-"""Images: root filesystems on this host, named by the digest of their content, and builders for them.
+"""Images, which are root filesystems for machines, and builders for them.
+
+An image is stored in a folder of this host and named by the digest of its content.
 
 >>> import asyncio, pathlib, tempfile
 >>> with tempfile.TemporaryDirectory() as at:

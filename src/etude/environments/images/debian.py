@@ -44,7 +44,7 @@ _TAIL_BYTES = 1500
 
 
 class AptSource(NamedTuple):
-    """An apt source: mirror URL, suite, and the keyring that signs it ("" for the default of apt)."""
+    """A line of apt's configuration: mirror URL, suite, and the keyring that signs it ("" for apt's default)."""
 
     mirror: str
     suite: str
@@ -52,7 +52,9 @@ class AptSource(NamedTuple):
 
 
 def apt_sources(folder: str | os.PathLike[str] = "/etc/apt") -> list[AptSource]:
-    """Return the sources with a component `main` from apt's configuration, in one-line and deb822 files."""
+    """Return the package sources with a component `main` from apt's configuration in `folder`.
+
+    Reads files in the one-line format and in deb822 format."""
     found: list[AptSource] = []
     at = Path(folder)
     for path in [at / "sources.list", *sorted((at / "sources.list.d").glob("*.list"))]:
@@ -87,8 +89,9 @@ def build_from_debian(
 ) -> ImageRecord:
     """Build an image of a minimal Debian with additional packages.
 
-    `suite` and `mirror`: default to those of this host. Raises `MachineError` if a tool, root or a mirror is missing,
-    `InputError` for an invalid name of a suite or package, `BadSource` if a package cannot be installed."""
+    An empty `suite` or `mirror` stands for that of this host's apt. A package can have a version, as "name=1.2". Raises
+    `MachineError` if a tool, root or a mirror is missing, `InputError` for an invalid name of a suite or package,
+    `BadSource` if a package cannot be installed."""
     source = _source(suite, mirror)
     for word in (source.suite, *packages):
         if not _WORD.fullmatch(word):
@@ -168,7 +171,7 @@ def _as_found(found: os.stat_result) -> Owner:
 
 
 def tidy(tree: Tree) -> None:
-    """Remove files of a Debian tree that differ between runs, and caches."""
+    """Remove caches, and files that differ between two installations of the same packages, from a Debian tree."""
     for path in _REMOVED_PATHS:
         tree.remove(path)
     for path in _EMPTIED_FOLDERS:

@@ -31,7 +31,7 @@ _REQUEST_S, _ANSWER_S, _CLOSE_S = 10.0, 600.0, 10.0
 
 
 class Answer(NamedTuple):
-    """A response. `file`: a package to send instead of `body`."""
+    """A response of the mirror: HTTP status, content type `kind`, and the body, or a package `file` to send."""
 
     status: int
     kind: str
@@ -40,8 +40,9 @@ class Answer(NamedTuple):
 
 
 class Mirror:
-    """Serves the packages that `packages` has and `allow` lists (None: all of them). Raises `StoreError` for a
-    damaged folder."""
+    """An HTTP server for the packages of a folder, restricted to those that `allow` lists (None: all).
+
+    Raises `StoreError` if the folder is damaged."""
 
     def __init__(self, packages: Packages, allow: Collection[PackageSpec] | None = None) -> None:
         packages.verify()
@@ -52,7 +53,7 @@ class Mirror:
         self._serving: set[asyncio.Task[None]] = set()
 
     async def serve(self, listener: socket.socket) -> asyncio.Server:
-        """Serve a listening socket of any address family. Closing the returned server stops serving this socket."""
+        """Serve on a listening socket of any address family, until the returned server is closed."""
 
         def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.get_running_loop().create_task(self._connection(reader, writer))
@@ -64,7 +65,7 @@ class Mirror:
         return server
 
     async def close(self) -> None:
-        """Stop serving. Idempotent."""
+        """Stop serving on all sockets. Can be repeated."""
         for server in self._servers:
             server.close()
         for task in list(self._serving):
@@ -106,7 +107,7 @@ class Mirror:
         await writer.drain()
 
     def answer(self, head: RequestHead) -> Answer:
-        """The response to a request."""
+        """Return the response to a request."""
         if head.method not in ("GET", "HEAD") or head.body:
             return _text(405, "a mirror is only read")
         path = urllib.parse.unquote(head.target.partition("?")[0], errors="replace")
