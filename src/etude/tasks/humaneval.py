@@ -1,11 +1,12 @@
-"""`HumanEvalSource`: tasks from HumanEval-style JSON lines (Chen et al. 2021, "Evaluating Large Language Models
-Trained on Code"), plain or gzipped.
+"""`HumanEvalSource`: tasks from JSON lines in the format of HumanEval, plain or gzipped.
 
 Each line has ``task_id``, ``prompt`` (a stub: signature and docstring), ``entry_point``, ``canonical_solution`` and
 ``test`` (source that defines ``check(candidate)``). The stub becomes ``solution.py``. Examples in the docstring that
 are one call with literals become visible tests. Hidden tests can use the imports and helpers of the prompt by name, as
 in the original; they get those of the prompt, never the agent's, so that an agent cannot change a helper to pass. No
 code of the file is executed in this process.
+
+Chen et al. 2021, "Evaluating Large Language Models Trained on Code".
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 class HumanEvalSource:
-    """A `TaskSource` over a JSON-lines file. A hash of the prompt decides the split; the order in a split is that of
-    the file. Code-graded: hidden tests import the agent's code. Raises `TaskError` with the number of an invalid line.
-    """
+    """A `TaskSource` over a JSON-lines file in the format of HumanEval.
+
+    A hash of the prompt decides the split; the order in a split is that of the file. Hidden tests import the agent's
+    code. Raises `TaskError` with the number of an invalid line."""
 
     name = "humaneval"
 

@@ -15,7 +15,9 @@ SHARES = 10
 
 
 def split_of(content: str) -> Split:
-    """The split of a content key: the first 8 bytes of its SHA-256, modulo ten.
+    """Return the split of a content key: the first 8 bytes of its SHA-256, modulo ten.
+
+    0 is validation, 1 is held out, all others are training.
 
     >>> split_of("(n) n plus 4")
     <Split.HELDOUT: 'heldout'>

@@ -27,7 +27,7 @@ Report = Any
 
 
 def report_reads(report: Report) -> None:
-    """Report from now on which existing files of the working directory are read by code in it."""
+    """Report from now on which files of the working directory are read by code in it, each pair of files once."""
     here, reported = os.path.realpath(os.getcwd()) + os.sep, set()
     writing = os.O_WRONLY | os.O_RDWR
 

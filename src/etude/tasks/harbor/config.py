@@ -36,7 +36,12 @@ _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}")
 
 @dataclass(frozen=True)
 class HarborConfig:
-    """The fields of a Harbor ``task.toml`` that are used."""
+    """The fields of a Harbor ``task.toml`` that are used.
+
+    `separate` means that the verifier runs in a new machine, with the `artifacts` only: paths that are absolute or
+    relative to the working directory. The three environments are variables for all commands, for the verifier, and for
+    the reference solution. `agent_timeout_s` None: no limit. `requests` are resources and network settings as written
+    in the file."""
 
     name: str
     docker_image: str
@@ -54,7 +59,7 @@ class HarborConfig:
 
 
 def read_config(folder: Path) -> HarborConfig:
-    """Read the config of the task in a folder. Raises `TaskError` that names the file."""
+    """Read the ``task.toml`` in a task's folder. Raises `TaskError` that names the file."""
     path = folder / "task.toml"
     try:
         plain = tomllib.loads(read_text(path))

@@ -29,7 +29,9 @@ MAX_CHARS = 400_000
 
 
 def python_edits(text: str) -> list[Edit] | None:
-    """Every possible edit of a module, in no particular order. None if it does not parse or is too large."""
+    """Return every possible edit of a Python module, in no particular order.
+
+    Returns None if the text is not valid Python or is too large."""
     if len(text) > MAX_CHARS:
         return None
     try:
@@ -39,8 +41,9 @@ def python_edits(text: str) -> list[Edit] | None:
 
 
 def same_code(one: str, other: str) -> bool:
-    """Whether two modules compile to the same code, ignoring positions. Also True if `other` does not compile, since
-    such a mutant needs no test."""
+    """Return whether two Python modules compile to the same code, apart from positions.
+
+    Also True if `other` does not compile, since such a mutant needs no test."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
