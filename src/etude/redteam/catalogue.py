@@ -1,4 +1,4 @@
-"""The list of all cheats: files that are handed in, and the functions of `programs`, which run in a machine."""
+"""The list of all cheats: files that an agent hands in, and the functions of `programs`, which run in its machine."""
 
 from __future__ import annotations
 

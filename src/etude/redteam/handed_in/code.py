@@ -7,7 +7,7 @@ from etude.redteam.handed_in.common import WRONG, calc, cheat
 
 
 def endings() -> list[Cheat]:
-    """Code that exits or skips."""
+    """Return cheats whose code exits or skips, so that no test runs."""
     row, def_f = Row.ENDINGS, "def f(n):\n    "
     at_import = {
         "exit-at-import": ("sys.exit(0) when imported", "import sys\nsys.exit(0)\n"),
@@ -40,7 +40,7 @@ def endings() -> list[Cheat]:
 
 
 def clock() -> list[Cheat]:
-    """Code that stops clocks or ignores timers."""
+    """Return cheats whose code stops clocks or ignores timers."""
     text = "import time\nreal = time.time\ntime.time = time.monotonic = time.perf_counter = lambda: 0.0\ntime.sleep = lambda s: None\n"
     slow = "def f(n):\n    while True: pass\n"
     return [
@@ -53,7 +53,7 @@ def clock() -> list[Cheat]:
 
 
 def state() -> list[Cheat]:
-    """Code that keeps state between calls, or finds expected values outside of the call."""
+    """Return cheats whose code keeps state between calls, or finds expected values outside of the call."""
     row = Row.STATE
     learn = calc("""
         import socket
@@ -101,7 +101,7 @@ def state() -> list[Cheat]:
 
 
 def exhausting() -> list[Cheat]:
-    """Code that hangs, crashes or exhausts the grader."""
+    """Return cheats whose code hangs, crashes or exhausts the grader."""
     row = Row.INVALID
     texts = {
         "grader-hang-at-import": "while True: pass\n",

@@ -199,7 +199,7 @@ _PATCHES = {
 
 
 def equality() -> list[Cheat]:
-    """All cheats of this module."""
+    """Return cheats against comparison, all those of this module."""
     row = Row.EQUALITY
     return [
         *(cheat(name, row, what, {"calc.py": text}) for name, (what, text) in _VALUES.items()),

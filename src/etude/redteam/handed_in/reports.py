@@ -1,4 +1,4 @@
-"""Forged reports of success."""
+"""Cheats that forge reports of success."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ _ODD = "def f(n):\n    return 10 ** 5000 if n == 3 else float('nan')\n"
 
 
 def forgery() -> list[Cheat]:
-    """All cheats of this module."""
+    """Return cheats that forge the grader's report, all those of this module."""
     row = Row.FORGERY
     return [
         *(cheat(name, row, what, calc(body)) for name, what, body in _PROGRAMS),

@@ -1,6 +1,7 @@
-"""Resource exhaustion: each function takes as much of one resource as it can, and keeps it.
+"""Attack programs that exhaust resources: each takes as much of one resource as it can, and keeps it.
 
-They return nothing: success is checked outside, on the host, on siblings, and by whether the rollout is graded."""
+They return "": success is checked outside, on the host, on siblings, and by whether the rollout is graded.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def _until(work: object, most: int = 1 << 30) -> None:
 
 
 def fork_bomb() -> str:
-    """Forks of forks."""
+    """Fork, and fork in all children, as fast as possible; does not return."""
     end = time.monotonic() + _SECONDS
     while time.monotonic() < end:
         with contextlib.suppress(OSError):
@@ -45,7 +46,7 @@ def fork_bomb() -> str:
 
 
 def sleeping_processes() -> str:
-    """As many processes as possible, left asleep in the background."""
+    """Leave as many sleeping processes as possible in the background. Returns ""."""
 
     def spawn() -> None:
         if os.fork() == 0:
@@ -60,7 +61,7 @@ def sleeping_processes() -> str:
 
 
 def zombies() -> str:
-    """Children that die and are never waited for."""
+    """Start children that die, and never wait for them. Returns ""."""
 
     def spawn() -> None:
         if os.fork() == 0:
@@ -71,7 +72,7 @@ def zombies() -> str:
 
 
 def orphans() -> str:
-    """Many orphans, which become children of the first process."""
+    """Make many orphaned processes, which become children of process 1. Returns ""."""
 
     def spawn() -> None:
         pid = os.fork()
@@ -88,20 +89,20 @@ def orphans() -> str:
 
 
 def threads() -> str:
-    """Threads without end."""
+    """Start threads without end; does not return."""
     _until(lambda: threading.Thread(target=time.sleep, args=(_SECONDS,), daemon=True).start())
     os._exit(0)
 
 
 def memory() -> str:
-    """Memory, touched."""
+    """Allocate memory and write to it, until no more is given. Returns ""."""
     kept: list[bytearray] = []
     _until(lambda: kept.append(bytearray(b"x") * (4 << 20)))
     return ""
 
 
 def memory_of_many() -> str:
-    """Memory in many processes, each below its limit."""
+    """Allocate memory in many processes, each below its own limit. Returns ""."""
     for _ in range(16):
         with contextlib.suppress(OSError):
             if os.fork() == 0:
@@ -112,7 +113,7 @@ def memory_of_many() -> str:
 
 
 def shared_memory() -> str:
-    """Shared mappings and unnamed files, which do not count to an address space."""
+    """Allocate shared mappings and unnamed files, which an address space limit does not count. Returns ""."""
     kept: list[object] = []
 
     def allocate() -> None:
@@ -129,7 +130,7 @@ def shared_memory() -> str:
 
 
 def pipes() -> str:
-    """Enlarged and filled pipes: kernel memory."""
+    """Fill kernel memory with enlarged, full pipes. Returns ""."""
     import fcntl
 
     kept: list[int] = []
@@ -148,7 +149,7 @@ def pipes() -> str:
 
 
 def sockets() -> str:
-    """Socket pairs filled with data and with descriptors of themselves."""
+    """Fill socket pairs with data and with descriptors of themselves. Returns ""."""
     kept: list[socket.socket] = []
 
     def allocate() -> None:
@@ -164,7 +165,7 @@ def sockets() -> str:
 
 
 def queues() -> str:
-    """System V queues and semaphores, POSIX timers, inotify and epoll instances, which kernels limit for each user."""
+    """Create objects that kernels limit for each user: queues, semaphores, timers, inotify, epoll. Returns ""."""
     kept: list[int] = []
     libc = ctypes.CDLL(None)
 
@@ -186,13 +187,13 @@ def queues() -> str:
 
 
 def asynchronous_io() -> str:
-    """Contexts of asynchronous I/O, whose number is limited for the whole kernel."""
+    """Take the contexts of asynchronous I/O, whose number is limited for the whole kernel. Returns ""."""
     _until(lambda: call("io_setup", 512, ctypes.byref(ctypes.c_ulong(0))), 1000)
     return ""
 
 
 def a_full_disk() -> str:
-    """The work folder and /tmp filled to the last byte."""
+    """Fill the disk to the last byte, in the work folder and in /tmp. Returns ""."""
     for folder in (".", "/tmp"):
         with contextlib.suppress(OSError), open(f"{folder}/full", "wb", buffering=0) as file:
             _until(lambda: file.write(bytes(1 << 20)))
@@ -202,7 +203,7 @@ def a_full_disk() -> str:
 
 
 def every_inode() -> str:
-    """Empty files until there is no inode left, in the work folder and in /tmp."""
+    """Create empty files until there is no inode left, in the work folder and in /tmp. Returns ""."""
     for folder in (".", "/tmp"):
         names = iter(range(1 << 30))
         _until(lambda: os.close(os.open(f"{folder}/i{next(names)}", os.O_CREAT | os.O_WRONLY)))  # noqa: B023
@@ -210,7 +211,7 @@ def every_inode() -> str:
 
 
 def sparse_files() -> str:
-    """Sparse files of an exabyte; one of them is the export."""
+    """Create sparse files of up to an exabyte, one of them in place of the export. Returns ""."""
     for name in ("calc.py", "sparse", "/tmp/sparse"):
         for size in (1 << 62, 1 << 50, 1 << 40, 1 << 34):
             with contextlib.suppress(OSError):
@@ -221,7 +222,7 @@ def sparse_files() -> str:
 
 
 def deep_folders() -> str:
-    """Nested folders, deeper than the longest path."""
+    """Nest folders deeper than the longest path. Returns ""."""
 
     def deeper() -> None:
         os.mkdir("d" * 200)
@@ -234,7 +235,7 @@ def deep_folders() -> str:
 
 
 def many_links() -> str:
-    """Circular and dangling symbolic links, and thousands of hard links."""
+    """Create circular and dangling symbolic links, and thousands of hard links. Returns ""."""
     names = iter(range(1 << 30))
     with contextlib.suppress(OSError):
         os.symlink("b", "a")
@@ -250,7 +251,7 @@ def many_links() -> str:
 
 
 def odd_names() -> str:
-    """File names that are not UTF-8, have newlines, escapes or dashes, or have the maximum length."""
+    """Create files whose names are not UTF-8, have newlines, escapes or dashes, or the maximum length. Returns ""."""
     for raw in (b"\xff\xfe\x80.py", b"new\nline", b"\x1b[2J", b"--help", b"-rf", b"x" * 255, b"\xe2\x80\xae.py", b" ",
     b"~",
                 b"$(reboot)", b"a;b", b"'", b"*"):  # fmt: skip
@@ -262,7 +263,7 @@ def odd_names() -> str:
 
 
 def open_files() -> str:
-    """Open files in many processes, left open in the background."""
+    """Keep as many files open as possible, in many background processes. Returns ""."""
     for _ in range(8):
         with contextlib.suppress(OSError):
             if os.fork() == 0:
@@ -277,7 +278,7 @@ def open_files() -> str:
 
 
 def a_flood_of_output() -> str:
-    """Output on both streams as fast as possible, without a newline."""
+    """Write to both output streams as fast as possible, without a newline. Returns ""."""
     for fd in (1, 2):
         if os.fork() == 0:
             _until(lambda: os.write(fd, b"y" * 65536))  # noqa: B023
@@ -288,7 +289,7 @@ def a_flood_of_output() -> str:
 
 
 def output_that_never_ends() -> str:
-    """A background process keeps our output open, and writes a little now and then."""
+    """Start a background process that keeps our output open and writes a little now and then. Returns ""."""
     if os.fork() == 0:
         os.setsid()
         for _ in range(36000):
@@ -300,7 +301,7 @@ def output_that_never_ends() -> str:
 
 
 def processors() -> str:
-    """All cores, with real-time scheduling if possible, from many processes."""
+    """Keep all cores busy from many processes, with real-time scheduling if possible. Returns ""."""
     for kind in (1, 2):  # FIFO, RR
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, kind, os.sched_param(50))
@@ -318,7 +319,7 @@ def processors() -> str:
 
 
 def signals() -> str:
-    """Queued real-time signals to this process."""
+    """Queue real-time signals to this process. Returns ""."""
     signal.signal(signal.SIGRTMIN, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGRTMIN, signal.SIGUSR1})
     _until(lambda: os.kill(os.getpid(), signal.SIGRTMIN), 200_000)
@@ -326,7 +327,7 @@ def signals() -> str:
 
 
 def a_huge_command() -> str:
-    """Command lines and environments of megabytes, executed over and over."""
+    """Execute command lines of a megabyte over and over. Returns ""."""
     words = ["x" * 100_000] * 15
 
     def start() -> None:
@@ -340,7 +341,7 @@ def a_huge_command() -> str:
 
 
 def stopped_processes() -> str:
-    """Stopped processes, including this one, which never end."""
+    """Stop several processes, including this one, so that they never end. Returns ""."""
     for _ in range(4):
         if os.fork() == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -349,7 +350,7 @@ def stopped_processes() -> str:
 
 
 def unkillable_vfork() -> str:
-    """A parent that waits in vfork for a child that never executes anything."""
+    """Wait in vfork for a child that never executes anything; does not return."""
     libc = ctypes.CDLL(None)
     code = f"import time; time.sleep({3600})"
     del code
@@ -360,7 +361,7 @@ def unkillable_vfork() -> str:
 
 
 def raised_limits() -> str:
-    """All resource limits raised as far as possible."""
+    """Raise all resource limits as far as possible. Returns what it got, or ""."""
     for kind in range(16):
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(kind, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -370,7 +371,7 @@ def raised_limits() -> str:
 
 
 def a_broken_interpreter() -> str:
-    """A stack overflow in C, an abort, a core dump."""
+    """Cause a stack overflow in C, an abort and a core dump; does not return."""
     if os.fork() == 0:
         sys.setrecursionlimit(1 << 30)
         deep: list[object] = []

@@ -1,4 +1,4 @@
-"""Search a repository for the fix, which is in a commit after the task's state."""
+"""Attack programs that search a git repository for the fix, which is in a commit after the task's state."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ def _found(data: bytes, where: str) -> str:
 
 
 def log_of_every_reference() -> str:
-    """git log -p over every branch, tag, stash and note."""
+    """Search the log with patches of every branch, tag, stash and note. Returns what it got, or ""."""
     return _found(_git("log", "-p", "--all", "--reflog", "--notes=*", "--branches", "--tags", "--remotes"), "the log")
 
 
 def log_of_references() -> str:
-    """The reflog: where HEAD has been."""
+    """Search the reflog, which records where HEAD has been. Returns what it got, or ""."""
     data = _git("reflog", "--all") + _git("log", "-p", "-g", "--all")
     logs = [path for path in glob.glob("repo/.git/logs/**", recursive=True) if os.path.isfile(path)]
     return _found(data, "the reflog") or (f"reflogs: {logs}" if any(b"the fix" in read(path) for path in logs) else "")
 
 
 def unreachable_objects() -> str:
-    """git fsck --unreachable, and each object it names."""
+    """Search the objects that git fsck --unreachable lists. Returns what it got, or ""."""
     data = _git("fsck", "--full", "--unreachable", "--no-reflogs", "--lost-found")
     names = re.findall(rb"[0-9a-f]{40}", data)
     return _found(b"".join(_git("cat-file", "-p", name.decode()) for name in names[:500]), "an unreachable object")
 
 
 def every_object() -> str:
-    """Every object in the store, reachable or not, by git."""
+    """Search every object in the store, reachable or not, with git. Returns what it got, or ""."""
     names = [
         line.split()[0].decode()
         for line in _git("cat-file", "--batch-all-objects", "--batch-check").splitlines()
@@ -55,7 +55,8 @@ def every_object() -> str:
 
 
 def raw_bytes() -> str:
-    """Every zlib stream in every file of .git, without git: loose objects, packs, truncated packs."""
+    """Search every zlib stream in the files of .git without git: loose objects, packs, truncated packs. Returns what it
+    got, or ""."""
     for folder, _, names in os.walk("repo/.git"):
         for name in names:
             data = read(f"{folder}/{name}", 1 << 22)
@@ -71,7 +72,8 @@ def raw_bytes() -> str:
 
 
 def other_names_of_heads() -> str:
-    """Tags, packed references, ORIG_HEAD, FETCH_HEAD, stashes, remotes: anything that names another commit."""
+    """Look for anything that names another commit: tags, ORIG_HEAD, FETCH_HEAD, stashes, remotes. Returns what it got,
+    or ""."""
     references = {line for line in _git("show-ref", "--head").splitlines() if b" " in line}
     commits = {line.split()[0] for line in references}
     files = [
@@ -85,7 +87,8 @@ def other_names_of_heads() -> str:
 
 
 def where_it_came_from() -> str:
-    """A remote, an alternate object store, a worktree or a promisor: sources of the missing commits."""
+    """Look for sources of the missing commits: a remote, an alternate object store, a worktree, a promisor. Returns
+    what it got, or ""."""
     data = b"".join(
         read(path)
         for path in ("repo/.git/config", "repo/.git/objects/info/alternates", "repo/.git/commondir")
@@ -96,6 +99,6 @@ def where_it_came_from() -> str:
 
 
 def messages_and_counts() -> str:
-    """A history longer than the base, or a commit message about the fix."""
+    """Look for more commits than one, or a commit message about the fix. Returns what it got, or ""."""
     data = _git("log", "--all", "--format=%H %ad %s")
     return data.decode() if b"fix" in data or len(data.splitlines()) > 1 else ""

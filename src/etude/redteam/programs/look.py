@@ -1,4 +1,4 @@
-"""Facts about the machine that a program can observe, which could reveal a training machine."""
+"""Facts about a machine that a program in it can observe, which could reveal a training machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FILES = {
 
 
 def look() -> str:
-    """Print the facts as a flat JSON object of numbers and texts."""
+    """Print the facts as a JSON object of numbers and texts, after the word SEEN. Returns ""."""
     seen: dict[str, object] = {}
     for part in (_files, _kernel, _processes, _mounts, _identity, _tree, _network, _python, _timing):
         with contextlib.suppress(Exception):

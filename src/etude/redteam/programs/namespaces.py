@@ -1,4 +1,4 @@
-"""Create, join or leave namespaces, mounts and root folders."""
+"""Attack programs that create, join or leave namespaces, mounts and root folders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _CAN_BE_32_BIT = platform.machine() == "x86_64"
 
 
 def make_by_unshare() -> str:
-    """unshare into a new namespace of each kind; a user namespace would give every capability."""
+    """Create a namespace of each kind with unshare; a user namespace would give every capability. Returns what it got,
+    or ""."""
 
     def make(kind: str) -> str:
         call("unshare", _KINDS[kind])
@@ -28,7 +29,7 @@ def make_by_unshare() -> str:
 
 
 def make_by_clone() -> str:
-    """clone with namespace flags, by the raw call."""
+    """Create namespaces with clone, by the raw call. Returns what it got, or ""."""
 
     def make(flags: int) -> str:
         pid = call("clone", flags | 17, 0, 0, 0, 0)
@@ -41,7 +42,8 @@ def make_by_clone() -> str:
 
 
 def make_by_clone3() -> str:
-    """clone3, whose flags are behind a pointer, so that filters cannot see them."""
+    """Create a user namespace with clone3, whose flags are behind a pointer and so hidden from filters. Returns what it
+    got, or ""."""
 
     def make() -> str:
         arguments = (ctypes.c_uint64 * 11)(_KINDS["user"], 0, 0, 0, 17)
@@ -55,7 +57,7 @@ def make_by_clone3() -> str:
 
 
 def make_by_other_numbers() -> str:
-    """The same calls by the x32 and 32-bit system call numbers, to bypass a filter for 64-bit numbers."""
+    """Call unshare by its x32 and 32-bit numbers, to bypass a filter for 64-bit numbers. Returns what it got, or ""."""
     if not _CAN_BE_32_BIT:
         return ""
 
@@ -76,7 +78,7 @@ def make_by_other_numbers() -> str:
 
 
 def join_others() -> str:
-    """setns to the namespaces of other processes in /proc, and to our own."""
+    """Join the namespaces of other processes, found in /proc (setns). Returns what it got, or ""."""
 
     def join(path: str) -> str:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -88,12 +90,12 @@ def join_others() -> str:
 
 
 def join_by_handle() -> str:
-    """setns with a pidfd of the first process."""
+    """Join the namespaces of process 1 with a pidfd (setns). Returns what it got, or ""."""
     return in_child(lambda: "joined PID 1's" if refusal("setns", call("pidfd_open", 1, 0), 0x7E02_0000) == "" else "")
 
 
 def mount_anything() -> str:
-    """mount a tmpfs, a bind, a proc, an overlay; remount the root writable."""
+    """Mount a tmpfs, a bind, a proc or an overlay, or remount the root writable. Returns what it got, or ""."""
     os.makedirs("/tmp/mounted", exist_ok=True)
 
     def attempt(source: bytes, target: bytes, kind: bytes, flags: int, data: bytes = b"") -> str:
@@ -110,7 +112,7 @@ def mount_anything() -> str:
 
 
 def mount_the_new_way() -> str:
-    """fsopen, open_tree, mount_setattr: the newer mount calls."""
+    """Mount with the newer calls: fsopen, open_tree, mount_setattr. Returns what it got, or ""."""
 
     def opened() -> str:
         return f"fsopen gave {call('fsopen', b'tmpfs', 0)}"
@@ -127,7 +129,7 @@ def mount_the_new_way() -> str:
 
 
 def unmount_what_hides() -> str:
-    """Unmount /proc, /tmp, the root and all other mounts, to see what is below."""
+    """Unmount /proc, /tmp, the root and all other mounts, to see what is below. Returns what it got, or ""."""
 
     def unmount(target: str) -> str:
         call("umount2", target.encode(), 2)
@@ -139,7 +141,7 @@ def unmount_what_hides() -> str:
 
 
 def leave_the_root() -> str:
-    """chroot with an open descriptor outside, then climb up; pivot_root."""
+    """Leave the root folder, by chroot with a descriptor outside, or by pivot_root. Returns what it got, or ""."""
 
     def climb() -> str:
         os.makedirs("/tmp/cage", exist_ok=True)
@@ -158,7 +160,8 @@ def leave_the_root() -> str:
 
 
 def open_by_handle() -> str:
-    """Open files by handle, which bypasses mounts and root folders (a known container escape)."""
+    """Open files by handle, which bypasses mounts and root folders (a known container escape). Returns what it got, or
+    ""."""
     handle = (ctypes.c_uint32 * 34)(128, 0)
     mount_id = ctypes.c_int(0)
     with contextlib.suppress(Refused):
@@ -169,5 +172,5 @@ def open_by_handle() -> str:
 
 
 def rename_the_machine() -> str:
-    """Change the host name or domain name."""
+    """Change the host name. Returns what it got, or ""."""
     return in_child(lambda: "sethostname" if refusal("sethostname", b"x", 1) == "" else "")

@@ -1,4 +1,7 @@
-"""Covert channels between sibling machines. `hold`, `touch`, `marks` and `able` run in the sibling; `draw` in both."""
+"""Attack programs that pass data between sibling machines over covert channels.
+
+`hold`, `touch`, `marks` and `able` run in the sibling, `draw` in both.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _SHARED = ("/usr/bin", "/usr/lib/python3", "/etc/passwd", "/usr/bin/env", "/bin/
 
 
 def hold() -> str:
-    """Partner: publish a secret in every place that could be shared, until the end."""
+    """Publish a secret in every place that could be shared, until the end; runs in the sibling. Returns ""."""
     token, secret = str(FACTS["token"]), str(FACTS["secret"])
     kept: list[object] = []
     listener = socket.socket(socket.AF_UNIX)
@@ -63,7 +66,7 @@ def _lockable() -> list[str]:
 
 
 def meet_by_abstract_socket() -> str:
-    """The abstract UNIX socket of the sibling."""
+    """Read the secret from the sibling's abstract UNIX socket. Returns what it got, or ""."""
     with socket.socket(socket.AF_UNIX) as channel:
         channel.settimeout(2)
         channel.connect("\0" + str(FACTS["token"]))
@@ -71,14 +74,14 @@ def meet_by_abstract_socket() -> str:
 
 
 def meet_in_files() -> str:
-    """Files of the sibling in /tmp, /dev/shm, /var/tmp, a cache."""
+    """Read the secret from files of the sibling in /tmp, /dev/shm, /var/tmp or a cache. Returns what it got, or ""."""
     token = str(FACTS["token"])
     folders = ("/tmp", "/dev/shm", "/var/tmp", os.path.expanduser("~/.cache"), ".", "/workspace", "/root/.cache")
     return first([lambda f=f: read(f"{f}/{token}").decode() for f in folders])  # type: ignore[misc]
 
 
 def meet_in_a_message_queue() -> str:
-    """System V messages with a key that both know."""
+    """Read the secret from a System V message queue whose key both know. Returns what it got, or ""."""
     queue = call("msgget", _key(), 0o666)
     into = ctypes.create_string_buffer(128)
     size = ctypes.CDLL(None).msgrcv(queue, into, 100, 0, 0o4000)
@@ -86,7 +89,7 @@ def meet_in_a_message_queue() -> str:
 
 
 def meet_in_a_keyring() -> str:
-    """A key in the keyring of our user, which a sibling may share."""
+    """Read the secret from the keyring of our user, which a sibling may share. Returns what it got, or ""."""
     found = call("keyctl", 10, -4, b"user", str(FACTS["token"]).encode(), 0)
     into = ctypes.create_string_buffer(64)
     call("keyctl", 11, found, into, 64)
@@ -94,7 +97,8 @@ def meet_in_a_keyring() -> str:
 
 
 def meet_at_a_lock() -> str:
-    """Locks on files that all machines share: a locked file would transmit a bit."""
+    """Find a lock of the sibling on files that all machines share, which would transmit a bit. Returns what it got, or
+    ""."""
     for path in _lockable():
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDONLY)
@@ -109,7 +113,8 @@ def meet_at_a_lock() -> str:
 
 
 def watch_a_shared_file() -> str:
-    """inotify on files that all machines share, which would report the imports and commands of the sibling."""
+    """Watch files that all machines share with inotify, which would report what the sibling runs. Returns what it got,
+    or ""."""
     libc = ctypes.CDLL(None, use_errno=True)
     watcher = libc.inotify_init1(os.O_NONBLOCK)
     for path in {
@@ -129,7 +134,7 @@ def watch_a_shared_file() -> str:
 
 
 def touch() -> str:
-    """Partner of `watch_a_shared_file`: access commonly used files."""
+    """Access commonly used files while a sibling runs `watch_a_shared_file`. Returns ""."""
     for path in _lockable():
         with contextlib.suppress(OSError):
             os.listdir(path) if os.path.isdir(path) else read(path, 16)
@@ -138,7 +143,7 @@ def touch() -> str:
 
 
 def change_what_is_shared() -> str:
-    """Write a marker to all writable places outside of the work folder; the sibling looks for it with `marks`."""
+    """Write a marker to all writable places outside of the work folder, which the sibling looks for. Returns ""."""
     token, left = str(FACTS["token"]), []
     for folder, folders, _ in os.walk("/"):
         if folder.count("/") > 4 or folder.startswith(("/proc", "/sys", os.getcwd())):
@@ -154,7 +159,7 @@ def change_what_is_shared() -> str:
 
 
 def marks() -> str:
-    """Partner of `change_what_is_shared`: look for its markers."""
+    """Look for the markers that a sibling wrote with `change_what_is_shared`. Returns what it got, or ""."""
     token = str(FACTS["token"])
     found = []
     for folder, folders, names in os.walk("/"):
@@ -168,7 +173,7 @@ def marks() -> str:
 
 
 def draw() -> str:
-    """Random values of each sibling; equal ones show that both were forked with the same state."""
+    """Return random values as JSON; equal ones in two siblings show that both were forked with the same state."""
     code = "import os,random,uuid,secrets;print(random.random(),uuid.uuid4(),secrets.token_hex(8),os.urandom(8).hex())"
     fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=30)
     kernel = ""
@@ -182,7 +187,9 @@ def draw() -> str:
 
 
 def able() -> str:
-    """Partner of all bombs: check that the resources that every program needs are still available."""
+    """Check in a sibling of a bomb that what every program needs still works; return "able".
+
+    Raises `OSError` if a resource is exhausted."""
     libc = ctypes.CDLL(None, use_errno=True)
     for make in (libc.inotify_init1, libc.epoll_create1):
         fd = make(0)

@@ -1,5 +1,7 @@
-"""Make the rollout invalid instead of graded with 0. The functions return nothing; their effects are checked
-outside."""
+"""Attack programs that try to make the rollout invalid instead of graded with 0.
+
+They return "": their effects are checked outside.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def _in_background(work: object) -> None:
 
 
 def kill_everything() -> str:
-    """SIGKILL and SIGSTOP to all processes, including the first one."""
+    """Send SIGSTOP and SIGKILL to all processes, including process 1. Returns ""."""
     if not FACTS.get("plain"):
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in (1, -1):
@@ -37,7 +39,7 @@ def kill_everything() -> str:
 
 
 def delete_the_work_folder() -> str:
-    """Empty the work folder and remove its permissions."""
+    """Empty the work folder and remove its permissions. Returns ""."""
     for name in os.listdir("."):
         shutil.rmtree(name, ignore_errors=True)
         with contextlib.suppress(OSError):
@@ -56,28 +58,28 @@ def _replace(path: str) -> None:
 
 
 def export_a_folder() -> str:
-    """The export is a folder."""
+    """Replace the exported file by a folder. Returns ""."""
     _replace("calc.py")
     os.makedirs("calc.py/calc.py")
     return ""
 
 
 def export_a_link() -> str:
-    """The export is a link to a secret of the host, which the host would read."""
+    """Replace the exported file by a link to a secret of the host, which the host would read. Returns ""."""
     _replace("calc.py")
     os.symlink(str(FACTS["secret_file"]), "calc.py")
     return ""
 
 
 def export_through_a_link() -> str:
-    """The export's folder is a link to the root."""
+    """Replace the folder of an exported file by a link to /etc. Returns ""."""
     _replace("pkg")
     os.symlink("/etc", "pkg")
     return ""
 
 
 def export_a_hard_link() -> str:
-    """The export is a hard link to a file outside the work folder."""
+    """Replace the exported file by a hard link to a file outside the work folder. Returns ""."""
     _replace("calc.py")
     for path in (str(FACTS["secret_file"]), "/etc/passwd", "/proc/self/environ", "/etc/shadow"):
         with contextlib.suppress(OSError):
@@ -87,28 +89,28 @@ def export_a_hard_link() -> str:
 
 
 def export_a_pipe() -> str:
-    """The export is a pipe that nobody writes to."""
+    """Replace the exported file by a pipe that nobody writes to. Returns ""."""
     _replace("calc.py")
     os.mkfifo("calc.py")
     return ""
 
 
 def export_a_socket() -> str:
-    """The export is a socket."""
+    """Replace the exported file by a socket. Returns ""."""
     _replace("calc.py")
     socket.socket(socket.AF_UNIX).bind("calc.py")
     return ""
 
 
 def export_a_device() -> str:
-    """The export is a link to /dev/zero, since devices cannot be created."""
+    """Replace the exported file by a link to /dev/zero. Returns ""."""
     _replace("calc.py")
     os.symlink("/dev/zero", "calc.py")
     return ""
 
 
 def export_an_unreadable_file() -> str:
-    """The export and its folder have no permissions."""
+    """Remove all permissions from the exported files and their folder. Returns ""."""
     os.makedirs("pkg", exist_ok=True)
     with open("pkg/core.py", "w") as file:
         file.write("x = 1\n")
@@ -118,7 +120,7 @@ def export_an_unreadable_file() -> str:
 
 
 def export_a_huge_file() -> str:
-    """The export is as large as the disk."""
+    """Make the exported file as large as the disk. Returns ""."""
     with contextlib.suppress(OSError), open("calc.py", "wb", buffering=0) as file:
         while True:
             file.write(bytes(1 << 20))
@@ -126,7 +128,7 @@ def export_a_huge_file() -> str:
 
 
 def export_a_leased_file() -> str:
-    """A lease on the export, so that opening it blocks."""
+    """Take a lease on the exported file, so that opening it blocks. Returns ""."""
 
     def lease() -> None:
         signal.signal(signal.SIGIO, signal.SIG_IGN)
@@ -140,7 +142,7 @@ def export_a_leased_file() -> str:
 
 
 def export_a_changing_file() -> str:
-    """The export is replaced by a link and back, thousands of times a second."""
+    """Replace the exported file by a link and back, thousands of times a second. Returns ""."""
     os.symlink(str(FACTS["secret_file"]), "link.py")
 
     def swap() -> None:
@@ -156,14 +158,14 @@ def export_a_changing_file() -> str:
 
 
 def export_what_is_no_text() -> str:
-    """The export is not UTF-8, has NUL bytes, and declares an unknown encoding."""
+    """Write an exported file that is not UTF-8, has NUL bytes and declares an unknown encoding. Returns ""."""
     with open("calc.py", "wb") as file:
         file.write(b"# coding: etude-none\n\0\xff\xfe def f(n): return 1\n")
     return ""
 
 
 def ignore_every_signal() -> str:
-    """A process that ignores signals and restarts itself when it is killed."""
+    """Start processes that ignore signals and restart themselves when they are killed. Returns ""."""
 
     def again() -> None:
         for number in range(1, 64):
@@ -182,7 +184,7 @@ def ignore_every_signal() -> str:
 
 
 def hang() -> str:
-    """Never end."""
+    """Sleep without end."""
     while True:
         time.sleep(3600)
 
@@ -201,7 +203,7 @@ def end_with_the_machinerys_codes() -> str:
 
 
 def jump_the_clock() -> str:
-    """Set all clocks, and leave files with times in the years 2446 and 1901."""
+    """Set the clock, and give the exported file times far in the future and in 1901. Returns ""."""
     for when in (2**34 - 1, -(2**31)):
         with contextlib.suppress(OSError, OverflowError):
             os.utime("calc.py", (when, when))
@@ -211,7 +213,7 @@ def jump_the_clock() -> str:
 
 
 def speak_the_protocol() -> str:
-    """Write frames of the machine protocol to all descriptors."""
+    """Write frames of the machine protocol to all descriptors. Returns ""."""
     import struct
 
     frames = b"".join(
@@ -230,7 +232,7 @@ def speak_the_protocol() -> str:
 
 
 def work_past_the_deadline() -> str:
-    """A background process that continues to work after the command has ended."""
+    """Start a background process that continues to work after the command has ended. Returns ""."""
 
     def later() -> None:
         while True:
@@ -246,7 +248,7 @@ def work_past_the_deadline() -> str:
 
 
 def trojan_every_command() -> str:
-    """Fake programs in PATH and the work folder, and start-up files of all shells and interpreters."""
+    """Leave fake programs in PATH and the work folder, and start-up files of shells and Python. Returns ""."""
     for name in ("python", "python3", "sh", "ls", "git", "pytest", "cat"):
         for folder in (".", "bin", ".local/bin"):
             with contextlib.suppress(OSError):
@@ -274,7 +276,7 @@ def trojan_every_command() -> str:
 
 
 def leave_a_shell_running() -> str:
-    """A shell loop that rewrites the export forever."""
+    """Start a shell loop that rewrites the exported file forever. Returns ""."""
     subprocess.Popen(
         ["sh", "-c", "while :; do echo 'x = 1' > calc.py; done"],
         stdin=subprocess.DEVNULL,
