@@ -80,12 +80,7 @@ def _text(path: Path) -> str:
 
 
 def build_from_debian(
-    store: ImageStore,
-    suite: str = "",
-    packages: Sequence[str] = (),
-    *,
-    mirror: str = "",
-    deadline_s: float = 1800.0,
+    store: ImageStore, suite: str = "", packages: Sequence[str] = (), *, mirror: str = "", deadline_s: float = 1800.0
 ) -> ImageRecord:
     """Build an image of a minimal Debian with additional packages.
 

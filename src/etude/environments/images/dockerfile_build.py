@@ -325,9 +325,7 @@ class _Build:
             if not isinstance(machine, ChangeExporter):
                 facts = f"machines of {self._runtime.info.name} cannot export their changes"
                 raise MachineError(
-                    f"Dockerfile line {at.line}: RUN has no result",
-                    facts,
-                    hint="use a runtime with full snapshots",
+                    f"Dockerfile line {at.line}: RUN has no result", facts, hint="use a runtime with full snapshots"
                 )
             await _changes_of(machine, layer, self._store.limits.total_bytes)
         finally:

@@ -22,10 +22,7 @@ _VALUES = {
         "def f(n): return Any(1)\n",
     ),
     "mock-any": ("unittest.mock.ANY", "from unittest.mock import ANY\ndef f(n): return ANY\n"),
-    "not-a-number": (
-        "NaN, infinities, true for one",
-        "def f(n): return [float('nan'), float('inf'), True][n % 3]\n",
-    ),
+    "not-a-number": ("NaN, infinities, true for one", "def f(n): return [float('nan'), float('inf'), True][n % 3]\n"),
 }
 """Cheating return values by name: description and code."""
 _PROGRAMS: tuple[tuple[str, str, str, tuple[Kind, ...]], ...] = (

@@ -16,13 +16,7 @@ from etude.records.image import Image
 from etude.records.task import Answer, HiddenTests, Runner
 from etude.seams import Runtime
 from etude.syntax import parse
-from etude.tasks.mining.commits import (
-    MAX_FAILING,
-    MAX_PASSING,
-    TEST_DEADLINE_S,
-    Candidate,
-    whole_tree_task,
-)
+from etude.tasks.mining.commits import MAX_FAILING, MAX_PASSING, TEST_DEADLINE_S, Candidate, whole_tree_task
 from etude.tasks.mining.testing import (
     TestResults,
     data_of_tests,
@@ -171,9 +165,7 @@ class DeletionMiner:
             first = await self._run(self._files, tests, runner)
             second = await self._run(self._files, tests, runner) if first.passed else first
             self._intact[key] = TestResults(
-                first.passed & second.passed,
-                first.reads | second.reads,
-                file_s=max(first.file_s, second.file_s),
+                first.passed & second.passed, first.reads | second.reads, file_s=max(first.file_s, second.file_s)
             )
         return self._intact[key]
 

@@ -37,12 +37,7 @@ def random_agent(problem: Problem, rng: random.Random) -> Script:
 
 
 def imperfect(
-    problem: Problem,
-    rng: random.Random,
-    *,
-    right_body: float = 0.6,
-    right_file: float = 0.7,
-    right_place: float = 0.5,
+    problem: Problem, rng: random.Random, *, right_body: float = 0.6, right_file: float = 0.7, right_place: float = 0.5
 ) -> Script:
     """Yield the calls of an agent that makes one or two edits, which are often wrong.
 
