@@ -181,7 +181,6 @@ def _cross_validated(values: npt.NDArray[Any], labels: npt.NDArray[Any], rng: np
 def _boosted(
     values: npt.NDArray[Any], labels: npt.NDArray[Any], test_values: npt.NDArray[Any]
 ) -> npt.NDArray[np.float64]:
-    """Train AdaBoost over decision stumps. Returns the scores of the rows in `test_values`."""
     signs = np.where(labels == 1, 1.0, -1.0)
     weights = np.full(len(labels), 1.0 / len(labels))
     scores = np.zeros(len(test_values))

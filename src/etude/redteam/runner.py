@@ -194,7 +194,6 @@ def _require_serializable(outcome: Graded | Invalid) -> None:
 
 
 def _run_detector(problem: Problem, exports: Mapping[str, bytes], outcome: Graded) -> list[CheatIndicator]:
-    """Run the cheat detector, as for every graded rollout."""
     began = time.process_time()
     found = find_cheating(problem.task, exports=exports, outcome=outcome)
     if (took_s := time.process_time() - began) > _LOOK_S:
@@ -281,7 +280,6 @@ def _parse_output(result: ExecResult) -> tuple[str, str]:
 
 
 def _equal_draws(first: str, second: str) -> str:
-    """Return which random values of two siblings are equal."""
     with contextlib.suppress(ValueError):
         mine, other = json.loads(first), json.loads(second)
         same = [name for name in mine if mine[name] and mine[name] == other.get(name)]

@@ -53,16 +53,10 @@ class Secrets:
         `token` marks processes and files of a sibling machine."""
         own_kernel = runtime.info.isolation not in ("shared kernel", "none")
         return {
-            "token": token,
-            "secret_file": str(self.file),
-            "variable": VARIABLE,
-            "port": self.port,
-            "abstract": self.abstract,
-            "pid": os.getpid(),
-            "plain": runtime.info.isolation == "none",
-            "own_kernel": own_kernel,
-            "hold_s": 20.0,
-        }
+            "token": token, "secret_file": str(self.file), "variable": VARIABLE, "port": self.port,
+            "abstract": self.abstract, "pid": os.getpid(), "plain": runtime.info.isolation == "none",
+            "own_kernel": own_kernel, "hold_s": 20.0,
+        }  # fmt: skip
 
 
 @contextlib.asynccontextmanager

@@ -88,7 +88,6 @@ def _comparable(terms: Sequence[Term | None]) -> bool:
 
 
 def _sign(terms: Mapping[str, Term], *, rewarded: bool) -> str | None:
-    """The evidence of the most serious sign of cheating; None without a sign."""
     for name in (SIGNS_IF_REWARDED, SIGNS) if rewarded else (SIGNS,):
         if (found := terms.get(name)) is not None and found.value:
             return found.evidence

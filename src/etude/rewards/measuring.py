@@ -52,7 +52,6 @@ async def measure(
 
 
 async def _measured(one: NamedTerm, rollout: Rollout, graded: Graded, deadline_s: float) -> Term:
-    """Measure one term of one rollout."""
     at = f"rollout {rollout.rollout_id}"
     hint = "fix the term, then resume the run: graded rollouts are not lost"
     try:

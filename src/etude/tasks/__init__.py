@@ -30,21 +30,9 @@ from etude.tasks.swe import SweSource
 from etude.tasks.verifiers import VerifiersSource, interpreter
 
 __all__ = [
-    "CorpusConfig",
-    "DirectorySource",
-    "HumanEvalSource",
-    "Proof",
-    "RepairSource",
-    "Script",
-    "TasksConfig",
-    "assert_no_heldout",
-    "check",
-    "code_documents",
-    "library_documents",
-    "open_source",
-    "show",
-    "write_reference",
-]
+    "CorpusConfig", "DirectorySource", "HumanEvalSource", "Proof", "RepairSource", "Script", "TasksConfig",
+    "assert_no_heldout", "check", "code_documents", "library_documents", "open_source", "show", "write_reference",
+]  # fmt: skip
 
 
 _BY_PATH: dict[str, Callable[[str], TaskSource]] = {

@@ -120,7 +120,6 @@ def _parse(raw: bytes, place: str) -> _Line:
 
 
 def _defined(source: str, place: str) -> list[str]:
-    """Names of the functions that a source defines at the top level."""
     try:
         tree = parse(source)
     except SyntaxError as error:

@@ -23,17 +23,7 @@ from etude.environments.images.repository import build_from_repository
 from etude.environments.images.store import ImageStore, default_store
 
 __all__ = [
-    "BadSource",
-    "ChangeExporter",
-    "ImageLimits",
-    "ImageRecord",
-    "ImageStore",
-    "build_from_debian",
-    "build_from_directory",
-    "build_from_dockerfile",
-    "build_from_oci",
-    "build_from_repository",
-    "default_store",
-    "objects_of",
-    "scan_objects",
-]
+    "BadSource", "ChangeExporter", "ImageLimits", "ImageRecord", "ImageStore", "build_from_debian",
+    "build_from_directory", "build_from_dockerfile", "build_from_oci", "build_from_repository", "default_store",
+    "objects_of", "scan_objects",
+]  # fmt: skip

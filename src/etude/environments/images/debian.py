@@ -25,17 +25,9 @@ from etude.records.image import Image
 
 _WORD = re.compile("[a-z0-9][a-z0-9.+-]{0,99}(=[A-Za-z0-9.+~:-]+)?")
 _EMPTIED_FOLDERS = (
-    "var/cache/apt",
-    "var/lib/apt/lists",
-    "var/log",
-    "tmp",
-    "run",
-    "var/tmp",
-    "dev",
-    "proc",
-    "sys",
+    "var/cache/apt", "var/lib/apt/lists", "var/log", "tmp", "run", "var/tmp", "dev", "proc", "sys",
     "var/cache/debconf",
-)
+)  # fmt: skip
 _REMOVED_PATHS = ("etc/hostname", "etc/resolv.conf", "var/lib/systemd/random-seed", "var/cache/ldconfig/aux-cache",
             "var/lib/dpkg/status-old", "var/lib/dpkg/available-old", "etc/passwd-", "etc/group-", "etc/shadow-",
             "etc/gshadow-", "etc/subuid-", "etc/subgid-", "var/lib/dbus/machine-id", "debootstrap")  # fmt: skip

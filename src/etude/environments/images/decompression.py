@@ -40,8 +40,6 @@ def decompressed(file: BinaryIO, limits: ImageLimits) -> Read:
 
 
 class _Counted:
-    """Counts the bytes read from a file."""
-
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._head, self.num_bytes = file, b"", 0
 

@@ -127,7 +127,6 @@ def _is_ignored(line: str) -> bool:
 
 
 def _joined(line: str, lines: Iterator[tuple[int, str]]) -> str:
-    """Join a line with its continuation lines."""
     parts = []
     while found := _CONTINUED.fullmatch(line):
         parts.append(found[1])

@@ -109,7 +109,6 @@ class _State:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The variables that the next instruction can use."""
         return {"PATH": _PATH, **self.arguments, **self.record.image.env}
 
     def argv(self, at: Instruction) -> tuple[str, ...]:
@@ -175,7 +174,6 @@ class _Build:
                 raise InputError(f"the Dockerfile has no ARG {name[:40]}", hint=hint)
 
     def find(self, name: str) -> Stage:
-        """Return the stage with a name or number. Raises `InputError`."""
         for number, stage in enumerate(self.file.stages):
             if name.lower() in (stage.name, str(number)) and name:
                 return stage
@@ -350,7 +348,6 @@ def _require_success(at: Instruction, result: ExecResult) -> None:
 
 
 def _hint(result: ExecResult, printed: str) -> str:
-    """The hint for a RUN that failed."""
     if "File size limit exceeded" in printed:
         return "a file exceeded the size limit of machines: write smaller files, or COPY it"
     if result.exit_code == 127 or "/bin/sh" in printed:

@@ -82,8 +82,6 @@ class _Config(msgspec.Struct):
 
 
 class _Saved(msgspec.Struct, rename="pascal"):
-    """One image in the manifest.json of a `docker save` archive."""
-
     config: str
     layers: list[str]
     repo_tags: list[str] | None = None

@@ -11,14 +11,6 @@ from etude.environments.network.policy import AllowList, is_public
 from etude.environments.network.proxy import EgressProxy, ProxyLimits
 
 __all__ = [
-    "AllowList",
-    "EgressProxy",
-    "Mirror",
-    "Package",
-    "PackageSpec",
-    "Packages",
-    "ProxyLimits",
-    "is_public",
-    "listen_on_loopback",
-    "parse_package_spec",
-]
+    "AllowList", "EgressProxy", "Mirror", "Package", "PackageSpec", "Packages", "ProxyLimits", "is_public",
+    "listen_on_loopback", "parse_package_spec",
+]  # fmt: skip

@@ -10,13 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from typing import NamedTuple
+import socket
+from collections.abc import Callable, Coroutine
+from typing import Any, NamedTuple
 
 MAX_HEAD_BYTES = 32_768
 _MAX_FIELDS = 100
 _LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,32}) ([\x21-\x7e]{1,8192}) HTTP/1\.([01])")
 _FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}):[ \t]*([\t\x20-\x7e\x80-\xff]*)")
 _AUTHORITY = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(?::(?P<port>[0-9]{1,5}))?")
+
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
 
 
 class BadRequest(ValueError):
@@ -117,6 +122,32 @@ def authority(text: str) -> tuple[str, int | None]:
     if not host or ".." in host or host.startswith("."):
         raise BadRequest("no plain host")
     return host, port
+
+
+class ConnectionServer:
+    """Base of servers that handle each connection in a task of its own, on sockets that they are given."""
+
+    def __init__(self) -> None:
+        self._servers: list[asyncio.Server] = []
+        self._serving: set[asyncio.Task[None]] = set()
+
+    async def _serve(self, listener: socket.socket, handle: Handler) -> asyncio.Server:
+        def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.get_running_loop().create_task(handle(reader, writer))
+            self._serving.add(task)
+            task.add_done_callback(self._serving.discard)
+
+        server = await asyncio.start_server(begin, sock=listener, limit=MAX_HEAD_BYTES)
+        self._servers.append(server)
+        return server
+
+    async def close(self) -> None:
+        """Stop serving on all sockets and abort open connections. Can be repeated."""
+        for server in self._servers:
+            server.close()
+        for task in list(self._serving):
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
 
 
 async def close_writer(writer: asyncio.StreamWriter, deadline_s: float) -> None:

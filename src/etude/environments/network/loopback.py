@@ -67,7 +67,6 @@ def listen_on_loopback(pid: int, port: int = 0) -> socket.socket:
 
 
 def _owning_user_namespace(net: int) -> int:
-    """Descriptor of the user namespace that owns a network namespace."""
     return fcntl.ioctl(net, 0xB701)  # NS_GET_USERNS
 
 

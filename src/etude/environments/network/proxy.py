@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 
 from etude.config import ranged
 from etude.environments.network.http import (
-    MAX_HEAD_BYTES,
     BadRequest,
+    ConnectionServer,
     RequestHead,
     Target,
     close_writer,
@@ -58,7 +58,7 @@ async def resolve(host: str, port: int) -> list[str]:
     return [str(info[4][0]) for info in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
 
 
-class EgressProxy:
+class EgressProxy(ConnectionServer):
     """An HTTP proxy that serves on the sockets given to `serve`, until `close`.
 
     `allow` are rules of an `AllowList`; if it is empty, every request is refused, and logged. `log` gets one JSON line
@@ -74,33 +74,16 @@ class EgressProxy:
         resolve: Resolve = resolve,
         reachable: Callable[[str], bool] = is_public,
     ) -> None:
+        super().__init__()
         self._allow, self._log = AllowList(allow), log
         self._limits = limits if limits is not None else ProxyLimits()
         self._resolve, self._reachable = resolve, reachable
-        self._servers: list[asyncio.Server] = []
-        self._serving: set[asyncio.Task[None]] = set()
 
     async def serve(self, listener: socket.socket, *, who: str) -> asyncio.Server:
         """Serve on a listening socket of any address family, until the returned server is closed.
 
         `who` names the machine behind the socket in the log."""
-
-        def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.get_running_loop().create_task(self._connection(reader, writer, who))
-            self._serving.add(task)
-            task.add_done_callback(self._serving.discard)
-
-        server = await asyncio.start_server(begin, sock=listener, limit=MAX_HEAD_BYTES)
-        self._servers.append(server)
-        return server
-
-    async def close(self) -> None:
-        """Stop serving on all sockets and abort open connections. Can be repeated."""
-        for server in self._servers:
-            server.close()
-        for task in list(self._serving):
-            task.cancel()
-        await asyncio.gather(*self._serving, return_exceptions=True)
+        return await self._serve(listener, lambda reader, writer: self._connection(reader, writer, who))
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, who: str) -> None:
         entry: dict[str, Any] = {"who": who, "host": "", "port": 0, "address": "", "sent_bytes": 0, "got_bytes": 0}

@@ -118,7 +118,6 @@ def _config(command: Command, cwd: str | None) -> m.Config:
 
 
 def _tag(command: Command) -> str:
-    """The tag of a command in the list of processes."""
     return f"etude-{command.key}"
 
 

@@ -50,14 +50,9 @@ _MKDIR = '[ -d "$1" ] && exit 48; [ -e "$1" ] && exit 47; exec mkdir -p -- "$1"'
 _REMOVE = 'exec rm -rf -- "$1"'
 _MOVE = '[ -e "$1" ] || [ -L "$1" ] || exit 44; mkdir -p -- "$(dirname -- "$2")" && exec mv -f -T -- "$1" "$2"'
 PROGRAMS: Final = {
-    "e_stat": _STAT,
-    "e_list": _LIST,
-    "e_read": _READ,
-    "e_write": _WRITE,
-    "e_mkdir": _MKDIR,
-    "e_remove": _REMOVE,
+    "e_stat": _STAT, "e_list": _LIST, "e_read": _READ, "e_write": _WRITE, "e_mkdir": _MKDIR, "e_remove": _REMOVE,
     "e_move": _MOVE,
-}
+}  # fmt: skip
 _READ_ONLY = {"e_stat", "e_list", "e_read"}
 _EXIT_CODES = {
     44: (Code.NOT_FOUND, "{} does not exist"),

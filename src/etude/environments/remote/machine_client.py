@@ -30,13 +30,8 @@ class MachineClient:
     def __init__(
         self, client: HttpClient, url: str, created: m.Sandbox, config: ClientConfig, *, is_etude: bool
     ) -> None:
-        self._client, self.url, self.id, self.config, self.is_etude = (
-            client,
-            url.rstrip("/"),
-            created.sandbox_id,
-            config,
-            is_etude,
-        )
+        self._client, self.url, self.id = client, url.rstrip("/"), created.sandbox_id
+        self.config, self.is_etude = config, is_etude
         self._headers = {"e2b-sandbox-id": created.sandbox_id, "e2b-sandbox-port": _PORT}
         if created.envd_access_token:
             self._headers["x-access-token"] = created.envd_access_token

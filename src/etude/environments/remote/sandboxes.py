@@ -521,5 +521,4 @@ class AccountSnapshots:
 
 
 def _is_disposable(names: tuple[str, ...]) -> bool:
-    """Whether a snapshot can be deleted to free space."""
     return all(name.startswith(PREPARED) for name in names)

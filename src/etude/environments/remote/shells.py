@@ -137,7 +137,6 @@ class _Response:
         self._end = f"\0{mark} ".encode()
 
     def add(self, printed: OutputChunk) -> None:
-        """Add output."""
         if printed.stream == 1:
             self._add_out(printed.data)
         else:

@@ -55,8 +55,7 @@ def every_object() -> str:
 
 
 def raw_bytes() -> str:
-    """Search every zlib stream in the files of .git without git: loose objects, packs, truncated packs. Returns what it
-    got, or ""."""
+    """Search every zlib stream in the files of .git: loose objects, whole and cut packs. Returns what it got, or ""."""
     for folder, _, names in os.walk("repo/.git"):
         for name in names:
             data = read(f"{folder}/{name}", 1 << 22)
@@ -72,8 +71,7 @@ def raw_bytes() -> str:
 
 
 def other_names_of_heads() -> str:
-    """Look for anything that names another commit: tags, ORIG_HEAD, FETCH_HEAD, stashes, remotes. Returns what it got,
-    or ""."""
+    """Look for names of other commits: tags, ORIG_HEAD, FETCH_HEAD, stashes, remotes. Returns what it got, or ""."""
     references = {line for line in _git("show-ref", "--head").splitlines() if b" " in line}
     commits = {line.split()[0] for line in references}
     files = [
@@ -87,8 +85,7 @@ def other_names_of_heads() -> str:
 
 
 def where_it_came_from() -> str:
-    """Look for sources of the missing commits: a remote, an alternate object store, a worktree, a promisor. Returns
-    what it got, or ""."""
+    """Look for a remote, alternate object store, worktree or promisor with more commits. Returns what it got, or ""."""
     data = b"".join(
         read(path)
         for path in ("repo/.git/config", "repo/.git/objects/info/alternates", "repo/.git/commondir")

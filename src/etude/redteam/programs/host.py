@@ -18,16 +18,14 @@ _DEVICES = {"null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts", "
 
 
 def read_a_secret_file() -> str:
-    """Read a file of the host by its path, through /proc/1/root, or with ../ from the working directory. Returns what
-    it got, or ""."""
+    """Read a file of the host by its path, through /proc/1/root, or with leading ../ parts. Returns what it got, or ""."""
     path = str(FACTS["secret_file"])
     ways = [path, f"/proc/1/root{path}", f"/proc/self/root{path}", "../" * 32 + path.lstrip("/"), f"/host{path}"]
     return first([lambda w=w: read(w).decode() for w in ways])  # type: ignore[misc]
 
 
 def read_a_secret_variable() -> str:
-    """Read an environment variable of the host, from our environment or a readable process's. Returns what it got, or
-    ""."""
+    """Read an environment variable of the host, from any readable process's environment. Returns what it got, or ""."""
     name = str(FACTS["variable"]).encode()
     for pid in ["self", *(n for n in os.listdir("/proc") if n.isdigit())]:
         with contextlib.suppress(OSError):
@@ -38,8 +36,7 @@ def read_a_secret_variable() -> str:
 
 
 def find_open_descriptors() -> str:
-    """Find inherited file descriptors, such as a socket of the runtime or a folder of the host. Returns what it got, or
-    ""."""
+    """Find inherited descriptors, such as a socket of the runtime or a folder of the host. Returns what it got, or ""."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -50,8 +47,7 @@ def find_open_descriptors() -> str:
 
 
 def climb_from_descriptors() -> str:
-    """Check whether a standard descriptor is a folder or device, or a socket that passes descriptors. Returns what it
-    got, or ""."""
+    """Find a standard descriptor that is a folder or device, or that passes descriptors. Returns what it got, or ""."""
     for number in range(3):
         mode = os.fstat(number).st_mode
         if stat.S_ISDIR(mode) or stat.S_ISBLK(mode):
@@ -67,8 +63,7 @@ def climb_from_descriptors() -> str:
 
 
 def write_kernel_settings() -> str:
-    """Write the current value to files in /proc/sys and /sys, or open /proc/sysrq-trigger for writing. Returns what it
-    got, or ""."""
+    """Write current values to files in /proc/sys and /sys, or open /proc/sysrq-trigger. Returns what it got, or ""."""
     for top in ("/proc/sys", "/sys"):
         for folder, _, names in os.walk(top):
             for name in names:
@@ -78,8 +73,7 @@ def write_kernel_settings() -> str:
 
 
 def set_the_core_pattern() -> str:
-    """Open kernel settings for writing that name programs which the host starts, such as core_pattern. Returns what it
-    got, or ""."""
+    """Open kernel settings for writing that name programs to start, such as core_pattern. Returns what it got, or ""."""
     paths = ("/proc/sys/kernel/core_pattern", "/proc/sys/kernel/modprobe", "/sys/kernel/uevent_helper",
              "/proc/sys/fs/binfmt_misc/register", "/proc/sys/kernel/poweroff_cmd")  # fmt: skip
     return first([lambda p=p: writable(p) for p in paths])  # type: ignore[misc]
@@ -155,8 +149,7 @@ def overwrite_programs() -> str:
 
 
 def become_root() -> str:
-    """Become root with setuid, setresuid or setgroups, through the C library and by raw call. Returns what it got, or
-    ""."""
+    """Become root by setuid, setresuid or setgroups, with the C library or a raw call. Returns what it got, or ""."""
     if os.getuid() == 0 and not FACTS.get("own_kernel"):
         with open("/proc/self/uid_map") as mapping:
             if mapping.read().split()[:3] == ["0", "0", "4294967295"]:
@@ -213,8 +206,7 @@ def hold_capabilities() -> str:
 
 
 def learn_kernel_addresses() -> str:
-    """Read kernel addresses from /proc/kallsyms, /proc/modules, /proc/timer_list or /proc/kcore. Returns what it got,
-    or ""."""
+    """Read kernel addresses from /proc/kallsyms, /proc/modules, /proc/kcore and others. Returns what it got, or ""."""
     for path in ("/proc/kallsyms", "/proc/modules"):
         with contextlib.suppress(OSError, ValueError):
             for word in re.findall(rb"\b(?:0x)?([0-9a-f]{16})\b", read(path)):

@@ -41,8 +41,7 @@ def find_the_fix_installed() -> str:
 
 
 def find_the_fix_in_caches() -> str:
-    """Search caches, temporary folders and homes for files of earlier machines, graders or the host. Returns what it
-    got, or ""."""
+    """Search caches, temporary folders and homes for files of earlier machines. Returns what it got, or ""."""
     places = ("/tmp", "/var/tmp", "/dev/shm", "/root", "/home", "/var/cache", "/var/lib/etude", "/opt", "/srv",
     "/mnt", "/run",
               "/workspace", os.path.expanduser("~/.cache"), os.path.dirname(str(FACTS["secret_file"])))  # fmt: skip

@@ -31,8 +31,7 @@ def open_a_perf_event() -> str:
 
 
 def handle_page_faults() -> str:
-    """Handle page faults in user space (userfaultfd), which helps to win races in the kernel. Returns what it got, or
-    ""."""
+    """Handle page faults in user space, which helps to win races in the kernel. Returns what it got, or ""."""
     return reached("userfaultfd", 0) or reached("userfaultfd", 1)
 
 
@@ -46,8 +45,7 @@ def use_keyrings() -> str:
 
 
 def load_modules_and_kernels() -> str:
-    """Call init_module, delete_module, kexec_load, swapon, acct and others with harmless arguments. Returns what it
-    got, or ""."""
+    """Call init_module, kexec_load, swapon, acct and others with harmless arguments. Returns what it got, or ""."""
     tries = [("init_module", None, 0, b""), ("finit_module", -1, b"", 0), ("delete_module", b"etude-none", 0),
              ("kexec_load", 0, 99, None, 0), ("swapon", b"/nonexistent", 0), ("acct", b"/nonexistent"),
              ("quotactl", 0, None, 0, None)]  # fmt: skip
@@ -76,8 +74,7 @@ def read_the_kernels_log() -> str:
 
 
 def set_clocks() -> str:
-    """Set the clock of the host, to an invalid time (settimeofday, clock_settime, adjtimex). Returns what it got, or
-    ""."""
+    """Set the host's clock to an invalid time (settimeofday, clock_settime, adjtimex). Returns what it got, or ""."""
     now = (ctypes.c_int64 * 2)(0, -1)  # an impossible time: nothing moves even where it is allowed
     timex = (ctypes.c_int64 * 32)(0x4000)  # ADJ_TICK with tick 0: refused after the check of privilege
     return (
@@ -93,8 +90,7 @@ def watch_file_systems() -> str:
 
 
 def open_socket_families() -> str:
-    """Open sockets of families that have no namespaces or had many vulnerabilities, such as vsock or alg. Returns what
-    it got, or ""."""
+    """Open sockets of families without namespaces or with past flaws, such as vsock, alg. Returns what it got, or ""."""
     found = []
     for family in range(3, 46):
         if family == 10:

@@ -53,17 +53,9 @@ def _kernel() -> dict[str, object]:
     memory = dict(line.split(":", 1) for line in read("/proc/meminfo").decode().splitlines())
     status = dict(line.split(":", 1) for line in read("/proc/self/status").decode().splitlines() if ":" in line)
     wanted = (
-        "CapEff",
-        "CapBnd",
-        "NoNewPrivs",
-        "Seccomp",
-        "Seccomp_filters",
-        "NSpid",
-        "NSpgid",
-        "NSsid",
-        "TracerPid",
+        "CapEff", "CapBnd", "NoNewPrivs", "Seccomp", "Seccomp_filters", "NSpid", "NSpgid", "NSsid", "TracerPid",
         "Groups",
-    )
+    )  # fmt: skip
     return {
         "cpu.model": info.get("model name\t", ""),
         "cpu.flags": " ".join(

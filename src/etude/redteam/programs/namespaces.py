@@ -16,8 +16,7 @@ _CAN_BE_32_BIT = platform.machine() == "x86_64"
 
 
 def make_by_unshare() -> str:
-    """Create a namespace of each kind with unshare; a user namespace would give every capability. Returns what it got,
-    or ""."""
+    """Create a namespace of each kind with unshare; a user namespace has all capabilities. Returns what it got, or ""."""
 
     def make(kind: str) -> str:
         call("unshare", _KINDS[kind])
@@ -42,8 +41,7 @@ def make_by_clone() -> str:
 
 
 def make_by_clone3() -> str:
-    """Create a user namespace with clone3, whose flags are behind a pointer and so hidden from filters. Returns what it
-    got, or ""."""
+    """Create a user namespace with clone3, whose flags are hidden from filters. Returns what it got, or ""."""
 
     def make() -> str:
         arguments = (ctypes.c_uint64 * 11)(_KINDS["user"], 0, 0, 0, 17)
@@ -160,8 +158,7 @@ def leave_the_root() -> str:
 
 
 def open_by_handle() -> str:
-    """Open files by handle, which bypasses mounts and root folders (a known container escape). Returns what it got, or
-    ""."""
+    """Open files by handle, which bypasses mounts and roots (a known container escape). Returns what it got, or ""."""
     handle = (ctypes.c_uint32 * 34)(128, 0)
     mount_id = ctypes.c_int(0)
     with contextlib.suppress(Refused):

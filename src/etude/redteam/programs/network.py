@@ -20,8 +20,7 @@ def _connect(address: str, port: int) -> str:
 
 
 def connect_to_the_host() -> str:
-    """Connect to a port of the host: by loopback, by a virtual machine's address for it, by any gateway. Returns what
-    it got, or ""."""
+    """Connect to a port of the host by loopback, by common addresses, by any gateway. Returns what it got, or ""."""
     addresses = ["127.0.0.1", "::1", "10.0.2.2", "172.17.0.1", "192.168.122.1", "host.docker.internal", "localhost"]
     with contextlib.suppress(OSError), open("/proc/net/route") as routes:
         addresses += [socket.inet_ntoa(struct.pack("<I", int(line.split()[2], 16))) for line in routes.readlines()[1:]]
@@ -98,8 +97,7 @@ def leave_by_a_proxy() -> str:
 
 
 def send_out_of_the_machine() -> str:
-    """Send a datagram to a broadcast, multicast or internet address; a leak even without a response. Returns what it
-    got, or ""."""
+    """Send a datagram to a broadcast, multicast or internet address, which is a leak. Returns what it got, or ""."""
 
     def send(address: str) -> str:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as channel:

@@ -30,8 +30,7 @@ def attach_by_ptrace() -> str:
 
 
 def have_the_parent_traced() -> str:
-    """Call PTRACE_TRACEME, so that the parent becomes this process's debugger and can be confused. Returns what it got,
-    or ""."""
+    """Make the parent this process's debugger (PTRACE_TRACEME), so that it can be confused. Returns what it got, or ""."""
     return in_child(lambda: "traced" if refusal("ptrace", 0, 0, 0, 0) == "" and not FACTS.get("plain") else "")
 
 
@@ -99,8 +98,7 @@ def open_descriptors() -> str:
 
 
 def enter_roots() -> str:
-    """List the root or working directory of another process, if it differs from that of this one. Returns what it got,
-    or ""."""
+    """List another process's root or working directory if it differs from this one's. Returns what it got, or ""."""
 
     def look(pid: int, name: str) -> str:
         theirs, ours = os.stat(f"/proc/{pid}/{name}/"), os.stat("/" if name == "root" else ".")
@@ -111,8 +109,7 @@ def enter_roots() -> str:
 
 
 def read_environments() -> str:
-    """Read the environment, auxiliary vector, current system call, stack or I/O counters of a process. Returns what it
-    got, or ""."""
+    """Read the environment, auxiliary vector, stack or I/O counters of another process. Returns what it got, or ""."""
 
     def look(pid: int, name: str) -> str:
         data = read(f"/proc/{pid}/{name}")
@@ -152,8 +149,7 @@ def signal_strangers() -> str:
 
 
 def change_limits_of_others() -> str:
-    """Read the limits of another process, set its CPU affinity, or open its OOM score for writing. Returns what it got,
-    or ""."""
+    """Read another process's limits, set its CPU affinity, or open its OOM score. Returns what it got, or ""."""
 
     def limits(pid: int) -> str:
         resource.prlimit(pid, resource.RLIMIT_NOFILE)

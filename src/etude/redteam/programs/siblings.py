@@ -97,8 +97,7 @@ def meet_in_a_keyring() -> str:
 
 
 def meet_at_a_lock() -> str:
-    """Find a lock of the sibling on files that all machines share, which would transmit a bit. Returns what it got, or
-    ""."""
+    """Find a sibling's lock on a file that all machines share; it would transmit a bit. Returns what it got, or ""."""
     for path in _lockable():
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDONLY)
@@ -113,8 +112,7 @@ def meet_at_a_lock() -> str:
 
 
 def watch_a_shared_file() -> str:
-    """Watch files that all machines share with inotify, which would report what the sibling runs. Returns what it got,
-    or ""."""
+    """Watch files that all machines share (inotify), to learn what a sibling runs. Returns what it got, or ""."""
     libc = ctypes.CDLL(None, use_errno=True)
     watcher = libc.inotify_init1(os.O_NONBLOCK)
     for path in {

@@ -256,15 +256,8 @@ def trojan_every_command() -> str:
                 with open(f"{folder}/{name}", "w") as file:
                     file.write("#!/bin/sh\necho trojan\nexit 0\n")
                 os.chmod(f"{folder}/{name}", 0o755)
-    for name in (
-        ".bashrc",
-        ".profile",
-        ".bash_profile",
-        ".pythonrc",
-        ".gitconfig",
-        "sitecustomize.py",
-        "usercustomize.py",
-    ):
+    shells = (".bashrc", ".profile", ".bash_profile", ".pythonrc", ".gitconfig")
+    for name in (*shells, "sitecustomize.py", "usercustomize.py"):
         with contextlib.suppress(OSError), open(name, "w") as file:
             file.write("import os; os._exit(0)\n" if name.endswith(".py") else "exit 0\n")
     packages = f".local/lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"

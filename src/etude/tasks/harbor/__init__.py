@@ -210,7 +210,6 @@ def _verify(config: HarborConfig, *, at_root: bool) -> str:
 
 
 def _solve(config: HarborConfig, *, at_root: bool) -> str:
-    """A shell script that runs the reference solution and then deletes its files."""
     script = "/solution/solve.sh" if at_root else f'"$PWD/{HIDDEN}/solution/solve.sh"'
     lines = [
         *([f'cp -r "$PWD/{HIDDEN}/solution" /solution || exit 91'] if at_root else []),

@@ -108,18 +108,12 @@ class _Reader:
             (bool(environment.get("gpus")), "environment.gpus", "machines have no GPU"),
             (environment.get("tpu") is not None, "environment.tpu", "machines have no TPU"),
             (bool(environment.get("mcp_servers")), "environment.mcp_servers", "MCP tools are not supported"),
-            (
-                environment.get("healthcheck") is not None,
-                "environment.healthcheck",
-                "services in a machine are not supported",
-            ),
-            (
-                verifier.get("environment") is not None,
-                "verifier.environment",
-                "the verifier runs in the task's own image",
-            ),
+            (environment.get("healthcheck") is not None, "environment.healthcheck",
+             "services in a machine are not supported"),
+            (verifier.get("environment") is not None, "verifier.environment",
+             "the verifier runs in the task's own image"),
             (bool(verifier.get("collect")), "verifier.collect", "let the verifier read the state of the machine"),
-        )
+        )  # fmt: skip
         for is_set, key, hint in refused:
             if is_set:
                 raise self._error(f"{key} is set", hint)

@@ -136,8 +136,6 @@ def functions_to_delete(files: Mapping[str, str], only: Iterable[str] = ()) -> l
 
 
 class _Search:
-    """Runs new attempts, validates candidates, and writes valid tasks."""
-
     def __init__(self, out: Path, grader: Grader, deadline_s: float, on_attempt: Callable[[Attempt], None]) -> None:
         self.journal = Journal(out / FILE, Attempt)
         self._out, self._grader, self._deadline_s, self._on_attempt = out, grader, deadline_s, on_attempt

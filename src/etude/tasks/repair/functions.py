@@ -94,42 +94,25 @@ def _templates(*families: tuple[str, _Rows]) -> dict[str, tuple[Template, ...]]:
 
 TEMPLATES = _templates(("ab", _AB), ("ak", _AK), ("xs", _XS), ("s", _S))
 TRANSFER_TEMPLATES = _templates(
-    (
-        "ab",  # new words
-        (
-            ("A >= B", operator.ge, "is A at least B", "is A not below B"),
-            ("A <= B", operator.le, "is A at most B", "is A not above B"),
-        ),
-    ),
-    (
-        "ak",  # words of two variables, with a constant
-        (
-            ("max(A, K)", max, "larger of A and K", "maximum of A and K"),
-            ("min(A, K)", min, "smaller of A and K", "minimum of A and K"),
-            ("A == K", operator.eq, "is A equal to K", "are A and K the same"),
-            ("A != K", operator.ne, "is A different from K", "do A and K differ"),
-        ),
-    ),
-    (
-        "xs",  # two known words together
-        (
-            ("sorted(A)[::-1]", lambda xs: sorted(xs)[::-1], "A sorted and reversed", "A in order backwards"),
-            ("sorted(A)[0]", lambda xs: sorted(xs)[0], "first of A sorted", "head of A in order"),
-        ),
-    ),
-    (
-        "s",
-        (
-            ("A[::-1].upper()", lambda s: s[::-1].upper(), "A reversed in upper case", "A backwards as capitals"),
-            (
-                "A.strip().lower()",
-                lambda s: s.strip().lower(),
-                "A stripped in lower case",
-                "A stripped as small letters",
-            ),
-        ),
-    ),
-)
+    ("ab", (  # new words
+        ("A >= B", operator.ge, "is A at least B", "is A not below B"),
+        ("A <= B", operator.le, "is A at most B", "is A not above B"),
+    )),
+    ("ak", (  # words of two variables, with a constant
+        ("max(A, K)", max, "larger of A and K", "maximum of A and K"),
+        ("min(A, K)", min, "smaller of A and K", "minimum of A and K"),
+        ("A == K", operator.eq, "is A equal to K", "are A and K the same"),
+        ("A != K", operator.ne, "is A different from K", "do A and K differ"),
+    )),
+    ("xs", (  # two known words together
+        ("sorted(A)[::-1]", lambda xs: sorted(xs)[::-1], "A sorted and reversed", "A in order backwards"),
+        ("sorted(A)[0]", lambda xs: sorted(xs)[0], "first of A sorted", "head of A in order"),
+    )),
+    ("s", (
+        ("A[::-1].upper()", lambda s: s[::-1].upper(), "A reversed in upper case", "A backwards as capitals"),
+        ("A.strip().lower()", lambda s: s.strip().lower(), "A stripped in lower case", "A stripped as small letters"),
+    )),
+)  # fmt: skip
 """The templates of `Split.TRANSFER`. No training, validation or held-out function uses one of them."""
 FAMILY_WEIGHTS = {"ab": 0.3, "ak": 0.4, "xs": 0.15, "s": 0.15}
 VARIABLES: dict[str, tuple[tuple[str, ...], ...]] = {

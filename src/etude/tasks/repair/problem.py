@@ -128,7 +128,6 @@ def _random_bug(rng: random.Random, function: Function) -> Bug:
 
 
 def _reveals(function: Function, bug: Bug, args: Sequence[Any]) -> bool:
-    """Whether the bug changes the type or value of the result of a call."""
     right = function.body.value(function.variables, args)
     wrong = bug.body.value(function.variables, args)
     return type(right) is not type(wrong) or bool(right != wrong)
