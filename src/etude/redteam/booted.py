@@ -53,8 +53,7 @@ class BootedRuntime:
         return name
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = BOOT_DEADLINE_S) -> list[Machine]:
-        """Boot `n` machines one after another, and load the files of the snapshot. Each boot may take `deadline_s`
-        seconds."""
+        """Boot `n` machines one after another, each within `deadline_s` seconds, and load their files."""
         return [await self._booted(self._trees[snapshot], deadline_s) for _ in range(n)]
 
     async def _booted(self, packed: bytes, deadline_s: float) -> Machine:

@@ -37,8 +37,7 @@ class Composition:
 
     @property
     def without_weights(self) -> Composition:
-        """Copy without weighted terms and without penalty, as used in evaluations: the reward is the grade with its
-        gates."""
+        """Copy without weighted terms and penalty, for evaluations: the reward is the grade with its gates."""
         return replace(self, weights={}, kl=0.0)
 
     def rewards(self, siblings: Sequence[Sequence[Term]]) -> list[Reward]:

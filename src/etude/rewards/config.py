@@ -24,8 +24,7 @@ class TermConfig:
 
 @dataclass(frozen=True)
 class RewardsConfig:
-    """The `[rewards]` section of the config file. Raises `ValueError` if two terms, or a built-in one, have the same
-    name."""
+    """The `[rewards]` section of the config file. Raises `ValueError` if two terms have the same name."""
 
     terms: tuple[TermConfig, ...] = ()
 

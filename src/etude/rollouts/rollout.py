@@ -63,8 +63,7 @@ async def run_on_machine(
 ) -> Rollout:
     """Run one rollout on a machine that was forked for it, then close the machine.
 
-    `began` is the start of the rollout by `clock`. The other arguments, the result and the errors are those of
-    `run_rollout`."""
+    `began` is the start of the rollout by `clock`. The other arguments are those of `run_rollout`."""
     try:
         episode = Episode(
             spec.task,

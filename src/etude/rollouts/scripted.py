@@ -62,8 +62,7 @@ def demonstrate(
     """Run a script on a machine in memory and return the conversation, for `ChatFormat.encode_conversation`.
 
     Each tool output has at most `output_chars` characters. Works only for machines whose coroutines never suspend
-    (`etude.environments.memory`), at thousands of tasks a second. Raises `RuntimeError` for another machine, and
-    `MachineError`."""
+    (`etude.environments.memory`), at thousands of tasks a second. Raises `RuntimeError` for others."""
     bench = Workbench.of(task, machine, key="demonstration", deadline_s=_DEADLINE_S, output_chars=output_chars)
     messages: list[Message] = [{"role": "user", "content": task.instruction}]
     output: str | None = None

@@ -111,8 +111,7 @@ def plugin_documents(plugin: Plugin, *, seed: int) -> Iterator[str]:
 
 
 def assert_no_heldout(texts: Iterable[str]) -> int:
-    """Check that texts contain no generated function of another split than training; return the number of functions
-    found.
+    """Check that all generated functions in texts are of the training split, and return their number.
 
     The texts can be code or the numbered lines of tool outputs, so complete demonstrations can be checked. Raises
     `TaskError` for a validation, held-out or transfer function."""

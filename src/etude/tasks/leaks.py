@@ -30,8 +30,7 @@ _OUTPUT_BYTES = 8 << 20
 class Leak:
     """A place that contains at least half of a reference solution.
 
-    `place` is a path, "the instruction" or "git object ID"; `share` is the fraction of the reference's pieces found
-    there."""
+    `place` is a path, "the instruction" or "git object ID"; `share` is the fraction of the reference found there."""
 
     place: str  # "pkg/old.py", "the instruction", "/usr/lib/python3/x.py", "git object 3f.."
     share: float  # of the hashed pieces
@@ -50,8 +49,7 @@ def answer_pieces(task: Task, answer: Answer) -> frozenset[str]:
 
 
 def leaks_in_task(task: Task, answer: Answer) -> list[Leak]:
-    """Return the places in the files and instruction of a task that contain its reference solution, largest share
-    first."""
+    """Return the places in a task's files and instruction that contain its solution, largest share first."""
     places = {**task.files, "the instruction": task.instruction}
     wanted = answer_pieces(task, answer)
     return _leaks(wanted, {place: set(pieces(text, LINES, CHARS)) for place, text in places.items()}) if wanted else []

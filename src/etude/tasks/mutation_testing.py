@@ -169,8 +169,7 @@ def _with_short_timeout(answer: Answer, reference_s: float) -> Answer:
 def mutants_of(task: Task, answer: Answer, num: int) -> list[Mutant]:
     """Create at most `num` mutants of the reference solution, one from each of its files in turn.
 
-    Only lines in which a file differs from the task's version of it are mutated; in a file that the task lacks, all
-    lines are."""
+    Only lines in which a file differs from the task's version of it are mutated."""
     before = unmodified(task)
     rows = []
     for path, text in sorted(answer.reference.items()):

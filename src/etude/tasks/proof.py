@@ -34,8 +34,8 @@ class Failure:
 class Proof:
     """The result of `check` for one split of a source.
 
-    `num_tasks` counts the tasks that were checked, `failures` has those that are not valid, and `wall_s` is the
-    duration in seconds."""
+    `num_tasks` counts the tasks that were checked, `failures` has those that are not valid, `wall_s` are the seconds it
+    took."""
 
     source: str
     split: Split
@@ -134,7 +134,7 @@ async def exported(
     """Return the files that a solution would hand in: it writes `files` and runs the command `argv`.
 
     A machine is used, through `export`, only if the command or the state of the machine matters. Raises `TaskError` if
-    the command fails."""
+    it fails."""
     if export is None or not (argv or task.state):
         return unmodified(task) | dict(files)
     return await export(task, {path: text.encode() for path, text in files.items()}, argv)

@@ -32,8 +32,7 @@ class Demonstration:
 class Demonstrating(Protocol):
     """Optional method of a `TaskSource`: demonstrations of its tasks for mid-training.
 
-    The scripts run on machines in memory, in the calling process, so the scripts and the files of the tasks must be
-    trusted."""
+    The scripts run on machines in memory, in the calling process, so scripts and tasks must be trusted."""
 
     def demonstration(self, split: Split, index: int, *, seed: int, right: float) -> Demonstration:
         """Return a task and a script for it; the same arguments give the same demonstration.
@@ -73,8 +72,8 @@ def demonstrations(
 ) -> Iterator[Demonstration]:
     """Yield `count` demonstrations for the tasks of a split from index `first` on, which rollouts never reach.
 
-    `right_body` is the fraction of correct edits. Train only on the training split; demonstrations of another split are
-    for measuring a loss."""
+    `right_body` is the fraction of correct edits. Train only on the training split; those of another split are for
+    measuring a loss."""
     for index in range(first, first + count):
         yield source.demonstration(split, index, seed=seed, right=right_body)
 

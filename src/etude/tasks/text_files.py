@@ -81,8 +81,7 @@ def read_lines(path: Path, what: str, *, max_bytes: int) -> Iterator[tuple[str, 
 def write_tree(root: Path, files: Mapping[str, str]) -> None:
     """Write files (path -> text) below `root`, which is created if it does not exist.
 
-    Raises `ValueError` for a path that is not plain and relative, and `TaskError` if the root or a part of a path is a
-    link."""
+    Raises `ValueError` for a path that is not plain and relative, and `TaskError` for a link on the way."""
     root.mkdir(parents=True, exist_ok=True)
     for path, text in files.items():
         if not is_plain(path):

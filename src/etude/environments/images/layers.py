@@ -97,7 +97,7 @@ def write_layer(
     `upper` is the descriptor of the folder, and `write` is called with each block of bytes. `ids` maps a user or group
     id outside of the machine to the one inside. With `whole`, the layer hides everything of the layers below. `skip`
     are paths to leave out. Entries are sorted and have no times, so equal changes give equal bytes. Sockets, pipes and
-    devices are left out."""
+    devices are omitted."""
     if whole:
         _write_header(write, _OPAQUE, "0", os.fstat(upper), 0, "", ids)
     for path, found, folder, name in walk(upper, skip.__contains__):

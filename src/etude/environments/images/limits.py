@@ -13,8 +13,7 @@ MIB = 1 << 20
 
 
 class BadSource(InputError):
-    """Raised if the source of an image is damaged, malicious, too large or of an unknown format. Its author must fix
-    it."""
+    """Raised if the source of an image is damaged, malicious, too large or of an unknown format."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class ImageLimits:
     `path_bytes` one path or link target, `depth` the nesting of folders. `ratio` limits the unpacked bytes for each
     packed byte, after the first 16 MiB. `num_layers` limits the layers of an OCI image and the instructions of a
     Dockerfile, `document_bytes` one manifest, config or Dockerfile. The defaults fit a Linux distribution with a
-    compiler toolchain."""
+    compiler."""
 
     total_bytes: int = ranged(16_384 * MIB, low=1)  # of all files together, and of one unpacked archive
     file_bytes: int = ranged(4096 * MIB, low=1)  # of one file

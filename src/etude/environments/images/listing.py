@@ -132,8 +132,7 @@ def walk(root: int, skip: Callable[[str], bool] = lambda path: False) -> Iterato
     """Yield a folder and everything below it, as (path, lstat result, descriptor of the parent folder, name).
 
     `root` is the folder's descriptor. Parents come before their content, and names are sorted. Links are not followed.
-    A yielded descriptor is valid until the next step. `skip` returns whether to leave out a path and everything below
-    it."""
+    A yielded descriptor is valid until the next step. `skip` tells whether to leave out a path and all below it."""
     yield "", os.fstat(root), root, "."
     pending = [""]
     while pending:

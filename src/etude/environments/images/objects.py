@@ -33,8 +33,7 @@ class Finding(NamedTuple):
 
 
 def objects_of(repository: str | os.PathLike[str], *, tree: str | None = None) -> set[str]:
-    """Return the ids of all objects of a repository, reachable or not; with `tree`, of that tree and everything below
-    it."""
+    """Return the ids of all objects of a repository, reachable or not; with `tree`, only of that tree."""
     at = Path(repository)
     if tree is not None:
         listed = git(at, "rev-list", "--objects", "--no-object-names", tree)
@@ -47,8 +46,7 @@ def scan_objects(repository: str | os.PathLike[str], secrets: Collection[str | b
     """Search every object and every file below `.git` of a repository for secrets.
 
     A secret is a text, or a full object id in hex. Returns where secrets were found; an empty list proves that none is
-    there. Raises `BadSource` if git cannot read the repository or a file cannot be searched, `ValueError` for an empty
-    secret."""
+    there. Raises `BadSource` if the repository cannot be read, `ValueError` for an empty secret."""
     at = Path(repository)
     wanted = {s if isinstance(s, str) else s.decode(errors="replace"): _bytes(s) for s in secrets}
     if any(not secret for secret in wanted.values()):

@@ -123,8 +123,7 @@ class ImageStore:
         return record
 
     def root(self, digest: str) -> Path:
-        """Return the path of the root filesystem of an image. Do not write to it. Raises `InputError` if `digest` is
-        none."""
+        """Return the path of the root filesystem of an image, which must not be changed."""
         if not _DIGEST.fullmatch(digest):
             raise InputError(f"{digest[:80]!r} is not a digest of an image", hint="etude machines image list")
         return self.path / digest / "root"

@@ -52,8 +52,7 @@ class BuildNetwork:
     async def open_in(self, machine: object, who: str) -> AsyncIterator[dict[str, str]]:
         """Serve a machine during the `with` block, and yield the environment variables for its commands.
 
-        `who` names the machine in the log. Raises `MachineError` if the machine has no loopback that this host can
-        serve."""
+        `who` names the machine in the log. Raises `MachineError` if this host cannot serve on its loopback."""
         async with contextlib.AsyncExitStack() as stack:
             variables: dict[str, str] = {}
             if self._packages is not None:

@@ -31,8 +31,7 @@ class Rule(NamedTuple):
 class AllowList:
     """The hosts that a machine may reach; an empty list allows none.
 
-    Each rule has the form ``host``, ``host:port``, ``.suffix`` or ``.suffix:port``. Raises `InputError` for an invalid
-    rule.
+    Each rule has the form ``host``, ``host:port``, ``.suffix`` or ``.suffix:port``. Raises `InputError` for others.
 
     >>> allowed = AllowList(["pypi.org", ".example.com:8443"])
     >>> [allowed.permits(host, 8443) for host in ("a.example.com", "example.com", "pypi.org")]

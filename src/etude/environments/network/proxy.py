@@ -40,8 +40,7 @@ class ProxyLimits:
     """Limits of one proxy.
 
     `connections` counts those open at the same time. `request_bytes` and `response_bytes` limit one request. Seconds:
-    `head_s` for the arrival of a request's head, `connect_s` to connect, `idle_s` without a byte, `total_s` for a whole
-    request."""
+    `head_s` for the arrival of a request's head, `connect_s` to connect, `idle_s` without a byte, `total_s` in all."""
 
     connections: int = ranged(64, low=1)  # at once; more are refused
     request_bytes: int = ranged(64 << 20, low=1024)  # sent by the machine, per connection

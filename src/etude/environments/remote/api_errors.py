@@ -35,8 +35,7 @@ class ApiError(Exception):
     def response(self) -> Response:
         """Build the HTTP response.
 
-        The header `should-retry` is "false" unless `headers` say otherwise: without it, E2B's clients retry some
-        statuses."""
+        The header `should-retry` is "false" unless `headers` say otherwise: E2B's clients would retry some statuses."""
         headers = {"should-retry": "false"} | self.headers
         return JSONResponse(self.fields(), status_code=self.status, headers=headers)
 

@@ -17,8 +17,8 @@ class ServerConfig:
     reached at the server's address, and a header names the sandbox. Limits of one sandbox: `max_running` concurrent
     commands; `max_file_bytes` for one upload or download; `log_bytes` of a command's output, kept for clients that
     reconnect. Seconds: `command_s` is the time limit of a command that has none of its own, `deadline_s` that of any
-    other request, `paused_s` how long a paused sandbox is kept, and `drain_s` how long a shutdown waits for running
-    sandboxes."""
+    other request, `paused_s` how long a paused sandbox is kept, and `drain_s` how long a shutdown waits for sandboxes.
+    """
 
     host: str = "127.0.0.1"
     port: int = ranged(3000, low=0, high=65_535)

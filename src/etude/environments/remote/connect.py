@@ -139,8 +139,8 @@ async def envelopes(
     """Decode a stream's bytes and yield each message, as an object of type `kind`, as soon as it is complete.
 
     A response (`is_response`) must end with an end envelope; a request has none. Raises `RpcError` for an invalid
-    stream, for a message above `max_bytes`, and for the error in the end envelope. A response that breaks off has the
-    code UNAVAILABLE."""
+    stream, for a message above `max_bytes`, and for the error in the end envelope. If a response breaks off, the code
+    is UNAVAILABLE."""
     buffer = bytearray()
     async for chunk in chunks:
         buffer += chunk

@@ -161,8 +161,7 @@ class SandboxRoutes:
         return Response(status_code=204)
 
     async def pause(self, request: Request) -> Response:
-        """Handle `POST /sandboxes/{id}/pause`: store a sandbox's state and end its machine; 409 if it is paused
-        already."""
+        """Handle `POST /sandboxes/{id}/pause`: store a sandbox's state and end its machine (409 if paused)."""
         sandbox = self._find_sandbox(request)
         self._check_memory((await _read_message(request, m.Pause)).memory)
         if not await self._call(self._manager.pause(sandbox), "it could not be paused"):
@@ -205,8 +204,7 @@ class SandboxRoutes:
         return JSONResponse([])
 
     async def snapshots(self, request: Request) -> Response:
-        """Handle `GET /snapshots`: list the account's snapshots in pages; with `name` in the query, only those of that
-        name."""
+        """Handle `GET /snapshots`: list the account's snapshots, or those with the query's `name`, in pages."""
         found = self._manager.snapshots(account_of(self._keys, request)).names()
         name = request.query_params.get("name")
         rows = [m.SnapshotInfo(snapshot_id=key, names=list(names)) for key, names in found.items()]

@@ -43,8 +43,7 @@ class EnvdRoutes:
     """The RPC handlers for processes and files; `create_app` makes one instance.
 
     A handler gets the sandbox that the request names, the HTTP request (for its headers) and the decoded message. It
-    returns the response message, or yields the messages of the response stream. An `RpcError` that it raises is sent to
-    the client."""
+    returns the response message, or yields the messages of the response stream. An `RpcError` is sent to the client."""
 
     def __init__(self, manager: SandboxManager, config: ServerConfig) -> None:
         self._manager, self._config = manager, config

@@ -53,8 +53,7 @@ class OutputCollector:
     def ended(self, ended: m.Ended) -> ExecResult:
         """Build the result of a command from the event of its end.
 
-        For a command killed by a signal, services send exit code -1 and a status text, which is converted to 128 +
-        signal."""
+        For a command killed by a signal, services send -1 and a status text; the result has 128 + signal."""
         code = ended.exit_code
         if code < 0:
             code = next((number for text, number in _SIGNALS.items() if text in ended.status), 137)
@@ -89,8 +88,7 @@ def result_of_error(error: RpcError, collector: OutputCollector) -> ExecResult |
 async def check_links(client: MachineClient, name: str, max_bytes: int) -> str:
     """Return the absolute path of a regular file, after checking that no part of its path is a link.
 
-    `name` is relative to the working directory. Raises `RpcError` for a link, a folder, or a file larger than
-    `max_bytes`."""
+    `name` is relative to the working directory. Raises `RpcError` for a link, a folder, or a file over `max_bytes`."""
     path = PurePosixPath(client.config.workdir)
     parts = PurePosixPath(name).parts
     for number, part in enumerate(parts, 1):

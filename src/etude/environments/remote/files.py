@@ -82,8 +82,7 @@ class Found:
 class Files:
     """The file system of one machine, accessed as one of its users ("" is the default user).
 
-    Reads are limited to `max_bytes`. All methods raise `RpcError`, for example for a missing file or without
-    permission."""
+    Reads are limited to `max_bytes`. All methods raise `RpcError`, for example for a missing file."""
 
     def __init__(self, machine: Machine, shells: Shells, *, user: str = "", max_bytes: int) -> None:
         self._machine, self._shells, self._user, self._max_bytes = machine, shells, user, max_bytes
@@ -91,8 +90,7 @@ class Files:
     async def read(self, path: str, *, exactly: bool = False, max_bytes: int | None = None) -> bytes:
         """Return the content of a file of at most `max_bytes`.
 
-        With `exactly` the rules of `Machine.read` apply: `path` is in the working directory, and links are not
-        followed."""
+        With `exactly` it reads as `Machine.read`: only in the working directory, and without following links."""
         limit = self._max_bytes if max_bytes is None else min(max_bytes, self._max_bytes)
         if exactly or self._is_relative(path):
             try:
@@ -111,8 +109,7 @@ class Files:
     async def write(self, path: str, data: bytes, *, exactly: bool = False) -> None:
         """Create or replace a file, and create its parent folders.
 
-        With `exactly` the rules of `Machine.write` apply: `path` is in the working directory, and links are not
-        followed."""
+        With `exactly` it writes as `Machine.write`: only in the working directory, and without following links."""
         if exactly or self._is_relative(path):
             try:
                 return await self._machine.write(path, data)
@@ -254,8 +251,7 @@ def entry_of(path: str, line: str, target: str, link: str) -> Found | None:
     """Parse what the shell programs print about one path.
 
     `line` is the output of `stat` for the path itself, `target` the mode in hex of what it leads to, `link` the target
-    of a symbolic link. Returns None if the file was deleted meanwhile (an empty `line`). Raises `ValueError` for other
-    text.
+    of a symbolic link. Returns None if the file was deleted meanwhile (an empty `line`). Raises `ValueError`.
 
     >>> found = entry_of("/a/b", "81a4 5 1000 me us 77 1700000000 2023-11-14 22:13:20.0 +0000\\n", "81a4\\n", "")
     >>> found.entry.type, found.entry.size, found.entry.permissions

@@ -35,8 +35,8 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """An API key and the limits of the account that it belongs to.
 
     `max_live` counts sandboxes at the same time, including paused ones. `max_lifetime_s` limits the seconds that one
-    sandbox lives, including all renewals of its lease. `max_state_mib` limits the paused sandboxes and named snapshots
-    together."""
+    sandbox lives, including all renewals of its lease. `max_state_mib` limits its paused sandboxes and named snapshots.
+    """
 
     key: str
     max_live: int = 16

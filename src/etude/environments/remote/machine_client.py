@@ -24,8 +24,7 @@ class MachineClient:
     """The connection to one sandbox of a service.
 
     `url` is where the sandbox is reached, `created` the service's response to its creation. `is_etude` says whether the
-    service is etude's server. Methods raise `RpcError` for an error of the sandbox, `MachineError` if it cannot be
-    reached."""
+    service is etude's server. Raises `RpcError` for errors of the sandbox, `MachineError` if it cannot be reached."""
 
     def __init__(
         self, client: HttpClient, url: str, created: m.Sandbox, config: ClientConfig, *, is_etude: bool

@@ -55,8 +55,7 @@ class Exact(Message, frozen=True, kw_only=True):
 class Start(Message, frozen=True, kw_only=True):
     """Request of the RPC Start: run a command.
 
-    `pty` runs it in a terminal. `tag` is a name by which other requests find it. `stdin` False gives it no standard
-    input."""
+    `pty` runs it in a terminal. `tag` is a name by which other requests find it. `stdin` False: no standard input."""
 
     process: Config = Config()
     pty: Terminal | None = None
@@ -103,8 +102,7 @@ class InputData(Message, frozen=True, kw_only=True):
 
 
 class StreamInput(Message, frozen=True, kw_only=True):
-    """One message of the request stream of StreamInput: the first has `start`, which names the process; the others
-    `data`."""
+    """One message of the request stream of StreamInput: `start` names the process, later ones have `data`."""
 
     start: Selected | None = None
     data: InputData | None = None
@@ -375,8 +373,7 @@ class SnapshotInfo(Resource, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class About(Resource, frozen=True, kw_only=True, omit_defaults=False):
-    """Extension of etude: the properties of the server's machines, as in `RuntimeInfo`; `backend` is the runtime's
-    name."""
+    """Extension of etude: the fields of `RuntimeInfo`; `backend` is the name of the server's runtime."""
 
     backend: str
     isolation: str

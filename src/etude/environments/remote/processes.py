@@ -109,8 +109,8 @@ class Input:
         """Add bytes to the input; waits while the queue is full.
 
         `offset` is the position of `data` in the whole input: bytes that were received before are skipped. None means
-        that it follows the bytes received so far. Raises `RpcError` if bytes are missing before `offset`, or if the
-        input is closed."""
+        that it follows the bytes received so far. Raises `RpcError` if bytes before `offset` are missing or the input
+        is closed."""
         async with self._lock:
             if offset is not None:
                 if offset > self._received:
@@ -222,8 +222,8 @@ class Processes:
     def start(self, spec: m.Start, *, user: str, deadline_s: float) -> Process:
         """Run the command of a request, or return the process that was started with the same key.
 
-        `user` is the machine user that runs it. Raises `RpcError` (RESOURCE_EXHAUSTED) if too many commands run or too
-        much output is recorded."""
+        `user` is the machine user that runs it. Raises `RpcError` (RESOURCE_EXHAUSTED) if too many commands run or
+        output is recorded."""
         process = Process(spec, user=user, log_bytes=self._log_bytes)
         known = self._running.get(process.key) or self._ended.get(process.key)
         if known is not None:

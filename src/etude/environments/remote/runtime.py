@@ -205,8 +205,7 @@ class RemoteRuntime:
     async def unpack(self, packed: bytes) -> str:
         """Import a snapshot exported by `pack`, and return the id to `fork`.
 
-        Raises `ValueError` if it is damaged or too large, and `MachineError` if it comes from a server with other API
-        keys."""
+        Raises `ValueError` if it is damaged or too large, `MachineError` if the server has other API keys."""
         reply = await self._state("POST", "/etude/snapshots", packed)
         if reply.status in (400, 413):
             raise ValueError(reply.message)

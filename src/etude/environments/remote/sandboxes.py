@@ -261,7 +261,8 @@ class SandboxManager:
 
     def of(self, account: Account) -> list[Sandbox]:
         """Return the sandboxes of an account that have not ended, newest first."""
-        return sorted((b for b in self._sandboxes.values() if b.account is account and not b.has_ended), key=_age)
+        found = (one for one in self._sandboxes.values() if one.account is account and not one.has_ended)
+        return sorted(found, key=lambda one: -one.started)
 
     @property
     def num_alive(self) -> int:
@@ -410,10 +411,6 @@ class SandboxManager:
         await asyncio.gather(
             *(self.kill(sandbox) for sandbox in list(self._sandboxes.values())), return_exceptions=True
         )
-
-
-def _age(sandbox: Sandbox) -> float:
-    return -sandbox.started
 
 
 async def run_backend_call(work: Awaitable[T], *, deadline_s: float, what: str) -> T:

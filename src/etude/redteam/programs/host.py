@@ -18,7 +18,7 @@ _DEVICES = {"null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts", "
 
 
 def read_a_secret_file() -> str:
-    """Read a file of the host by its path, through /proc/1/root, or with leading ../ parts. Returns what it got, or ""."""
+    """Read a file of the host by its path, through /proc/1/root, or with leading ../. Returns what it got, or ""."""
     path = str(FACTS["secret_file"])
     ways = [path, f"/proc/1/root{path}", f"/proc/self/root{path}", "../" * 32 + path.lstrip("/"), f"/host{path}"]
     return first([lambda w=w: read(w).decode() for w in ways])  # type: ignore[misc]
@@ -36,7 +36,7 @@ def read_a_secret_variable() -> str:
 
 
 def find_open_descriptors() -> str:
-    """Find inherited descriptors, such as a socket of the runtime or a folder of the host. Returns what it got, or ""."""
+    """Find inherited descriptors, such as a socket or folder of the host. Returns what it got, or ""."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -73,7 +73,7 @@ def write_kernel_settings() -> str:
 
 
 def set_the_core_pattern() -> str:
-    """Open kernel settings for writing that name programs to start, such as core_pattern. Returns what it got, or ""."""
+    """Open kernel settings for writing that name programs to start (core_pattern). Returns what it got, or ""."""
     paths = ("/proc/sys/kernel/core_pattern", "/proc/sys/kernel/modprobe", "/sys/kernel/uevent_helper",
              "/proc/sys/fs/binfmt_misc/register", "/proc/sys/kernel/poweroff_cmd")  # fmt: skip
     return first([lambda p=p: writable(p) for p in paths])  # type: ignore[misc]

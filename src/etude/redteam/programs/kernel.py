@@ -90,7 +90,7 @@ def watch_file_systems() -> str:
 
 
 def open_socket_families() -> str:
-    """Open sockets of families without namespaces or with past flaws, such as vsock, alg. Returns what it got, or ""."""
+    """Open sockets of families without namespaces or with past flaws (vsock, alg). Returns what it got, or ""."""
     found = []
     for family in range(3, 46):
         if family == 10:

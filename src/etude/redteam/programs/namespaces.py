@@ -16,7 +16,7 @@ _CAN_BE_32_BIT = platform.machine() == "x86_64"
 
 
 def make_by_unshare() -> str:
-    """Create a namespace of each kind with unshare; a user namespace has all capabilities. Returns what it got, or ""."""
+    """Create a namespace of each kind with unshare, which can give all capabilities. Returns what it got, or ""."""
 
     def make(kind: str) -> str:
         call("unshare", _KINDS[kind])

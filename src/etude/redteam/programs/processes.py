@@ -30,7 +30,7 @@ def attach_by_ptrace() -> str:
 
 
 def have_the_parent_traced() -> str:
-    """Make the parent this process's debugger (PTRACE_TRACEME), so that it can be confused. Returns what it got, or ""."""
+    """Make the parent this process's debugger (PTRACE_TRACEME), to confuse it. Returns what it got, or ""."""
     return in_child(lambda: "traced" if refusal("ptrace", 0, 0, 0, 0) == "" and not FACTS.get("plain") else "")
 
 

@@ -40,8 +40,8 @@ class HarborConfig:
 
     `separate` means that the verifier runs in a new machine, with the `artifacts` only: paths that are absolute or
     relative to the working directory. The three environments are variables for all commands, for the verifier, and for
-    the reference solution. `agent_timeout_s` None: no limit. `requests` are resources and network settings as written
-    in the file."""
+    the reference solution. `agent_timeout_s` None: no limit. `requests` are the file's settings for resources and
+    network."""
 
     name: str
     docker_image: str

@@ -110,8 +110,7 @@ async def mine_deletions(
 ) -> MiningResult:
     """Try to make a task from each function by deleting its body, and write a folder below `out` for each valid task.
 
-    `files` is the complete tree, path -> text. The other arguments are those of `mine_commits`. Raises `StoreError` if
-    `out` cannot be written."""
+    `files` is the complete tree, path -> text. The other arguments are those of `mine_commits`. Raises `StoreError`."""
     search = _Search(out, grader, deadline_s, on_attempt)
     miner = DeletionMiner(files, runtime, source=out.name, image=image, deadline_s=deadline_s)
 

@@ -62,8 +62,7 @@ class Candidate:
 class Trees:
     """The text files of a commit (`after`) and of its parent (`before`), path -> text, and the paths that changed.
 
-    Changed or new files are divided into `tests` (tests and their configuration), `code` (Python outside tests) and
-    `rest`."""
+    Changed or new files are in `tests` (with their configuration), `code` (other Python) or `rest`."""
 
     before: dict[str, str]
     after: dict[str, str]
@@ -198,8 +197,8 @@ def whole_tree_task(
 ) -> Task:
     """Make a task from all files of a repository.
 
-    The agent can change all files outside of tests and all files that the reference changes, except those in `kept`, on
-    which the tests depend."""
+    The agent can change all files outside of tests and all files that the reference changes, except `kept`, on which
+    tests depend."""
     exports = exports_outside_tests({*files, *answer.reference}, set(kept) - set(answer.reference))
     tests = answer.tests
     module = "pytest" if tests is not None and tests.runner is Runner.PYTEST else "unittest"

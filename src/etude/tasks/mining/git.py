@@ -55,8 +55,8 @@ class Commit:
 class Repository:
     """A git repository on this host: a working directory, a bare repository, or the clone of a bundle.
 
-    Texts of files are cached. Raises `NoSource` if there is no repository at `path`; all methods raise `TaskError` if
-    git fails."""
+    Texts of files are cached. Raises `NoSource` if there is none at `path`; all methods raise `TaskError` if git fails.
+    """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)

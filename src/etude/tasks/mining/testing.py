@@ -84,8 +84,8 @@ class TestResults:
     """The results of `run_tests`.
 
     `passed` are names of tests. `reads` are pairs (reading file, file that it read), without modules. `problem` says
-    why the tests of a file could not be collected or did not finish. `file_s` is the duration in seconds of the slowest
-    file."""
+    why the tests of a file could not be collected or did not finish. `file_s` are the seconds that the slowest file
+    took."""
 
     __test__ = False  # for pytest: not a test class
 
@@ -117,8 +117,7 @@ async def run_tests(
     """Run the test files `paths`, each in its own machine that contains all `files` of a repository (path -> text).
 
     All test files together may take `deadline_s` seconds. A skipped test, an expected failure and a test that did not
-    finish do not count as passed. Raises `TaskError` if the machine does not have the runner, and `MachineError` if
-    there is no machine."""
+    finish do not count as passed. Raises `TaskError` if the machine does not have the runner, and `MachineError`."""
     raw = {path: text.encode("utf-8", "surrogatepass") for path, text in files.items()}
     snapshot = await (runtime.prepare(raw) if image is None else runtime.prepare(raw, image=image))
     roots = source_roots(files)
@@ -200,8 +199,7 @@ def source_roots(paths: Iterable[str]) -> tuple[str, ...]:
 def data_of_tests(reads: Iterable[tuple[str, str]]) -> frozenset[str]:
     """Return the files that are data of tests, from pairs (reading file, file that it read).
 
-    They are the files that tests read, and those that code reads outside of its own package: a test must have passed
-    their path.
+    They are the files that tests read, and those that code reads outside of its own package.
 
     >>> sorted(data_of_tests([("test_a.py", "cases/a.json"), ("pkg/a.py", "pkg/a.csv"), ("pkg/a.py", "cases/b.json")]))
     ['cases/a.json', 'cases/b.json']

@@ -19,8 +19,7 @@ from etude.tasks.scripts import Demonstration, Script
 
 
 class RepairSource:
-    """A `TaskSource` of generated repositories: `files` modules of `functions_per_file` functions each, and
-    ``tests.py``.
+    """A `TaskSource` of generated repositories, each with `files` modules of `functions_per_file` functions.
 
     >>> source = RepairSource(seed=0)
     >>> task = source.task(Split.TRAIN, 7)
@@ -72,8 +71,7 @@ class RepairSource:
         return Demonstration(task_of(problem, split, index), script)
 
     def baseline(self, task: Task, kind: str, *, seed: int) -> Script:
-        """Return the script of a scripted agent: the oracle if `kind` is "oracle", else one that makes a random valid
-        edit."""
+        """Return the oracle's script if `kind` is "oracle", else one that makes a random valid edit."""
         problem = self.problem(task.split, task.index)
         return oracle(problem) if kind == "oracle" else random_agent(problem, random.Random(seed))
 

@@ -78,8 +78,8 @@ class VerifiersSource:
     def answer(self, task: Task) -> Answer:
         """Return the answer of the row as the reference solution; the rubric stays in the child process.
 
-        The reference is empty if the row has no answer; such a task cannot be validated. Raises `TaskError` for a task
-        of another source."""
+        The reference is empty if the row has no answer; such a task cannot be validated. Raises `TaskError` for another
+        source's task."""
         row = self._row(self.number(task.split, task.index))
         if task != self._task(task.split, task.index, row):
             raise TaskError(
