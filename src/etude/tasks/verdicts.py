@@ -60,7 +60,7 @@ def _bytes(content: str | bytes) -> bytes:
 
 
 def num_tasks(source: TaskSource, size: int | None, n: int | None, what: Split) -> int:
-    """Return how many tasks of a split to check: `n`, or all, or 100 of an infinite source.
+    """Return how many tasks of a split to check: at most `n`, or all, or 100 of an infinite source.
 
     `size` is the size of the split `what` (None: infinite). Raises `TaskError` if there is no task."""
     count = min(x for x in (n, size) if x is not None) if (n, size) != (None, None) else DEFAULT_TASKS

@@ -20,9 +20,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def open_in(root: int, path: str, flags: int, *, follow: bool = True, one_mount: bool = False) -> int:
     """Open `path` as a process with the root folder `root` would, and return the new file descriptor.
 
-    `root` is a folder's descriptor and `flags` are those of `os.open`. `follow` False refuses links on the way; a link
-    at the end is followed unless `flags` has O_NOFOLLOW. `one_mount` refuses to cross mount points. Raises `OSError`,
-    and `MachineError` on a kernel without openat2."""
+    `root` is a folder's descriptor and `flags` are those of `os.open`. `follow` False refuses all links on the way. A
+    link at the end is not followed if `flags` has O_NOFOLLOW. `one_mount` refuses to cross mount points. Raises
+    `OSError`, and `MachineError` on a kernel without openat2."""
     resolve = _IN_ROOT | _NO_MAGICLINKS | (0 if follow else _NO_SYMLINKS) | (_NO_XDEV if one_mount else 0)
     how = (ctypes.c_uint64 * 3)(flags | os.O_CLOEXEC, 0, resolve)
     _libc.syscall.restype = ctypes.c_long

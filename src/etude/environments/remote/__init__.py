@@ -1,4 +1,4 @@
-"""Remote machines over the HTTP API of E2B: a client and a server.
+"""Remote machines over the HTTP API of E2B (e2b.dev), a service that runs sandboxes for agents: a client and a server.
 
 The client, `RemoteRuntime`, is a `Runtime` whose machines are sandboxes of any service with this API: E2B, AgentENV,
 CubeSandbox, or etude's own server. `create_app` and `serving` are that server, which the command `etude machines serve`

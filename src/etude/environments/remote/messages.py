@@ -162,8 +162,8 @@ class Outcome(Message, frozen=True, kw_only=True):
 class Ended(Message, frozen=True, kw_only=True):
     """Event: a process has ended.
 
-    `exited` is true if it could be started. `status` describes the end, for example "exit status 1"; `error` is the
-    same text for an exit code other than 0."""
+    On E2B, `exited` is false if a signal ended it. `status` describes the end, for example "exit status 1"; `error` is
+    the same text for an exit code other than 0."""
 
     exit_code: int = 0
     exited: bool = False

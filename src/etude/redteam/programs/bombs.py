@@ -361,7 +361,7 @@ def unkillable_vfork() -> str:
 
 
 def raised_limits() -> str:
-    """Raise all resource limits as far as possible. Returns what it got, or ""."""
+    """Try to raise all resource limits as far as possible; return what it got or ""."""
     for kind in range(16):
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(kind, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

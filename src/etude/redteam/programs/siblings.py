@@ -1,4 +1,4 @@
-"""Attack programs that pass data between sibling machines over covert channels.
+"""Attack programs that pass data over covert channels between siblings, machines forked from the same snapshot.
 
 `hold`, `touch`, `marks` and `able` run in the sibling, `draw` in both.
 """
@@ -23,7 +23,7 @@ _SHARED = ("/usr/bin", "/usr/lib/python3", "/etc/passwd", "/usr/bin/env", "/bin/
 
 
 def hold() -> str:
-    """Publish a secret in every place that could be shared, until the end; runs in the sibling. Returns ""."""
+    """Publish a secret in every place that sibling machines could share, until the end. Returns ""."""
     token, secret = str(FACTS["token"]), str(FACTS["secret"])
     kept: list[object] = []
     listener = socket.socket(socket.AF_UNIX)
@@ -66,7 +66,7 @@ def _lockable() -> list[str]:
 
 
 def meet_by_abstract_socket() -> str:
-    """Read the secret from the sibling's abstract UNIX socket. Returns what it got, or ""."""
+    """Try to read the secret from the sibling machine's abstract UNIX socket; return what it got or ""."""
     with socket.socket(socket.AF_UNIX) as channel:
         channel.settimeout(2)
         channel.connect("\0" + str(FACTS["token"]))
@@ -74,14 +74,14 @@ def meet_by_abstract_socket() -> str:
 
 
 def meet_in_files() -> str:
-    """Read the secret from files of the sibling in /tmp, /dev/shm, /var/tmp or a cache. Returns what it got, or ""."""
+    """Try to read the secret from files of the sibling machine in /tmp, /dev/shm, a cache; return what it got or ""."""
     token = str(FACTS["token"])
     folders = ("/tmp", "/dev/shm", "/var/tmp", os.path.expanduser("~/.cache"), ".", "/workspace", "/root/.cache")
     return first([lambda f=f: read(f"{f}/{token}").decode() for f in folders])  # type: ignore[misc]
 
 
 def meet_in_a_message_queue() -> str:
-    """Read the secret from a System V message queue whose key both know. Returns what it got, or ""."""
+    """Try to read the secret from a System V message queue whose key both know; return what it got or ""."""
     queue = call("msgget", _key(), 0o666)
     into = ctypes.create_string_buffer(128)
     size = ctypes.CDLL(None).msgrcv(queue, into, 100, 0, 0o4000)
@@ -89,7 +89,7 @@ def meet_in_a_message_queue() -> str:
 
 
 def meet_in_a_keyring() -> str:
-    """Read the secret from the keyring of our user, which a sibling may share. Returns what it got, or ""."""
+    """Try to read the secret from the keyring of our user, which a sibling may share; return what it got or ""."""
     found = call("keyctl", 10, -4, b"user", str(FACTS["token"]).encode(), 0)
     into = ctypes.create_string_buffer(64)
     call("keyctl", 11, found, into, 64)
@@ -97,7 +97,7 @@ def meet_in_a_keyring() -> str:
 
 
 def meet_at_a_lock() -> str:
-    """Find a sibling's lock on a file that all machines share; it would transmit a bit. Returns what it got, or ""."""
+    """Try to find a sibling machine's lock on a shared file, which would transmit a bit; return what it got or ""."""
     for path in _lockable():
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDONLY)
@@ -112,7 +112,7 @@ def meet_at_a_lock() -> str:
 
 
 def watch_a_shared_file() -> str:
-    """Watch files that all machines share (inotify), to learn what a sibling runs. Returns what it got, or ""."""
+    """Try to watch files that all machines share (inotify), to learn what a sibling runs; return what it got or ""."""
     libc = ctypes.CDLL(None, use_errno=True)
     watcher = libc.inotify_init1(os.O_NONBLOCK)
     for path in {
@@ -132,7 +132,7 @@ def watch_a_shared_file() -> str:
 
 
 def touch() -> str:
-    """Access commonly used files while a sibling runs `watch_a_shared_file`. Returns ""."""
+    """Access commonly used files while another machine runs `watch_a_shared_file`. Returns ""."""
     for path in _lockable():
         with contextlib.suppress(OSError):
             os.listdir(path) if os.path.isdir(path) else read(path, 16)
@@ -141,7 +141,7 @@ def touch() -> str:
 
 
 def change_what_is_shared() -> str:
-    """Write a marker to all writable places outside of the work folder, which the sibling looks for. Returns ""."""
+    """Write a marker to all writable places outside of the work folder, for `marks` in another machine. Returns ""."""
     token, left = str(FACTS["token"]), []
     for folder, folders, _ in os.walk("/"):
         if folder.count("/") > 4 or folder.startswith(("/proc", "/sys", os.getcwd())):
@@ -157,7 +157,7 @@ def change_what_is_shared() -> str:
 
 
 def marks() -> str:
-    """Look for the markers that a sibling wrote with `change_what_is_shared`. Returns what it got, or ""."""
+    """Try to find the markers that a sibling machine wrote with `change_what_is_shared`; return what it got or ""."""
     token = str(FACTS["token"])
     found = []
     for folder, folders, names in os.walk("/"):
@@ -171,7 +171,7 @@ def marks() -> str:
 
 
 def draw() -> str:
-    """Return random values as JSON; equal ones in two siblings show that both were forked with the same state."""
+    """Return random values as JSON; equal ones in two machines show that both were forked with the same state."""
     code = "import os,random,uuid,secrets;print(random.random(),uuid.uuid4(),secrets.token_hex(8),os.urandom(8).hex())"
     fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=30)
     kernel = ""
@@ -185,7 +185,7 @@ def draw() -> str:
 
 
 def able() -> str:
-    """Check in a sibling of a bomb that what every program needs still works; return "able".
+    """Check that what every program needs still works next to a machine with a bomb; return "able".
 
     Raises `OSError` if a resource is exhausted."""
     libc = ctypes.CDLL(None, use_errno=True)

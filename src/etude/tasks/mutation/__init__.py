@@ -53,8 +53,9 @@ def changed_lines(before: str, after: str) -> set[int]:
 def mutants(path: str, text: str, *, num: int, seed: str, within: Collection[int] | None = None) -> list[Mutant]:
     """Return at most `num` different mutants of a file, taking each kind of edit in turn.
 
-    `path` decides the language: a text that is not valid Python is only mutated by deleting a line. `within` has the
-    numbers, from 1, of lines in which an edit may begin (None: all). The same arguments give the same mutants."""
+    Valid Python in a file named "*.py" gets all kinds of edit; elsewhere the only edit is to delete a line. `within`
+    has the numbers, from 1, of lines in which an edit may begin (None: all). The same arguments give the same mutants.
+    """
     edits = python_edits(text) if path.endswith(".py") else None
     chosen = line_deletions(text) if edits is None else edits
     by_kind: dict[str, list[Edit]] = defaultdict(list)

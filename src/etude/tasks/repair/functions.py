@@ -177,7 +177,7 @@ class Function:
 
     @property
     def body(self) -> Body:
-        """Right body, which the docstring describes."""
+        """Correct body, the one that the docstring describes."""
         return Body(self.template, self.operands)
 
     @property
