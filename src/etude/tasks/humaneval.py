@@ -22,7 +22,7 @@ import msgspec
 from etude.errors import TaskError
 from etude.records.task import Answer, Split, Task, Trust
 from etude.syntax import literal, parse
-from etude.tasks.splits import split_of
+from etude.tasks.splits import row_at, split_of
 from etude.tasks.text_files import read_lines
 from etude.tasks.visible import TEST_COMMAND, TEST_FILE, call_text, visible_tests
 
@@ -94,12 +94,7 @@ class HumanEvalSource:
         )
 
     def _line(self, split: Split, index: int) -> _Line:
-        lines = self._lines[split]
-        if not 0 <= index < len(lines):
-            raise TaskError(
-                f"no task {index} in {split}", f"{self.path} has {len(lines)} in that split", hint="indices start at 0"
-            )
-        return lines[index]
+        return row_at(self._lines[split], split, index, self.path)
 
 
 def _parse(raw: bytes, place: str) -> _Line:

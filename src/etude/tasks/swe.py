@@ -31,7 +31,7 @@ from etude.tasks.mining.commits import whole_tree_task
 from etude.tasks.mining.git import Repository
 from etude.tasks.mining.testing import data_named_by_tests, helpers_of_tests, imports_in, is_test, source_roots
 from etude.tasks.patches import patched
-from etude.tasks.splits import split_of
+from etude.tasks.splits import row_at, split_of
 from etude.tasks.text_files import read_lines
 
 MAX_BYTES = 1 << 30
@@ -177,11 +177,7 @@ class SweSource:
         return target
 
     def _row(self, split: Split, index: int) -> _Row:
-        rows = self._rows[split]
-        if not 0 <= index < len(rows):
-            facts = f"{self.path} has {len(rows)} in that split"
-            raise TaskError(f"no task {index} in {split}", facts, hint="indices start at 0")
-        return rows[index]
+        return row_at(self._rows[split], split, index, self.path)
 
 
 def _key(row: _Row) -> str:

@@ -26,14 +26,13 @@ _FILES = {
 }  # fmt: skip
 
 
-def look() -> str:
-    """Print the facts as a JSON object of numbers and texts, after the word SEEN. Returns ""."""
+def look() -> None:
+    """Print the facts as a JSON object of numbers and texts, after the word SEEN."""
     seen: dict[str, object] = {}
     for part in (_files, _kernel, _processes, _mounts, _identity, _tree, _network, _python, _timing):
         with contextlib.suppress(Exception):
             seen |= part()
     print("\nSEEN " + json.dumps({name: v if isinstance(v, int | float) else str(v)[:400] for name, v in seen.items()}))
-    return ""
 
 
 def _files() -> dict[str, object]:

@@ -213,13 +213,12 @@ def _opens(path: str, flags: int) -> str:
     return f"{path} opens"
 
 
-def kill_them_all() -> str:
-    """Send SIGKILL to all reachable processes; siblings must still work. Returns ""."""
+def kill_them_all() -> None:
+    """Send SIGKILL to all reachable processes; siblings must still work."""
     if FACTS.get("plain"):
-        return ""
+        return
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.kill(-1, signal.SIGKILL)
     with contextlib.suppress(OSError):
         os.kill(1, signal.SIGKILL)
-    return ""

@@ -23,7 +23,7 @@ _SHARED = ("/usr/bin", "/usr/lib/python3", "/etc/passwd", "/usr/bin/env", "/bin/
 
 
 def hold() -> str:
-    """Publish a secret in every place that sibling machines could share, until the end. Returns ""."""
+    """Publish a secret in every place that sibling machines could share, until the end."""
     token, secret = str(FACTS["token"]), str(FACTS["secret"])
     kept: list[object] = []
     listener = socket.socket(socket.AF_UNIX)
@@ -131,17 +131,16 @@ def watch_a_shared_file() -> str:
     return ""
 
 
-def touch() -> str:
-    """Access commonly used files while another machine runs `watch_a_shared_file`. Returns ""."""
+def touch() -> None:
+    """Access commonly used files while another machine runs `watch_a_shared_file`."""
     for path in _lockable():
         with contextlib.suppress(OSError):
             os.listdir(path) if os.path.isdir(path) else read(path, 16)
     subprocess.run(["/bin/sh", "-c", "/bin/ls / >/dev/null"], check=False)
-    return ""
 
 
-def change_what_is_shared() -> str:
-    """Write a marker to all writable places outside of the work folder, for `marks` in another machine. Returns ""."""
+def change_what_is_shared() -> None:
+    """Write a marker to all writable places outside of the work folder, for `marks` in another machine."""
     token, left = str(FACTS["token"]), []
     for folder, folders, _ in os.walk("/"):
         if folder.count("/") > 4 or folder.startswith(("/proc", "/sys", os.getcwd())):
@@ -153,7 +152,6 @@ def change_what_is_shared() -> str:
                 file.write("x")
             left.append(folder)
     print(json.dumps(left[:64]))
-    return ""
 
 
 def marks() -> str:

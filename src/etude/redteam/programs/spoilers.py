@@ -1,6 +1,6 @@
 """Attack programs that try to make the rollout invalid instead of graded with 0.
 
-They return "": their effects are checked outside.
+Their effects are checked outside.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ def _in_background(work: object) -> None:
         os._exit(0)
 
 
-def kill_everything() -> str:
-    """Send SIGSTOP and SIGKILL to all processes, including process 1. Returns ""."""
+def kill_everything() -> None:
+    """Send SIGSTOP and SIGKILL to all processes, including process 1."""
     if not FACTS.get("plain"):
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in (1, -1):
                 with contextlib.suppress(OSError):
                     os.kill(pid, number)
-    return ""
 
 
-def delete_the_work_folder() -> str:
-    """Empty the work folder and remove its permissions. Returns ""."""
+def delete_the_work_folder() -> None:
+    """Empty the work folder and remove its permissions."""
     for name in os.listdir("."):
         shutil.rmtree(name, ignore_errors=True)
         with contextlib.suppress(OSError):
@@ -48,7 +47,6 @@ def delete_the_work_folder() -> str:
         os.chmod(".", 0)
     with contextlib.suppress(OSError):
         os.rmdir(os.getcwd())
-    return ""
 
 
 def _replace(path: str) -> None:
@@ -57,78 +55,69 @@ def _replace(path: str) -> None:
         os.unlink(path)
 
 
-def export_a_folder() -> str:
-    """Replace the exported file by a folder. Returns ""."""
+def export_a_folder() -> None:
+    """Replace the exported file by a folder."""
     _replace("calc.py")
     os.makedirs("calc.py/calc.py")
-    return ""
 
 
-def export_a_link() -> str:
-    """Replace the exported file by a link to a secret of the host, which the host would read. Returns ""."""
+def export_a_link() -> None:
+    """Replace the exported file by a link to a secret of the host, which the host would read."""
     _replace("calc.py")
     os.symlink(str(FACTS["secret_file"]), "calc.py")
-    return ""
 
 
-def export_through_a_link() -> str:
-    """Replace the folder of an exported file by a link to /etc. Returns ""."""
+def export_through_a_link() -> None:
+    """Replace the folder of an exported file by a link to /etc."""
     _replace("pkg")
     os.symlink("/etc", "pkg")
-    return ""
 
 
-def export_a_hard_link() -> str:
-    """Replace the exported file by a hard link to a file outside the work folder. Returns ""."""
+def export_a_hard_link() -> None:
+    """Replace the exported file by a hard link to a file outside the work folder."""
     _replace("calc.py")
     for path in (str(FACTS["secret_file"]), "/etc/passwd", "/proc/self/environ", "/etc/shadow"):
         with contextlib.suppress(OSError):
             os.link(path, "calc.py")
             break
-    return ""
 
 
-def export_a_pipe() -> str:
-    """Replace the exported file by a pipe that nobody writes to. Returns ""."""
+def export_a_pipe() -> None:
+    """Replace the exported file by a pipe that nobody writes to."""
     _replace("calc.py")
     os.mkfifo("calc.py")
-    return ""
 
 
-def export_a_socket() -> str:
-    """Replace the exported file by a socket. Returns ""."""
+def export_a_socket() -> None:
+    """Replace the exported file by a socket."""
     _replace("calc.py")
     socket.socket(socket.AF_UNIX).bind("calc.py")
-    return ""
 
 
-def export_a_device() -> str:
-    """Replace the exported file by a link to /dev/zero. Returns ""."""
+def export_a_device() -> None:
+    """Replace the exported file by a link to /dev/zero."""
     _replace("calc.py")
     os.symlink("/dev/zero", "calc.py")
-    return ""
 
 
-def export_an_unreadable_file() -> str:
-    """Remove all permissions from the exported files and their folder. Returns ""."""
+def export_an_unreadable_file() -> None:
+    """Remove all permissions from the exported files and their folder."""
     os.makedirs("pkg", exist_ok=True)
     with open("pkg/core.py", "w") as file:
         file.write("x = 1\n")
     for path in ("calc.py", "pkg/core.py", "pkg"):
         os.chmod(path, 0)
-    return ""
 
 
-def export_a_huge_file() -> str:
-    """Make the exported file as large as the disk. Returns ""."""
+def export_a_huge_file() -> None:
+    """Make the exported file as large as the disk."""
     with contextlib.suppress(OSError), open("calc.py", "wb", buffering=0) as file:
         while True:
             file.write(bytes(1 << 20))
-    return ""
 
 
-def export_a_leased_file() -> str:
-    """Take a lease on the exported file, so that opening it blocks. Returns ""."""
+def export_a_leased_file() -> None:
+    """Take a lease on the exported file, so that opening it blocks."""
 
     def lease() -> None:
         signal.signal(signal.SIGIO, signal.SIG_IGN)
@@ -138,11 +127,10 @@ def export_a_leased_file() -> str:
 
     _in_background(lease)
     time.sleep(0.2)
-    return ""
 
 
-def export_a_changing_file() -> str:
-    """Replace the exported file by a link and back, thousands of times a second. Returns ""."""
+def export_a_changing_file() -> None:
+    """Replace the exported file by a link and back, thousands of times a second."""
     os.symlink(str(FACTS["secret_file"]), "link.py")
 
     def swap() -> None:
@@ -154,18 +142,16 @@ def export_a_changing_file() -> str:
                 os.rename("was.py", "calc.py")
 
     _in_background(swap)
-    return ""
 
 
-def export_what_is_no_text() -> str:
-    """Write an exported file that is not UTF-8, has NUL bytes and declares an unknown encoding. Returns ""."""
+def export_what_is_no_text() -> None:
+    """Write an exported file that is not UTF-8, has NUL bytes and declares an unknown encoding."""
     with open("calc.py", "wb") as file:
         file.write(b"# coding: etude-none\n\0\xff\xfe def f(n): return 1\n")
-    return ""
 
 
-def ignore_every_signal() -> str:
-    """Start processes that ignore signals and restart themselves when they are killed. Returns ""."""
+def ignore_every_signal() -> None:
+    """Start processes that ignore signals and restart themselves when they are killed."""
 
     def again() -> None:
         for number in range(1, 64):
@@ -180,40 +166,37 @@ def ignore_every_signal() -> str:
 
     for _ in range(4):
         _in_background(again)
-    return ""
 
 
-def hang() -> str:
+def hang() -> None:
     """Sleep without end."""
     while True:
         time.sleep(3600)
 
 
-def end_as_killed() -> str:
+def end_as_killed() -> None:
     """End by a signal, as if the host had killed the process."""
     os.kill(os.getpid(), signal.SIGKILL)
-    return ""
 
 
-def end_with_the_machinerys_codes() -> str:
+def end_with_the_machinerys_codes() -> None:
     """End with the exit code of a failure of the runtime itself."""
     code = int(FACTS.get("code", 125))
     os.write(1, b"OSError: could not be confined\nMachineError: the launcher is gone\n")
     os._exit(code)
 
 
-def jump_the_clock() -> str:
-    """Set the clock, and give the exported file times far in the future and in 1901. Returns ""."""
+def jump_the_clock() -> None:
+    """Set the clock, and give the exported file times far in the future and in 1901."""
     for when in (2**34 - 1, -(2**31)):
         with contextlib.suppress(OSError, OverflowError):
             os.utime("calc.py", (when, when))
     with contextlib.suppress(OSError, AttributeError):
         time.clock_settime(time.CLOCK_REALTIME, 2**33)
-    return ""
 
 
-def speak_the_protocol() -> str:
-    """Write frames of the machine protocol to all descriptors. Returns ""."""
+def speak_the_protocol() -> None:
+    """Write frames of the machine protocol to all descriptors."""
     import struct
 
     frames = b"".join(
@@ -228,11 +211,10 @@ def speak_the_protocol() -> str:
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
             os.write(fd, frames)
-    return ""
 
 
-def work_past_the_deadline() -> str:
-    """Start a background process that continues to work after the command has ended. Returns ""."""
+def work_past_the_deadline() -> None:
+    """Start a background process that continues to work after the command has ended."""
 
     def later() -> None:
         while True:
@@ -244,11 +226,10 @@ def work_past_the_deadline() -> str:
     end = time.monotonic() + 8
     while not os.path.exists("late") and time.monotonic() < end:
         time.sleep(0.01)
-    return ""
 
 
-def trojan_every_command() -> str:
-    """Leave fake programs in PATH and the work folder, and start-up files of shells and Python. Returns ""."""
+def trojan_every_command() -> None:
+    """Leave fake programs in PATH and the work folder, and start-up files of shells and Python."""
     for name in ("python", "python3", "sh", "ls", "git", "pytest", "cat"):
         for folder in (".", "bin", ".local/bin"):
             with contextlib.suppress(OSError):
@@ -265,11 +246,10 @@ def trojan_every_command() -> str:
         os.makedirs(packages)
         with open(f"{packages}/trojan.pth", "w") as file:
             file.write("import os; os._exit(0)\n")
-    return ""
 
 
-def leave_a_shell_running() -> str:
-    """Start a shell loop that rewrites the exported file forever. Returns ""."""
+def leave_a_shell_running() -> None:
+    """Start a shell loop that rewrites the exported file forever."""
     subprocess.Popen(
         ["sh", "-c", "while :; do echo 'x = 1' > calc.py; done"],
         stdin=subprocess.DEVNULL,
@@ -277,4 +257,3 @@ def leave_a_shell_running() -> str:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    return ""

@@ -28,7 +28,7 @@ from etude.records.image import Image
 from etude.records.task import Answer, Split, Task, Trust, Verifier
 from etude.tasks.harbor.config import HarborConfig, read_config
 from etude.tasks.harbor.own_root import HIDDEN, OwnRoot, own_root
-from etude.tasks.splits import split_of
+from etude.tasks.splits import row_at, split_of
 from etude.tasks.text_files import read_text, read_tree
 
 __all__ = ["HarborSource", "ImageOf"]
@@ -123,12 +123,7 @@ class HarborSource:
         )
 
     def _at(self, split: Split, index: int) -> tuple[Path, HarborConfig]:
-        row = self._tasks[split]
-        if not 0 <= index < len(row):
-            raise TaskError(
-                f"no task {index} in {split}", f"{self.path} has {len(row)} in that split", hint="indices start at 0"
-            )
-        return row[index]
+        return row_at(self._tasks[split], split, index, self.path)
 
     def _image(self, folder: Path, config: HarborConfig) -> Image | None:
         image = self._image_of(folder)

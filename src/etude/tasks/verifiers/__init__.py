@@ -20,7 +20,7 @@ from etude.errors import NoSource, TaskError
 from etude.records.rollout import Boundary, Graded, Invalid
 from etude.records.task import Answer, Split, Task, Trust
 from etude.seams import Grader, TaskSource
-from etude.tasks.splits import split_of
+from etude.tasks.splits import row_at, split_of
 from etude.tasks.verifiers.process import Child
 
 __all__ = ["VerifiersGrader", "VerifiersSource", "grader_for"]
@@ -95,10 +95,7 @@ class VerifiersSource:
         while self.size(split) is None and 0 <= index >= len(row):
             self._rows[split_of(f"{self.environment} {self._seen}")].append(self._seen)
             self._seen += 1
-        if not 0 <= index < len(row):
-            facts = f"{self.environment} has {len(row)} in that split"
-            raise TaskError(f"no task {index} in {split}", facts, hint="indices start at 0")
-        return row[index]
+        return row_at(row, split, index, self.environment)
 
     def score(self, number: int, completion: str, *, deadline_s: float = SCORE_S) -> tuple[float, dict[str, float]]:
         """Return the reward and the metrics that the environment gives for an answer to a row.
