@@ -78,7 +78,7 @@ def ranged(default: Any, *, low: float | None = None, high: float | None = None)
 
 
 def like(example: str, default: str = "") -> Any:
-    """Return a dataclass field for a string. `example` is shown in the error for a value that is not a string."""
+    """Return a dataclass field for a string. The error for a value of another type shows `example`."""
     return dataclasses.field(default=default, metadata={"example": f'"{example}"'})
 
 

@@ -170,7 +170,7 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 def kind_at(place: str) -> Kind:
-    """Return the kind of plug-in that a config setting names, such as ``learner.policy_loss`` or ``harness.tools[2]``."""
+    """Return the kind of plug-in that a config setting selects: ``learner.policy_loss`` or ``harness.tools[2]``."""
     setting = place.partition("[")[0]
     return next(kind for kind, facts in KINDS.items() if facts.setting == setting)
 

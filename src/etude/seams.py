@@ -188,7 +188,7 @@ class Holding(Protocol):
 
 @runtime_checkable
 class Grader(Protocol):
-    """Grades the files that a rollout exported. It never runs in a process, or a fork of one, that has run agent code."""
+    """Grades the files that a rollout exported. It never runs in a process (or its fork) that has run agent code."""
 
     async def grade(self, task: Task, answer: Answer, exports: Mapping[str, bytes]) -> Graded | Invalid:
         """Grade one rollout. `exports`: path → content of the files that the task declares, as the agent left them.

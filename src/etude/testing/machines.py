@@ -13,7 +13,9 @@ from etude.records.task import Answer, Split, Task, Trust
 
 
 class ListSource:
-    """A `TaskSource` over (task, answer) pairs. The `source` and `index` of each task are set by its position."""
+    """A `TaskSource` of the given (task, answer) pairs.
+
+    It replaces `source` and `index` of each task: `index` is the position among the tasks of the same split."""
 
     name = "list"
 
@@ -42,8 +44,9 @@ def _replace(task: Task, **changes: Any) -> Task:
 
 
 class FakeGrader:
-    """A `Grader` that runs the hidden tests in the current process, so only for trusted code. `outcome`: a function
-    that replaces grading."""
+    """A `Grader` that runs the hidden tests in the current process, so use it only with trusted code.
+
+    If `outcome` is given, its result is the grade of a task and no test is run."""
 
     def __init__(self, outcome: Callable[[Task], Graded | Invalid] | None = None) -> None:
         self._outcome = outcome

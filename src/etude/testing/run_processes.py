@@ -10,8 +10,10 @@ from etude.records.rollout import Outcome, RolloutSpec
 
 
 class FakeRunProcesses:
-    """Workers that sleep for `takes_s(spec)` seconds and return `play(spec)`, and graders that return `judge(rollout)`,
-    in this process. `config` is that of a run, `max_running` a `Limit`."""
+    """A fake of a run's workers and graders, in this process.
+
+    A rollout takes `takes_s(spec)` seconds and is `play(spec)`; a grade is `judge(rollout)`. `config` is the config of
+    a run, and `max_running` the `Limit` of concurrent rollouts."""
 
     def __init__(
         self,
