@@ -73,7 +73,8 @@ def named(value: str | Plugin, built_in: Collection[str]) -> str | Plugin:
 
 
 def ranged(default: Any, *, low: float | None = None, high: float | None = None) -> Any:
-    """Return a dataclass field with this default that accepts values from `low` to `high`, inclusive. None: no limit."""
+    """Return a dataclass field with this default whose value must be from `low` to `high`, inclusive. None: no
+    limit."""
     return dataclasses.field(default=default, metadata={"range": msgspec.Meta(ge=low, le=high)})
 
 

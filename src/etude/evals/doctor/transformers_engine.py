@@ -39,7 +39,7 @@ step, so that result is not compared."""
 
 
 class TransformersEngine:
-    """A checkpoint as computed by `AutoModelForCausalLM`."""
+    """The `EngineSide` of a checkpoint that `AutoModelForCausalLM` computes in this process."""
 
     name = "transformers"
     ways = ("alone",)
