@@ -128,7 +128,8 @@ def _cpu_s(view: RunView) -> dict[str, float]:
 def lag(steps: Sequence[Event]) -> dict[str, Any]:
     """Compute mean, maximum and histogram of the lag of rollouts from `rl.step` events.
 
-    The lag is how many steps older the weights were that sampled a rollout's first token than those that it trained."""
+    The lag is how many steps older the weights were that sampled a rollout's oldest token than those that it trained.
+    """
     histogram: Counter[int] = Counter()
     for event in steps:
         for name, n in counts(event, "lag").items():

@@ -37,7 +37,7 @@ class Interval:
 def wilson(solved: float, n: float, z: float = Z95) -> Interval:
     """Compute the Wilson score interval for `solved` successes out of `n`; [0, 1] if `n` is 0.
 
-    `z` is the normal quantile. Raises `ValueError` if the numbers make no sense.
+    `z` is the normal quantile. Raises `ValueError` if `solved` is not from 0 to `n`.
 
     >>> wilson(9, 10)  # doctest: +ELLIPSIS
     Interval(value=0.9, low=0.5958..., high=0.9821...)

@@ -1,9 +1,9 @@
 """The conductor: runs the training loop of a run. The loop itself is `_train`, which fits on one screen.
 
-`_train` takes batches in order of admission, trains the learner on them, and publishes each new version to the engines.
-Beside it run `_admit` (tasks → admitted groups), `RolloutScheduler.run` (admitted → graded rollouts) and the parity
-probes of each new version. All are in one task group: an error in one of them ends the loop with that error.
-Synchronous RL is the same code with `max_lag = 0`.
+`_train` takes batches in order of admission, trains the learner on them, and publishes each new version of the weights
+to the engines. Beside it run `_admit` (tasks → admitted groups), `RolloutScheduler.run` (admitted → graded rollouts)
+and the parity probes of each new version. All are in one task group: an error in one of them ends the loop with that
+error. Synchronous RL is the same code with `max_lag = 0`.
 
 | | consumes | produces | waits for | unblocked by |
 | --- | --- | --- | --- | --- |
@@ -13,18 +13,18 @@ Synchronous RL is the same code with `max_lag = 0`.
 | `_train` | a batch | new live weights, handed to the publisher | the learner, the previous commit | `_commit` |
 | `_commit` | the weights being published | a version | the move of the pointer | the learner |
 
-A version is committed when the learner moves the store's pointer to it. Publishing runs in the background, one version
-at a time. The forward and backward pass of the next batch may overlap with it; the next optimiser step, a checkpoint
-and an evaluation wait for the commit. With `max_lag = 0` nothing overlaps.
+The window is how many groups may be open (admitted and not trained yet). A version is committed when the learner moves
+the store's pointer to it. Publishing runs in the background, one version at a time. The forward and backward pass of
+the next batch may overlap with it; the next optimiser step, a checkpoint and an evaluation wait for the commit. With
+`max_lag = 0` nothing overlaps.
 
-A learner that dies ends its lineage with `ProcessLost`: its successor has no weights in memory. Calls therefore always
-go to the process in which `begin` was called. The successor loads the last checkpoint, publishes it under a new
-incarnation, and the ledger is reconciled with it. A damaged chain of deltas is repaired in the same way: a publisher
-that finds its head damaged publishes a full snapshot.
+A lineage is what one learner process trains without interruption. It ends with `ProcessLost` when the learner dies,
+since its successor has no weights in memory; calls always go to the process in which `begin` was called. The successor
+loads the last checkpoint, publishes it, and the ledger is reconciled with it. Damaged deltas in the store are repaired
+in the same way: a publisher that finds the newest version damaged publishes a full snapshot.
 
 The loop ends at the last step or when it is stopped. In both cases rollouts in flight are cancelled. After a stop, the
-ledger keeps them for `--resume`.
-"""
+ledger keeps them for `--resume`."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ RECOVERABLE = (ProcessLost, Unreachable)
 
 
 class Conductor:
-    """Runs reinforcement learning with the processes of a run, its ledger and a task source."""
+    """Runs reinforcement learning with the processes of a run, its ledger of rollouts, and a task source."""
 
     def __init__(
         self,
@@ -135,8 +135,7 @@ class Conductor:
         await self._prune(self.step)
 
     async def resume(self) -> None:
-        """Start a lineage: have the learner load and publish the newest checkpoint, and reconcile the ledger with
-        it."""
+        """Have the learner load and publish the newest checkpoint, and bring the ledger to that state."""
         await self._with_learner(_nothing)
 
     async def _with_learner(self, work: Callable[[], Awaitable[T]]) -> T:
@@ -436,8 +435,9 @@ class Conductor:
         self.ledger.move_cursor(Split.TRAIN, cursor)
 
     async def evaluate(self, name: str, split: Split, num_tasks: int, tries: int = 1) -> EvalResult:
-        """Evaluate the published version and return its solve rate. No version is published meanwhile, so pinning it
-        costs the engines nothing."""
+        """Evaluate the published weights with `tries` rollouts on each of the first `num_tasks` tasks of a split.
+
+        `name` names the result, such as "before". No version is published meanwhile."""
         return await evaluate(
             self.processes,
             self.source,

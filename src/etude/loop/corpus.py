@@ -1,10 +1,9 @@
 """Builds the mid-training corpus from the task source: demonstrations, code documents, standard-library text.
 
-A program of its own (``python -m etude.loop.corpus --run DIR``), since it uses only the CPU. Demonstrations are played
-on all cores, the tokeniser is trained on a sample, and everything is encoded once. The corpus has no held-out or
-validation function: this is asserted by hash on the finished texts, including demonstrations. Idempotent: files of a
-killed run are written again.
-"""
+It is a program of its own (``python -m etude.loop.corpus --run DIR``), since it uses only the CPU. Demonstrations are
+played on all cores, the tokeniser is trained on a sample, and everything is encoded once. The corpus has no held-out or
+validation function: this is asserted by hash on the finished texts, including demonstrations. Files of a killed run are
+written again."""
 
 from __future__ import annotations
 
@@ -122,7 +121,7 @@ def _batched(items: Sequence[str], size: int) -> Iterator[list[str]]:
 
 
 def main() -> int:
-    """Build the corpus of a run. Returns the exit code."""
+    """Build the corpus of the run ``--run DIR``. Returns the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--run", type=Path, required=True)
     run = RunFolder.open(parser.parse_args().run)
