@@ -1,4 +1,4 @@
-"""The arguments of every command. Imports no library, so that `etude --help` is fast."""
+"""Defines the arguments of every command. Imports no library, so that `etude --help` is fast."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _IMAGES = "store of machine images (default: ~/.local/share/etude/images)"
 
 
 def build_parser() -> Parser:
-    """The parser of the command line. The parsed arguments have `command`, the "module:function" to call."""
+    """Return the parser of the command line. The parsed arguments have `command`, the "module:function" to call."""
     exits = "exit codes: " + "; ".join(f"{code.value} {meaning}" for code, meaning in EXITS.items())
     about = "Mid-train and RL-train an open MoE language model in your own agent harness, and serve it."
     parser = Parser(prog="etude", description=about, epilog=exits)

@@ -12,8 +12,9 @@ from etude.errors import Exit, NoRun
 
 
 def check(args: argparse.Namespace) -> int:
-    """Verify every file of a run against its checksum. Only reads, so the run may be active. Exit code 1 if there is a
-    problem."""
+    """Verify every file of a run against its checksum. Returns exit code 1 if there is a problem.
+
+    It only reads, so the run may be active."""
     from etude.loop.fsck import FsckReport, checks_of
 
     if args.run is None:

@@ -45,8 +45,9 @@ CALIBRATE_S = 300.0
 
 
 def print_plan(args: argparse.Namespace) -> int:
-    """Print a plan; with `--against` also compare it with the measurements of a run. Raises `EtudeError` if the memory
-    is not sufficient, with settings that would fit."""
+    """Print a plan; with `--against` also compare it with the measurements of a run. Returns the exit code.
+
+    Raises `EtudeError` if the memory is not sufficient, with settings that would fit."""
     config = _config(args)
     model = _model(config)
     check_rank(model, config.learner.lora_rank)

@@ -1,5 +1,6 @@
-"""The commands ``etude compare``, ``report`` and ``ledger audit``. They only read the run folder, so the run may be
-active."""
+"""The commands ``etude compare``, ``report`` and ``ledger audit``.
+
+They only read what the run wrote, so the run may be active."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from etude.weights.chain.manifest import Manifest
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Print the held-out results of two runs, and their difference with a confidence interval."""
+    """Print the held-out results of two runs, and their difference with a confidence interval. Returns 0."""
     a, b = open_run(args.run_a), open_run(args.run_b)
     found = compare_runs(a.path, b.path)
     table = Table("run", "held-out solve rate", "95 % interval", "tasks", "problems", "turns", "sampled tokens")
@@ -51,8 +52,9 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def report(args: argparse.Namespace) -> int:
-    """Write summary.json and report.html again from the files of the run. Exit code 1 if some of them are
-    unreadable."""
+    """Write summary.json and report.html again from the files of the run.
+
+    Returns exit code 1 if some of the files are unreadable."""
     from etude.loop.phases import write_run_report
 
     run = open_run(args.run)
@@ -68,7 +70,9 @@ def report(args: argparse.Namespace) -> int:
 
 
 def audit_ledger(args: argparse.Namespace) -> int:
-    """Recompute from traces and manifests whether a rollout was lost or trained on twice. Exit code 1 if one was."""
+    """Check whether a rollout was lost or trained on twice, by the records of batches and weights.
+
+    Returns exit code 1 if one was."""
     run = open_run(args.run)
     ledger, weights, traces = open_ledger(run), weights_location(run), traces_folder(run)
     ledger.verify()
