@@ -225,7 +225,6 @@ def _fields(kind: Callable[..., Any]) -> Mapping[str, _Field]:
 
 
 def _converted(hint: Any, value: Any, place: str, example: str | None = None) -> Any:
-    """Convert a TOML value to the type of the field. Raises `ConfigError`."""
     bare, *notes = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
     kinds = typing.get_args(bare) if typing.get_origin(bare) in (types.UnionType, Union) else (bare,)
     if type(None) in kinds and value in (None, "none"):
@@ -305,7 +304,6 @@ _KINDS: dict[Any, tuple[str, str]] = {
 
 
 def _invalid(kind: Any, notes: Sequence[Any], value: Any, place: str, example: str | None, message: str) -> ConfigError:
-    """The error for a value that msgspec refused with `message`."""
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return ConfigError(f"{place} = {value!r} is unknown", hint=nearest(str(value), [one.value for one in kind]))
     if kind in (int, float) and ", got " not in message:
@@ -319,7 +317,6 @@ def _invalid(kind: Any, notes: Sequence[Any], value: Any, place: str, example: s
 
 
 def _span(notes: Sequence[Any]) -> str:
-    """A range as text."""
     ends = next(((note.ge, note.le) for note in notes if isinstance(note, msgspec.Meta)), (None, None))
     match ends:
         case None, None:
@@ -332,7 +329,6 @@ def _span(notes: Sequence[Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value for errors, in TOML syntax if possible."""
     return f"the section {value!r}" if isinstance(value, Mapping) else _toml_value(value)
 
 

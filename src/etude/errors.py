@@ -95,8 +95,9 @@ class NoCheckpoint(CheckpointError, InputError):
 
 
 class TaskError(EtudeError):
-    """A task source is damaged, or a task is not valid: its reference solution does not score 1, or the unmodified task
-    does not score 0."""
+    """A task source is damaged, or a task is not valid.
+
+    A task is valid if its reference solution scores 1 and the unmodified task scores 0."""
 
 
 class NoSource(TaskError, InputError):

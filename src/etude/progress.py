@@ -18,7 +18,7 @@ def tick() -> None:
 
 
 def count() -> int:
-    """The number of `tick` calls so far. A larger value than before means that work has progressed.
+    """Return the number of `tick` calls so far. A larger value than before means that work has progressed.
 
     >>> before = count()
     >>> tick()

@@ -40,8 +40,9 @@ class TaskSource(Protocol):
         ...
 
     def task(self, split: Split, index: int) -> Task:
-        """Return task `index` (from 0) of a split. The same arguments give the same task in every process. Raises
-        `TaskError` when `index` is not below the size."""
+        """Return task `index` (from 0) of a split. The same arguments give the same task in every process.
+
+        Raises `TaskError` when `index` is not below the size."""
         ...
 
     def answer(self, task: Task) -> Answer:
@@ -82,8 +83,9 @@ class Machine(Protocol):
         ...
 
     async def write(self, path: str, data: bytes) -> None:
-        """Create or replace a file; missing parent folders are created. Raises `ValueError` for a path outside the
-        working directory, and `OSError` when the machine's disk is full."""
+        """Create or replace a file; missing parent folders are created.
+
+        Raises `ValueError` for a path outside the working directory, and `OSError` when the machine's disk is full."""
         ...
 
     async def freeze(self) -> None:

@@ -89,7 +89,6 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _function(command: str) -> Callable[[argparse.Namespace], int | None]:
-    """The function of a command, given as "module:function" of this package."""
     module, _, name = command.partition(":")
     function: Callable[[argparse.Namespace], int | None] = getattr(import_module(f"etude.cli.{module}"), name)
     return function

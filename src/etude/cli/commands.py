@@ -183,7 +183,7 @@ def _add_inspection_commands(commands: Commands[Parser]) -> None:
     compare.add_argument("run_a", type=Path, metavar="RUN", help="a run folder")
     compare.add_argument("run_b", type=Path, metavar="RUN", help="another run folder")
     _add_run(add(commands, "report", "reports:report", "write report.html and summary.json of a run again"))
-    _add_run(add(commands, "fsck", "fsck:check", "verify every file of a run against its checksum"))
+    _add_run(add(commands, "fsck", "reports:fsck", "verify every file of a run against its checksum"))
     replay = add(commands, "replay", "replay:run", "repeat a training step from disk; exit code 1 if any bit differs")
     _add_run(replay)
     replay.add_argument("step", type=positive, metavar="STEP", help="a step that led to the current weights, from 1")

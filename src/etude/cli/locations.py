@@ -45,7 +45,6 @@ def newest_run() -> RunFolder:
 
 
 def _modified_at(path: Path) -> float:
-    """Modification time of a file in seconds; 0.0 if it was deleted in the meantime."""
     try:
         return path.stat().st_mtime
     except OSError:

@@ -177,7 +177,6 @@ async def _shell(args: argparse.Namespace) -> int:
 
 @contextlib.asynccontextmanager
 async def _machine(args: argparse.Namespace) -> AsyncIterator[tuple[Runtime, Machine]]:
-    """The runtime and a machine, as the arguments say."""
     store = ImageStore(args.store or default_store()) if args.image else None
     files = {} if args.files is None else _files_of(args.files)
     image = None if store is None else store.get(args.image).image
@@ -241,7 +240,6 @@ async def _exec(
 
 
 async def _read_chunks(fd: int) -> AsyncIterator[bytes]:
-    """The data of a file descriptor, until its end."""
     with contextlib.suppress(OSError):  # the descriptor may not exist
         while data := await _chunk(fd):
             yield data

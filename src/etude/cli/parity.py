@@ -246,7 +246,6 @@ def _show(found: Diagnosis) -> None:
 
 
 def _verdict(found: Diagnosis) -> str:
-    """The result of a comparison in one sentence."""
     from etude.evals.doctor.diagnosis import Verdict
 
     match found.verdict:

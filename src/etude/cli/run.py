@@ -115,7 +115,6 @@ def _new_name(config: Path) -> str:
 
 
 def _connect(on: str, config: RunConfig, runs: Path) -> None:
-    """Connect to a Ray cluster, and check that its nodes can run this config. Raises `ConfigError`."""
     if config.fleet.ranks_away:
         facts, hint = f"with --on {on} Ray places the ranks", "remove fleet.ranks_away and fleet.ranks_at"
         raise ConfigError(f"fleet.ranks_away = {config.fleet.ranks_away} with --on", facts, hint=hint)
@@ -217,7 +216,6 @@ def _state(folder: RunFolder, holder: int | None) -> str:
 
 
 async def _until_ended(folder: RunFolder) -> None:
-    """Show the view of a run until no process has the run locked."""
     view = asyncio.create_task(_show(folder), name="view")
     try:
         while folder.holder() is not None and not view.done():  # noqa: ASYNC110  another process has it locked

@@ -149,5 +149,4 @@ class ReportingStore:
 
 
 def _clock(time_s: float) -> str:
-    """Local time of day."""
     return time.strftime("%H:%M:%S", time.localtime(time_s))

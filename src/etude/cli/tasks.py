@@ -170,7 +170,6 @@ async def _mutation_results(
 
 
 def _journal_path(out: Path) -> Path:
-    """The file with the mutation results of an unfinished check."""
     return out.with_name(f"{out.name}.partial")
 
 

@@ -62,7 +62,6 @@ def _share(row: inspect.LogRow) -> str:
 
 
 def _store(text: str | None) -> BlobStore:
-    """The store that a RUN|STORE argument names. Raises `InputError`."""
     try:
         return named_store(text)
     except NoRun as error:

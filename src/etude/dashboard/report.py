@@ -98,7 +98,6 @@ def _quarantined(summary: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def _headline(summary: Mapping[str, Any]) -> Mapping[str, str] | None:
-    """The headline: held-out solve rate before and after, as text."""
     before, after = summary["heldout"]["before"], summary["heldout"]["after"]
     shown = {name: one for name, one in (("before", before), ("after", after)) if one and one["rate"] is not None}
     if not shown:
@@ -152,7 +151,6 @@ def _families(view: RunView) -> Iterator[Row]:
 
 
 def _origin(view: RunView) -> list[str]:
-    """Run id, etude version and creation time."""
     identity = view.identity()
     etude = text(identity, "etude")
     found = (text(identity, "run_id") or view.path.name, etude and f"etude {etude}", text(identity, "created"))

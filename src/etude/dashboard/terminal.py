@@ -152,7 +152,6 @@ def _bar(view: RunView) -> RenderableType:
 
 
 def _facts(view: RunView) -> Iterator[tuple[str, Text]]:
-    """Yield the name and value of each line of the current view."""
     phase = current_phase(view)
     if phase is not None and phase.name == "mid-training":
         yield from _mid_training(view, since=phase.start)
@@ -236,7 +235,6 @@ def _starting(view: RunView) -> Iterator[tuple[str, Text]]:
 
 
 def _evaluating(view: RunView, *, since: float) -> Iterator[tuple[str, Text]]:
-    """Progress of the current evaluation."""
     event = view.latest("eval.progress")
     if event is None or float(event["t"]) < since:
         return
@@ -246,7 +244,6 @@ def _evaluating(view: RunView, *, since: float) -> Iterator[tuple[str, Text]]:
 
 
 def _lost_learner(view: RunView) -> Iterator[tuple[str, Text]]:
-    """How often the learner was lost, in the whole run."""
     lost = [e for e in view.events("lineage") if text(e, "state") == "lost"]
     restarts = [e for e in view.events("process") if text(e, "name") == "learner" and text(e, "state") == "restart"]
     times = max(len(lost), len(restarts))
@@ -290,7 +287,6 @@ def _delta(view: RunView) -> Iterator[tuple[str, Text]]:
 
 
 def _problem(view: RunView) -> Iterator[tuple[str, Text]]:
-    """The newest recovered failure."""
     found = [(float(e["t"]), f"{text(e, 'name')} {STATES[text(e, 'state')]}") for e in losses(view)]
     found += [(float(e["t"]), f"{text(e, 'process')}: {text(e, 'reason')}") for e in view.events("engine.trouble")]
     found += [(float(e["t"]), f"weights repaired: {text(e, 'reason')}") for e in view.events("weights.mend")]

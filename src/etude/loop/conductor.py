@@ -216,7 +216,6 @@ class Conductor:
         return await self._learner.call(method, kind, *args, deadline_s=STEP_S)
 
     async def _lineage(self) -> None:
-        """Train with the current learner until the last step."""
         async with asyncio.TaskGroup() as tasks:
             background = [
                 tasks.create_task(self._admit(), name="admit"),
@@ -281,7 +280,6 @@ class Conductor:
         tasks.create_task(probe, name=f"probe of {published.version}")
 
     def _on_published(self, published: Published) -> None:
-        """Set the new version in all parts that wait for it."""
         self.processes.set_head(published.version)
         self.step = self.scheduler.published = published.version.step
         self._window_changed.set()
@@ -296,7 +294,6 @@ class Conductor:
         return time.perf_counter() - began
 
     async def _batches(self) -> AsyncIterator[tuple[BatchRef, BatchPlan, float]]:
-        """Yield each next step's batch, its plan, and the seconds waited for its groups."""
         while self.trained < self.config.rl.steps:
             began = time.perf_counter()
             taken = await self._next_groups()
@@ -319,7 +316,6 @@ class Conductor:
             yield batch, plan, time.perf_counter() - began
 
     async def _plan(self, groups: list[Group]) -> BatchPlan:
-        """Plan the next step's batch from these groups. Raises `LedgerError` when a rollout cannot be read."""
         experience, k1 = self.config.experience, None
         if experience.kl:
             valid = [rollout for group in groups for rollout, _ in group.valid]

@@ -240,7 +240,6 @@ class RunConfig:
             )
 
     def _check_ranks(self) -> None:
-        """Refuse rank settings that do not fit together. Raises `ValueError`."""
         learner, experts = self.learner, self.model.num_experts
         if self.fleet.ranks_away >= learner.ranks:
             raise ValueError(

@@ -81,7 +81,6 @@ def _demonstrated_source(config: RunConfig) -> Demonstrating:
 
 
 def _demonstrate(config: RunConfig) -> list[list[Message]]:
-    """Play all demonstrations, in one process per core."""
     cores, count = len(os.sched_getaffinity(0)), config.corpus.num_demonstrations
     cuts = [count * i // cores for i in range(cores + 1)]
     with ProcessPoolExecutor(cores, multiprocessing.get_context("spawn")) as pool:  # notices when a process is killed

@@ -34,10 +34,6 @@ Done = tuple[RolloutResult, Outcome]
 Each = Callable[[], None]
 
 
-def _nothing() -> None:
-    """The default `each`: does nothing."""
-
-
 async def evaluate(
     processes: RunProcesses,
     source: TaskSource,
@@ -51,7 +47,7 @@ async def evaluate(
     temperature: float,
     out: Path,
     telemetry: Telemetry,
-    each: Each = _nothing,
+    each: Each = lambda: None,
 ) -> EvalResult:
     """Evaluate the weights of training step `step` on the first `num_tasks` tasks of a split, `tries` rollouts each.
 
@@ -91,7 +87,7 @@ async def run_all(
     *,
     name: str,
     telemetry: Telemetry,
-    each: Each = _nothing,
+    each: Each = lambda: None,
 ) -> list[Done]:
     """Await `one(spec)` for every spec, as many concurrently as the engines allow, and return the results in order.
 

@@ -120,8 +120,6 @@ def checks_of(path: Path) -> list[Check]:
 
 
 class _RunChecker:
-    """Creates the checks of one run folder."""
-
     def __init__(self, path: Path) -> None:
         self.path, self.run, self._identity = path, RunFolder(path), ""
         try:
@@ -172,7 +170,6 @@ class _RunChecker:
             report.note(name, "a killed process left it", "nothing reads it: it may be deleted")
 
     def _metadata(self, report: FsckReport) -> None:
-        """Check run.json and config.toml."""
         report.count(self.path / "run.json")
         if self._identity:
             report.add("run.json", self._identity)
@@ -186,7 +183,6 @@ class _RunChecker:
                 report.add("config.toml", "it was changed since the run was created")
 
     def _folder(self, path: Path, report: FsckReport) -> None:
-        """Check a directory that was written once."""
         name = self._name(path)
         try:
             sums = read_sums(path)
@@ -225,7 +221,6 @@ class _RunChecker:
             return True
 
     def _file(self, path: Path, report: FsckReport) -> None:
-        """Check a file by its kind."""
         name = self._name(path)
         try:
             proven = self._verify_file(path, report)
@@ -287,7 +282,6 @@ class _RunChecker:
             report.add("ledger.sqlite", *_error_text(error))
 
     def _rollouts(self, ledger: Ledger, report: FsckReport) -> None:
-        """Check stored rollouts against the size and digest in the ledger."""
         files, names = rollout_files(self.run), rollout_files(self.run).names()
         stored = {files.path(one.rollout_id, one.attempt).name: one for one in ledger.stored_summaries()}
         for name, summary in sorted(stored.items()):
@@ -304,7 +298,6 @@ class _RunChecker:
                 report.note(f"{ROLLOUTS}/{name}", facts, "it is deleted when the run is resumed")
 
     def _bucket(self, report: FsckReport) -> None:
-        """Check traces in a bucket."""
         try:
             folder = traces_folder(self.run)
             if isinstance(folder, Path):

@@ -96,7 +96,6 @@ def _shape(steps: Sequence[Event], config: RunConfig) -> Shape:
 
 
 def _cpu_s(usage: Sequence[Event], step_s: float) -> dict[str, float]:
-    """CPU seconds of a step, by role."""
     if len(usage) < 2:
         return dict.fromkeys((*ROLES, "all"), 0.0)
     first, last = usage[0]["processes"], usage[-1]["processes"]

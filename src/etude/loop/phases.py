@@ -72,7 +72,6 @@ async def run_phases(
 
 
 async def _phase(run: RunFolder, telemetry: Telemetry, name: str, work: Phase) -> None:
-    """Run one phase, unless it has ended, and record its end."""
     if run.ended(name):
         return
     telemetry.event("phase", phase=name, state="start")

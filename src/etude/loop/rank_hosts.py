@@ -140,7 +140,6 @@ class RankListener:
         return found
 
     def _surplus(self) -> str:
-        """Text for the error on hosts whose ranks are not needed."""
         chosen = self._accepted()
         spare = [f"{peer.count} of {peer.host} are too many" for peer in self._hosts if peer not in chosen]
         parts = [*spare, self._refused] if self._refused else spare
@@ -168,7 +167,6 @@ class RankListener:
             threading.Thread(target=self._serve_connection, args=(sock,), name="rank host", daemon=True).start()
 
     def _serve_connection(self, sock: socket.socket) -> None:
-        """Serve one connection until it ends."""
         with sock, sock.makefile("rb") as lines:
             try:
                 peer = self._handshake(sock, lines)
@@ -319,7 +317,6 @@ def _send(sock: socket.socket, body: Mapping[str, Any]) -> None:
 
 
 def _signed(secret: bytes, nonce: str, body: Mapping[str, Any]) -> dict[str, str]:
-    """Sign a message with the secret and the receiver's nonce."""
     text = json.dumps(body)
     return {"text": text, "seal": sign(secret, f"{nonce} {text}".encode()).hex()}
 

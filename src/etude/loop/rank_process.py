@@ -68,8 +68,6 @@ def _wait_for_key(store: TCPStore, key: str) -> bytes:
 
 def main() -> None:
     """Run one rank: join the process group, then serve the calls of rank 0."""
-    from etude.loop.learner import LearnerProcess  # which starts ranks
-
     parser = argparse.ArgumentParser()
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--at", required=True)

@@ -22,8 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import msgspec
 import torch
@@ -33,21 +32,11 @@ from etude import progress
 from etude.errors import EtudeError
 from etude.loop.config import RunConfig
 from etude.loop.processes import EXIT_RESTART
-from etude.loop.rank_hosts import (
-    RankListener,
-    describe_exit,
-    format_address,
-    new_secret,
-    sign,
-    start_rank,
-)
+from etude.loop.rank_hosts import RankListener, describe_exit, format_address, new_secret, sign, start_rank
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
 from etude.training.sharded import ShardedProcessGroup, join
 from etude.training.sharded.mesh import LOOPBACK, connect_store, host_store
-
-if TYPE_CHECKING:
-    pass
 
 PATIENCE = 10
 """All ranks together may make no progress for this multiple of `fleet.hung_s`."""
@@ -56,9 +45,7 @@ REPORT_S = 1.0
 NUM_KEPT_CALLS = 8
 """Keys of calls are deleted after so many further calls. By then every rank has read them: all calls except
 `finish_publish` and `defend` end with every rank, and at most two of these come in a row."""
-POLL = timedelta(seconds=30)
 MET = "met"  # key that is set when all ranks have connected
-_SEAL_BYTES = len(sign(b"", b""))
 
 
 class RankProgress:

@@ -188,7 +188,6 @@ def _result(ref: Any, deadline_s: float) -> str:
 
 
 def _missing_on_node(files: Mapping[str, str | None], version: str) -> str:
-    """What the node that runs this lacks."""
     lacks = [f"does not see {path}" for path, text in files.items() if not _has_content(Path(path), text)]
     mine = import_module("etude").__version__  # as installed on the node
     return ", ".join(lacks + ([f"has etude {mine}, this is {version}"] if mine != version else []))

@@ -121,7 +121,6 @@ class RayHost:
 
 
 async def _sends_secret(sock: socket.socket, secret: bytes) -> bool:
-    """Whether the peer sends the secret first."""
     loop, given = asyncio.get_running_loop(), b""
     sock.setblocking(False)
     try:

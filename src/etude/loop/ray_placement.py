@@ -199,7 +199,6 @@ class RayPlacement:
         return before >= await asyncio.to_thread(capacity, role, _gpus(program))
 
     def _num_running(self, role: str) -> int:
-        """The number of running components of a role."""
         self._running = {process for process in self._running if process.returncode is None}
         return sum(process.role == role for process in self._running)
 

@@ -121,7 +121,6 @@ def replay_step(
 def _replay_one(
     learner: TorchLearner, history: History, configured: Mapping[str, Any], here: Mapping[str, str]
 ) -> ReplayedStep:
-    """Train the learner's next step on its recorded batch, and compare the result."""
     step = learner.step + 1
     recorded = history.batch(step)
     learner.config = build(LearnerConfig, {**configured, **recorded.settings}, "learner")

@@ -249,7 +249,6 @@ class RolloutScheduler:
             await self._store(ended)
 
     async def _store(self, ended: list[_Ended]) -> None:
-        """Store ended rollouts and their signs of cheating in one transaction."""
         counts = list[bool]()
 
         def work() -> None:

@@ -66,8 +66,6 @@ class MessageTooLarge(EtudeError):
 
 @dataclass
 class _Waiting:
-    """A call in flight."""
-
     answer: asyncio.Future[bytes]
     silence: asyncio.Timeout
     deadline_s: float

@@ -97,7 +97,6 @@ class Pool:
             ) from None
 
     def _least(self) -> Caller | None:
-        """The process with the fewest calls in flight; None when none is up."""
         for name in [n for n, c in self.members.items() if c.lost.is_set()]:
             del self.members[name]
         return min(self.members.values(), key=lambda c: (self._load[c.name], c.name), default=None)
@@ -295,7 +294,6 @@ class RunProcesses:
         return await self._send_engines()
 
     def _update_limit(self) -> None:
-        """Set how many rollouts may run, from the contexts of the engines that are up."""
         away = sum(map(self.config.contexts_of, self._waiting.values()))
         self.max_running.set(rollouts_on(self.config.own_contexts - away + self._joined_contexts))
 

@@ -14,8 +14,7 @@ from etude.testing.learning import (
     StreamingPolicy,
     make_version,
 )
-from etude.testing.machines import FakeGrader, ListSource
-from etude.testing.run_processes import FakeRunProcesses
+from etude.testing.machines import FakeGrader, FakeRunProcesses, ListSource
 
 __all__ = [
     "EnginePolicy",

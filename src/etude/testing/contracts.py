@@ -495,8 +495,6 @@ class HarnessContract(Contract):
 
 
 class _NoEngine:
-    """A policy without working engines."""
-
     async def complete(self, request: CompletionRequest) -> Completion:
         raise EngineError("no engine answers", hint="this is a test")
 

@@ -96,7 +96,6 @@ class _EventFile:
         self._writer.close()
 
     def _start_session(self, step: int) -> None:
-        """Make TensorBoard forget this step and later ones."""
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
         self._write(step=step, session_log=SessionLog(status=SessionLog.START))
@@ -120,7 +119,6 @@ def _config_summary(run: TrackedRun) -> Any:
 
 
 def _hparams_start(run: TrackedRun) -> Any:
-    """The settings that the user gave, as hyperparameters."""
     from google.protobuf.struct_pb2 import Value
     from tensorboard.plugins.hparams import metadata, plugin_data_pb2
 

@@ -92,7 +92,6 @@ def _pass_on(metrics: MetricReader, processes: list[TrackerProcess]) -> None:
 
 
 def _finish(processes: list[TrackerProcess], outcome: str) -> None:
-    """Finish all trackers, within `FINISH_S` together."""
     end = time.monotonic() + FINISH_S
     for process in processes:
         process.finish(outcome, end)

@@ -129,7 +129,6 @@ def _check_shape(name: str, tensor: torch.Tensor, expected: torch.Size) -> None:
 
 
 def _in_double(model: Transformer) -> Transformer:
-    """A model with the same weights in float64 and native operators."""
     twin = Transformer(model.config, seed=None, dtype=torch.float64, operators=Native(torch.float64))
     with torch.no_grad():
         for copy, original in zip(hf_views(twin).values(), hf_views(model).values(), strict=True):

@@ -151,7 +151,6 @@ class VllmEngine:
 
 
 def _read(answer: httpx.Response, prompt: list[int], url: str) -> Sampled:
-    """Parse the tokens and log-probabilities of a completion. Raises `EngineError` if they are missing."""
     try:
         choice = answer.json()["choices"][0]
         ids, values = choice["token_ids"], choice["logprobs"]["token_logprobs"]

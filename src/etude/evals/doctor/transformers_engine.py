@@ -49,8 +49,10 @@ class TransformersEngine:
 
     @classmethod
     def load(cls, checkpoint: Path, dtype: torch.dtype) -> TransformersEngine:
-        """Load a checkpoint. Raises `EngineError` if transformers is not installed, and `CheckpointError` if it cannot
-        load the checkpoint."""
+        """Load a checkpoint with transformers.
+
+        Raises `EngineError` if transformers is not installed, and `CheckpointError` if it cannot load the checkpoint.
+        """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
