@@ -27,11 +27,10 @@ from etude.records.task import Answer, Split, Task
 
 @runtime_checkable
 class TaskSource(Protocol):
-    """A source of tasks to learn from. A task is found by its split and index, so a run resumes from one integer per
-    split.
+    """A source of tasks to learn from. A task is found by its split and index.
 
-    `name` is the name of the source. Several processes open the same source, and each must get the same tasks. A method
-    may take up to 60 s."""
+    So a run resumes from one integer per split. `name` is the name of the source. Several processes open the same
+    source, and each must get the same tasks. A method may take up to 60 s."""
 
     name: str  # written into `Task.source`
 
@@ -64,7 +63,7 @@ class Machine(Protocol):
         """Run a command and return its exit code and output.
 
         `key` is an idempotency key: a second call with the same key does not run the command again and returns the
-        recorded result. `options`: see `ExecOptions`.
+        recorded result. `options` are the fields of `ExecOptions`, such as `stdin`, `cwd`, `env` and `user`.
 
         The command ends when its first process ends; background processes that it started continue. At the deadline
         everything that the command started is killed, and `ExecResult.timed_out` is True. Cancelling the caller does
@@ -89,8 +88,9 @@ class Machine(Protocol):
         ...
 
     async def freeze(self) -> None:
-        """Stop all processes of the machine for good. `read` and `snapshot` still work; `exec` raises `MachineError`.
-        Idempotent."""
+        """Stop all processes of the machine for good. Idempotent.
+
+        `read` and `snapshot` still work; `exec` raises `MachineError`."""
         ...
 
     async def snapshot(self) -> str:
@@ -318,7 +318,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     - `max_sequences`: how many sequences it decodes together.
     - `num_running`, `num_waiting`: the requests being decoded and in the queue.
     - `kv_tokens_free`: how many more tokens the KV cache can hold.
-    - `capabilities`: a subset of "routes", "spans", "stream", "pause-keep", "adopt", "verify" and "exact".
+    - `capabilities`: "routes" (it returns the chosen experts), "spans" (and the version of each token), "stream",
+      "adopt", "verify" (the methods), "pause-keep" (a pause keeps the KV cache), "exact" (it has the learner's bits).
     - `parity`: processes with an equal value compute the same bits from the same weights; "" if unknown.
     - `trouble`: why loading the newest weights failed; "" if it did not fail."""
 

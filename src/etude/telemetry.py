@@ -40,8 +40,8 @@ class Telemetry:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def event(self, kind: str, **facts: Any) -> None:
-        """Write one event with these facts as one line, in a single write call so that lines of several writers never
-        mix."""
+        """Write one event with these facts as one line. Lines of several writers never mix, since it is a single
+        write call."""
         line = json.dumps({"t": round(time.time(), 4), "process": self.process, "kind": kind, **facts}, default=str)
         try:
             os.write(self._file, sealed_line(line.encode()) + b"\n")

@@ -62,8 +62,9 @@ class Parity:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The largest accepted mismatch: limits for `k3` (nats per token) and `ratio_p99`, the 99th percentile of |r -
-    1|."""
+    """The largest accepted mismatch between engine and learner.
+
+    `k3` limits an estimate of the KL divergence (nats per token), and `ratio_p99` the 99th percentile of |r - 1|."""
 
     k3: float
     ratio_p99: float

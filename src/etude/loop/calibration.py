@@ -61,8 +61,9 @@ FEW, MANY, PLAYED = 4, 32, 48
 
 
 def cpu_of(work: Callable[[], object]) -> float:
-    """Call `work` several times and return the smallest CPU time in seconds: other load on the machine only adds to
-    it."""
+    """Call `work` several times and return the smallest CPU time in seconds.
+
+    Other load on the machine only adds to it."""
     took = []
     for _ in range(REPEATS):
         began = time.process_time()
@@ -155,8 +156,9 @@ def engine_constants(config: RunConfig, checkpoint: Path) -> dict[str, float]:
 
 
 def prepare_run(config: RunConfig, folder: Path) -> RunFolder:
-    """Create a scratch run in `folder`, with a tokeniser and a checkpoint: the config's starting one, or random
-    weights."""
+    """Create a scratch run in `folder`, with a tokeniser and a checkpoint.
+
+    The checkpoint is the config's starting one, or has random weights."""
     one = replace(config, fleet=replace(config.fleet, engines=(EngineKind.REFERENCE,)))
     run = RunFolder.create(folder, config_toml=to_toml(one), seed=0)
     telemetry = Telemetry(run / "events" / "conductor.jsonl", process="conductor")

@@ -127,8 +127,8 @@ class Conductor:
         self.ledger.close()
 
     async def reinforce(self) -> None:
-        """Train until the last step and save the result as ``checkpoints/final``. Raises the error that ended the
-        loop."""
+        """Train until the last step, and save the result as ``checkpoints/final``. Raises the error that ended
+        training."""
         await self._with_learner(self._lineage)
         result = str(self.run_folder / "checkpoints" / "final")
         await self._with_learner(lambda: self._call("save", type(None), result))

@@ -257,10 +257,10 @@ class RunConfig:
             )
 
     def with_parity_budget(self) -> RunConfig:
-        """Return this config with the parity budget filled in from the engines' dtype, so that config.toml has the
-        numbers.
+        """Return this config with the parity budget filled in, so that config.toml has the numbers.
 
-        Unchanged in exact mode, where all probabilities must be equal."""
+        The budget is the largest accepted difference between the probabilities of engine and learner; its default
+        depends on the engines' dtype. In exact mode, where all probabilities must be equal, the config is unchanged."""
         if self.numerics.mode is Mode.EXACT and self.parity.over_budget is not OverBudget.FALL_BACK:
             return self  # exact mode needs no budget
         budget = self.parity.budget(self.engine.dtype)
@@ -312,11 +312,10 @@ class RunConfig:
 
 
 def rollouts_on(num_contexts: int) -> int:
-    """Return how many rollouts run concurrently on engines that hold `num_contexts` full contexts: three quarters of
-    it.
+    """Return how many rollouts run concurrently on engines that can hold `num_contexts` full contexts.
 
-    Each rollout keeps its KV cache between its turns. With more rollouts, engines would evict contexts and compute them
-    again."""
+    It is three quarters of that: each rollout keeps its KV cache between its turns, and with more rollouts engines
+    would evict contexts and compute them again."""
     return max(1, num_contexts * 3 // 4) if num_contexts else 0
 
 

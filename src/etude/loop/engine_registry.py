@@ -49,8 +49,9 @@ async def open_registry(
 ) -> AsyncIterator[RegistryServer]:
     """Run a registry of remote engines while the block runs. Yields its server.
 
-    `beat` is awaited with the list of engines at every heartbeat. `failed` gets an error when the run has had no engine
-    for `NONE_S` seconds, or when the task that watches the engines ends."""
+    `beat` is awaited with the list of engines at every heartbeat, and returns the number of sessions by engine.
+    `failed` gets an error when the run has had no engine for `NONE_S` seconds, or when the task that watches the
+    engines ends."""
     check_listen(config)
     own = {f"engine-{i}" for i in range(len(config.fleet.engines))}
     registrar = RegistryServer(required_of_engines(run, config), token=environment_token(), reserved=own)

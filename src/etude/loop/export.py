@@ -33,11 +33,10 @@ Log = Callable[[str], None]
 def export_checkpoint(
     source: Path, out: Path, *, dtype: str, quantise: Quantise = Quantise.NONE, log: Log = lambda _: None
 ) -> Path:
-    """Write a checkpoint, or the newest one of a run, as a new Hugging Face directory with its tokeniser. Returns
-    `out`.
+    """Write a checkpoint, or the newest one of a run, as a new Hugging Face directory with its tokeniser.
 
-    `source` is the folder of the checkpoint or the run. `log` is called with a line on layers that were left out when
-    the run started. Raises `CheckpointError`."""
+    `source` is the folder of the checkpoint or the run, and `out` the new folder, which is returned. `log` is called
+    with a line on layers that were left out when the run started. Raises `CheckpointError`."""
     start = source
     if (source / "run.json").is_file():
         run = RunFolder.open(source)

@@ -78,7 +78,7 @@ class GradeSlots:
 
 
 async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Handlers:
-    """Create the RPC methods of a grader process."""
+    """Return the RPC methods of a grader process, by name."""
     config = read_config(run)
     source = open_tasks(config)
     runtime = runtime_from_config(config.machines)

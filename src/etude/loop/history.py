@@ -55,9 +55,9 @@ class History:
         return self.versions[step].version if step in self.versions else None
 
     def require(self, step: int) -> None:
-        """Check that this step can be replayed because it is in the lineage.
+        """Check that this step led to the current weights, so that it can be replayed.
 
-        Raises `InputError` with the reason if it is not, and `WeightsError` if its record was lost."""
+        Raises `InputError` with the reason if it did not, and `WeightsError` if its record was lost."""
         if step in self.versions and step > 0:
             return
         steps = [at for at in self.versions if at > 0]
@@ -72,8 +72,7 @@ class History:
         raise InputError(f"{self.run.path} has no step {step}", facts + lost, hint="choose a step of its lineage")
 
     def start_checkpoint(self, step: int, given: Path | None) -> Path:
-        """Return the checkpoint to replay a step from: `given`, by path or by name, or else the nearest before the
-        step.
+        """Return the checkpoint to replay a step from: `given`, by path or by name; None: the nearest before the step.
 
         Raises `CheckpointError` when it does not exist, and `InputError` when it is not from before this step."""
         folder = self.run / "checkpoints"
@@ -101,7 +100,7 @@ class History:
         return f"start from another: --from one of {names}" if names else "no other checkpoint is before that step"
 
     def batch(self, step: int) -> RecordedBatch:
-        """Read the recorded batch of a step of the lineage. Raises `LedgerError`."""
+        """Read the recorded batch that a step of the current weights was trained on. Raises `LedgerError`."""
         recorded = read_trace(trace_path(traces_folder(self.run), step))
         known = self.rollout_ids.get(step)
         if known and known != frozenset(recorded.batch.rollout_ids):

@@ -159,16 +159,15 @@ class LearnerProcess:
         return self._learner.step
 
     def computed(self) -> tuple[dict[str, str], dict[str, Any]]:
-        """Return how the next step is computed: the facts of `computed_by`, and the learner's settings that differ
-        from the config."""
+        """Return how the next step is computed: (facts of `computed_by`, learner settings that differ from the
+        config)."""
         configured, now = to_plain(self.config.learner), to_plain(self.learner.config)
         return computed_by(self.learner), {name: now[name] for name in now if now[name] != configured.get(name)}
 
     def record(self, plan: BatchPlan) -> BatchRef:
-        """Read the rollouts of a planned step, make its batch, and write it as the step's trace, from which it can be
-        replayed.
+        """Read the rollouts of a planned step, make its batch, and write it as the step's trace.
 
-        Call `forward_backward` next."""
+        A step can be replayed from its trace. Call `forward_backward` next."""
         by, settings = self.computed()
         traces, read = traces_folder(self.run), rollout_files(self.run).read
         batch, ref = record_batch(
@@ -250,15 +249,16 @@ class LearnerProcess:
         return self.learner.parity
 
     def defend(self, defence: str) -> None:
-        """Set what the learner does about probabilities that differ from the engines' (a `parity.Defence`), from the
-        next step on."""
+        """Set what the learner does, from the next step on, about probabilities that differ from the engines'.
+
+        `defence` is a value of `parity.Defence`."""
         self.learner.defend(truncate=Defence(defence) is Defence.TRUNCATED)
 
     def k1(self, rollouts: list[RolloutSummary]) -> dict[str, float]:
-        """Compute Σ log π − log π_ref over the sampled tokens of each rollout, by rollout id. π_ref is the starting
-        checkpoint.
+        """Compute the log-ratio of policy and starting checkpoint for each rollout: Σ log π − log π_ref over its
+        sampled tokens.
 
-        Rollouts are read in pieces of `K1_TOKENS` tokens."""
+        The result is by rollout id. Rollouts are read in pieces of `K1_TOKENS` tokens."""
         files, found = rollout_files(self.run), dict[str, float]()
         for some in group_by_budget([one.num_prompt + one.num_sampled for one in rollouts], K1_TOKENS):
             read = map(files.read, rollouts[some])
@@ -293,7 +293,7 @@ def exit_if_rank_lost(leader: Leader | None, work: Callable[..., object], *argum
 async def handlers(
     run: RunFolder, name: str, telemetry: Telemetry, ranks_at: str = "", ranks_away: str = "0"
 ) -> child.Handlers:
-    """Create the RPC methods of a learner process.
+    """Return the RPC methods of a learner process, by name.
 
     `ranks_away` is how many of its ranks connect from other machines, to the address `ranks_at`."""
     torch.set_num_threads(NUM_THREADS)

@@ -34,11 +34,10 @@ def build_config(given: Mapping[str, Any]) -> RunConfig:
 
 
 def with_limits(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the user's settings (nested dicts) with missing limits filled in from the starting checkpoint, if there is
-    one.
+    """Return the user's settings (nested dicts) with missing limits filled in from the starting checkpoint.
 
     Contexts are as long as the model has positions, but at most `MOST_CONTEXT` tokens; a turn has an eighth of a
-    context. Settings that cannot be read are left for the checks of the config."""
+    context. Without a starting checkpoint, or if it cannot be read, the settings are returned unchanged."""
     start, engine, harness = given.get("start"), given.get("engine", {}), given.get("harness", {})
     if not isinstance(start, str) or not isinstance(engine, Mapping) or not isinstance(harness, Mapping):
         return dict(given)

@@ -36,10 +36,10 @@ PROBE_TASKS, PROBE_FIRST = 128, 5_000_000
 
 @dataclass(frozen=True)
 class CopyProbe:
-    """Measures the share of texts in which the model predicts the last `num_answer` tokens exactly, each as its first
-    choice.
+    """Measures how well a model copies: the share of texts whose end it predicts exactly.
 
-    Every rank of mid-training gets a pickled copy and calls it with its model."""
+    The end of text i is its last `num_answer[i]` tokens; each must be the model's first choice. Every rank of
+    mid-training gets a pickled copy and calls it with its model."""
 
     texts: tuple[I32, ...]
     num_answer: tuple[int, ...]

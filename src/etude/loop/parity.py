@@ -41,11 +41,12 @@ class OverBudget(enum.StrEnum):
 
 @dataclass(frozen=True)
 class ParityConfig:
-    """The `[parity]` section: how far engine and learner may differ in native mode. In exact mode they must be equal.
+    """The `[parity]` section: how far the probabilities of engine and learner may differ, in native mode.
 
-    `k3` (nats per token) and `ratio_p99` (99th percentile of |r - 1|) limit the difference; None takes the default for
-    the engines' dtype. `patience` is the number of consecutive probes of an engine over budget before the run reacts.
-    """
+    In exact mode they must be equal. r is the learner's probability of a token divided by the engine's. `k3` limits an
+    estimate of the KL divergence (nats per token), and `ratio_p99` the 99th percentile of |r - 1|; None takes the
+    default for the engines' dtype. `patience` is the number of consecutive probes of an engine over budget before the
+    run reacts."""
 
     k3: float | None = None  # nats per token; None: by dtype, twice the measured value
     ratio_p99: float | None = None  # the 99th percentile of |r - 1|; None: by dtype
@@ -141,7 +142,8 @@ class ParityMonitor:
     def trained(self, fresh_ratio_max: float | None) -> Alarm | None:
         """Record a step's max |r - 1| of rollouts that the current weights sampled; None if there were none.
 
-        Only exact mode checks it, where it must be 0. Returns an alarm as `record` does."""
+        r is the learner's probability of a token divided by the engine's. Only exact mode checks it, where the maximum
+        must be 0. Returns an alarm as `record` does."""
         if self.defence is not Defence.NONE or fresh_ratio_max is None:
             return None
         return self.record(FRESH, compare([0.0], [math.log1p(fresh_ratio_max)]))

@@ -108,9 +108,11 @@ class ParityProbe:
         return None
 
     async def trained(self, step: int, fresh_ratio_max: float | None) -> None:
-        """Check the largest |r - 1| of a step's fresh rollouts, and take a defence when it exceeds the budget.
+        """Check the largest |r - 1| of a step's rollouts that its own weights sampled, and take a defence if it is too
+        large.
 
-        If the config stops the run instead, the learner raises the error."""
+        r is the learner's probability of a token divided by the engine's. If the config stops the run instead, the
+        learner raises the error."""
         alarm = self._watch.trained(fresh_ratio_max)
         if alarm is not None:
             await self._act(alarm, step)

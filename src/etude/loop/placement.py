@@ -115,8 +115,9 @@ class Placement(Protocol):
         `OSError`."""
 
     async def usage(self, running: Mapping[str, Process], *, with_memory: bool) -> dict[str, dict[str, Any]]:
-        """Return the CPU time and memory of this process ("conductor") and of the `running` ones by name, as
-        `usage.sample` does."""
+        """Return the CPU time and memory of this process ("conductor") and of the `running` ones.
+
+        The result is that of `usage.sample`, by name."""
 
     async def close(self) -> None:
         """Release all machines. Idempotent."""

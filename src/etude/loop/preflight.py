@@ -253,8 +253,9 @@ def check_start(
 def log_unused_model_settings(
     config: RunConfig, model: ModelConfig, given: Collection[str], log: Callable[[str], None]
 ) -> None:
-    """Log the `[model]` settings that the user set (`given`) and that differ from the starting checkpoint: they are
-    not used."""
+    """Log the `[model]` settings that are not used because they differ from the starting checkpoint.
+
+    `given` are the dotted names of the settings that the user set; only these are considered."""
     wanted, is_ = (leaves({"model": to_plain(one)}) for one in (config.model, model))
     other = [name for name in sorted(given) if name in wanted and wanted[name] != is_.get(name)]
     if other:

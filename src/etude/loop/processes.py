@@ -193,10 +193,9 @@ class Supervisor:
         self.failed: asyncio.Future[EtudeError] = asyncio.get_running_loop().create_future()
 
     async def add(self, child: Child, role: Role) -> None:
-        """Start a child, wait until it is ready, and supervise it from then on. Raises the error of a child that cannot
-        start.
+        """Start a child, wait until it is ready, and supervise it from then on.
 
-        A child that is killed or lost meanwhile is started again."""
+        A child that is killed or lost meanwhile is started again. Raises the error of a child that cannot start."""
         self.children[child.name] = child
         while True:
             try:

@@ -212,8 +212,9 @@ class Leader:
         self.lost(EtudeError(f"rank {rank} of the learner ended", facts, hint="its output is in this log"), rank)
 
     def lost(self, error: EtudeError, rank: int | None = None) -> NoReturn:
-        """Exit this process with an error, because the rest of the group cannot continue. `rank` is the rank that
-        was lost."""
+        """Exit this process with an error, because the rest of the group cannot continue.
+
+        `rank` is the rank that was lost; None if it is not known."""
         name = "learner" if rank is None else f"learner rank {rank}"
         self._telemetry.event("process", name=name, state="lost", reason=f"{error.what}: {error.facts}")
         exit_with_error(error)

@@ -109,7 +109,7 @@ class RayHost:
             signal_group(self._process.pid, signum)
 
     async def usage(self, with_memory: bool) -> dict[str, Any]:
-        """Return the CPU seconds `cpu_s` of the program and its descendants, and with `with_memory` their
+        """Return `cpu_s`, the CPU seconds of the program and its descendants, and with `with_memory` their
         `pss_bytes`."""
         return await asyncio.to_thread(self._measure_usage, with_memory)
 

@@ -96,8 +96,7 @@ class RayProcess:
         return float((await self.usage(with_memory=False)).get("cpu_s", 0.0))
 
     async def usage(self, *, with_memory: bool) -> dict[str, Any]:
-        """Return the CPU time and memory of the process, as `RayHost.usage` does; {} when its node does not answer
-        in time."""
+        """Return what `RayHost.usage` returns; {} when the node does not answer in time."""
         try:
             async with asyncio.timeout(USAGE_EVERY_S):
                 return dict(await _result(self._actor.usage.remote(with_memory)))

@@ -24,8 +24,9 @@ async def run_in_thread(work: Callable[[], T]) -> T:
 
 
 class SerialExecutor:
-    """Runs calls in one thread, in the order of submission, so that they neither block the event loop nor overtake
-    each other.
+    """Runs calls in one thread, in the order of submission.
+
+    They neither block the event loop nor overtake each other.
 
     >>> async def story() -> list[int]:
     ...     in_order, done = SerialExecutor("example"), list[int]()

@@ -141,8 +141,10 @@ class RunProcesses:
             await wait_for_first_engine(self.registrar, self.telemetry, self.config.fleet.listen)
 
     def require_parity(self, learner_class: str) -> None:
-        """From now on, refuse remote engines that may compute other bits than the learner: those of another parity
-        class."""
+        """From now on, refuse remote engines that may compute other bits than the learner.
+
+        `learner_class` is the learner's parity class: processes of one class compute the same bits from the same
+        weights."""
         if self.registrar is not None:
             self.registrar.requirements = msgspec.structs.replace(self.registrar.requirements, parity=learner_class)
 
@@ -207,8 +209,8 @@ class RunProcesses:
         return graded
 
     async def measure(self, rollout: RolloutResult, graded: Graded) -> Graded:
-        """Have a grader process measure the run's own reward terms of a graded rollout. Returns the grade with these
-        terms."""
+        """Have a grader process measure the run's own reward terms of a graded rollout, and return the grade with
+        them."""
         return await self.graders.call("measure", Graded, rollout.summary, graded, deadline_s=GRADE_S)
 
     def _child(

@@ -93,11 +93,11 @@ async def serve_checkpoint(
 async def serve_fleet(
     checkpoint: Path, *, registry: str, model: str, gateway: GatewayConfig, key: str | None
 ) -> AsyncIterator[str]:
-    """Serve from the engines of a run while the block runs, besides its rollouts. Yields the base URL for an OpenAI
-    client.
+    """Serve from the engines of a run while the block runs, besides its rollouts.
 
-    `registry` is the URL of the run's registry of engines. The chat format is that of `checkpoint`. `model` is the name
-    for clients, and `key` their API key. Raises what `inference.registry_client.fetch_requirements` raises."""
+    Yields the base URL for an OpenAI client. `registry` is the URL of the run's registry of engines. The chat format is
+    that of `checkpoint`. `model` is the name for clients, and `key` their API key. Raises what
+    `inference.registry_client.fetch_requirements` raises."""
     chat, token = ChatFormat.load(checkpoint), environment_token()
     requirements = await asyncio.to_thread(fetch_requirements, registry, token, wait_s=0.0)
     fleet = Fleet({})

@@ -31,7 +31,7 @@ often than a local process hangs, and a repeated request gives the same result."
 
 
 async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Handlers:
-    """Create the RPC methods of a worker process."""
+    """Return the RPC methods of a worker process, by name."""
     config = read_config(run)
     runtime = runtime_from_config(config.machines)
     chat = ChatFormat.load(run / "tokenizer")
