@@ -62,8 +62,9 @@ def learning(view: RunView) -> Panel | None:
 
 
 def lag_histogram(view: RunView) -> Panel | None:
-    """Plot a histogram of the lag of trained rollouts and tokens: how many steps older the weights that sampled them
-    were."""
+    """Plot a histogram of the lag of trained rollouts and tokens.
+
+    Lag is the age, in training steps, of the weights that sampled them."""
     steps = view.by_step("rl.step")
     rollouts, tokens = (_shares(steps, key) for key in ("lag", "token_lag"))
     lags = sorted({*rollouts, *tokens})

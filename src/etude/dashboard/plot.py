@@ -312,7 +312,7 @@ class Scale:
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return about `count` round values from low to high: multiples of 1, 2, 2.5 or 5 times a power of ten.
+    """Return about `count` round values from `low` to `high`: multiples of 1, 2, 2.5 or 5 times a power of ten.
 
     >>> ticks(0.0, 1.0), ticks(0, 45, 4)
     ([0.0, 0.2, 0.4, 0.6, 0.8, 1.0], [0, 20, 40])

@@ -87,8 +87,9 @@ def nothing_learnt(view: RunView) -> str | None:
 
 
 def heldout(view: RunView) -> dict[str, Any]:
-    """Return the evaluations before, during and after RL. Those during RL use validation tasks, as their `split`
-    says."""
+    """Return the evaluations before, during and after RL, each by name.
+
+    Those before and after use held-out tasks, and those during RL validation tasks, as their `split` says."""
     before, after = view.evaluation("before"), view.evaluation("after")
     during = view.evaluations_during()
     return {
@@ -128,8 +129,8 @@ def _cpu_s(view: RunView) -> dict[str, float]:
 def lag(steps: Sequence[Event]) -> dict[str, Any]:
     """Compute mean, maximum and histogram of the lag of rollouts from `rl.step` events.
 
-    The lag is how many steps older the weights were that sampled a rollout's oldest token than those that it trained.
-    """
+    The lag of a rollout is the age, in training steps, of the weights that sampled its oldest token when it was trained
+    on."""
     histogram: Counter[int] = Counter()
     for event in steps:
         for name, n in counts(event, "lag").items():
@@ -180,8 +181,10 @@ def weights(view: RunView) -> dict[str, Any]:
 
 
 def parity(view: RunView) -> dict[str, float | None]:
-    """Compute how far the probabilities of engines and learner differ: maximum ratios, mean k3, mean share of
-    flipped experts."""
+    """Compute how far the probabilities of engines and learner differ over a run.
+
+    These are maximum ratios, the mean of k3 (an estimate of the KL divergence), and the mean share of experts that
+    differ."""
     steps = view.by_step("rl.step")
     return {
         "probe_ratio_max": max(_values(view.events("engine.probe"), "ratio_max"), default=None),
@@ -232,7 +235,8 @@ def _rl(steps: Sequence[Event]) -> dict[str, Any]:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float | None:
-    """Return the smallest of the ascending values that is not below a share `share` of them; None without values.
+    """Return the smallest of the ascending values that is at least as large as a share `share` of them; None without
+    values.
 
     >>> quantile([1.0, 2.0, 3.0, 4.0], 0.5), quantile([], 0.5)
     (2.0, None)

@@ -122,10 +122,10 @@ def mean_over_seeds(values: Sequence[float]) -> Interval:
 
 
 def over_seeds(rates: Sequence[float]) -> Interval:
-    """Compute the mean of one rate in [0, 1] per training seed, and Student's t interval from the variance between
-    seeds.
+    """Compute the mean of one rate per training seed, and Student's t interval from the variance between seeds.
 
-    It is the interval of the expected rate of a training recipe. Raises `ValueError` for fewer than two rates.
+    Rates are in [0, 1]. It is the interval of the expected rate of a training recipe. Raises `ValueError` for fewer
+    than two rates.
 
     >>> over_seeds([0.92, 0.95, 0.95])  # doctest: +ELLIPSIS
     Interval(value=0.94, low=0.896..., high=0.983...)

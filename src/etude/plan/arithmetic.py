@@ -37,10 +37,10 @@ def attention_flops(model: ModelConfig, context: float) -> float:
 
 
 def forward_flops(model: ModelConfig, context: float) -> float:
-    """Compute the FLOPs of the forward pass for one token after `context` tokens: 2 per active parameter, plus
-    attention.
+    """Compute the FLOPs of the forward pass for one token after `context` tokens.
 
-    Kaplan et al. 2020, "Scaling Laws" (arXiv 2001.08361), section 2.1."""
+    They are 2 per active parameter, plus attention: Kaplan et al. 2020, "Scaling Laws" (arXiv 2001.08361), section 2.1.
+    """
     return 2.0 * active_parameters(model) + attention_flops(model, context)
 
 
@@ -94,8 +94,9 @@ def read_bytes(model: ModelConfig, batch: float, width: float = BF16_BYTES) -> f
 
 
 def engine_bytes(model: ModelConfig, dtype_bytes: float, matrix_bytes: float) -> float:
-    """Compute the bytes of an engine's weights: `matrix_bytes` per number of attention and MLP matrices, else
-    `dtype_bytes`."""
+    """Compute the bytes of an engine's weights.
+
+    Matrices of attention and MLP have `matrix_bytes` per number, other weights `dtype_bytes`."""
     rounded = sum(map(prod, matrices(model)))
     return matrix_bytes * rounded + dtype_bytes * (model.num_parameters - rounded)
 

@@ -298,8 +298,7 @@ STEP_S, HOP_S = 10e-6, 30e-6
 
 
 def all_gather_s(num_bytes: float, ranks: int, device: Device) -> float:
-    """Compute the seconds of an all-gather of `num_bytes` that are sharded over `ranks`; a reduce-scatter takes as
-    long.
+    """Compute the seconds of an all-gather of `num_bytes` that are sharded over `ranks`, or of a reduce-scatter.
 
     Each rank receives the missing shards over NVLink; each node receives its missing shards over its network cards in
     parallel. Rajbhandari et al. 2019, "ZeRO" (arXiv 1910.02054), section 7; rings: Patarasuk and Yuan 2009."""

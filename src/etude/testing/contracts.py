@@ -47,8 +47,9 @@ TEST_S = 60.0
 
 
 class Contract:
-    """The base of contract suites: the tests of one kind of plug-in. Each method that begins with ``test_`` is one
-    test."""
+    """The base class of contract suites: the tests of one kind of plug-in.
+
+    Each method with a name that begins with ``test_`` is one test."""
 
     def make(self) -> Any:
         """Return a new plug-in to test."""

@@ -30,8 +30,8 @@ class Sampled:
     """A sampled text, as the engine returned it.
 
     `token_ids` are prompt and completion, of which the first `num_prompt` are the prompt. `logprobs` are those of the T
-    completion tokens at temperature 1: [T]. `routes` are the experts that the engine chose at each position, layer and
-    rank: [len(token_ids) - 1, L, K]; None if the engine does not return them."""
+    completion tokens at temperature 1: [T]. `routes` are the K experts that the engine chose at each position in each
+    of L layers: [len(token_ids) - 1, L, K]; None if the engine does not return them."""
 
     token_ids: list[int]
     num_prompt: int
@@ -57,10 +57,10 @@ class EngineSide(Protocol):
         ...
 
     def results(self, token_ids: Sequence[int], *, prompt_tokens: int) -> Results | None:
-        """Compute these tokens, of which the first `prompt_tokens` are a prompt, and return the result of every
-        operator.
+        """Compute these tokens and return the result of every operator, by operator name.
 
-        The tensors are by operator name. Returns None if the engine does not report them."""
+        The first `prompt_tokens` of them are computed as a prompt. Returns None if the engine does not report results.
+        """
         ...
 
 
