@@ -106,7 +106,7 @@ def _require_no_checkpoint(location: str) -> None:
 
 
 def follow(args: argparse.Namespace) -> int:
-    """Keep a checkpoint directory at the newest version, and print a line for each version. Returns 0.
+    """Keep a checkpoint directory at the newest version of a channel, and print a line for each version. Returns 0.
 
     Runs until Ctrl-C, or with `--once` until the newest version is applied."""
     store, problem = reporting_store(args.store, sys.stdout, cache=args.cache), ""

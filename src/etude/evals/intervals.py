@@ -59,8 +59,8 @@ def wilson(solved: float, n: float, z: float = Z95) -> Interval:
 def clustered_rate(solved: Sequence[float], problems: Sequence[Hashable]) -> Interval:
     """Compute the mean of `solved` and its Wilson interval, for rollouts that are correlated within a problem.
 
-    `solved` has one value in [0, 1] per rollout, and `problems[i]` is the problem of rollout i. The interval uses the
-    effective number of independent rollouts.
+    `solved` has one value in [0, 1] per rollout. `problems[i]` identifies the problem of rollout i, of which several
+    tasks may be variants. The interval uses the effective number of independent rollouts.
 
     >>> clustered_rate([1, 1, 0, 0], ["a", "b", "c", "d"]).low > clustered_rate([1, 1, 0, 0], ["a", "a", "b", "b"]).low
     True

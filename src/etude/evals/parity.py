@@ -28,7 +28,10 @@ LEGEND = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
-    """How far engine and learner differ on the same sampled tokens. Ratios are |r - 1|, differences are in nats.
+    """How far engine and learner differ on the same sampled tokens. Log-probabilities and their differences are in
+    nats.
+
+    r is the learner's probability of a token divided by the engine's.
 
     - `num_differing`: tokens with two different log-probabilities; `mean`, `largest`: of the absolute difference.
     - `k1`: mean of -log r, unbiased for KL(sampler || trainer); may be negative.
@@ -36,7 +39,7 @@ class Parity:
     - `ratio_max`, `ratio_p99`: maximum and 99th percentile of |r - 1|.
     - `flipped`: share of (position, layer) pairs with other experts; `flipped_tokens`: share of positions with other
       experts in at least one layer. None if the experts are not known.
-    - `histogram`: numbers of tokens by absolute difference: 0, below 1e-8, half decades, above 10."""
+    - `histogram`: numbers of tokens by absolute difference: 0, below 1e-8, two bins per power of ten, above 10."""
 
     num_tokens: int
     num_differing: int
@@ -64,7 +67,8 @@ class Parity:
 class Budget:
     """The largest accepted mismatch between engine and learner.
 
-    `k3` limits an estimate of the KL divergence (nats per token), and `ratio_p99` the 99th percentile of |r - 1|."""
+    `k3` limits an estimate of the KL divergence (nats per token). `ratio_p99` limits the 99th percentile of |r - 1|,
+    where r is the learner's probability of a token divided by the engine's."""
 
     k3: float
     ratio_p99: float

@@ -100,7 +100,7 @@ class FsckReport:
         self.problems.append(Finding(place, what, hint or hint_for(place)))
 
     def note(self, place: str, what: str, hint: str) -> None:
-        """Add a notice."""
+        """Add a notice: a file that cannot be verified but is no problem."""
         self.notices.append(Finding(place, what, hint))
 
 

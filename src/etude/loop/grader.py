@@ -35,7 +35,7 @@ GRADES_AT_ONCE, MAX_VERDICTS = 16, 8192
 class CachingGrader:
     """A `Grader` that grades equal files of the same task once. It keeps the newest `MAX_VERDICTS` results.
 
-    This holds for tasks with `Trust.DATA`, whose grade is a function of the files. `Invalid` results are not kept."""
+    It does so for tasks whose grade depends on the files alone (`Trust.DATA`). `Invalid` results are not kept."""
 
     def __init__(self, grader: Grader) -> None:
         self._grader = grader

@@ -207,7 +207,7 @@ class LearnerProcess:
         return recorded.batch
 
     def optim_step(self) -> Mapping[str, float]:
-        """Take the optimiser step and return its metrics."""
+        """Apply the accumulated gradient, and return the metrics of the step by name."""
         return self.learner.optim_step()
 
     def offer(self, rollout_ids: tuple[str, ...]) -> None:

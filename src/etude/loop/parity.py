@@ -120,7 +120,7 @@ class ParityMonitor:
     def record(self, engine: str, found: Parity) -> Alarm | None:
         """Record the result of a probe of an engine. Returns an alarm when the engine exceeded the budget too often.
 
-        In exact mode and for numbers that are not finite, that is at once. A defence that the alarm names counts as
+        In exact mode, and for numbers that are not finite, once is too often. A defence that the alarm names counts as
         taken."""
         budget = self.budget
         if budget is None or budget.holds(found):
