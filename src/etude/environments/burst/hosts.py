@@ -100,8 +100,8 @@ class SnapshotHosts:
         return len(self._hosts)
 
     def add(self, host: Host, since_s: float, *, source: Host | None = None) -> None:
-        """Record that the host has the snapshot from the time `since_s` on. If it is recorded already, the earlier time
-        counts.
+        """Record that the host has the snapshot from the time `since_s` on; the earlier time counts if it is recorded
+        already.
 
         `source`: the host that sends it the snapshot; None if no copy is needed.
         """
@@ -137,7 +137,7 @@ class SnapshotHosts:
             self.confirmed.discard(name)
 
     def sample(self, rng: random.Random, n: int) -> list[Host]:
-        """Return n random hosts that have the snapshot, or all if there are not more."""
+        """Return n random hosts that have the snapshot; one may appear twice. Return all if there are at most n."""
         if len(self._hosts) <= n:
             return list(self._hosts)
         return [self._hosts[int(rng.random() * len(self._hosts))] for _ in range(n)]

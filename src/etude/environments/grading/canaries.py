@@ -1,10 +1,10 @@
-"""Canaries: variants of a hidden test that correct code must fail. If one passes, passing proves nothing.
+"""Canaries: variants of a hidden test that correct code must fail. If one passes, test results prove nothing.
 
 The best variants look like the original test: only one literal that a result is compared with differs (or a parameter,
 or the expected exception or warning). Code that reads expected values, overloads ``==``, disables assertions or reports
 results itself passes them like the original. For tests without such literals, an assertion is negated or a failing one
-is added; code could recognise those. Each variant is verified on the reference solution before use. Pure functions,
-without machines.
+is added; code could recognise those. The caller runs each variant on the reference solution before use, and keeps it
+only if it fails there.
 """
 
 from __future__ import annotations
@@ -48,7 +48,12 @@ _WARNINGS = ("BytesWarning", "ImportWarning", "UnicodeWarning", "ResourceWarning
 
 
 class Variant(NamedTuple):
-    """A changed test file."""
+    """A changed test file.
+
+    `source`: its text. `looks_original`: whether the change keeps the form of the test, so that code cannot recognise
+    it. `kind`: what was changed: "compared" (a literal), "raised" (an expected exception) or "turned" (an assertion was
+    negated or added).
+    """
 
     source: str
     looks_original: bool  # whether its form is that of the original
@@ -65,10 +70,11 @@ _KindEdit = tuple[_Edit, str]
 
 
 def variants_of_test(source: str, names: Sequence[str], index: int, rng: random.Random) -> Iterator[Variant]:
-    """Variants of one test, the best first.
+    """Yield variants of a test file that one test should fail, the least recognisable first.
 
-    `source`: the test file. `names`: the test's class and method, or its function. `index`: which of its parameter rows
-    counts.
+    `source`: the text of the file. `names`: the names of the test's class and method, or of its function. `index`: the
+    row of the test's `parametrize` values to change, from 0. Yields nothing if the file is not Python or has no such
+    test.
 
     >>> next(variants_of_test("def test_a():\\n    assert f(2) == 3\\n", ["test_a"], 0, random.Random(0))).source
     'def test_a():\\n    assert f(2) == 8\\n'
@@ -94,8 +100,9 @@ def variants_of_test(source: str, names: Sequence[str], index: int, rng: random.
 
 
 def variant_of_data(text: str, row: int, rng: random.Random) -> str | None:
-    """A data file of tests with one letter or digit changed, in line `row` if possible, since rows of parameters often
-    are lines. None if there is nothing to change.
+    """Return `text`, a data file of tests, with one letter or digit changed; None if it has neither.
+
+    The change is in line `row` (from 0) if possible, since each line is often one test's parameters.
 
     >>> variant_of_data("[[1], 2]\\n[[3], 4]\\n", 1, random.Random(0))
     '[[1], 2]\\n[[3], 7]\\n'
@@ -109,7 +116,9 @@ def variant_of_data(text: str, row: int, rng: random.Random) -> str | None:
 
 
 def variants_of_program(source: str, rng: random.Random) -> Iterator[str]:
-    """Variants of a grading program: in each, one literal of a comparison differs. Random order.
+    """Yield variants of a grading program in random order. In each, one literal of a comparison differs.
+
+    `source`: the program's text. Yields nothing if it is not Python.
 
     >>> [*variants_of_program("import calc, sys\\nsys.exit(calc.f(2) != 3)\\n", random.Random(0))]
     ['import calc, sys\\nsys.exit(calc.f(2) != 8)\\n']

@@ -1,8 +1,8 @@
-"""Grade with a hidden `check(candidate)`: the test runs in one machine, the agent's code in another.
+"""Grade with a hidden function `check(candidate)`: the test runs in one machine, the agent's code in another.
 
-The host relays calls and results between them as plain data. So the agent's code cannot reach the expected values, the
-nonce or the verdict: there is nothing to patch, read or forge. A test that passes runs once more with every result
-changed; it must fail then, or it tests nothing.
+The host relays calls and results between the two as plain data. So the agent's code cannot reach the expected values,
+the nonce or the verdict: there is nothing to patch, read or forge. A test that passes runs once more with every result
+changed. It must fail then, or it tests nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ MAX_UNSOLICITED_BYTES = 64 << 10
 async def grade_check(
     machines: GradingMachines, answer: Answer, submission: Submission, *, deadline_s: float
 ) -> Graded:
-    """Grade a submission with `answer.test_code`: reward 1 if it passes, else 0."""
+    """Grade a submission with the function in `answer.test_code`: reward 1 if it passes, else `Rejected` is raised.
+
+    `deadline_s`: for both runs of the test together. Raises `GradingFault` if the task or the host is to blame.
+    """
     verdicts = await _verdicts(machines, answer, submission, deadline_s)
     if verdicts[0] != ["passes"]:
         raise Rejected(str(verdicts[0][-1]))

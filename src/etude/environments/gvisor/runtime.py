@@ -1,7 +1,6 @@
 """`Runtime` of gVisor: a machine's programs run on a user-space kernel, which makes only few system calls to the host.
 
-A snapshot contains the working directory's files only: a tree's bytes, addressed by their digest. Tasks and rewards are
-not known here.
+A snapshot contains the working directory's files only. Its id is the digest of these files.
 """
 
 from __future__ import annotations
@@ -35,10 +34,13 @@ _ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 class GVisorRuntime:
-    """Forks sandboxes. Raises `MachineError` without `runsc` or the machine agent, or if gVisor cannot run here.
+    """A `Runtime` whose machines are gVisor sandboxes.
 
-    `max_machines`: the most that are alive at once. `roots`: the folder of an image's root filesystem by its digest
-    (`ImageStore.root`); without it, machines have the host's toolchain, read-only.
+    `limits`: of each machine; None for the defaults. `max_machines`: the most that are alive at once. `roots`: returns
+    the folder of an image's root filesystem by the image's digest (`ImageStore.root`); None: machines have the host's
+    toolchain, read-only, and no images.
+
+    The constructor raises `MachineError` without `runsc` or the machine agent, or if gVisor cannot run here.
     """
 
     def __init__(
@@ -75,7 +77,6 @@ class GVisorRuntime:
 
     @property
     def info(self) -> RuntimeInfo:
-        """See `Runtime.info`."""
         unbound = [name for name in ("memory", "cpu") if name not in self._groups.controllers]
         notes = (
             f"gVisor {self._version} with {self._platform}",
@@ -92,7 +93,6 @@ class GVisorRuntime:
         )
 
     async def prepare(self, files: Mapping[str, bytes], *, image: Image | None = None) -> str:
-        """See `Runtime.prepare`."""
         self._require_open()
         return self._keep(tree(files), image)
 
@@ -112,8 +112,11 @@ class GVisorRuntime:
         return packed
 
     async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
-        """See `Portable.pack`. The packed form is the tree itself. Raises `MachineError` for an image's machine: its
-        snapshot lacks changes outside of the working directory, so it cannot be graded by its state."""
+        """Serialise a snapshot as its file tree, as `Portable.pack` does.
+
+        Raises `MachineError` also for a machine of an image: its snapshot lacks changes outside of the working
+        directory, so the machine cannot be graded by its state.
+        """
         packed = self._kept(snapshot)
         if unpack_state(packed) is not None:
             facts = "snapshots of gVisor lack changes outside of the working directory"
@@ -123,20 +126,16 @@ class GVisorRuntime:
         return packed
 
     async def unpack(self, packed: bytes) -> str:
-        """See `Portable.unpack`."""
         self._require_open()
         return self._snapshots.adopt(packed)
 
     def hold(self, snapshot: str) -> int:
-        """See `Holding.hold`."""
         return self._snapshots.hold(snapshot)
 
     def release(self, snapshot: str) -> None:
-        """See `Holding.release`."""
         self._snapshots.release(snapshot)
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
-        """See `Runtime.fork`."""
         check_count(n)
         self._require_open()
         packed = self._kept(snapshot)
@@ -233,7 +232,6 @@ class GVisorRuntime:
         return self._keep(await machine.save(4 * self._limits.work_bytes), image)
 
     async def close(self) -> None:
-        """See `Runtime.close`."""
         if self._closed:
             return
         self._closed = True
@@ -277,7 +275,7 @@ async def _close_all(forking: list[asyncio.Task[AgentMachine]]) -> None:
 
 @contextlib.contextmanager
 def disk_errors(*made: Path) -> Iterator[None]:
-    """Convert `OSError` in the block to `MachineError`. After any error, remove the folders `made`."""
+    """Convert an `OSError` in the `with` block to `MachineError`. After any error, remove the folders `made`."""
     try:
         yield
     except BaseException as error:
