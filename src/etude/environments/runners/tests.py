@@ -45,8 +45,8 @@ def last_line(text):
 
 
 class Plugin:
-    """A pytest plugin that records the collected tests, runs one of them (`index`; None: none), and records its
-    reports."""
+    """A pytest plugin that records the collected tests and the reports. It runs test `index`, or none if that is
+    None."""
 
     def __init__(self, index, roots):
         self.index, self.roots, self.ids, self.reports, self.errors = index, roots, [], [], []
