@@ -46,11 +46,11 @@ class MicroVMRuntime:
     - `max_machines`: the most machines that are alive at once
     - `spare`: number of QEMU processes per image that are started in advance
     - `folder`: the cache with the guest image; None: the default one
-    - `roots`: returns the folder of an image's root filesystem by the image's digest (`ImageStore.root`); None: machines
-      have the guest image only
+    - `roots`: returns the folder of an image's root filesystem by the image's digest (`ImageStore.root`); None:
+      machines have the guest image only
 
-    The constructor raises `MachineError` if QEMU, the agent or the guest image (`etude machines image microvm`) is
-    missing.
+    The constructor raises `MachineError` if QEMU, the agent or the guest image is missing (build the image with `etude
+    machines image microvm`).
     """
 
     def __init__(
