@@ -35,9 +35,10 @@ class Handler(Protocol):
     """An object that receives the answers to one request. `Channel` calls its methods in the event loop."""
 
     def on_answer(self, kind: bytes, body: bytes) -> bool:
-        """Handle one answer frame (see `agent.protocol`), and return whether it was the last.
+        """Handle one answer frame of kind `kind`, and return whether it was the last.
 
-        Raises `ProtocolError` for an invalid answer; this ends the channel.
+        The kinds are constants of `agent.protocol`. Raises `ProtocolError` for an invalid answer; this ends the
+        channel.
         """
         ...
 

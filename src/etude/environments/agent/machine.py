@@ -107,7 +107,8 @@ class AgentMachine:
             raise _file_error(error, path) from None
 
     async def save(self, max_bytes: int) -> bytes:
-        """Return the working directory as the bytes of a TREE frame (`namespace.guest.wire`).
+        """Return the working directory as one byte string, a serialised file tree (the TREE frame of
+        `namespace.guest.wire`).
 
         Raises `ValueError` if the files have more than `max_bytes` together, `FileNotFoundError` if the machine is
         gone.
@@ -120,9 +121,10 @@ class AgentMachine:
             raise _file_error(error, "the working directory", max_bytes) from None
 
     async def load(self, tree: bytes) -> None:
-        """Write the files of a TREE frame into the working directory of a new machine.
+        """Write a file tree into the working directory of a new machine. `tree`: what `save` returned, also in another
+        machine.
 
-        Raises `OSError` if they do not fit, `FileNotFoundError` if the machine is gone.
+        Raises `OSError` if the files do not fit, `FileNotFoundError` if the machine is gone.
         """
         last = max(len(tree) - 1, 0) // protocol.PART
         parts = (tree[i * protocol.PART : (i + 1) * protocol.PART] for i in range(last + 1))

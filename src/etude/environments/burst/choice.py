@@ -104,10 +104,9 @@ class Chooser:
         return host.slowness > MAX_SLOWNESS * self.typical
 
     def wait_s(self, host: Host, base_s: float) -> float:
-        """Return how many seconds to wait for work on a host before it counts as late.
+        """Return how many seconds to expect for work on a host that takes `base_s` by the costs alone.
 
-        `base_s`: its expected duration by the costs alone. It is multiplied by the host's slowness, but at most by
-        `MAX_SLOWNESS` times the median slowness.
+        This is `base_s` times the host's slowness, but at most `MAX_SLOWNESS` times the median slowness.
         """
         return base_s * min(host.slowness, MAX_SLOWNESS * self.typical)
 
@@ -120,8 +119,8 @@ class Chooser:
             self.typical = statistics.median_low(host.slowness for host in self._hosts)
 
     def heartbeat(self, host: Host) -> None:
-        """Record a heartbeat: the host's slowness moves a little towards the median, so that a slow host is tried again
-        some day."""
+        """Record a heartbeat: the host's slowness moves a little towards the median, so a slow host is tried again some
+        day."""
         host.slowness += 0.02 * (self.typical - host.slowness)
         host.is_too_slow = host.is_too_slow and self.is_slow(host)
 

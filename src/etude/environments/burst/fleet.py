@@ -31,7 +31,8 @@ from etude.seams import Machine, Portable, Runtime, RuntimeInfo
 
 
 def require_portable(runtime: Runtime) -> Portable:
-    """Return the runtime itself, typed as `Portable`. Raises `MachineError` if its snapshots cannot be packed."""
+    """Return the runtime, typed as `Portable`. Raises `MachineError` if it is not: then its snapshots cannot be
+    packed."""
     if not isinstance(runtime, Portable):
         facts = f"snapshots of {runtime.info.name} machines cannot be packed"
         raise MachineError("states cannot leave this runtime", facts, hint="use a runtime that is `Portable`")

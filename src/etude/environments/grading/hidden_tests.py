@@ -83,7 +83,7 @@ class HiddenTestGrader:
         self._slots, self._run_all_tests = asyncio.Semaphore(max_machines), run_all_tests
 
     def machines(self, task: Task, tests: HiddenTests) -> GradingMachines:
-        """Return the grading machines for these tests of a task.
+        """Return an object that makes the machines in which these tests of a task are graded.
 
         Test files and configuration files are never taken from the agent.
         """
@@ -96,7 +96,8 @@ class HiddenTestGrader:
         )
 
     async def plan(self, task: Task, tests: HiddenTests, reference: Submission) -> HiddenTestPlan:
-        """Find the named tests, and canaries for them, by running them on the reference solution.
+        """Find the tests that `tests` names, and changed tests that must fail, by running them on the reference
+        solution.
 
         `reference`: the exports of the reference solution. Raises `GradingFault` if the tests do not work there.
         """
@@ -120,8 +121,8 @@ class HiddenTestGrader:
         """Grade a submission: reward 1 if every named test passes, else 0. The share that passed is recorded as a
         measure.
 
-        `machines`, `plan`: what the methods of these names returned. Raises `Rejected` for a forged or not repeatable
-        result.
+        `machines`, `plan`: what the methods of these names returned. `submission`: the agent's exports. Raises
+        `Rejected` for a forged result or one that does not repeat, `GradingFault` if the task or the host is to blame.
         """
         first = await self._run_all(
             machines, tests, [(plan.hidden, target) for target in plan.targets], submission, stop_when_lost=True

@@ -85,11 +85,11 @@ class GradingMachines:
         self._snapshots: dict[tuple[int, int], tuple[asyncio.Task[str], Submission, Mapping[str, str]]] = {}
 
     async def snapshot(self, submission: Submission, hidden: Mapping[str, str]) -> str:
-        """Prepare a snapshot with a submission and hidden files, and return its id. Concurrent calls share one
-        preparation.
+        """Prepare a snapshot of the task's files with a submission and hidden files, and return its id.
 
-        Raises `Rejected` if the agent's files cannot be combined with the task's, `GradingFault` if the task's own
-        files are invalid.
+        `submission`: an agent's exports. `hidden`: path to text. Concurrent calls share one preparation. Raises
+        `Rejected` if the agent's files cannot be combined with the task's, `GradingFault` if the task's own files are
+        invalid.
         """
         key = (id(submission), id(hidden))
         if key not in self._snapshots:
@@ -179,9 +179,10 @@ class GradingMachines:
     async def open(self, submission: Submission, hidden: Mapping[str, str] | None = None) -> AsyncIterator[Machine]:
         """Yield a fresh machine with a submission and hidden files; close it at the end of the `with` block.
 
-        A failed fork is retried up to `ATTEMPTS` times. Raises `Rejected` if every fork fails although machines without
-        the agent's files work, `GradingFault` if those fail too, and `HiddenFilesNotWritten` if the hidden files cannot
-        be written.
+        `submission`: an agent's exports. `hidden`: path to text. A failed fork is retried up to `ATTEMPTS` times.
+
+        Raises `Rejected` if every fork fails although machines without the agent's files work, `GradingFault` if those
+        fail too, and `HiddenFilesNotWritten` if the hidden files cannot be written.
         """
         machine = await self._fork(submission, hidden or {})
         try:
@@ -284,8 +285,9 @@ class GradingMachines:
     ) -> Any:
         """Run one of the runner programs in a fresh machine and return its report, as plain data.
 
-        `argv`: the command that starts it. `request`: what it gets as JSON on standard input, with the nonce added.
-        `nonce`: None makes a new one. A machine that the host lost is replaced once.
+        `submission`: an agent's exports. `hidden`: path to text. `argv`: the command that starts the program.
+        `request`: what it gets as JSON on standard input, with the nonce added. `nonce`: None makes a new one. A
+        machine that the host lost is replaced once.
 
         Raises `Rejected` (or its subclass `NoReport`) if there is no report because of the agent's files,
         `GradingFault` if the task or the host is to blame.
@@ -315,17 +317,17 @@ class GradingMachines:
 
 
 def runner_source(name: str) -> str:
-    """Return the source code of the program `name` in `environments/runners`."""
+    """Return the source code of a program in `environments/runners`. `name`: "check", "data" or "tests"."""
     return (resources.files("etude.environments") / "runners" / f"{name}.py").read_text()
 
 
 def new_nonce() -> str:
-    """Return a random string of 32 hexadecimal digits."""
+    """Return a random string of 32 hexadecimal digits. It marks the report of one run."""
     return secrets.token_hex(16)
 
 
 class NoReport(Rejected):
-    """Raised when a runner program ended without a report."""
+    """Raised when a runner program ended without a report. The submission earns nothing."""
 
 
 class RunnerNotStarted(NoReport):
@@ -333,7 +335,7 @@ class RunnerNotStarted(NoReport):
 
 
 def parse_report(result: ExecResult, nonce: str) -> Any:
-    """Return the plain data after the nonce in a runner's output. Raises `NoReport` if there is none."""
+    """Return the plain data that follows the nonce in a runner program's output. Raises `NoReport` if there is none."""
     marker = f"{nonce} ".encode()
     for line in result.output.split(b"\n"):
         if line.startswith(marker):

@@ -74,8 +74,8 @@ class VerifierCanary(NamedTuple):
 class VerifierGrader:
     """Grades submissions with verifiers, in machines of `runtime`.
 
-    `canaries`: the most canaries of one verifier. It remembers which verifiers work on the untouched machine, so each
-    is tested there once.
+    `canaries`: the most changed verifiers that test one submission for forgery. The grader remembers which verifiers
+    work in a machine without the agent's changes, so each is tested there once.
     """
 
     def __init__(self, runtime: Runtime, *, canaries: int) -> None:
@@ -120,7 +120,7 @@ class VerifierGrader:
     async def grade(
         self, task: Task, verifier: Verifier, canaries: Sequence[VerifierCanary], submission: Submission
     ) -> Graded:
-        """Grade a submission with a verifier. `canaries`: what `plan` returned.
+        """Grade a submission with a verifier. `canaries`: what `plan` returned. `submission`: the agent's exports.
 
         A reward above 0 from a verifier that ran the agent's code must repeat; the lower of two counts. Raises
         `Rejected` if the submission prevents a verdict or forges one, `GradingFault` if the task or the host is at

@@ -63,19 +63,20 @@ def _flags(platform: str) -> list[str]:
 
 
 class Sandbox:
-    """A started sandbox. `read_fd` and `write_fd` are the pipes from and to its agent.
+    """A started sandbox: a `runsc` process. `read_fd` and `write_fd` are the pipes from and to its agent.
 
-    It owns its folder, which is removed when it closes.
+    - `folder`: contains its config.json; removed when the sandbox closes
+    - `platform`: what `probe_platform` returned
+    - `overlay`: what `memory_overlay` returned, for a writable root; else ""
+    - `on_close`: called once when it closes
+    - `groups`: the control groups to run in
+
+    The constructor raises `MachineError` if it cannot be started, `OSError` if the kernel refuses a control group.
     """
 
     def __init__(
         self, folder: Path, platform: str, *, overlay: str, on_close: Callable[[Sandbox], None], groups: SandboxCgroups
     ) -> None:
-        """Start a sandbox from `folder`, which contains its config.json.
-
-        `overlay`: `memory_overlay()` for a writable root, else "". `on_close`: called once when it closes. `groups`:
-        the control groups to run in.
-        """
         self._folder, self._on_close, self._closed = folder, on_close, False
         self._groups, self._slot = groups, groups.take()
         self._log_fd = os.memfd_create("etude-log", os.MFD_CLOEXEC)

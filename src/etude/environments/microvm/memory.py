@@ -58,9 +58,9 @@ class Mapping(NamedTuple):
 
 
 def find(pid: int, ram: int, num_bytes: int) -> Mapping:
-    """Find where a process has mapped the memory file of `num_bytes` privately. `ram`: a descriptor of this file.
+    """Find the address range at which a process has mapped a memory file privately.
 
-    Raises `MachineError` if it has not.
+    `ram`: a descriptor of the file, whose size is `num_bytes`. Raises `MachineError` if there is no such mapping.
     """
     inode = str(os.fstat(ram).st_ino)
     with open(f"/proc/{pid}/maps") as maps:

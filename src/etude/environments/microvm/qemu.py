@@ -65,15 +65,13 @@ def require_qemu() -> str:
 class Qemu:
     """A running QEMU process, whose guest boots or waits for a snapshot to be loaded.
 
-    `channel`: this end of the socket to the guest's agent. `disk`: descriptor of the file with the guest's disk writes.
-    The constructor raises `MachineError` if QEMU cannot be started.
+    `ram`: descriptor of the memory file; a booting guest writes to it, others map it privately. `boot`: what to boot;
+    None: wait for a snapshot. Its `channel` is this end of the socket to the guest's agent; its `disk` is the
+    descriptor of the file with the guest's disk writes. The constructor raises `MachineError` if QEMU cannot be
+    started.
     """
 
     def __init__(self, hardware: Hardware, ram: int, *, boot: Boot | None = None) -> None:
-        """Start QEMU. `ram`: descriptor of the memory file. `boot`: what to boot; None: wait for a snapshot.
-
-        A booting guest writes to the memory file; others map it privately.
-        """
         self.hardware, self._ram = hardware, ram
         self._qmp, qmp = socket.socketpair()
         self.channel, agent = socket.socketpair()
@@ -135,13 +133,12 @@ class Qemu:
         return await self.saved(self.begin_saving(monitor))
 
     def begin_saving(self, monitor: Monitor) -> int:
-        """Start to save the device state, after all earlier commands. Returns a number to pass to `saved`."""
+        """Start to save the device state, after all earlier commands. Returns a number, which `saved` needs."""
         os.ftruncate(self.state, 0)
         return monitor.begin("xen-save-devices-state", filename=f"/proc/self/fd/{self.state}", live=False)
 
     async def saved(self, saving: int) -> bytes:
-        """Wait for the device state that `begin_saving` returned the number of, and return it. Raises
-        `MachineError`."""
+        """Wait for a device state and return it. `saving`: what `begin_saving` returned. Raises `MachineError`."""
         await (await self.connect()).answer(saving)
         return os.pread(self.state, os.fstat(self.state).st_size, 0)
 

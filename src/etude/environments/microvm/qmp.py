@@ -33,7 +33,7 @@ class Monitor:
 
     @classmethod
     async def open(cls, end: socket.socket, *, deadline_s: float) -> Monitor:
-        """Connect through a socket, which the monitor then owns, and wait until QEMU is ready."""
+        """Connect through the socket `end`, which the monitor then owns, and wait until QEMU is ready."""
         reader, writer = await asyncio.open_connection(sock=end, limit=_MAX_LINE_BYTES)
         monitor = cls(reader, writer)
         try:
@@ -48,14 +48,14 @@ class Monitor:
         return await self.answer(self.begin(command, **arguments), deadline_s=deadline_s)
 
     def begin(self, command: str, **arguments: Any) -> int:
-        """Send a command without waiting, and return its number, to pass to `answer`. QEMU runs commands in order."""
+        """Send a command without waiting, and return its number, which `answer` needs. QEMU runs commands in order."""
         self._next += 1
         self._in_progress[self._next] = command
         self._writer.write(_line(command, arguments, self._next))
         return self._next
 
     async def answer(self, number: int, *, deadline_s: float = 10.0) -> Any:
-        """Return the result of the command that `begin` returned the number of. Call it once for each command."""
+        """Wait for a command and return its result. `number`: what `begin` returned. Call it once for each command."""
         command = self._in_progress[number]
         async with self._lock:
             try:

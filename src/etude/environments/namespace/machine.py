@@ -277,7 +277,8 @@ class NamespaceMachine:
                 raise MachineError("a machine's agent did not start", str(lost), hint=hint) from None
 
     async def load(self, tree: list[bytes]) -> None:
-        """Write a file tree into a new machine's work folder. `tree`: the fields of a TREE frame (`guest.files`).
+        """Write a file tree into a new machine's work folder. `tree`: path, kind and content of each entry
+        (`guest.files`).
 
         Raises `OSError` if the tree does not fit.
         """

@@ -1,4 +1,4 @@
-"""A cache of prepared file trees; the id of a tree is the digest of its bytes.
+"""A cache of prepared file trees. The id of a tree is the digest of its bytes.
 
 The least recently used trees are evicted first. To be sure, prepare a tree again, which is cheap, before it is forked.
 """
@@ -15,9 +15,10 @@ from etude.environments.paths import encode_path
 
 
 def tree(files: Mapping[str, bytes]) -> bytes:
-    """Return the TREE frame (`guest.wire`) of files (path to content) and their folders. Equal files give equal bytes.
+    """Return files (path to content) and their folders as one byte string, the TREE frame of `guest.wire`.
 
-    Raises `ValueError` for a path outside the working directory, or one that is both a file and a folder.
+    Equal files give equal bytes. Raises `ValueError` for a path outside the working directory, or one that is both a
+    file and a folder.
     """
     named = {encode_path(path): bytes(data) for path, data in files.items()}
     entries = {path: (b"f", data) for path, data in named.items()}
@@ -30,7 +31,7 @@ def tree(files: Mapping[str, bytes]) -> bytes:
 
 
 class Snapshots(LruCache[bytes]):
-    """Cached TREE frames (`guest.wire`) by their SHA-256 in hexadecimal.
+    """Cached file trees, serialised as `tree` does it, by their SHA-256 in hexadecimal.
 
     >>> kept = Snapshots(max_bytes=1 << 20)
     >>> kept.prepare({"a/b.py": b"x = 1"}) == kept.prepare({"./a/b.py": b"x = 1"})
@@ -45,13 +46,13 @@ class Snapshots(LruCache[bytes]):
         return self.keep(tree(files))
 
     def keep(self, tree: bytes) -> str:
-        """Cache a TREE frame and return its id."""
+        """Cache a serialised file tree and return its id."""
         return self.put(hashlib.sha256(tree).hexdigest(), tree)
 
     def adopt(self, tree: bytes) -> str:
-        """Validate and cache a TREE frame from another process. Returns its id.
+        """Validate and cache a serialised file tree from another process. Returns its id.
 
-        Raises `ValueError` for an invalid frame.
+        Raises `ValueError` for invalid bytes.
         """
         frame = wire.unpack(tree)
         if frame.kind != wire.TREE or len(frame.fields) % 3:

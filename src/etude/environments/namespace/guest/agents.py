@@ -23,9 +23,9 @@ _ROOT_CAPABILITIES = 0xFB  # CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, 
 
 
 def id_map(base: int | None, slot: int) -> str:
-    """Return the content of /proc/PID/uid_map and gid_map for a slot. Without privilege there is one id for all.
+    """Return the content of /proc/PID/uid_map and gid_map for a machine in the slot (number) `slot`.
 
-    `base`: the first host id of machines; None without privilege.
+    `base`: the first host id of machines. None without privilege: then there is one id for all.
     """
     first = confine.user_of(base, slot)
     ids = (USER,) if base is None else (USER, ROOT, AGENT)
@@ -74,7 +74,7 @@ class Agents:
             os.close(fd)
 
     def start(self, slot: int) -> tuple[int, int]:
-        """Start an agent in the current namespaces. `prepare` must have been called for the slot.
+        """Start an agent in the current namespaces, as PID 1 of a machine in the slot `slot`. Call `prepare` before.
 
         Returns (its PID as this process sees it, descriptor of the host's end of its channel).
         """
@@ -87,7 +87,7 @@ class Agents:
             return pid, host_end.detach()
 
     def prepare(self, slot: int) -> None:
-        """Open the descriptors that every agent of a slot receives. Call it once per slot."""
+        """Open the descriptors that every agent of a machine slot receives. Call it once per slot."""
         self._slot_fds[slot] = [self._users_of(slot), *(hierarchy.entrance(slot) for hierarchy in self._hierarchies)]
 
 

@@ -21,7 +21,8 @@ _PERIOD_US = 100_000
 class Hierarchy:
     """This process's folder in one mounted control-group hierarchy, with the controllers that it may use there.
 
-    `path`: the folder, created by the constructor. `version`: 1 or 2. The methods get the slot's number as `index`.
+    `path`: the folder, created by the constructor. `version`: 1 or 2. It has a group for each machine slot, whose
+    number is the `index` of the methods.
     """
 
     def __init__(self, path: str, controllers: tuple[str, ...], version: int) -> None:
@@ -30,7 +31,7 @@ class Hierarchy:
         self._entrances: dict[int, int] = {}
 
     def make(self, index: int, memory_bytes: int, processes: int, cpus: float) -> None:
-        """Create a slot's group and set its limits."""
+        """Create the group of a machine slot and set its limits."""
         name = str(index)
         os.mkdir(name, 0o755, dir_fd=self.fd)
         values = _LIMITS[self.version]
@@ -42,13 +43,13 @@ class Hierarchy:
                     self._write(f"{name}/{file}", text)
 
     def enter(self, index: int) -> None:
-        """Move this process, which must have one thread, into a slot's group."""
+        """Move this process, which must have one thread, into the group of a machine slot."""
         os.write(self.entrance(index), b"0")
 
     def entrance(self, index: int) -> int:
         """Return a descriptor of a slot's group; a process that writes "0" to it enters the group.
 
-        It is cached for this process and its forks.
+        It is opened once for this process and its forks.
         """
         fd = self._entrances.get(index)
         if fd is None:

@@ -85,7 +85,8 @@ def _make_folders(root: int, path: str) -> None:
 
 
 def load(root: int, fields: list[bytes]) -> None:
-    """Write a tree, given as its fields, into an empty work folder.
+    """Write a file tree into an empty work folder. `fields`: path, kind and content of each entry, as `save` returns
+    them.
 
     Links are created last, so nothing is written through one. Raises `PathError`, `OSError`.
     """
@@ -107,9 +108,11 @@ def load(root: int, fields: list[bytes]) -> None:
 
 
 def save(root: int, max_bytes: int) -> list[bytes]:
-    """Return the tree of the work folder as its fields. Sockets, pipes and devices are left out.
+    """Return the work folder as a flat list: path, kind ("d", "l", "x" or "f") and content of each entry, in order of
+    path.
 
-    Raises `PathError` if the files have more than `max_bytes`, or folders are nested too deeply.
+    Sockets, pipes and devices are left out. Raises `PathError` if the files have more than `max_bytes`, or folders are
+    nested too deeply.
     """
     try:
         return _saved(root, max_bytes)

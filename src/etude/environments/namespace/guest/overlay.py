@@ -100,7 +100,7 @@ class Roots:
     """Creates the roots of an image's machines, from the frame that `enter_frame` made.
 
     `base`: the first host id of machines; None without privilege. `size`: limits. `uid`, `gid`: the user of commands,
-    inside the machine.
+    inside the machine. The methods get the number of a machine's slot, which has a range of host ids.
     """
 
     def __init__(self, base: int | None, size: Size, workdir: str, uid: int, gid: int) -> None:
