@@ -33,11 +33,11 @@ T = TypeVar("T")
 class MachineUsage(NamedTuple):
     """CPU time of a machine since its start, and how long its threads waited for a core.
 
-    `cpu_s`: CPU seconds of all its processes. `waits`: thread id to seconds in the run queue.
+    `cpu_s`: CPU seconds of everything that ever ran in it. `waits`: thread id to seconds in the run queue.
     """
 
-    cpu_s: float  # CPU time of everything that ever ran in it
-    waits: dict[int, float]  # by thread: seconds in the run queue
+    cpu_s: float
+    waits: dict[int, float]
 
 
 class HostUsage(NamedTuple):

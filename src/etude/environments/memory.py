@@ -109,8 +109,6 @@ class _Written(io.BytesIO):
 
 
 def _opener(files: dict[str, bytes]) -> Callable[..., io.IOBase]:
-    """A replacement of `open` that works on the dict."""
-
     def opened(path: str, mode: str = "r", **_: Any) -> io.IOBase:
         if "r" in mode:
             if path not in files:

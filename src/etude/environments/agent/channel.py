@@ -204,8 +204,8 @@ class Channel:
     async def renew(self, *, seed: bytes = b"", clock_ns: int | None = None, host_name: str = "") -> None:
         """Give the machine of a restored agent a new random seed, clock and host name.
 
-        `clock_ns`: Unix time in nanoseconds; None: now. Raises `ChannelLost` if no answer comes, `OSError` if the agent
-        refuses.
+        `clock_ns`: Unix time in nanoseconds. b"", None and "" leave the value as it is. Raises `ChannelLost` if no
+        answer comes, `OSError` if the agent refuses.
         """
         clock = b"" if clock_ns is None else clock_ns.to_bytes(8, "little")
         await self.request(protocol.RENEW, protocol.fields(seed, clock, os.fsencode(host_name)), deadline_s=30.0)
@@ -251,7 +251,7 @@ class Channel:
             self.close(f"its agent sent {error}")
 
     def _skip_stale(self, data: bytes) -> bytes:
-        """The part of the data after the marker that ends the old output."""
+        """Return the part of the data after the marker that ends the old output."""
         past, found, fresh = (self._stale + data).partition(self._after)
         if not found:
             self._stale = past[-len(self._after) + 1 :]

@@ -66,8 +66,6 @@ def _flags(command: Command) -> int:
 
 
 class _CommandHandler:
-    """Handles the agent's answers to one command."""
-
     def __init__(self, command: Command, kill: Callable[[], None]) -> None:
         self.output, self._tell, self.kill = OutputBuffer(command.output_bytes), command.on_output, kill
         self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()

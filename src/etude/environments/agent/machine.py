@@ -225,7 +225,6 @@ class AgentMachine:
 
 
 def _file_error(error: OSError, path: str, max_bytes: int | None = None) -> Exception:
-    """The exception that a caller of `read` or `write` gets."""
     match error.errno:
         case errno.EFBIG if max_bytes is not None:
             return ValueError(f"{path} is larger than {max_bytes} bytes")

@@ -35,11 +35,11 @@ class Costs:
     - `full_s`: not a duration; the waiting time by which a completely full host is made less attractive
     """
 
-    batch_s: float = 0.005  # per batch, with its messages
-    fork_s: float = 0.002  # per machine
-    copy_s: float = 0.05  # a snapshot from another host, until it can be forked
-    upload_s: float = 0.02  # during which the sender sends nothing else
-    full_s: float = 0.05  # penalty of a full host, as waiting time
+    batch_s: float = 0.005
+    fork_s: float = 0.002
+    copy_s: float = 0.05
+    upload_s: float = 0.02
+    full_s: float = 0.05
 
     def work_s(self, n: int) -> float:
         """Return the expected seconds to fork a batch of n machines."""
@@ -56,7 +56,7 @@ class Choice:
 
     host: Host
     there_s: float
-    sources: tuple[Host, ...]  # of the copy, the best first; () if the host has the snapshot
+    sources: tuple[Host, ...]
 
 
 class Chooser:

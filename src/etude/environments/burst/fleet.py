@@ -59,8 +59,6 @@ class FleetHost:
 
 @dataclass
 class _PendingGroup:
-    """Machines that a caller waits for."""
-
     machines: asyncio.Future[list[Machine]]
     until_s: float  # of the event loop's clock
 
@@ -322,7 +320,6 @@ class FleetRuntime:
             self._freed.notify_all()
 
     def _register_state(self, host: str, there: str) -> str:
-        """Register a machine's state on its host as a snapshot of the fleet."""
         snapshot = hashlib.sha256(f"{host}\0{there}".encode()).hexdigest()
         self._recipes.put(snapshot, Recipe(id_by_host={host: there}, of_machine=True))
         self._placement.add_snapshot(snapshot, host, self._clock(), need=self._need, copyable=False)
@@ -466,7 +463,7 @@ class Recipe:
 
     files: dict[str, bytes] = field(default_factory=dict)
     image: Image | None = None
-    id_by_host: dict[str, str] = field(default_factory=dict)  # host: the snapshot's id there
+    id_by_host: dict[str, str] = field(default_factory=dict)
     of_machine: bool = False
 
     @property

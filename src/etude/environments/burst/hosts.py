@@ -50,17 +50,17 @@ class Host:
     name: str
     capacity: Capacity
     last_heartbeat_s: float
-    cores: float = 0.0  # reserved
-    memory_bytes: int = 0  # reserved
-    pressure: float = 0.0  # reported by the host: 0 idle, 1 full
-    queued_s: float = 0.0  # work placed on it that has not started, at the expected speed
-    is_suspect: bool = False  # no heartbeat for too long
-    is_too_slow: bool = False  # its batches are also tried on other hosts
-    uploads: int = 0  # copies requested from it that have not arrived
-    slowness: float = 1.0  # measured over expected time of its forks
+    cores: float = 0.0
+    memory_bytes: int = 0
+    pressure: float = 0.0
+    queued_s: float = 0.0
+    is_suspect: bool = False
+    is_too_slow: bool = False
+    uploads: int = 0
+    slowness: float = 1.0
     batches: set[int] = field(default_factory=set)
     snapshots: set[str] = field(default_factory=set)
-    entry: int = 0  # of its newest entry in the heap
+    entry: int = 0
 
     def free_slots(self, need: Need) -> int:
         """Return how many more machines with this need fit."""

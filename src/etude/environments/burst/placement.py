@@ -42,13 +42,13 @@ class Batch:
 
     id: int
     group: int
-    attempt: int  # counted from 1
+    attempt: int
     snapshot: str
     host: str
     n: int
-    need: Need  # of each
-    sources: tuple[str, ...]  # hosts to copy the snapshot from, tried in turn; () if the host has it
-    there_s: float  # when the host should have the snapshot
+    need: Need
+    sources: tuple[str, ...]
+    there_s: float
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class Review:
     the number of machines that had not ended. `hosts`: names of the hosts that were lost now.
     """
 
-    batches: tuple[Batch, ...] = ()  # new attempts at groups that have not started
-    lost: tuple[Batch, ...] = ()  # started, and lost with their host; n: machines that had not ended
-    hosts: tuple[str, ...] = ()  # lost hosts
+    batches: tuple[Batch, ...] = ()
+    lost: tuple[Batch, ...] = ()
+    hosts: tuple[str, ...] = ()
 
 
 class Lease:
@@ -344,7 +344,6 @@ class Placement:
         return self._retry_in_parallel(batch, group, now_s)
 
     def _mark_all_late(self, host: Host) -> None:
-        """Mark all batches that have not started on a host as overdue."""
         self._late += sorted(self._pending.keys() & host.batches)
 
     def retry(self, lost: Batch, now_s: float) -> Batch | None:
@@ -397,7 +396,6 @@ class Placement:
         return self._assign(group_id, choice, now_s)
 
     def _retry_in_parallel(self, batch: Batch, group: _Group, now_s: float) -> Batch | None:
-        """Start one more attempt beside one that is overdue."""
         copies = self._copies.get(group.snapshot)
         choice = None
         if copies and len(group.open) < _MAX_ATTEMPTS and len(self._parallel) < self._max_parallel:

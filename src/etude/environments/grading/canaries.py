@@ -56,8 +56,8 @@ class Variant(NamedTuple):
     """
 
     source: str
-    looks_original: bool  # whether its form is that of the original
-    kind: str  # what was changed: "compared" (a literal), "raised" (an exception), "turned" (an assertion)
+    looks_original: bool
+    kind: str
 
 
 class _Edit(NamedTuple):
@@ -148,7 +148,6 @@ def _interleave(one: list[_KindEdit], other: list[_KindEdit], rng: random.Random
 
 
 def _change_expected_exceptions(function: _Function, offsets: _Offsets, rng: random.Random) -> Iterator[_Edit]:
-    """Edits that replace an exception or warning that the test expects."""
     for node in ast.walk(function):
         name = _method_name(node) or (
             node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
@@ -213,7 +212,6 @@ def _assert_equal_sides(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
 
 
 def _method_name(node: ast.AST) -> str:
-    """The name of the method that a call expression calls; "" for anything else."""
     return node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
 
 
@@ -289,7 +287,6 @@ def _different_text(text: str, rng: random.Random) -> str:
 
 
 def _quoted(text: str) -> str:
-    """The text as a literal with double quotes."""
     literal = repr(text)
     if literal.startswith('"'):
         return literal
@@ -326,7 +323,6 @@ def _change_literal(atom: ast.Constant, text: bytes, offsets: _Offsets, rng: ran
 
 
 def _negate_assertion(node: ast.AST, text: bytes, offsets: _Offsets) -> _Edit | None:
-    """An edit that negates an assertion."""
     if isinstance(node, ast.Assert):
         start, stop = offsets.span(node.test)
         return _Edit(start, stop, f"not ({text[start:stop].decode()})")
@@ -337,7 +333,6 @@ def _negate_assertion(node: ast.AST, text: bytes, offsets: _Offsets) -> _Edit | 
 
 
 def _add_failing_assertion(function: _Function, text: bytes, offsets: _Offsets, rng: random.Random) -> _Edit:
-    """An edit that adds a failing assertion after the last statement."""
     last = function.body[-1]
     _, stop = offsets.span(last)
     one, other = rng.randrange(10, 99), rng.randrange(100, 999)

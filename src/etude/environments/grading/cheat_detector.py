@@ -48,7 +48,7 @@ class CheatIndicators(msgspec.Struct, frozen=True):
     """
 
     found: tuple[CheatIndicator, ...] = ()
-    if_rewarded: tuple[CheatIndicator, ...] = ()  # count only for a reward above 0
+    if_rewarded: tuple[CheatIndicator, ...] = ()
 
     def for_outcome(self, outcome: Graded | Invalid | None) -> list[CheatIndicator]:
         """Return the indicators that count for this outcome, the most serious first; at most `MAX_INDICATORS`.
@@ -185,7 +185,6 @@ def scan_tool_call(call: ToolCall, files: Mapping[str, str]) -> Iterator[tuple[s
 
 
 def _only_adds(before: str, after: str) -> bool:
-    """Whether all lines of the old test are still there."""
     return set(before.splitlines()) <= set(after.splitlines())
 
 

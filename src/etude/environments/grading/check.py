@@ -92,8 +92,6 @@ def _module_names(paths: Iterable[str]) -> set[str]:
 
 
 class _Lines:
-    """Splits a byte stream into lines."""
-
     def __init__(self) -> None:
         self._rest = bytearray()
 
@@ -107,8 +105,6 @@ class _Lines:
 
 
 class _Relay:
-    """Relays calls and results between a test and the code under test."""
-
     def __init__(self, python: str, nonce: str, deadline_s: float) -> None:
         self._python = python
         self._marker, self._deadline_s = f"{nonce} ".encode(), deadline_s
@@ -120,7 +116,7 @@ class _Relay:
         self._finished = asyncio.Event()
 
     async def run(self, tests: Machine, code: Machine, request: bytes) -> list[list[Any]]:
-        """The verdicts, one for each completed run of the test. Raises `Rejected` without any verdict, or
+        """Return the verdicts, one for each completed run of the test. Raises `Rejected` without any verdict, or
         `MachineError`."""
         self._to_test.put_nowait(request)
         self._to_code.put_nowait(b'{"role": "calls"}\n')

@@ -162,10 +162,10 @@ class HiddenTestGrader:
         *,
         stop_when_lost: bool = False,
     ) -> list[dict[str, str]]:
-        """The reports of all runs, in order.
+        """Return the reports of all runs, in order.
 
-        `stop_when_lost`: after a run without a report, skip those that have not started. So a submission that hangs
-        costs one deadline, not one for each test.
+        `stop_when_lost`: after a run without a report, skip those that have not started, so that a submission that
+        hangs costs one deadline.
         """
         lost: list[str] = []
 

@@ -139,7 +139,6 @@ class MachineGrader:
 
 
 def _validated(task: Task, exports: Mapping[str, bytes]) -> Submission:
-    """The exports after validation. Raises `Rejected`."""
     state = exports.get(STATE) if task.state else None
     if task.state and state is None:
         why = exports.get(NO_STATE, b"").decode(errors="replace")

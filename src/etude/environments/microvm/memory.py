@@ -37,8 +37,8 @@ class Pages(NamedTuple):
     `numbers`: page numbers in the guest's memory, ascending, shape [P]. `content`: their bytes, shape [P, PAGE].
     """
 
-    numbers: NDArray[np.int64]  # [P], ascending
-    content: NDArray[np.uint8]  # [P, PAGE]
+    numbers: NDArray[np.int64]
+    content: NDArray[np.uint8]
 
     @property
     def num_bytes(self) -> int:

@@ -43,14 +43,14 @@ class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     - `extents`: (start, length) of each data range in that file
     """
 
-    key: str  # digest of the key that sealed it
+    key: str
     base: str
     boot: str
     image: Image | None
     devices: int
     pages: int
-    disk: int  # size of the overlay
-    extents: list[tuple[int, int]]  # start and length of each data range in it
+    disk: int
+    extents: list[tuple[int, int]]
 
 
 def key_in(folder: Path) -> bytes:

@@ -27,8 +27,8 @@ _MEMORY_BYTES = 128 << 20
 class Accelerator(NamedTuple):
     """The accelerator of guests: `name` is "kvm" or "tcg". `why`: for "tcg", why KVM cannot be used; else ""."""
 
-    name: str  # "kvm" or "tcg"
-    why: str  # "" for KVM
+    name: str
+    why: str
 
 
 async def probe(image: BaseImage) -> Accelerator:

@@ -37,19 +37,19 @@ class Hardware(NamedTuple):
     the guest sees it. `translation_mib`: MiB of TCG's cache of translated code.
     """
 
-    accelerator: str  # "kvm" or "tcg"
+    accelerator: str
     memory_bytes: int
-    disk: Path  # the filesystem of the image, read-only
+    disk: Path
     disk_bytes: int
     cpus: int = 1
-    translation_mib: int = 32  # TCG's cache of translated code
+    translation_mib: int = 32
 
 
 class Boot(NamedTuple):
     """What a guest boots from: a kernel, and `initial`, a descriptor of the initramfs."""
 
     kernel: Path
-    initial: int  # descriptor of the initramfs
+    initial: int
 
 
 def require_qemu() -> str:

@@ -65,14 +65,14 @@ class MachineHandle(NamedTuple):
     - `upper`, `root`: for a machine of an image, the folder with its changes and its root; else -1
     """
 
-    number: int  # the launcher's number of it
-    slot: int  # unique among the machines that are alive
-    init_pid: int  # PID of its first process, as the launcher sees it
-    work: int  # its work folder
-    init: int  # pidfd of its first process
-    agent: int = -1  # the channel to its agent, if it has one; the `Channel` closes it
-    upper: int = -1  # for a machine of an image: the overlay's upper folder, with its changes
-    root: int = -1  # for a machine of an image: its root
+    number: int
+    slot: int
+    init_pid: int
+    work: int
+    init: int
+    agent: int = -1
+    upper: int = -1
+    root: int = -1
 
     def close(self) -> None:
         """Close the descriptors, except the agent's channel."""
@@ -90,7 +90,7 @@ class CommandEnd(NamedTuple):
 
     exit_code: int
     timed_out: bool
-    lost: bool  # whether its machine has died
+    lost: bool
 
 
 PendingMachine = asyncio.Future[MachineHandle]  # a machine that is being created
@@ -418,7 +418,6 @@ def default_python() -> str:
 
 
 def _config(limits: MachineLimits, settings: Mapping[str, Any]) -> str:
-    """The launcher's configuration as JSON."""
     order = ("memory_bytes", "processes", "cpus", "work_bytes", "tmp_bytes", "inodes", "open_files", "address_bytes")
     return json.dumps(
         {

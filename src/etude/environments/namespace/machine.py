@@ -241,7 +241,6 @@ class NamespaceMachine:
             return self._keep(await self._in_thread(self._pack_state))
 
     def _pack_state(self) -> bytes:
-        """The machine's state as a frame."""
         with acting_on_files_as(self._owner):
             return wire.pack(wire.TREE, *files.save(self._handle.work, self._max_tree_bytes))
 
@@ -404,7 +403,6 @@ async def _as_stream(data: bytes) -> AsyncIterator[bytes]:
 
 
 def _memfd(data: bytes) -> int:
-    """An anonymous file with this content, positioned at its start."""
     fd = os.memfd_create("", os.MFD_CLOEXEC)
     view = memoryview(data)
     while view:

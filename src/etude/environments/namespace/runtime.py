@@ -231,7 +231,6 @@ class NamespaceRuntime:
         return machines
 
     async def _pool_of(self, image: Image) -> MachinePool:
-        """The machine pool of an image, started if there is none yet."""
         async with self._starting:
             key = msgspec.json.encode(image)
             if key not in self._image_pools:
@@ -268,7 +267,6 @@ class NamespaceRuntime:
     async def _load_machine(
         self, pool: MachinePool, pending: PendingMachine, start: ImageState | list[bytes]
     ) -> NamespaceMachine:
-        """Load a state or tree into an empty machine."""
         try:
             handle = await asyncio.shield(pending)
         except asyncio.CancelledError:

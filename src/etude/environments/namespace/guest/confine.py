@@ -43,7 +43,7 @@ class CommandUser(NamedTuple):
     gid: int = USER
     work: str = WORK
     name: str = "user"
-    path: str = ""  # PATH of commands; "": the agent's default
+    path: str = ""
 
 
 class Confinement(NamedTuple):
@@ -59,9 +59,9 @@ class Confinement(NamedTuple):
     base: int | None
     hierarchies: list[Hierarchy]
     filter_: ctypes.Structure
-    outer_proc: int  # device of the /proc that machines must not see
+    outer_proc: int
     command_user: CommandUser
-    own_root: bool  # whether machines have this process's root, and so its interpreter
+    own_root: bool
 
 
 def user_of(base: int | None, slot: int) -> int:

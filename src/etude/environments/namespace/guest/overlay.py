@@ -67,7 +67,7 @@ class Opened(NamedTuple):
     """
 
     work: int
-    upper: int  # the overlay's upper folder with the machine's changes; the whole root if the image was copied
+    upper: int
     root: int
 
 

@@ -73,7 +73,7 @@ class Frame(NamedTuple):
     """
 
     overlays: tuple[Overlay, ...]
-    has_nodes: bool  # whether it has device files of its own
+    has_nodes: bool
 
     @property
     def mode(self) -> str:
@@ -134,7 +134,6 @@ def _covered(prefix: str, sources: list[str]) -> bool:
 
 
 def _mounted() -> list[str]:
-    """All mount points."""
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
         return [line.split()[4] for line in lines]
 

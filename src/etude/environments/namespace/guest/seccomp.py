@@ -70,7 +70,6 @@ class _Backwards:
         return self._put(_LOAD, 0, 0, offset)
 
     def when(self, test: int, value: int, then: int, otherwise: int) -> int:
-        """Jump to one of two positions."""
         here = len(self.steps)
         return self._put(test, here - then, here - otherwise, value)
 
