@@ -42,12 +42,7 @@ _CAPABILITIES = [
 ]  # fmt: skip
 """Capabilities of the agent in the sandbox; its commands keep few or none of them."""
 _UNLIMITED = (1 << 63) - 1
-_MOUNT_POINTS = {
-    "proc": 0o555,
-    "dev": 0o755,
-    "tmp": 0o1777,
-    "sys": 0o555,
-}  # mount points, or folders that stay empty
+_MOUNT_POINTS = {"proc": 0o555, "dev": 0o755, "tmp": 0o1777, "sys": 0o555}  # mount points, or folders that stay empty
 _USERS_BYTES = 4 << 20  # of an image's /etc/passwd or /etc/group
 
 

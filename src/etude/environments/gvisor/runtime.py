@@ -44,11 +44,7 @@ class GVisorRuntime:
     """
 
     def __init__(
-        self,
-        limits: MachineLimits | None = None,
-        *,
-        max_machines: int = 64,
-        roots: Callable[[str], Path] | None = None,
+        self, limits: MachineLimits | None = None, *, max_machines: int = 64, roots: Callable[[str], Path] | None = None
     ) -> None:
         self._version, self._agent, self._platform = require_runsc(), program(), probe_platform()
         self._overlay = memory_overlay()

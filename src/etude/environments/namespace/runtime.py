@@ -335,9 +335,7 @@ class NamespaceRuntime:
             self._slots_changed.notify_all()
 
 
-async def _results(
-    loads: list[asyncio.Task[NamespaceMachine]],
-) -> tuple[list[NamespaceMachine], list[BaseException]]:
+async def _results(loads: list[asyncio.Task[NamespaceMachine]]) -> tuple[list[NamespaceMachine], list[BaseException]]:
     for load in loads:
         load.cancel()  # no effect on finished tasks
     results = await asyncio.gather(*loads, return_exceptions=True)
