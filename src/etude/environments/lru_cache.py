@@ -44,13 +44,19 @@ class LruCache(Generic[T]):
             self._evictable.move_to_end(name)
         return self._entries[name][0] if name in self._entries else None
 
+    def require(self, name: str) -> T:
+        """Return the value. Raises `MachineError` if it was never added or has been evicted."""
+        value = self.get(name)
+        if value is None:
+            raise MachineError(f"no snapshot {name[:12]!r}", "unknown or evicted", hint="prepare it again")
+        return value
+
     def hold(self, name: str) -> int:
         """Keep a value in the cache until `release` was called as often as `hold`. Returns its size in bytes.
 
         Raises `MachineError` for an unknown name.
         """
-        if name not in self._entries:
-            raise MachineError(f"no snapshot {name[:12]}", "unknown or evicted", hint="take it again")
+        self.require(name)
         if name in self._evictable:
             del self._evictable[name]
             self._evictable_bytes -= self._entries[name][1]

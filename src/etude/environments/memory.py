@@ -241,14 +241,8 @@ class MemoryRuntime:
     def release(self, snapshot: str) -> None:
         self._snapshots.release(snapshot)
 
-    def _files(self, snapshot: str) -> dict[str, bytes]:
-        files = self._snapshots.get(snapshot)
-        if files is None:
-            raise MachineError(f"no snapshot {snapshot!r}", hint="prepare it first")
-        return files
-
     async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
-        data = msgspec.msgpack.encode(self._files(snapshot))
+        data = msgspec.msgpack.encode(self._snapshots.require(snapshot))
         if len(data) > max_bytes:
             raise ValueError(f"the snapshot has {len(data)} bytes, at most {max_bytes}")
         return data
@@ -261,7 +255,7 @@ class MemoryRuntime:
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
         check_count(n)
-        files = self._files(snapshot)
+        files = self._snapshots.require(snapshot)
         made = [MemoryMachine(files, self) for _ in range(n)]
         self._machines = [m for m in self._machines if not m.closed] + made
         return list(made)

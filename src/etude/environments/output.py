@@ -25,11 +25,6 @@ class OutputBuffer:
             del self._tail[: len(self._tail) - self._limit]
 
     @property
-    def num_buffered(self) -> int:
-        """Number of bytes in memory now: at most three times the limit."""
-        return len(self._head) + len(self._tail)
-
-    @property
     def truncated(self) -> bool:
         """Whether bytes were dropped."""
         return self.total > self._limit

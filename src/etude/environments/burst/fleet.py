@@ -300,7 +300,9 @@ class FleetRuntime:
         elif group is not None and following.attempt <= len(self._hosts) + 2:
             self._spawn(self._start(following))
         elif group is not None:
-            group.machines.set_exception(error if isinstance(error, MachineError) else _prepare_error(error))
+            if not isinstance(error, MachineError):
+                error = MachineError("a host could not prepare a snapshot", str(error), hint="prepare it again")
+            group.machines.set_exception(error)
             await self._ended(following.id, following.n)
 
     def _abandon_groups(self, groups: Mapping[int, _PendingGroup]) -> None:
@@ -440,10 +442,6 @@ class _FleetMachine:
             facts = f"host {self._lost} was silent past its lease"
             raise MachineError("the machine is lost with its host", facts, hint="fork another one, as a new attempt")
         return self.inner
-
-
-def _prepare_error(error: Exception) -> MachineError:
-    return MachineError("a host could not prepare a snapshot", str(error), hint="prepare it again")
 
 
 # ----------------------------------------------------------------------------------- what snapshots were prepared from

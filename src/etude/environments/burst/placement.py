@@ -242,7 +242,9 @@ class Placement:
                     self.ended(one.id, one.n)
                 return []
             size = min(wanted, choice.host.free_slots(copies.need))
-            placed.append(self._assign(self._new_group(snapshot, size), choice, now_s))
+            self._ids += 1
+            self._groups[self._ids] = _Group(snapshot, size)
+            placed.append(self._assign(self._ids, choice, now_s))
             left -= size
         return placed
 
@@ -377,11 +379,6 @@ class Placement:
 
     # internals
 
-    def _new_group(self, snapshot: str, n: int) -> int:
-        self._ids += 1
-        self._groups[self._ids] = _Group(snapshot, n)
-        return self._ids
-
     def _retry(self, group_id: int, now_s: float, *, avoid: Sequence[str] = ()) -> Batch | None:
         """The next attempt at a group without one. The group is not split; it waits if no host has enough free
         slots."""
@@ -398,7 +395,8 @@ class Placement:
     def _retry_in_parallel(self, batch: Batch, group: _Group, now_s: float) -> Batch | None:
         copies = self._copies.get(group.snapshot)
         choice = None
-        if copies and len(group.open) < _MAX_ATTEMPTS and len(self._parallel) < self._max_parallel:
+        max_parallel = _SPARE_ATTEMPTS + len(self._pending) // 10  # overloaded hosts do not get even more work
+        if copies and len(group.open) < _MAX_ATTEMPTS and len(self._parallel) < max_parallel:
             tried = [self._batches[other].host for other in group.open]
             choice = self._chooser.choose(copies, group.n, now_s, avoid=tried)
             if choice is not None and (choice.host.name in tried or choice.host.free_slots(copies.need) < group.n):
@@ -411,11 +409,6 @@ class Placement:
         further = self._assign(batch.group, choice, now_s)
         self._parallel.add(further.id)
         return further
-
-    @property
-    def _max_parallel(self) -> int:
-        """Limit of parallel attempts, so that overloaded hosts do not get even more work."""
-        return _SPARE_ATTEMPTS + len(self._pending) // 10
 
     def _assign(self, group_id: int, choice: Choice, now_s: float) -> Batch:
         group, host = self._groups[group_id], choice.host

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Collection, Iterable
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from etude.environments.grading.machines import (
@@ -56,9 +56,12 @@ async def _verdicts(
     module, _, function = answer.entry_point.partition(":")
     nonce = new_nonce()
     test = {"role": "test", "nonce": nonce, "module": module, "function": function, "test": answer.test_code}
-    modules = _modules(machines, submission, module)
+    modules = _modules(machines, module)
     python = await machines.python()
-    request = json.dumps({**test, "modules": modules, "more": _new_modules(submission, modules)}).encode() + b"\n"
+    more = sorted(
+        _module_names(submission) - {*modules}
+    )  # a module of this name in the test's machine takes precedence
+    request = json.dumps({**test, "modules": modules, "more": more}).encode() + b"\n"
     for is_retry in range(2):
         try:
             async with contextlib.AsyncExitStack() as stack:
@@ -74,16 +77,11 @@ async def _verdicts(
     raise AssertionError("the loop returns or raises")
 
 
-def _modules(machines: GradingMachines, submission: Submission, module: str) -> list[str]:
+def _modules(machines: GradingMachines, module: str) -> list[str]:
     """The modules that belong to the agent: the entry point's, and those of files that the task declares."""
     is_declared = covering(machines.task.exports)
     files = [path for path in machines.task.files if is_declared(path)]
     return sorted({module, *_module_names([*machines.task.exports, *files])})
-
-
-def _new_modules(submission: Submission, modules: Collection[str]) -> list[str]:
-    """Further modules that the agent added. A module of this name in the test's machine takes precedence."""
-    return sorted(_module_names(submission) - {*modules})
 
 
 def _module_names(paths: Iterable[str]) -> set[str]:

@@ -116,7 +116,8 @@ async def _list_files(machine: Machine, folders: Sequence[str], task: Task, runt
         listing = await fork.exec(argv, key="list", deadline_s=_LISTING_S, output_bytes=_LISTING_BYTES)
     finally:
         await fork.close()
-    return [] if listing.truncated else [_relative(name) for name in listing.output.split(b"\0")]
+    names = listing.output.decode(errors="surrogateescape").split("\0")
+    return [] if listing.truncated else [name.removeprefix("./") for name in names]
 
 
 async def _fork_of(machine: Machine, task: Task, runtime: Runtime) -> Machine | None:
@@ -136,10 +137,6 @@ async def _fork_of(machine: Machine, task: Task, runtime: Runtime) -> Machine | 
         await control.close()
         return None
     return fork
-
-
-def _relative(name: bytes) -> str:
-    return name.decode(errors="surrogateescape").removeprefix("./")
 
 
 async def _state(machine: Machine, runtime: Runtime) -> dict[str, bytes]:

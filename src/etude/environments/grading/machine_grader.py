@@ -36,8 +36,8 @@ class MachineGrader:
 
     The task's answer decides how: by function calls, hidden tests, a check function or a verifier.
 
-    - `deadline_s`: for function calls and check functions; hidden tests and verifiers have deadlines of their own
-    - `total_deadline_s`: for a whole grade
+    - `deadline_s`: seconds for function calls and check functions; hidden tests and verifiers have their own deadlines
+    - `total_deadline_s`: seconds for a whole grade
     - `repeats`, `canaries`: when all hidden tests have passed, this many are run again, and this many changed tests
       must fail, so that forged results are found
     - `run_all_tests`: False stops at the first hidden test that fails, if only passing or failing matters

@@ -101,19 +101,13 @@ class GVisorRuntime:
             raise MachineError(f"no image {image.digest[:12]}", "its files are not there", hint=hint)
         return self._snapshots.keep(ImageState(image, packed, b"").pack())
 
-    def _kept(self, snapshot: str) -> bytes:
-        packed = self._snapshots.get(snapshot)
-        if packed is None:
-            raise MachineError(f"no snapshot {snapshot[:12]}", "unknown or evicted", hint="prepare it again")
-        return packed
-
     async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
         """Serialise a snapshot as its file tree, as `Portable.pack` does.
 
         Raises `MachineError` also for a machine of an image: its snapshot lacks changes outside of the working
         directory, so the machine cannot be graded by its state.
         """
-        packed = self._kept(snapshot)
+        packed = self._snapshots.require(snapshot)
         if unpack_state(packed) is not None:
             facts = "snapshots of gVisor lack changes outside of the working directory"
             raise MachineError("this machine's state is incomplete", facts, hint="use backend microvm or namespace")
@@ -134,7 +128,7 @@ class GVisorRuntime:
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
         check_count(n)
         self._require_open()
-        packed = self._kept(snapshot)
+        packed = self._snapshots.require(snapshot)
         state = unpack_state(packed)
         image = None if state is None else state.image
         num_alive = len(self._machines) + self._num_starting

@@ -137,7 +137,7 @@ class MicroVMRuntime:
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
         check_count(n)
         self._require_open()
-        found = self._found(snapshot)
+        found = self._snapshots.require(snapshot)
         if len(self._guests) + self._num_coming + n > self._max_machines:
             facts = f"{len(self._guests) + self._num_coming} machines are alive, {n} more were requested"
             raise MachineError(
@@ -163,19 +163,11 @@ class MicroVMRuntime:
             spares.fill()  # not earlier: starting QEMU processes slows the restores down
         return [guest.machine for guest in guests]
 
-    def _found(self, snapshot: str) -> Snapshot:
-        found = self._snapshots.get(snapshot)
-        if found is None:
-            raise MachineError(
-                f"no snapshot {snapshot[:12]}", "unknown, or dropped to make space", hint="prepare it again"
-            )
-        return found
-
     async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
         """Serialise a snapshot, as `Portable.pack` does. Only runtimes of the same user on the same host can unpack
         it."""
         self._require_open()
-        found = self._found(snapshot)
+        found = self._snapshots.require(snapshot)
         spares, image = self._booted[found.image]
         key = await asyncio.to_thread(packing.key_in, self._bases)
         base = spares.base

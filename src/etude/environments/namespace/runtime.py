@@ -146,10 +146,10 @@ class NamespaceRuntime:
                 hint="set the store: --images STORE, `images` in [machines], or NamespaceRuntime(images=...)",
             )
         await asyncio.to_thread(image_settings, self._images, image, self._limits)  # raises if the image is missing
-        return self._snapshots.keep(ImageState(image, self._tree(tree) if files else b"", b"").pack())
+        return self._snapshots.keep(ImageState(image, self._snapshots.require(tree) if files else b"", b"").pack())
 
     async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
-        tree = self._tree(snapshot)
+        tree = self._snapshots.require(snapshot)
         if len(tree) > max_bytes:
             raise ValueError(f"the tree has {len(tree)} bytes, at most {max_bytes}")
         return tree
@@ -174,7 +174,7 @@ class NamespaceRuntime:
         If `max_machines` are alive, wait until others are closed.
         """
         check_count(n)
-        tree = self._tree(snapshot)
+        tree = self._snapshots.require(snapshot)
         state = unpack_state(tree)
         if n > self._max_machines:
             raise MachineError(f"{n} machines requested", f"at most {self._max_machines}", hint="raise max_machines")
@@ -188,12 +188,6 @@ class NamespaceRuntime:
             facts = f"waited {deadline_s:g} s for {waiting_for}; {len(self._alive)} are alive"
             hint = "close machines, or wait longer"
             raise MachineError(f"{n} machines could not be forked", facts, hint=hint) from None
-
-    def _tree(self, snapshot: str) -> bytes:
-        tree = self._snapshots.get(snapshot)
-        if tree is None:
-            raise MachineError(f"no snapshot {snapshot!r}", "this runtime does not hold it", hint="prepare it first")
-        return tree
 
     async def _reserve(self, n: int) -> None:
         async with self._slots_changed:

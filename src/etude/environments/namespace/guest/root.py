@@ -97,7 +97,8 @@ class Frame(NamedTuple):
 
 
 def enter(python: str, prefix: str) -> Frame:
-    """Build the frame in a new mount namespace and make it this process's root.
+    """Build the root that machines start from, called the frame, in a new mount namespace, and make it this process's
+    root.
 
     `python`: path of the interpreter. `prefix`: the folder where it is installed.
     """

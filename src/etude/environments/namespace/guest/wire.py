@@ -17,7 +17,7 @@ TREE = 1
 
 
 class FrameError(ValueError):
-    """Raised for bytes that are not a frame."""
+    """Raised for bytes that are not a frame as this module describes it."""
 
 
 class Frame(NamedTuple):
@@ -28,7 +28,7 @@ class Frame(NamedTuple):
 
 
 def pack(kind: int, *fields: bytes) -> bytes:
-    """Encode a frame.
+    """Encode a frame of kind `kind` with these fields.
 
     >>> unpack(pack(TREE, b"calc.py", b"f", b"x = 1"))
     Frame(kind=1, fields=[b'calc.py', b'f', b'x = 1'])
