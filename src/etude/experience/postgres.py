@@ -1,5 +1,4 @@
-"""The ledger on a PostgreSQL server: one schema per run, one writer by an advisory lock, and recovery from broken
-connections.
+"""The ledger on a PostgreSQL server: one schema per run, one writer by an advisory lock, and automatic reconnection.
 
 Every transaction is on the server's disk when it returns (`synchronous_commit = on`, including synchronous standbys):
 what was confirmed to the conductor survives a restart of the server. A broken connection is opened again until a
@@ -7,8 +6,7 @@ deadline. When a COMMIT got no answer, the outcome is looked up: each transactio
 name that is found there afterwards tells whether it was committed. (A transaction id would not do: after a crash a
 server may assign it again.) A transaction that was not committed is repeated from its start. A name that is neither
 this transaction's nor the previous one's means that the server lost confirmed data, because a standby took over or a
-copy was restored: this ends the run, and `--resume` reconciles. This module knows nothing of the meaning of states.
-"""
+copy was restored: this ends the run, and `--resume` reconciles. This module knows nothing of the meaning of states."""
 
 from __future__ import annotations
 
@@ -168,7 +166,7 @@ class PostgresDatabase:
         return self.session.query(sql, values) if self._depth else self._retry(lambda: self.session.query(sql, values))
 
     def verify(self) -> None:
-        """Read every row once: a server with checksums rejects damaged pages. Raises `LedgerError`."""
+        """Read every row once, so that a server with checksums rejects damaged pages. Raises `LedgerError`."""
         for table in ("meta", "rollouts", "slots", "blobs", "transitions"):
             self.rows(f"SELECT count(*) FROM (SELECT * FROM {table} OFFSET 0) AS every")
 
@@ -199,7 +197,7 @@ class PostgresDatabase:
 
 
 def schema_of(run_id: str) -> str:
-    """The schema name of a run, at most 63 characters of a-z, 0-9 and _.
+    """Return the schema name of a run: at most 63 characters of a-z, 0-9 and _.
 
     >>> schema_of("Laptop-1a2b3c4d")
     'etude_laptop_1a2b3c4d'

@@ -157,8 +157,10 @@ class SqliteDatabase:
             raise _map_error(self.path, error) from error
 
     def verify(self) -> None:
-        """Read the whole file once; takes a second for some hundred MB. Raises `LedgerError` for a damaged page, index,
-        constraint or value, or a damaged part of the log."""
+        """Read the whole file once; takes a second for some hundred MB.
+
+        Raises `LedgerError` for a damaged page, index, constraint or value, or a damaged part of the write-ahead log.
+        """
         damaged = lost_frames(self.path)
         found = [damaged] if damaged else []
         try:

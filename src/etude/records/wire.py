@@ -64,7 +64,7 @@ _decoders: dict[tuple[str, Any], Any] = {}
 
 
 def pack(record: object) -> bytes:
-    """Encode a record as msgpack.
+    """Encode a record (a msgspec struct) as msgpack. Numpy arrays in it become (dtype, shape, bytes).
 
     >>> from etude.records import Version
     >>> v = Version(step=3, incarnation="0a1b2c3d", digest="ab" * 32)
@@ -75,7 +75,7 @@ def pack(record: object) -> bytes:
 
 
 def unpack(data: bytes | memoryview, kind: type[T]) -> T:
-    """Decode a record of type `kind` from msgpack. Raises `ValueError` (also the base class of msgspec's errors)."""
+    """Decode a record of type `kind` from msgpack. Raises `ValueError` for anything but such a record."""
     decoder = _decoders.get(("pack", kind))
     if decoder is None:
         decoder = _decoders["pack", kind] = msgspec.msgpack.Decoder(kind, dec_hook=_decode_array)
@@ -89,7 +89,7 @@ def to_json(record: object) -> bytes:
 
 
 def from_json(data: bytes | str, kind: type[T]) -> T:
-    """Decode a record of type `kind` from JSON. Raises `ValueError`."""
+    """Decode a record of type `kind` from JSON. Raises `ValueError` for anything but such a record."""
     decoder = _decoders.get(("json", kind))
     if decoder is None:
         decoder = _decoders["json", kind] = msgspec.json.Decoder(kind, dec_hook=_decode_array)
