@@ -1,5 +1,4 @@
-"""One mixture-of-experts model definition for training and inference, with Hugging Face checkpoints as input and
-output.
+"""One mixture-of-experts model definition for training and inference, which reads and writes Hugging Face checkpoints.
 
 Reading a config needs no torch: names that need it are imported on first use.
 

@@ -20,15 +20,15 @@ _BIAS = "e_score_correction_bias"
 
 
 def stays_float32(name: str) -> bool:
-    """Whether a tensor stays float32 whatever dtype the weights are stored in, as in transformers and all engines."""
+    """Return whether a tensor stays float32 whatever dtype the weights are stored in, as in transformers and all
+    engines."""
     return name.endswith((_BIAS, ".weight_global_scale"))
 
 
 def views(model: Transformer) -> dict[str, torch.Tensor]:
-    """Every weight of a model by etude's name, in a fixed order, as contiguous detached views.
+    """Return every weight of a model by etude's name, in a fixed order, as contiguous detached views.
 
-    Etude's names are those of Qwen3 and DeepSeek-V3, for all families. With tied embeddings there is no head.
-    """
+    Etude's names are those of Qwen3 and DeepSeek-V3, for all families. With tied embeddings there is no head."""
     found: dict[str, torch.Tensor] = {"model.embed_tokens.weight": model.embedding}
     for layer, block in enumerate(model.blocks):
         assert isinstance(block, Block)
@@ -40,13 +40,13 @@ def views(model: Transformer) -> dict[str, torch.Tensor]:
 
 
 def hf_views(model: Transformer) -> dict[str, torch.Tensor]:
-    """`views` by the names of the family's Hugging Face checkpoints."""
+    """Return every weight of a model by its name in the family's Hugging Face checkpoints, as `views` does."""
     outside = model.config.architecture.hf_name
     return {outside(name): view for name, view in views(model).items()}
 
 
 def hf_biases(model: Transformer) -> dict[str, torch.Tensor]:
-    """The router biases of `hf_views`, float32 [E]. They are not parameters."""
+    """Return the router biases by Hugging Face name, float32 [E] views. They are not parameters."""
     outside, blocks = model.config.architecture.hf_name, enumerate(model.blocks)
     found = {outside(f"model.layers.{i}.mlp.gate.{_BIAS}"): getattr(one.experts, "bias", None) for i, one in blocks}
     return {name: bias for name, bias in found.items() if bias is not None}
