@@ -91,8 +91,9 @@ def merge_adapter(
 
 @torch.no_grad()
 def load_adapter(adapters: Adapters, tensors: Mapping[str, torch.Tensor], where: str) -> None:
-    """Copy tensors, by PEFT's names, into A and B. `where`: path of the adapter, for errors. Raises
-    `CheckpointError`."""
+    """Copy tensors, by PEFT's names, into A and B. `where`: path of the adapter, for errors.
+
+    Raises `CheckpointError` for a missing or further tensor, or another shape."""
     views = adapters.views
     for name in sorted(views.keys() ^ tensors.keys()):
         facts = f"it lacks {name}" if name in views else f"it has {name}, which the base does not have"

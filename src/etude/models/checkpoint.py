@@ -264,8 +264,9 @@ class Tensors:
         return dequantise(tensor, self.stored(name + FP8_SCALE)) if tensor.dtype == torch.float8_e4m3fn else tensor
 
     def rows(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
-        """Read rows [start, stop) of a tensor with this full shape. Only these are read, unless the tensor is
-        packed."""
+        """Read rows [start, stop) of a tensor with this full shape.
+
+        Only these rows are read from disk, unless the tensor is packed."""
         if name in self._where and name + FP8_SCALE not in self._found:
             progress.tick()
             some: torch.Tensor = self._where[name].get_slice(name)[start:stop]

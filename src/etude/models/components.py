@@ -112,8 +112,9 @@ class GroupedQueries:
 
 
 class Scores(enum.StrEnum):
-    """The activation of router logits. SIGMOID has a bias that affects only the choice of experts (arXiv
-    2408.15664)."""
+    """The activation of router logits.
+
+    SIGMOID comes with a bias that affects only the choice of experts (arXiv 2408.15664)."""
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"  # with a bias that affects only the choice of experts (arXiv 2408.15664)
@@ -134,8 +135,7 @@ class Routing:
     top_groups: int = ranged(1, low=1)
 
     def check(self, num_experts: int, top_k: int) -> None:
-        """Raise `ValueError` when the experts cannot be divided into the groups, or fewer than `top_k` can be
-        chosen."""
+        """Raise `ValueError` when the experts cannot be divided into the groups, or cannot give `top_k`."""
         if self.num_groups == 1:
             return
         size, rest = divmod(num_experts, self.num_groups)

@@ -316,8 +316,7 @@ def _cut(dispatch: Dispatch, operators: Operators) -> Cut:
 
 
 def _ends(cut: Cut) -> list[int]:
-    """Return the ends of each expert's rows; empty where an expert's rows are not multiplied in one unpadded
-    product."""
+    """Return the ends of each expert's rows; empty where some expert's rows are not one unpadded product."""
     plain = all(len(parts) == 1 and size == rows.stop - rows.start for parts in cut for rows, size in parts)
     return [parts[0][0].stop for parts in cut] if plain else []
 

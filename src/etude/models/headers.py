@@ -71,8 +71,7 @@ def check_weights(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
 
 
 def check_blocks(config: ModelConfig, kind: Quantise) -> None:
-    """Raise `ConfigError` when the widths of a large matrix are not multiples of the block size of a quantised
-    format."""
+    """Raise `ConfigError` when a large matrix has a width that is not a multiple of a format's block size."""
     outside = config.architecture.hf_name
     for name, shape in weight_shapes(config):
         if is_quantised(name) and kind is not Quantise.NONE and shape[-1] % FORMATS[kind].block:
@@ -293,7 +292,6 @@ def _stored(path: Path, name: str, entry: Any, data_bytes: int) -> StoredTensor:
 
 
 def _counts(values: Any) -> tuple[int, ...] | None:
-    """Return at most 64 integers from 0 to 2^62; None for anything else, which could make their product take very
-    long."""
+    """Return at most 64 integers from 0 to 2^62; None for anything else, whose product could take very long."""
     good = isinstance(values, list) and len(values) <= 64 and all(type(v) is int and 0 <= v < 1 << 62 for v in values)
     return tuple(values) if good else None

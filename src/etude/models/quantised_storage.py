@@ -77,8 +77,7 @@ def ignored_parts(name: str, kind: Quantise) -> set[str]:
 
 
 def stored_format(name: str, names: Container[str]) -> Quantise:
-    """Return the format in which the matrix `name` is stored, judged from the `names` of all tensors in the
-    directory."""
+    """Return the format in which the matrix `name` is stored, from the `names` of all tensors of the directory."""
     stem = name.removesuffix(".weight")
     if f"{stem}.weight_packed" in names:
         return Quantise.NVFP4 if f"{stem}.weight_global_scale" in names else Quantise.MXFP4

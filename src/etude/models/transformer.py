@@ -135,8 +135,7 @@ class Experts(nn.Module):
         return y_ND if self.shared is None else y_ND + self.shared(x_ND, hook), choice
 
     def views(self) -> dict[str, torch.Tensor]:
-        """Return each weight as a view, by its name in a checkpoint's `mlp`. Of the experts, only those of this
-        rank."""
+        """Return each weight as a view, by its name in a checkpoint's `mlp`; of experts only this rank's."""
         found: dict[str, torch.Tensor] = {"gate.weight": self.router}
         if self.bias is not None:
             found["gate.e_score_correction_bias"] = self.bias

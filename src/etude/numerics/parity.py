@@ -34,9 +34,10 @@ def parity_class(
     key_width: int,
     device: torch.device = CPU,
 ) -> str:
-    """The parity class for weights with these (out, in) shapes, and attention with these key/value heads, on a device.
+    """Return the parity class of processes that compute with these operators on this device, as a line of text.
 
-    Takes milliseconds.
+    Processes of one class compute equal bits. `products`: (out, in) of the weights; `heads`, `key_width`: of the keys
+    and values in attention. Takes milliseconds.
 
     >>> from etude.numerics import Exact, Native
     >>> one, other = (parity_class(kind(), {(8, 16)}, heads=1, key_width=8) for kind in (Exact, Native))
@@ -64,7 +65,7 @@ def _class(
 
 
 def chip(device: torch.device) -> str:
-    """Name of the processor, as far as it is known to affect bits.
+    """Return the name of the processor, as far as it is known to affect bits.
 
     >>> chip(CPU).startswith("cpu-")
     True

@@ -30,8 +30,7 @@ class QuantisedOperators(Operators):
     """The operators `inner`, with inputs and weights of the large products rounded to `format`.
 
     `rounds_weights` False: the weights are rounded already, as in an engine that unpacks published weights
-    (`models.packed_weights`).
-    """
+    (`models.packed_weights`)."""
 
     absorbs_latents = True
     """True: the two forms of latent attention would round other numbers. Absorbed, a latent is not rounded, as in a
@@ -62,7 +61,7 @@ class QuantisedOperators(Operators):
         return True  # the host dispatches rows to experts
 
     def fused_experts(self, *_: torch.Tensor) -> torch.Tensor | None:
-        """None: the fused operation of `inner` does not round between its products."""
+        """Return None: the fused operation of `inner` does not round between its products."""
         return None
 
     def linear(self, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:

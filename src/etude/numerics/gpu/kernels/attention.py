@@ -31,7 +31,7 @@ LOW = tl.constexpr(float("-inf"))
 
 @triton.jit
 def places(starts, sequence, index, head, SHARE: tl.constexpr):
-    """Token and query head of the rows of a tile, and whether they exist."""
+    """Return token and query head of the rows of a tile, and whether they exist."""
     first = tl.load(starts + sequence)
     there = index < (tl.load(starts + sequence + 1) - first) * SHARE
     return first + tl.where(there, index // SHARE, 0), head * SHARE + index % SHARE, there
@@ -94,7 +94,8 @@ def over_keys(
     WIDTH: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Maximum, Σ 2^(score - maximum), and the same weighted by values, over keys [first, stop), block by block."""
+    """Compute maximum, Σ 2^(score - maximum), and the same weighted by values, over keys [first, stop), block by
+    block."""
     wide, rest, value = tl.arange(0, WIDE), tl.arange(0, REST if REST else 16), tl.arange(0, VALUES)
     most = tl.full([ROWS], LOW, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -130,11 +131,10 @@ def attend(
     WIDTH: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """o [N, heads, VALUE] and lse = log2 Σ 2^score [N, heads] of a tile. `positions`: of each sequence's first query.
+    """Compute o [N, heads, VALUE] and lse = log2 Σ 2^score [N, heads] of a tile.
 
-    `SPREAD`: one span of keys a program, its sums unfinished in o [spans, rows, VALUE] and marks [2, spans, rows].
-    `SPAN` 0: all keys are one.
-    """
+    `positions`: of each sequence's first query. `SPREAD`: one program has one span of keys, and writes unfinished sums
+    to o [spans, rows, VALUE] and marks [2, spans, rows]. `SPAN` 0: all keys are one span."""
     tile, head = tl.program_id(0), tl.program_id(1)
     sequence = find(tile_starts, tile, sequences, LANES)
     if sequence >= sequences:
@@ -199,8 +199,8 @@ def weights_and_slopes(
     q_wide, q_rest, do, k_wide, k_rest, values, lse, delta, scale, seen,
     REST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Attention weights of a tile of rows and keys, and the gradients of the scores (without the factor scale ·
-    ln 2)."""
+    """Compute attention weights of a tile of rows and keys, and the scores' gradients without the factor scale · ln
+    2."""
     score = dot(q_wide, tl.trans(k_wide), tl.zeros([ROWS, KEYS], tl.float32))
     if REST:
         score = dot(q_rest, tl.trans(k_rest), score)
@@ -217,7 +217,7 @@ def query_gradient(
     WIDTH: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dq of a tile of packed sequences, and delta [N, heads] = Σ o · do for the keys' gradient."""
+    """Compute dq of a tile of packed sequences, and delta [N, heads] = Σ o · do for the keys' gradient."""
     tile, head = tl.program_id(0), tl.program_id(1)
     sequence = find(tile_starts, tile, sequences, LANES)
     if sequence >= sequences:
@@ -264,7 +264,7 @@ def key_gradient(
     WIDTH: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a block of keys of packed sequences. Here `tile_starts` counts blocks of keys."""
+    """Compute dk and dv of a block of keys of packed sequences. Here `tile_starts` counts blocks of keys."""
     tile, head = tl.program_id(0), tl.program_id(1)
     sequence = find(tile_starts, tile, sequences, LANES)
     if sequence >= sequences:

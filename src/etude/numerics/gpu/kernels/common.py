@@ -15,7 +15,7 @@ explicitly."""
 
 @triton.jit
 def dot(a, b, acc):
-    """acc + a · b in float32, in the order of the tensor core for this shape."""
+    """Compute acc + a · b in float32, in the order of the tensor core for this shape."""
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -24,7 +24,7 @@ def dot(a, b, acc):
 
 @triton.jit
 def rounded(x, KIND: tl.constexpr):
-    """Round to a dtype: to nearest, ties to even."""
+    """Round to the dtype `KIND`: to nearest, ties to even."""
     if INTERPRETED and tl.bfloat16 == KIND and x.dtype == tl.float32:
         bits = x.to(tl.uint32, bitcast=True)
         bits += 0x7FFF + ((bits >> 16) & 1)
@@ -34,7 +34,7 @@ def rounded(x, KIND: tl.constexpr):
 
 @triton.jit
 def bound(number):
-    """The end of a loop. The interpreter's numpy needs a Python integer."""
+    """Return a number as the end of a loop. The interpreter's numpy needs a Python integer."""
     if INTERPRETED:
         return number.handle.data.item() if isinstance(number, tl.tensor) else number
     return number
@@ -42,8 +42,9 @@ def bound(number):
 
 @triton.jit
 def find(tile_starts, tile, number, LANES: tl.constexpr):
-    """Which of `number` ranges a tile belongs to, where range i begins at tile_starts[i]; `number` where there is
-    none."""
+    """Return which of `number` ranges a tile belongs to, or `number` where there is none.
+
+    Range i begins at tile_starts[i]."""
     lane = tl.arange(0, LANES)
     ends = tl.load(tile_starts + 1 + lane, mask=lane < number, other=2147483647)
     return tl.sum((ends <= tile).to(tl.int32), 0)
@@ -67,7 +68,7 @@ def carried(total, one, pair, four, LEAF: tl.constexpr):
 
 @triton.jit
 def joined(sums, first, step, inside, LEAVES: tl.constexpr):
-    """The sum of up to 8 partial sums (a power of two) as a balanced tree: ((0+1)+(2+3))+((4+5)+(6+7))."""
+    """Sum up to 8 partial sums (a power of two) as a balanced tree: ((0+1)+(2+3))+((4+5)+(6+7))."""
     one = tl.load(sums + first, mask=inside, other=0.0)
     pair = one
     four = one
