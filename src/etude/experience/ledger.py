@@ -395,8 +395,9 @@ class Ledger:
     # Values that change together with the rollouts
 
     def move_cursor(self, split: str, index: int) -> None:
-        """Set the index of the next task to draw from a split. Call it in the transaction that admits the task
-        before."""
+        """Set the index of the next task to draw from a split.
+
+        Call it in the transaction that admits the task at `index - 1`."""
         self.remember(f"cursor.{split}", index)
 
     def remember(self, key: str, value: Any) -> None:

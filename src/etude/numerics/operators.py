@@ -105,8 +105,7 @@ class Operators:
         return weight
 
     def lora_pairs(self, weight: torch.Tensor) -> LoraPairs | None:
-        """Return the LoRA adapters of a merged matrix, or of a stack of them (`numerics.lora`); None where it has
-        none."""
+        """Return the LoRA adapters of a merged matrix, or of a stack of them; None where it has none."""
         return None
 
     def padded_rows(self, num_rows: int) -> int:

@@ -34,13 +34,13 @@ class RankDied(RunError):
 
 
 class RankGroup(Protocol):
-    """A rank's view of the other ranks."""
+    """The other ranks as one data-parallel rank sees them. `run_ranks` makes one for each rank."""
 
     rank: int
     size: int
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Replace the tensor by its sum over all ranks, with the same bits on each. Collective."""
+        """Replace the tensor by its sum over all ranks, with the same bits on each. A collective call."""
         ...
 
     def heartbeat(self) -> None:
@@ -77,12 +77,11 @@ class _GlooGroup:
 def run_ranks(
     work: Callable[[RankGroup, Job], Result], job: Job, *, ranks: int, stall_s: float = 120.0
 ) -> list[Result]:
-    """Run `work(ranks, job)` in `ranks` processes with one torch thread each. Returns their results, by rank.
+    """Run `work(group, job)` in `ranks` processes with one torch thread each. Returns their results, by rank.
 
     A single rank runs in the caller's process. For more, `work`, `job` and the results are pickled. An `EtudeError` of
     a rank is raised here. Raises `RankDied` when a rank dies, and `DeadlineExceeded` when no rank has called
-    `heartbeat` for `stall_s` after all have started, which may take `START_S`.
-    """
+    `heartbeat` for `stall_s` seconds after all have started, which may take `START_S`."""
     if ranks == 1:
         return [_alone(work, job)]
     context = multiprocessing.get_context("spawn")

@@ -25,8 +25,9 @@ class LearnerPlugins:
         self._loaded: list[tuple[Plugin, Any]] = []
 
     def get(self, kind: Kind, plugin: Plugin) -> Any:
-        """Return the plug-in's object, which the first call constructs. Raises `PluginRefused`, `ConfigError` and
-        `PluginError`."""
+        """Return the plug-in's object, which the first call constructs.
+
+        Raises `PluginRefused`, `ConfigError` and `PluginError`."""
         for known, made in self._loaded:
             if known == plugin:
                 return made
@@ -39,16 +40,18 @@ class LearnerPlugins:
             self.get(kind, plugin)
 
     def loss(self, plugin: Plugin, tokens: SampledTokens) -> PolicyLoss:
-        """Compute the policy loss of a plug-in for the sampled tokens of one forward pass. If there are none, return a
-        loss of 0 without calling the plug-in. Raises `PluginError` as `call_loss` does."""
+        """Compute the policy loss of a plug-in for the sampled tokens of one forward pass.
+
+        If there are none, return a loss of 0 without calling the plug-in. Raises `PluginError` as `call_loss` does."""
         empty_R = tokens.logprobs_R.detach()
         if not len(empty_R):
             return PolicyLoss(tokens.logprobs_R.sum(), empty_R, empty_R.bool())
         return call_loss(plugin, self.get(Kind.LOSS, plugin), tokens)
 
     def corrected(self, plugin: Plugin, log_ratio_R: torch.Tensor, sequence_R: torch.Tensor) -> Corrected:
-        """Compute the importance weights [R] of a plug-in for R sampled tokens; see `Correction`. If R is 0, return
-        empty weights without calling the plug-in. Raises `PluginError` as `call_correction` does."""
+        """Compute the importance weights [R] of a plug-in for R sampled tokens, with the arguments of `Correction`.
+
+        If R is 0, return empty weights without calling the plug-in. Raises `PluginError` as `call_correction` does."""
         if not len(log_ratio_R):
             return Corrected(log_ratio_R, log_ratio_R)
         return call_correction(plugin, self.get(Kind.CORRECTION, plugin), log_ratio_R, sequence_R)
@@ -92,13 +95,13 @@ def call_correction(
 
 
 def named_plugins(config: LearnerConfig) -> dict[Kind, Plugin]:
-    """The plug-ins in a learner's settings, by kind."""
+    """Return the plug-ins in a learner's settings, by kind."""
     named = {Kind.LOSS: config.policy_loss, Kind.CORRECTION: config.correction}
     return {kind: value for kind, value in named.items() if isinstance(value, Plugin)}
 
 
 def plugin_identities(config: LearnerConfig) -> Mapping[str, str]:
-    """Package, version and source digest of the plug-ins in a learner's settings, by kind."""
+    """Return package, version and source digest of the plug-ins in a learner's settings, by kind."""
     return {str(kind): str(identity(kind, plugin.path)) for kind, plugin in named_plugins(config).items()}
 
 

@@ -1,4 +1,4 @@
-"""Read and write ``learner.json``, the metadata of a learner's checkpoint."""
+"""Read and write `learner.json`, the metadata of a learner's checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ METADATA = "learner.json"
 
 
 def metadata_text(config: LearnerConfig, step: int, version: Version | None) -> str:
-    """The content of ``learner.json``."""
+    """Return the content of `learner.json`."""
     metadata = {
         "format": FORMAT,
         "step": step,
@@ -28,7 +28,9 @@ def metadata_text(config: LearnerConfig, step: int, version: Version | None) -> 
 
 
 def read_metadata(path: Path, config: LearnerConfig) -> tuple[int, Version | None]:
-    """Step and version of a learner's checkpoint. Raises `CheckpointError` when it is damaged or of other settings."""
+    """Read step and last published version of a learner's checkpoint.
+
+    Raises `CheckpointError` when it is damaged or was saved with another precision or optimiser."""
     metadata = read_json(path)
     step, version = metadata.get("step"), metadata.get("version")
     is_version = isinstance(version, list) and [type(v) for v in version] == [int, str, str]

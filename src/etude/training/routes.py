@@ -34,11 +34,10 @@ class RouteReplay:
     max_lag: int
 
     def routes(self, samples: Sequence[Sample], ends: Sequence[int]) -> torch.Tensor:
-        """Routes of the first `ends` positions of each path, [N, L, K] in the model's `route_dtype`.
+        """Return the routes of the first `ends` positions of each path, [N, L, K] in the model's `route_dtype`.
 
-        `missing_route` where a route is too old. Raises `ParityError`, naming rollout and position, where a route to
-        replay is missing or invalid for this model.
-        """
+        They are `missing_route` where a route is too old. Raises `ParityError`, naming rollout and position, where a
+        route to replay is missing or invalid for this model."""
         starts, dtype = np.cumsum([0, *ends]), np.dtype(self.model.route_dtype)
         shape = (starts[-1], self.model.num_moe_layers, self.model.top_k)
         routes, replayed = np.full(shape, missing_route(dtype), dtype), np.zeros(starts[-1], bool)
@@ -57,11 +56,10 @@ class RouteReplay:
         return torch.from_numpy(routes)
 
     def _stale(self, sample: Sample, end: int) -> Bools:
-        """Whether the route of each position is too old, [end].
+        """Return whether the route of each position is too old, [end].
 
         A position was computed by the version that sampled or read the next token. An unknown version counts as new;
-        one below `UNKNOWN` is from a lost lineage.
-        """
+        one below `UNKNOWN` is from a lost lineage."""
         computed_by = sample.path.steps[1 : end + 1]
         stale: Bools = (computed_by != UNKNOWN) & (self.step - computed_by > self.max_lag)
         return stale
@@ -85,7 +83,7 @@ def _check_kind(sample: Sample, of: ModelConfig) -> None:
 
 
 def _wrong(routes: Routes, num_experts: int) -> Bools:
-    """[N] Whether a layer has an expert that does not exist, or the same expert twice."""
+    """Return [N] whether a layer has an expert that does not exist, or the same expert twice."""
     ordered = np.sort(routes, -1)
     wrong: Bools = ((ordered[..., 1:] == ordered[..., :-1]).any(-1) | (ordered[..., -1] >= num_experts)).any(-1)
     return wrong

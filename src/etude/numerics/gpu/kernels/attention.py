@@ -94,8 +94,7 @@ def over_keys(
     WIDTH: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Compute maximum, Σ 2^(score - maximum), and the same weighted by values, over keys [first, stop), block by
-    block."""
+    """Compute maximum, Σ 2^(score - maximum), and this sum weighted by values, over keys [first, stop), by block."""
     wide, rest, value = tl.arange(0, WIDE), tl.arange(0, REST if REST else 16), tl.arange(0, VALUES)
     most = tl.full([ROWS], LOW, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -199,8 +198,7 @@ def weights_and_slopes(
     q_wide, q_rest, do, k_wide, k_rest, values, lse, delta, scale, seen,
     REST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention weights of a tile of rows and keys, and the scores' gradients without the factor scale · ln
-    2."""
+    """Compute attention weights of a tile, and the scores' gradients without the factor scale · ln 2."""
     score = dot(q_wide, tl.trans(k_wide), tl.zeros([ROWS, KEYS], tl.float32))
     if REST:
         score = dot(q_rest, tl.trans(k_rest), score)

@@ -148,8 +148,9 @@ def combine_gradient(
     dy, out, slots, gates, dout, dgates,
     WIDTH: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of `combine`: one program per (n, k), whose row is its own, since dispatch is a
-    permutation."""
+    """Compute the gradient of `combine`, with one program per (n, k).
+
+    The row of each program is its own, since dispatch is a permutation."""
     at = tl.program_id(0).to(tl.int64)
     token = at // SLOTS
     slot = tl.load(slots + at).to(tl.int64)
