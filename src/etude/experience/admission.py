@@ -118,8 +118,7 @@ class Window:
         return max(0, max(ahead, size if size > self.groups_per_step else 0) - num_open)
 
     def min_step(self, num_open: int, batched_step: int, published_step: int) -> int:
-        """Return the minimum version step of the engines that may serve a group that starts behind `num_open` open
-        groups.
+        """Return the minimum version step of engines for a group that starts behind `num_open` open groups.
 
         It becomes `RolloutSpec.min_step`. The arguments are those of `free_groups`."""
         return max(0, min(published_step, self.required_step(num_open, batched_step)))

@@ -146,12 +146,12 @@ def _repeated(ids: Collection[str]) -> set[str]:
 
 
 def _both_lineages(lineage: Lineage, before: Lineage, after: int) -> Lineage:
-    """The steps of both lineages, each once."""
+    """Return the steps of both lineages, each once."""
     return chain((one for one in lineage if one[0] > after), (one for one in before if one[0] <= after))
 
 
 def _consumed_repeatedly(lineage: Lineage, suspects: set[str]) -> set[str]:
-    """The suspects that more than one step consumed."""
+    """Return the suspects that more than one step consumed."""
     if not suspects:
         return set()
     met = Counter(i for _, ids in lineage for i in suspects.intersection(ids))
@@ -169,8 +169,9 @@ def steps_of(traces: TraceFolder, step: int) -> Iterator[tuple[int, list[str]]]:
 
 
 def _is_lost(ledger: Ledger, row: Row, files: RolloutFiles | None) -> bool:
-    """Whether a rollout that the lineage did not consume is lost: it can neither be run nor trained on, and did not end
-    for a reason of its own."""
+    """Return whether a rollout that the lineage did not consume is lost.
+
+    It can then neither be run nor trained on, and did not end for a reason of its own."""
     if row.state in (State.TRAINED, State.NO_SIGNAL):
         return True
     if row.state in (State.GRADED, State.BATCHED):
@@ -180,7 +181,7 @@ def _is_lost(ledger: Ledger, row: Row, files: RolloutFiles | None) -> bool:
 
 
 def _is_stored(data: bytes, files: RolloutFiles) -> bool:
-    """Whether the file of a finished rollout has the bytes that were stored."""
+    """Return whether the file of a finished rollout has the bytes that were stored."""
     try:
         summary = unpack(data, Finished).summary
     except ValueError:
@@ -189,7 +190,7 @@ def _is_stored(data: bytes, files: RolloutFiles) -> bool:
 
 
 def _index(traces: TraceFolder, step: int, ids: Collection[str] | None = None) -> Index | None:
-    """The index of a step's trace; None if there is no sound trace of exactly these rollouts."""
+    """Return the index of a step's trace; None if there is no sound trace of exactly these rollouts."""
     try:
         index = read_index(trace_path(traces, step))
     except LedgerError:

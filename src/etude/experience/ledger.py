@@ -91,7 +91,7 @@ class Reconciled:
 
 
 def _atomic(method: F) -> F:
-    """Decorator: run a method as one transaction, or as part of the current one."""
+    """Make a method run as one transaction, or as part of the current one."""
 
     @functools.wraps(method)
     def whole(ledger: Ledger, *args: Any, **named: Any) -> Any:
@@ -228,8 +228,7 @@ class Ledger:
     def _startable(
         self, specs: Sequence[RolloutSpec], published: int, required_step: Callable[[int], int]
     ) -> list[RolloutSpec]:
-        """Return the first specs whose groups require no later version than the published one now, with lower
-        `min_step`."""
+        """Return the first specs whose groups require no later version than `published` now, with lower `min_step`."""
         places = {group_id: place for place, group_id in enumerate(self.open_groups())} if specs else {}
         due = itertools.takewhile(lambda spec: required_step(places[spec.group_id]) <= published, specs)
         return [msgspec.structs.replace(spec, min_step=min(spec.min_step, published)) for spec in due]
@@ -380,8 +379,7 @@ class Ledger:
 
     @_atomic
     def prune(self, step: int) -> int:
-        """Delete the stored bytes of rollouts that steps up to `step` consumed, and return the number of deleted
-        entries.
+        """Delete the stored bytes of rollouts that steps up to `step` consumed. Returns the number of entries.
 
         Call it with the oldest step that a restart can go back to. Traces and quarantine records are kept."""
         before, batched = int(self.recall("pruned") or 0), State.BATCHED
@@ -544,8 +542,7 @@ class Ledger:
         return open_now + int(self._value("SELECT count(*) FROM rollouts WHERE step > ?", after))
 
     def batched_repeatedly(self, rollout_ids: Collection[str]) -> set[str]:
-        """Return those of the rollouts that were put into a batch more than once, also in batches that a restart took
-        back."""
+        """Return those of the rollouts that batches took more than once, also batches that a restart took back."""
         again = set[str]()
         for some in parts(rollout_ids):
             mine = f"rollout_id IN ({marks(some)})"
@@ -578,8 +575,9 @@ class Ledger:
         return [_spec(row, stored.get(row.rollout_id)) for row in rows]
 
     def history(self, rollout_id: str) -> list[dict[str, Any]]:
-        """Return all transitions of a rollout, oldest first: keys t (Unix time), origin, state, attempt, reason, and
-        its facts."""
+        """Return all transitions of a rollout, oldest first.
+
+        The keys are t (Unix time in seconds), origin, state, attempt, reason, and further facts."""
         sql = "SELECT t, origin, state, attempt, reason, facts FROM transitions WHERE rollout_id = ? ORDER BY number"
         names = ("t", "origin", "state", "attempt", "reason")
         return [

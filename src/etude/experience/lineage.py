@@ -24,8 +24,7 @@ MAX_VERSIONS = 256
 def by_step(
     lineage: Lineage, known: Iterable[int], *, believed: Callable[[], int] = lambda: 0
 ) -> Iterator[tuple[int, Collection[str] | None]]:
-    """Yield (step, ids of the rollouts that it consumed) for every step of the lineage, then for the other steps of
-    `known`.
+    """Yield (step, ids of consumed rollouts) for each step of the lineage, then for the other steps of `known`.
 
     The ids of a step outside the lineage are (), or None if the step is not after `believed()`: there the caller trusts
     its own record.

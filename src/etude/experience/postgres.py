@@ -129,8 +129,10 @@ class PostgresDatabase:
             self._reconnect()  # the server rolls back a transaction without COMMIT
 
     def _reconnect(self) -> str:
-        """Open the connection and take the lock again. Returns the name of the last committed transaction. Raises
-        `StoreError` after the deadline, and `LedgerError` when the server lost confirmed data."""
+        """Open the connection and take the lock again.
+
+        Returns the name of the last committed transaction. Raises `StoreError` after the deadline, and `LedgerError`
+        when the server lost confirmed data."""
         began = time.monotonic()
         while True:
             try:

@@ -2,8 +2,7 @@
 
 Every wait has a deadline. The server limits the time of a statement itself. When it neither answers nor closes the
 connection, a watchdog thread shuts the socket. Whatever breaks the connection raises `ConnectionBroken`, and the caller
-decides what to do. This module knows nothing of transactions and tables.
-"""
+decides what to do. This module knows nothing of transactions and tables."""
 
 from __future__ import annotations
 

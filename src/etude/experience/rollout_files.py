@@ -37,8 +37,7 @@ class _Exports(msgspec.Struct, frozen=True):
 class RolloutFiles:
     """The stored rollouts of a run, in a folder that every process of the run sees.
 
-    `write` returns the size and digest of the file (`StoredFile`); `read` needs the summary that has them.
-    """
+    `write` returns the size and digest of the file (`StoredFile`); `read` needs the summary that has them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -79,8 +78,9 @@ class RolloutFiles:
         return self._read(summary, Rollout)
 
     def read_exports(self, summary: RolloutSummary) -> dict[str, bytes]:
-        """Read the exported files of a rollout: path → content. Raises `LedgerError` when its file is missing or
-        changed."""
+        """Read the exported files of a rollout: path → content.
+
+        Raises `LedgerError` when its file is missing or changed."""
         return self._read(summary, _Exports).exports
 
     def _proven(self, summary: RolloutSummary) -> bytes:

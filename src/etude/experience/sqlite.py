@@ -3,8 +3,7 @@
 It is in WAL mode, so that `status` and `audit` can read while the conductor writes. With `synchronous=NORMAL` a killed
 process loses nothing, but a power failure may lose the last transactions; where that would matter (before a batch is
 trained) the caller requests `sync`. There is one writer at a time: the process that has locked the run folder. Each row
-has a CRC (`sqlite_integrity`). This module knows nothing of the meaning of states.
-"""
+has a CRC (`sqlite_integrity`). This module knows nothing of the meaning of states."""
 
 from __future__ import annotations
 
@@ -181,7 +180,6 @@ class SqliteDatabase:
 
 
 def _has_log(path: Path) -> bool:
-    """Whether the write-ahead log has content."""
     try:
         return Path(f"{path}-wal").stat().st_size > 0
     except FileNotFoundError:

@@ -83,7 +83,7 @@ def wrong_rows(connection: sqlite3.Connection) -> Iterator[str]:
 
 
 def _tables(connection: sqlite3.Connection) -> list[tuple[str, list[str]]]:
-    """All tables except that of the CRCs, with their columns."""
+    """Return all tables except that of the CRCs, with their columns."""
     sql = "SELECT name FROM main.sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%' AND name NOT IN (?, ?)"
     names = [name for (name,) in connection.execute(sql, (SUMS, FORMER))]
     return [(name, [row[1] for row in connection.execute(f"PRAGMA main.table_info({name})")]) for name in sorted(names)]

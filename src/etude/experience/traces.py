@@ -360,8 +360,9 @@ class _Shared:
 
 
 class _Prefixes:
-    """Finds common prefixes among the turns of a group: among first turns of its rollouts, and among turns that follow
-    the same turn of a rollout."""
+    """Finds common prefixes among the turns of a group.
+
+    It compares first turns of its rollouts, and turns that follow the same turn of a rollout."""
 
     def __init__(self) -> None:
         self._group_id, self._num_turns = "", 0

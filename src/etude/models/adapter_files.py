@@ -53,8 +53,9 @@ def write_adapter(
 
 
 def read_adapter(folder: Path) -> tuple[AdapterConfig, dict[str, torch.Tensor]]:
-    """Read an adapter directory, and return its config and its A and B matrices by PEFT's names. Raises
-    `CheckpointError`."""
+    """Read an adapter directory, and return its config and its A and B matrices by PEFT's names.
+
+    Raises `CheckpointError`."""
     path = folder / ADAPTER_WEIGHTS
     tensors = load_tensors(path)
     try:

@@ -6,8 +6,7 @@ A model may pass *compressed* keys and values (multi-head latent attention, arXi
 key head for all queries, values that are the first numbers of the keys, and a softmax scale other than 1/√width.
 `ModelConfig.cache_layout` says so, so that a cache stores such values once.
 
-Shapes: N tokens of the forward pass, D width, H query heads, G key/value heads, A key width, B value width.
-"""
+Shapes: N tokens of the forward pass, D width, H query heads, G key/value heads, A key width, B value width."""
 
 from __future__ import annotations
 

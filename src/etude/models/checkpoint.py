@@ -1,9 +1,8 @@
-"""Read and write checkpoints as Hugging Face directories: config.json, weights in one file or in shards, tokeniser
-files.
+"""Read and write checkpoints as Hugging Face directories, with config, weights and tokeniser files.
 
 A write is all or nothing: it goes into a hidden sibling directory with checksums (`etude.file_checksums`), which is
-fsynced and renamed into place. A read checks names, shapes, dtypes and the number of weights before it builds a
-model, and every byte where the directory has checksums."""
+fsynced and renamed into place. A read checks names, shapes, dtypes and the number of weights before it builds a model,
+and every byte where the directory has checksums."""
 
 from __future__ import annotations
 

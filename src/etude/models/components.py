@@ -1,8 +1,7 @@
 """Components of model families: attention kinds, routing, YaRN. Torch-free.
 
 A family (`config.ModelFamily`) chooses among them. The layers that compute them are in `attention`, `latent` and
-`experts`.
-"""
+`experts`."""
 
 from __future__ import annotations
 
@@ -57,8 +56,9 @@ class AttentionKind(Protocol):
         ...
 
     def shapes(self, c: Sizes) -> dict[str, Shape]:
-        """Return the shape of each weight, by its name under `self_attn` without `.weight`. Names of matrices end in
-        `_proj`."""
+        """Return the shape of each weight, by its name under `self_attn` without `.weight`.
+
+        Names of matrices end in `_proj`."""
         ...
 
     def products(self, c: Sizes) -> set[tuple[int, int]]:
@@ -240,11 +240,10 @@ class Yarn:
         return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
 
     def interpolated(self, rope_dim: int, theta: float) -> list[float]:
-        """Return how far each of the rope_dim / 2 frequencies is interpolated: 0.0 keeps it, 1.0 divides it by
-        `factor`."""
+        """Return how far each of the rope_dim / 2 frequencies is changed: 0.0 keeps it, 1.0 divides it by `factor`."""
 
         def turns(rotations: float) -> float:
-            """The dimension with this number of rotations within the original context."""
+            """Return the dimension with this number of rotations within the original context."""
             return rope_dim * math.log(self.original_tokens / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
         low, high = turns(self.beta_fast), turns(self.beta_slow)

@@ -2,8 +2,7 @@
 
 One `ModelConfig` serves all families; the parts in which they differ are in `components`. A `ModelFamily` converts
 between a `ModelConfig` and Hugging Face's config.json, and defines the layers and the names of the tensors. The
-built-in families are the modules of `models/families`; a user's own family is a plug-in.
-"""
+built-in families are the modules of `models/families`; a user's own family is a plug-in."""
 
 from __future__ import annotations
 
@@ -131,8 +130,7 @@ class ModelConfig:
 
     @property
     def num_moe_layers(self) -> int:
-        """Number of layers with a router: the second dimension of routes (the experts of each token), [T, MoE layers,
-        top_k]."""
+        """The number of layers with a router: the second dimension of routes, [T, MoE layers, top_k]."""
         return len(self.moe_layers)
 
     @property
@@ -177,8 +175,9 @@ class ModelConfig:
 
     @property
     def product_shapes(self) -> set[tuple[int, int]]:
-        """(out, in) of every matrix product. Whether two machines compute equal bits (`numerics.parity`) depends on
-        them."""
+        """(out, in) of every matrix product.
+
+        Whether two machines compute equal bits (`numerics.parity`) depends on them."""
         d = self.hidden_size
         found = {(self.vocab_size, d)} | self.attention.products(self)
         if self.num_moe_layers:

@@ -19,8 +19,9 @@ _SCALES = ("mscale", "mscale_all_dim", "attention_factor")  # of YaRN
 
 
 def positive_ints(raw: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, int]:
-    """Read several positive integers. `keys` and the result: field of `ModelConfig` → key of config.json, and → its
-    value."""
+    """Read several positive integers of a config.json.
+
+    `keys`: field of `ModelConfig` → key of config.json. Returns field → value."""
     found = {name: positive_int(raw, key) for name, key in keys.items()}
     limits = {"context_tokens": MAX_CONTEXT_TOKENS, "num_layers": MAX_LAYERS, "num_experts": MAX_EXPERTS}
     for name, limit in limits.items():

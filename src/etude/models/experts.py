@@ -8,8 +8,7 @@ into its place, and rows come back by a gather, since dispatch is a permutation.
 An expert with fewer rows than the operators need (`Operators.padded_rows`) computes copies of token 0 as padding, so
 that a token's result does not depend on how many others chose the expert. Contributions are added in slot order.
 
-Shapes: N tokens, D width, E experts, K experts per token, F expert width, S rows after dispatch (N·K and padding).
-"""
+Shapes: N tokens, D width, E experts, K experts per token, F expert width, S rows after dispatch (N·K and padding)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Find NaN and infinities: in a tensor, in named weights, and the first operator of a forward pass that produced one.
 
-Checking costs one sum. Finding the origin costs a forward pass, and is done only after a failed check.
-"""
+Checking costs one sum. Finding the origin costs a forward pass, and is done only after a failed check."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A safetensors file begins with the length of its header (u64, little endian) and the header in JSON: name → dtype,
 shape, [start, stop) in the data behind it. So truncated files, missing tensors and wrong shapes are found in
-milliseconds, whatever the model's size. Damaged data is found when loading.
-"""
+milliseconds, whatever the model's size. Damaged data is found when loading."""
 
 from __future__ import annotations
 

@@ -97,8 +97,7 @@ def read_stored(
 ) -> torch.Tensor:
     """Read one tensor of a checkpoint. A packed tensor is dequantised to float32; any other is returned as stored.
 
-    `names`: the checkpoint's tensors; `read` returns one of them. The caller has checked dtypes and shapes.
-    """
+    `names`: the checkpoint's tensors; `read` returns one of them. The caller has checked dtypes and shapes."""
     kind = stored_format(name, names)
     if kind is Quantise.NONE:
         return read(name)

@@ -13,8 +13,7 @@ matrix, so directories in which only some matrices are quantised can be read.
 
 DeepSeek's fp8 format is read, too: a weight [O, I] in float8 e4m3 has a float32 for each block of 128 × 128 under its
 name with `_scale_inv`; a value is its 8 bits times its block's number (arXiv 2412.19437, §3.3; DeepSeek-V3's
-`weight_dequant`). Other schemes are refused.
-"""
+`weight_dequant`). Other schemes are refused."""
 
 from __future__ import annotations
 
@@ -90,11 +89,11 @@ def is_readable(scheme: Mapping[str, Any]) -> bool:
 
 
 def quantization_config(kind: Quantise, *, router: str = "mlp.gate") -> dict[str, Any]:
-    """Return the `quantization_config` of config.json for a format. `router`: name of a router in the family's
-    checkpoints.
+    """Return the `quantization_config` of config.json for a format.
 
-    For NVFP4 it describes weights only: it cannot express a global scale per token, which activations have in etude. An
-    engine that rounds activations in another way computes other numbers."""
+    `router`: name of a router in the family's checkpoints. For NVFP4 it describes weights only: it cannot express a
+    global scale per token, which activations have in etude. An engine that rounds activations in another way computes
+    other numbers."""
     format = FORMATS[kind]
     weights: dict[str, Any] = {
         "num_bits": format.element.bits,

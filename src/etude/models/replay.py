@@ -7,8 +7,7 @@ recorded (R3, arXiv 2510.11370). Gates are computed from live scores, so gradien
 Only plausible records are used: an expert whose live score is far below the scores of the live choice is replaced. Then
 the weights have moved on, or the record belongs to something else.
 
-Works with any router with positive scores. Shapes: N tokens, E experts, K experts per token.
-"""
+Works with any router with positive scores. Shapes: N tokens, E experts, K experts per token."""
 
 from __future__ import annotations
 

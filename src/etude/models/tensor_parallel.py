@@ -2,8 +2,7 @@
 
 `Transformer(config, parallel=...)` is one rank's part of a model, and computes together with the others
 (`numerics.parallel`). Its weights come from a full model (`shard_model`) or from a directory (`load_model`), which
-always contains the full model, whatever the number of ranks.
-"""
+always contains the full model, whatever the number of ranks."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""The model definition, used by engine and learner, for every family in `models/families`, with transformers'
-semantics.
+"""The model definition, used by engine and learner, for every family, with transformers' semantics.
 
-Tokens are flat: a forward pass takes N tokens of one or many sequences, and a `Cache` decides which of them attend
-to each other. So prefill, decode, mixed batches and packed training share one code path. Router replay is an
-argument. A model stores nothing between forward passes.
+Tokens are flat: a forward pass takes N tokens of one or many sequences, and a `Cache` decides which of them attend to
+each other. So prefill, decode, mixed batches and packed training share one code path. Router replay is an argument. A
+model stores nothing between forward passes.
 
 Shapes: N tokens, R rows with logits, L layers with a router, V vocabulary size, D width, H query heads, G key/value
 heads, A head width, E experts, K experts per token, F expert width."""
@@ -70,7 +69,7 @@ class Mlp(nn.Module):
         return {"gate_proj.weight": gate, "up_proj.weight": up, "down_proj.weight": self.down}
 
     def matrices(self) -> dict[str, list[int]]:
-        """Return the parameters that Muon updates, as `attention.AttentionLayer.matrices` does."""
+        """Return the parameters that Muon updates, each with the row counts of the matrices stacked in it."""
         return {"gate_up": [self.down.shape[1]] * 2, "down": [self.down.shape[0]]}
 
 
@@ -87,8 +86,7 @@ class Stack(nn.Module):
         return mix(x_ND, choice, self.gate_up, self.down, self.operators, hook, parallel=self.parallel)
 
     def matrices(self) -> dict[str, list[int]]:
-        """Return the parameters that Muon updates, as `attention.AttentionLayer.matrices` does; row counts are those of
-        one expert."""
+        """Return the parameters that Muon updates, each with the row counts of its matrices in one expert."""
         return {"gate_up": [self.down.shape[2]] * 2, "down": [self.down.shape[1]]}
 
 

@@ -4,8 +4,7 @@ Inside the model, products of the same input and all experts of a layer are sing
 deltas, engines) each tensor has the name and shape of the family's Hugging Face checkpoints. One mapping serves saving,
 loading, publishing and updating: each view shares memory with the model, so writing into it changes the model in place.
 A rank's part of a model has the same names, with its own experts and its parts of divided tensors
-(`models.tensor_parallel`).
-"""
+(`models.tensor_parallel`)."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ _BIAS = "e_score_correction_bias"
 
 
 def stays_float32(name: str) -> bool:
-    """Return whether a tensor stays float32 whatever dtype the weights are stored in, as in transformers and all
-    engines."""
+    """Return whether a tensor stays float32 whatever dtype weights are stored in, as in transformers."""
     return name.endswith((_BIAS, ".weight_global_scale"))
 
 

@@ -7,8 +7,7 @@
 | nvfp4 | E2M1 | 16 | E4M3 | one float32 per token or matrix; in etude a power of two |
 
 Elements and E8M0 are those of the OCP Microscaling specification v1.0; NVFP4 is NVIDIA's (arXiv 2509.25149). Blocks are
-along the last dimension, over which a product sums. `quantisation.rounding` rounds to these formats.
-"""
+along the last dimension, over which a product sums. `quantisation.rounding` rounds to these formats."""
 
 from __future__ import annotations
 

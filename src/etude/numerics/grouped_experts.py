@@ -10,8 +10,7 @@ Activation and sum by slot are bound by memory; they run as Triton kernels where
 Works on a CPU as well, where `models.experts` is faster; the tests compare the two there.
 
 Shapes: N tokens, D width, E experts, K experts per token, F expert width, S = N·K rows sorted by expert, I and O in,
-out.
-"""
+out."""
 
 from __future__ import annotations
 
@@ -59,11 +58,10 @@ def mix(
     down_EDF: torch.Tensor,
     rows: RowOps | None = None,
 ) -> torch.Tensor:
-    """Compute the output of the experts, [N, D], differentiable: for each token, Σ over its K experts of gate ·
-    expert(x).
+    """Compute the output of the experts, [N, D]: for each token, Σ over its K experts of gate · expert(x).
 
-    An expert is down(silu(gate_proj x) · up_proj x). `rows`: the operations between products (None: the fastest for
-    the device). Weights may have a wider dtype than x."""
+    An expert is down(silu(gate_proj x) · up_proj x). Differentiable. `rows`: the operations between products (None: the
+    fastest for the device). Weights may have a wider dtype than x."""
     dispatch = SortedDispatch.of(experts_NK, gate_up_E2FD.shape[0])
     rows = rows or row_ops_for(x_ND.device)
     y: torch.Tensor = _Mix.apply(x_ND, gates_NK.contiguous(), gate_up_E2FD, down_EDF, dispatch, rows)  # type: ignore[no-untyped-call]

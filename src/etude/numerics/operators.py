@@ -88,8 +88,9 @@ class Operators:
         return self.linear(x_NI, weight_OI)
 
     def linear_partial(self, x_NI: torch.Tensor, weight_OI: torch.Tensor, ranks: int) -> torch.Tensor:
-        """Do what `linear` does with one rank's part of the inputs. The result is a partial sum, to be added over
-        ranks."""
+        """Do what `linear` does with one rank's part of the inputs.
+
+        The result is a partial sum, to be added over ranks."""
         if self.exact and ranks > 1:
             facts = "exact sums over tensor-parallel ranks need CPUs and numerics.degree > 1"
             hint = f"use CPUs and numerics.degree = {ranks}, or one rank"

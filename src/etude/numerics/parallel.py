@@ -8,8 +8,7 @@ A sum over ranks has the bits of a single rank: each rank gathers all partial su
 binary tree, whose lower levels each rank has computed (`exact.tree_sum`). A library's all-reduce has its own order.
 
 Collectives run over any `torch.distributed` group, each with a deadline: a rank that died or hangs raises an error in
-the others that names what they waited for.
-"""
+the others that names what they waited for."""
 
 from __future__ import annotations
 
@@ -91,10 +90,9 @@ class Parallel:
         return ops.linear_columns(self.copy_to_ranks(ops, x_NI), weight_OI, self.degree)
 
     def row_parallel(self, ops: Operators, x_NI: torch.Tensor, weight_OI: torch.Tensor, what: str) -> torch.Tensor:
-        """Compute x · weightᵀ, [N, O], with this rank's part of the inputs; every rank gets the sum (row-parallel
-        linear).
+        """Compute x · weightᵀ, [N, O], with this rank's part of the inputs, and sum over ranks.
 
-        `what` names the sum in errors."""
+        Every rank gets the sum (row-parallel linear). `what` names the sum in errors."""
         return self.sum_over_ranks(ops, ops.linear_partial(x_NI, weight_OI, self.degree), what)
 
     def copy_to_ranks(self, ops: Operators, x: torch.Tensor) -> torch.Tensor:

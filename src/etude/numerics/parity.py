@@ -4,8 +4,7 @@ With a fixed order of summation, a token's numbers do not depend on the batch, o
 itself depends on the chip, on torch and on the vendor's library. So a class is identified by results: a digest of fixed
 products, norms and attention in the model's sizes, beside names that explain a difference (on a GPU the compute
 capability, and version and digest of etude's kernels). Engine and learner agree to the bit where their classes are
-equal. Threads and versions matter only where they change a bit.
-"""
+equal. Threads and versions matter only where they change a bit."""
 
 from __future__ import annotations
 

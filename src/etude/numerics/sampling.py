@@ -4,8 +4,7 @@ A token's uniform random number is a hash of (seed, position), so there is no ge
 sampled independently: argmax at temperature 0, else by the inverse cumulative distribution. The returned
 log-probability is that of the distribution sampled from.
 
-Shapes: R rows, V vocabulary size.
-"""
+Shapes: R rows, V vocabulary size."""
 
 from __future__ import annotations
 

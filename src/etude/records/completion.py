@@ -153,8 +153,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def oldest_steps(self) -> I32:
-        """[T] For each token, the oldest version step that it depends on: its own, or that of a key that it attended
-        to."""
+        """[T] The oldest version step that each token depends on: its own, or that of a key that it attended to."""
         oldest: list[int] = []
         for span in self.spans:
             behind = oldest[-1:] if span.kv_epoch else []  # keys of the spans before were kept

@@ -41,7 +41,7 @@ def is_plain(path: str) -> bool:
 
 
 def _is_text(path: str) -> bool:
-    """Whether the path can be encoded as UTF-8; another one cannot be stored in a record."""
+    """Return whether the path can be encoded as UTF-8; another one cannot be stored in a record."""
     try:
         path.encode()
     except UnicodeEncodeError:

@@ -44,13 +44,12 @@ class TurnKind(enum.StrEnum):
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """One model call, as a node of the tree of a `Trace`. It stores only the tokens that it adds to its parent's
-    context.
+    """One model call, as a node of the tree of a `Trace`.
 
-    The context of a turn is the tokens of its ancestors, then `prompt_ids`, then the sampled tokens. `parent`: the
-    index of the parent in `Trace.turns`; None for a root. `prompt_ids`: the tokens of the new messages and of the
-    generation prompt. `sampling`: the parameters that the engine used. `calls`: tool calls in the order of the
-    completion; empty for text only."""
+    It stores only the tokens that it adds to its parent's context. The context of a turn is the tokens of its
+    ancestors, then `prompt_ids`, then the sampled tokens. `parent`: the index of the parent in `Trace.turns`; None for
+    a root. `prompt_ids`: the tokens of the new messages and of the generation prompt. `sampling`: the parameters that
+    the engine used. `calls`: tool calls in the order of the completion; empty for text only."""
 
     parent: int | None
     prompt_ids: I32
@@ -85,11 +84,10 @@ class Path(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def oldest_steps(self) -> I32:
-        """[T] For each token, the oldest version step that it depends on: its own, or that of a key that it attended
-        to.
+        """[T] The oldest version step that each token depends on: its own, or that of a key that it attended to.
 
-        A token of epoch 0 attends only to keys of its own version. A token of a later epoch also attends to the
-        keys of the tokens before it, back to the last token of epoch 0."""
+        A token of epoch 0 attends only to keys of its own version. A token of a later epoch also attends to the keys of
+        the tokens before it, back to the last token of epoch 0."""
         # A segment starts at each token of epoch 0. Each segment is shifted 2^33 below the one before, so that the
         # running minimum never takes a value of an earlier segment.
         offset = np.cumsum(self.kv_epochs == 0) * np.int64(2**33)
@@ -194,12 +192,12 @@ class Ending(enum.StrEnum):
 
 
 class Boundary(enum.StrEnum):
-    """Which part of the system made a rollout invalid. Each needs evidence that the agent cannot have caused the
-    failure.
+    """Which part of the system made a rollout invalid.
 
-    PROVIDER: no engine answered. MACHINE: the sandbox or its launcher failed. TASK: the hidden tests or the
-    verifier fail even without the agent's files. GRADER: the grader's own process failed. STORE: the rollout could
-    not be stored. WORKER: the process that ran the rollout died. RUN: the run was stopped."""
+    Each needs evidence that the agent cannot have caused the failure. PROVIDER: no engine answered. MACHINE: the
+    sandbox or its launcher failed. TASK: the hidden tests or the verifier fail even without the agent's files. GRADER:
+    the grader's own process failed. STORE: the rollout could not be stored. WORKER: the process that ran the rollout
+    died. RUN: the run was stopped."""
 
     PROVIDER = "provider"  # no engine answered
     MACHINE = "machine"  # the machine or its launcher failed outside the agent's reach

@@ -71,8 +71,7 @@ def _versions(trace: Trace) -> tuple[Version, ...]:
 
 
 def _sampled_by(trace: Trace, versions: Sequence[Version]) -> Counter[tuple[int, ...]]:
-    """Count tokens by the versions that they depend on: that of their span, and those of earlier spans with attended
-    keys."""
+    """Count tokens by the versions that they depend on: that of their span, and of keys that they attend to."""
     places, counts = {version: place for place, version in enumerate(versions)}, Counter[tuple[int, ...]]()
     for turn in trace.turns:
         behind: set[int] = set()

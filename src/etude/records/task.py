@@ -1,8 +1,7 @@
 """Tasks: what to do, on which files, and how the result is graded.
 
 A `Task` is public: every process may see it. Its `Answer` is hidden: only graders have it, in processes that agent code
-is never forked from.
-"""
+is never forked from."""
 
 from __future__ import annotations
 
@@ -100,8 +99,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 class Case(msgspec.Struct, frozen=True):
     """One hidden test of a data-graded task: `module.function(*args)` must return `expected`.
 
-    Values are plain JSON data. They are compared by type and value, outside the machine.
-    """
+    Values are plain JSON data. They are compared by type and value, outside the machine."""
 
     module: str
     function: str

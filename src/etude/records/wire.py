@@ -1,8 +1,7 @@
 """Serialisation of records: msgpack between processes, JSON on disk, both validated by msgspec.
 
 An array is encoded as ``(dtype, shape, little-endian bytes)``, never as a list of numbers. Decoding checks the dtype
-against an allow-list and the number of bytes against the shape. Untrusted bytes give a valid record or `ValueError`.
-"""
+against an allow-list and the number of bytes against the shape. Untrusted bytes give a valid record or `ValueError`."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ DeepSeek-V3, arXiv 2412.19437). Gradients do not change.
 Loads are counted from the live choice, whether experts are replayed or not: the bias steers what the router will
 choose, and recorded routes may come from an older bias.
 
-Shapes: N tokens, L layers with experts, K experts per token, E experts.
-"""
+Shapes: N tokens, L layers with experts, K experts per token, E experts."""
 
 from __future__ import annotations
 

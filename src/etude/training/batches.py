@@ -2,8 +2,7 @@
 
 Pure and seeded: the plan is the same in every process and after every restart, and does not depend on the number of
 ranks. Each document is its own sequence; longer ones are split. A batch is a number of full documents up to a token
-budget, without padding.
-"""
+budget, without padding."""
 
 from __future__ import annotations
 

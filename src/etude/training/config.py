@@ -69,8 +69,9 @@ _BOUNDS: dict[
 
 @dataclass(frozen=True)
 class LearnerConfig:
-    """The `[learner]` section of a run's config. The defaults are those of the laptop example, chosen on validation
-    tasks.
+    """The `[learner]` section of a run's config.
+
+    The defaults are those of the laptop example, chosen on validation tasks.
 
     - `lr`: constant, then linear decay to a tenth over the last 40 % of the steps.
     - `grad_clip`: the largest norm of the full gradient.

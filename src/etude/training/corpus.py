@@ -2,8 +2,7 @@
 
 ``tokens.bin`` has uint16, ``documents.bin`` int64 offsets into it, one per document and the total at the end; both
 little-endian. ``heldout.tokens.bin`` and ``heldout.documents.bin`` hold the documents that are never trained on.
-``corpus.json`` has the counts. It is written last: without it the corpus is incomplete.
-"""
+``corpus.json`` has the counts. It is written last: without it the corpus is incomplete."""
 
 from __future__ import annotations
 

@@ -134,17 +134,17 @@ def masked_sequences(
 def decoupled(
     weight_R: torch.Tensor, logprobs_R: torch.Tensor, sampler_logprobs_R: torch.Tensor, fresh_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Separate mismatch from staleness. Returns the anchor log-probabilities and the factor of the advantages, both
-    [R].
+    """Separate mismatch from staleness.
 
-    `weight_R`: the corrected importance weights. `logprobs_R`, `sampler_logprobs_R`: of learner and sampler.
-    `fresh_R` (bool): tokens that the live weights sampled.
+    Returns the anchor log-probabilities and the factor of the advantages, both [R]. `weight_R`: the corrected
+    importance weights. `logprobs_R`, `sampler_logprobs_R`: of learner and sampler. `fresh_R` (bool): tokens that the
+    live weights sampled.
 
     A policy loss that takes its ratio against the anchor, and multiplies the advantages by the factor, weights each
     token's gradient by `weight_R`, and its clip does not see the mismatch. For fresh tokens the whole ratio is
-    mismatch: the loss's own ratio is 1 and the factor is the weight. For tokens of older versions only the product
-    of both is known, since their weights are gone: the ratio stays in the loss, and the factor is what the
-    correction cut off."""
+    mismatch: the loss's own ratio is 1 and the factor is the weight. For tokens of older versions only the product of
+    both is known, since their weights are gone: the ratio stays in the loss, and the factor is what the correction cut
+    off."""
     live_R = logprobs_R.detach()
     whole_R = fresh_R | (weight_R == 0)  # the ratio of a masked token may be infinite: do not use it
     anchor_R = torch.where(whole_R, live_R, sampler_logprobs_R)

@@ -1,8 +1,7 @@
 """Data-parallel ranks on one machine: spawned processes with one torch thread each, connected by gloo.
 
 For small models, two processes with one thread use two cores better than one process with two threads. A rank that
-dies, fails or stalls ends all of them with an error that names it. Ranks end themselves when their parent is gone.
-"""
+dies, fails or stalls ends all of them with an error that names it. Ranks end themselves when their parent is gone."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A float64 is an integer multiple of 2^-1074, so the sum of any number of them is one integer in this unit. Ranks add
 their partial sums as integers, without rounding. A partial sum takes some hundred bytes. `math.fsum` gives the same
-result for numbers in one process.
-"""
+result for numbers in one process."""
 
 from __future__ import annotations
 

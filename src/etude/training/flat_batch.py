@@ -1,8 +1,7 @@
 """Samples packed into one forward pass: tokens of several paths, and the rows with a loss.
 
 A path is forwarded up to, and excluding, its last sampled token, which is only predicted. Paths are packed one after
-another without padding.
-"""
+another without padding."""
 
 from __future__ import annotations
 
@@ -67,8 +66,9 @@ class FlatBatch:
         return replace(self, **moved)  # type: ignore[arg-type]  # each is a tensor
 
     def select(self, kept_N: torch.Tensor) -> FlatBatch:
-        """Return one rank's part: the tokens at positions `kept_N` (ascending) and their rows. `lengths` does not
-        change."""
+        """Return one rank's part: the tokens at positions `kept_N` (ascending) and their rows.
+
+        `lengths` does not change."""
         here = torch.zeros(len(self.tokens_N), dtype=torch.bool)
         here[kept_N] = True
         mine_R = here[self.rows_R]

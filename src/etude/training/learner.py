@@ -339,8 +339,9 @@ class TorchLearner:
 
     @torch.no_grad()
     def probe(self, token_ids: Sequence[int]) -> list[float]:
-        """Return the log-probabilities of a text's tokens at temperature 1 under the live weights, all but the
-        first."""
+        """Return the log-probabilities of a text's tokens, all but the first, under the live weights.
+
+        They are those at temperature 1."""
         tokens = torch.tensor(token_ids, device=self._device)
         done: Forward = self.model.eval().run(tokens[:-1])
         logprobs_RV = self.model.operators.log_softmax(done.logits)
@@ -363,11 +364,11 @@ class TorchLearner:
         return self.published()
 
     def offer(self, rollout_ids: Sequence[str]) -> None:
-        """Start publishing the live weights in the background, with the ids of the rollouts that the step was trained
-        on.
+        """Start publishing the live weights in the background, as the version of this step.
 
-        They are copied before this call returns, so training can continue. One version is published at a time: this
-        call first waits for the previous one. Raises the same errors as `published`."""
+        `rollout_ids`: the rollouts that the step was trained on, for the version's manifest. The weights are copied
+        before this call returns, so training can continue. One version is published at a time: this call first waits
+        for the previous one. Raises the same errors as `published`."""
         if self._channel is None:
             raise WeightsError("the learner has no channel to publish to", hint="give TorchLearner a channel")
         if self._offered is not None:

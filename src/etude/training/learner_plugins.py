@@ -1,8 +1,7 @@
 """Call the learner's plug-ins, policy loss and correction, and check their results.
 
 An exception, or a result with a wrong type, shape or value, is a `PluginError` that names the plug-in. Plug-ins are not
-called on a rank without sampled tokens: its loss is 0.
-"""
+called on a rank without sampled tokens: its loss is 0."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ def call_loss(plugin: Plugin, function: PolicyLossFunction, tokens: SampledToken
     """Call the policy loss `function` and check its result. `plugin`: its setting, which the error names.
 
     Raises `PluginError` if the call raises, or if the result is not a `PolicyLoss` with a finite scalar `loss` that has
-    a gradient, and detached `ratio_R` (float, not NaN) and `clipped_R` (bool), both [R] for R sampled tokens.
-    """
+    a gradient, and detached `ratio_R` (float, not NaN) and `clipped_R` (bool), both [R] for R sampled tokens."""
     with called(Kind.LOSS, plugin, "computing the loss"):
         done: object = function(tokens)
     if not isinstance(done, PolicyLoss):
@@ -80,8 +78,7 @@ def call_correction(
     """Call `correction` and check its result. `plugin`: its setting, which the error names.
 
     Raises `PluginError` if the call raises, or if the result is not a `Corrected` with detached float tensors [R] that
-    contain no NaN, or if a `weight_R` is negative.
-    """
+    contain no NaN, or if a `weight_R` is negative."""
     with called(Kind.CORRECTION, plugin, "computing the weights"):
         done: object = correction(log_ratio_R, sequence_R)
     if not isinstance(done, Corrected):
@@ -109,8 +106,7 @@ def _check(kind: Kind, plugin: Plugin, name: str, value: object, *, like: torch.
     """Raise `PluginError` unless `value` is a tensor with the shape, device and kind of dtype of `like`.
 
     With `grad` it must have a gradient (the loss); otherwise it must not. A ratio that overflows is reported by
-    `nan_check.check_loss`, which says what to do.
-    """
+    `nan_check.check_loss`, which says what to do."""
     expected = f"a tensor {list(like.shape)} of {'bool' if like.dtype is torch.bool else 'float'} on {like.device}"
     if not isinstance(value, torch.Tensor):
         raise unusable(kind, plugin, f"{name} is {type(value).__name__}, and {expected} is wanted")

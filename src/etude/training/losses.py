@@ -1,7 +1,6 @@
 """Policy losses, KL estimators and entropy: pure functions of tensors, each with its source.
 
-Shapes: R rows, one per sampled token; V vocabulary size. Log-probabilities are in nats.
-"""
+Shapes: R rows, one per sampled token; V vocabulary size. Log-probabilities are in nats."""
 
 from __future__ import annotations
 
@@ -102,11 +101,11 @@ def k1(log_ratio_R: torch.Tensor) -> torch.Tensor:
 
 
 def k2(log_ratio_R: torch.Tensor) -> torch.Tensor:
-    """Estimate KL(sampler ‖ learner) per sampled token by k2: (log r)² / 2. It is biased as an estimate, correct as a
-    loss.
+    """Estimate KL(sampler ‖ learner) per sampled token by k2: (log r)² / 2.
 
-    `log_ratio_R`: as for `k1`. On-policy, its expected gradient is that of the KL of each token. The gradient of k1 in
-    the reward is that of the KL of the whole sequence. Source: Schulman, "Approximating KL divergence", 2020."""
+    It is biased as an estimate, correct as a loss. `log_ratio_R`: as for `k1`. On-policy, its expected gradient is that
+    of the KL of each token. The gradient of k1 in the reward is that of the KL of the whole sequence. Source: Schulman,
+    "Approximating KL divergence", 2020."""
     return log_ratio_R.square() / 2
 
 

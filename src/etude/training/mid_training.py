@@ -3,8 +3,7 @@
 A step's batch does not depend on the number of ranks. Each rank computes its part, gradients are summed as one buffer,
 and every rank takes the same optimiser step, so their weights stay equal to the bit (checked at the end). Checkpoints
 are in ``<out>.partial/step-NNNNNN`` until the result is complete. A killed run resumes from the last one and ends with
-the same bytes as a run without interruption.
-"""
+the same bytes as a run without interruption."""
 
 from __future__ import annotations
 

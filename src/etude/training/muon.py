@@ -15,8 +15,7 @@ Five Newton-Schulz steps with Jordan's coefficients compute the orthogonal matri
 1.2]. They run in float32 on CPUs and in bfloat16 on GPUs.
 
 With sharded weights, ranks send the rows of a matrix to one of them (`ShardExchange`), which orthogonalises the full
-matrix. Each matrix is computed once. Experts are not cut.
-"""
+matrix. Each matrix is computed once. Experts are not cut."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ class ShardExchange(Protocol):
     def shard(
         self, full_tensors: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Exchange full parameters for this rank's rows of each parameter, shaped as `like`: the reverse of
-        `gather`."""
+        """Exchange full parameters for this rank's rows of each, shaped as `like`: the reverse of `gather`."""
         ...
 
 

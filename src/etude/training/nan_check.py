@@ -4,8 +4,7 @@ One step after training on a NaN, every weight is NaN, and its origin is lost. S
 and new weights are checked, each with one sum. After a failed check the origin is traced: a forward pass is repeated
 with a hook on every operator; for a gradient, the parameter that the backward pass reached first is named.
 
-All checks raise `NotFinite`.
-"""
+All checks raise `NotFinite`."""
 
 from __future__ import annotations
 

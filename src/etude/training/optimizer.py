@@ -74,8 +74,9 @@ class AdamW:
         self._round()
 
     def _excluded_names(self, model: nn.Module) -> Sequence[str]:
-        """Return the parameters that a subclass updates by another rule: first in the vectors, without a second
-        moment."""
+        """Return the parameters that a subclass updates by another rule.
+
+        They are first in the vectors and have no second moment."""
         return ()
 
     @torch.no_grad()

@@ -6,8 +6,7 @@ forward passes should cost the same; balancing lengths alone ignores the second 
 
 Samples go, from the most expensive on, to the cheapest bin with enough capacity (Graham's longest processing time
 first, 1969: at most 4/3 of the optimum). Bins of similar cost form a row, which the ranks forward together.
-Deterministic: the same samples give the same plan on every rank.
-"""
+Deterministic: the same samples give the same plan on every rank."""
 
 from __future__ import annotations
 

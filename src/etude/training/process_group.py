@@ -54,8 +54,9 @@ class ProcessGroup(Protocol):
         ...
 
     def local_tokens(self, rows: FlatBatch) -> FlatBatch:
-        """Return the tokens of a share that this rank forwards: all, or with context parallelism a part of each
-        text."""
+        """Return the tokens of a share that this rank forwards.
+
+        They are all of them, or with context parallelism a part of each text."""
         ...
 
     def cache(self, rows: FlatBatch, operators: Operators) -> Cache:
@@ -119,8 +120,7 @@ class ProcessGroup(Protocol):
     def shard(
         self, full_tensors: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Exchange full parameters for this rank's rows of each parameter, shaped as `like`: the reverse of
-        `gather`."""
+        """Exchange full parameters for this rank's rows of each, shaped as `like`: the reverse of `gather`."""
         ...
 
     def reset(self, model: Transformer) -> None:

@@ -1,7 +1,6 @@
 """The reference policy: a frozen model whose log-probabilities anchor a KL penalty in the reward or the loss.
 
-It chooses experts by itself: routes recorded by the policy mean nothing in another model.
-"""
+It chooses experts by itself: routes recorded by the policy mean nothing in another model."""
 
 from __future__ import annotations
 

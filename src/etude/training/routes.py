@@ -4,8 +4,7 @@ Replay removes routing from the importance ratio. On the sampler's own weights t
 from rounding. On later weights the router itself has moved; replay would hide that from the ratio, and pull the policy
 to old routes. So routes more than a few versions old are not replayed.
 
-Shapes: T tokens of a path, N tokens forwarded, L layers with a router, K experts per token.
-"""
+Shapes: T tokens of a path, N tokens forwarded, L layers with a router, K experts per token."""
 
 from __future__ import annotations
 

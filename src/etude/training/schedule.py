@@ -1,7 +1,6 @@
 """Learning-rate schedule: warm-up, constant, linear decay ("warmup-stable-decay", arXiv 2404.06395).
 
-The length of the run is needed only for the decay.
-"""
+The length of the run is needed only for the decay."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Train a byte-level BPE tokeniser and save it as Hugging Face files. Torch-free; takes about a second.
 
 Every byte is a token, so any text can be encoded. Digits stay single, so that a small model can copy and compare
-numbers digit by digit.
-"""
+numbers digit by digit."""
 
 from __future__ import annotations
 

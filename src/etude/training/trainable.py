@@ -1,7 +1,6 @@
 """The part of a model that is trained, saved and published: all weights, or LoRA adapters.
 
-This module is the only place in which a learner with LoRA differs from one that trains all weights.
-"""
+This module is the only place in which a learner with LoRA differs from one that trains all weights."""
 
 from __future__ import annotations
 
@@ -110,8 +109,7 @@ class LoadRequest:
         return next_base(self.path) if self.resumed and self.config.lora_rank else self.path
 
     def check_kind(self) -> None:
-        """Raise `CheckpointError` when the checkpoint's learner trained adapters and this one does not, or the
-        reverse."""
+        """Raise `CheckpointError` when only one of the checkpoint's learner and this one trains adapters."""
         if self.resumed and (self.path / ADAPTER_CONFIG).is_file() != bool(self.config.lora_rank):
             was = "adapters" if not self.config.lora_rank else "all weights"
             raise CheckpointError(
@@ -121,8 +119,9 @@ class LoadRequest:
             )
 
     def adapter(self, model: Transformer) -> tuple[AdapterConfig, dict[str, torch.Tensor]]:
-        """Return the adapter's settings, and A and B if they were saved. Raises `CheckpointError` if they differ from
-        the config."""
+        """Return the adapter's settings, and A and B if they were saved.
+
+        Raises `CheckpointError` if they differ from the config."""
         settings = self.config
         expected = AdapterConfig(settings.lora_rank, settings.lora_alpha, lora_modules(model, settings.lora_on), "")
         if not self.resumed:
@@ -161,8 +160,9 @@ class LoraWeights:
 
 
 def load_trainable(request: LoadRequest) -> Trainable:
-    """Load the trainable weights from a learner's checkpoint or from a starting checkpoint. Raises
-    `CheckpointError`."""
+    """Load the trainable weights from a learner's checkpoint or from a starting checkpoint.
+
+    Raises `CheckpointError`."""
     request.check_kind()
     path, config, device = request.path, request.config, request.device
     if not config.lora_rank:

@@ -10,8 +10,7 @@ machines on which this was not tested.
 Decoding, chunked prefill and packed training all use it, so they get the same bits.
 
 Shapes: B slots, H query heads, G key/value heads, M rows of queries, W window, T tokens of a sequence, A key width, C
-value width.
-"""
+value width."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Elementwise functions and top-k whose results do not depend on the position of a number in memory.
 
 Torch computes most of a contiguous block with vector instructions, and its last few numbers with another routine that
-gives other bits (`silu` and `sigmoid` differ). Rows of a multiple of `LANES` numbers have no such rest.
-"""
+gives other bits (`silu` and `sigmoid` differ). Rows of a multiple of `LANES` numbers have no such rest."""
 
 from __future__ import annotations
 

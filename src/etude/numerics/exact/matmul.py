@@ -14,8 +14,7 @@ For tensor-parallel models: `column_product` computes outputs whose bits do not 
 computed beside them (the vendor computes ten or fewer in another way); `partial_products` cuts the inner width into
 equal parts and adds their sums in a binary tree, so that any number of ranks gets the same bits.
 
-Shapes: N rows, I and O width in and out.
-"""
+Shapes: N rows, I and O width in and out."""
 
 from __future__ import annotations
 

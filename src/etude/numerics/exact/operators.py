@@ -18,8 +18,7 @@ class Exact(Operators):
     """Operators with one order of summation each: a row's bits depend only on that row.
 
     With `degree` above 1 they do not depend on the number of tensor-parallel ranks either, up to `degree`. Each product
-    into the residual stream is then the sum of `degree` partial sums, whoever computes them.
-    """
+    into the residual stream is then the sum of `degree` partial sums, whoever computes them."""
 
     absorbs_latents = True
 

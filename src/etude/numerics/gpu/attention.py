@@ -1,8 +1,7 @@
 """Causal attention over cached keys and values, in pages or packed: the callers of `kernels.attention`.
 
 Shapes: N tokens, H query heads, G key heads, A key width, B value width (different in latent attention), S sequences, P
-pages per sequence.
-"""
+pages per sequence."""
 
 from __future__ import annotations
 

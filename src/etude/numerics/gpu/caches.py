@@ -1,7 +1,6 @@
 """The two `models.Cache`s for exact mode on a GPU: packed sequences in training, and pages in an engine.
 
-Shapes: N tokens, H query heads, G key heads, A key width, B value width.
-"""
+Shapes: N tokens, H query heads, G key heads, A key width, B value width."""
 
 from __future__ import annotations
 

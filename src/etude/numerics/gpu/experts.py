@@ -1,8 +1,7 @@
 """A layer's experts in one differentiable operation: dispatch, two grouped products, activation, sum by slot.
 
 No count is read by the host, so a forward pass can be captured in a CUDA graph. Rows are gathered while they are read;
-gradients return by the same permutation, in slot order.
-"""
+gradients return by the same permutation, in slot order."""
 
 from __future__ import annotations
 

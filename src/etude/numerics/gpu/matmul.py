@@ -2,8 +2,7 @@
 
 Forward and gradients have one order of summation each. Weight gradients are sums over rows in their order, without
 atomic additions, so the same step always has the same bits. Shapes: N rows, I and O width in and out, E experts, S rows
-sorted by expert, P partial sums.
-"""
+sorted by expert, P partial sums."""
 
 from __future__ import annotations
 
@@ -93,8 +92,7 @@ def multiply(
 def join_partial_sums(sums_PNO: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Add partial sums, float32, as a balanced tree, and round once; [N, O]. P is a power of two up to 8.
 
-    Tensor-parallel ranks add their partial sums in the same way, in the order of their parts of the inner width.
-    """
+    Tensor-parallel ranks add their partial sums in the same way, in the order of their parts of the inner width."""
     leaves = len(sums_PNO)
     if leaves not in (1, 2, 4, MAX_LEAVES):
         raise ValueError(f"{leaves} partial sums: their number must be a power of two up to {MAX_LEAVES}")

@@ -1,8 +1,7 @@
 """`ExactGpu`: a model's operators in exact mode on a GPU, for `Transformer(config, operators=ExactGpu(dtype))`.
 
 Bits are equal between models of one *parity class*: the same chip architecture, versions of Triton and of these
-kernels, and dtype. The class differs from a CPU's, so engine and learner must both run on GPUs, or both on CPUs.
-"""
+kernels, and dtype. The class differs from a CPU's, so engine and learner must both run on GPUs, or both on CPUs."""
 
 from __future__ import annotations
 

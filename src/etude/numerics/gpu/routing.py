@@ -1,7 +1,6 @@
 """Router choice and gates, and rows sorted by expert, without synchronising with the host.
 
-Shapes: N tokens, E experts, K experts per token, S = N · K rows after dispatch.
-"""
+Shapes: N tokens, E experts, K experts per token, S = N · K rows after dispatch."""
 
 from __future__ import annotations
 

@@ -26,8 +26,9 @@ def _tile(width: int) -> dict[str, int]:
 
 
 def _heads(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int, int]:
-    """Return x as rows of heads: (x, rows, heads per row, stride of a row, stride of a head). Copy only where
-    necessary."""
+    """Return x as rows of heads: (x, rows, heads per row, stride of a row, stride of a head).
+
+    Copy only where necessary."""
     if x.dim() == 2:
         x = x[:, None]
     if x.dim() != 3 or x.stride(-1) != 1:

@@ -1,8 +1,7 @@
 """Tile sizes of matrix products, from widths and dtype alone, never from the number of rows.
 
 The tile, the steps within a leaf and the number of leaves determine the order of every sum, so nothing here may depend
-on the batch. Torch-free.
-"""
+on the batch. Torch-free."""
 
 from __future__ import annotations
 
@@ -41,12 +40,11 @@ class Tiles:
 
 
 def tiles_of(outs: int, ins: int, item_bytes: int, *, grouped: bool = False, degree: int = 1) -> Tiles:
-    """Return the tile of a product with an [outs, ins] matrix, or with many (`grouped`), of items of `item_bytes`
-    bytes.
+    """Return the tile of a product with an [outs, ins] matrix, or with many (`grouped`).
 
-    `degree`: number of tensor-parallel ranks that may share the inner width; at least that many leaves are made. A
-    single matrix with few outputs has more leaves, so that a small batch uses the whole chip; many matrices do so
-    anyway.
+    `item_bytes`: bytes of a number. `degree`: the number of tensor-parallel ranks that may share the inner width; at
+    least that many leaves are made. A single matrix with few outputs has more leaves, so that a small batch uses the
+    whole chip; many matrices do so anyway.
 
     >>> tiles_of(2048, 4096, 2).leaves, tiles_of(151936, 2048, 2).leaves, tiles_of(1536, 2048, 2, grouped=True).rows
     (4, 1, 64)

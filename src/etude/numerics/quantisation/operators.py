@@ -10,8 +10,7 @@ token. With an exact `inner`, engine and learner agree to the bit.
 
 Gradients pass through rounding unchanged (straight-through, arXiv 1308.3432) and are computed by `inner` in its own
 precision, from the rounded weights and inputs: the gradients of what the forward pass computed. Nothing is random:
-stochastic rounding would make every weight delta dense.
-"""
+stochastic rounding would make every weight delta dense."""
 
 from __future__ import annotations
 

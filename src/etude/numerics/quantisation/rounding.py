@@ -11,8 +11,7 @@ represent exactly.
 Numbers that share a scale with NaN or infinity become NaN: in MX a block, in NVFP4 a token or a matrix. A block of
 zeros stays zeros, with their signs.
 
-Results depend on one token or one matrix only. Shapes: K the last dimension, B numbers of a block.
-"""
+Results depend on one token or one matrix only. Shapes: K the last dimension, B numbers of a block."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Optimiser state as a torch distributed checkpoint: each rank writes its rows, any number of ranks reads them.
 
 Entries are named by parameter and stored as parts of a `DTensor`, so ranks of another mesh, and single processes, find
-their rows.
-"""
+their rows."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
 by layer before computing, and reduce-scatters gradients after. Experts are full matrices on their expert-parallel rank,
 and cut over the other mesh dimension.
 
-In exact mode, sums over ranks are trees in the order of shares (`TreeReduceScatter`); in native mode, the library's.
-"""
+In exact mode, sums over ranks are trees in the order of shares (`TreeReduceScatter`); in native mode, the library's."""
 
 from __future__ import annotations
 

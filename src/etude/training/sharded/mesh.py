@@ -10,8 +10,7 @@ All three consist of the same ranks, so no parameter and no token is stored twic
 gloo beside it for control messages.
 
 Collectives are not authenticated, and torch's object collectives are pickles: whoever reaches the ports of gloo or NCCL
-can run code in a rank. The ranks need their own network (docs/guides/sharded-learner.md).
-"""
+can run code in a rank. The ranks need their own network (docs/guides/sharded-learner.md)."""
 
 from __future__ import annotations
 
@@ -161,8 +160,7 @@ def host_store(host: str, deadline_s: float = DEADLINE_S) -> TCPStore:
     """Open a torch `TCPStore` on a free port, to which other ranks connect by `connect_store`.
 
     `host`: the address of this machine to bind; "": all addresses. `deadline_s`: timeout of its operations, in seconds.
-    Raises `OSError` if the address cannot be bound.
-    """
+    Raises `OSError` if the address cannot be bound."""
     bound = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port, deadline = bound.getsockname()[1], timedelta(seconds=deadline_s)
     return TCPStore(

@@ -16,8 +16,7 @@ first `WIDE` numbers of the keys, read once.
 Gradients are sums over fixed blocks, too: one program per tile of queries, then one program per block of keys, which
 passes over all rows that see it, first to last. There are no atomic additions.
 
-Tile shapes: ROWS queries, KEYS keys. Scores are in base 2.
-"""
+Tile shapes: ROWS queries, KEYS keys. Scores are in base 2."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Shared parts of the Triton kernels: product of two tiles, rounding, tree of partial sums.
 
-Products have full precision: float32 operands are multiplied as IEEE float32, never as TF32.
-"""
+Products have full precision: float32 operands are multiplied as IEEE float32, never as TF32."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ leaves, and the tree stays in registers. The additions are the same.
 
 For Hopper: tiles of 64 or 128 rows by 128 are full wgmma instructions (m64n128k16), operands are copied asynchronously
 into shared memory in a pipeline, and programs are numbered in bands of row tiles, so that concurrent programs share
-operands in L2. Weights may be wider than the rows: they are rounded as they are read.
-"""
+operands in L2. Weights may be wider than the rows: they are rounded as they are read."""
 
 from __future__ import annotations
 

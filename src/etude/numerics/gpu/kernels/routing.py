@@ -1,8 +1,7 @@
 """Triton kernels of routing: probabilities, top-k with ties to the lowest index, gates in slot order; and the gradient.
 
 Softmax (Qwen3-MoE), or sigmoid with a selection bias and groups of experts (DeepSeek-V3). Each program has a tile of
-rows. K choices are K reductions over the experts: the maximum, then the lowest index that has it.
-"""
+rows. K choices are K reductions over the experts: the maximum, then the lowest index that has it."""
 
 from __future__ import annotations
 

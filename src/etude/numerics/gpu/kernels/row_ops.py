@@ -2,8 +2,7 @@
 
 Each program has a row, or a fixed tile of rows; the layout of its sums follows from the row's width alone. Everything
 is computed in float32 and rounded once. All kernels are bound by memory: each reads and writes every number once. They
-run without fused multiply-add (`enable_fp_fusion=False`), so that a formula has the same bits wherever it occurs.
-"""
+run without fused multiply-add (`enable_fp_fusion=False`), so that a formula has the same bits wherever it occurs."""
 
 from __future__ import annotations
 
