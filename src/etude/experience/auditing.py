@@ -46,7 +46,7 @@ class Report:
 
     @property
     def sound(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether the audit found nothing wrong."""
         return not (self.lost or self.twice or self.ungraded or self.leaked or self.missing)
 
     def require_sound(self) -> None:
@@ -161,7 +161,7 @@ def _consumed_repeatedly(lineage: Lineage, suspects: set[str]) -> set[str]:
 def steps_of(traces: TraceFolder, step: int) -> Iterator[tuple[int, list[str]]]:
     """Yield each recorded step up to `step` with its rollout ids, from the trace files.
 
-    It replaces a lineage whose manifests are damaged."""
+    It serves in place of the manifests of published weights, when these are damaged."""
     for at in recorded_steps(traces):
         index = _index(traces, at) if at <= step else None
         if index is not None:

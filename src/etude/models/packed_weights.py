@@ -61,7 +61,7 @@ def pack_weights(model: Transformer, format: Format) -> dict[str, torch.Tensor]:
 class PackedWeights:
     """The packed bytes of a model's current weights, in `tensors` by the names under which they are stored.
 
-    Who writes into them calls the matching function of `decoders` to update the model."""
+    After writing into them, call the matching function of `decoders` to update the model."""
 
     def __init__(self, model: Transformer, format: Format) -> None:
         self.format = format

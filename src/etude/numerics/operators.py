@@ -84,13 +84,15 @@ class Operators:
         raise NotImplementedError
 
     def linear_columns(self, x_NI: torch.Tensor, weight_OI: torch.Tensor, ranks: int) -> torch.Tensor:
-        """Do what `linear` does with one rank's part of the output columns of a larger matrix."""
+        """Do what `linear` does with one rank's part of the output columns of a larger matrix.
+
+        `ranks`: the number of ranks that have a part each."""
         return self.linear(x_NI, weight_OI)
 
     def linear_partial(self, x_NI: torch.Tensor, weight_OI: torch.Tensor, ranks: int) -> torch.Tensor:
-        """Do what `linear` does with one rank's part of the inputs.
+        """Do what `linear` does with one rank's part of the inputs. The result is a partial sum.
 
-        The result is a partial sum, to be added over ranks."""
+        The partial sums of all `ranks` are to be added."""
         if self.exact and ranks > 1:
             facts = "exact sums over tensor-parallel ranks need CPUs and numerics.degree > 1"
             hint = f"use CPUs and numerics.degree = {ranks}, or one rank"
@@ -132,13 +134,13 @@ class Operators:
     def grouped_columns(
         self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int], ranks: int
     ) -> torch.Tensor:
-        """Do what `grouped` does with one rank's part of the output columns."""
+        """Do what `grouped` does with one rank's part of the output columns. `ranks`: the number of such parts."""
         return self.grouped(x_SI, weight_EOI, rows)
 
     def grouped_partial(
         self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int], ranks: int
     ) -> torch.Tensor:
-        """Do what `grouped` does with one rank's part of the inputs. The result is a partial sum."""
+        """Do what `grouped` does with one rank's part of the inputs. The result is one of `ranks` partial sums."""
         return self.grouped(x_SI, weight_EOI, rows)
 
     def per_head(self, x_NHI: torch.Tensor, weight_HOI: torch.Tensor) -> torch.Tensor:

@@ -37,10 +37,10 @@ class Term(msgspec.Struct, frozen=True, kw_only=True):
 class Reward(msgspec.Struct, frozen=True, kw_only=True):
     """The reward of a rollout, as `etude.rewards.Composition` computes it from the stored terms.
 
-    `value`: the input of the credit scheme. `raw`: the reward before the KL penalty. `reason`: in one line, why the
-    reward was removed, if it was, then the grader's reason. `gates`: names of the terms that set the reward to 0
-    (`SUBMITTED`, `SIGNS`). `missing`: terms that were left out for the whole group, because a sibling rollout has no
-    comparable value."""
+    `value`: the input of the credit scheme, which computes advantages. `raw`: the reward before the KL penalty.
+    `reason`: in one line, what removed the reward, if anything did, then the grader's reason. `gates`: names of the
+    terms that removed the reward (`SUBMITTED`, `SIGNS`). `missing`: terms that were left out for the whole group,
+    because a sibling rollout has no comparable value."""
 
     value: float
     raw: float

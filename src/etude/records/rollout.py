@@ -282,8 +282,9 @@ class RolloutSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A rollout to run, as the conductor (the process that controls a run) sends it to a worker.
 
     Ids look like "g000012" for a group and "g000012.3" for its rollout 3. `attempt`: 0, then one more each time the
-    rollout is run again. `min_step` and `pin_step`: limits of the weights' version, as in `CompletionRequest`.
-    `keep_routes`: whether completions must have routes (the expert indices of each token)."""
+    rollout is run again. `min_step`: the lowest version step of weights that may sample it. `pin_step`: the only one,
+    for evaluations; None: any. `keep_routes`: whether completions must have routes (the expert indices of each token).
+    """
 
     rollout_id: str
     group_id: str
@@ -291,7 +292,7 @@ class RolloutSpec(msgspec.Struct, frozen=True, kw_only=True):
     task: Task
     seed: int
     temperature: float
-    min_step: int = 0  # as in `CompletionRequest`
+    min_step: int = 0
     pin_step: int | None = None
     keep_routes: bool = True
 

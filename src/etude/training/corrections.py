@@ -134,17 +134,19 @@ def masked_sequences(
 def decoupled(
     weight_R: torch.Tensor, logprobs_R: torch.Tensor, sampler_logprobs_R: torch.Tensor, fresh_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Separate mismatch from staleness.
+    """Split importance weights into engine mismatch and staleness, which a loss treats differently.
 
-    Returns the anchor log-probabilities and the factor of the advantages, both [R]. `weight_R`: the corrected
-    importance weights. `logprobs_R`, `sampler_logprobs_R`: of learner and sampler. `fresh_R` (bool): tokens that the
-    live weights sampled.
+    Mismatch: the sampler computes other numbers with the same weights. Staleness: the weights have changed since.
+    Returns the anchor log-probabilities, from which the loss takes its ratio, and the factor of the advantages, both
+    [R]. Then each token's gradient is weighted by `weight_R`, and PPO's clip does not see the mismatch.
 
-    A policy loss that takes its ratio against the anchor, and multiplies the advantages by the factor, weights each
-    token's gradient by `weight_R`, and its clip does not see the mismatch. For fresh tokens the whole ratio is
-    mismatch: the loss's own ratio is 1 and the factor is the weight. For tokens of older versions only the product of
-    both is known, since their weights are gone: the ratio stays in the loss, and the factor is what the correction cut
-    off."""
+    - `weight_R`: the corrected importance weights.
+    - `logprobs_R`, `sampler_logprobs_R`: log-probabilities by learner and sampler.
+    - `fresh_R`: bool, tokens that the live weights sampled.
+
+    For fresh tokens the whole ratio is mismatch: the loss's own ratio is 1 and the factor is the weight. For tokens of
+    older versions only the product of both is known, since their weights are gone: the ratio stays in the loss, and the
+    factor is what the correction cut off."""
     live_R = logprobs_R.detach()
     whole_R = fresh_R | (weight_R == 0)  # the ratio of a masked token may be infinite: do not use it
     anchor_R = torch.where(whole_R, live_R, sampler_logprobs_R)

@@ -103,9 +103,9 @@ def k1(log_ratio_R: torch.Tensor) -> torch.Tensor:
 def k2(log_ratio_R: torch.Tensor) -> torch.Tensor:
     """Estimate KL(sampler ‖ learner) per sampled token by k2: (log r)² / 2.
 
-    It is biased as an estimate, correct as a loss. `log_ratio_R`: as for `k1`. On-policy, its expected gradient is that
-    of the KL of each token. The gradient of k1 in the reward is that of the KL of the whole sequence. Source: Schulman,
-    "Approximating KL divergence", 2020."""
+    `log_ratio_R`: learner log-probability minus sampler log-probability. k2 is biased as an estimate, correct as a
+    loss: on-policy, its expected gradient is that of the KL of each token. The gradient of k1 in the reward is that of
+    the KL of the whole sequence. Source: Schulman, "Approximating KL divergence", 2020."""
     return log_ratio_R.square() / 2
 
 
@@ -122,8 +122,8 @@ def k2_loss(
 def k3(log_ratio_R: torch.Tensor) -> torch.Tensor:
     """Estimate KL(sampler ‖ learner) per sampled token by k3: r − 1 − log r. It is unbiased and never negative.
 
-    `log_ratio_R`: as for `k1`. As a loss, its expected gradient on-policy is that of the reverse direction,
-    KL(reference ‖ policy). Source: Schulman, "Approximating KL divergence", 2020."""
+    `log_ratio_R`: learner log-probability minus sampler log-probability. As a loss, its expected gradient on-policy is
+    that of the reverse direction, KL(reference ‖ policy). Source: Schulman, "Approximating KL divergence", 2020."""
     return torch.expm1(log_ratio_R) - log_ratio_R
 
 

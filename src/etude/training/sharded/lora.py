@@ -42,7 +42,9 @@ SILENT_BYTES = 16 << 30
 
 
 class ShardedLora(ShardedWeights):
-    """The adapters of a sharded model: a `trainable.Trainable`. Construct it before FSDP2 shards the model."""
+    """The LoRA adapters of a sharded model: what its learner trains (a `trainable.Trainable`).
+
+    Construct it before FSDP2 shards the model."""
 
     def __init__(
         self,

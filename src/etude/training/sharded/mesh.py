@@ -47,7 +47,7 @@ class Mesh:
     - `dense`: all ranks. `experts`: [expert_parallel, ranks / expert_parallel]. `expert_fsdp`: this rank's column of
       `experts`.
     - `expert`: this rank's row of `experts`, for the model's collectives.
-    - `context`: the ranks that share each text, with this rank's number and their number.
+    - `context`: the `context_size` ranks that share each text, of which this is number `context_rank`.
     - `control`: a group of all ranks on CPUs. `publishing`: the same, for another thread.
     - `store`: a key-value store, hosted by rank 0.
     - `hosts`: the address of each rank's machine."""

@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 
 
 class ShardedWeights:
-    """All weights of a sharded model: a `trainable.Trainable`. Construct it before FSDP2 shards the model.
+    """All weights of a sharded model: what its learner trains (a `trainable.Trainable`).
 
-    `specs`, `named`: the results of `shard_specs` and `tensor_slices`. `weights`: the precision in which they are
-    published. `assets`: a directory whose tokeniser files are copied into checkpoints."""
+    Construct it before FSDP2 shards the model. `specs`, `named`: the results of `shard_specs` and `tensor_slices`.
+    `weights`: the precision in which they are published. `assets`: a directory whose tokeniser files are copied into
+    checkpoints."""
 
     def __init__(
         self,
