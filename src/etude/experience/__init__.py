@@ -35,40 +35,16 @@ if TYPE_CHECKING:
     from etude.experience.traces import read_trace, record_batch
 
 __all__ = [
-    "SCHEMES",
-    "Credit",
-    "ExperienceConfig",
-    "Finished",
-    "Group",
-    "Ledger",
-    "RolloutFiles",
-    "Straggler",
-    "Window",
-    "audit",
-    "make_batch",
-    "plan_batch",
-    "read_trace",
-    "record_batch",
-    "step_metrics",
-]
+    "SCHEMES", "Credit", "ExperienceConfig", "Finished", "Group", "Ledger", "RolloutFiles", "Straggler", "Window",
+    "audit", "make_batch", "plan_batch", "read_trace", "record_batch", "step_metrics",
+]  # fmt: skip
 
 _HOME = {
-    "Credit": "credit",
-    "ExperienceConfig": "config",
-    "Finished": "groups",
-    "Group": "groups",
-    "Ledger": "ledger",
-    "SCHEMES": "credit",
-    "Straggler": "admission",
-    "Window": "admission",
-    "audit": "auditing",
-    "RolloutFiles": "rollout_files",
-    "make_batch": "packing",
-    "plan_batch": "packing",
-    "read_trace": "traces",
-    "record_batch": "traces",
-    "step_metrics": "packing",
-}
+    "Credit": "credit", "ExperienceConfig": "config", "Finished": "groups", "Group": "groups", "Ledger": "ledger",
+    "SCHEMES": "credit", "Straggler": "admission", "Window": "admission", "audit": "auditing",
+    "RolloutFiles": "rollout_files", "make_batch": "packing", "plan_batch": "packing", "read_trace": "traces",
+    "record_batch": "traces", "step_metrics": "packing",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

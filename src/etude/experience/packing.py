@@ -99,11 +99,7 @@ def plan_batch(
 
 
 def _members(
-    group: Group,
-    composition: Composition,
-    scheme: CreditScheme,
-    straggler: Straggler,
-    k1: Mapping[str, float] | None,
+    group: Group, composition: Composition, scheme: CreditScheme, straggler: Straggler, k1: Mapping[str, float] | None
 ) -> Iterator[Member]:
     graded = [_with_k1(rollout, one, k1) for rollout, one in group.valid]
     ids = [rollout.rollout_id for rollout, _ in group.valid]

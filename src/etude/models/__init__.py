@@ -23,14 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["Cache", "Forward", "ModelConfig", "Packed", "Transformer", "hf_views", "load_model", "save_model"]
 
 _HOME = {
-    "Cache": "attention",
-    "Forward": "transformer",
-    "Packed": "attention",
-    "Transformer": "transformer",
-    "hf_views": "weight_views",
-    "load_model": "checkpoint",
-    "save_model": "checkpoint",
-}
+    "Cache": "attention", "Forward": "transformer", "Packed": "attention", "Transformer": "transformer",
+    "hf_views": "weight_views", "load_model": "checkpoint", "save_model": "checkpoint",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

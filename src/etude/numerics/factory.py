@@ -14,11 +14,7 @@ from etude.numerics.quantisation import QuantisedOperators
 
 
 def operators_for(
-    numerics: NumericsConfig,
-    dtype: torch.dtype,
-    *,
-    rounds_weights: bool = True,
-    device: torch.device | None = None,
+    numerics: NumericsConfig, dtype: torch.dtype, *, rounds_weights: bool = True, device: torch.device | None = None
 ) -> Operators:
     """Return the operators with which engines and learner of a run build their models.
 

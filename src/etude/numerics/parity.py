@@ -26,12 +26,7 @@ CPU = torch.device("cpu")
 
 
 def parity_class(
-    operators: Operators,
-    products: Iterable[tuple[int, int]],
-    *,
-    heads: int,
-    key_width: int,
-    device: torch.device = CPU,
+    operators: Operators, products: Iterable[tuple[int, int]], *, heads: int, key_width: int, device: torch.device = CPU
 ) -> str:
     """Return the parity class of processes that compute with these operators on this device, as a line of text.
 

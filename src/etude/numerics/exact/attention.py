@@ -58,11 +58,7 @@ class KeyWindows:
 
 
 def masked_attention(
-    q_BHMA: torch.Tensor,
-    k_BGWA: torch.Tensor,
-    v_BGWC: torch.Tensor,
-    mask: torch.Tensor,
-    scale: float | None = None,
+    q_BHMA: torch.Tensor, k_BGWA: torch.Tensor, v_BGWC: torch.Tensor, mask: torch.Tensor, scale: float | None = None
 ) -> torch.Tensor:
     """Compute attention with the vendor's kernel and an additive mask (0 or -inf) that broadcasts to [B, H, M, W]."""
     gqa = q_BHMA.shape[1] != k_BGWA.shape[1]
@@ -70,11 +66,7 @@ def masked_attention(
 
 
 def summed_attention(
-    q_BHMA: torch.Tensor,
-    k_BGWA: torch.Tensor,
-    v_BGWC: torch.Tensor,
-    mask: torch.Tensor,
-    scale: float | None = None,
+    q_BHMA: torch.Tensor, k_BGWA: torch.Tensor, v_BGWC: torch.Tensor, mask: torch.Tensor, scale: float | None = None
 ) -> torch.Tensor:
     """Compute attention with explicit sums, key block by key block: one order, whatever the shapes.
 
@@ -160,12 +152,7 @@ class Causal:
     _masks: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
     def __call__(
-        self,
-        q_HTA: torch.Tensor,
-        k_GTA: torch.Tensor,
-        v_GTC: torch.Tensor,
-        scale: float | None = None,
-        start: int = 0,
+        self, q_HTA: torch.Tensor, k_GTA: torch.Tensor, v_GTC: torch.Tensor, scale: float | None = None, start: int = 0
     ) -> torch.Tensor:
         """Return the attention output o_HTC, float32.
 

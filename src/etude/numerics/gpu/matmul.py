@@ -156,12 +156,7 @@ def grouped(x_SI: torch.Tensor, weight_EOI: torch.Tensor, groups: Groups) -> tor
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        tiles: Tiles,
-        groups: Groups | None,
-        dtype: torch.dtype | None,
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, tiles: Tiles, groups: Groups | None, dtype: torch.dtype | None
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.groups = groups
