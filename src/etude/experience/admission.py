@@ -57,8 +57,8 @@ class LittleSignal(enum.StrEnum):
 
     FILL: it takes more groups. SCALE: it scales its learning rate by the share of groups with a signal."""
 
-    FILL = "fill"  # it takes more groups
-    SCALE = "scale"  # it scales its learning rate by their share
+    FILL = "fill"
+    SCALE = "scale"
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,6 @@ def _repeated(ids: Collection[str]) -> set[str]:
 
 
 def _both_lineages(lineage: Lineage, before: Lineage, after: int) -> Lineage:
-    """Return the steps of both lineages, each once."""
     return chain((one for one in lineage if one[0] > after), (one for one in before if one[0] <= after))
 
 
@@ -181,7 +180,6 @@ def _is_lost(ledger: Ledger, row: Row, files: RolloutFiles | None) -> bool:
 
 
 def _is_stored(data: bytes, files: RolloutFiles) -> bool:
-    """Return whether the file of a finished rollout has the bytes that were stored."""
     try:
         summary = unpack(data, Finished).summary
     except ValueError:

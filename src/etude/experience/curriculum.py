@@ -25,8 +25,8 @@ class Curriculum(enum.StrEnum):
 
     SOURCE: in the order of the source. SIGNAL: families by the share of their groups whose rewards differed."""
 
-    SOURCE = "source"  # in the order of the source
-    SIGNAL = "signal"  # families by the share of their groups that had a signal
+    SOURCE = "source"
+    SIGNAL = "signal"
 
 
 class Signals:

@@ -19,7 +19,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
 
     rollout_id: str
     outcome: Graded | Invalid
-    summary: RolloutSummary | None = None  # None: the process that ran it died and stored nothing
+    summary: RolloutSummary | None = None
 
 
 @dataclass(frozen=True)

@@ -370,7 +370,6 @@ class Ledger:
         return len(taken) - len(gone), len(gone)
 
     def _stored(self, rollout_ids: Sequence[str]) -> set[str]:
-        """Return the ids of those rollouts that have a stored record."""
         found = set[str]()
         for some in parts(rollout_ids):
             sql = f"SELECT rollout_id FROM blobs WHERE name = ? AND rollout_id IN ({marks(some)})"

@@ -26,8 +26,8 @@ def by_step(
 ) -> Iterator[tuple[int, Collection[str] | None]]:
     """Yield (step, ids of consumed rollouts) for each step of the lineage, then for the other steps of `known`.
 
-    The lineage are the steps that the current weights were trained by. The ids of a step outside of it are (), or None
-    if the step is not after `believed()`: there the caller trusts its own record.
+    The lineage is the sequence of steps that the current weights were trained by. The ids of a step outside of it are
+    (), or None if the step is not after `believed()`: there the caller trusts its own record.
 
     >>> list(by_step([(0, []), (1, ["a"]), (2, ["b"]), (2, [])], [1, 2, 3]))
     [(1, ['a']), (2, ['b']), (3, ())]

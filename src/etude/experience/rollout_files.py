@@ -29,8 +29,6 @@ T = TypeVar("T")
 
 
 class _Exports(msgspec.Struct, frozen=True):
-    """The part of a `Rollout` that graders need."""
-
     exports: dict[str, bytes]
 
 

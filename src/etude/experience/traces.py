@@ -123,7 +123,7 @@ class RecordedRollout:
 
     rollout_id: str
     group_id: str
-    task_id: str | None  # None, like family, attempt and ending, if the process that ran it stored nothing
+    task_id: str | None
     family: str | None
     attempt: int | None
     ending: str | None
@@ -389,7 +389,6 @@ class _Prefixes:
 
 
 def _num_common(one: I32, other: I32) -> int:
-    """Return the length of the common prefix."""
     length = min(len(one), len(other))
     differs = np.flatnonzero(one[:length] != other[:length])
     return int(differs[0]) if len(differs) else length

@@ -22,16 +22,16 @@ class State(enum.StrEnum):
     - QUARANTINED: its record cannot be read or trusted; kept, never trained on.
     - CANCELLED: it is not needed any more."""
 
-    ADMITTED = "admitted"  # has a task and a slot, waits for a worker
-    RUNNING = "running"  # a worker runs it
-    GRADED = "graded"  # graded and stored, waits for its batch
-    INVALID = "invalid"  # failed for reasons outside the agent; kept, never trained on
-    BATCHED = "batched"  # in the batch of a step
-    TRAINED = "trained"  # in the lineage of the current weights
-    NO_SIGNAL = "no-signal"  # consumed by a step in the lineage, without a gradient
-    REQUEUED = "requeued"  # will be run again, or its stored outcome will be used again
-    QUARANTINED = "quarantined"  # its record cannot be read or trusted; kept, never trained on
-    CANCELLED = "cancelled"  # not needed any more
+    ADMITTED = "admitted"
+    RUNNING = "running"
+    GRADED = "graded"
+    INVALID = "invalid"
+    BATCHED = "batched"
+    TRAINED = "trained"
+    NO_SIGNAL = "no-signal"
+    REQUEUED = "requeued"
+    QUARANTINED = "quarantined"
+    CANCELLED = "cancelled"
 
 
 HOLDING = frozenset({State.ADMITTED, State.RUNNING, State.REQUEUED, State.GRADED, State.BATCHED})

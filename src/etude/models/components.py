@@ -76,8 +76,8 @@ class QkNorm(enum.StrEnum):
     HEAD: each head separately, with one weight for all heads. WIDTH: all heads together."""
 
     NONE = "none"
-    HEAD = "head"  # each head separately, with one weight for all heads
-    WIDTH = "width"  # all heads together
+    HEAD = "head"
+    WIDTH = "width"
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Scores(enum.StrEnum):
     SIGMOID comes with a bias that affects only the choice of experts (arXiv 2408.15664)."""
 
     SOFTMAX = "softmax"
-    SIGMOID = "sigmoid"  # with a bias that affects only the choice of experts (arXiv 2408.15664)
+    SIGMOID = "sigmoid"
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ class Yarn:
     beta_slow: float = ranged(1.0, low=0.0)
     mscale: float | None = None
     mscale_all_dim: float | None = None
-    attention_factor: float | None = None  # None: from the other three
+    attention_factor: float | None = None
     truncate: bool = True
 
     def __post_init__(self) -> None:

@@ -80,7 +80,7 @@ class ModelConfig:
     hidden_size: int = ranged(128, low=1)
     num_layers: int = ranged(3, low=1, high=MAX_LAYERS)
     num_heads: int = ranged(4, low=1)
-    num_kv_heads: int = ranged(2, low=1)  # with latent attention: num_heads
+    num_kv_heads: int = ranged(2, low=1)
     head_dim: int = ranged(32, low=2)
     expert_size: int = ranged(128, low=1)
     num_experts: int = ranged(8, low=0, high=MAX_EXPERTS)
@@ -382,7 +382,6 @@ class ModelFamily:
 
     @property
     def _may_vary(self) -> str:
-        """The hint of an error: which checkpoints of this family are supported."""
         return f"use a {self.model_type} model; supported variations: sizes, {self.varies}, plain RoPE or YaRN"
 
 

@@ -89,7 +89,6 @@ def choose(
 
 
 def _counts(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Return the number of times each expert was chosen, int64 [E]."""
     if experts.device.type == "cpu":
         return torch.bincount(experts, minlength=num_experts)
     return experts.new_zeros(num_experts).scatter_add_(0, experts, torch.ones_like(experts))  # bincount would sync

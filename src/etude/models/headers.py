@@ -276,7 +276,6 @@ def read_header(path: Path, *, listed_in: Path | None = None) -> dict[str, Store
 
 
 def _stored(path: Path, name: str, entry: Any, data_bytes: int) -> StoredTensor:
-    """Check a header's entry and return it. Raises `ValueError`."""
     if not isinstance(entry, Mapping):
         raise ValueError(f"{name!r} is not a tensor")
     dtype, shape, offsets = entry.get("dtype"), _counts(entry.get("shape")), _counts(entry.get("data_offsets"))

@@ -15,8 +15,8 @@ class Mode(enum.StrEnum):
     EXACT: one order for each operator, so that engine and learner agree to the bit. NATIVE: the fastest kernel for each
     shape; then probability ratios on the same weights are near 1, and are only reported."""
 
-    EXACT = "exact"  # one order for each operator: engine and learner agree to the bit
-    NATIVE = "native"  # the fastest kernel for each shape: ratios on the same version are near 1, and only reported
+    EXACT = "exact"
+    NATIVE = "native"
 
 
 class ComputeDtype(enum.StrEnum):

@@ -106,7 +106,6 @@ class _LogSoftmax(torch.autograd.Function):
 
 
 def _parts(part: int, divisor: torch.Tensor | None, *tensors: torch.Tensor) -> list[tuple[Any, ...]]:
-    """Split the tensors, and the divisor, into chunks of rows."""
     rows = max(1, part // max(1, tensors[0].shape[1]))
     cut = [torch.split(tensor, rows) for tensor in tensors]
     by = [None] * len(cut[0]) if divisor is None else list(torch.split(divisor, rows))

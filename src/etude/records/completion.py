@@ -70,9 +70,9 @@ class StopReason(enum.StrEnum):
     STOP: a stop token was sampled, and it is the last of the token ids. LENGTH: `max_tokens` tokens were sampled.
     CANCELLED: the caller went away."""
 
-    STOP = "stop"  # a stop token was sampled; it is the last of token_ids
-    LENGTH = "length"  # max_tokens were sampled
-    CANCELLED = "cancelled"  # the caller went away
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
 
 
 class Traffic(enum.StrEnum):

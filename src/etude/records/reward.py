@@ -18,7 +18,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
 
     `evidence`: the reason for the value, or why it is unknown, in one line."""
 
-    value: float | None  # None: unknown
+    value: float | None
     evidence: str = ""
 
 
@@ -29,7 +29,7 @@ class Term(msgspec.Struct, frozen=True, kw_only=True):
     `evidence`: the reason for the value, in one line. Terms are stored and never changed."""
 
     name: str
-    value: float | None  # None: unknown
+    value: float | None
     version: str = ""
     evidence: str = ""
 

@@ -26,7 +26,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
     A malformed call is kept, with the parse error as its output. `name` is "" when the call could not be parsed."""
 
-    name: str  # "" when the call could not be parsed
+    name: str
     arguments: dict[str, str | int]
     output: str
     malformed: bool = False
@@ -38,9 +38,9 @@ class TurnKind(enum.StrEnum):
     ACT works at the task. SUMMARY writes the text with which a cleared context continues. SIDE does something beside
     the task, such as a title or a classification."""
 
-    ACT = "act"  # works at the task
-    SUMMARY = "summary"  # writes the text with which a cleared context continues
-    SIDE = "side"  # something beside the task: a title, a classification
+    ACT = "act"
+    SUMMARY = "summary"
+    SIDE = "side"
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,11 +184,11 @@ class Ending(enum.StrEnum):
     SUBMITTED: it called `submit`. TURNS, CONTEXT, DEADLINE: it reached the limit of turns, of context tokens, or of
     time. STOPPED: the agent program returned without a submission."""
 
-    SUBMITTED = "submitted"  # it called `submit`
-    TURNS = "turns"  # the turn limit
-    CONTEXT = "context"  # the context limit
-    DEADLINE = "deadline"  # the time limit of the rollout
-    STOPPED = "stopped"  # the agent program returned without a submission
+    SUBMITTED = "submitted"
+    TURNS = "turns"
+    CONTEXT = "context"
+    DEADLINE = "deadline"
+    STOPPED = "stopped"
 
 
 class Boundary(enum.StrEnum):
@@ -199,13 +199,13 @@ class Boundary(enum.StrEnum):
     the grader's own process failed. STORE: the rollout could not be stored. WORKER: the process that ran the rollout
     died. RUN: the run was stopped."""
 
-    PROVIDER = "provider"  # no engine answered
-    MACHINE = "machine"  # the machine or its launcher failed outside the agent's reach
-    TASK = "task"  # its hidden tests or its verifier fail even without the agent's files
-    GRADER = "grader"  # the grader's own process failed
-    STORE = "store"  # the rollout could not be stored
-    WORKER = "worker"  # the process that ran the rollout died
-    RUN = "run"  # the run was stopped
+    PROVIDER = "provider"
+    MACHINE = "machine"
+    TASK = "task"
+    GRADER = "grader"
+    STORE = "store"
+    WORKER = "worker"
+    RUN = "run"
 
 
 class Graded(msgspec.Struct, frozen=True, kw_only=True, tag="graded"):

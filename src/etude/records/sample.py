@@ -15,8 +15,8 @@ from etude.records.wire import F32
 class Origin(enum.StrEnum):
     """Where the tokens of a sample come from: ROLLOUT is an attempt at a task, PRODUCTION a user's request."""
 
-    ROLLOUT = "rollout"  # an attempt at a task
-    PRODUCTION = "production"  # a user's request
+    ROLLOUT = "rollout"
+    PRODUCTION = "production"
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,12 +96,12 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     - `dropped_share`: the share of sampled tokens whose weight the correction sets to 0.
     - `effective_share`: the effective sample size of the corrected weights over the number of sampled tokens."""
 
-    num_tokens: int  # all tokens forwarded
+    num_tokens: int
     num_sampled: int
     loss: float
     entropy: float
     clip_share: float
-    ratio_max: float  # max |r - 1|
+    ratio_max: float
     ratio_p99: float
     k1: float
     k3: float
@@ -111,7 +111,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     cpu_s: float
     replayed_share: float = 0.0
     replaced_share: float = 0.0
-    live_k3: float | None = None  # k3 of a few tokens without replay; None when nothing was replayed
+    live_k3: float | None = None
     live_ratio_max: float | None = None
     cut_share: float = 0.0
     dropped_share: float = 0.0

@@ -44,7 +44,7 @@ class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
     problem: str
     ending: Ending
     num_turns: int
-    num_sampled: int  # tokens that the policy sampled
+    num_sampled: int
     num_prompt: int
     num_malformed: int
     wall_s: float
@@ -54,7 +54,7 @@ class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
     versions: tuple[Version, ...]
     sampled_by: tuple[tuple[tuple[int, ...], int], ...]
     invalid: Invalid | None = None
-    stored: StoredFile | None = None  # None: the file was not kept
+    stored: StoredFile | None = None
 
     @property
     def oldest_steps(self) -> dict[int, int]:

@@ -23,8 +23,8 @@ class Trust(enum.StrEnum):
     DATA: plain outputs are compared outside the machine, and agent code never runs in the grader's process. CODE:
     hidden tests import the agent's code; a hidden test that must fail guards against tampering."""
 
-    DATA = "data-graded"  # plain outputs are compared outside; agent code never runs in the grader's process
-    CODE = "code-graded"  # hidden tests import the agent's code; a hidden canary that must fail guards them
+    DATA = "data-graded"
+    CODE = "code-graded"
 
 
 class Split(enum.StrEnum):

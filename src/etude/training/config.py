@@ -15,7 +15,7 @@ class LiveWeights(enum.StrEnum):
 
     BF16: the optimiser's float32 weights rounded to bf16, which are exactly the published bytes."""
 
-    BF16 = "bf16"  # the optimiser's float32 master weights rounded to bf16: exactly the published bytes
+    BF16 = "bf16"
     F32 = "f32"
 
 
@@ -25,7 +25,7 @@ class OptimizerKind(enum.StrEnum):
     MUON updates matrices; embedding, head, norms and routers still use AdamW (`training.muon`)."""
 
     ADAMW = "adamw"
-    MUON = "muon"  # for matrices; AdamW for embedding, head, norms, routers (`training.muon`)
+    MUON = "muon"
 
 
 class PolicyLossKind(enum.StrEnum):
@@ -51,9 +51,9 @@ class LoraOn(enum.StrEnum):
     MLP: experts, shared experts, and dense layers. ALL: these and attention, since fewer matrices learn less (Thinking
     Machines, "LoRA Without Regret", 2025)."""
 
-    ALL = "all"  # attention and MLP: fewer matrices learn less (Thinking Machines, "LoRA Without Regret", 2025)
+    ALL = "all"
     ATTENTION = "attention"
-    MLP = "mlp"  # experts, shared experts, and dense layers
+    MLP = "mlp"
 
 
 _BOUNDS: dict[
@@ -99,28 +99,28 @@ class LearnerConfig:
     grad_clip: float = ranged(1.0, low=0.0)
     policy_loss: PolicyLossKind | Plugin = PolicyLossKind.PPO  # cispo collapsed at lag 4: docs/lab/LOG.md
     ratio_cap: float | None = ranged(None, low=1.0)
-    clip_low: float = ranged(0.8, low=0.0, high=1.0)  # ppo
+    clip_low: float = ranged(0.8, low=0.0, high=1.0)
     clip_high: float = ranged(1.28, low=1.0)
     budget_tokens: int = ranged(8192, low=1)
     replay_routes: bool | None = None
-    replay_max_lag: int = ranged(1, low=0)  # routes of older versions are not replayed
-    replay_plausible: float = ranged(0.5, low=0.0, high=1.0)  # lowest score of a replayed expert over the live k-th's
+    replay_max_lag: int = ranged(1, low=0)
+    replay_plausible: float = ranged(0.5, low=0.0, high=1.0)
     balance: float = ranged(0.0, low=0.0)
     balance_bias: float = ranged(0.0, low=0.0)
     kl: float = ranged(0.0, low=0.0)
     correction: CorrectionKind | Plugin = CorrectionKind.NONE
-    correction_low: float | None = ranged(None, low=0.0, high=1.0)  # none: the correction's default
-    correction_high: float | None = ranged(None, low=1.0)  # none: the correction's default; also the cap of truncation
+    correction_low: float | None = ranged(None, low=0.0, high=1.0)
+    correction_high: float | None = ranged(None, low=1.0)
     weights: LiveWeights = LiveWeights.BF16
     dtype: ComputeDtype = ComputeDtype.FLOAT32
     optimizer: OptimizerKind = OptimizerKind.ADAMW
     ranks: int = ranged(1, low=1, high=65_536)
-    expert_parallel: int = ranged(1, low=1)  # neighbouring ranks that share the experts
-    context_parallel: int = ranged(1, low=1)  # neighbouring ranks that share each text
+    expert_parallel: int = ranged(1, low=1)
+    context_parallel: int = ranged(1, low=1)
     device: str = "auto"  # of weights and computation; each rank of several GPUs has one
     recompute: bool = False
     lora_rank: int = ranged(0, low=0, high=4096)
-    lora_alpha: float = ranged(32.0, low=1e-3, high=1e6)  # the adapter's output is multiplied by alpha / rank
+    lora_alpha: float = ranged(32.0, low=1e-3, high=1e6)
     lora_on: LoraOn = LoraOn.ALL
 
     def __post_init__(self) -> None:
@@ -204,5 +204,5 @@ class MidTrainingConfig:
     grad_clip: float = ranged(1.0, low=0.0)
     balance: float = ranged(0.03, low=0.0)
     balance_bias: float = ranged(1e-3, low=0.0)
-    eval_every: int = ranged(200, low=1)  # steps between held-out losses and copy probes
+    eval_every: int = ranged(200, low=1)
     checkpoint_every: int = ranged(200, low=1)

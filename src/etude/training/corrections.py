@@ -168,7 +168,6 @@ def _where(kept_R: torch.Tensor, ratio_R: torch.Tensor) -> torch.Tensor:
 
 
 def _sums(log_ratio_R: torch.Tensor, sequence_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of each sequence, and its number of rows."""
     sequences = int(sequence_R.max()) + 1 if len(sequence_R) else 0
     total = log_ratio_R.new_zeros(sequences).index_add(0, sequence_R, log_ratio_R)
     return total, torch.bincount(sequence_R, minlength=sequences)

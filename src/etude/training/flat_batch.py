@@ -34,7 +34,7 @@ class FlatBatch:
     routes_NLK: torch.Tensor | None
     rows_R: torch.Tensor
     targets_R: torch.Tensor
-    sampler_logprobs_R: torch.Tensor  # float32
+    sampler_logprobs_R: torch.Tensor
     advantages_R: torch.Tensor
     sample_R: torch.Tensor
     temperatures_R: torch.Tensor | None = None
@@ -144,7 +144,6 @@ def _tensor(parts: Sequence[np.ndarray], dtype: type) -> torch.Tensor:
 
 
 def _temperatures(samples: Sequence[Sample]) -> torch.Tensor | None:
-    """Return the temperatures of `FlatBatch.temperatures_R`."""
     if all(sample.temperatures is None for sample in samples):
         return None
     of = [np.full_like(s.advantages, np.nan) if s.temperatures is None else s.temperatures for s in samples]

@@ -156,13 +156,11 @@ class TorchLearner:
         return total.report(cpu_s=sum(self._group.all_gather(time.process_time() - began)))
 
     def _packed(self, samples: Sequence[Sample], shares: int) -> list[list[list[Sample]]]:
-        """Return rows of the samples that each share forwards together."""
         lengths, cost = [num_forwarded(sample) for sample in samples], Cost.for_model(self.model.config)
         rows = pack(lengths, shares=shares, budget_tokens=self.config.budget_tokens, cost=cost)
         return [[[samples[i] for i in one] for one in row] for row in rows]
 
     def _row(self, row: list[list[Sample]], normaliser: float, num_tokens: int, metrics: list[BatchMetrics]) -> None:
-        """Run one forward and backward pass of each share."""
         own = self._group.own_shares(len(row))
         accumulator = self._group.accumulator(self.optimizer, len(own))
         for share, share_metrics in zip(own, metrics, strict=True):

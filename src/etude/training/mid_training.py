@@ -150,7 +150,6 @@ def _finished(job: _Job) -> MidTrained:
 
 
 def _train(ranks: RankGroup, job: _Job) -> MidTrained:
-    """Run one rank."""
     run = _Run(ranks, job)
     for step in range(run.optimizer.num_steps, len(run.batches)):
         ranks.heartbeat()
@@ -317,7 +316,6 @@ class _Run:
         return result
 
     def _report(self, step: int, **values: float) -> None:
-        """Write an event about once per second, and at the end."""
         now, (since, tokens) = time.monotonic(), self._reported
         if self.telemetry is None or (now - since < 1.0 and step < len(self.batches)):
             return

@@ -183,7 +183,6 @@ class AdamW:
             )
 
     def _collect(self) -> None:
-        """Copy the gradients of shards into the gradient vector."""
         for name, p in self.parameters.items():
             if _is_sharded(p):
                 own = self.grad[self.slices[name]].view(self.shapes[name])

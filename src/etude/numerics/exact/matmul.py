@@ -171,7 +171,6 @@ def _measured_columns(size: int, in_size: int, number: int, threads: int) -> Pro
 
 @functools.cache
 def _gaps_alike(out_size: int, in_size: int, threads: int) -> bool:
-    """Return whether a strided weight gives the same bits as a contiguous one."""
     x, weight = _random(REFERENCE_ROWS, in_size), _random(min(out_size, SAMPLED_WIDTH), 2 * in_size)
     return all(torch.equal(linear(x, one), linear(x, one.contiguous())) for one in weight.chunk(2, -1))
 

@@ -88,5 +88,4 @@ class FullTensors:
 
 
 def _empty(rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return an empty tensor of the same dtype, for concatenation."""
     return next(iter(rows.values())).new_empty(0)

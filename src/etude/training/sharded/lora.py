@@ -80,7 +80,6 @@ class ShardedLora(ShardedWeights):
         self.adapters.share(self._rows)
 
     def _fill(self, request: LoadRequest, tensors: Mapping[str, torch.Tensor], group: ShardedProcessGroup) -> None:
-        """Set A and B to their initial or saved values."""
         if not request.resumed:
             return self.adapters.draw(request.seed)
         known = {name for names in group.all_gather(list(self.adapters.views)) for name in names}
