@@ -49,6 +49,6 @@ class ExperienceConfig:
 
     @property
     def window(self) -> Window:
-        """The admission window of these settings."""
+        """The `Window` that decides by these settings which groups may start and which are trained next."""
         fills = self.little_signal is LittleSignal.FILL
         return Window(self.max_lag, self.groups_per_step, self.straggler, self.signal_groups if fills else 0)

@@ -46,7 +46,10 @@ _SCHEMA = (
 
 
 class PostgresDatabase:
-    """A `Database` in one schema of a server, at `postgresql://host/database#run_id`."""
+    """A ledger's `Database` in one schema of a PostgreSQL server, at `postgresql://host/database#run_id`.
+
+    `check` runs before each outermost commit. `log` is called with a line when the server was unreachable for a while.
+    """
 
     def __init__(
         self, place: str, *, readonly: bool, check: Callable[[], None] | None, log: Callable[[str], None]

@@ -33,7 +33,7 @@ _HOLDER = (
 
 
 class ConnectionBroken(Exception):
-    """The connection to the server broke."""
+    """The connection to the server broke. The caller may open it again."""
 
 
 class Session:

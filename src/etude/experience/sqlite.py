@@ -59,7 +59,9 @@ CREATE TABLE transitions (
 
 
 class SqliteDatabase:
-    """A `Database` in one SQLite file."""
+    """A ledger's `Database` in one SQLite file. `check` runs before each outermost commit.
+
+    `immutable`: promises that nothing writes the file meanwhile, so that no files are created beside it."""
 
     def __init__(
         self, path: Path, *, readonly: bool = False, immutable: bool = False, check: Callable[[], None] | None = None

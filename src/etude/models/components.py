@@ -44,7 +44,7 @@ class CacheLayout:
 
 
 class AttentionKind(Protocol):
-    """A kind of attention: its weight shapes and its layer class."""
+    """A kind of attention, such as grouped-query attention: its weight shapes and its layer class."""
 
     layer: ClassVar[str]
     """Import path of the layer, "package.module:Name": an `nn.Module` and an `attention.AttentionLayer`, constructed

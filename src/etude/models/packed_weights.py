@@ -42,7 +42,7 @@ class Matrix:
         return Packed(one.codes.flatten(0, -2), one.scales.flatten(0, -2), outer)
 
     def decode(self, packed: Packed, format: Format) -> None:
-        """Write the decoded values into the parameter."""
+        """Write the values of packed bytes, made by `packed` in the same format, into the parameter."""
         outer = packed.global_scale
         if outer is not None:
             outer = outer.repeat_interleave(torch.tensor(list(self.rows.values())).to(outer.device))

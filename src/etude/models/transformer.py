@@ -74,7 +74,9 @@ class Mlp(nn.Module):
 
 
 class Stack(nn.Module):
-    """The matrices of this rank's experts, stacked. A separate module, since ranks may shard them over another mesh."""
+    """The matrices of this rank's experts, stacked.
+
+    It is a module of its own, since ranks may shard these matrices over another mesh."""
 
     def __init__(self, c: ModelConfig, num_held: int, operators: Operators, parallel: Parallel) -> None:
         super().__init__()

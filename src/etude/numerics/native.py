@@ -18,7 +18,7 @@ PART = 1 << 28
 
 
 class Native(Operators):
-    """Torch's fastest kernels for each shape. So a row's bits depend on the batch."""
+    """Operators that use torch's fastest kernel for each shape, so that a row's bits depend on the batch."""
 
     def linear(self, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
         return F.linear(x_NI, weight_OI.to(x_NI.dtype))

@@ -36,7 +36,9 @@ PackedCausal = Callable[..., torch.Tensor]
 
 
 class Operators:
-    """The operators of a model. Results have dtype `dtype`; router scores and log-probabilities are float32."""
+    """The arithmetic of a model: its matrix products, norms, attention, routing functions and log-probabilities.
+
+    Results have dtype `dtype`; router scores and log-probabilities are float32."""
 
     absorbs_latents = False
     """Whether latent attention is always computed in the absorbed form, so that packed forward passes sum in the same
@@ -223,7 +225,7 @@ class Operators:
         return None
 
     def key_windows(self, heads: int, key_width: int) -> KeyWindows:
-        """Return the sizes of key windows in which an engine's queries see the cached keys and values."""
+        """Return the numbers of cached keys, padding included, that an engine's queries may see."""
         return ANY
 
     def logits(self, x_RD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:

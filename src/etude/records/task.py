@@ -108,7 +108,7 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class Runner(enum.StrEnum):
-    """The test runner of the machine that collects and runs hidden tests."""
+    """The test framework that collects and runs hidden tests in the machine."""
 
     PYTEST = "pytest"
     UNITTEST = "unittest"

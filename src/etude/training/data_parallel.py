@@ -48,7 +48,7 @@ class RankGroup(Protocol):
 
 
 class SingleProcess:
-    """The only rank, in the caller's own process."""
+    """A `RankGroup` of one rank, in the caller's own process."""
 
     rank, size = 0, 1
 

@@ -35,7 +35,7 @@ SIZE = 0.2
 
 @runtime_checkable
 class HasMatrices(Protocol):
-    """A layer with matrices for Muon (`models.attention.AttentionLayer`)."""
+    """A layer with matrices for Muon, as `models.attention.AttentionLayer` describes them."""
 
     def matrices(self) -> dict[str, list[int]]: ...
 

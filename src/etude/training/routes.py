@@ -26,7 +26,9 @@ HINT_OFF = "make the engines return routes, or set learner.replay_routes = false
 
 @dataclass(frozen=True)
 class RouteReplay:
-    """Which routes are replayed: those computed by a model like `model` at most `max_lag` steps before `step`."""
+    """Which recorded routes (the experts of each token) a forward pass uses again.
+
+    They are those computed by a model like `model` at most `max_lag` steps before `step`."""
 
     model: ModelConfig
     step: int

@@ -30,7 +30,9 @@ LOW = tl.constexpr(float("-inf"))
 
 @triton.jit
 def places(starts, sequence, index, head, SHARE: tl.constexpr):
-    """Return token and query head of the rows of a tile, and whether they exist."""
+    """Return token and query head of the rows of a tile, and whether they exist.
+
+    `index`: the rows within the sequence, which has `SHARE` rows per token. `head`: the key head that they share."""
     first = tl.load(starts + sequence)
     there = index < (tl.load(starts + sequence + 1) - first) * SHARE
     return first + tl.where(there, index // SHARE, 0), head * SHARE + index % SHARE, there
@@ -38,13 +40,15 @@ def places(starts, sequence, index, head, SHARE: tl.constexpr):
 
 @triton.jit
 def tile_of(memory, there, lane, WIDTH: tl.constexpr):
-    """Load a tile at the given row addresses."""
+    """Load a tile with row addresses `memory` and columns `lane`; 0 where a row is not `there` or beyond `WIDTH`."""
     return tl.load(memory + lane[None, :], mask=there[:, None] & (lane < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
 def halves(memory, there, WIDTH: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr):
-    """Load a tile of queries or keys in its two widths; without `REST`, the first one twice."""
+    """Load a tile of queries or keys with row addresses `memory`, in its two widths.
+
+    Without `REST`, the first part is returned twice."""
     wide = tile_of(memory, there, tl.arange(0, WIDE), WIDTH)
     rest = wide
     if REST:
@@ -54,7 +58,7 @@ def halves(memory, there, WIDTH: tl.constexpr, WIDE: tl.constexpr, REST: tl.cons
 
 @triton.jit
 def keep(memory, there, lane, tile, WIDTH: tl.constexpr):
-    """Write a tile to the given row addresses, rounded once."""
+    """Write a tile to the row addresses `memory`, rounded once, where a row is `there` and within `WIDTH`."""
     mask = there[:, None] & (lane < WIDTH)[None, :]
     tl.store(memory + lane[None, :], rounded(tile, memory.dtype.element_ty), mask=mask)
 
@@ -70,7 +74,9 @@ def keep_slopes(memory, there, wide, rest, scale, WIDTH: tl.constexpr, WIDE: tl.
 
 @triton.jit
 def met(most, total, acc, other_most, other_total, other_acc):
-    """Merge the sums of two runs of keys, relative to the higher maximum. An empty second run changes nothing."""
+    """Merge the sums over two runs of keys: maximum of the scores, Σ of the weights, and weighted Σ of the values.
+
+    The result is relative to the higher maximum. An empty second run changes nothing."""
     now = tl.maximum(most, other_most)
     shrink = tl.exp2(most - now)
     other_shrink = tl.exp2(other_most - now)
@@ -80,7 +86,7 @@ def met(most, total, acc, other_most, other_total, other_acc):
 
 @triton.jit
 def settled(most, total, acc, o_at, lse_at, there, value, VALUE: tl.constexpr):
-    """Write a tile's results."""
+    """Divide a tile's weighted sum by its total, and write the output and the log of its sum."""
     result = tl.div_rn(acc, total[:, None] + tl.zeros_like(acc))
     keep(o_at, there, value, result, VALUE)
     tl.store(lse_at, most + tl.log2(total), mask=there)

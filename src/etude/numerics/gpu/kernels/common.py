@@ -51,7 +51,9 @@ def find(tile_starts, tile, number, LANES: tl.constexpr):
 
 @triton.jit
 def carried(total, one, pair, four, LEAF: tl.constexpr):
-    """Add a leaf's sum to those before it that it completes, in the tree of `joined`. Also returns the open sums."""
+    """Add a leaf's sum to the sums before it that it completes, in the tree of `joined`.
+
+    Returns the new sum, and the sums of the last two and four leaves that still wait for their partner."""
     if LEAF % 2 == 1:
         total = one + total
         if LEAF % 4 == 1:
@@ -67,7 +69,9 @@ def carried(total, one, pair, four, LEAF: tl.constexpr):
 
 @triton.jit
 def joined(sums, first, step, inside, LEAVES: tl.constexpr):
-    """Sum up to 8 partial sums (a power of two) as a balanced tree: ((0+1)+(2+3))+((4+5)+(6+7))."""
+    """Sum up to 8 partial sums (a power of two) as a balanced tree: ((0+1)+(2+3))+((4+5)+(6+7)).
+
+    `first`: addresses of the first partial sum; `step`: the distance to the next. `inside`: which numbers exist."""
     one = tl.load(sums + first, mask=inside, other=0.0)
     pair = one
     four = one
