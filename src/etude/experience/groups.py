@@ -77,17 +77,5 @@ COLUMNS = "rollout_id, group_id, state, attempt, reason, reward, boundary, batch
 
 def as_row(values: tuple[Any, ...]) -> Row:
     """Create a `Row` from the values of one result row of `SELECT {COLUMNS}`, in this order."""
-    rollout_id, group_id, state, attempt, reason, reward, boundary, batch_id, step, has_sample, version = values
-    return Row(
-        rollout_id=rollout_id,
-        group_id=group_id,
-        state=State(state),
-        attempt=attempt,
-        reason=reason,
-        reward=reward,
-        boundary=boundary,
-        batch_id=batch_id,
-        step=step,
-        has_sample=None if has_sample is None else bool(has_sample),
-        version=version,
-    )
+    state, has_sample = State(values[2]), None if values[9] is None else bool(values[9])
+    return Row(*values[:2], state, *values[3:9], has_sample, values[10])

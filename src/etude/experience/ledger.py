@@ -370,11 +370,7 @@ class Ledger:
         return len(taken) - len(gone), len(gone)
 
     def _stored(self, rollout_ids: Sequence[str]) -> set[str]:
-        found = set[str]()
-        for some in parts(rollout_ids):
-            sql = f"SELECT rollout_id FROM blobs WHERE name = ? AND rollout_id IN ({marks(some)})"
-            found |= {i for (i,) in self._db.rows(sql, FINISHED, *some)}
-        return found
+        return self._among(rollout_ids, "SELECT rollout_id FROM blobs WHERE rollout_id IN (*) AND name = ?", FINISHED)
 
     @_atomic
     def prune(self, step: int) -> int:
@@ -542,12 +538,8 @@ class Ledger:
 
     def batched_repeatedly(self, rollout_ids: Collection[str]) -> set[str]:
         """Return those of the rollouts that batches took more than once, also batches that a restart took back."""
-        again = set[str]()
-        for some in parts(rollout_ids):
-            mine = f"rollout_id IN ({marks(some)})"
-            sql = f"SELECT rollout_id FROM transitions WHERE {mine} AND state = ? GROUP BY rollout_id"
-            again |= {i for (i,) in self._db.rows(f"{sql} HAVING count(*) > 1", *some, State.BATCHED)}
-        return again
+        sql = "SELECT rollout_id FROM transitions WHERE rollout_id IN (*) AND state = ? GROUP BY rollout_id"
+        return self._among(rollout_ids, f"{sql} HAVING count(*) > 1", State.BATCHED)
 
     def states(self) -> dict[str, int]:
         """Return the number of rollouts by state. Reads all rollouts."""
@@ -607,29 +599,18 @@ class Ledger:
     def ready_groups(self, group_ids: Collection[str]) -> set[str]:
         """Return those of the groups in which all members have ended."""
         settled = f"count(*) = sum(CASE WHEN state IN ({marks(ENDED)}) THEN 1 ELSE 0 END)"
-        ready = set[str]()
-        for some in parts(group_ids):
-            sql = f"SELECT group_id FROM rollouts WHERE group_id IN ({marks(some)}) GROUP BY group_id HAVING {settled}"
-            ready |= {group_id for (group_id,) in self._db.rows(sql, *some, *ENDED)}
-        return ready
+        sql = f"SELECT group_id FROM rollouts WHERE group_id IN (*) GROUP BY group_id HAVING {settled}"
+        return self._among(group_ids, sql, *ENDED)
 
     def groups_with_signal(self, group_ids: Collection[str]) -> set[str]:
         """Return those of the groups whose graded members do not all have the same reward in their rows."""
-        having = set[str]()
-        for some in parts(group_ids):
-            sql = f"SELECT group_id FROM rollouts WHERE group_id IN ({marks(some)}) AND state = ?"
-            sql += " GROUP BY group_id HAVING min(reward) < max(reward)"
-            having |= {group_id for (group_id,) in self._db.rows(sql, *some, State.GRADED)}
-        return having
+        sql = "SELECT group_id FROM rollouts WHERE group_id IN (*) AND state = ? GROUP BY group_id"
+        return self._among(group_ids, f"{sql} HAVING min(reward) < max(reward)", State.GRADED)
 
     def batched_groups(self, group_ids: Collection[str]) -> set[str]:
         """Return those of the groups that any batch ever took, also batches that a restart took back."""
-        sql = "SELECT DISTINCT group_id FROM rollouts JOIN transitions USING (rollout_id) WHERE transitions.state = ?"
-        batched = set[str]()
-        for some in parts(group_ids):
-            rows = self._db.rows(f"{sql} AND group_id IN ({marks(some)})", State.BATCHED, *some)
-            batched |= {group_id for (group_id,) in rows}
-        return batched
+        sql = "SELECT DISTINCT group_id FROM rollouts JOIN transitions USING (rollout_id) WHERE group_id IN (*)"
+        return self._among(group_ids, f"{sql} AND transitions.state = ?", State.BATCHED)
 
     def group(self, group_id: str) -> Group:
         """Return a group with its stored records. Raises `LedgerError` for a record that cannot be read.
@@ -698,6 +679,14 @@ class Ledger:
         """Return the first column of the first row; None if there is none."""
         rows = self._db.rows(sql, *values)
         return rows[0][0] if rows else None
+
+    def _among(self, ids: Collection[str], sql: str, *values: Any) -> set[str]:
+        """Return the first column of all rows of a query, in which `IN (*)` stands for the ids."""
+        found = set[str]()
+        for some in parts(ids):
+            rows = self._db.rows(sql.replace("IN (*)", f"IN ({marks(some)})"), *some, *values)
+            found |= {row[0] for row in rows}
+        return found
 
     def _ids(self, where: str, *values: Any) -> list[str]:
         return [
