@@ -1,19 +1,18 @@
 """The admission window: how far rollouts may run ahead of the learner. Pure logic without a clock.
 
 The *lag* of a token is the learner's step when it trains on the token minus the step that sampled it. A limit on the
-number of rollouts in flight does not bound the lag: when batches take whatever finishes first, 17 % of groups exceeded
-a bound of lag 1 in a simulation. A window in order of admission does. A group is *open* until a step has taken it. A
-step takes at least `groups_per_step` of the open groups, in order. After b batches, open group number n (from 0) is
-therefore trained at learner step b + n // groups_per_step at the latest. It may start when that step − max_lag is
-published, on engines that have at least that version. Engines only move to newer versions, so no token of the group
-exceeds the bound when it is trained.
+number of rollouts in flight does not bound the lag; a window in order of admission does. A group is *open* until a step
+has taken it. A step takes at least `groups_per_step` of the open groups, in order. After b batches, open group number n
+(from 0) is therefore trained at learner step b + n // groups_per_step at the latest. It may start when that step −
+max_lag is published, on engines that have at least that version. Engines only move to newer versions, so no token of
+the group exceeds the bound when it is trained.
 
 A group has a *signal* if the rewards of its rollouts differ. With `signal_groups`, a step takes further groups, in the
 same order, until so many of them have a signal (dynamic sampling, DAPO, arXiv 2503.14476). It does so in rounds. The
 size of a round follows from the share of groups with a signal so far; a step takes at most `FILL` times
-`groups_per_step`. Rounds depend only on outcomes, so `max_lag = 0` stays deterministic. When too few groups are open
-for a round, more are admitted. Groups without a signal are part of the batch: recorded, counted and consumed. With
-`LittleSignal.SCALE` a step takes no further groups; its learning rate is scaled instead (`packing.batch_of`).
+`groups_per_step`. Rounds depend only on outcomes, so `max_lag = 0` stays deterministic. Groups without a signal are
+part of the batch: recorded, counted and consumed. With `LittleSignal.SCALE` a step takes no further groups; its
+learning rate is scaled instead (`packing.batch_of`).
 
 A step waits for its slowest group. With `Straggler.WAIT` batches are formed strictly in order of admission, and
 `max_lag = 0` is exactly synchronous RL. With `Straggler.MASK` a step may skip a few groups that are not ready. They are

@@ -1,10 +1,9 @@
 """The curriculum: draws tasks more often from families whose groups still have a signal.
 
-A group whose members all got the same reward changes no weight, and costs as much as any other. Late in training most
-groups are of this kind, while one family of tasks may still be half solved. So each family has a share of its recent
-groups that had a signal, and a drawn task is skipped with a probability that grows as its family's share falls behind
-the best family's. No probability of being taken is below `FLOOR`, so that learned families are still monitored and
-families that became solvable are noticed. Counts decay with `MEMORY`, since what is hard changes with the policy.
+A group whose members all got the same reward changes no weight, and costs as much as any other. So each family has a
+share of its recent groups that had a signal, and a drawn task is skipped with a probability that grows as its family's
+share falls behind the best family's. No probability of being taken is below `FLOOR`, so that families that became
+solvable are noticed. Counts decay with `MEMORY`, since what is hard changes with the policy.
 
 Evaluations use the source's own mix; only training tasks are chosen. The counts change with the batches in order of
 admission, so synchronous RL is reproducible. This module knows nothing of task sources and of the ledger."""

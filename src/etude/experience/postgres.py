@@ -1,12 +1,12 @@
 """The ledger on a PostgreSQL server: one schema per run, one writer by an advisory lock, and automatic reconnection.
 
-Every transaction is on the server's disk when it returns (`synchronous_commit = on`, including synchronous standbys):
-what was confirmed to the conductor survives a restart of the server. A broken connection is opened again until a
-deadline. When a COMMIT got no answer, the outcome is looked up: each transaction stores its name in `meta`, and the
-name that is found there afterwards tells whether it was committed. (A transaction id would not do: after a crash a
-server may assign it again.) A transaction that was not committed is repeated from its start. A name that is neither
-this transaction's nor the previous one's means that the server lost confirmed data, because a standby took over or a
-copy was restored: this ends the run, and `--resume` reconciles. This module knows nothing of the meaning of states."""
+Every transaction is on the server's disk when it returns (`synchronous_commit = on`, including synchronous standbys). A
+broken connection is opened again until a deadline. When a COMMIT got no answer, the outcome is looked up: each
+transaction stores its name in `meta`, and the name that is found there afterwards tells whether it was committed. (A
+transaction id would not do: after a crash a server may assign it again.) A transaction that was not committed is
+repeated from its start. A name that is neither this transaction's nor the previous one's means that the server lost
+confirmed data, because a standby took over or a copy was restored: this ends the run, and `--resume` reconciles. This
+module knows nothing of the meaning of states."""
 
 from __future__ import annotations
 

@@ -257,15 +257,9 @@ class ModelFamily:
     no_external_engines: ClassVar[str] = "was not tested with weights of this family"
     """Why vLLM and SGLang cannot follow a run's weights, as the end of a sentence ("vLLM ..."). Empty where they
     can."""
-    tiny_sizes: ClassVar[Mapping[str, Any]] = {
-        "vocab_size": 24,
-        "hidden_size": 16,
-        "num_layers": 2,
-        "num_heads": 2,
-        "num_kv_heads": 1,
-        "head_dim": 8,
-        "context_tokens": 64,
-    }
+    tiny_sizes: ClassVar[Mapping[str, Any]] = dict(
+        vocab_size=24, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, context_tokens=64
+    )
     """Sizes of `tiny`."""
 
     @property

@@ -10,6 +10,7 @@ The learner knows nothing of rollouts, rewards or engines: it reads `Batch`es an
 from __future__ import annotations
 
 import functools
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,6 +21,8 @@ import torch
 from etude import progress
 from etude.config import Plugin
 from etude.errors import CheckpointError, DeadlineExceeded, ParityError, WeightsError
+from etude.file_checksums import verify_files
+from etude.models.checkpoint import read_json
 from etude.models.hooks import ForwardHook, no_hook
 from etude.models.transformer import Forward, Transformer
 from etude.numerics.config import Mode, NumericsConfig
@@ -33,7 +36,6 @@ from etude.training.corrections import Corrected, correct, decoupled
 from etude.training.flat_batch import FlatBatch, flatten_samples, microbatches, num_forwarded
 from etude.training.learner_plugins import LearnerPlugins
 from etude.training.losses import PolicyLoss, SampledTokens, cispo_loss, entropy, k2_loss, ppo_loss
-from etude.training.metadata import METADATA, metadata_text, read_metadata
 from etude.training.muon import Muon
 from etude.training.nan_check import (
     check_logits,
@@ -53,6 +55,8 @@ from etude.training.trainable import LoadRequest, Trainable
 from etude.weights.chain.publisher import Publisher, Writer
 from etude.weights.tensors import Tensor
 
+METADATA_FORMAT = 1
+METADATA = "learner.json"  # beside the weights of a learner's checkpoint
 UNREPLAYED_EVERY = 64
 """One of this many samples is computed again without route replay, to measure the unreplayed ratio."""
 
@@ -417,7 +421,7 @@ class TorchLearner:
         finite."""
         with self._group.propagate_errors("weights"):
             check_weights(self.trainable.views(), f"at step {self.step}")
-        metadata = metadata_text(self.config, self.step, self.version)
+        metadata = _metadata_text(self.config, self.step, self.version)
         with self._group.checkpoint_directory(Path(path)) as folder:
             self.trainable.write(folder)
             self._group.save_optimizer(folder, self.optimizer)
@@ -433,7 +437,7 @@ class TorchLearner:
         path = Path(path)
         resumed, step, version = (path / METADATA).is_file(), 0, None
         if resumed:
-            step, version = read_metadata(path / METADATA, self.config)
+            step, version = _read_metadata(path / METADATA, self.config)
         device = self._group.device(self.config.device)
         operators = operators_for(self.numerics, getattr(torch, self.config.dtype), device=device)
         request = LoadRequest(path, self.config, operators, device, self.numerics.quantise, self._seed, resumed)
@@ -453,3 +457,39 @@ class TorchLearner:
         return make(
             trainable.module, weights=settings.weights, grad_clip=settings.grad_clip, norm=self._group.global_norm
         )
+
+
+def _metadata_text(config: LearnerConfig, step: int, version: Version | None) -> str:
+    """Return the content of `learner.json`."""
+    metadata = {
+        "format": METADATA_FORMAT,
+        "step": step,
+        "version": None if version is None else [version.step, version.incarnation, version.digest],
+        "weights": str(config.weights),
+        "optimizer": str(config.optimizer),
+    }
+    return json.dumps(metadata) + "\n"
+
+
+def _read_metadata(path: Path, config: LearnerConfig) -> tuple[int, Version | None]:
+    """Read step and last published version of a learner's checkpoint.
+
+    Raises `CheckpointError` when it is damaged or was saved with another precision or optimiser."""
+    metadata = read_json(path)
+    step, version = metadata.get("step"), metadata.get("version")
+    is_version = isinstance(version, list) and [type(v) for v in version] == [int, str, str]
+    if metadata.get("format") != METADATA_FORMAT or not isinstance(step, int) or not (version is None or is_version):
+        raise CheckpointError(
+            f"{path} is damaged",
+            f"it contains {metadata}",
+            hint=f"delete {path.parent}: a resumed run continues from the checkpoint before it",
+        )
+    for name, expected in (("weights", config.weights), ("optimizer", config.optimizer)):
+        if metadata.get(name, OptimizerKind.ADAMW) != expected:
+            raise CheckpointError(
+                f"{path} was saved with learner.{name} = {metadata.get(name)!r}",
+                f"the setting is now {str(expected)!r}",
+                hint=f"set learner.{name} to the checkpoint's value",
+            )
+    verify_files(path.parent, [path.name], kind=CheckpointError)
+    return step, Version(*version) if isinstance(version, list) else None

@@ -4,9 +4,8 @@ With rounded live weights the learner computes with exactly the bytes that it pu
 and computes in float32 has the same numbers. The float32 master weights keep what rounding would lose, so small updates
 add up.
 
-One vector has all weights and one all gradients. A step is one fused pass over them, however many tensors there are
-(1.6 ms at the laptop's size, against 4.1 with separate operations), and data-parallel ranks exchange one buffer. Under
-FSDP2 the vectors have this rank's rows, copied from its gradients and to its shards.
+One vector has all weights and one all gradients. A step is one fused pass over them, and data-parallel ranks exchange
+one buffer. Under FSDP2 the vectors have this rank's rows, copied from its gradients and to its shards.
 
 Results do not depend on which rank has which numbers. The kernel computes the last few numbers of a vector with other
 instructions, so vectors end in padding; and the gradient norm is an exact sum over rows, rounded once."""
@@ -14,13 +13,13 @@ instructions, so vectors end in padding; and the gradient norm is an exact sum o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
 from etude.errors import CheckpointError, NotFinite
+from etude.models.lora import local_part
 from etude.training.config import LiveWeights
 from etude.training.exact_sum import exact_norm
 
@@ -198,12 +197,6 @@ class AdamW:
             self._model.reshard()  # type: ignore[operator]  # or the next forward would take what it has gathered
         for name, p in shards:
             local_part(p).copy_(self.live[self.slices[name]].view(self.shapes[name]))
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor: its rows of a `DTensor`, all of any other tensor."""
-    dtensor: Any = tensor
-    return dtensor.to_local() if _is_sharded(tensor) else tensor.detach()
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:

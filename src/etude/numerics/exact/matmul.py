@@ -1,9 +1,9 @@
 """Matrix products on CPUs whose rows do not depend on the number of other rows, nor on the number of threads.
 
 An engine computes a token among whatever else is in its batch; the learner computes it in a packed sequence. Both must
-get the same bits. The vendor's GEMM uses other kernels for few rows (a dot product, a matrix-vector product: another
-order of summation), and divides rows among threads. Which numbers of rows are safe is measured at run time, in
-milliseconds. A product with another number of rows is padded with zero rows to the next safe number.
+get the same bits. The vendor's GEMM uses other kernels for few rows, and divides rows among threads. Which numbers of
+rows are safe is measured at run time, in milliseconds. A product with another number of rows is padded with zero rows
+to the next safe number.
 
 A weight shape whose rows still differ is computed in tiles of `TILE` rows, one call each; if tiles differ, too, sums
 are computed without the vendor's library. Both are slow, and meant for machines on which this was not tested.
@@ -11,8 +11,8 @@ are computed without the vendor's library. Both are slow, and meant for machines
 Products are in float32, the dtype of the weights. The caller rounds results to the compute dtype once.
 
 For tensor-parallel models: `column_product` computes outputs whose bits do not depend on which other outputs are
-computed beside them (the vendor computes ten or fewer in another way); `partial_products` cuts the inner width into
-equal parts and adds their sums in a binary tree, so that any number of ranks gets the same bits.
+computed beside them; `partial_products` cuts the inner width into equal parts and adds their sums in a binary tree, so
+that any number of ranks gets the same bits.
 
 Shapes: N rows, I and O width in and out."""
 

@@ -19,13 +19,13 @@ from etude.errors import CheckpointError, EtudeError
 from etude.models.adapter_files import load_adapter, write_adapter
 from etude.models.checkpoint import iter_weights
 from etude.models.headers import HINT_DAMAGED
-from etude.models.lora import Adapters, round_parameters, weights_digest
+from etude.models.lora import Adapters, local_part, round_parameters, weights_digest
 from etude.models.transformer import Transformer
 from etude.numerics.lora import LoraOperators
 from etude.records.adapter import PUBLISHED
 from etude.training.config import LiveWeights
 from etude.training.exports import encode_tensors, stored_dtype
-from etude.training.optimizer import AdamW, local_part
+from etude.training.optimizer import AdamW
 from etude.training.process_group import ShareAccumulator
 from etude.training.sharded.fsdp import ShardSpec, TensorSlice, TreeReduceScatter
 from etude.training.sharded.mesh import Mesh
@@ -128,7 +128,7 @@ class ShardedLora(ShardedWeights):
 
     def base(self) -> dict[str, Tensor]:
         """Return the full tensors of the base that this rank publishes. A collective call."""
-        rows = {name: local_part(p).detach() for name, p in self.model.named_parameters()} | self.adapters.bases
+        rows = {name: local_part(p) for name, p in self.model.named_parameters()} | self.adapters.bases
         return self._coded(self._full_tensors(rows))
 
     def write(self, folder: Path) -> None:

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from etude.models.checkpoint import save_tensors, write_config_files, write_index
+from etude.models.lora import local_part
 from etude.models.transformer import Transformer
 from etude.models.weight_views import hf_biases
 from etude.training.config import LiveWeights
 from etude.training.exports import encode, stored_dtype
-from etude.training.optimizer import local_part
 from etude.training.sharded.fsdp import ShardSpec, TensorSlice
 from etude.weights.tensors import Tensor
 
@@ -60,7 +60,7 @@ class ShardedWeights:
     def views(self) -> Mapping[str, torch.Tensor]:
         """Return this rank's rows of each parameter."""
         self.model.reshard()  # type: ignore[operator]  # FSDP2 may still hold gathered weights
-        return {name: local_part(p).detach() for name, p in self.model.named_parameters()}
+        return {name: local_part(p) for name, p in self.model.named_parameters()}
 
     def sync_model(self) -> None:
         """Do nothing: the optimiser has written the shards."""
