@@ -50,24 +50,20 @@ class Database(Protocol):
         Calls may be nested; an inner one that fails undoes only its own changes. When the connection to a server
         breaks, the outermost `work` runs again from the start. With `sync` the commit is on disk when this returns, so
         that it survives a crash of the machine."""
-        ...
 
     def execute(self, sql: str, *values: Any) -> None:
         """Run a statement that returns no rows.
 
         Its error may be raised by a later call of the same transaction. Outside `transact` it commits at once."""
-        ...
 
     def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
         """Run a query and return its rows."""
 
     def verify(self) -> None:
         """Read the whole database once. Raises `LedgerError` when it is damaged."""
-        ...
 
     def close(self) -> None:
         """Close the connection; an open transaction is rolled back. Idempotent."""
-        ...
 
 
 def each(db: Database, sql: str, rows: Sequence[Sequence[Any]]) -> None:

@@ -77,5 +77,6 @@ COLUMNS = "rollout_id, group_id, state, attempt, reason, reward, boundary, batch
 
 def as_row(values: tuple[Any, ...]) -> Row:
     """Create a `Row` from the values of one result row of `SELECT {COLUMNS}`, in this order."""
-    state, has_sample = State(values[2]), None if values[9] is None else bool(values[9])
-    return Row(*values[:2], state, *values[3:9], has_sample, values[10])
+    found = list(values)
+    found[2], found[9] = State(values[2]), None if values[9] is None else bool(values[9])
+    return Row(*found)

@@ -513,9 +513,8 @@ class Ledger:
         values = [value for _, found in wanted for value in found]
         newest = "ORDER BY +position DESC" if wanted else "ORDER BY position DESC"  # +: sort, do not use an index
         newest += f" LIMIT {int(limit)}" if limit is not None else ""
-        return [as_row(r) for r in self._db.rows(f"SELECT {COLUMNS} FROM rollouts WHERE {where} {newest}", *values)][
-            ::-1
-        ]
+        found = self._db.rows(f"SELECT {COLUMNS} FROM rollouts WHERE {where} {newest}", *values)
+        return [as_row(row) for row in reversed(found)]
 
     def find_rows(self, rollout_ids: Collection[str]) -> list[Row]:
         """Return the rows of those rollouts that exist, in no particular order."""

@@ -408,16 +408,8 @@ def _turn_columns(turn: Turn, shared: _Shared | None) -> dict[str, Any]:
             num_routes = min(shared.num_tokens, len(routes), len(other.routes))
         prompt_ids, routes = prompt_ids[shared.num_tokens :], _differences(routes, other.routes, num_routes)
         found = {"shared_with": shared.number, "shared_tokens": shared.num_tokens, "shared_routes": num_routes}
-    spans = [
-        {
-            "step": span.version.step,
-            "incarnation": span.version.incarnation,
-            "digest": span.version.digest,
-            "num_tokens": span.num_tokens,
-            "kv_epoch": span.kv_epoch,
-        }
-        for span in done.spans
-    ]
+    versions = [{name: getattr(one.version, name) for name in ("step", "incarnation", "digest")} for one in done.spans]
+    counts = [{"num_tokens": one.num_tokens, "kv_epoch": one.kv_epoch} for one in done.spans]
     sampling = {name: getattr(turn.sampling, name) for name in turn.sampling.__struct_fields__}
     return found | {
         "parent": turn.parent,
@@ -425,7 +417,7 @@ def _turn_columns(turn: Turn, shared: _Shared | None) -> dict[str, Any]:
         "sampling": sampling,
         "engine": done.engine,
         "stop_reason": str(done.stop_reason),
-        "spans": spans,
+        "spans": [version | count for version, count in zip(versions, counts, strict=True)],
         "prompt_ids": prompt_ids,
         "token_ids": done.token_ids,
         "logprobs": done.logprobs,

@@ -32,12 +32,10 @@ class Cache(Protocol):
     @property
     def positions(self) -> torch.Tensor:
         """int64 [N]: each token's position in its sequence."""
-        ...
 
     @property
     def compressed(self) -> bool:
         """Whether a latent-attention model should pass latents, instead of keys and values computed from them."""
-        ...
 
     def attend(
         self, layer: int, q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGB: torch.Tensor, scale: float | None = None
@@ -47,7 +45,6 @@ class Cache(Protocol):
         Weights are softmax(scale · q·k); `scale` None means 1/√A. With `ModelConfig.cache_layout.shared` and
         `compressed`, v is a view of the first B numbers of k. H are query heads, G key/value heads, A and B the widths
         of keys and values."""
-        ...
 
 
 class Packed:
@@ -84,17 +81,14 @@ class AttentionLayer(Protocol):
 
         `rope`: cosine and sine of the tokens. `layer`: the layer's index, for the cache. `hook`: called with each
         operator's name and result."""
-        ...
 
     def views(self) -> dict[str, torch.Tensor]:
         """Return each weight as a view into the parameters, by the names of `components.AttentionKind.shapes`."""
-        ...
 
     def matrices(self) -> dict[str, list[int]]:
         """Return the names of the parameters that the Muon optimiser updates, each with row counts.
 
         A parameter may be several matrices stacked along the rows; the row counts are those of each matrix."""
-        ...
 
 
 class Attention(nn.Module):

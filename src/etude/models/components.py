@@ -53,21 +53,17 @@ class AttentionKind(Protocol):
     @property
     def undivided(self) -> str:
         """Why tensor-parallel ranks cannot divide its heads, for an error; empty where they can."""
-        ...
 
     def shapes(self, c: Sizes) -> dict[str, Shape]:
         """Return the shape of each weight, by its name under `self_attn` without `.weight`.
 
         Names of matrices end in `_proj`."""
-        ...
 
     def products(self, c: Sizes) -> set[tuple[int, int]]:
         """Return (out, in) of each matrix product of a layer, with the sizes of the model `c`."""
-        ...
 
     def cache_layout(self, c: Sizes) -> CacheLayout:
         """Return what an engine's KV cache stores for each token and layer."""
-        ...
 
 
 class QkNorm(enum.StrEnum):

@@ -52,7 +52,6 @@ class Correction(Protocol):
 
         `log_ratio_R` (float32, nats): learner log-probability minus sampler log-probability. `sequence_R` (int64): the
         index of each token's sequence, from 0."""
-        ...
 
 
 def correct(

@@ -40,11 +40,9 @@ class RankGroup(Protocol):
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replace the tensor by its sum over all ranks, with the same bits on each. A collective call."""
-        ...
 
     def heartbeat(self) -> None:
         """Report progress. Called before each forward pass, since a step may have any number of them."""
-        ...
 
 
 class SingleProcess:

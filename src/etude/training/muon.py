@@ -45,13 +45,11 @@ class ShardExchange(Protocol):
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Exchange this rank's rows of each parameter for the full parameters that this rank computes."""
-        ...
 
     def shard(
         self, full_tensors: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Exchange full parameters for this rank's rows of each, shaped as `like`: the reverse of `gather`."""
-        ...
 
 
 class Muon(AdamW):

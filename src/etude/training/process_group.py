@@ -47,85 +47,68 @@ class ProcessGroup(Protocol):
 
     def device(self, name: str) -> torch.device:
         """Return this rank's device: the one that the setting `name` asks for, or the rank's own GPU."""
-        ...
 
     def own_shares(self, shares: int) -> range:
         """Return the indices of those of the `shares` parts of a batch that this rank computes."""
-        ...
 
     def local_tokens(self, rows: FlatBatch) -> FlatBatch:
         """Return the tokens of a share that this rank forwards.
 
         They are all of them, or with context parallelism a part of each text."""
-        ...
 
     def cache(self, rows: FlatBatch, operators: Operators) -> Cache:
         """Return the `Cache` with which the tokens of `local_tokens` attend to each other."""
-        ...
 
     def propagate_errors(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Return a context manager for a block without collectives, at whose end an error of one rank is raised on all.
 
         `what` names the block in errors. A rank that does not reach the end in time raises `RankLost` on the others."""
-        ...
 
     def collective(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Return a context manager for a block with torch's collectives.
 
         `what` names the block in errors. A collective that fails raises `RankLost`, which names the missing ranks."""
-        ...
 
     def all_reduce(self, counts: torch.Tensor) -> None:
         """Replace integers by their sum over all ranks."""
-        ...
 
     def global_norm(self, squares: Mapping[str, torch.Tensor]) -> float:
         """Return √ of the sum of all ranks' squares (float64, by parameter), rounded once.
 
         It does not depend on which rank has which rows."""
-        ...
 
     def all_gather(self, one: T) -> list[T]:
         """Return the values of all ranks, in order of rank, on each rank."""
-        ...
 
     def load(self, request: LoadRequest) -> Trainable:
         """Load the trainable weights of a checkpoint, or this rank's part of them (`trainable.load_trainable`)."""
-        ...
 
     def accumulator(self, optimizer: AdamW, shares: int) -> ShareAccumulator | None:
         """Return what sums the gradients of a row over several shares of this rank, or over ranks.
 
         None where backward passes alone do it."""
-        ...
 
     def restore_optimizer(self, path: Path, optimizer: AdamW) -> None:
         """Restore the optimiser state of a checkpoint, whichever ranks saved it. Raises `CheckpointError`."""
-        ...
 
     def checkpoint_directory(self, path: Path) -> contextlib.AbstractContextManager[Path]:
         """Return a context manager with a hidden directory that all ranks fill.
 
         It becomes `path` when the block succeeds on all of them."""
-        ...
 
     def save_optimizer(self, folder: Path, optimizer: AdamW) -> None:
         """Save the optimiser state into a checkpoint."""
-        ...
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Exchange this rank's rows of each parameter for the full parameters that this rank computes."""
-        ...
 
     def shard(
         self, full_tensors: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Exchange full parameters for this rank's rows of each, shaped as `like`: the reverse of `gather`."""
-        ...
 
     def reset(self, model: Transformer) -> None:
         """Reset the model after an interrupted forward or backward pass."""
-        ...
 
 
 class SingleProcess:

@@ -40,27 +40,21 @@ class Trainable(Protocol):
     @property
     def module(self) -> nn.Module:
         """The module whose parameters an optimiser takes over. Call `sync_model` after each update of them."""
-        ...
 
     def views(self) -> Mapping[str, torch.Tensor]:
         """Return the trained tensors, by the names under which they are saved."""
-        ...
 
     def sync_model(self) -> None:
         """Make the model compute with the updated parameters."""
-        ...
 
     def exported(self) -> dict[str, Tensor]:
         """Return the tensors to publish. They may contain views of live memory."""
-        ...
 
     def base(self) -> dict[str, Tensor] | None:
         """Return the frozen weights that an engine needs beside the published tensors; None where it needs none."""
-        ...
 
     def write(self, folder: Path) -> None:
         """Write a checkpoint directory, without the learner's state."""
-        ...
 
 
 class FullWeights:
