@@ -187,10 +187,10 @@ class Ledger:
 
     @_atomic
     def admit(self, *specs: RolloutSpec) -> None:
-        """Admit new rollouts, all or none.
+        """Admit new rollouts, all or none. Each takes one of the `capacity` slots.
 
-        Each takes a slot, and its place in the order of admission is final. Raises `LedgerError` for a rollout that was
-        admitted before, or when too few slots are free."""
+        Its place in the order of admission is final. Raises `LedgerError` for a rollout that was admitted before, or
+        when too few slots are free."""
         groups, ids = {spec.group_id for spec in specs}, [spec.rollout_id for spec in specs]
         sql = f"SELECT rollout_id, group_id FROM rollouts WHERE group_id IN ({marks(groups)})"
         there = self._db.rows(f"{sql} OR rollout_id IN ({marks(ids)})", *groups, *ids)
@@ -256,8 +256,8 @@ class Ledger:
     def quarantine(self, rollout_id: str, *, reason: str, graded: float) -> None:
         """Record that a rollout has a sign of cheating, and the grade that it would have had.
 
-        It stays in its group, so that its siblings learn that cheating earns nothing. `reason`: the sign. `graded`: the
-        grade."""
+        It stays in its group, so that its siblings learn that cheating earns nothing. `reason`: the sign, as "rule:
+        finding (where)". `graded`: the grade."""
         self.put(rollout_id, QUARANTINE, pack(Quarantined(reason=reason, graded=graded)))
 
     @_atomic
@@ -302,9 +302,9 @@ class Ledger:
 
     @_atomic
     def commit(self, rollout_ids: Collection[str], version: Version) -> None:
-        """Record that the version trained on these rollouts is published.
+        """Record that the version of the weights that was trained on these rollouts is published.
 
-        Batched rollouts become trained, or no-signal if they had no sample."""
+        Rollouts in the batch become trained, or no-signal if they had no sample."""
         self._published(version)
         rows, columns = self.require_rows(rollout_ids), {"version": str(version)}
         self._trained(rows, f"in {version}", columns)
@@ -555,7 +555,7 @@ class Ledger:
         return data
 
     def spec(self, rollout_id: str) -> RolloutSpec:
-        """Return the spec of a rollout, with its current attempt. Raises `LedgerError` when it was pruned."""
+        """Return the spec of a rollout, with its current attempt. Raises `LedgerError` when `prune` deleted it."""
         return self.specs([self.row(rollout_id)])[0]
 
     def specs(self, rows: Collection[Row]) -> list[RolloutSpec]:
@@ -586,7 +586,7 @@ class Ledger:
         return [as_row(values[1:]) for values in self._db.rows(both, State.ADMITTED, State.REQUEUED)]
 
     def open_groups(self) -> list[str]:
-        """Return the ids of the groups that no batch has taken, in order of admission."""
+        """Return the ids of the groups of rollouts that no batch has taken, in order of admission."""
         sql = "SELECT group_id FROM rollouts WHERE batch_id IS NULL GROUP BY group_id ORDER BY min(position)"
         return [group_id for (group_id,) in self._db.rows(sql)]
 
@@ -643,7 +643,7 @@ class Ledger:
         return [one for one in summaries if one is not None and one.stored is not None]
 
     def finished(self, rollout_id: str) -> Finished | None:
-        """Return the stored record of an ended rollout; None if there is none or it was pruned.
+        """Return the stored record of an ended rollout; None if there is none or `prune` deleted it.
 
         Raises `LedgerError` for a record that cannot be read."""
         data = self.get(rollout_id, FINISHED)
@@ -663,10 +663,10 @@ class Ledger:
         return None if text is None else json.loads(text)
 
     def slots(self) -> tuple[int, int]:
-        """Return (slots in use, all slots).
+        """Return (slots in use, all slots). A rollout that is waiting, running or not yet trained has a slot.
 
-        The latter is the capacity. It is larger only while rollouts of steps that a restart took back are trained
-        again."""
+        The number of all slots is the capacity. It is larger only while rollouts of steps that a restart took back are
+        trained again."""
         held, count = self._db.rows("SELECT count(rollout_id), count(*) FROM slots")[0]
         return int(held), int(count)
 

@@ -51,10 +51,10 @@ def _repeat_by_turn(trace: Trace, chain: Sequence[int], values: Sequence[float])
 
 
 def temperatures(trace: Trace, leaf: int, mask: Bools, *, run: float) -> F32 | None:
-    """Return [S]: the temperature that each token with loss was sampled at; 1 for greedy sampling.
+    """Return [S]: the temperature that each of the S tokens with loss was sampled at; 1 for greedy sampling.
 
-    `leaf`: the last turn of the path. `mask`: [T] its tokens with loss. None if all are `run`, the temperature of the
-    run."""
+    `leaf`: the last turn of the path. `mask`: [T] its tokens with loss. Returns None if all temperatures are `run`,
+    that of the run."""
     chain = trace.chain(leaf)
     found = _repeat_by_turn(trace, chain, [trace.turns[at].sampling.temperature or 1.0 for at in chain])
     sampled = found[mask].astype(np.float32)

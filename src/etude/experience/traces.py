@@ -159,7 +159,7 @@ class Index:
 
 @dataclass(frozen=True)
 class StoredTrace:
-    """A trace in a blob store, with those methods of a path that are used here."""
+    """The trace file of one step in a blob store, with those methods of a path that this module uses."""
 
     store: BlobStore
     name: str
@@ -199,7 +199,7 @@ TraceFile = FilePath | StoredTrace
 
 
 def trace_path(folder: TraceFolder, step: int) -> TraceFile:
-    """Return the path of the trace of a version step, in a folder or a blob store."""
+    """Return the place of the trace file of a version step, in a folder or a blob store."""
     name = f"batch-{step:06d}.parquet"
     return folder / name if isinstance(folder, FilePath) else StoredTrace(folder, name)
 
@@ -478,7 +478,7 @@ def _write_rows(file: BinaryIO, rows: Iterator[dict[str, Any]], facts: Callable[
 
 
 def read_trace(path: TraceFile) -> RecordedBatch:
-    """Read a trace: the batch, equal to the one that was written, and every rollout's outcome.
+    """Read a trace file: the batch, equal to the one that was written, and every rollout's outcome.
 
     Raises `LedgerError` for a missing or damaged file."""
     table, facts = _read(path)
@@ -519,7 +519,7 @@ def _share(value: object) -> float:
 
 
 def read_rollout(path: TraceFile, rollout_id: str) -> tuple[Graded | Invalid | None, list[I32]] | None:
-    """Return a rollout's outcome and the tokens of each of its paths, [T] int32, from a trace.
+    """Read a rollout's outcome and the tokens of each of its paths, [T] int32, from a trace file.
 
     Returns None when the file does not have the rollout. Raises `LedgerError` for a missing or damaged file."""
     old = [*_JUDGED, "token_ids"]

@@ -220,7 +220,7 @@ class Yarn:
 
     @property
     def table_scale(self) -> float:
-        """The factor of cosines and sines."""
+        """The factor by which RoPE's cosines and sines are multiplied."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:

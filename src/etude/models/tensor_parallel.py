@@ -36,13 +36,13 @@ def shard_dimension(name: str, parallel: Parallel) -> int | None:
 
 
 def shard_tensor(name: str, full: torch.Tensor, parallel: Parallel) -> torch.Tensor:
-    """Return this rank's part of a full tensor, as a view."""
+    """Return this rank's part of a full tensor, as a view. `name` is etude's (`weight_views.views`)."""
     dimension = shard_dimension(name, parallel)
     return full if dimension is None else full.chunk(parallel.degree, dimension)[parallel.rank]
 
 
 def full_shape(name: str, part: torch.Tensor, parallel: Parallel) -> tuple[int, ...]:
-    """Return the shape of the full tensor of which `part` is this rank's part."""
+    """Return the shape of the full tensor of which `part` is this rank's part. `name` is etude's."""
     dimension = shard_dimension(name, parallel)
     return tuple(size * (parallel.degree if at == dimension else 1) for at, size in enumerate(part.shape))
 

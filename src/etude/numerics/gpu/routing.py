@@ -53,8 +53,8 @@ def choose(
 ) -> Chosen:
     """Choose the top-k experts by probability (plus `bias_E`), ties to the lowest index.
 
-    `routes_NK` (uint8 or uint16) replaces the choice, with live gates. A row whose first route is the largest value of
-    the dtype is missing, and chooses live."""
+    `routes_NK` (uint8 or uint16): recorded experts to use in place of this choice; gates are computed from the logits
+    in any case. A row whose first route is the largest value of the dtype has no record and keeps its own choice."""
     return Chosen(*_Choose.apply(logits_NE, bias_E, routes_NK, router))  # type: ignore[no-untyped-call]
 
 

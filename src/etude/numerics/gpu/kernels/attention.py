@@ -181,7 +181,9 @@ def attend(
 
 @triton.jit(do_not_specialize=["rows", "spans"])
 def meet(sums, marks, o, lse, rows, spans, VALUE: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr):
-    """Merge the results that `attend` wrote for each span, in their order."""
+    """Merge the results that `attend` wrote for each span, in their order.
+
+    `sums`, `marks`: its unfinished results. `o`, `lse`: the finished output and log-sums."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     there, value = row < rows, tl.arange(0, VALUES)
     all_most = tl.full([ROWS], LOW, tl.float32)

@@ -90,7 +90,7 @@ def choose(
 ):  # fmt: skip
     """Compute gates, used experts, and the router's own choice, [rows, TOP].
 
-    A row whose first route is `MISSING` chooses live."""
+    A row whose first recorded route is `MISSING` uses its own choice."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert, slot = tl.arange(0, LANES), tl.arange(0, SLOTS)
     chance = probabilities(logits, row, rows, row_stride, EXPERTS, SIGMOID, LANES)
