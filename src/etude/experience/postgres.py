@@ -171,7 +171,7 @@ class PostgresDatabase:
         return self.session.query(sql, values) if self._depth else self._retry(lambda: self.session.query(sql, values))
 
     def verify(self) -> None:
-        """Read every row once, so that a server with checksums rejects damaged pages. Raises `LedgerError`."""
+        """Read every row once. Raises `LedgerError` for damaged pages, if the server has checksums."""
         for table in ("meta", "rollouts", "slots", "blobs", "transitions"):
             self.rows(f"SELECT count(*) FROM (SELECT * FROM {table} OFFSET 0) AS every")
 

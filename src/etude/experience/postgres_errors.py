@@ -29,7 +29,7 @@ def one_line(error: BaseException) -> str:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether a failed connection may succeed later, since the server is starting or unreachable."""
+    """Return whether a failed connection may succeed later: the server may be starting or unreachable."""
     return not re.search(r"authentication|password|does not exist|permission denied|pg_hba", str(error))
 
 
@@ -94,7 +94,7 @@ def check(url: str) -> None:
 
 
 def check_version(where: str, version: int) -> None:
-    """Check that the server is new enough. `version` is in libpq's form: 130004 is 13.4. Raises `LedgerError`."""
+    """Raise `LedgerError` when the server is too old. `version` is in libpq's form: 130004 is 13.4."""
     if version < OLDEST * 10_000:
         raise LedgerError(
             f"{where} is PostgreSQL {version // 10_000}", f"needed is {OLDEST}", hint="upgrade the server"

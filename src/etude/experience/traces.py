@@ -539,7 +539,9 @@ def read_rollout(path: TraceFile, rollout_id: str) -> tuple[Graded | Invalid | N
 
 
 def read_index(path: TraceFile) -> Index:
-    """Read which rollouts a trace file has, without their tokens. Raises `LedgerError`."""
+    """Read which rollouts a trace file has, without their tokens.
+
+    Raises `LedgerError` for a missing or damaged file."""
     columns = {1: ["rollout_id", "reward", "in_batch"], FORMAT: ["rollout_id", "reward", "row"]}
     table, facts = _read(path, columns)
     rows = table.select(columns[facts["format"]]).to_pylist()

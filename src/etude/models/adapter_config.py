@@ -26,7 +26,9 @@ def base_of(folder: Path) -> Path:
 
 
 def next_base(folder: Path) -> Path:
-    """Return the base of an adapter directory, which may be an adapter itself. Raises `CheckpointError`."""
+    """Return the base of an adapter directory, which may be an adapter itself.
+
+    Raises `CheckpointError` when there is no checkpoint where the base should be."""
     named = read_adapter_config(folder).get("base_model_name_or_path")
     places = [Path(str(named)), folder.parent / "mid"]
     for place in places:
@@ -40,7 +42,9 @@ def next_base(folder: Path) -> Path:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Read the JSON object in a directory's adapter_config.json. Raises `CheckpointError`."""
+    """Read the JSON object in a directory's adapter_config.json.
+
+    Raises `CheckpointError` when it is missing or damaged."""
     path = folder / ADAPTER_CONFIG
     try:
         raw = json.loads(path.read_bytes())

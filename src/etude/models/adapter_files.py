@@ -55,7 +55,7 @@ def write_adapter(
 def read_adapter(folder: Path) -> tuple[AdapterConfig, dict[str, torch.Tensor]]:
     """Read an adapter directory, and return its config and its A and B matrices by PEFT's names.
 
-    Raises `CheckpointError`."""
+    Raises `CheckpointError` when a file is missing or damaged, or the adapter is not plain LoRA."""
     path = folder / ADAPTER_WEIGHTS
     tensors = load_tensors(path)
     try:

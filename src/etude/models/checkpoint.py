@@ -202,7 +202,7 @@ def load_model(
 def iter_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (Hugging Face name, float32 tensor) of every weight of a checkpoint directory, sorted by name.
 
-    One tensor at a time is in memory. Raises `CheckpointError`."""
+    One tensor at a time is in memory. Raises `CheckpointError` for a missing or damaged file."""
     config = ModelConfig.from_hf(read_json(path / "config.json"))
     found = check_weights(path, config)
     verify_weights(path)
@@ -217,7 +217,7 @@ def verify_weights(path: Path, *, part: int = 0, parts: int = 1) -> None:
     """Verify checksums of a checkpoint directory's config and weights, where it has them.
 
     This takes about one second per 1 to 2 GB. To share the work, each of `parts` callers verifies its own `part` of the
-    files, counted from 0. Raises `CheckpointError`."""
+    files, counted from 0. Raises `CheckpointError` for a wrong checksum."""
     is_sharded = (path / INDEX).is_file()
     names = ["config.json", *([INDEX, *shard_names(path / INDEX)] if is_sharded else [WEIGHTS])]
     verify_files(path, names[part::parts], kind=CheckpointError)
@@ -322,7 +322,9 @@ def read_rows(path: Path, ranges: Iterable[RowRange]) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Read all tensors of one safetensors file, and verify its checksum if there is one. Raises `CheckpointError`."""
+    """Read all tensors of one safetensors file, and verify its checksum if there is one.
+
+    Raises `CheckpointError` when the file is missing or damaged."""
     with open_safetensors(path) as file:
         verify_files(path.parent, [path.name], kind=CheckpointError)
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
@@ -330,7 +332,9 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """Open one safetensors file, to read it tensor by tensor inside the `with` block. Raises `CheckpointError`."""
+    """Open one safetensors file, to read it tensor by tensor inside the `with` block.
+
+    Raises `CheckpointError` when the file is missing or damaged, also for read errors inside the block."""
     if not path.is_file():
         raise CheckpointError(f"no weights at {path}", hint="a checkpoint directory has config.json and *.safetensors")
     try:
@@ -341,7 +345,7 @@ def open_safetensors(path: Path) -> Iterator[Any]:
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """Read the JSON object in a file. Raises `CheckpointError`."""
+    """Read the JSON object in a file. Raises `CheckpointError` when the file is missing or damaged."""
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:

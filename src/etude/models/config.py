@@ -273,7 +273,7 @@ class ModelFamily:
     def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Read the fields of a `ModelConfig` that `from_hf` does not read for every family.
 
-        `raw`: the content of config.json. Returns field → value. Raises `ValueError`."""
+        `raw`: the content of config.json. Returns field → value. Raises `ValueError` for an unsupported value."""
         key = self.sizes["num_experts"]
         sizes = positive_ints({**raw, key: raw.get(key, raw.get("num_local_experts"))}, self.sizes)
         routing = Routing(normalise=boolean(raw, "norm_topk_prob", default=False))

@@ -61,13 +61,13 @@ def choose(
     bias_E: torch.Tensor | None = None,
     balance: bool = False,
 ) -> Choice:
-    """Choose experts and gates from router logits [N, E].
+    """Choose experts and gates (the weights of the chosen experts) from router logits [N, E].
 
-    `recorded`: experts that a sampler recorded, used where they are known and plausible. Gates always come from live
-    scores, so that gradients reach the router. `bias_E` (float32) is added only for choosing experts.
-
-    `balance`: also compute the load-balancing loss of the Switch Transformer (arXiv 2101.03961, eq. 4), E · Σ f·P, with
-    f counted from the live choice."""
+    - `recorded`: experts that a sampler recorded, to use where they are known and plausible. Gates always come from the
+      scores of this forward pass, so that gradients reach the router.
+    - `bias_E`: float32, added only for choosing experts.
+    - `balance`: also compute the load-balancing loss of the Switch Transformer (arXiv 2101.03961, eq. 4), E · Σ f·P. f
+      is each expert's share of the router's own choices, P its mean probability."""
     operators = operators or Exact()
     if routing.scores is Scores.SOFTMAX:
         scores_NE = probs_NE = operators.softmax(scores_NE)

@@ -97,7 +97,7 @@ def check_rank(config: ModelConfig, rank: int) -> None:
 def unused_layers(folder: Path, config: ModelConfig) -> dict[str, int]:
     """Return the layers in a directory that etude does not compute with, with their number of tensors.
 
-    They are lost when the weights are saved again (`ModelFamily.unused`). Raises `CheckpointError`."""
+    They are lost when the weights are saved again. Raises `CheckpointError` when a header cannot be read."""
     names = config.architecture.unused(read_headers(folder), config)
     return dict(Counter(sorted(".".join(name.split(".", 3)[:3]) for name in names)))
 
@@ -213,7 +213,7 @@ def _mlp_shapes(at: str, width: int, hidden: int) -> Iterator[tuple[str, Shape]]
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
     """Read the headers of all tensors of a directory, in one file or in shards with an index.
 
-    For an adapter directory they are those of its base. Raises `CheckpointError`."""
+    For an adapter directory they are those of its base. Raises `CheckpointError` for a missing or damaged file."""
     folder = base_of(folder)
     if not (folder / INDEX).is_file():
         return read_header(folder / WEIGHTS)
@@ -224,7 +224,9 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
 
 
 def shard_names(index: Path) -> list[str]:
-    """Return the names of the files that an index file lists, sorted. Raises `CheckpointError`."""
+    """Return the names of the files that an index file lists, sorted.
+
+    Raises `CheckpointError` when the index is missing or damaged."""
     try:
         content = json.loads(index.read_bytes())
         shards = content["weight_map"].values()

@@ -48,7 +48,9 @@ def full_shape(name: str, part: torch.Tensor, parallel: Parallel) -> tuple[int, 
 
 
 def shard_model(full: Transformer, parallel: Parallel) -> Transformer:
-    """Return this rank's part of a full model, as a new model. Raises `ConfigError`."""
+    """Return this rank's part of a full model, as a new model.
+
+    Raises `ConfigError` when sizes cannot be divided among the ranks."""
     dtype = full.embedding.dtype
     model = Transformer(full.config, seed=None, dtype=dtype, operators=full.operators, parallel=parallel)
     tensors = views(full)

@@ -38,7 +38,9 @@ def views(model: Transformer) -> dict[str, torch.Tensor]:
 
 
 def hf_views(model: Transformer) -> dict[str, torch.Tensor]:
-    """Return every weight of a model by its name in the family's Hugging Face checkpoints, as `views` does."""
+    """Return every weight of a model by its Hugging Face name, in a fixed order, as contiguous detached views.
+
+    With tied embeddings there is no head."""
     outside = model.config.architecture.hf_name
     return {outside(name): view for name, view in views(model).items()}
 

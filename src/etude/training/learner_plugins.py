@@ -26,7 +26,7 @@ class LearnerPlugins:
     def get(self, kind: Kind, plugin: Plugin) -> Any:
         """Return the plug-in's object, which the first call constructs.
 
-        Raises `PluginRefused`, `ConfigError` and `PluginError`."""
+        Raises `PluginRefused`, `ConfigError` or `PluginError` when it cannot be loaded or constructed."""
         for known, made in self._loaded:
             if known == plugin:
                 return made

@@ -89,7 +89,9 @@ class ProcessGroup(Protocol):
         None where backward passes alone do it."""
 
     def restore_optimizer(self, path: Path, optimizer: AdamW) -> None:
-        """Restore the optimiser state of a checkpoint, whichever ranks saved it. Raises `CheckpointError`."""
+        """Restore the optimiser state of a checkpoint, whichever ranks saved it.
+
+        Raises `CheckpointError` when it is missing, damaged, or of another model or optimiser."""
 
     def checkpoint_directory(self, path: Path) -> contextlib.AbstractContextManager[Path]:
         """Return a context manager with a hidden directory that all ranks fill.

@@ -99,7 +99,9 @@ class LoadRequest:
 
     @property
     def base(self) -> Path:
-        """The directory of the model's weights; with adapters, of the frozen base. Raises `CheckpointError`."""
+        """The directory of the model's weights; with adapters, of the frozen base.
+
+        Raises `CheckpointError` when the base of an adapter is missing."""
         return next_base(self.path) if self.resumed and self.config.lora_rank else self.path
 
     def check_kind(self) -> None:
@@ -156,7 +158,7 @@ class LoraWeights:
 def load_trainable(request: LoadRequest) -> Trainable:
     """Load the trainable weights from a learner's checkpoint or from a starting checkpoint.
 
-    Raises `CheckpointError`."""
+    Raises `CheckpointError` when a file is missing or damaged, or was saved with other LoRA settings."""
     request.check_kind()
     path, config, device = request.path, request.config, request.device
     if not config.lora_rank:

@@ -44,9 +44,9 @@ def save(path: Path, optimizer: AdamW, specs: Mapping[str, ShardSpec], group: di
 
 
 def restore_from_single(path: Path, optimizer: AdamW, specs: Mapping[str, ShardSpec]) -> None:
-    """Restore this rank's rows of the optimiser state that a single process saved. Raises `CheckpointError`.
+    """Restore this rank's rows of the optimiser state that a single process saved.
 
-    `specs`: which rows of each parameter this rank has."""
+    `specs`: which rows of each parameter this rank has. Raises `CheckpointError` when the state does not fit."""
     shapes = {name: torch.Size(spec.shape) for name, spec in specs.items()}
     where, begin, size = layout(shapes, optimizer.excluded)
     found = {key: vector.clone() for key, vector in optimizer.state().items()}
@@ -75,7 +75,8 @@ def restore(
 ) -> None:
     """Restore the optimiser state in `path`, whichever ranks wrote it. A collective call.
 
-    `specs`: which rows of each parameter this rank has; empty for a single process. Raises `CheckpointError`."""
+    `specs`: which rows of each parameter this rank has; empty for a single process. Raises `CheckpointError` when the
+    state is damaged or does not fit."""
     loaded = {key: torch.zeros_like(vector) for key, vector in optimizer.state().items()}
     try:
         with warnings.catch_warnings():  # reading in a single process is intended

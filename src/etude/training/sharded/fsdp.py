@@ -160,9 +160,10 @@ def meta_model(path: Path, operators: Operators, mesh: Mesh) -> Transformer:
 def load_shards(
     model: Transformer, path: Path, specs: Mapping[str, ShardSpec], named: Mapping[str, list[TensorSlice]], mesh: Mesh
 ) -> None:
-    """Allocate the memory of a sharded model and read this rank's rows into it. Raises `CheckpointError`.
+    """Allocate the memory of a sharded model and read this rank's rows into it.
 
-    `specs`, `named`: the results of `shard_specs` and `tensor_slices`."""
+    `specs`, `named`: the results of `shard_specs` and `tensor_slices`. Raises `CheckpointError` as `load_model` does.
+    """
     tables = model.cos.to(mesh.device), model.sin.to(mesh.device)
     model.to_empty(device=mesh.device)
     model.cos, model.sin = tables

@@ -59,7 +59,7 @@ class ShardedLora(ShardedWeights):
         """Create the adapters on all ranks, with their initial or saved values. A collective call.
 
         `specs`, `named`: the results of `shard_specs` and `tensor_slices`. `base`: the directory of the base model.
-        Raises `CheckpointError`."""
+        Raises `CheckpointError` when adapter and base do not fit."""
         super().__init__(model, group, specs, named, weights, base)
         mesh, kind = group.mesh, stored_dtype(weights)
         self._rows = {name: _within(spec, model.get_parameter(name).shape[0], mesh) for name, spec in specs.items()}
