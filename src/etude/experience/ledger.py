@@ -577,7 +577,8 @@ class Ledger:
 
     def waiting(self) -> list[str]:
         """Return the ids of rollouts that wait for a worker, in order of admission."""
-        return self._ids("state IN (?, ?)", State.ADMITTED, State.REQUEUED)
+        sql = "SELECT rollout_id FROM rollouts WHERE state IN (?, ?) ORDER BY +position"
+        return [rollout_id for (rollout_id,) in self._db.rows(sql, State.ADMITTED, State.REQUEUED)]
 
     def next_waiting(self, limit: int) -> list[Row]:
         """Return the first `limit` rows of `waiting`; the others are not read."""
@@ -686,11 +687,6 @@ class Ledger:
             rows = self._db.rows(sql.replace("IN (*)", f"IN ({marks(some)})"), *some, *values)
             found |= {row[0] for row in rows}
         return found
-
-    def _ids(self, where: str, *values: Any) -> list[str]:
-        return [
-            i for (i,) in self._db.rows(f"SELECT rollout_id FROM rollouts WHERE {where} ORDER BY +position", *values)
-        ]
 
 
 def _check_taken(row: Row, batch: Batch | BatchRef) -> None:

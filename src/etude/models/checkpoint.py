@@ -392,16 +392,12 @@ def fsync_directory(folder: Path) -> None:
 
 def rename_into_place(hidden: Path, path: Path) -> None:
     """Rename a complete directory to its final name, in place of an existing directory."""
-    _rename(hidden, path)
-    _sync(path.parent)
-
-
-def _rename(hidden: Path, path: Path) -> None:
     old = hidden.with_name(hidden.name + ".old")
     if path.exists():
         path.rename(old)
     hidden.rename(path)
     shutil.rmtree(old, ignore_errors=True)
+    _sync(path.parent)
 
 
 def _sync(path: Path) -> None:

@@ -40,12 +40,13 @@ def offsets_on(ends: Sequence[int], device: torch.device) -> torch.Tensor:
 
 def grouped_mm(x_SI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """Multiply each expert's rows by its matrix, [S, O]."""
-    return _grouped_mm(x_SI, weight_EIO, ends_E)
+    product: Callable[..., torch.Tensor] = getattr(F, "grouped_mm", None) or torch._grouped_mm
+    return product(x_SI, weight_EIO, offs=ends_E)
 
 
 def weight_gradient(g_SO: torch.Tensor, x_SI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """Compute each expert's gᵀ · x, [E, O, I]; zero for experts without rows, whatever the kernel leaves there."""
-    gradient = _grouped_mm(g_SO.t(), x_SI, ends_E)
+    gradient = grouped_mm(g_SO.t(), x_SI, ends_E)
     is_empty = torch.cat([ends_E[:1], ends_E.diff()]) == 0
     return gradient.masked_fill_(is_empty[:, None, None], 0.0)
 
@@ -172,8 +173,3 @@ class _Mix(torch.autograd.Function):
             dgate_up = weight_gradient(dh, x.index_select(0, dispatch.token_S), dispatch.ends_E).to(gate_up.dtype)
         dx = rows.combine(grouped_mm(dh, gate_up.to(x.dtype), dispatch.ends_E), dispatch.slot_NK, None)
         return dx, dgates.to(gates.dtype), dgate_up, ddown, None, None
-
-
-def _grouped_mm(a: torch.Tensor, b: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    product: Callable[..., torch.Tensor] = getattr(F, "grouped_mm", None) or torch._grouped_mm
-    return product(a, b, offs=ends_E)
