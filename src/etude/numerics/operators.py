@@ -168,9 +168,10 @@ class Operators:
         return F.linear(x_ND.float(), weight_ED.float())
 
     def combine(self, out_SD: torch.Tensor, slot_NK: torch.Tensor, gates_NK: torch.Tensor) -> torch.Tensor:
-        """Compute Σ over K, in slot order, of gate · row, [N, D].
+        """Sum each token's K rows of expert outputs, weighted by gates; [N, D].
 
-        `slot_NK`: the row of each (token, choice). Not differentiable: `models.experts` computes the gradient."""
+        `slot_NK`: the row of each (token, choice). The order of summation is that of the choices. Not differentiable:
+        `models.experts` computes the gradient."""
         first, *rest = zip(slot_NK.unbind(1), gates_NK.to(out_SD.dtype).unbind(1), strict=True)
         y = out_SD.index_select(0, first[0]) * first[1][:, None]
         for slot, gate in rest:
@@ -183,7 +184,7 @@ class Operators:
         return F.silu(a) * b
 
     def softmax(self, scores_NE: torch.Tensor) -> torch.Tensor:
-        """Compute a router's probabilities, float32 [N, E]."""
+        """Compute a router's probabilities by softmax, float32 [N, E]."""
         return at_least_float32(scores_NE).softmax(-1)
 
     def sigmoid(self, scores_NE: torch.Tensor) -> torch.Tensor:

@@ -48,7 +48,7 @@ def linear(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
 
 
 def product_for(out_size: int, in_size: int, *, turned: bool = False) -> Product:
-    """Return the function that computes products with weights of a shape, with the current number of threads.
+    """Return the function (x_NI, weight_OI) → x @ weight.T for weights of a shape, with the current number of threads.
 
     `turned`: the weights are transposed in memory."""
     return _measured_path(out_size, in_size, turned, torch.get_num_threads())
@@ -90,9 +90,9 @@ def partial_products(x_NI: torch.Tensor, weight_OI: torch.Tensor, number: int) -
 
 
 def column_product(size: int, in_size: int, number: int) -> Product:
-    """Return the function that computes products with `number` parts of `size` outputs each.
+    """Return the function (x, weight) → x @ weight.T for weights with `number` parts of `size` rows each.
 
-    No bit depends on which other parts are computed in the same call, nor on their order."""
+    No bit of the result depends on which other parts are in the same call, nor on their order."""
     return _measured_columns(size, in_size, number, torch.get_num_threads())
 
 

@@ -59,7 +59,7 @@ def choose(
 
 
 def scores(logits_NE: torch.Tensor, *, sigmoid: bool) -> torch.Tensor:
-    """Compute a router's probabilities, float32 [N, E], differentiable."""
+    """Compute a router's probabilities by softmax or sigmoid, float32 [N, E], differentiable."""
     y: torch.Tensor = _Scores.apply(logits_NE, sigmoid)  # type: ignore[no-untyped-call]
     return y
 

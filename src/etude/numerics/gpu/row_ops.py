@@ -149,9 +149,9 @@ def gated_gradient(dy_SF: torch.Tensor, h_S2F: torch.Tensor) -> torch.Tensor:
 
 
 def combine(out_SD: torch.Tensor, slot_NK: torch.Tensor, gates_NK: torch.Tensor | None) -> torch.Tensor:
-    """Compute Σ over K, in slot order, of gate · row, [N, D]; gates None: of the rows.
+    """Sum each token's K rows of expert outputs, weighted by gates; [N, D]. Gates None: all are 1.
 
-    Its gradient is `combine_gradient`."""
+    `slot_NK`: the row of each (token, choice). The order of summation is that of the choices."""
     (n, k), width = slot_NK.shape, out_SD.shape[1]
     y = out_SD.new_empty(n, width)
     if n:
@@ -166,7 +166,9 @@ def combine(out_SD: torch.Tensor, slot_NK: torch.Tensor, gates_NK: torch.Tensor 
 def combine_gradient(
     dy_ND: torch.Tensor, out_SD: torch.Tensor, slot_NK: torch.Tensor, gates_NK: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the gradients of `combine`: [S, D] and [N, K]. Each of the S rows belongs to one (token, choice)."""
+    """Compute the gradients of `combine` with respect to rows [S, D] and gates [N, K].
+
+    Each of the S rows belongs to one (token, choice)."""
     (n, k), width = slot_NK.shape, out_SD.shape[1]
     dout, dgates = torch.empty_like(out_SD), torch.empty_like(gates_NK)
     if n:

@@ -205,7 +205,9 @@ def weights_and_slopes(
     q_wide, q_rest, do, k_wide, k_rest, values, lse, delta, scale, seen,
     REST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention weights of a tile, and the scores' gradients without the factor scale · ln 2."""
+    """Compute attention weights of a tile of queries and keys, and the gradients of their scores.
+
+    The gradients lack the factor scale · ln 2. `seen`: which keys a row attends to."""
     score = dot(q_wide, tl.trans(k_wide), tl.zeros([ROWS, KEYS], tl.float32))
     if REST:
         score = dot(q_rest, tl.trans(k_rest), score)

@@ -33,7 +33,7 @@ def scores(
     logits, y, rows, row_stride,
     EXPERTS: tl.constexpr, SIGMOID: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Compute probabilities, float32 [rows, EXPERTS]."""
+    """Compute a router's probabilities by softmax or sigmoid, float32 [rows, EXPERTS]."""
     row, expert = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)
     chance = probabilities(logits, row, rows, row_stride, EXPERTS, SIGMOID, LANES)
     memory = y + row.to(tl.int64)[:, None] * EXPERTS + expert[None, :]
