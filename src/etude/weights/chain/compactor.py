@@ -1,12 +1,10 @@
-"""Composes deltas over several versions beside the writer, so that a late reader fetches fewer bytes than along the
-chain.
+"""Writes deltas over several versions at once, so that a late reader fetches fewer bytes than version by version.
 
-A weight that changed in several steps is stored once in a composed delta. Sixteen chained deltas take 1.31 bits per
-weight; one composed delta over the same sixteen versions takes .55 (AdamW, 1e-6). A compactor follows the channel,
-preferably near the store. It keeps one full version in memory and, for each of the last steps, the codes that the step
-overwrote (`undo_record`): never a second snapshot, since it restores a base group by group. It writes the composed
-deltas beside the version (`manifest.later_key`). Readers need not trust it: the digests in the target's manifest verify
-the result.
+A weight that changed in several steps is stored once in such a *composed* delta. Sixteen single deltas take 1.31 bits
+per weight; one composed delta over the same sixteen versions takes .55 (AdamW, 1e-6). A compactor runs beside the
+writer, preferably near the store. It keeps one full version in memory and, for each of the last steps, the codes that
+the step overwrote (`undo_record`): never a second snapshot. It stores a list of its deltas beside the version
+(`manifest.later_key`). Readers need not trust it: the digests in the target's manifest verify the result.
 
 A tensor that a step replaced in full, or changed so densely that a list would be longer, is stored in full in every
 composed delta over that step.
@@ -37,11 +35,11 @@ SPANS = (4, 16)
 
 
 class Compactor:
-    """Follows a channel and adds composed deltas to its head. One per channel is enough; more would repeat the same
-    work. Not thread-safe.
+    """Follows a channel and adds deltas over several steps to its newest version. Not thread-safe.
 
-    `spans`: the numbers of steps, each at least 2. `anchors`: also add a snapshot when one is due, for a writer that
-    writes none (`Channel(anchors=False)`). Raises `WeightsError` for invalid spans.
+    One per channel is enough; more would repeat the same work. `spans`: how many steps each added delta covers, all at
+    least 2. `anchors`: also add a full snapshot when one is due, for a writer that writes none
+    (`Channel(anchors=False)`). Raises `WeightsError` for invalid spans.
     """
 
     def __init__(
@@ -57,12 +55,16 @@ class Compactor:
 
     @property
     def undo_bytes(self) -> int:
-        """Memory used by the undo records of the last steps, in bytes."""
+        """Memory used by the records of overwritten codes, in bytes."""
         return sum(undo.num_bytes for _, undo in self._steps)
 
     def step(self) -> tuple[Way, ...] | None:
-        """Move to the head and add ways to it. Returns the added ways; None if the head was reached already or there is
-        no version. Raises `WeightsError`, `StoreError`; the next call continues from there."""
+        """Fetch the newest version, and write deltas over several steps that lead to it. Return what was added.
+
+        Return None if there is no newer version than at the last call. The result is empty if no added delta would be
+        smaller than the existing ones. After a `WeightsError` or `StoreError` the next call continues where this one
+        stopped.
+        """
         pointer = history.head(self._store, self._name)
         if pointer is None or pointer.head == self._at:
             return None

@@ -1,5 +1,4 @@
-"""The choices of the encoder: the form of each tensor, the tile shape, and the classes. They are made from a sample of
-the changes.
+"""The choices of the encoder, from a sample of the changes: the form of each tensor, the shape of tiles, the classes.
 
 These choices affect only the size of a delta: a decoder accepts any of them. They use integer arithmetic only, so that
 the numpy and the native kernels make the same choices and so the same bytes.
@@ -51,7 +50,7 @@ class _Group:
 
 
 def check_mode(mode: str) -> None:
-    """Raise `WeightsError` if `mode` is not a mode.
+    """Raise `WeightsError` if `mode` is neither "best" nor "fast".
 
     >>> check_mode("best")
     """
@@ -65,10 +64,10 @@ def check_mode(mode: str) -> None:
 def choose(
     new: Sequence[Codes | None], old: Sequence[Codes | None], specs: Sequence[Spec], kernels: Kernels, mode: Mode
 ) -> Layout:
-    """Choose the layout of a delta.
+    """Choose how the tensors of a delta are stored and cut into tiles (parts that are coded independently).
 
     `new[i]`, `old[i]`: the items of tensor i. `new[i]` None: the tensor does not change. `old[i]` None: there is no old
-    tensor, so it is stored in full.
+    tensor, so it is stored in full. `kernels` count a sample of the changes.
     """
     forms = [SAME] * len(specs)
     grids: dict[int, Grid] = {}

@@ -52,7 +52,7 @@ KERNELS: Kernels = native.load() or NumpyKernels()
 
 
 def object_spans(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Group tensors into objects: [start, stop) of each object; empty if there are no tensors."""
+    """Group tensors into delta objects of limited size. Return [start, stop) of each group of `tensors`, in order."""
     found: list[tuple[int, int]] = []
     start = size = 0
     for i, tensor in enumerate(tensors):
@@ -66,10 +66,11 @@ def object_spans(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
 def encode(
     new: Sequence[Tensor], old: Sequence[Tensor | None], mode: Mode = "best", *, kernels: Kernels = KERNELS
 ) -> bytes:
-    """Encode the delta from `old` to `new`. Returns the bytes of a delta object.
+    """Encode the delta from `old` to `new`, and return the bytes of a delta object. Names are not stored.
 
     `new[i]` and `old[i]` are one tensor before and after. If `old[i]` is None or has another dtype or shape, `new[i]`
-    is stored in full. `mode`: see `choices.Mode`.
+    is stored in full. `mode`: "best", or "fast" for faster encoding to about a third more bytes. `kernels`: the inner
+    loops, in Rust or numpy.
 
     >>> old = Tensor("bf16", (4,), np.array([0x3F80, 0x3F80, 0x0000, 0x7FC1], np.uint16))
     >>> new = Tensor("bf16", (4,), np.array([0x3F80, 0x3F7F, 0x8000, 0xFFFF], np.uint16))
@@ -95,8 +96,7 @@ def encode(
 def decode(
     data: bytes, specs: Sequence[Spec], old: Sequence[Tensor | None], *, kernels: Kernels = KERNELS
 ) -> list[Tensor]:
-    """Decode a delta object: returns the new tensors, one per spec. An unchanged tensor is the same object as its old
-    one.
+    """Decode a delta object to the new tensors, one per spec. An unchanged tensor is the same object as its old one.
 
     `old[i]`: the old tensor of `specs[i]`; None if the object stores it in full. Raises `WeightsError` for malformed
     bytes, and for bytes that do not fit these specs and old tensors. Well-formed bytes that were altered decode to
@@ -125,12 +125,11 @@ def changes(
     kernels: Kernels = KERNELS,
     in_order: bool = True,
 ) -> list[Changes | Tensor]:
-    """Decode a delta object to lists of changes: per spec, its `Changes` (empty if nothing changes), or the full new
-    tensor.
+    """Decode a delta object. Return, per spec, its `Changes` (empty if nothing changes) or the full new tensor.
 
-    Like `decode`, without creating the new tensors: needs memory in proportion to the changes. `in_order`: positions
-    ascend, as `Changes` promises; with False those of a matrix with very long rows may not ascend, which saves a copy.
-    Raises `WeightsError`.
+    The full new tensor is returned if the object stores it in full. Unlike `decode`, this needs memory in proportion to
+    the changes. `in_order`: whether positions must ascend, as `Changes` promises. With False those of a matrix with
+    very long rows may not ascend, which saves a copy. Raises `WeightsError`.
     """
     header, held = _open(data, specs, old)
     made: dict[int, Changes | Tensor] = {}
@@ -176,8 +175,10 @@ def _collect(batch: Sequence[Tile], listed: Iterable[Listed], held: Sequence[Cod
 
 
 def _sides(new: Sequence[Tensor], old: Sequence[Tensor | None]) -> tuple[list[Codes | None], list[Codes | None]]:
-    """The new and the old items of each tensor. New: None if nothing changed. Old: None if there is nothing to compare
-    with."""
+    """Return the new and the old items of each tensor.
+
+    New: None if nothing changed. Old: None if there is nothing to compare with.
+    """
     after: list[Codes | None] = []
     before: list[Codes | None] = []
     for n, o in zip(new, old, strict=True):
@@ -193,7 +194,7 @@ def _or_empty(arrays: Iterable[Codes | None]) -> list[Codes]:
 
 
 def batches(tiles: Iterable[tuple[int, Tile]], most: int) -> Iterator[list[tuple[int, Tile]]]:
-    """Group numbered tiles for the kernels: up to about `most` items or `BATCH_TILES` tiles per batch."""
+    """Group numbered tiles into batches of up to about `most` items or `BATCH_TILES` tiles."""
     batch: list[tuple[int, Tile]] = []
     size = 0
     for number, tile in tiles:
@@ -207,15 +208,17 @@ def batches(tiles: Iterable[tuple[int, Tile]], most: int) -> Iterator[list[tuple
 
 
 def shorter(coded: bytes, tile: Tile, kind: DType, new: Callable[[], Codes]) -> bytes:
-    """The shorter form of a tile: its coded bytes, or byte planes of its new items. Planes are tried only if the coded
-    form is long."""
+    """Return the shorter form of a tile's payload: its coded changes, or all its new items as compressed byte planes.
+
+    `new` returns the new items. It is called only if the coded form is long.
+    """
     if len(coded) * 4 < tile.size * kind.items.itemsize * 3:
         return coded
     return min(coded, bytes((_PLANES,)) + streams.encode_planes(new()), key=len)
 
 
 def for_kernels(payload: memoryview, tile: Tile, kind: DType) -> memoryview:
-    """A tile's payload in a form that kernels accept: byte planes are decoded to raw items."""
+    """Return a tile's payload in a form that kernels accept: byte planes are decoded to raw items."""
     if not payload or payload[0] != _PLANES:
         return payload
     items = np.empty(tile.size, kind.items)
@@ -224,7 +227,7 @@ def for_kernels(payload: memoryview, tile: Tile, kind: DType) -> memoryview:
 
 
 def parse_object(data: bytes | memoryview, specs: Sequence[Spec]) -> Header:
-    """Parse the header of a complete delta object. Raises `WeightsError`."""
+    """Parse the header of a complete delta object. `specs`: those of its tensors. Raises `WeightsError`."""
     header = layout.read_header(data, specs)
     if len(data) != int(header.offsets[-1]):
         raise damaged(f"it has {len(data)} bytes, its header states {header.offsets[-1]}")
@@ -232,8 +235,10 @@ def parse_object(data: bytes | memoryview, specs: Sequence[Spec]) -> Header:
 
 
 def _open(data: bytes | memoryview, specs: Sequence[Spec], old: Sequence[Tensor | None]) -> tuple[Header, list[Codes]]:
-    """Parse the header and check that the needed old tensors are there. Also returns the old items of the tensors that
-    change."""
+    """Parse the header and check that the needed old tensors are there.
+
+    Also return the old items of the tensors that change.
+    """
     header = parse_object(data, specs)
     held: list[Codes | None] = []
     for form, spec, known in zip(header.layout.forms, specs, old, strict=True):
@@ -250,8 +255,10 @@ def changed_tiles(
     most: int,
     wanted: Callable[[Tile], bool] = lambda _: True,
 ) -> Iterator[tuple[DType, list[Tile], list[memoryview]]]:
-    """Yield batches of the tiles in which something changes: dtype, tiles and payloads for the kernels, about `most`
-    items per batch. `wanted` selects tiles."""
+    """Yield batches of the tiles in which something changes: their dtype, the tiles, and a payload for each.
+
+    A batch has about `most` items of one dtype. `wanted` selects tiles; by default all are wanted.
+    """
     view, offsets = memoryview(data), header.offsets
     for kind in DTYPES.values():
         found = ((n, tile) for n, tile in header.layout.tiles(kind) if offsets[n] < offsets[n + 1] and wanted(tile))
@@ -261,7 +268,7 @@ def changed_tiles(
 
 
 def decode_full(header: Header, data: bytes | memoryview, tensor: int) -> npt.NDArray[Any]:
-    """Decode the codes of a tensor of form WHOLE. Raises `WeightsError`."""
+    """Decode a tensor that the object stores in full, given its number. Return its codes. Raises `WeightsError`."""
     spec = header.layout.specs[tensor]
     codes = np.empty(spec.size, DTYPES[spec.dtype].codes)
     for number, start, stop in header.layout.full_tiles(tensor):

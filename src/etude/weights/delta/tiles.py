@@ -29,7 +29,7 @@ _SAMPLE = 1024  # number of values of a class that its parameter is chosen by
 
 
 class NumpyKernels:
-    """`layout.Kernels` in numpy."""
+    """The inner loops of the codec in numpy: an implementation of `layout.Kernels`."""
 
     def sample(self, old: Codes, new: Codes, kind: DType, stride: int) -> tuple[Counts, Counts]:
         if stride > 1:
@@ -61,13 +61,13 @@ class NumpyKernels:
 
 
 def gather(tile: Tile, arrays: Sequence[Codes]) -> Codes:
-    """A tile's items, in order. A view if they are one range."""
+    """Return the items of a tile, in order. `arrays`: the items of each tensor. A view if the tile is one range."""
     parts = [_rectangle(piece, arrays[piece.tensor]) for piece in tile.pieces]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def rice_parameter(universe: int, listed: int) -> int:
-    """The Rice parameter for the gaps between `listed` of `universe` items: about log2 of the median gap.
+    """Return the Rice parameter for the gaps between `listed` of `universe` items: about log2 of the median gap.
 
     >>> [rice_parameter(1000, n) for n in (0, 1, 100, 500, 1000)]
     [0, 9, 2, 0, 0]
@@ -78,10 +78,10 @@ def rice_parameter(universe: int, listed: int) -> int:
 
 
 def size_parameters(values: Numbers, counts: Longs) -> Longs:
-    """The Rice parameter for the step sizes of each class: about log2 of their mean, or less if a few large values
-    raised the mean. Uses the first `_SAMPLE` values of a class.
+    """Return the Rice parameter for the step sizes of each class.
 
-    `values`: the sizes, class after class; `counts`: the number of values of each class.
+    It is about log2 of their mean, or less if a few large values raised the mean. The first `_SAMPLE` values of a class
+    are used. `values`: the sizes, class after class; `counts`: the number of values of each class.
 
     >>> size_parameters(np.array([0, 1, 5, 9] + [3] * 99 + [30000], np.uint32), np.array([2, 2, 0, 100])).tolist()
     [0, 2, 0, 1]
@@ -104,19 +104,22 @@ def size_parameters(values: Numbers, counts: Longs) -> Longs:
 
 
 def _rice_bits(values: Longs, counts: Longs, low: Longs) -> Longs:
-    """Bits of each group's Rice code, without the final one-bit of each quotient."""
+    """Return the bits of each group's Rice code, without the final one-bit of each quotient."""
     quotients = values >> np.repeat(low, counts)
     quotients[quotients >= streams.LONGEST_RUN] = streams.LONGEST_RUN + 32
     return low * counts + _sums(quotients, counts)
 
 
 def _sums(values: Longs, counts: Longs) -> Longs:
-    """The sum of each group. No group is empty."""
+    """Return the sum of each group. No group is empty."""
     return np.add.reduceat(values, _starts(counts)) if counts.size else counts
 
 
 def split_by_tensor(tile: Tile, places: Numbers, items: Codes) -> Iterator[tuple[int, Longs, Codes]]:
-    """For each tensor of a tile: its number, the positions in the tensor that change, and the new items there."""
+    """Yield, for each tensor of a tile: its number, the changed positions in the tensor, and the new items there.
+
+    `places`: the changed positions in the tile, ascending. `items`: the new items there.
+    """
     ends = np.cumsum([0, *(piece.size for piece in tile.pieces)])
     splits = np.searchsorted(places, ends).tolist()
     for piece, base, (first, last) in zip(tile.pieces, ends.tolist(), itertools.pairwise(splits), strict=False):
@@ -211,13 +214,12 @@ class _Lists:
 
 
 def _starts(sizes: Longs) -> Longs:
-    """Start of each of several consecutive ranges of these sizes."""
+    """Return the start of each of several consecutive ranges of these sizes."""
     return np.cumsum(sizes) - sizes
 
 
 def _in_classes(tile: Tile, kind: DType, old: Codes) -> tuple[Longs | None, Longs]:
-    """The order that sorts items by class, then by position (None: they are sorted); and the number of items of each
-    class."""
+    """Return the order that sorts items by class, then position (None: they are sorted), and the size of each class."""
     if tile.classes == 1:
         return None, np.array([old.size])
     lowest = max(0, tile.high - tile.classes + 1)
@@ -236,10 +238,10 @@ def _encode(kind: DType, tile: Tile, old: Codes, new: Codes) -> bytes:
 
 
 def pack(items: Longs, where: Longs, down: Flags, size: Numbers) -> bytes:
-    """Encode a tile from its changes.
+    """Encode a tile from its changes. The items of a tile are grouped into classes, numbered from 0.
 
     `items` [classes]: number of items of each class. `where` [changes]: the changed items, numbered by class, then by
-    position. `down`, `size` [changes]: direction and size of each step.
+    position. `down`, `size` [changes]: whether each change goes down, and its number of ULP steps.
     """
     c = _Classes.of(items)
     c.changed = _counts(where, c.items)
@@ -258,7 +260,7 @@ def pack(items: Longs, where: Longs, down: Flags, size: Numbers) -> bytes:
 
 
 def _counts(places: Longs, sizes: Longs) -> Longs:
-    """The number of places in each of several consecutive ranges."""
+    """Return the number of places in each of several consecutive ranges."""
     return np.diff(np.searchsorted(places, np.concatenate([[0], np.cumsum(sizes)])))
 
 
@@ -302,8 +304,10 @@ def _changes(kind: DType, tile: Tile, old: Codes, payload: memoryview) -> tuple[
 
 
 def unpack(kind: DType, items: Longs, reader: Reader) -> tuple[Longs, Flags, Numbers]:
-    """Decode a tile after its mode byte: inverse of `pack`. `items` [classes]: number of items per class. Raises
-    `WeightsError` for bytes that no encoder wrote."""
+    """Decode a tile after its mode byte: the inverse of `pack`. Return its arguments `where`, `down` and `size`.
+
+    `items` [classes]: number of items of each class. Raises `WeightsError` for bytes that no encoder wrote.
+    """
     c = _Classes.of(items)
     _read_headers(reader, c)
     down, where, size = _read_planes(reader, c)
@@ -319,7 +323,7 @@ def _raw_changes(kind: DType, old: Codes, reader: Reader) -> tuple[Numbers, Code
 
 
 def read_raw(kind: DType, count: int, reader: Reader) -> Codes:
-    """Decode the new items of a raw tile, after its mode byte. Raises `WeightsError`."""
+    """Decode the `count` new items of a raw tile, after its mode byte. Raises `WeightsError`."""
     new = np.frombuffer(reader.take(count * kind.items.itemsize), kind.items.newbyteorder("<"))
     reader.end()
     if kind.width < 8 * kind.items.itemsize and new.size and int(new.max()) >> kind.width:
@@ -328,7 +332,7 @@ def read_raw(kind: DType, count: int, reader: Reader) -> Codes:
 
 
 def in_place_order(where: Longs, items: Codes, count: int) -> tuple[Numbers, Codes]:
-    """Sort the changes of a tile of `count` items by position."""
+    """Sort the changes of a tile of `count` items by position: the positions `where`, and the new items there."""
     if 16 * where.size < count:
         order = np.argsort(where)
         return where[order].astype(np.uint32), items[order]
