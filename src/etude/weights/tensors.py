@@ -38,8 +38,8 @@ class DType:
     """
 
     name: str
-    bits: int  # bits of a code
-    exponent_shift: int | None = None  # width of the mantissa; above it are the exponent, then the sign
+    bits: int
+    exponent_shift: int | None = None
     parts: int = 1
 
     @property

@@ -30,8 +30,6 @@ class Changes:
     positions: npt.NDArray[Any]
     codes: Codes
     checksums: tuple[str, str] | None = None
-    """Checksums of the tensor before and after the changes, if they were computed with the list (see
-    `checksums_before_after`)."""
 
 
 def write(rows: Iterable[tuple[Codes, Changes]]) -> None:

@@ -35,7 +35,10 @@ DENSE = 16
 
 
 class Target:
-    """An engine's live weights, by its map. Nothing else may write them between `prepare` and the end of a swap.
+    """The live weights of an engine, to which updates are written.
+
+    `where`: the map of checkpoint tensors to the engine's memory. Nothing else may write the weights between `prepare`
+    and the end of a swap.
 
     >>> live = {"w": np.array([1, 2, 3], np.uint16)}
     >>> from etude.weights.follow.runtime_map import named
@@ -50,7 +53,7 @@ class Target:
     def prepare(self, update: Update, tensors: Known, *, undoable: bool = True) -> Swap:
         """Prepare an update: compute all writes, check them, and copy them to their device. Nothing is written yet.
 
-        `tensors`: all tensors of the version (`Follower.tensors`); or their specs, if there is no copy of them
+        `tensors`: all tensors of the version by name (`Follower.tensors`); or their specs, if there is no copy of them
         (`LiveFollower.specs`): then changes are scattered, however many they are. `undoable` False: do not keep the old
         codes; for the first version, before which there was none. Raises `WeightsError` for a published tensor that the
         engine has no place for, a tensor that it needs and that is not published, or tied tensors with different bits.
@@ -81,8 +84,7 @@ class Target:
         return swap
 
     def differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Compare live memory with tensors, bit for bit. Returns the names that differ: verifies an update, or detects
-        a flipped bit."""
+        """Compare live memory with tensors, bit for bit. Return the names of those that differ."""
         return [
             name
             for name, tensor in sorted(tensors.items())
@@ -120,33 +122,39 @@ class Target:
 
 @dataclass
 class Swap:
-    """A prepared update. Call `apply` in the pause; then `commit`, or `undo`, also in the pause."""
+    """An update that is ready to be written, from `Target.prepare`.
+
+    Call `apply` in the engine's pause; then `commit`, or `undo`, also in a pause. `put` does all `writes` in one call,
+    and `put_back` undoes them. `derived`: the memory to compute afterwards.
+    """
 
     version: Version
     writes: list[_Write] = field(default_factory=list)
     derived: list[_Hook] = field(default_factory=list)
     undoable: bool = True
     applied: bool = False
-    put: Call = lambda: None  # all `writes` in one call
+    put: Call = lambda: None
     put_back: Call = lambda: None
 
     @property
     def list_bytes(self) -> int:
-        """Memory used by the indices and codes to be written, in bytes. Tensors that are written in full belong to the
-        follower and are not counted."""
+        """Memory used by the indices and codes to be written, in bytes.
+
+        Tensors that are written in full belong to the follower and are not counted.
+        """
         return sum(write.num_bytes for write in self.writes)
 
     @property
     def undo_bytes(self) -> int:
-        """Memory used to undo the update, in bytes: old codes, and saved outputs of hooks."""
+        """Memory used to undo the update, in bytes: old codes, and saved outputs of derived memory."""
         kept = [write.old for write in self.writes if write.old is not None]
         return sum(codes.nbytes for codes in (*kept, *(codes for hook in self.derived for codes in hook.old)))
 
     def apply(self, probe: Probe | None = None) -> None:
-        """Write, recompute derived memory, and call the probe. If a hook or the probe fails, the update is undone and
-        `WeightsError` is raised.
+        """Write the update, recompute derived memory, and call `probe`, which returns False to refuse the new weights.
 
-        If the update was prepared with `undoable` False, the memory then stays as written and must not be used.
+        If computing or the probe fails, the update is undone and `WeightsError` is raised. If the update was prepared
+        with `undoable` False, the memory then stays as written and must not be used.
         """
         self.applied = True
         try:
@@ -171,7 +179,7 @@ class Swap:
         self.applied = False
 
     def commit(self) -> None:
-        """Free what was kept for an undo."""
+        """Free what was kept for an undo. The update cannot be undone afterwards."""
         self.writes.clear()
         self.derived.clear()
         self.put = self.put_back = _nothing

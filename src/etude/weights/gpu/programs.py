@@ -40,7 +40,7 @@ def at(address, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def unpacked(word, index, WIDTH: tl.constexpr):
-    """Items as 32-bit integers; bits above their width are 0."""
+    """Return items as 32-bit integers; bits above their width are 0."""
     item = word.to(tl.uint32)
     if WIDTH == 4:
         item = (item >> ((index & 1) * 4).to(tl.uint32)) & 15
@@ -51,8 +51,10 @@ def unpacked(word, index, WIDTH: tl.constexpr):
 
 @triton.jit
 def numbers(row, FULL: tl.constexpr, BLOCK: tl.constexpr):
-    """The item numbers of a block, relative to the tensor, or in a full block to its first item; and a mask of the
-    existing ones."""
+    """Return the item numbers of a block, and a mask of those that exist.
+
+    The numbers are relative to the tensor, or in a full block to its first item.
+    """
     j = tl.arange(0, BLOCK)
     if FULL:
         index = j.to(tl.int64)
@@ -67,7 +69,7 @@ def numbers(row, FULL: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def items(row, side: tl.constexpr, index, inside, WIDTH: tl.constexpr, FULL: tl.constexpr):
-    """Pointers to a block's items in one snapshot, and the items."""
+    """Return pointers to a block's items in one snapshot, and the items."""
     address = tl.load(row + side)
     if FULL:
         address += tl.load(row + START) * WIDTH // 8
@@ -79,7 +81,7 @@ def items(row, side: tl.constexpr, index, inside, WIDTH: tl.constexpr, FULL: tl.
 
 @triton.jit
 def classes_of(row, old, SHIFT: tl.constexpr, EXPONENTS: tl.constexpr):
-    """The class of each item of a block, from its old code."""
+    """Return the class of each item of a block, from its old code."""
     exponent = ((old >> SHIFT) & EXPONENTS).to(tl.int32)
     last = tl.load(row + CLASSES).to(tl.int32) - 1
     return tl.minimum(tl.maximum(tl.load(row + HIGH).to(tl.int32) - exponent, 0), last)
@@ -87,8 +89,10 @@ def classes_of(row, old, SHIFT: tl.constexpr, EXPONENTS: tl.constexpr):
 
 @triton.jit
 def ranks(kind, inside, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
-    """The number of items of the same class before each item of a block. `GROUPS`: groups of four classes; 0: a single
-    class."""
+    """Return the number of items of the same class before each item of a block.
+
+    `GROUPS`: groups of four classes; 0: a single class.
+    """
     rank = tl.arange(0, BLOCK)
     if GROUPS > 0:
         lane = ((kind & 3) * 16).to(tl.int64)
@@ -102,7 +106,7 @@ def ranks(kind, inside, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def in_order(item, WIDTH: tl.constexpr, EXPONENTS: tl.constexpr):
-    """Items on the monotone scale, like `ulp_steps.to_order`."""
+    """Map items to the monotone scale of `ulp_steps.to_order`."""
     if EXPONENTS != 0:
         negative = ((item >> (WIDTH - 1)) & 1) == 1
         item = tl.where(negative, item ^ (2**WIDTH - 1), item ^ (2 ** (WIDTH - 1)))
@@ -111,7 +115,7 @@ def in_order(item, WIDTH: tl.constexpr, EXPONENTS: tl.constexpr):
 
 @triton.jit
 def moved(old, step, WIDTH: tl.constexpr, EXPONENTS: tl.constexpr):
-    """Items moved by `step` on the monotone scale."""
+    """Return items moved by `step` on the monotone scale."""
     item = in_order(old, WIDTH, EXPONENTS) + step.to(tl.uint32, bitcast=True)
     if EXPONENTS != 0:
         positive = ((item >> (WIDTH - 1)) & 1) == 1
@@ -121,7 +125,7 @@ def moved(old, step, WIDTH: tl.constexpr, EXPONENTS: tl.constexpr):
 
 @triton.jit
 def bits_below(word, bit):
-    """The number of set bits of a word below a bit."""
+    """Return the number of set bits of a word below a bit."""
     x = word & ((1 << bit) - 1)
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
@@ -203,7 +207,7 @@ def count(
 
 @triton.jit
 def mark(where, words, size, CHUNK: tl.constexpr):
-    """Set the bits with these numbers."""
+    """Set the bits with the numbers `where` in an array of words."""
     i = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     bit = tl.load(where + i, mask=i < size, other=0)
     tl.atomic_or(words + (bit >> 5), tl.full([CHUNK], 1, tl.int32) << (bit & 31), mask=i < size)
@@ -215,10 +219,10 @@ def place(
     WIDTH: tl.constexpr, SHIFT: tl.constexpr, EXPONENTS: tl.constexpr,
     GROUPS: tl.constexpr, LISTED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the changed items of a block, from their bits in the order of classes. They are written over the old
-    items, or listed if `LISTED`.
+    """Compute the changed items of a block, from their bits in the order of classes.
 
-    `before`: for each word, the number of the first change in it.
+    They are written over the old items, or listed if `LISTED`. `before`: for each word, the number of the first change
+    in it.
     """
     block = tl.load(which + tl.program_id(0))
     row = blocks + block.to(tl.int64) * FIELDS
@@ -243,11 +247,11 @@ def scatter(
     chunks, pieces, places, codes,
     WIDTH: tl.constexpr, HALF: tl.constexpr, READ: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write items to their positions in tiles; or read what is there, if `READ`.
+    """Write items to their positions in tiles; with `READ`, read what is there instead.
 
-    For 4-bit items, only those of one `HALF` of their byte, so that no two programs write one byte in one launch. A row
-    of `chunks`: first change and end of the changes, first piece and end of the pieces of the tile. A row of `pieces`:
-    address, start, cols, stride, position of its first item in the tile, number of items.
+    For 4-bit items, only those of one `HALF` of their byte are handled, so that no two programs write one byte in one
+    launch. A row of `chunks`: first change and end of the changes, first piece and end of the pieces of the tile. A row
+    of `pieces`: address, start, cols, stride, position of its first item in the tile, number of items.
     """
     chunk = chunks + tl.program_id(0) * 4
     i = tl.load(chunk) + tl.arange(0, CHUNK)
